@@ -1,0 +1,277 @@
+"""The grammar of `ai.bnfuse` operators: a core, the steps on its way in, the steps on its way out.
+
+A feature map is read, something elementwise happens to it, a core (a convolution, a pooling, or nothing at
+all) works on the result, and something elementwise or a reduction happens to what comes out:
+
+    Normalize Relu  Conv  Statistics        y = Conv(relu(a*x + b), weight);  mean, variance of y
+
+The name of an operator is the concatenation of its steps, `NormalizeReluConvStatistics`, and everything else
+about it follows from the steps: operands, results and attributes here; the function body in `functions.py`,
+the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
+
+    forward    [Normalize] [Relu|Clip|QuickGelu] [Add|AddNormalized] [Relu|Clip|QuickGelu]
+               Conv|MaxPool|AveragePool|GlobalAveragePool|Map
+               [Bias] [StoreInput] [Statistics]
+    backward   [Slice] [BatchNormGrad]  [Normalize] [Relu|Clip|QuickGelu]
+               ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|MapGrad
+               [BiasGrad] [AddGradient] [ReluGrad|ClipGrad|QuickGeluGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
+
+Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
+
+    Normalize       x <- a*x + b
+    Relu            x <- max(x, 0)
+    Clip            x <- min(max(x, min), max)                 attributes min, max
+    QuickGelu       x <- x*sigmoid(alpha*x)                    attribute alpha
+    Add             x <- x + skip
+    AddNormalized   x <- x + (skip_a*skip + skip_b)
+    Bias            y <- y + bias
+    StoreInput      the x that the core read is also a result, `stored`
+    Statistics      mean and biased variance of y over N, H, W are also results
+
+Backward steps. `x` is the map that the forward operator read, before its prologue:
+
+    Slice           dy <- dy[:, grad_start : grad_stop]        attributes grad_start, grad_stop
+    BatchNormGrad   dy <- grad_p*dy + grad_q*grad_x + grad_w   the input gradient of the BN that follows the core
+    Normalize ...   the forward prologue, recomputed from x; the weight gradient reads its result
+    BiasGrad        sum of dy over N, H, W (after the steps before it) is also a result, `dbias`
+    AddGradient     dx <- dx + other
+    ReluGrad        dx <- dx * (z > 0)                         z is x after Normalize and before the activation
+    ClipGrad        dx <- dx * (min <= z <= max)
+    QuickGeluGrad   dx <- dx * d quickgelu(z)/dz
+    Reduce          dbeta = sum dx, dgamma = sum dx*(x - mean)*inv_std     over N, H, W
+    ReduceOther     the same for another BN that shares dx: operands x_i, mean_i, inv_std_i (i = 1, 2, ...)
+    Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
+    Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
+
+`Map` and `MapGrad` are the cores that do nothing: `NormalizeReluMap` stores a normalised map,
+`BatchNormGradMapGrad` stores the input gradient of a BN. With z = x a ReluGrad serves as well where x is the
+*output* of the Relu, because both have the same sign.
+
+Source: papers/000, sections 3.2 to 3.4; the exact backward forms are in docs/maths.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+DOMAIN = "ai.bnfuse"
+VERSION = 1
+
+ACTIVATIONS = ("Relu", "Clip", "QuickGelu")
+ACTIVATION_GRADS = tuple(f"{name}Grad" for name in ACTIVATIONS)
+ACTIVATION_ATTRIBUTES: dict[str, tuple[str, ...]] = {"Relu": (), "Clip": ("min", "max"), "QuickGelu": ("alpha",)}
+
+CONV_ATTRIBUTES = ("dilations", "group", "kernel_shape", "pads", "strides")
+MAX_POOL_ATTRIBUTES = ("ceil_mode", "dilations", "kernel_shape", "pads", "strides")
+AVERAGE_POOL_ATTRIBUTES = ("ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+
+FORWARD_CORES: dict[str, tuple[str, ...]] = {
+    "Conv": CONV_ATTRIBUTES,
+    "MaxPool": MAX_POOL_ATTRIBUTES,
+    "AveragePool": AVERAGE_POOL_ATTRIBUTES,
+    "GlobalAveragePool": (),
+    "Map": (),
+}
+BACKWARD_CORES: dict[str, tuple[str, ...]] = {
+    "ConvGrad": CONV_ATTRIBUTES,
+    "ConvGradInput": CONV_ATTRIBUTES,
+    "ConvGradWeight": CONV_ATTRIBUTES,
+    "MaxPoolGrad": MAX_POOL_ATTRIBUTES,
+    "AveragePoolGrad": AVERAGE_POOL_ATTRIBUTES,
+    "GlobalAveragePoolGrad": (),
+    "MapGrad": (),
+}
+CONV_GRADS = ("ConvGrad", "ConvGradInput", "ConvGradWeight")
+
+_FORWARD = re.compile(
+    r"(Normalize)?(Relu|Clip|QuickGelu)?(AddNormalized|Add)?(Relu|Clip|QuickGelu)?"
+    r"(Conv|MaxPool|AveragePool|GlobalAveragePool|Map)"
+    r"(Bias)?(StoreInput)?(Statistics)?"
+)
+_BACKWARD = re.compile(
+    r"(Slice)?(BatchNormGrad)?(Normalize)?(Relu|Clip|QuickGelu)?"
+    r"(ConvGradInput|ConvGradWeight|ConvGrad|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|MapGrad)"
+    r"(BiasGrad)?(AddGradient)?(ReluGrad|ClipGrad|QuickGeluGrad)?(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """An operator as its steps. `name`, `operands`, `results` and `attributes` follow from them, in this order."""
+
+    prologue: tuple[str, ...]
+    core: str
+    epilogue: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if parse_steps(self.name) != (self.prologue, self.core, self.epilogue):
+            raise ValueError(f"not an {DOMAIN} operator: {' '.join((*self.prologue, self.core, *self.epilogue))}")
+
+    @property
+    def name(self) -> str:
+        return "".join((*self.prologue, self.core, *self.epilogue))
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.core in BACKWARD_CORES
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The activations of the prologue, in order (at most two, and two only around an Add)."""
+        return tuple(step for step in self.prologue if step in ACTIVATIONS)
+
+    @property
+    def reads_x(self) -> bool:
+        """Whether `x` is an operand: always, but for a MapGrad that neither masks nor reduces."""
+        return self.core != "MapGrad" or bool({*ACTIVATION_GRADS, "Reduce"} & {*self.epilogue})
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Operand names in the order of the node's inputs."""
+        return tuple(self._operands())
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Result names in the order of the node's outputs."""
+        return tuple(self._results())
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Attribute names; every one is required on the node."""
+        names = list((BACKWARD_CORES if self.is_gradient else FORWARD_CORES)[self.core])
+        for kind in ACTIVATIONS:
+            if kind in self.prologue or f"{kind}Grad" in self.epilogue:
+                names += ACTIVATION_ATTRIBUTES[kind]
+        if "Slice" in self.prologue:
+            names += ["grad_start", "grad_stop"]
+        if "Accumulate" in self.epilogue:
+            names += ["acc_start", "acc_stop"]
+        return tuple(names)
+
+    @property
+    def others(self) -> int:
+        """How many other BNs reduce over the same gradient."""
+        return self.epilogue.count("ReduceOther")
+
+    def _operands(self) -> Iterator[str]:
+        if self.is_gradient:
+            yield "dy"
+            if self.core == "MaxPoolGrad":
+                yield "indices"
+        if self.reads_x:
+            yield "x"
+        if self.core == "Conv" or self.core in CONV_GRADS:
+            yield "weight"
+        for step in self.prologue:
+            yield from PROLOGUE_OPERANDS.get(step, ())
+        other = 0
+        for step in self.epilogue:
+            if step == "ReduceOther":
+                other += 1
+                yield from (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
+            else:
+                yield from EPILOGUE_OPERANDS.get(step, ())
+
+    def _results(self) -> Iterator[str]:
+        if self.is_gradient:
+            if self.core != "ConvGradWeight":
+                yield "dx"
+            if self.core in ("ConvGrad", "ConvGradWeight"):
+                yield "dweight"
+        else:
+            yield "y"
+            if self.core == "MaxPool":
+                yield "indices"
+        other = 0
+        for step in self.epilogue:
+            if step == "ReduceOther":
+                other += 1
+                yield from (f"dbeta_{other}", f"dgamma_{other}")
+            else:
+                yield from EPILOGUE_RESULTS.get(step, ())
+
+
+PROLOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
+    "Normalize": ("a", "b"),
+    "Add": ("skip",),
+    "AddNormalized": ("skip", "skip_a", "skip_b"),
+    "BatchNormGrad": ("grad_x", "grad_p", "grad_q", "grad_w"),
+}
+EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
+    "Bias": ("bias",),
+    "AddGradient": ("other",),
+    "Reduce": ("mean", "inv_std"),
+    "Scale": ("acc_p",),
+    "Accumulate": ("acc", "acc_p"),
+}
+EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
+    "StoreInput": ("stored",),
+    "Statistics": ("mean", "variance"),
+    "BiasGrad": ("dbias",),
+    "Reduce": ("dbeta", "dgamma"),
+}
+
+
+def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
+    """Prologue, core and epilogue of an operator's name, or None where it is not one."""
+    if match := _FORWARD.fullmatch(name):
+        steps = match.groups()
+        if steps[1] and steps[3] and not steps[2]:
+            return None
+        if steps[1] and steps[1] == steps[3] and steps[1] != "Relu":
+            return None  # two activations of one kind would share their attributes
+        return tuple(s for s in steps[:4] if s), steps[4], tuple(s for s in steps[5:] if s)
+    if match := _BACKWARD.fullmatch(name):
+        steps = match.groups()
+        others = ("ReduceOther",) * (len(steps[9]) // len("ReduceOther"))
+        epilogue = (*(s for s in steps[5:9] if s), *others, *(s for s in steps[10:] if s))
+        return tuple(s for s in steps[:4] if s), steps[4], epilogue
+    return None
+
+
+def parse(name: str) -> OpSpec | None:
+    """The operator of this name, or None where the name is not composed of steps."""
+    steps = parse_steps(name)
+    return OpSpec(*steps) if steps else None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainOp:
+    """An operator that is not composed of steps: the halves of a BN that work on maps alone or on coefficients alone."""
+
+    name: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    attributes: tuple[str, ...] = ()
+
+
+PLAIN_OPS: dict[str, PlainOp] = {
+    op.name: op
+    for op in (
+        # mean, biased variance of x over N, H, W, in one sweep
+        PlainOp("BatchNormStatistics", ("x",), ("mean", "variance")),
+        # inv_std = 1/sqrt(variance + epsilon), a = scale*inv_std, b = bias - mean*a,
+        # new_running = running*momentum + batch*(1 - momentum)
+        PlainOp(
+            "BatchNormFinalize",
+            ("scale", "bias", "mean", "variance", "running_mean", "running_variance"),
+            ("a", "b", "inv_std", "new_running_mean", "new_running_variance"),
+            ("epsilon", "momentum"),
+        ),
+        # dbeta = sum dz, dgamma = sum dz*(x - mean)*inv_std
+        PlainOp("BatchNormGradReduce", ("dz", "x", "mean", "inv_std"), ("dbeta", "dgamma")),
+        # terms of the input gradient: gamma_term = a*inv_std*dgamma, beta_term = a*dbeta
+        PlainOp("BatchNormGradTerms", ("dbeta", "dgamma", "a", "inv_std"), ("beta_term", "gamma_term")),
+        # the same, added to the channels [acc_start, acc_stop) of what other BNs over the same channels left
+        PlainOp(
+            "BatchNormGradTermsAccumulate",
+            ("dbeta", "dgamma", "a", "inv_std", "beta_acc", "gamma_acc"),
+            ("beta_term", "gamma_term"),
+            ("acc_start", "acc_stop"),
+        ),
+        # q = -gamma_term[start:stop]/count, w = -beta_term[start:stop]/count - q*mean; count = N*H*W, an integer
+        PlainOp("BatchNormGradFinalize", ("beta_term", "gamma_term", "mean"), ("q", "w"), ("count", "start", "stop")),
+    )
+}

@@ -1,0 +1,79 @@
+"""What the lowering and a kernel generator agree on.
+
+A kernel is a TIR function and the list of its parameters. Its generator is a pure function of a frozen
+*problem* (shapes, strides, pads, steps) and a target, so the pair is the kernel's key in the cache.
+
+Feature maps are float32 in NHWC. A map may be a channel slot of a wider buffer: pixel (n, h, w), channel c lies
+at  offset + ((n*H + h)*W + w)*stride + c  of a flat buffer. The stride is part of the problem; the offset is an
+int32 argument, so that layers that differ only in their slot share one kernel. Other tensors are dense, in the
+layout of the ONNX file (weights OIHW), flat.
+
+The TIR function takes, in the order of `params`: each operand and result, in the order of the operator's spec
+(operands first); then the offsets of the maps among them, in the same order, named `<map>_offset`. Flat buffers
+have the exact number of elements given in `Param.elements` (for a map: that of the whole buffer it lies in).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+Access = Literal["in", "out", "inout"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MapType:
+    """A feature map as a kernel sees it: n images of h by w pixels, c channels, `stride` elements between pixels."""
+
+    n: int
+    h: int
+    w: int
+    c: int
+    stride: int
+
+    @property
+    def pixels(self) -> int:
+        return self.n * self.h * self.w
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole buffer."""
+        return self.pixels * self.stride
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One argument of a kernel. `name` is that of the operator's operand or result."""
+
+    name: str
+    access: Access
+    elements: int
+    dtype: str = "float32"
+    is_map: bool = False  # maps have an int32 offset among the trailing arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where kernels run. `kind` is llvm or cuda; `mcpu` an LLVM CPU name; `lanes` the float32 lanes of a vector."""
+
+    kind: str
+    mcpu: str
+    lanes: int
+    threads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel to be compiled: `build()` makes the TIR function (a tvm PrimFunc named `name`)."""
+
+    name: str
+    problem: Any
+    target: Target
+    params: tuple[Param, ...]
+    build: Callable[[], Any]
+
+    @property
+    def key(self) -> str:
+        """Everything the generated code depends on, as text; the cache hashes it with the generators' sources."""
+        return f"{self.name} {self.problem!r} {self.target!r}"
