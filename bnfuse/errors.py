@@ -1,0 +1,13 @@
+"""The one exception that reaches a user, as one line."""
+
+from __future__ import annotations
+
+
+class BnfuseError(Exception):
+    """Bad use or bad input. The message names the file (where known), the node and its op, and says what to do."""
+
+
+def at_node(name: str, op: str, what: str, *, file: str | None = None) -> BnfuseError:
+    """An error about one node: `file: node 'name' (Op) what`."""
+    prefix = f"{file}: " if file else ""
+    return BnfuseError(f"{prefix}node '{name}' ({op}) {what}")
