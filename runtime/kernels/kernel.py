@@ -19,6 +19,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from bnfuse.opset.spec import OpSpec, parse
+
 Access = Literal["in", "out", "inout"]
 
 
@@ -61,6 +63,36 @@ class Target:
     mcpu: str
     lanes: int
     threads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One `ai.bnfuse` operator with everything that is static about it. Source operators map onto the same form: a plain
+    Conv with bias is `ConvBias`, a Relu `ReluMap`, a ReluGrad `MapGradReluGrad`.
+
+    `maps` has every operand and result that is a feature map, by its name in the spec: x, y, skip, stored, dy,
+    grad_x, dx, other, x_1, ... and MaxPool's indices. What the lowering resolves, kernels never see: after a `Slice`,
+    dy *is* the slot of that channel range; under `Accumulate`, dx *is* the slot acc[:, acc_start:acc_stop], updated
+    in place, and `acc` is no parameter. The indices of a MaxPool never leave the runtime: they are the position inside
+    the window (row*kernel width + column), in NHWC.
+    """
+
+    op: str  # OpSpec.name
+    maps: tuple[tuple[str, MapType], ...]
+    attributes: tuple[tuple[str, Any], ...] = ()  # name and value; lists as tuples
+    weight: tuple[int, ...] = ()  # OIHW, convolutions only
+
+    @property
+    def spec(self) -> OpSpec:
+        spec = parse(self.op)
+        assert spec is not None, self.op
+        return spec
+
+    def map(self, name: str) -> MapType:
+        return dict(self.maps)[name]
+
+    def attribute(self, name: str) -> Any:
+        return dict(self.attributes)[name]
 
 
 @dataclasses.dataclass(frozen=True)
