@@ -1,0 +1,124 @@
+"""The elementwise steps of `ai.bnfuse` operators (bnfuse/opset/spec.py) as TIR expressions.
+
+Pure functions of scalar float32 expressions. Inside a `T.vectorized` loop TVM widens them, so nothing here may branch:
+choices are `Select`, and the exponential is a polynomial, because LLVM would call `expf` once per lane.
+
+Forward and backward recompute the value before an activation and must agree about its sign. So every kernel takes it
+from `normalize`, whose fused multiply-add leaves the compiler nothing to contract one way here and another way there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tvm import tirx
+
+from bnfuse.opset.spec import ACTIVATIONS, OpSpec
+
+Expr = Any  # a tvm PrimExpr
+Load = Callable[[str, bool], Expr]  # (operand, whether it has one value per channel) -> its value here
+
+
+def f32(value: float) -> Expr:
+    return tirx.const(value, "float32")
+
+
+def fma(x: Expr, y: Expr, z: Expr) -> Expr:
+    """x*y + z, rounded once."""
+    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", x, y, z)
+
+
+def normalize(x: Expr, a: Expr, b: Expr) -> Expr:
+    """Normalize: a*x + b."""
+    return fma(a, x, b)
+
+
+def batch_norm_grad(dy: Expr, p: Expr, u: Expr, q: Expr, w: Expr) -> Expr:
+    """BatchNormGrad: p*dy + q*u + w, the gradient at the input u of a BN."""
+    return fma(p, dy, fma(q, u, w))
+
+
+def exp(x: Expr) -> Expr:
+    """e**x for x clamped to [-87, 88], where neither it nor its reciprocal leaves the normal floats; error ~1e-7.
+
+    x = n*ln 2 + r with |r| <= ln(2)/2, a Taylor polynomial of degree 7 in r, and n added to the exponent bits.
+    """
+    x = tirx.Max(tirx.Min(x, f32(88.0)), f32(-87.0))
+    n = tirx.floor(fma(x, f32(1 / math.log(2)), f32(0.5)))
+    r = fma(n, f32(-0.693359375), x)  # the high bits of ln 2: the product is exact
+    r = fma(n, f32(0.693359375 - math.log(2)), r)
+    value = f32(1 / math.factorial(7))
+    for k in range(6, -1, -1):
+        value = fma(value, r, f32(1 / math.factorial(k)))
+    power = tirx.reinterpret("float32", (tirx.Cast("int32", n) + 127) << 23)
+    return value * power
+
+
+def sigmoid(x: Expr) -> Expr:
+    return f32(1.0) / (f32(1.0) + exp(f32(0.0) - x))
+
+
+def maximum(x: Expr, bound: Expr) -> Expr:
+    """max(x, bound), NaN where x is NaN: a run that has diverged must show it."""
+    return tirx.Select(x < bound, bound, x)
+
+
+def minimum(x: Expr, bound: Expr) -> Expr:
+    """min(x, bound), NaN where x is NaN."""
+    return tirx.Select(x > bound, bound, x)
+
+
+def apply_activation(kind: str, z: Expr, attributes: Mapping[str, Any]) -> Expr:
+    """Relu, Clip (min, max) or QuickGelu (alpha) of z."""
+    if kind == "Relu":
+        return maximum(z, f32(0.0))
+    if kind == "Clip":
+        return minimum(maximum(z, f32(attributes["min"])), f32(attributes["max"]))
+    if kind == "QuickGelu":
+        return z * sigmoid(f32(attributes["alpha"]) * z)
+    raise ValueError(f"not an activation: {kind}")
+
+
+def activation_grad(kind: str, d: Expr, z: Expr, attributes: Mapping[str, Any]) -> Expr:
+    """ReluGrad, ClipGrad or QuickGeluGrad: the gradient at z, from the gradient d at the activation's output."""
+    if kind == "ReluGrad":
+        return tirx.Select(z > f32(0.0), d, f32(0.0))
+    if kind == "ClipGrad":
+        inside = tirx.And(z >= f32(attributes["min"]), z <= f32(attributes["max"]))
+        return tirx.Select(inside, d, f32(0.0))
+    if kind == "QuickGeluGrad":
+        alpha = f32(attributes["alpha"])
+        s = sigmoid(alpha * z)
+        return d * fma(alpha * z * s, f32(1.0) - s, s)
+    raise ValueError(f"not a gradient of an activation: {kind}")
+
+
+def forward_prologue(spec: OpSpec, attributes: Mapping[str, Any], load: Load) -> tuple[Expr, Expr]:
+    """What the core reads at this pixel and channel, and z: x after Normalize and before the activation.
+
+    `load(name, is_vector)` gives operand `name` here: a map's value at the pixel and channel, or, for a vector, the
+    channel's. It is called once per operand. The steps of dy (Slice, BatchNormGrad) belong to `gradient_prologue`.
+    """
+    x = load("x", False)
+    z = x
+    for step in spec.prologue:
+        if step == "Normalize":
+            z = x = normalize(x, load("a", True), load("b", True))
+        elif step in ACTIVATIONS:
+            x = apply_activation(step, x, attributes)
+        elif step == "Add":
+            x = x + load("skip", False)
+        elif step == "AddNormalized":
+            x = x + normalize(load("skip", False), load("skip_a", True), load("skip_b", True))
+    return x, z
+
+
+def gradient_prologue(spec: OpSpec, load: Load) -> Expr:
+    """dy at this pixel and channel, after BatchNormGrad where the operator has it. `load` as in `forward_prologue`."""
+    dy = load("dy", False)
+    if "BatchNormGrad" in spec.prologue:
+        q, w = load("grad_q", True), load("grad_w", True)
+        dy = batch_norm_grad(dy, load("grad_p", True), load("grad_x", False), q, w)
+    return dy
