@@ -1,0 +1,66 @@
+"""Channel provenance: which tensor each channel of a concatenation comes from.
+
+DenseNet-style networks concatenate in two forms and any mix of them: nested pairs, cat(cat(x, y1), y2), and flat
+lists, where every layer concatenates all earlier outputs anew. Traced back to the tensors that were *produced*
+(by anything but a concatenation), both are the same thing: an ordered list of leaves. Statistics, gradient
+accumulators and buffer slots belong to leaves (papers/000, section 3.3, made exact).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+CONCATS = ("Concat", "ConcatTraining")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A produced tensor and the channels [start, stop) that it fills in a concatenation."""
+
+    value: ir.Value
+    start: int
+    stop: int
+
+
+def is_channel_concat(node: ir.Node | None) -> bool:
+    """Whether the node concatenates maps along their channels (rank 4, axis 1)."""
+    if node is None or node.op_type not in CONCATS or node.domain not in ("", "com.microsoft"):
+        return False
+    shape = node.outputs[0].shape
+    return shape is not None and len(shape) == 4 and node.attributes["axis"].as_int() in (1, -3)
+
+
+def channels(value: ir.Value) -> int:
+    """Static channel count of a map. Raises ValueError where the shape is unknown or symbolic."""
+    if value.shape is None or len(value.shape) < 2 or not isinstance(value.shape[1], int):
+        raise ValueError(f"the channel count of '{value.name}' is not known")
+    return value.shape[1]
+
+
+def leaves(value: ir.Value) -> tuple[Leaf, ...]:
+    """The leaves of a map in channel order; a map that is no concatenation is its own single leaf."""
+    found: list[Leaf] = []
+    start = 0
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        node = current.producer()
+        if is_channel_concat(node) and current is node.outputs[0]:
+            pending += [v for v in reversed(node.inputs) if v is not None]
+        else:
+            stop = start + channels(current)
+            found.append(Leaf(current, start, stop))
+            start = stop
+    return tuple(found)
+
+
+def find_range(inner: ir.Value, outer: ir.Value) -> tuple[int, int] | None:
+    """The channels of `outer` that hold `inner`, or None where inner's leaves are no contiguous run of outer's."""
+    ours, theirs = leaves(inner), leaves(outer)
+    names = [leaf.value for leaf in ours]
+    for first in range(len(theirs) - len(ours) + 1):
+        if [leaf.value for leaf in theirs[first : first + len(ours)]] == names:
+            return theirs[first].start, theirs[first + len(ours) - 1].stop
+    return None
