@@ -1,0 +1,352 @@
+"""What every `ai.bnfuse` operator computes, in numpy: the oracle of the function bodies and of the kernels.
+
+One short function per step, composed by `run` in the order of the name. Everything is computed in the dtype of
+the operands (float64 operands make a float64 oracle). Maps are NCHW, weights OIHW, coefficients have one value
+per channel. Convolutions are matrix products over unfolded windows (im2col).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, CONV_GRADS, OpSpec, PlainOp
+
+Array = np.ndarray
+Operands = Mapping[str, Array]
+Attributes = Mapping[str, Any]
+
+SUMMED = (0, 2, 3)  # N, H, W
+
+
+def run(op: OpSpec | PlainOp, operands: Operands, attributes: Attributes) -> dict[str, Array]:
+    """The results of an operator by name, from its operands by name."""
+    if isinstance(op, PlainOp):
+        values = PLAIN[op.name](operands, attributes)
+        return dict(zip(op.results, values, strict=True))
+    results = (_backward if op.is_gradient else _forward)(op, operands, attributes)
+    return {name: results[name] for name in op.results}
+
+
+def per_channel(values: Array) -> Array:
+    """[C] as [1, C, 1, 1]."""
+    return values.reshape(1, -1, 1, 1)
+
+
+# Forward
+
+
+def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str, Array]:
+    x = operands["x"]
+    for step in op.prologue:
+        x = _enter(step, x, operands, attributes)
+    results: dict[str, Array] = {"stored": x}
+    if op.core == "Conv":
+        y = conv(x, operands["weight"], attributes)
+    elif op.core == "MaxPool":
+        y, results["indices"] = max_pool(x, attributes)
+    elif op.core == "AveragePool":
+        y = average_pool(x, attributes)
+    elif op.core == "GlobalAveragePool":
+        y = x.mean(axis=(2, 3), keepdims=True)
+    else:
+        y = x
+    if "Bias" in op.epilogue:
+        y = y + per_channel(operands["bias"])
+    if "Statistics" in op.epilogue:
+        results["mean"], results["variance"] = statistics(y)
+    results["y"] = y
+    return results
+
+
+def _enter(step: str, x: Array, operands: Operands, attributes: Attributes) -> Array:
+    """One step of a prologue, on the map that the core reads."""
+    if step == "Normalize":
+        return per_channel(operands["a"]) * x + per_channel(operands["b"])
+    if step == "Add":
+        return x + operands["skip"]
+    if step == "AddNormalized":
+        return x + (per_channel(operands["skip_a"]) * operands["skip"] + per_channel(operands["skip_b"]))
+    return activation(step, x, attributes)
+
+
+def activation(kind: str, z: Array, attributes: Attributes) -> Array:
+    if kind == "Relu":
+        return np.maximum(z, 0)
+    if kind == "Clip":
+        return np.clip(z, attributes["min"], attributes["max"])
+    return z * sigmoid(attributes["alpha"] * z)
+
+
+def activation_grad(kind: str, dx: Array, z: Array, attributes: Attributes) -> Array:
+    """The gradient at z, from the gradient dx at activation(z)."""
+    if kind == "ReluGrad":
+        return dx * (z > 0)
+    if kind == "ClipGrad":
+        return dx * ((attributes["min"] <= z) & (z <= attributes["max"]))
+    s = sigmoid(attributes["alpha"] * z)
+    return dx * (s + attributes["alpha"] * z * s * (1 - s))
+
+
+def sigmoid(z: Array) -> Array:
+    return 0.5 * (1 + np.tanh(0.5 * z))
+
+
+def statistics(y: Array) -> tuple[Array, Array]:
+    """Mean and biased variance per channel, in two passes."""
+    return y.mean(axis=SUMMED), y.var(axis=SUMMED)
+
+
+# Backward
+
+
+def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str, Array]:
+    dy = operands["dy"]
+    if "Slice" in op.prologue:
+        dy = dy[:, attributes["grad_start"] : attributes["grad_stop"]]
+    if "BatchNormGrad" in op.prologue:
+        p, q, w = (per_channel(operands[f"grad_{name}"]) for name in "pqw")
+        dy = p * dy + q * operands["grad_x"] + w
+    results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)}
+    z = act = operands.get("x")
+    if z is not None:
+        if "Normalize" in op.prologue:
+            z = act = _enter("Normalize", z, operands, attributes)
+        for kind in op.activations:
+            act = activation(kind, z, attributes)
+    if op.core in ("ConvGrad", "ConvGradWeight"):
+        results["dweight"] = conv_grad_weight(dy, act, operands["weight"].shape, attributes)
+    if op.core != "ConvGradWeight":
+        dx = _core_grad(op, dy, operands, attributes)
+        results |= _leave(op, dx, z, operands, attributes)
+    return results
+
+
+def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes) -> Array:
+    """The gradient at what the core read."""
+    if op.core in CONV_GRADS:
+        return conv_grad_input(dy, operands["x"].shape, operands["weight"], attributes)
+    if op.core == "MaxPoolGrad":
+        return max_pool_grad(dy, operands["indices"], operands["x"].shape)
+    if op.core == "AveragePoolGrad":
+        return average_pool_grad(dy, operands["x"].shape, attributes)
+    if op.core == "GlobalAveragePoolGrad":
+        n, c, h, w = operands["x"].shape
+        return np.broadcast_to(dy / (h * w), (n, c, h, w))
+    return dy
+
+
+def _leave(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: Attributes) -> dict[str, Array]:
+    """The epilogue of a gradient: dx, and the reductions of BatchNorms over it."""
+    results = {}
+    other = 0
+    for step in op.epilogue:
+        if step == "AddGradient":
+            dx = dx + operands["other"]
+        elif step in ACTIVATION_GRADS:
+            dx = activation_grad(step, dx, z, attributes)
+        elif step == "Reduce":
+            results["dbeta"], results["dgamma"] = reduce(dx, operands["x"], operands["mean"], operands["inv_std"])
+        elif step == "ReduceOther":
+            other += 1
+            read = (operands[f"{name}_{other}"] for name in ("x", "mean", "inv_std"))
+            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(dx, *read)
+        elif step == "Scale":
+            dx = per_channel(operands["acc_p"]) * dx
+        elif step == "Accumulate":
+            written = operands["acc"][:, attributes["acc_start"] : attributes["acc_stop"]]
+            dx = written + per_channel(operands["acc_p"]) * dx
+    return {"dx": dx, **results}
+
+
+def reduce(dz: Array, x: Array, mean: Array, inv_std: Array) -> tuple[Array, Array]:
+    """dbeta = sum dz and dgamma = sum dz*(x - mean)*inv_std, over N, H, W."""
+    normalised = (x - per_channel(mean)) * per_channel(inv_std)
+    return dz.sum(axis=SUMMED), (dz * normalised).sum(axis=SUMMED)
+
+
+# Convolution
+
+
+def conv(x: Array, weight: Array, attributes: Attributes) -> Array:
+    """y[n, m, p] = sum over c, i, j of weight[m, c, i, j] * x[n, c, window p at i, j]."""
+    columns, (h, w) = _columns(x, attributes)
+    out = weight.shape[0]
+    kernels = weight.reshape(attributes["group"], out // attributes["group"], -1)
+    return (kernels @ columns).reshape(x.shape[0], out, h, w)
+
+
+def conv_grad_weight(dy: Array, x: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
+    columns, _ = _columns(x, attributes)
+    return (_by_group(dy, attributes) @ columns.swapaxes(-1, -2)).sum(axis=0).reshape(shape)
+
+
+def conv_grad_input(dy: Array, shape: tuple[int, ...], weight: Array, attributes: Attributes) -> Array:
+    group = attributes["group"]
+    kernels = weight.reshape(group, weight.shape[0] // group, -1)
+    columns = kernels.swapaxes(-1, -2) @ _by_group(dy, attributes)  # [N, group, C/group * kernel, pixels]
+    columns = columns.reshape(*shape[:2], *attributes["kernel_shape"], *dy.shape[2:])
+    return fold(columns.transpose(0, 1, 4, 5, 2, 3), shape, attributes)
+
+
+def _columns(x: Array, attributes: Attributes) -> tuple[Array, tuple[int, int]]:
+    """x unfolded to [N, group, C/group * kernel, output pixels], and the output's height and width."""
+    found = windows(x, attributes)
+    n, _, h, w = found.shape[:4]
+    return found.transpose(0, 1, 4, 5, 2, 3).reshape(n, attributes["group"], -1, h * w), (h, w)
+
+
+def _by_group(dy: Array, attributes: Attributes) -> Array:
+    n, out, h, w = dy.shape
+    return dy.reshape(n, attributes["group"], out // attributes["group"], h * w)
+
+
+# Windows, shared by convolutions and pools
+
+
+def window_counts(extent: tuple[int, int], attributes: Attributes) -> tuple[int, int]:
+    """Output height and width. With ceil_mode the last window may hang over, but starts inside (onnx, MaxPool)."""
+    counts = []
+    for axis, (size, kernel, stride) in enumerate(
+        zip(extent, attributes["kernel_shape"], attributes["strides"], strict=True)
+    ):
+        before, after = attributes["pads"][axis], attributes["pads"][axis + 2]
+        room = size + before + after - _dilations(attributes)[axis] * (kernel - 1) - 1
+        count = room // stride + 1
+        if attributes.get("ceil_mode") and room % stride and count * stride < size + before:
+            count += 1
+        counts.append(count)
+    return counts[0], counts[1]
+
+
+def windows(x: Array, attributes: Attributes, fill: float = 0) -> Array:
+    """A read-only view [N, C, OH, OW, KH, KW] of the padded x."""
+    out = window_counts(x.shape[2:], attributes)
+    padded = _pad(x, _overhang(x.shape[2:], out, attributes), attributes, fill)
+    n, c, h, w = padded.strides
+    (stride_h, stride_w), (dilation_h, dilation_w) = attributes["strides"], _dilations(attributes)
+    return np.lib.stride_tricks.as_strided(
+        padded,
+        (*x.shape[:2], *out, *attributes["kernel_shape"]),
+        (n, c, h * stride_h, w * stride_w, h * dilation_h, w * dilation_w),
+        writeable=False,
+    )
+
+
+def fold(found: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
+    """The adjoint of `windows`: sums [N, C, OH, OW, KH, KW] into a map of `shape`."""
+    out = (found.shape[2], found.shape[3])
+    (stride_h, stride_w), (dilation_h, dilation_w) = attributes["strides"], _dilations(attributes)
+    padded = _pad(np.zeros(shape, found.dtype), _overhang(shape[2:], out, attributes), attributes, 0)
+    for i in range(found.shape[4]):
+        for j in range(found.shape[5]):
+            rows = slice(i * dilation_h, i * dilation_h + (out[0] - 1) * stride_h + 1, stride_h)
+            columns = slice(j * dilation_w, j * dilation_w + (out[1] - 1) * stride_w + 1, stride_w)
+            padded[:, :, rows, columns] += found[:, :, :, :, i, j]
+    top, left = attributes["pads"][:2]
+    return padded[:, :, top : top + shape[2], left : left + shape[3]]
+
+
+def _dilations(attributes: Attributes) -> tuple[int, ...]:
+    return tuple(attributes.get("dilations", (1, 1)))
+
+
+def _overhang(extent: tuple[int, ...], out: tuple[int, int], attributes: Attributes) -> list[int]:
+    """Rows and columns that the last window needs beyond the padded map (ceil_mode only)."""
+    needed = []
+    for axis in (0, 1):
+        end = (out[axis] - 1) * attributes["strides"][axis]
+        end += _dilations(attributes)[axis] * (attributes["kernel_shape"][axis] - 1) + 1
+        needed.append(max(0, end - extent[axis] - attributes["pads"][axis] - attributes["pads"][axis + 2]))
+    return needed
+
+
+def _pad(x: Array, overhang: list[int], attributes: Attributes, fill: float) -> Array:
+    top, left, bottom, right = attributes["pads"]
+    return np.pad(x, ((0, 0), (0, 0), (top, bottom + overhang[0]), (left, right + overhang[1])), constant_values=fill)
+
+
+# Pools
+
+
+def max_pool(x: Array, attributes: Attributes) -> tuple[Array, Array]:
+    """The maxima, and the flat NCHW index in x of each (the first of equal ones)."""
+    found = windows(x, attributes, fill=-np.inf)
+    found = found.reshape(*found.shape[:4], -1)
+    places = windows(np.arange(x.size, dtype=np.int64).reshape(x.shape), attributes, fill=-1)
+    places = places.reshape(*places.shape[:4], -1)
+    # padding never wins: where all values are equal to it, the first real one is taken
+    winner = np.where(places < 0, -np.inf, found).argmax(axis=-1)[..., None]
+    first_real = (places >= 0).argmax(axis=-1)[..., None]
+    winner = np.where(np.take_along_axis(places, winner, -1) < 0, first_real, winner)
+    return np.take_along_axis(found, winner, -1)[..., 0], np.take_along_axis(places, winner, -1)[..., 0]
+
+
+def max_pool_grad(dy: Array, indices: Array, shape: tuple[int, ...]) -> Array:
+    dx = np.zeros(shape, dy.dtype)
+    np.add.at(dx.reshape(-1), indices.reshape(-1), dy.reshape(-1))
+    return dx
+
+
+def average_pool(x: Array, attributes: Attributes) -> Array:
+    return windows(x, attributes).sum(axis=(4, 5)) / _window_elements(x.shape[2:], attributes).astype(x.dtype)
+
+
+def average_pool_grad(dy: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
+    share = dy / _window_elements(shape[2:], attributes).astype(dy.dtype)
+    return fold(np.broadcast_to(share[..., None, None], (*dy.shape, *attributes["kernel_shape"])), shape, attributes)
+
+
+def _window_elements(extent: tuple[int, ...], attributes: Attributes) -> Array:
+    """[1, 1, OH, OW]: how many elements each window averages; padding counts as count_include_pad says, overhang never."""
+    inside = np.ones((1, 1, *extent))
+    if not attributes["count_include_pad"]:
+        return windows(inside, attributes).sum(axis=(4, 5))
+    bare = {**attributes, "pads": (0, 0, 0, 0), "ceil_mode": 0}
+    out = window_counts(extent, attributes)
+    overhang = _overhang(extent, out, attributes)
+    counted = _pad(inside, [0, 0], attributes, 1)
+    counted = np.pad(counted, ((0, 0), (0, 0), (0, overhang[0]), (0, overhang[1])))
+    return windows(counted, bare)[:, :, : out[0], : out[1]].sum(axis=(4, 5))
+
+
+# Operators that are not composed of steps
+
+
+def _finalize(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
+    mean, variance, momentum = operands["mean"], operands["variance"], attributes["momentum"]
+    inv_std = 1 / np.sqrt(variance + attributes["epsilon"])
+    a = operands["scale"] * inv_std
+    running = (
+        operands[f"running_{name}"] * momentum + operands[name] * (1 - momentum) for name in ("mean", "variance")
+    )
+    return a, operands["bias"] - mean * a, inv_std, *running
+
+
+def _terms(operands: Operands) -> tuple[Array, Array]:
+    a = operands["a"]
+    return a * operands["dbeta"], a * operands["inv_std"] * operands["dgamma"]
+
+
+def _terms_accumulate(operands: Operands, attributes: Attributes) -> tuple[Array, Array]:
+    channels = slice(attributes["acc_start"], attributes["acc_stop"])
+    beta_term, gamma_term = _terms(operands)
+    return operands["beta_acc"][channels] + beta_term, operands["gamma_acc"][channels] + gamma_term
+
+
+def _grad_finalize(operands: Operands, attributes: Attributes) -> tuple[Array, Array]:
+    channels = slice(attributes["start"], attributes["stop"])
+    q = -operands["gamma_term"][channels] / attributes["count"]
+    return q, -operands["beta_term"][channels] / attributes["count"] - q * operands["mean"]
+
+
+PLAIN: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {
+    "BatchNormStatistics": lambda operands, _: statistics(operands["x"]),
+    "BatchNormFinalize": _finalize,
+    "BatchNormGradReduce": lambda operands, _: reduce(*(operands[name] for name in ("dz", "x", "mean", "inv_std"))),
+    "BatchNormGradTerms": lambda operands, _: _terms(operands),
+    "BatchNormGradTermsAccumulate": _terms_accumulate,
+    "BatchNormGradFinalize": _grad_finalize,
+}
