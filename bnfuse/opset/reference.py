@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, CONV_GRADS, OpSpec, PlainOp
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
 
 Array = np.ndarray
 Operands = Mapping[str, Array]
@@ -110,12 +110,12 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
         p, q, w = (per_channel(operands[f"grad_{name}"]) for name in "pqw")
         dy = p * dy + q * operands["grad_x"] + w
     results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)}
-    z = act = operands.get("x")
-    if z is not None:
-        if "Normalize" in op.prologue:
-            z = act = _enter("Normalize", z, operands, attributes)
-        for kind in op.activations:
-            act = activation(kind, z, attributes)
+    z = operands.get("x", dy)  # where x is no operand, no step reads z
+    if "Normalize" in op.prologue:
+        z = _enter("Normalize", z, operands, attributes)
+    act = z
+    for kind in op.activations:
+        act = activation(kind, z, attributes)
     if op.core in ("ConvGrad", "ConvGradWeight"):
         results["dweight"] = conv_grad_weight(dy, act, operands["weight"].shape, attributes)
     if op.core != "ConvGradWeight":
@@ -206,7 +206,7 @@ def _by_group(dy: Array, attributes: Attributes) -> Array:
 # Windows, shared by convolutions and pools
 
 
-def window_counts(extent: tuple[int, int], attributes: Attributes) -> tuple[int, int]:
+def window_counts(extent: tuple[int, ...], attributes: Attributes) -> tuple[int, int]:
     """Output height and width. With ceil_mode the last window may hang over, but starts inside (onnx, MaxPool)."""
     counts = []
     for axis, (size, kernel, stride) in enumerate(
@@ -300,7 +300,7 @@ def average_pool_grad(dy: Array, shape: tuple[int, ...], attributes: Attributes)
 
 
 def _window_elements(extent: tuple[int, ...], attributes: Attributes) -> Array:
-    """[1, 1, OH, OW]: how many elements each window averages; padding counts as count_include_pad says, overhang never."""
+    """[1, 1, OH, OW]: the elements each window averages; padding as count_include_pad says, overhang never."""
     inside = np.ones((1, 1, *extent))
     if not attributes["count_include_pad"]:
         return windows(inside, attributes).sum(axis=(4, 5))
