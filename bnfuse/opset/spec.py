@@ -275,3 +275,17 @@ PLAIN_OPS: dict[str, PlainOp] = {
         PlainOp("BatchNormGradFinalize", ("beta_term", "gamma_term", "mean"), ("q", "w"), ("count", "start", "stop")),
     )
 }
+
+
+def find(name: str) -> OpSpec | PlainOp | None:
+    """The operator of this name, composed of steps or plain."""
+    return PLAIN_OPS.get(name) or parse(name)
+
+
+_LISTS = ("dilations", "kernel_shape", "pads", "strides")
+_FLOATS = ("min", "max", "alpha", "epsilon", "momentum")
+
+
+def attribute_type(name: str) -> str:
+    """The ONNX type of an attribute: INTS, FLOAT or INT."""
+    return "INTS" if name in _LISTS else "FLOAT" if name in _FLOATS else "INT"

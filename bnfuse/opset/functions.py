@@ -1,0 +1,422 @@
+"""The function bodies of `ai.bnfuse` operators: standard ONNX, generated from the steps of the name.
+
+A rewritten file carries one model-local function per operator it uses, so that any runtime executes it. Bodies
+import the model's own opset and use operators that did not change between opsets 13 and 21; ConvGrad is
+com.microsoft's, as in the graphs that onnxruntime builds. Maps are float32 NCHW of any shape, coefficients [C].
+Attributes of the node reach the body by reference, and as tensors through Constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError, at_node
+from bnfuse.opset.spec import (
+    ACTIVATION_GRADS,
+    CONV_ATTRIBUTES,
+    CONV_GRADS,
+    DOMAIN,
+    FORWARD_CORES,
+    VERSION,
+    OpSpec,
+    PlainOp,
+    attribute_type,
+    find,
+)
+
+MICROSOFT = "com.microsoft"
+OLDEST_OPSET = 13  # ReduceSum has its axes as an input from here on
+SCATTER_ADD_OPSET = 16  # ScatterElements can add from here on
+
+
+def why_not(op: OpSpec | PlainOp, opset_version: int) -> str | None:
+    """Why an operator has no body in this opset, or None where it has one."""
+    if opset_version < OLDEST_OPSET:
+        return f"the model's opset is {opset_version}: {DOMAIN} needs {OLDEST_OPSET} or later"
+    if isinstance(op, OpSpec) and op.core == "MaxPoolGrad" and opset_version < SCATTER_ADD_OPSET:
+        return f"the model's opset is {opset_version}: the gradient of MaxPool needs {SCATTER_ADD_OPSET} or later"
+    return None
+
+
+def function_for(op: OpSpec | PlainOp, opset_version: int) -> ir.Function:
+    """The model-local function of an operator, in the given version of the standard opset."""
+    if reason := why_not(op, opset_version):
+        raise BnfuseError(f"{DOMAIN}::{op.name} has no function body: {reason}. Convert the model to a later opset.")
+    body = Body(op)
+    if isinstance(op, PlainOp):
+        results = dict(zip(op.results, PLAIN[op.name](body), strict=True))
+    else:
+        results = (backward if op.is_gradient else forward)(op, body)
+    outputs = body.results([results[name] for name in op.results])
+    imports = {"": opset_version}
+    if any(node.domain == MICROSOFT for node in body.nodes):
+        imports[MICROSOFT] = 1
+    graph = ir.Graph(list(body.operands.values()), outputs, nodes=body.nodes, name=op.name, opset_imports=imports)
+    attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in op.attributes]
+    return ir.Function(DOMAIN, op.name, graph=graph, attributes=attributes)
+
+
+def add_functions(model: ir.Model) -> None:
+    """Make the functions and opset imports of a model those that its `ai.bnfuse` nodes need."""
+    used = {node.op_type: node for node in model.graph if node.domain == DOMAIN}
+    for identifier in [key for key in model.functions if key[0] == DOMAIN and key[1] not in used]:
+        del model.functions[identifier]
+    for name, node in used.items():
+        if (DOMAIN, name, "") not in model.functions:
+            function = function_for(_known(name, node), model.opset_imports[""])
+            model.functions[function.identifier()] = function
+    _import_domains(model)
+
+
+def _known(name: str, node: ir.Node) -> OpSpec | PlainOp:
+    op = find(name)
+    if op is None:
+        raise at_node(node.name or "", f"{DOMAIN}::{name}", "is no operator of this op set. See docs/ops.md.")
+    return op
+
+
+def _import_domains(model: ir.Model) -> None:
+    nodes = [*model.graph, *(node for function in model.functions.values() for node in function)]
+    domains = {node.domain for node in nodes}
+    if DOMAIN in domains:
+        model.opset_imports[DOMAIN] = VERSION
+    else:
+        model.opset_imports.pop(DOMAIN, None)
+    if MICROSOFT in domains:
+        model.opset_imports.setdefault(MICROSOFT, 1)
+
+
+class Body:
+    """The nodes of a function under construction. Calling it adds a node and returns its (first) output."""
+
+    def __init__(self, op: OpSpec | PlainOp) -> None:
+        self.operands = {name: ir.Value(name=name) for name in op.operands}
+        self.nodes: list[ir.Node] = []
+        self._made: dict[object, ir.Value] = {}  # constants and reshaped coefficients, made once
+
+    def __getitem__(self, operand: str) -> ir.Value:
+        return self.operands[operand]
+
+    def __call__(self, op_type: str, *inputs: ir.Value, **attributes: ir.Attr | int | str) -> ir.Value:
+        return self.node(op_type, inputs, attributes)[0]
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        attributes: dict[str, ir.Attr | int | str] | None = None,
+        *,
+        domain: str = "",
+        wanted: tuple[bool, ...] = (True,),
+    ) -> Sequence[ir.Value]:
+        """Add a node; outputs that are not wanted have no name."""
+        count = len(self.nodes)
+        outputs = [
+            ir.Value(name=f"{op_type.lower()}_{count}" + (f"_{place}" if place else "") if named else "")
+            for place, named in enumerate(wanted)
+        ]
+        self.nodes.append(ir.node(op_type, inputs, attributes, domain=domain, outputs=outputs))
+        return outputs
+
+    def results(self, values: Sequence[ir.Value]) -> list[ir.Value]:
+        """The outputs of the function: each its own value, and none an input."""
+        outputs: list[ir.Value] = []
+        for value in values:
+            taken = value in outputs or value in self.operands.values()
+            outputs.append(self("Identity", value) if taken else value)
+        return outputs
+
+    def constant(self, value: float | Sequence[int]) -> ir.Value:
+        """A float scalar or an int64 vector."""
+        key = value if isinstance(value, float) else tuple(value)
+        if key not in self._made:
+            array = np.array(value, np.float32 if isinstance(value, float) else np.int64)
+            self._made[key] = self("Constant", value=ir.AttrTensor("value", ir.tensor(array)))
+        return self._made[key]
+
+    def attribute(self, name: str) -> ir.Value:
+        """An attribute of the node as a tensor: a float scalar, or an int64 vector."""
+        key = ("attribute", name)
+        if key not in self._made:
+            kind = attribute_type(name)
+            value = self("Constant", **{f"value_{kind.lower()}": reference(name, f"value_{kind.lower()}")})
+            self._made[key] = self("Reshape", value, self.constant([1])) if kind == "INT" else value
+        return self._made[key]
+
+    def per_channel(self, name: str) -> ir.Value:
+        """An operand [C] as [1, C, 1, 1]."""
+        key = ("per_channel", name)
+        if key not in self._made:
+            self._made[key] = self("Reshape", self[name], self.constant([1, -1, 1, 1]))
+        return self._made[key]
+
+    def sum(self, x: ir.Value) -> ir.Value:
+        """Sum over N, H, W, as [C]."""
+        return self("ReduceSum", x, self.constant([0, 2, 3]), keepdims=0)
+
+    def slice(self, x: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:
+        return self("Slice", x, start, stop, self.constant([axis]))
+
+
+def reference(name: str, attribute: str | None = None) -> ir.Attr:
+    """The node's attribute `name`, as an attribute (of the same name, or another) of a node in the body."""
+    return ir.RefAttr(attribute or name, name, ir.AttributeType[attribute_type(name)])
+
+
+# Forward
+
+
+def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
+    x = body["x"]
+    for step in op.prologue:
+        x = enter(step, x, body)
+    results = {"stored": x}
+    attributes = {name: reference(name) for name in FORWARD_CORES[op.core]}
+    if op.core == "Conv":
+        y = body("Conv", x, body["weight"], **attributes)
+    elif op.core == "MaxPool":
+        y, results["indices"] = body.node("MaxPool", [x], dict(attributes), wanted=(True, True))
+    elif op.core == "Map":
+        y = x
+    else:
+        y = body(op.core, x, **attributes)
+    if "Bias" in op.epilogue:
+        y = body("Add", y, body.per_channel("bias"))
+    if "Statistics" in op.epilogue:
+        results["mean"], results["variance"] = statistics(y, body)
+    return {**results, "y": y}
+
+
+def enter(step: str, x: ir.Value, body: Body) -> ir.Value:
+    if step == "Normalize":
+        return affine(x, "a", "b", body)
+    if step == "Add":
+        return body("Add", x, body["skip"])
+    if step == "AddNormalized":
+        return body("Add", x, affine(body["skip"], "skip_a", "skip_b", body))
+    return activation(step, x, body)
+
+
+def affine(x: ir.Value, factor: str, shift: str, body: Body) -> ir.Value:
+    return body("Add", body("Mul", body.per_channel(factor), x), body.per_channel(shift))
+
+
+def activation(kind: str, z: ir.Value, body: Body) -> ir.Value:
+    if kind == "Relu":
+        return body("Relu", z)
+    if kind == "Clip":
+        return body("Clip", z, body.attribute("min"), body.attribute("max"))
+    return body("Mul", z, body("Sigmoid", body("Mul", body.attribute("alpha"), z)))
+
+
+def statistics(y: ir.Value, body: Body) -> tuple[ir.Value, ir.Value]:
+    """Mean and biased variance in two passes.
+
+    The second pass also corrects the mean's rounding error, which would otherwise enter the variance squared and
+    spoil it where |mean| is a thousand standard deviations.
+    """
+    total = body("ReduceSum", y, body.constant([0, 2, 3]), keepdims=1)
+    count = body("Cast", body("Div", body("Size", y), body("Size", total)), to=int(ir.DataType.FLOAT))
+    rough = body("Div", total, count)
+    centred = body("Sub", y, rough)
+    error = body("Div", body.sum(centred), count)
+    mean = body("Add", body("Reshape", rough, body.constant([-1])), error)
+    square = body("Div", body.sum(body("Mul", centred, centred)), count)
+    return mean, body("Sub", square, body("Mul", error, error))
+
+
+# Backward
+
+
+def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
+    dy = body["dy"]
+    if "Slice" in op.prologue:
+        dy = body.slice(dy, body.attribute("grad_start"), body.attribute("grad_stop"), axis=1)
+    if "BatchNormGrad" in op.prologue:
+        own = body("Add", affine(body["grad_x"], "grad_q", "grad_w", body), body("Mul", body.per_channel("grad_p"), dy))
+        dy = own
+    results: dict[str, ir.Value] = {}
+    if "BiasGrad" in op.epilogue:
+        results["dbias"] = body.sum(dy)
+    masked = bool({*ACTIVATION_GRADS} & {*op.epilogue})
+    weighs = op.core in ("ConvGrad", "ConvGradWeight")
+    z = act = body["x"] if op.reads_x else dy
+    if "Normalize" in op.prologue and (masked or weighs):
+        z = act = affine(z, "a", "b", body)
+    if weighs:
+        for kind in op.activations:
+            act = activation(kind, z, body)
+    if op.core in CONV_GRADS:
+        dx, results["dweight"] = conv_grad(op.core, dy, act, body)
+    else:
+        dx = core_grad(op.core, dy, body)
+    return {**results, **leave(op, dx, z, body)}
+
+
+def conv_grad(core: str, dy: ir.Value, act: ir.Value, body: Body) -> Sequence[ir.Value]:
+    attributes = {name: reference(name) for name in CONV_ATTRIBUTES}
+    wanted = (core != "ConvGradWeight", core != "ConvGradInput")
+    return body.node("ConvGrad", [dy, act, body["weight"]], dict(attributes), domain=MICROSOFT, wanted=wanted)
+
+
+def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
+    if core == "MaxPoolGrad":
+        return max_pool_grad(dy, body)
+    if core == "AveragePoolGrad":
+        return average_pool_grad(dy, body)
+    if core == "GlobalAveragePoolGrad":
+        x = body["x"]
+        count = body("Cast", body("Div", body("Size", x), body("Size", dy)), to=int(ir.DataType.FLOAT))
+        return body("Expand", body("Div", dy, count), body("Shape", x))
+    return dy
+
+
+def max_pool_grad(dy: ir.Value, body: Body) -> ir.Value:
+    """The gradients are added up at the flat indices of the maxima."""
+    everything, shape = body.constant([-1]), body("Shape", body["x"])
+    zeros = body("ConstantOfShape", body("Reshape", body("Size", body["x"]), body.constant([1])))
+    indices = body("Reshape", body["indices"], everything)
+    flat = body("ScatterElements", zeros, indices, body("Reshape", dy, everything), axis=0, reduction="add")
+    return body("Reshape", flat, shape)
+
+
+def average_pool_grad(dy: ir.Value, body: Body) -> ir.Value:
+    """Each gradient, divided by the elements of its window, is spread over the window by a ConvTranspose with ones.
+
+    The windows reach over (outputs - 1)*stride + kernel rows of the padded map, which may be fewer than it has (the
+    last rows are read by no window) or more (ceil_mode), so what they cover is padded or cut to size. How many
+    elements a window averages is the convolution of ones over a map that holds 1 inside, count_include_pad in the
+    padding and 0 beyond it.
+    """
+    two, first, last = body.constant([1, 1]), body.constant([0]), body.constant([4])
+    middle = body.constant([2])
+    shape = body("Shape", body["x"])
+    extent = body.slice(shape, middle, last, axis=0)
+    out = body.slice(body("Shape", dy), middle, last, axis=0)
+    before = body.slice(body.attribute("pads"), first, middle, axis=0)
+    after = body.slice(body.attribute("pads"), middle, last, axis=0)
+    kernel = body.attribute("kernel_shape")
+    strides = reference("strides")
+    reach = body("Add", body("Mul", body("Sub", out, two), body.attribute("strides")), kernel)
+
+    ones = _filled(body("Concat", two, kernel, axis=0), body)
+    inside = _filled(body("Concat", two, extent, axis=0), body)
+    include = body("Cast", body.attribute("count_include_pad"), to=int(ir.DataType.FLOAT))
+    include = body("Reshape", include, body("Constant", value=ir.AttrTensor("value", ir.tensor(np.zeros(0, np.int64)))))
+    padded = _pad(inside, before, after, include, body)
+    padded_extent = body("Add", extent, body("Add", before, after))
+    none = body("Sub", before, before)
+    covered = _pad(padded, none, body("Sub", reach, padded_extent), body.constant(0.0), body)
+    count = body("Conv", covered, ones, strides=strides)
+
+    share = body("Reshape", body("Div", dy, count), body("Concat", body.constant([-1, 1]), out, axis=0))
+    spread = body("ConvTranspose", share, ones, strides=strides)
+    missing = body("Sub", body("Add", extent, before), reach)
+    dx = _pad(spread, body("Neg", before), missing, body.constant(0.0), body)
+    return body("Reshape", dx, shape)
+
+
+def _filled(shape: ir.Value, body: Body) -> ir.Value:
+    """Ones of a shape that is known at run time only."""
+    one = ir.AttrTensor("value", ir.tensor(np.ones(1, np.float32)))
+    return body("ConstantOfShape", shape, value=one)
+
+
+def _pad(x: ir.Value, before: ir.Value, after: ir.Value, fill: ir.Value, body: Body) -> ir.Value:
+    """Pad rows and columns; negative pads cut."""
+    none = body.constant([0, 0])
+    return body("Pad", x, body("Concat", none, before, none, after, axis=0), fill)
+
+
+def leave(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.Value]:
+    results: dict[str, ir.Value] = {}
+    other = 0
+    for step in op.epilogue:
+        if step == "AddGradient":
+            dx = body("Add", dx, body["other"])
+        elif step in ACTIVATION_GRADS:
+            dx = activation_grad(step, dx, z, body)
+        elif step == "Reduce":
+            results["dbeta"], results["dgamma"] = reduce(dx, ("x", "mean", "inv_std"), body)
+        elif step == "ReduceOther":
+            other += 1
+            names = (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
+            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(dx, names, body)
+        elif step == "Scale":
+            dx = body("Mul", body.per_channel("acc_p"), dx)
+        elif step == "Accumulate":
+            written = body.slice(body["acc"], body.attribute("acc_start"), body.attribute("acc_stop"), axis=1)
+            dx = body("Add", written, body("Mul", body.per_channel("acc_p"), dx))
+    return {"dx": dx, **results}
+
+
+def activation_grad(kind: str, dx: ir.Value, z: ir.Value, body: Body) -> ir.Value:
+    if kind == "QuickGeluGrad":
+        scaled = body("Mul", body.attribute("alpha"), z)
+        s = body("Sigmoid", scaled)
+        slope = body("Mul", scaled, body("Sub", body.constant(1.0), s))
+        return body("Mul", dx, body("Mul", s, body("Add", slope, body.constant(1.0))))
+    if kind == "ReluGrad":
+        passes = body("Greater", z, body.constant(0.0))
+    else:
+        above = body("GreaterOrEqual", z, body.attribute("min"))
+        passes = body("And", above, body("LessOrEqual", z, body.attribute("max")))
+    return body("Where", passes, dx, body.constant(0.0))
+
+
+def reduce(dz: ir.Value, names: tuple[str, str, str], body: Body) -> tuple[ir.Value, ir.Value]:
+    x, mean, inv_std = names
+    centred = body("Sub", body[x], body.per_channel(mean))
+    normalised = body("Mul", centred, body.per_channel(inv_std))
+    return body.sum(dz), body.sum(body("Mul", dz, normalised))
+
+
+# Operators that are not composed of steps
+
+
+def _finalize(body: Body) -> tuple[ir.Value, ...]:
+    inv_std = body("Reciprocal", body("Sqrt", body("Add", body["variance"], body.attribute("epsilon"))))
+    a = body("Mul", body["scale"], inv_std)
+    b = body("Sub", body["bias"], body("Mul", body["mean"], a))
+    return a, b, inv_std, _running("mean", body), _running("variance", body)
+
+
+def _running(name: str, body: Body) -> ir.Value:
+    momentum = body.attribute("momentum")
+    batch = body("Mul", body[name], body("Sub", body.constant(1.0), momentum))
+    return body("Add", body("Mul", body[f"running_{name}"], momentum), batch)
+
+
+def _terms(body: Body) -> tuple[ir.Value, ir.Value]:
+    beta_term = body("Mul", body["a"], body["dbeta"])
+    return beta_term, body("Mul", body("Mul", body["a"], body["inv_std"]), body["dgamma"])
+
+
+def _terms_accumulate(body: Body) -> tuple[ir.Value, ir.Value]:
+    start, stop = body.attribute("acc_start"), body.attribute("acc_stop")
+    beta_term, gamma_term = _terms(body)
+    return (
+        body("Add", body.slice(body["beta_acc"], start, stop, axis=0), beta_term),
+        body("Add", body.slice(body["gamma_acc"], start, stop, axis=0), gamma_term),
+    )
+
+
+def _grad_finalize(body: Body) -> tuple[ir.Value, ir.Value]:
+    start, stop = body.attribute("start"), body.attribute("stop")
+    count = body("Neg", body("Cast", body.attribute("count"), to=int(ir.DataType.FLOAT)))
+    q = body("Div", body.slice(body["gamma_term"], start, stop, axis=0), count)
+    w = body("Div", body.slice(body["beta_term"], start, stop, axis=0), count)
+    return q, body("Sub", w, body("Mul", q, body["mean"]))
+
+
+PLAIN = {
+    "BatchNormStatistics": lambda body: statistics(body["x"], body),
+    "BatchNormFinalize": _finalize,
+    "BatchNormGradReduce": lambda body: reduce(body["dz"], ("x", "mean", "inv_std"), body),
+    "BatchNormGradTerms": _terms,
+    "BatchNormGradTermsAccumulate": _terms_accumulate,
+    "BatchNormGradFinalize": _grad_finalize,
+}
