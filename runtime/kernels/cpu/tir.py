@@ -1,0 +1,167 @@
+"""Small helpers for writing kernels with TVM's IRBuilder: the function of a kernel, its maps, vectors, shares, compiling.
+
+Every buffer is flat. Vectors are written out (`buffer[span(i, 16)]` is a float32x16) or come from `T.vectorized` loops;
+a tail is a narrower vector, which LLVM turns into the few moves that it takes, on every target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.kernel import MapType, Param, Problem, Target
+
+Expr = Any  # a tvm PrimExpr, or an int
+Buffer = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MapRef:
+    """A feature map inside a kernel: its flat buffer, the run-time offset of its slot, its geometry."""
+
+    buffer: Buffer
+    offset: Expr
+    type: MapType
+
+    def at(self, pixel: Expr, channel: Expr) -> Expr:
+        """Index of channel `channel` of pixel `pixel` (counted over n, h, w) in `buffer`."""
+        return self.offset + pixel * self.type.stride + channel
+
+    def pixel(self, n: Expr, h: Expr, w: Expr) -> Expr:
+        return (n * self.type.h + h) * self.type.w + w
+
+
+@dataclasses.dataclass
+class Arguments:
+    """The arguments of the function under construction, by parameter name."""
+
+    buffers: dict[str, Buffer]
+    offsets: dict[str, Expr]
+    result: Any = None  # the PrimFunc, once the function is closed
+
+    def __getitem__(self, name: str) -> Buffer:
+        return self.buffers[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.buffers
+
+    def map(self, name: str, kind: MapType) -> MapRef:
+        return MapRef(self.buffers[name], self.offsets[name], kind)
+
+
+@contextlib.contextmanager
+def function(name: str, params: Sequence[Param]) -> Iterator[Arguments]:
+    """Open a PrimFunc that takes `params` and then the offsets of the maps among them. `result` has it after the block."""
+    with IRBuilder() as builder:
+        with T.prim_func(s_tir=True):
+            T.func_name(name)
+            T.func_attr({"tirx.noalias": True})
+            buffers = {p.name: T.arg(p.name, T.buffer((p.elements,), p.dtype)) for p in params}
+            offsets = {p.name: T.arg(f"{p.name}_offset", T.int32()) for p in params if p.is_map}
+            arguments = Arguments(buffers, offsets)
+            yield arguments
+        arguments.result = builder.get()
+
+
+def forward_params(problem: Problem) -> tuple[Param, ...]:
+    """The parameters of a forward operator's kernel: per-channel operands follow x on the way in and y on the way out."""
+    spec, maps = problem.spec, dict(problem.maps)
+    params = []
+    for access, names in (("in", spec.operands), ("out", spec.results)):
+        for name in names:
+            if name in maps:
+                dtype = "int32" if name == "indices" else "float32"
+                params.append(Param(name, access, maps[name].elements, dtype, is_map=True))
+            elif name == "weight":
+                params.append(Param(name, access, math.prod(problem.weight)))
+            else:
+                channels = maps["y" if name in ("bias", "mean", "variance") else "x"].c
+                params.append(Param(name, access, channels))
+    return tuple(params)
+
+
+def span(start: Expr, width: int, stride: int = 1) -> Expr:
+    """The index of `width` elements from `start` on, as a vector index (a plain one where width is 1)."""
+    return start if width == 1 else T.ramp(start, stride, width)
+
+
+def splat(value: float, width: int, dtype: str = "float32") -> Expr:
+    """A constant in every lane."""
+    constant = tirx.const(value, dtype)
+    return constant if width == 1 else T.broadcast(constant, width)
+
+
+def widen(value: Expr, width: int) -> Expr:
+    """A float32 vector as float64."""
+    return tirx.Cast("float64" if width == 1 else f"float64x{width}", value)
+
+
+def store(buffer: Buffer, index: Expr, value: Expr) -> None:
+    T.buffer_store(buffer, value, [index])
+
+
+def vectors(count: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
+    """Call `body(start, width)` over [0, count): in a loop with width `lanes`, then once with what is left."""
+    full = count // lanes
+    if full == 1:
+        body(0, lanes)
+    elif full:
+        with T.serial(0, full) as i:
+            body(i * lanes, lanes)
+    if count % lanes:
+        body(full * lanes, count % lanes)
+
+
+def elementwise(width: int, body: Callable[[Expr], None]) -> None:
+    """Call `body(j)` with the lane index j of a vectorised loop, inside which expressions are scalar."""
+    if width == 1:
+        body(0)
+    else:
+        with T.vectorized(0, width) as j:
+            body(j)
+
+
+def zero(buffer: Buffer, start: Expr, count: int, lanes: int) -> None:
+    """Fill `count` elements from `start` on with zeros."""
+    vectors(count, lanes, lambda i, width: store(buffer, span(start + i, width), splat(0, width, buffer.dtype)))
+
+
+def workspace(elements: int, dtype: str = "float32") -> Buffer:
+    """Memory for the rest of the enclosing block: shared outside of a parallel loop, a thread's own inside."""
+    return T.alloc_buffer((elements,), dtype)
+
+
+def registers(elements: int, dtype: str = "float32") -> Buffer:
+    """A small array on the stack, which LLVM keeps in registers if all its indices are constants."""
+    return T.alloc_buffer((elements,), dtype, scope="local", annotations={"disable_lower_builtin": True})
+
+
+def share(items: int, threads: int, thread: Expr) -> tuple[Expr, Expr]:
+    """First index and count of a thread's static share of `items`; shares differ by at most one."""
+    if items % threads == 0:
+        return thread * (items // threads), items // threads
+    first = thread * items // threads
+    return first, (thread + 1) * items // threads - first
+
+
+def at_most(value: Expr, bound: Expr) -> Expr:
+    return tirx.Min(value, bound) if not (isinstance(value, int) and isinstance(bound, int)) else min(value, bound)
+
+
+def llvm_target(target: Target) -> tvm.target.Target:
+    return tvm.target.Target({"kind": target.kind, "mcpu": target.mcpu, "opt-level": 3})
+
+
+def compile_function(function: Any, target: Target) -> Any:
+    """The executable of a PrimFunc. Storage rewrite is off: it would turn `registers` into heap memory (and there is
+    nothing for it to share)."""
+    with tvm.transform.PassContext(opt_level=3, config={"tirx.disable_storage_rewrite": True}):
+        return tvm.compile(function, target=llvm_target(target))
