@@ -239,7 +239,7 @@ def parse(name: str) -> OpSpec | None:
 
 @dataclasses.dataclass(frozen=True)
 class PlainOp:
-    """An operator that is not composed of steps: the halves of a BN that work on maps alone or on coefficients alone."""
+    """An operator not composed of steps: the halves of a BN that work on maps alone or on coefficients alone."""
 
     name: str
     operands: tuple[str, ...]
