@@ -1,0 +1,192 @@
+"""From kernels to object code, several at a time, and from object code to functions. Needs neither compiler nor linker.
+
+Making and compiling a kernel takes 0.2 to 0.5 s, most of it in the interpreter, so workers are processes: each is
+this module run as a program, which takes requests on its standard input and answers on its standard output. A
+worker needs some seconds to import TVM; for a handful of kernels none is started.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import importlib
+import os
+import pathlib
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi_orcjit
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.cache import Cache, content_key
+from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.targets import tvm_target
+
+KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
+
+Progress = Callable[[int, int, str], None]  # done, total, kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A kernel as the call that makes it: `module:function` under bnfuse.runtime.kernels, and its arguments.
+
+    A process can be sent this, which it cannot a `Kernel` (that holds a closure).
+    """
+
+    generator: str
+    arguments: tuple[Any, ...]
+
+    def kernel(self) -> Kernel:
+        module, _, function = self.generator.partition(":")
+        made = getattr(importlib.import_module(f"bnfuse.runtime.kernels.{module}"), function)(*self.arguments)
+        assert isinstance(made, Kernel), self.generator
+        return made
+
+
+def objects(
+    requests: Sequence[Request], cache: Cache, *, workers: int | None = None, progress: Progress | None = None
+) -> list[bytes]:
+    """Object code of each request, from the cache or compiled now. Equal kernels are compiled once."""
+    kernels = [request.kernel() for request in requests]
+    keys = [content_key(kernel) for kernel in kernels]
+    found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
+    missing = {key: i for i, key in enumerate(keys) if found[key] is None}
+    tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
+    for done, (key, name, code) in enumerate(_compile_all(tasks, workers or os.cpu_count() or 1), 1):
+        found[key] = code
+        cache.write(key, code)
+        if progress:
+            progress(done, len(tasks), name)
+    return [code for key in keys if (code := found[key]) is not None]
+
+
+def compile_kernel(kernel: Kernel) -> bytes:
+    """The object code of one kernel. Its symbol is the kernel's name."""
+    executable = tvm.compile(kernel.build(), target=tvm_target(kernel.target))
+    with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
+        path = pathlib.Path(folder) / "kernel.o"
+        executable.mod.write_to_file(str(path), "o")
+        return path.read_bytes()
+
+
+class Library:
+    """Loaded kernels. Functions stay valid as long as the library lives."""
+
+    def __init__(self, names: Iterable[str], codes: Iterable[bytes]) -> None:
+        self._session = tvm_ffi_orcjit.ExecutionSession()
+        self._modules = []
+        self.functions: list[Callable[..., Any]] = []
+        for name, code in zip(names, codes, strict=True):
+            try:
+                module = self._session.load_module(code)
+                self.functions.append(module[name])
+            except Exception as error:
+                raise BnfuseError(
+                    f"kernel '{name}' does not load ({_first_line(error)}): compile the model again"
+                ) from None
+            self._modules.append(module)
+
+
+Task = tuple[str, Request, str]  # key, request, name
+
+
+def _compile_all(tasks: Sequence[Task], cores: int) -> Iterable[tuple[str, str, bytes]]:
+    """Key, name and object code of each task, as they are done. This process takes its share of the work."""
+    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[tuple[str, str, bytes] | Exception] = queue.SimpleQueue()
+    for task in tasks:
+        waiting.put(task)
+    helpers = [_Worker(waiting, finished) for _ in range(min(cores, len(tasks) // KERNELS_PER_WORKER) - 1)]
+    try:
+        for _ in tasks:
+            yield _next_result(waiting, finished)
+    finally:
+        for helper in helpers:
+            helper.stop()
+
+
+def _next_result(
+    waiting: queue.SimpleQueue[Task], finished: queue.SimpleQueue[tuple[str, str, bytes] | Exception]
+) -> tuple[str, str, bytes]:
+    """Compile a task that waits; where none does, wait for a worker."""
+    try:
+        key, request, name = waiting.get_nowait()
+    except queue.Empty:
+        result = finished.get()
+        if isinstance(result, Exception):
+            raise BnfuseError(str(result)) from result
+        return result
+    return key, name, compile_kernel(request.kernel())
+
+
+class _Worker:
+    """A process that compiles what it finds in the queue, and the thread that talks to it."""
+
+    def __init__(self, waiting: queue.SimpleQueue[Task], finished: queue.SimpleQueue[Any]) -> None:
+        self._waiting, self._finished = waiting, finished
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bnfuse.runtime.build"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_import_root(),
+        )
+        threading.Thread(target=self._feed, daemon=True).start()
+
+    def _feed(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        while True:
+            try:
+                key, request, name = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._process.stdin.write(base64.b64encode(pickle.dumps(request)) + b"\n")
+                self._process.stdin.flush()
+                status, _, text = self._process.stdout.readline().partition(b" ")
+                code = base64.b64decode(text)
+                if status != b"ok":
+                    raise RuntimeError(f"kernel '{name}': {code.decode() or 'the compiler process ended'}")
+                self._finished.put((key, name, code))
+            except Exception as error:
+                self._finished.put(error)
+                return
+
+    def stop(self) -> None:
+        assert self._process.stdin
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve() -> None:
+    """One request a line in, one object a line out, until the input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # nothing that is printed on the way may pass for an answer
+    for line in sys.stdin.buffer:
+        try:
+            status, data = b"ok", compile_kernel(pickle.loads(base64.b64decode(line)).kernel())
+        except Exception as error:
+            status, data = b"failed", _first_line(error).encode()
+        answers.buffer.write(status + b" " + base64.b64encode(data) + b"\n")
+        answers.buffer.flush()
+
+
+def _import_root() -> str:
+    """The folder from which a fresh interpreter imports this very bnfuse."""
+    import bnfuse
+
+    return str(pathlib.Path(bnfuse.__file__).resolve().parent.parent)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+if __name__ == "__main__":
+    _serve()

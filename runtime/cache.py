@@ -1,0 +1,100 @@
+"""Compiled kernels on disk, under a key of everything that their code depends on.
+
+An entry is one file: the SHA-256 of the object code, then the object code. It is written to a temporary name and
+moved into place, so that processes may share the folder; an entry that does not match its hash is built anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import tempfile
+
+from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.targets import features_of
+
+HASH_BYTES = hashlib.sha256().digest_size
+KERNEL_SOURCES = pathlib.Path(__file__).resolve().parent / "kernels"
+
+
+def default_folder() -> pathlib.Path:
+    """`$BNFUSE_CACHE`, or bnfuse in the user's cache folder (`$XDG_CACHE_HOME`, ~/.cache)."""
+    if chosen := os.environ.get("BNFUSE_CACHE"):
+        return pathlib.Path(chosen)
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "bnfuse"
+
+
+def content_key(kernel: Kernel) -> str:
+    """Hash of the kernel's problem and target, the generators' sources, the compiler's version, the CPU's features."""
+    parts = (kernel.key, sources_hash(), compiler_versions(), *features_of(kernel.target.mcpu))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Hash of all files that make kernels: a changed generator never meets an object of its former self."""
+    digest = hashlib.sha256()
+    for path in sorted(KERNEL_SOURCES.rglob("*.py")):
+        digest.update(path.relative_to(KERNEL_SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def compiler_versions() -> str:
+    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("apache-tvm", "apache-tvm-ffi"))
+
+
+class Cache:
+    """A folder of compiled kernels. With `folder=None` nothing is kept."""
+
+    def __init__(self, folder: pathlib.Path | None) -> None:
+        self.folder = folder
+
+    def read(self, key: str) -> bytes | None:
+        """The object code, or None where there is none or the entry is damaged."""
+        if self.folder is None:
+            return None
+        try:
+            entry = self._path(key).read_bytes()
+        except OSError:
+            return None
+        digest, code = entry[:HASH_BYTES], entry[HASH_BYTES:]
+        return code if code and hashlib.sha256(code).digest() == digest else None
+
+    def write(self, key: str, code: bytes) -> None:
+        """Keep an object. A folder that cannot be written to costs speed next time, nothing else."""
+        if self.folder is None:
+            return
+        path = self._path(key)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, hashlib.sha256(code).digest() + code)
+
+    def _path(self, key: str) -> pathlib.Path:
+        assert self.folder is not None
+        return self.folder / key[:2] / f"{key}.kernel"
+
+
+def write_atomically(path: pathlib.Path, data: bytes) -> None:
+    """Readers see the former file or the whole new one, never a part."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = pathlib.Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@functools.cache
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

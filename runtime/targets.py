@@ -1,0 +1,95 @@
+"""The machine that kernels are made for, and the threads that run them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import re
+
+import tvm
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.kernel import Target
+
+LANES = ((16, "avx512f"), (8, "avx2"), (4, "neon"), (4, "sse2"))
+
+# of the names that LLVM lists for a CPU, those of instructions that compiled arithmetic may contain; the rest is
+# tuning (`prefer-256-bit`) or for operating systems (`pku`)
+COMPUTING = re.compile(
+    r"(avx|sse|ssse|fma|bmi|f16c|popcnt|lzcnt|movbe|adx|gfni|sha|aes|vaes|v?pclmul|neon|fullfp16|dotprod|sve)"
+)
+
+
+def resolve(spec: str | Target = "cpu", threads: int | None = None) -> Target:
+    """The target of `cpu` or `cpu:MCPU` (an LLVM CPU name). Threads default to the physical cores."""
+    if isinstance(spec, Target):
+        return spec
+    kind, _, mcpu = spec.partition(":")
+    if kind != "cpu":
+        raise BnfuseError(f"target '{spec}' is not supported: use cpu, or cpu:MCPU with an LLVM CPU name")
+    if threads is not None and threads < 1:
+        raise BnfuseError(f"{threads} threads make no step: use 1 or more, or leave it out for one a physical core")
+    mcpu = mcpu or host_cpu()
+    if not known_cpu(mcpu):
+        raise BnfuseError(f"target '{spec}': LLVM knows no CPU '{mcpu}' on this machine; use cpu for the host itself")
+    return Target("llvm", mcpu, lanes_of(features_of(mcpu)), threads or physical_cores())
+
+
+def tvm_target(target: Target) -> tvm.target.Target:
+    return tvm.target.Target({"kind": "llvm", "mcpu": target.mcpu, "opt-level": 3})
+
+
+@functools.cache
+def host_cpu() -> str:
+    """LLVM's name of the processor that we run on."""
+    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
+
+
+def known_cpu(mcpu: str) -> bool:
+    return mcpu in set(map(str, tvm.get_global_func("target.llvm_get_cpu_archlist")(tvm.target.Target("llvm"))))
+
+
+@functools.cache
+def features_of(mcpu: str) -> tuple[str, ...]:
+    """The instruction sets (of the computing kind) that LLVM uses for this CPU."""
+    found = tvm.get_global_func("target.llvm_get_cpu_features")(tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
+    return tuple(sorted(str(name) for name in found if COMPUTING.match(str(name))))
+
+
+@functools.cache
+def host_features() -> frozenset[str]:
+    """What the processor that we run on really has, as LLVM names it."""
+    found = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return frozenset(str(name) for name, present in found.items() if bool(present))
+
+
+def missing_features(required: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the required instruction sets that this processor lacks."""
+    return tuple(name for name in required if name not in host_features())
+
+
+def lanes_of(features: tuple[str, ...]) -> int:
+    """float32 lanes of the widest vector."""
+    return next((lanes for lanes, name in LANES if name in features), 4)
+
+
+def physical_cores() -> int:
+    """Cores this process may use, two hardware threads of one core counted once."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return max(1, len({_siblings(cpu) for cpu in allowed}))
+
+
+def _siblings(cpu: int) -> str:
+    path = pathlib.Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def start_threads(threads: int) -> None:
+    """Give the kernels' thread pool its size. TVM reads it when the first kernel runs; unset means one thread."""
+    os.environ.setdefault("TVM_BIND_THREADS", "0")  # binding widens the spread on a busy machine
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    tvm.get_global_func("runtime.config_threadpool")(1, threads)  # for a pool that has started already
