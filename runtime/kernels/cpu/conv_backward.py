@@ -1,0 +1,146 @@
+"""Both gradients of a convolution in one kernel (ConvGrad, ConvGradInput, ConvGradWeight), any stride, dilation, group.
+
+    pack the weights                                                        [Cin/block][R][S][Cout][block]
+    parallel over threads, each a fixed share of the tiles (rows of dy, and the rows of x that they meet):
+        grad <- dy after BatchNormGrad, with a border of zeros              L2
+        read <- x after Normalize and activation, with the padding's zeros  L2
+        dweight: for taps, out block:       8 x 32 registers += read[pixel, 8] * grad[pixel, 32], over the tile's pixels
+        dx:      for in block, micro-tile: 14 x 32 registers += grad[14, k] * packed[k, 32], over r, s, k in Cout
+                 then other, mask, sums, acc, and the store
+    dweight <- the sum of the threads' partials, in OIHW; dbeta, dgamma <- the sums
+
+Strided convolutions run the dx loops once per residue of the input position by the stride (conv_backward_shape.py).
+The micro-tile's sums of d and d*(x - mean) are taken in registers and added in float64. Tails of pixels are computed
+on whatever the tile holds and not stored; tails of channels are zeros in the packed weights.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset.spec import CONV_GRADS
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
+    Place,
+    bias_gradient,
+    input_gradient,
+    reductions,
+    weight_gradient,
+)
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import Buffer, Nest
+from bnfuse.runtime.kernels.cpu.conv_backward_pack import (
+    pack_grad,
+    pack_read,
+    pack_weights,
+    unpack_weight_gradient,
+)
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+
+NAME = "conv_backward"
+GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
+
+
+def conv_backward(problem: Problem, target: Target) -> Kernel:
+    """The kernel of a convolution's gradients."""
+    spec = problem.spec
+    if spec.core not in CONV_GRADS:
+        raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
+    if spec.core == "ConvGradWeight" and set(spec.epilogue) - {"BiasGrad"}:
+        raise BnfuseError(f"{problem.op} makes no dx that {spec.epilogue[-1]} could work on; use ConvGrad")
+    return Kernel(NAME, problem, target, parameters(problem), partial(build, problem, target))
+
+
+def parameters(problem: Problem) -> tuple[Param, ...]:
+    """Operands, then results; under Accumulate dx is both, and `acc` is neither."""
+    spec = problem.spec
+    accumulates = "Accumulate" in spec.epilogue
+    maps = dict(problem.maps)
+    params = []
+    for name in (*(name for name in spec.operands if name != "acc"), *spec.results):
+        access = "in" if name in spec.operands else "inout" if name == "dx" and accumulates else "out"
+        params.append(Param(name, access, _elements(problem, name), is_map=name in maps))
+    return tuple(params)
+
+
+def _elements(problem: Problem, name: str) -> int:
+    out, cin, *kernel = problem.weight
+    if name in ("weight", "dweight"):
+        return out * cin * kernel[0] * kernel[1]
+    if name in dict(problem.maps):
+        return problem.map(name).elements
+    return problem.map("dy" if name in GRADIENT_CHANNELS else "x").c
+
+
+def build(problem: Problem, target: Target) -> Any:
+    """The TIR function."""
+    shape = conv_shape(problem)
+    with tir.function(NAME, parameters(problem)) as arguments:
+        tiles = choose_tiles(shape, target)
+        _body(Nest(problem, shape, tiles, target.threads, arguments.buffers, arguments.offsets))
+    return arguments.result
+
+
+def _body(nest: Nest) -> None:
+    shape, threads = nest.shape, nest.threads
+    sizes = {
+        "packed": (nest.packed_size if nest.wants_input else 0, "float32"),
+        "partial": (threads * nest.partial_size if nest.wants_weight else 0, "float32"),
+        "sums": (threads * len(reductions(nest)) * shape.groups * shape.cin, "float64"),
+        "bias": (threads * shape.groups * shape.cout if "BiasGrad" in nest.spec.epilogue else 0, "float64"),
+    }
+    space = {name: tir.workspace(size, dtype) for name, (size, dtype) in sizes.items() if size}
+    if "packed" in space:
+        pack_weights(nest, space["packed"])
+    with T.parallel(0, threads) as thread:
+        for name, buffer in space.items():
+            if name != "packed":
+                each = sizes[name][0] // threads
+                tir.zero(buffer, thread * each, each, nest.tiles.lanes)
+        _tiles(nest, space, thread)
+    if "partial" in space:
+        unpack_weight_gradient(nest, space["partial"])
+    if "bias" in space:
+        _finish(space["bias"], nest.arguments["dbias"], 0, 1, threads, None)
+    for q, term in enumerate(reductions(nest)):
+        if term is not None:
+            dbeta, dgamma, inv_std = (nest.arguments[f"{n}{term}"] for n in ("dbeta", "dgamma", "inv_std"))
+            _finish(space["sums"], dbeta, 0, len(reductions(nest)), threads, None)
+            _finish(space["sums"], dgamma, q, len(reductions(nest)), threads, inv_std)
+
+
+def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
+    """A thread's share of the tiles."""
+    grad = tir.workspace(nest.grad_size)
+    read = tir.workspace(nest.read_size) if nest.wants_weight else None
+    scratch = tir.workspace(nest.tiles.micro_rows * nest.tiles.micro_columns * nest.tiles.block)
+    first, count = tir.share(nest.items, nest.threads, thread)
+    with T.serial(0, count) as number, T.serial(0, nest.shape.groups) as group:
+        item = first + number
+        image, unit = item // nest.tile_rows * nest.tiles.images, item % nest.tile_rows * nest.tiles.rows
+        place = Place(thread, group, image, unit, scratch)
+        pack_grad(nest, grad, group, image, unit)
+        if "bias" in space:
+            bias_gradient(nest, grad, space["bias"], place)
+        if read is not None:
+            pack_read(nest, read, group, image, unit)
+            weight_gradient(nest, read, grad, space["partial"], place)
+        if nest.wants_input:
+            input_gradient(nest, grad, space["packed"], space.get("sums"), place)
+
+
+def _finish(sums: Buffer, result: Buffer, q: int, count: int, threads: int, factor: Buffer | None) -> None:
+    """A result as the sum over the threads' partial number `q` of `count`, times `factor`."""
+    channels = int(result.shape[0])
+    with T.serial(0, channels) as c:
+        total = sums[q * channels + c]
+        for thread in range(1, threads):
+            total = total + sums[(thread * count + q) * channels + c]
+        if factor is not None:
+            total = total * tirx.Cast("float64", factor[c])
+        tir.store(result, c, tirx.Cast("float32", total))

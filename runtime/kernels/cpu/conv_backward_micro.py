@@ -1,0 +1,295 @@
+"""The micro-tiles of the backward convolution and what happens to a gradient before it is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.opset.spec import ACTIVATION_GRADS
+from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import Buffer, Expr, Nest, when
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
+from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tile lies: its group, its first image, its first u, and the thread that works on it."""
+
+    thread: Expr
+    group: Expr
+    image: Expr
+    unit: Expr
+    scratch: Buffer  # a micro-tile of dx
+
+
+# The gradient of the weights
+
+
+def weight_gradient(nest: Nest, read: Buffer, grad: Buffer, partial: Buffer, place: Place) -> None:
+    """partial += read^T * grad over the tile's outputs, `taps` x `out_block` at a time."""
+    rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
+    with (
+        T.serial(0, nest.blocks) as block,
+        T.serial(0, rows.kernel) as r,
+        T.serial(0, nest.weight_columns) as s,
+        T.serial(0, _tap_groups(nest, block)) as taps,
+        T.serial(0, nest.out_padded // tiles.out_block) as out,
+    ):
+        line = (block * rows.kernel + r) * nest.weight_columns + s
+        base = place.thread * nest.partial_size + place.group * nest.partial_group
+        target = base + line * nest.partial_row + taps * (tiles.taps * nest.out_padded) + out * tiles.out_block
+        source = block * nest.read_block + s * (columns.dilation * nest.read_width) + taps * tiles.taps
+        _weight_micro(nest, read, grad, partial, target, source, r, out, place)
+
+
+def _tap_groups(nest: Nest, block: Expr) -> Expr:
+    if nest.blocks == 1:
+        return nest.weight_groups
+    taps = nest.tiles.taps
+    return (tirx.Min(nest.read_width, nest.shape.cin - block * nest.read_width) + (taps - 1)) // taps
+
+
+def _weight_micro(
+    nest: Nest,
+    read: Buffer,
+    grad: Buffer,
+    partial: Buffer,
+    target: Expr,
+    source: Expr,
+    r: Expr,
+    out: Expr,
+    place: Place,
+) -> None:
+    rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
+    lanes, vectors = tiles.lanes, tiles.out_block // tiles.lanes
+    acc = registers(tiles.taps * tiles.out_block)
+    cells = [(i, v) for i in range(tiles.taps) for v in range(vectors)]
+    for i, v in cells:
+        store(acc, span(i * tiles.out_block + v * lanes, lanes), tir.splat(0, lanes))
+    count = tirx.Min(tiles.rows, rows.out - place.unit) if nest.tile_rows * tiles.rows > rows.out else tiles.rows
+    with T.serial(0, tiles.images) as image, T.serial(0, count) as h, T.serial(0, columns.out) as w:
+        row = image * nest.read_rows + h * rows.stride + r * rows.dilation
+        at = source + (row * nest.read_columns + w * columns.stride) * nest.read_width
+        pixel = (image * nest.grad_rows + h - rows.low) * nest.grad_columns + w - columns.low
+        grads = [grad[span(pixel * nest.out_pitch + out * tiles.out_block + v * lanes, lanes)] for v in range(vectors)]
+        for i, v in cells:
+            cell = span(i * tiles.out_block + v * lanes, lanes)
+            store(acc, cell, acc[cell] + T.Broadcast(read[at + i], lanes) * grads[v])
+    for i, v in cells:
+        cell = span(i * tiles.out_block + v * lanes, lanes)
+        index = span(target + i * nest.out_padded + v * lanes, lanes)
+        store(partial, index, partial[index] + acc[cell])
+
+
+def bias_gradient(nest: Nest, grad: Buffer, bias: Buffer, place: Place) -> None:
+    """bias += the sum of dy over the tile's outputs: a row in float32, rows in float64."""
+    rows, columns, tiles, shape = nest.shape.rows, nest.shape.columns, nest.tiles, nest.shape
+    base = (place.thread * shape.groups + place.group) * shape.cout
+    with T.serial(0, tiles.images) as image, T.serial(0, tirx.Min(tiles.rows, rows.out - place.unit)) as h:
+        start = ((image * nest.grad_rows + h - rows.low) * nest.grad_columns - columns.low) * nest.out_pitch
+        total = tir.workspace(nest.out_padded)
+        tir.zero(total, 0, nest.out_padded, tiles.lanes)
+        with T.serial(0, nest.out_padded // tiles.lanes) as v, T.serial(0, columns.out) as w:
+            channels = span(v * tiles.lanes, tiles.lanes)
+            dy = grad[span(start + w * nest.out_pitch + v * tiles.lanes, tiles.lanes)]
+            store(total, channels, total[channels] + dy)
+        with T.serial(0, shape.cout) as c:
+            store(bias, base + c, bias[base + c] + tirx.Cast("float64", total[c]))
+
+
+# The gradient of the input
+
+
+def input_gradient(nest: Nest, grad: Buffer, packed: Buffer, sums: Buffer | None, place: Place) -> None:
+    """dx of the tile: residue by residue, block by block, micro-tile by micro-tile."""
+    rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
+    width = -(-columns.size // columns.stride)
+    with (
+        T.serial(0, nest.blocks) as block,
+        T.serial(0, rows.stride) as row_residue,
+        T.serial(0, columns.stride) as column_residue,
+        T.serial(0, tiles.images) as image,
+        T.serial(0, -(-tiles.rows // tiles.micro_rows)) as row,
+        T.serial(0, -(-width // tiles.micro_columns)) as column,
+    ):
+        micro = _Micro(
+            nest,
+            place,
+            block,
+            row_residue if rows.stride > 1 else 0,
+            column_residue if columns.stride > 1 else 0,
+            image,
+            row * tiles.micro_rows,
+            column * tiles.micro_columns,
+        )
+        micro.prefetch()
+        acc = micro.accumulate(grad, packed)
+        micro.leave(acc, sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Micro:
+    """A micro-tile of the input gradient: `micro_rows` x `micro_columns` values of u from (row, column) in the tile."""
+
+    nest: Nest
+    place: Place
+    block: Expr
+    row_residue: Expr
+    column_residue: Expr
+    image: Expr
+    row: Expr
+    column: Expr
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        return [(i, j) for i in range(self.nest.tiles.micro_rows) for j in range(self.nest.tiles.micro_columns)]
+
+    @property
+    def vectors(self) -> int:
+        return self.nest.tiles.block // self.nest.tiles.lanes
+
+    def cell(self, i: Expr, j: Expr) -> Expr:
+        return (i * self.nest.tiles.micro_columns + j) * self.nest.tiles.block
+
+    def pixel(self, i: Expr, j: Expr) -> Expr:
+        """Number of the input pixel in the map."""
+        rows, columns = self.nest.shape.rows, self.nest.shape.columns
+        row = (self.place.unit + self.row + i) * rows.stride + self.row_residue
+        column = (self.column + j) * columns.stride + self.column_residue
+        return ((self.place.image + self.image) * rows.size + row) * columns.size + column
+
+    def prefetch(self) -> None:
+        """Ask for the lines of dx that are going to be updated, for writing."""
+        if "Accumulate" not in self.nest.spec.epilogue:
+            return
+        first = self.place.group * self.nest.shape.cin + self.block * self.nest.tiles.block
+        for i, j in self.cells:
+            for v in range(0, self.nest.tiles.block, 16):
+                index = self.nest.index("dx", self.pixel(i, j), first + v)
+                address = tirx.address_of(self.nest.arguments["dx"][index])
+                hint = tirx.call_llvm_intrin("void", "llvm.prefetch", address, *(T.int32(k) for k in (1, 3, 1)))
+                T.evaluate(hint)
+
+    def accumulate(self, grad: Buffer, packed: Buffer) -> Buffer:
+        """Sum over the taps that meet this residue and over the output channels, in registers."""
+        nest, rows, columns = self.nest, self.nest.shape.rows, self.nest.shape.columns
+        lanes, block = nest.tiles.lanes, nest.tiles.block
+        acc = registers(len(self.cells) * block)
+        for cell in range(0, len(self.cells) * block, lanes):
+            store(acc, span(cell, lanes), tir.splat(0, lanes))
+
+        def taps(r: Expr, s: Expr) -> None:
+            line = (self.place.group * nest.blocks + self.block) * nest.packed_block
+            line = line + (r * columns.kernel + s) * (nest.shape.cout * block)
+            up = _floor_offset(rows, self.row_residue, r) - rows.low
+            left = _floor_offset(columns, self.column_residue, s) - columns.low
+            row = self.image * nest.grad_rows + self.row + up
+            at = (row * nest.grad_columns + self.column + left) * nest.out_pitch
+            with T.serial(0, nest.shape.cout) as k:
+                weights = [packed[span(line + k * block + v * lanes, lanes)] for v in range(self.vectors)]
+                for i, j in self.cells:
+                    dy = grad[at + (i * nest.grad_columns + j) * nest.out_pitch + k]
+                    for v in range(self.vectors):
+                        cell = span(self.cell(i, j) + v * lanes, lanes)
+                        store(acc, cell, acc[cell] + T.Broadcast(dy, lanes) * weights[v])
+
+        def along(axis: Axis, residue: Expr, body: Callable[[Expr], None]) -> None:
+            with T.serial(0, axis.kernel) as tap:
+                if axis.stride == 1:
+                    body(tap)
+                else:
+                    with when(tirx.floormod(residue + axis.pad - tap * axis.dilation, axis.stride) == 0):
+                        body(tap)
+
+        along(rows, self.row_residue, lambda r: along(columns, self.column_residue, lambda s: taps(r, s)))
+        for cell in range(0, len(self.cells) * block, lanes):
+            store(self.place.scratch, span(cell, lanes), acc[span(cell, lanes)])
+        return self.place.scratch
+
+    def leave(self, acc: Buffer, sums: Buffer | None) -> None:
+        """The epilogue, for the rows, columns and channels that exist."""
+        tiles, cin = self.nest.tiles, self.nest.shape.cin
+        whole, rest = divmod(cin, tiles.block)
+        if not rest:
+            self._leave_channels(acc, sums, tiles.block)
+        elif not whole:
+            self._leave_channels(acc, sums, rest)
+        else:
+            with T.If(self.block < whole):
+                with T.Then():
+                    self._leave_channels(acc, sums, tiles.block)
+                with T.Else():
+                    self._leave_channels(acc, sums, rest)
+
+    def _leave_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
+        for start in range(0, count, self.nest.tiles.lanes):
+            self._leave_vector(acc, sums, start, min(self.nest.tiles.lanes, count - start))
+
+    def _leave_vector(self, acc: Buffer, sums: Buffer | None, start: int, lanes: int) -> None:
+        rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
+        reduced = reductions(self.nest)
+        first = self.place.group * self.nest.shape.cin + self.block * tiles.block + start
+        part = registers(max(1, len(reduced)) * tiles.lanes)
+        for q in range(len(reduced)):
+            store(part, span(q * tiles.lanes, tiles.lanes), tir.splat(0, tiles.lanes))
+        height = _remaining(rows, self.row_residue, self.place.unit + self.row)
+        height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
+        width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
+        with T.serial(0, height) as i, T.serial(0, width) as j, T.vectorized(0, lanes) as lane:
+            self._leave_element(acc, part, i, j, start, first, lane)
+        if sums is not None and reduced:
+            all_channels = self.nest.shape.cin * self.nest.shape.groups
+            for q in range(len(reduced)):
+                target = (self.place.thread * len(reduced) + q) * all_channels + first
+                with T.vectorized(0, lanes) as lane:
+                    more = tirx.Cast("float64", part[q * tiles.lanes + lane])
+                    store(sums, target + lane, sums[target + lane] + more)
+
+    def _leave_element(self, acc: Buffer, part: Buffer, i: Expr, j: Expr, start: int, first: Expr, lane: Expr) -> None:
+        nest, arguments = self.nest, self.nest.arguments
+        pixel, channel = self.pixel(i, j), first + lane
+        cell = self.cell(i, j) + start + lane
+        d = acc[cell]
+        for step in nest.spec.epilogue:
+            if step == "AddGradient":
+                d = d + nest.load("other", pixel, channel)
+            elif step in ACTIVATION_GRADS:
+                _, z = nest.activated(pixel, channel)
+                d = steps.activation_grad(step, d, z, nest.attributes)
+        store(acc, cell, d)
+        d = acc[cell]
+        for q, term in enumerate(reductions(nest)):
+            slot = q * nest.tiles.lanes + lane
+            if term is None:
+                store(part, slot, part[slot] + d)
+            else:
+                centred = nest.load(f"x{term}", pixel, channel) - arguments[f"mean{term}"][channel]
+                store(part, slot, steps.fma(d, centred, part[slot]))
+        target = nest.index("dx", pixel, channel)
+        if "Scale" in nest.spec.epilogue:
+            d = arguments["acc_p"][channel] * d
+        elif "Accumulate" in nest.spec.epilogue:
+            d = steps.fma(arguments["acc_p"][channel], d, arguments["dx"][target])
+        store(arguments["dx"], target, d)
+
+
+def _floor_offset(axis: Axis, residue: Expr, tap: Expr) -> Expr:
+    """Axis.offset for taps that meet the residue."""
+    distance = residue + axis.pad - tap * axis.dilation
+    return distance if axis.stride == 1 else tirx.floordiv(distance, axis.stride)
+
+
+def _remaining(axis: Axis, residue: Expr, unit: Expr) -> Expr:
+    """Values of u from `unit` on that are inputs; may be negative."""
+    return tirx.floordiv(axis.size - residue + axis.stride - 1, axis.stride) - unit
+
+
+def reductions(nest: Nest) -> list[str | None]:
+    """What is summed over d: d itself (None), then d*(x - mean) for each BN, by the suffix of its operands."""
+    suffixes = [""] if "Reduce" in nest.spec.epilogue else []
+    suffixes += [f"_{i}" for i in range(1, nest.spec.others + 1)]
+    return [None, *suffixes] if suffixes else []

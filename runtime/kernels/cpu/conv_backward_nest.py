@@ -1,0 +1,208 @@
+"""What the parts of a backward convolution share: the problem, its tiles, the layouts and the arguments.
+
+Workspaces (float32 unless noted; all inside the kernel; `g` is a group, channels are those of one group):
+
+    packed   [g][Cin/block][R][S][Cout][block]                   weights, shared by the threads
+    partial  [thread][g][Cin/block][R][S'][taps][out pitch]      dweight; S' = 1 where (s, channel) is one dense index
+    sums     [thread][reduction][Cin of all groups]              float64
+    bias     [thread][Cout of all groups]                        float64
+    grad     [image][row][column][out pitch]                     dy after its prologue, with a border of zeros
+    read     [Cin/block][image][row][column][width of block]     x after its prologue, with the padding's zeros
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.opset.spec import OpSpec
+from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape, Tiles
+from bnfuse.runtime.kernels.kernel import Problem
+
+Expr = Any  # a tvm PrimExpr or a Python int
+Buffer = Any
+
+
+@contextmanager
+def when(condition: Expr) -> Iterator[None]:
+    with T.If(condition), T.Then():
+        yield
+
+
+@contextmanager
+def otherwise() -> Iterator[None]:
+    with T.Else():
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Nest:
+    """One kernel being built. `arguments` are the TIR buffers by parameter name, `offsets` those of the maps."""
+
+    problem: Problem
+    shape: ConvShape
+    tiles: Tiles
+    threads: int
+    arguments: dict[str, Buffer]
+    offsets: dict[str, Expr]
+
+    @property
+    def spec(self) -> OpSpec:
+        return self.problem.spec
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return dict(self.problem.attributes)
+
+    @property
+    def wants_input(self) -> bool:
+        return self.spec.core != "ConvGradWeight"
+
+    @property
+    def wants_weight(self) -> bool:
+        return self.spec.core != "ConvGradInput"
+
+    # Channels
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of input channels in a group; the last may be short."""
+        return -(-self.shape.cin // self.tiles.block)
+
+    @property
+    def out_pitch(self) -> int:
+        """Floats between pixels of the grad tile: whole blocks, and not a multiple of what would crowd a cache set."""
+        padded = -(-self.shape.cout // self.tiles.out_block) * self.tiles.out_block
+        return padded + 16 if padded >= 128 else padded
+
+    @property
+    def out_padded(self) -> int:
+        return -(-self.shape.cout // self.tiles.out_block) * self.tiles.out_block
+
+    @property
+    def read_width(self) -> int:
+        """Channels of a block of the read tile. A lone block is as wide as it has channels."""
+        return self.shape.cin if self.blocks == 1 else self.tiles.block
+
+    # The packed weights
+
+    @property
+    def packed_block(self) -> int:
+        return self.shape.taps * self.shape.cout * self.tiles.block
+
+    @property
+    def packed_size(self) -> int:
+        return self.shape.groups * self.blocks * self.packed_block
+
+    # The partial dweight
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the channels that a row of the kernel reads lie side by side, so that (s, channel) is one index."""
+        return self.blocks == 1 and self.shape.columns.dilation == 1
+
+    @property
+    def weight_columns(self) -> int:
+        return 1 if self.is_dense else self.shape.columns.kernel
+
+    @property
+    def weight_taps(self) -> int:
+        """Positions per (block, row, column) of the partial, before rounding."""
+        return self.shape.columns.kernel * self.read_width if self.is_dense else self.read_width
+
+    @property
+    def weight_groups(self) -> int:
+        return -(-self.weight_taps // self.tiles.taps)
+
+    @property
+    def partial_row(self) -> int:
+        """Floats per (block, row, column)."""
+        return self.weight_groups * self.tiles.taps * self.out_padded
+
+    @property
+    def partial_group(self) -> int:
+        return self.blocks * self.shape.rows.kernel * self.weight_columns * self.partial_row
+
+    @property
+    def partial_size(self) -> int:
+        return self.shape.groups * self.partial_group
+
+    # The tiles
+
+    @property
+    def tile_rows(self) -> int:
+        """Row tiles of an image."""
+        return -(-self.shape.rows.units // self.tiles.rows)
+
+    @property
+    def items(self) -> int:
+        return self.shape.n // self.tiles.images * self.tile_rows
+
+    @property
+    def grad_rows(self) -> int:
+        """Rows of the grad tile, with its borders and with what the last micro-tile overhangs."""
+        axis = self.shape.rows
+        micro = -(-self.tiles.rows // self.tiles.micro_rows) * self.tiles.micro_rows
+        return micro + axis.high - axis.low
+
+    @property
+    def grad_columns(self) -> int:
+        axis = self.shape.columns
+        most = -(-axis.size // axis.stride)
+        micro = -(-most // self.tiles.micro_columns) * self.tiles.micro_columns
+        return max(micro, axis.units) + axis.high - axis.low
+
+    @property
+    def grad_size(self) -> int:
+        return self.tiles.images * self.grad_rows * self.grad_columns * self.out_pitch
+
+    @property
+    def read_rows(self) -> int:
+        return self.shape.rows.reach(self.tiles.rows)
+
+    @property
+    def read_columns(self) -> int:
+        return self.shape.columns.reach(self.shape.columns.out)
+
+    @property
+    def read_block(self) -> int:
+        return self.tiles.images * self.read_rows * self.read_columns * self.read_width
+
+    @property
+    def read_size(self) -> int:
+        return self.blocks * self.read_block + self.tiles.taps  # the last group of taps reads beyond the end
+
+    # Elements
+
+    def load(self, name: str, pixel: Expr, channel: Expr) -> Expr:
+        """Element of a map."""
+        return self.arguments[name][self.index(name, pixel, channel)]
+
+    def index(self, name: str, pixel: Expr, channel: Expr) -> Expr:
+        return self.offsets[name] + pixel * self.problem.map(name).stride + channel
+
+    def gradient(self, pixel: Expr, channel: Expr) -> Expr:
+        """dy after its prologue."""
+
+        def load(name: str, is_vector: bool) -> Expr:
+            return self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
+
+        return steps.gradient_prologue(self.spec, load)
+
+    def activated(self, pixel: Expr, channel: Expr) -> tuple[Expr, Expr]:
+        """What the convolution read, and the value before the activation."""
+
+        def load(name: str, is_vector: bool) -> Expr:
+            return self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
+
+        return steps.forward_prologue(self.spec, self.attributes, load)
+
+
+def inside(value: Expr, size: int) -> Expr:
+    return tirx.And(value >= 0, value < size)

@@ -1,0 +1,140 @@
+"""Copies into and out of the layouts that the micro-tiles read (see `conv_backward_nest.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import Buffer, Expr, Nest, inside, otherwise
+from bnfuse.runtime.kernels.cpu.tir import store, zero
+
+
+def pack_weights(nest: Nest, packed: Buffer) -> None:
+    """OIHW to [g][Cin/block][R][S][Cout][block]; the channels that fill up the last block are zeros."""
+    shape, block = nest.shape, nest.tiles.block
+    weight = nest.arguments["weight"]
+    with T.parallel(0, nest.threads) as thread:
+        first, count = tir.share(shape.groups * nest.blocks, nest.threads, thread)
+        with T.serial(0, count) as i, T.serial(0, shape.cout) as out:
+            item = first + i
+            group, start = item // nest.blocks, item % nest.blocks * block
+            source = ((group * shape.cout + out) * shape.cin + start) * shape.taps
+            target = item * nest.packed_block + out * block
+            valid = tirx.Min(block, shape.cin - start)
+            with T.serial(0, shape.taps) as tap:
+                at = target + tap * (shape.cout * block)
+                with T.serial(0, valid) as j:
+                    store(packed, at + j, weight[source + j * shape.taps + tap])
+                with T.serial(valid, block) as j:
+                    store(packed, at + j, steps.f32(0.0))
+
+
+def pack_grad(nest: Nest, grad: Buffer, group: Expr, image: Expr, unit: Expr) -> None:
+    """dy of a tile whose first image is `image` and first row `unit`, after its prologue."""
+    rows, columns, pitch = nest.shape.rows, nest.shape.columns, nest.out_pitch
+    left = -columns.low
+    with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.grad_rows) as r:
+        row = unit + r + rows.low
+        at = (i * nest.grad_rows + r) * (nest.grad_columns * pitch)
+        with T.If(inside(row, rows.out)):
+            with T.Then():
+                if left:
+                    zero(grad, at, left * pitch, nest.tiles.lanes)
+                with T.serial(0, columns.out) as c:
+                    pixel = ((image + i) * rows.out + row) * columns.out + c
+                    _grad_pixel(nest, grad, at + (left + c) * pitch, pixel, group)
+                right = nest.grad_columns - left - columns.out
+                if right:
+                    zero(grad, at + (left + columns.out) * pitch, right * pitch, nest.tiles.lanes)
+            with otherwise():
+                zero(grad, at, nest.grad_columns * pitch, nest.tiles.lanes)
+
+
+def _grad_pixel(nest: Nest, grad: Buffer, at: Expr, pixel: Expr, group: Expr) -> None:
+    cout = nest.shape.cout
+
+    def element(channel: Expr) -> None:
+        store(grad, at + channel, nest.gradient(pixel, group * cout + channel))
+
+    over_channels(cout, nest.tiles.lanes, element)
+    if nest.out_pitch > cout:
+        zero(grad, at + cout, nest.out_pitch - cout, nest.tiles.lanes)
+
+
+def over_channels(count: int, lanes: int, body: Callable[[Expr], None]) -> None:
+    """`body(channel)` for every channel, in whole vectors and one short one."""
+    tir.vectors(count, lanes, lambda start, width: tir.elementwise(width, lambda j: body(start + j)))
+
+
+def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) -> None:
+    """x of the rows that the tile's outputs read, after its prologue."""
+    rows, columns, width = nest.shape.rows, nest.shape.columns, nest.read_width
+    whole, rest = divmod(nest.shape.cin, width)
+    with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.read_rows) as r:
+        row = unit * rows.stride - rows.pad + r
+        at = (i * nest.read_rows + r) * (nest.read_columns * width)
+        pixel = ((image + i) * rows.size + row) * columns.size
+        if whole:
+            with T.serial(0, whole) as block:
+                _read_row(nest, read, block * nest.read_block + at, pixel, group, block * width, width, row)
+        if rest:
+            _read_row(nest, read, whole * nest.read_block + at, pixel, group, whole * width, rest, row)
+
+
+def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, start: Expr, count: int, row: Expr) -> None:
+    """A row of one block: `count` channels from `start`, and zeros up to the block's width."""
+    columns, width, lanes = nest.shape.columns, nest.read_width, nest.tiles.lanes
+    left = min(columns.pad, nest.read_columns)
+    middle = min(columns.size, nest.read_columns - left)
+    right = nest.read_columns - left - middle
+    with T.If(inside(row, nest.shape.rows.size)):
+        with T.Then():
+            if left:
+                zero(read, at, left * width, lanes)
+            if middle:
+                with T.serial(0, middle) as c:
+
+                    def element(channel: Expr) -> None:
+                        value, _ = nest.activated(pixel + c, group * nest.shape.cin + start + channel)
+                        store(read, at + (left + c) * width + channel, value)
+
+                    over_channels(count, lanes, element)
+                    if width > count:
+                        zero(read, at + (left + c) * width + count, width - count, lanes)
+            if right:
+                zero(read, at + (left + middle) * width, right * width, lanes)
+        with otherwise():
+            zero(read, at, nest.read_columns * width, lanes)
+
+
+def unpack_weight_gradient(nest: Nest, partial: Buffer) -> None:
+    """dweight (OIHW) as the sum of the threads' partials. 16 input channels at a time, so that lines are reused."""
+    shape, width = nest.shape, nest.read_width
+    chunk = min(16, width)
+    chunks = -(-shape.cin // chunk)
+    dweight = nest.arguments["dweight"]
+    with T.parallel(0, nest.threads) as thread:
+        first, count = tir.share(shape.groups * chunks, nest.threads, thread)
+        with T.serial(0, count) as n:
+            item = first + n
+            group, start = item // chunks, item % chunks * chunk
+            with T.serial(0, shape.cout) as out, T.serial(0, tirx.Min(chunk, shape.cin - start)) as i:
+                channel = start + i
+                target = ((group * shape.cout + out) * shape.cin + channel) * shape.taps
+                with T.serial(0, shape.rows.kernel) as r, T.serial(0, shape.columns.kernel) as s:
+                    source = group * nest.partial_group + _partial_index(nest, channel, r, s) + out
+                    total = partial[source]
+                    for other in range(1, nest.threads):
+                        total = total + partial[source + other * nest.partial_size]
+                    store(dweight, target + r * shape.columns.kernel + s, total)
+
+
+def _partial_index(nest: Nest, channel: Expr, r: Expr, s: Expr) -> Expr:
+    block, inner = channel // nest.read_width, channel % nest.read_width
+    line = block * nest.shape.rows.kernel + r
+    if nest.is_dense:
+        return line * nest.partial_row + (s * nest.read_width + inner) * nest.out_padded
+    return (line * nest.weight_columns + s) * nest.partial_row + inner * nest.out_padded

@@ -1,0 +1,171 @@
+"""Backward convolution kernels against the numpy reference in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset import reference
+from bnfuse.opset.spec import parse
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute, tir
+from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+
+TARGET = dataclasses.replace(targets.resolve("cpu"), threads=2)
+MAP_OF_DY = ("dy", "grad_x")
+CHANNELS_OF_DY = ("grad_p", "grad_q", "grad_w")
+FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A convolution in the terms of the ONNX file. `slots` widens every map's buffer and moves it inside."""
+
+    op: str
+    n: int
+    h: int
+    w: int
+    cin: int
+    cout: int
+    kernel: tuple[int, int] = (1, 1)
+    strides: tuple[int, int] = (1, 1)
+    pads: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilations: tuple[int, int] = (1, 1)
+    group: int = 1
+    slots: int = 0
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        found = {
+            "dilations": self.dilations,
+            "group": self.group,
+            "kernel_shape": self.kernel,
+            "pads": self.pads,
+            "strides": self.strides,
+            "min": -0.5,
+            "max": 0.75,
+            "alpha": 1.702,
+            "acc_start": 0,
+            "acc_stop": self.cin,
+        }
+        return {name: found[name] for name in parse(self.op).attributes}
+
+    @property
+    def out(self) -> tuple[int, int]:
+        return reference.window_counts((self.h, self.w), self.attributes)
+
+    def channels(self, name: str) -> int:
+        return self.cout if name in (*MAP_OF_DY, *CHANNELS_OF_DY, "dbias") else self.cin
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in ("weight", "dweight"):
+            return (self.cout, self.cin // self.group, *self.kernel)
+        if name in MAP_OF_DY:
+            return (self.n, self.cout, *self.out)
+        if name in ("x", "dx", "other", "acc") or name.startswith("x_"):
+            return (self.n, self.cin, self.h, self.w)
+        return (self.channels(name),)
+
+    def offset(self, name: str) -> int:
+        """Each map in a slot of its own, so that no two are at the same place."""
+        return 1 + len(name) if self.slots else 0
+
+    def map(self, name: str) -> MapType:
+        n, c, h, w = self.shape(name)
+        return MapType(n, h, w, c, c + (self.slots and self.slots + self.offset(name)))
+
+    def problem(self) -> Problem:
+        spec = parse(self.op)
+        names = [*spec.operands, *spec.results]
+        maps = tuple(
+            (name, self.map(name)) for name in names if len(self.shape(name)) == 4 and name not in WEIGHTS + ACC
+        )
+        return Problem(self.op, maps, tuple(self.attributes.items()), self.shape("weight"))
+
+
+WEIGHTS = ("weight", "dweight")
+ACC = ("acc",)
+
+
+def operands(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """float32 values, as float64. The means are far from zero, and one channel has a = 0 (a BN's gamma)."""
+    values = {}
+    for name in parse(case.op).operands:
+        values[name] = rng.standard_normal(case.shape(name)).astype(np.float32).astype(np.float64)
+    if "a" in values:
+        values["a"][0] = 0
+    for name in values:
+        if name.startswith("inv_std"):
+            values[name] = np.abs(values[name]) + 0.5
+    return values
+
+
+def as_buffer(values: np.ndarray, kind: MapType, offset: int) -> np.ndarray:
+    """An NCHW map in its slot of an NHWC buffer; what is around it is NaN, so that reading it shows."""
+    buffer = np.full((kind.pixels, kind.stride), np.nan, np.float32)
+    buffer[:, offset : offset + kind.c] = values.transpose(0, 2, 3, 1).reshape(kind.pixels, kind.c)
+    return buffer
+
+
+def from_buffer(buffer: np.ndarray, kind: MapType, offset: int) -> np.ndarray:
+    found = buffer.reshape(kind.n, kind.h, kind.w, kind.stride)[..., offset : offset + kind.c]
+    return found.transpose(0, 3, 1, 2)
+
+
+def run(case: Case, kernel: Kernel, values: dict[str, np.ndarray], function: Any = None) -> dict[str, np.ndarray]:
+    """The kernel's results, NCHW, after checking that what lies beside the slot of dx is as it was."""
+    maps = dict(kernel.problem.maps)
+    given = {"dx": values["acc"]} if "acc" in values else {}
+    given |= {name: value for name, value in values.items() if name != "acc"}
+    arrays = {n: as_buffer(v, maps[n], case.offset(n)) if n in maps else v for n, v in given.items()}
+    offsets = {name: case.offset(name) for name in maps}
+    found = execute.call(kernel, arrays, offsets, function=function)
+    if "dx" in maps:
+        kind, start = maps["dx"], case.offset("dx")
+        beside = np.delete(found["dx"].reshape(kind.pixels, kind.stride), np.s_[start : start + kind.c], axis=1)
+        assert np.isnan(beside).all()
+    results = parse(case.op).results
+    return {
+        n: from_buffer(found[n], maps[n], case.offset(n)) if n in maps else found[n].reshape(case.shape(n))
+        for n in results
+    }
+
+
+def check(case: Case, tolerance: float = 1e-5, target: Target = TARGET, seed: int = 0) -> None:
+    kernel = conv_backward(case.problem(), target)
+    values = operands(case, np.random.default_rng(seed))
+    expected = reference.run(parse(case.op), values, case.attributes)
+    for name, found in run(case, kernel, values).items():
+        error = np.linalg.norm(found - expected[name]) / np.linalg.norm(expected[name])
+        assert error < tolerance, f"{name} of {case}: {error:.1e}"
+
+
+CASES = [
+    Case(FULL, 2, 7, 7, 40, 24, slots=3),
+    Case("ConvGrad", 1, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),
+    Case(FULL, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
+    Case(FULL, 2, 14, 14, 64, 32, (3, 3), pads=(1, 1, 1, 1)),
+    Case(FULL, 2, 9, 11, 20, 35, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
+    Case(FULL, 2, 8, 7, 33, 17, (1, 1), (2, 2)),
+    Case("BatchNormGradConvGradWeight", 1, 23, 21, 3, 64, (7, 7), (2, 2), (3, 3, 3, 3)),
+    Case("ConvGradWeightBiasGrad", 2, 23, 24, 3, 20, (11, 11), (4, 4), (2, 2, 2, 2)),
+    Case("ConvGradBiasGrad", 1, 19, 18, 3, 7, (11, 11), (4, 4), (2, 2, 2, 2)),
+    Case("NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale", 2, 6, 8, 9, 11, (3, 2), (2, 1), (0, 1, 2, 0)),
+    Case("NormalizeQuickGeluConvGradQuickGeluGrad", 1, 8, 8, 18, 16, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)),
+    Case("ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther", 2, 7, 6, 36, 34, (3, 3), (1, 1), (1, 1, 1, 1)),
+    Case("NormalizeReluConvGradReluGradReduce", 2, 6, 6, 24, 36, (3, 3), (1, 1), (1, 1, 1, 1), group=3),
+    Case("NormalizeReluConvGradReluGradReduce", 2, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19, slots=1),
+    Case("BatchNormGradConvGradAddGradientReduceOther", 1, 7, 7, 6, 18, (5, 5), (1, 1), (2, 2, 2, 2), group=6),
+    Case("ConvGrad", 1, 6, 10, 70, 34, (2, 3), (1, 3), (3, 0, 1, 4), (2, 3)),
+    Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_of(case: Case) -> None:
+    check(case)
