@@ -1,0 +1,232 @@
+"""onnx schemas of `ai.bnfuse` and of onnxruntime's training operators, so that the checker and shape inference know them.
+
+onnx prefers a registered schema to a model-local function of the same name: the function stays the body that
+runtimes execute, while shapes come from the schema, which needs no detour through the body's nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import onnx
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset.shapes import result_shapes
+from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec, PlainOp, attribute_type, find
+from bnfuse.opset.training_ops import TRAINING_OPS, Rule, TrainingOp, attribute_of, dims_of, tensor
+
+Schema = onnx.defs.OpSchema
+Parameter = Schema.FormalParameter
+Option = Schema.FormalParameterOption
+
+KINDS = {
+    "T": ["tensor(float)", "tensor(double)", "tensor(float16)"],
+    "I": ["tensor(int64)"],
+    "J": ["tensor(int32)", "tensor(int64)"],
+    "B": ["tensor(bool)"],
+    "S": ["tensor(float)", "tensor(double)", "tensor(float16)", "tensor(int64)"],
+}
+OPTIONS = {"": Option.Single, "?": Option.Optional, "*": Option.Variadic}
+
+
+def register(names: Iterable[str]) -> None:
+    """Make onnx know these `ai.bnfuse` operators; the ones it knows already stay."""
+    for name in names:
+        op = find(name)
+        if op is None:
+            raise BnfuseError(f"{DOMAIN}::{name} is no operator of this op set. See docs/ops.md.")
+        if not onnx.defs.has(name, DOMAIN):
+            onnx.defs.register_schema(own_schema(op))
+
+
+@functools.cache
+def register_training_ops() -> None:
+    """Make onnx know the operators that onnxruntime-training adds to a graph."""
+    for op in TRAINING_OPS:
+        if not onnx.defs.has(op.name, op.domain):
+            onnx.defs.register_schema(training_schema(op))
+
+
+def register_for(model: onnx.ModelProto) -> None:
+    """Make onnx know every operator of a training graph, source or rewritten."""
+    register_training_ops()
+    register({node.op_type for node in model.graph.node if node.domain == DOMAIN})
+
+
+def check_model(model: onnx.ModelProto) -> None:
+    """onnx's full check, strict shape inference included. Raises BnfuseError with what it says, in one line."""
+    register_for(model)
+    try:
+        onnx.checker.check_model(without_state(model), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise BnfuseError(f"not valid ONNX: {' '.join(str(error).split())}") from None
+
+
+def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of the model with the shape of every tensor that can be told.
+
+    The gradient of a pool and SplitTraining have no operand that tells the shape of their results; it is taken from
+    the pool or the ConcatTraining that they belong to. What follows from it is inferred again, until nothing is new.
+    """
+    register_for(model)
+    light = without_state(model)
+    while True:
+        try:
+            light = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
+        except onnx.shape_inference.InferenceError as error:
+            raise BnfuseError(f"shapes do not fit together: {' '.join(str(error).split())}") from None
+        if not _add_partner_shapes(light.graph):
+            break
+    inferred = onnx.ModelProto()
+    inferred.CopyFrom(model)
+    for field in ("value_info", "output"):
+        del getattr(inferred.graph, field)[:]
+        getattr(inferred.graph, field).extend(getattr(light.graph, field))
+    return inferred
+
+
+def without_state(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy without the initial values of graph inputs: large, and no matter to shapes."""
+    inputs = {value.name for value in model.graph.input}
+    copy = onnx.ModelProto()
+    for field, value in model.ListFields():
+        if field.name != "graph":
+            _assign(copy, field.name, value)
+    for field, value in model.graph.ListFields():
+        if field.name != "initializer":
+            _assign(copy.graph, field.name, value)
+    copy.graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name not in inputs)
+    return copy
+
+
+def _assign(message: Any, name: str, value: Any) -> None:
+    if isinstance(value, (int, float, str, bytes)):
+        setattr(message, name, value)
+    else:
+        getattr(message, name).MergeFrom(value)
+
+
+# Schemas
+
+
+def own_schema(op: OpSpec | PlainOp) -> Schema:
+    """The schema of an `ai.bnfuse` operator: every operand, result and attribute is required."""
+
+    def infer(context: Any) -> None:
+        attributes = {name: attribute_of(context, name, None) for name in op.attributes}
+        shapes = {name: dims_of(context.get_input_type(place)) for place, name in enumerate(op.operands)}
+        for place, (name, shape) in enumerate(result_shapes(op, shapes, attributes).items()):
+            context.set_output_type(place, tensor(_element(name), shape))
+
+    schema = Schema(
+        op.name,
+        DOMAIN,
+        VERSION,
+        inputs=[Parameter(name, _own_kind(name)) for name in op.operands],
+        outputs=[Parameter(name, _own_kind(name)) for name in op.results],
+        attributes=[_attribute(name, attribute_type(name), required=True) for name in op.attributes],
+    )
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
+
+
+def _element(name: str) -> int:
+    return onnx.TensorProto.INT64 if name == "indices" else onnx.TensorProto.FLOAT
+
+
+def _own_kind(name: str) -> str:
+    return "tensor(int64)" if name == "indices" else "tensor(float)"
+
+
+def training_schema(op: TrainingOp) -> Schema:
+    inputs = [_parameter(text) for text in op.inputs.split()]
+    outputs = [_parameter(text) for text in op.outputs.split()]
+    used = sorted({parameter.type_str for parameter in (*inputs, *outputs)})
+    schema = Schema(
+        op.name,
+        op.domain,
+        op.version,
+        inputs=inputs,
+        outputs=outputs,
+        type_constraints=[(kind, KINDS[kind], "") for kind in used],
+        attributes=[_attribute(*text.split(":"), required=False) for text in op.attributes.split()],
+    )
+    schema.set_type_and_shape_inference_function(functools.partial(_infer_outputs, op.rules))
+    return schema
+
+
+def _parameter(text: str) -> Any:
+    name, kind = text.split(":")
+    option = kind[1:]
+    return Parameter(name, kind[0], param_option=OPTIONS[option])
+
+
+def _attribute(name: str, kind: str, *, required: bool) -> Any:
+    return Schema.Attribute(name, getattr(Schema.AttrType, kind), "", required=required)
+
+
+def _infer_outputs(rules: Sequence[Rule], context: Any) -> None:
+    for place in range(context.get_num_outputs()):
+        rule = rules[min(place, len(rules) - 1)]  # the last rule serves a variadic output
+        kind = context.get_input_type(rule) if isinstance(rule, int) else rule(context)
+        if kind is not None:
+            context.set_output_type(place, kind)
+
+
+# Shapes that only the forward graph tells
+
+
+def _add_partner_shapes(graph: onnx.GraphProto) -> bool:
+    """Fill in what the partners tell; whether anything was new."""
+    types = {value.name: value.type for value in (*graph.input, *graph.value_info, *graph.output)}
+    producers = {name: node for node in graph.node for name in node.output if name}
+    listed = {value.name: value for value in (*graph.value_info, *graph.output)}
+    found = False
+    for node in graph.node:
+        for name, partner in zip(node.output, _partners(node, graph, types, producers), strict=False):
+            told = types.get(partner)
+            if dims_of(types.get(name)) is None and told is not None and dims_of(told) is not None:
+                found = True
+                if name not in listed:
+                    listed[name] = graph.value_info.add(name=name)
+                listed[name].type.CopyFrom(told)
+    return found
+
+
+def _partners(
+    node: onnx.NodeProto,
+    graph: onnx.GraphProto,
+    types: dict[str, onnx.TypeProto],
+    producers: dict[str, onnx.NodeProto],
+) -> Sequence[str]:
+    """For each output the forward tensor whose shape it has; nothing where none is known."""
+    if node.op_type in ("MaxPoolGrad", "SplitTraining") and node.domain in ("", "com.microsoft"):
+        forward = producers.get(node.input[1])
+        return list(forward.input)[: len(node.output)] if forward else []
+    if node.op_type == "AveragePoolGrad" and node.domain == "":
+        return _average_pool_input(node, graph, types)
+    return []
+
+
+def _average_pool_input(node: onnx.NodeProto, graph: onnx.GraphProto, types: dict[str, onnx.TypeProto]) -> list[str]:
+    """The input of the pool with the gradient's attributes and shape; of several, all must agree."""
+    shape = dims_of(types.get(node.input[0]))
+    pools = [
+        pool
+        for pool in graph.node
+        if pool.op_type == "AveragePool"
+        and _window(pool) == _window(node)
+        and shape is not None
+        and dims_of(types.get(pool.output[0])) == shape
+    ]
+    shapes = {dims_of(types.get(pool.input[0])) for pool in pools}
+    return [pools[0].input[0]] if len(shapes) == 1 else []
+
+
+def _window(pool: onnx.NodeProto) -> dict[str, Any]:
+    """What sets the size of a pool's result."""
+    defaults = {"strides": [1, 1], "pads": [0, 0, 0, 0], "ceil_mode": 0, "auto_pad": b"NOTSET", "kernel_shape": []}
+    given = {attr.name: onnx.helper.get_attribute_value(attr) for attr in pool.attribute}
+    return {name: given.get(name, default) for name, default in defaults.items()}
