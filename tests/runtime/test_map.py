@@ -1,0 +1,118 @@
+"""Map and MapGrad kernels against the numpy reference in float64."""
+
+import numpy as np
+import pytest
+
+from bnfuse.opset import reference, spec
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.kernels.cpu.map import map_backward, map_forward
+
+TARGET = targets.resolve("cpu", 2)
+ATTRIBUTES = {"min": -0.5, "max": 0.75, "alpha": 1.702}
+
+
+def operands_of(op, shape, rng, stop=None):
+    """Random operands of an operator whose maps all have this NCHW shape, float32."""
+    made = {}
+    for name in op.operands:
+        is_map = name in ("x", "skip", "dy", "grad_x", "other", "acc") or name.startswith("x_")
+        n, c, h, w = shape
+        wide = name == "acc" or (name == "dy" and "Slice" in op.prologue)
+        size = (n, c + 5, h, w) if wide else shape
+        made[name] = rng.normal(size=size if is_map else shape[1]).astype(np.float32)
+    return made
+
+
+def check(name, shape, slots=None, seed=0, tolerance=2e-6):
+    op = spec.parse(name)
+    rng = np.random.default_rng(seed)
+    operands = operands_of(op, shape, rng)
+    attributes = {a: ATTRIBUTES[a] for a in op.attributes if a in ATTRIBUTES}
+    if "grad_start" in op.attributes:
+        attributes |= {"grad_start": 3, "grad_stop": 3 + shape[1]}
+    if "acc_start" in op.attributes:
+        attributes |= {"acc_start": 2, "acc_stop": 2 + shape[1]}
+    expected = reference.run(op, {k: v.astype(np.float64) for k, v in operands.items()}, attributes)
+    generator = map_backward if op.is_gradient else map_forward
+    shapes = {k: v.shape for k, v in expected.items()}
+    found = execute.operator(generator, TARGET, name, operands, shapes, attributes, slots)
+    for result in op.results:
+        scale = np.abs(expected[result]).max() + 1e-30
+        assert np.abs(found[result] - expected[result]).max() <= tolerance * scale * 4, result
+
+
+FORWARD = [
+    ("Map", (2, 37, 3, 5)),
+    ("NormalizeMap", (1, 16, 7, 3)),
+    ("ReluMapStatistics", (2, 3, 5, 7)),
+    ("NormalizeReluMapBiasStatistics", (3, 19, 4, 5)),
+    ("NormalizeClipMapStoreInput", (2, 64, 3, 3)),
+    ("QuickGeluAddMap", (1, 5, 9, 2)),
+    ("NormalizeAddNormalizedReluMapBiasStoreInputStatistics", (2, 33, 5, 5)),
+    ("ReluAddNormalizedReluMap", (1, 1, 1, 1)),
+]
+BACKWARD = [
+    ("MapGrad", (1, 1, 1, 1)),
+    ("BatchNormGradMapGrad", (2, 20, 3, 5)),
+    ("MapGradReluGrad", (2, 16, 3, 5)),
+    ("SliceMapGradAddGradient", (2, 9, 3, 5)),
+    ("NormalizeMapGradReluGradReduce", (2, 35, 4, 5)),
+    ("NormalizeMapGradClipGradReduceScale", (1, 48, 5, 7)),
+    ("NormalizeMapGradQuickGeluGradReduceAccumulate", (2, 24, 3, 3)),
+    ("MapGradAddGradientReluGradReduceReduceOtherReduceOther", (3, 17, 5, 5)),
+    ("SliceBatchNormGradNormalizeMapGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), FORWARD + BACKWARD)
+def test_equals_the_reference(name, shape):
+    check(name, shape)
+
+
+def test_maps_in_channel_slots_leave_their_neighbours_alone():
+    slots = {"x": (40, 7), "y": (33, 11), "skip": (25, 0)}
+    check("NormalizeReluAddMapStatistics", (2, 22, 3, 5), slots)
+    slots = {"x": (40, 7), "dx": (33, 11), "dy": (25, 3), "other": (23, 1)}
+    check("NormalizeMapGradAddGradientReluGradReduceScale", (2, 22, 3, 5), slots)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1e3])
+def test_the_variance_holds_where_the_mean_is_a_thousand_deviations(ratio):
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=(4, 20, 17, 13)) + ratio).astype(np.float32)
+    x[:, 3] = 0.1  # constant: its variance is exactly 0
+    x[:, 4] *= np.float32(1e-4)
+    shapes = {"y": x.shape, "mean": (20,), "variance": (20,)}
+    found = execute.operator(map_forward, TARGET, "MapStatistics", {"x": x}, shapes)
+    mean, variance = reference.statistics(x.astype(np.float64))
+    assert found["variance"][3] == 0
+    assert found["variance"].min() >= 0
+    others = np.arange(20) != 3
+    np.testing.assert_allclose(found["variance"][others], variance[others], rtol=1e-5)
+    np.testing.assert_allclose(found["mean"], mean, rtol=1e-7)
+
+
+def test_one_outlier_first_in_its_tile_does_not_spoil_the_variance():
+    x = np.random.default_rng(2).normal(size=(1, 16, 8, 8)).astype(np.float32)
+    x[0, :, 0, 0] = 1e4
+    shapes = {"y": x.shape, "mean": (16,), "variance": (16,)}
+    found = execute.operator(map_forward, TARGET, "MapStatistics", {"x": x}, shapes)
+    np.testing.assert_allclose(found["variance"], reference.statistics(x.astype(np.float64))[1], rtol=1e-5)
+
+
+def test_any_number_of_threads_gives_the_same_maps():
+    x = np.random.default_rng(3).normal(size=(1, 18, 3, 3)).astype(np.float32)
+    shapes = {"y": x.shape, "mean": (18,), "variance": (18,)}
+    for threads in (1, 3, 16):  # 16 threads: more than pixels
+        target = targets.resolve("cpu", threads)
+        found = execute.operator(map_forward, target, "ReluMapStatistics", {"x": x}, shapes)
+        y = np.maximum(x.astype(np.float64), 0)
+        assert (found["y"] == y).all()
+        np.testing.assert_allclose(found["variance"], reference.statistics(y)[1], rtol=1e-6)
+
+
+def test_a_diverged_run_shows_through_the_relu():
+    x = np.full((1, 16, 2, 2), np.nan, np.float32)
+    found = execute.operator(map_forward, TARGET, "ReluMap", {"x": x}, {"y": x.shape})
+    assert np.isnan(found["y"]).all()
