@@ -1,4 +1,4 @@
-"""onnx schemas of `ai.bnfuse` and of onnxruntime's training operators, so that the checker and shape inference know them.
+"""onnx schemas of `ai.bnfuse` and of the training operators, for the checker and for shape inference.
 
 onnx prefers a registered schema to a model-local function of the same name: the function stays the body that
 runtimes execute, while shapes come from the schema, which needs no detour through the body's nodes.

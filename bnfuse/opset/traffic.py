@@ -1,0 +1,92 @@
+"""The bytes of feature maps that one node reads and writes, at the ranges that it really touches.
+
+A feature map is a tensor of rank 4 or more that is not a weight. Weights are told by where they stand: the weight
+operand of a convolution, the weight gradient of its gradient, and every initializer. Where `batch` is given, a map
+also has that first dimension, which leaves out what is made of weight gradients (the Sum over a shared weight).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import ACTIVATION_GRADS, DOMAIN, OpSpec, PlainOp, find
+
+Shape = tuple[int, ...]
+Touched = list[tuple[ir.Value, int]]
+
+WEIGHT_INPUTS = {"Conv": (1,), "ConvTranspose": (1,), "ConvGrad": (2,), "ConvTransposeGrad": (2,)}
+WEIGHT_OUTPUTS = {"ConvGrad": (1,), "ConvTransposeGrad": (1,)}
+SHAPE_READERS = ("Shape", "Size")  # they read no element
+
+
+def maps_touched(
+    node: ir.Node, shape_of: Callable[[ir.Value], Shape | None], *, batch: int | None = None
+) -> tuple[Touched, Touched]:
+    """(read, written): each feature map at each operand and result of the node, with the bytes touched.
+
+    A map that is read at two inputs is listed twice; one of unknown shape counts 0 bytes; a result without a name
+    is not computed.
+    """
+    op = find(node.op_type) if node.domain == DOMAIN else None
+    operands, results = _own_values(node, op) if op else _values(node)
+
+    def measured(values: Iterable[tuple[str, ir.Value]]) -> Touched:
+        touched = []
+        for name, value in values:
+            shape = shape_of(value)
+            if shape is not None and len(shape) >= 4 and batch in (None, shape[0]):
+                touched.append((value, _bytes(value, _touched_shape(op, name, shape, node))))
+        return touched
+
+    return measured(operands), measured(results)
+
+
+def reads_elements_of_x(op: OpSpec) -> bool:
+    """Whether a gradient reads x itself, and not its shape alone."""
+    if not op.is_gradient or op.core in ("ConvGrad", "ConvGradWeight"):
+        return True
+    return bool({*ACTIVATION_GRADS, "Reduce"} & {*op.epilogue})
+
+
+def _own_values(node: ir.Node, op: OpSpec | PlainOp) -> tuple[list[tuple[str, ir.Value]], list[tuple[str, ir.Value]]]:
+    shape_only = isinstance(op, OpSpec) and not reads_elements_of_x(op)
+    unread = {"weight", "x"} if shape_only else {"weight"}
+    operands = [(name, value) for name, value in _named(op.operands, node.inputs) if name not in unread]
+    return operands, [(name, value) for name, value in _named(op.results, node.outputs) if name != "dweight"]
+
+
+def _values(node: ir.Node) -> tuple[list[tuple[str, ir.Value]], list[tuple[str, ir.Value]]]:
+    if node.op_type in SHAPE_READERS:
+        return [], []
+    weights = WEIGHT_INPUTS.get(node.op_type, ())
+    gradients = WEIGHT_OUTPUTS.get(node.op_type, ())
+    operands = [value for place, value in enumerate(node.inputs) if place not in weights]
+    results = [value for place, value in enumerate(node.outputs) if place not in gradients]
+    return list(_named([""] * len(operands), operands)), list(_named([""] * len(results), results))
+
+
+def _named(names: Iterable[str], values: Iterable[ir.Value | None]) -> Iterator[tuple[str, ir.Value]]:
+    """Values that are there and no initializers, with their names in the spec."""
+    for name, value in zip(names, values, strict=False):
+        if value is not None and value.name and not value.is_initializer():
+            yield name, value
+
+
+def _touched_shape(op: OpSpec | PlainOp | None, name: str, shape: Shape, node: ir.Node) -> Shape:
+    """Slice and Accumulate read a range of the channels of dy and acc."""
+    steps = (*op.prologue, *op.epilogue) if isinstance(op, OpSpec) else ()
+    for operand, step, bounds in (
+        ("dy", "Slice", ("grad_start", "grad_stop")),
+        ("acc", "Accumulate", ("acc_start", "acc_stop")),
+    ):
+        if name == operand and step in steps:
+            start, stop = (node.attributes[bound].as_int() for bound in bounds)
+            return (shape[0], stop - start, *shape[2:])
+    return shape
+
+
+def _bytes(value: ir.Value, shape: Shape) -> int:
+    return math.prod(shape) * (value.dtype or ir.DataType.FLOAT).bitwidth // 8
