@@ -1,0 +1,43 @@
+"""The way into a forward kernel: the activated value of x at a pixel, packed into a tile or stored as a map."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, MapRef, elementwise, store
+from bnfuse.runtime.kernels.kernel import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The prologue of a problem over the arguments of its kernel."""
+
+    problem: Problem
+    arguments: Arguments
+
+    def map(self, name: str) -> MapRef:
+        return self.arguments.map(name, self.problem.map(name))
+
+    def value(self, pixel: Expr, channel: Expr) -> Expr:
+        """What the core reads at this pixel and channel: a scalar expression, to be used in a vectorised loop."""
+
+        def load(name: str, is_vector: bool) -> Expr:
+            if is_vector:
+                return self.arguments[name][channel]
+            ref = self.map(name)
+            return ref.buffer[ref.at(pixel, channel)]
+
+        return steps.forward_prologue(self.problem.spec, dict(self.problem.attributes), load)[0]
+
+    def pack(self, tile: Buffer, index: Expr, pixel: Expr, channel: Expr, width: int, stored: bool = False) -> None:
+        """Put `width` channels of a pixel at `index` of the tile, and into the map `stored` if asked to."""
+        elementwise(width, lambda j: store(tile, index + j, self.value(pixel, channel + j)))
+        if stored:
+            ref = self.map("stored")
+            elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), tile[index + j]))
+
+    def store(self, pixel: Expr, channel: Expr, width: int) -> None:
+        """Put `width` channels of a pixel into the map `stored`."""
+        ref = self.map("stored")
+        elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), self.value(pixel, channel + j)))

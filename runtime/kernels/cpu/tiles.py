@@ -1,0 +1,214 @@
+"""The shape of a convolution and the rule that chooses the tiles of its forward kernel (conv_forward.py).
+
+A micro tile is what the vector registers hold: some output pixels times `vectors` vectors of output channels. A tile is
+what a thread's second-level cache holds: the activated input of `images` x `rows` x all columns of output, for a block
+of `channels` input channels. All numbers are Python integers, fixed when the kernel is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from bnfuse.runtime.kernels.kernel import Problem, Target
+
+TILE_BYTES = 384 << 10  # of activated input; the second-level cache has at least 1 MiB on servers
+WEIGHT_BYTES = 192 << 10  # of packed weights that one micro tile sweeps
+FLAT_CHANNELS = 640  # a 1x1 convolution of more input channels reduces in blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvShape:
+    """A convolution: x [n, h, w, cin], y [n, oh, ow, cout], an r x s window, `groups` blocks of channels."""
+
+    n: int
+    h: int
+    w: int
+    cin: int
+    oh: int
+    ow: int
+    cout: int
+    r: int
+    s: int
+    stride_h: int
+    stride_w: int
+    top: int
+    left: int
+    dilation_h: int
+    dilation_w: int
+    groups: int
+
+    @property
+    def group_cin(self) -> int:
+        return self.cin // self.groups
+
+    @property
+    def group_cout(self) -> int:
+        return self.cout // self.groups
+
+    @property
+    def is_depthwise(self) -> bool:
+        return self.groups == self.cin and self.groups > 1
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.n * self.oh * self.ow * self.cout * self.group_cin * self.r * self.s
+
+    # The packed tile leaves out the rows and columns that a window of one row or column steps over.
+
+    @property
+    def pack_step_h(self) -> int:
+        """Input rows from one row of the packed tile to the next."""
+        return self.stride_h if self.r == 1 else 1
+
+    @property
+    def pack_step_w(self) -> int:
+        return self.stride_w if self.s == 1 else 1
+
+    @property
+    def step_h(self) -> int:
+        """Packed rows from one output row to the next."""
+        return 1 if self.r == 1 else self.stride_h
+
+    @property
+    def step_w(self) -> int:
+        return 1 if self.s == 1 else self.stride_w
+
+    def packed_rows(self, rows: int) -> int:
+        """Rows of the packed tile under `rows` rows of output."""
+        return (rows - 1) * self.step_h + (self.r - 1) * self.dilation_h + 1
+
+    @property
+    def packed_columns(self) -> int:
+        return (self.ow - 1) * self.step_w + (self.s - 1) * self.dilation_w + 1
+
+
+def conv_shape(problem: Problem) -> ConvShape:
+    x, y = problem.map("x"), problem.map("y")
+    top, left, _, _ = problem.attribute("pads")
+    (stride_h, stride_w), (dilation_h, dilation_w) = problem.attribute("strides"), problem.attribute("dilations")
+    r, s = problem.weight[2:]
+    groups = problem.attribute("group")
+    return ConvShape(
+        x.n, x.h, x.w, x.c, y.h, y.w, y.c, r, s, stride_h, stride_w, top, left, dilation_h, dilation_w, groups
+    )  # fmt: skip
+
+
+def flatten(shape: ConvShape) -> ConvShape:
+    """A convolution that looks at single pixels works on a list of them: one image, one column, n*h*w rows."""
+    pointwise = (shape.r, shape.s, shape.stride_h, shape.stride_w, shape.top, shape.left) == (1, 1, 1, 1, 0, 0)
+    if not pointwise or (shape.oh, shape.ow) != (shape.h, shape.w):
+        return shape
+    pixels = shape.n * shape.h * shape.w
+    return dataclasses.replace(shape, n=1, h=pixels, w=1, oh=pixels, ow=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Sizes of the micro tile (vectors; micro_images x micro_rows x micro_columns pixels) and of the tile."""
+
+    vectors: int
+    micro_images: int
+    micro_rows: int
+    micro_columns: int
+    images: int
+    rows: int
+    channels: int  # input channels of a reduction block; all of them (of all groups) where groups > 1
+    row_stride: int  # elements between pixels of the packed tile
+
+
+def vector_registers(target: Target) -> int:
+    """32 with AVX-512 and on 64-bit ARM, 16 with older x86."""
+    arm = ("cortex", "neoverse", "apple", "ampere", "a64fx", "arm")
+    return 32 if target.lanes >= 16 or target.mcpu.startswith(arm) else 16
+
+
+def micro_pixels(vectors: int, target: Target) -> int:
+    """Most pixels of a micro tile: accumulators, one row of weights and two registers for pixels must fit."""
+    return (vector_registers(target) - vectors - 2) // vectors
+
+
+def balanced(total: int, most: int) -> int:
+    """The size, at most `most`, of the pieces when `total` is cut into as few and as even pieces as it goes."""
+    return math.ceil(total / math.ceil(total / most))
+
+
+def choose_vectors(cout: int, target: Target) -> int:
+    """Vectors of output channels in a micro tile: two, where one or three do not waste fewer lanes.
+
+    Two read the fewest operands per multiplication (14 + 2 loads for 28); one and three cost about a tenth more.
+    """
+    penalty = {1: 1.12, 2: 1.0, 3: 1.08}
+    return min(penalty, key=lambda v: math.ceil(cout / (v * target.lanes)) * v * penalty[v])
+
+
+def micro_tile(shape: ConvShape, most: int) -> tuple[int, int, int]:
+    """Images, rows and columns of a micro tile of at most `most` pixels: whole rows and images where they are small."""
+    if shape.ow * 2 > most:
+        return 1, 1, balanced(shape.ow, most)
+    rows = most // shape.ow
+    if shape.oh * 2 > rows:
+        return 1, balanced(shape.oh, rows), shape.ow
+    return balanced(shape.n, rows // shape.oh), shape.oh, shape.ow
+
+
+def reduction_block(shape: ConvShape, vectors: int, target: Target) -> int:
+    """Input channels per sweep. A block's weights for one micro tile and its pixels must stay in cache together."""
+    if shape.groups > 1:
+        return shape.cin
+    if shape.r * shape.s == 1:
+        most = 512 if shape.cin > FLAT_CHANNELS else shape.cin
+    else:
+        most = WEIGHT_BYTES // (4 * shape.r * shape.s * vectors * target.lanes)
+    most = max(most // target.lanes, 2) * target.lanes
+    if shape.cin <= most:
+        return shape.cin
+    blocks = math.ceil(shape.cin / most)
+    return math.ceil(shape.cin / blocks / target.lanes) * target.lanes
+
+
+def row_stride(shape: ConvShape, channels: int, target: Target) -> int:
+    """One vector more than the channels: strides of whole pages would fall on a few lines of the first-level cache."""
+    if channels < target.lanes:
+        return channels
+    return math.ceil(channels / target.lanes) * target.lanes + target.lanes
+
+
+def choose_tiles(shape: ConvShape, target: Target) -> Tiles:
+    vectors = choose_vectors(shape.group_cout, target)
+    micro = micro_tile(shape, micro_pixels(vectors, target))
+    channels = reduction_block(shape, vectors, target)
+    stride = row_stride(shape, channels, target)
+    options = [Tiles(vectors, *micro, *block, channels, stride) for block in _blocks(shape, micro)]
+    fitting = [t for t in options if tile_bytes(shape, t) <= TILE_BYTES] or options[:1]
+    return min(fitting, key=lambda t: cost(shape, t, target))
+
+
+def _blocks(shape: ConvShape, micro: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
+    """Images and rows of possible tiles, the smallest first: whole micro tiles, up to 128 pixels or 32 rows."""
+    images, rows, _ = micro
+    if images > 1:
+        for count in range(images, max(images, min(shape.n, 128)) + 1, images):
+            yield count, shape.oh
+        return
+    for count in range(rows, max(rows, min(shape.oh, 128 // shape.ow, 16 * rows) if shape.ow == 1 else 32) + 1, rows):
+        yield 1, min(count, shape.oh)
+        if count >= shape.oh:
+            return
+
+
+def tile_bytes(shape: ConvShape, tiles: Tiles) -> int:
+    return 4 * tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns * tiles.row_stride
+
+
+def cost(shape: ConvShape, tiles: Tiles, target: Target) -> float:
+    """Estimated cycles of the busiest thread: multiplications, packing, and the sweep over the weights of each tile."""
+    count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
+    width = tiles.vectors * target.lanes
+    blocks = math.ceil(shape.group_cout / width) * shape.groups
+    taps = shape.group_cin * shape.r * shape.s
+    multiply = tiles.images * tiles.rows * shape.ow * taps * blocks * tiles.vectors / 2
+    pack = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns * shape.cin * 4 / target.lanes
+    weights = blocks * taps * width * 4 / 24
+    return math.ceil(count / target.threads) * (multiply + pack + weights)
