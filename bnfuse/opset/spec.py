@@ -227,6 +227,8 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         steps = match.groups()
         others = ("ReduceOther",) * (len(steps[9]) // len("ReduceOther"))
         epilogue = (*(s for s in steps[5:9] if s), *others, *(s for s in steps[10:] if s))
+        if steps[4] == "ConvGradWeight" and {*epilogue} - {"BiasGrad"}:
+            return None  # there is no dx to work on
         return tuple(s for s in steps[:4] if s), steps[4], epilogue
     return None
 

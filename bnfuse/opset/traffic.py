@@ -27,8 +27,8 @@ def maps_touched(
 ) -> tuple[Touched, Touched]:
     """(read, written): each feature map at each operand and result of the node, with the bytes touched.
 
-    A map that is read at two inputs is listed twice; one of unknown shape counts 0 bytes; a result without a name
-    is not computed.
+    A map that is read at two inputs is listed twice. A tensor of unknown shape, and a result without a name (it is
+    not computed), are not listed.
     """
     op = find(node.op_type) if node.domain == DOMAIN else None
     operands, results = _own_values(node, op) if op else _values(node)
