@@ -1,0 +1,67 @@
+"""bnfuse: a graph compiler for ONNX training graphs.
+
+    model = bnfuse.load("train.onnx")
+    fused = bnfuse.rewrite(model, level="icf")
+    step = bnfuse.compile(fused, optimizer=bnfuse.SGD(lr=0.1, momentum=0.9))
+    loss = step(images, labels)
+    print(bnfuse.diff(model, fused))
+
+Names are looked up when they are first used, so that `import bnfuse` costs next to nothing. Modules are named for
+what they hold (`bnfuse.diffing`, `bnfuse.verification`), because a submodule called `diff` would replace the function.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from bnfuse.errors import BnfuseError
+
+if TYPE_CHECKING:
+    from bnfuse.api import bench, compile, diff, inspect, load, open_step, rewrite, save, train, verify
+    from bnfuse.build import build_training_graph
+    from bnfuse.roles import Roles
+    from bnfuse.runtime.optim import SGD, AdamW
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    **dict.fromkeys(
+        ("bench", "compile", "diff", "inspect", "load", "open_step", "rewrite", "save", "train", "verify"), "bnfuse.api"
+    ),
+    "build_training_graph": "bnfuse.build",
+    "Roles": "bnfuse.roles",
+    "SGD": "bnfuse.runtime.optim",
+    "AdamW": "bnfuse.runtime.optim",
+}
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "BnfuseError",
+    "Roles",
+    "__version__",
+    "bench",
+    "build_training_graph",
+    "compile",
+    "diff",
+    "inspect",
+    "load",
+    "open_step",
+    "rewrite",
+    "save",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bnfuse' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

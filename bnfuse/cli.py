@@ -1,0 +1,59 @@
+"""The command line's entry: run a command, and turn whatever goes wrong into one line and an exit status.
+
+0 done; 1 the check that was asked for says no; 2 bad use or bad input; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from bnfuse.errors import BnfuseError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status of `bnfuse ARGUMENTS` (those of the process by default)."""
+    try:
+        status = run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def run(arguments: list[str]) -> int:
+    from bnfuse.commands import make_command, usage_line
+
+    command = make_command()
+    try:
+        return command.main(args=arguments, prog_name="bnfuse", standalone_mode=False) or 0
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+    except BnfuseError as error:
+        return fail(str(error))
+    except MemoryError:
+        return fail("not enough memory. Pass a smaller --batch.")
+    except OSError as error:
+        return fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+    except Exception as error:
+        if line := usage_line(error):
+            return fail(line)
+        if type(error).__name__ == "Abort":
+            return fail("interrupted", 130)
+        if os.environ.get("BNFUSE_DEBUG"):
+            raise
+        return fail(f"internal error, please report it: {type(error).__name__}: {error} (BNFUSE_DEBUG=1 shows where)")
+
+
+def fail(message: str, status: int = 2) -> int:
+    """One line on stderr, whatever the message holds."""
+    print("bnfuse:", " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Commands on graphs: models, build, inspect, rewrite, diff, verify."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnfuse.commands.options import (
+    Checkpoint,
+    DataInput,
+    Json,
+    LabelsInput,
+    Model,
+    Output,
+    Seed,
+    Settings,
+    Threads,
+    settings,
+)
+from bnfuse.commands.output import Progress, show, show_json, to_json, write_text
+from bnfuse.text import Section, count, number, scaled
+
+Before = Annotated[Path, typer.Argument(metavar="BEFORE.ONNX", show_default=False)]
+After = Annotated[Path, typer.Argument(metavar="AFTER.ONNX", show_default=False)]
+
+
+class Level(str, enum.Enum):
+    none = "none"
+    rcf = "rcf"
+    mvf = "mvf"
+    bnff = "bnff"
+    icf = "icf"
+
+
+class Format(str, enum.Enum):
+    text = "text"
+    json = "json"
+
+
+class Runtime(str, enum.Enum):
+    ort = "ort"
+    tvm = "tvm"
+
+
+class Loss(str, enum.Enum):
+    cross_entropy = "cross-entropy"
+    mse = "mse"
+
+
+def models(json: Json = False) -> None:
+    """List the networks of the zoo, with the parameters and FLOPs of their default sizes.
+
+    \b
+    bnfuse models
+    bnfuse models --json
+    """
+    from bnfuse.zoo import zoo_entries
+
+    entries = zoo_entries()
+    if json:
+        show_json({"models": [entry.to_json() for entry in entries]})
+        return
+    rows = [
+        (
+            e.name,
+            f"{e.image}x{e.image}",
+            number(e.parameters),
+            scaled(e.flops, "FLOP"),
+            " ".join(f"{k}={v}" for k, v in e.metaparameters.items()),
+            e.about,
+        )
+        for e in entries
+    ]
+    columns = ("name", "image", "parameters", "forward, per image", "--set", "")
+    show([Section.table("Networks for `bnfuse build NAME`", columns, rows)])
+
+
+def build(
+    source: Annotated[
+        str, typer.Argument(metavar="NAME|FORWARD.ONNX", help="A zoo network or a forward model.", show_default=False)
+    ],
+    output: Output,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Images in a batch; fixes a dynamic batch.", show_default=False)
+    ] = None,
+    image: Annotated[int | None, typer.Option(min=1, help="Side of the images (zoo).", show_default=False)] = None,
+    channels: Annotated[
+        int | None, typer.Option(min=1, help="Channels of the images (zoo).", show_default=False)
+    ] = None,
+    classes: Annotated[int | None, typer.Option(min=1, help="Classes (zoo).", show_default=False)] = None,
+    seed: Seed = 0,
+    set_: Settings = None,
+    loss: Annotated[Loss, typer.Option(help="The loss on top of the logits.")] = Loss.cross_entropy,
+    logits: Annotated[str | None, typer.Option(help="The output that the loss reads.", show_default=False)] = None,
+    train: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Parameters to train (default: all).", show_default=False)
+    ] = None,
+    freeze: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Parameters not to train.", show_default=False)
+    ] = None,
+    train_bn: Annotated[
+        bool, typer.Option("--train-bn", help="Train BatchNorms that were exported for inference.")
+    ] = False,
+) -> None:
+    """Make a training graph of a zoo network or of any forward ONNX model.
+
+    \b
+    bnfuse build densenet121 --batch 16 --image 224 -o train.onnx
+    bnfuse build densenet40 --set growth=24 --classes 10 -o train.onnx
+    bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
+    """
+    from bnfuse.building import build_file
+
+    built = build_file(
+        source,
+        output,
+        zoo={"batch": batch, "image": image, "channels": channels, "classes": classes, "seed": seed, **settings(set_)},
+        loss=loss.value,
+        logits=logits,
+        train=train or ["*"],
+        freeze=freeze or [],
+        train_bn=train_bn,
+    )
+    for note in built.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{output}: {count(len(built.model.graph.node), 'node')}")
+
+
+def inspect(
+    model: Model,
+    json: Json = False,
+    checkpoint: Checkpoint = None,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
+) -> None:
+    """Sizes, parameters and FLOPs of a training graph, layer by layer.
+
+    \b
+    bnfuse inspect train.onnx
+    bnfuse inspect train.onnx --json
+    """
+    from bnfuse import api
+
+    found = api.inspect(model, **opening(checkpoint, data_input, labels_input))
+    show_json(found.to_json()) if json else show(found.sections())
+
+
+def rewrite(
+    model: Model,
+    output: Output,
+    level: Annotated[
+        Level, typer.Option(help="How far BatchNorm is fused; each level includes those before.")
+    ] = Level.icf,
+    pool_first: Annotated[
+        bool | None,
+        typer.Option(
+            "--pool-first/--no-pool-first",
+            help="Average pools in front of 1x1 convolutions (default at icf).",
+            show_default=False,
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.", show_default=False)
+    ] = None,
+    json: Json = False,
+    checkpoint: Checkpoint = None,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
+) -> None:
+    """Split BatchNorms and fuse their halves into the neighbouring operators.
+
+    \b
+    bnfuse rewrite train.onnx -o fused.onnx
+    bnfuse rewrite train.onnx -o fused.onnx --level bnff --report report.json
+    """
+    from bnfuse import api
+
+    roles = opening(checkpoint, data_input, labels_input)
+    rewritten = api.rewrite(model, level=level.value, pool_first=pool_first, **roles)
+    api.save(rewritten.model, output)
+    found = rewritten.report.to_json()
+    if report:
+        write_text(report, to_json(found))
+    if json:
+        show_json(found)
+        return
+    show(report_sections(found))
+    typer.echo(f"\nwrote {output}")
+
+
+def report_sections(report: dict[str, Any]) -> list[Section]:
+    """A rewrite report as text."""
+    passes = [(p["name"], number(p["changed"])) for p in report["passes"]]
+    title = f"{count(report['batch_norms'], 'BatchNorm')}, {len(report['unfused'])} unfused"
+    sections = [Section.table(title, ("pass", "changed"), passes)]
+    if report["unfused"]:
+        sections.append(Section.lines("Unfused", [f"{u['node']}: {u['reason']}" for u in report["unfused"]]))
+    return sections
+
+
+def diff(
+    before: Before,
+    after: After,
+    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.text,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.", show_default=False)
+    ] = None,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when the graphs differ.")] = False,
+) -> None:
+    """What differs between two training graphs: nodes, BatchNorms, feature-map traffic.
+
+    \b
+    bnfuse diff train.onnx fused.onnx
+    bnfuse diff train.onnx fused.onnx --format json -o diff.json
+    bnfuse diff train.onnx other.onnx --exit-code
+    """
+    from bnfuse import api
+
+    found = api.diff(before, after)
+    if output:
+        write_text(output, to_json(found.to_json()) if format is Format.json else str(found))
+    elif format is Format.json:
+        show_json(found.to_json())
+    else:
+        show(found.sections())
+    if exit_code and not found.equal:
+        raise typer.Exit(1)
+
+
+def verify(
+    before: Before,
+    after: After,
+    runtime: Annotated[Runtime, typer.Option(help="What runs AFTER: onnxruntime, or our compiled step.")] = Runtime.ort,
+    steps: Annotated[int, typer.Option(min=0, help="Train both for so many steps and compare the losses.")] = 0,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of these steps.")] = 0.01,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Whether two training graphs compute the same loss, gradients and running statistics (docs/numerics.md).
+
+    \b
+    bnfuse verify train.onnx fused.onnx
+    bnfuse verify train.onnx fused.onnx --runtime tvm --steps 5
+    """
+    from bnfuse import api
+
+    found = api.verify(
+        before, after, runtime=runtime.value, steps=steps, seed=seed, lr=lr, threads=threads, progress=Progress()
+    )
+    show_json(found.to_json()) if json else show(found.sections())
+    if not found.equal:
+        raise typer.Exit(1)
+
+
+def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:
+    """Keywords for opening a file that others wrote."""
+    return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
+
+
+COMMANDS = (models, build, inspect, rewrite, diff, verify)

@@ -1,0 +1,50 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bnfuse.errors import BnfuseError
+
+Model = Annotated[Path, typer.Argument(help="A training graph (.onnx).", metavar="TRAIN.ONNX", show_default=False)]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout (keys: docs/cli.md).")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads; by default one a physical core.", show_default=False)
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="onnxruntime checkpoint with the values of parameters.", metavar="FILE", show_default=False),
+]
+DataInput = Annotated[
+    list[str] | None,
+    typer.Option(help="Graph input that takes the images, where it cannot be told.", show_default=False),
+]
+LabelsInput = Annotated[
+    list[str] | None,
+    typer.Option(help="Graph input that takes the labels, where it cannot be told.", show_default=False),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="A metaparameter of a zoo network: KEY=VALUE, repeatable.",
+        metavar="KEY=VALUE",
+        show_default=False,
+    ),
+]
+
+
+def settings(pairs: list[str] | None) -> dict[str, str]:
+    """["growth=12"] -> {"growth": "12"}"""
+    found = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise BnfuseError(f"--set {pair}: write it as KEY=VALUE")
+        found[key] = value
+    return found

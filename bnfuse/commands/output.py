@@ -1,0 +1,93 @@
+"""How results look: tables through rich on a terminal, the same as plain text elsewhere, JSON on request."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bnfuse.errors import BnfuseError
+from bnfuse.text import Section, join
+
+
+def show(sections: Iterable[Section]) -> None:
+    """On stdout."""
+    if not sys.stdout.isatty():
+        print(join(sections))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for section in sections:
+        console.print(Text(section.title, style="bold"))
+        if not section.columns:
+            for row in section.rows:
+                console.print(Text(f"  {row[0]}"))
+        else:
+            table = Table(box=None, pad_edge=True, header_style="dim")
+            for index, column in enumerate(section.columns):
+                table.add_column(column, justify="right" if section.is_number_column(index) else "left")
+            for cells in section.rows:
+                table.add_row(*(Text(cell) for cell in cells))
+            console.print(table)
+        console.print()
+
+
+def show_json(value: Any) -> None:
+    print(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON: numbers that are not finite become null."""
+    return json.dumps(finite(value), indent=2, ensure_ascii=False)
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+class Progress:
+    """What is going on, on stderr: a bar on a terminal that a line replaces, timed lines elsewhere."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.terminal = sys.stderr.isatty()
+        self.transient = False
+
+    def __call__(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def bar(self, done: int, total: int, text: str = "") -> None:
+        """A bar on a terminal; elsewhere nothing, the lines say enough."""
+        if self.terminal:
+            full = 30 * done // max(total, 1)
+            print(
+                f"\r\x1b[K[{'#' * full}{'.' * (30 - full)}] {done}/{total} {text}", end="", file=sys.stderr, flush=True
+            )
+            self.transient = True
+
+    def clear(self) -> None:
+        if self.transient:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.transient = False

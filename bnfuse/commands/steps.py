@@ -1,0 +1,217 @@
+"""Commands on compiled steps: compile, run, train, bench, demo."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnfuse.commands.graphs import Level
+from bnfuse.commands.options import Json, Model, Output, Seed, Threads
+from bnfuse.commands.output import Progress, show, show_json
+
+Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
+Target = Annotated[str, typer.Option(help="cpu, or cpu:MCPU with an LLVM CPU name.", metavar="cpu[:MCPU]")]
+
+
+class OptimizerName(str, enum.Enum):
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+class Peer(str, enum.Enum):
+    ort = "ort"
+
+
+OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="The optimiser in the step.")]
+LearningRate = Annotated[float, typer.Option(min=0, help="Learning rate.")]
+Momentum = Annotated[float, typer.Option(min=0, help="Momentum (sgd).")]
+Nesterov = Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum (sgd).")]
+WeightDecay = Annotated[float, typer.Option(min=0, help="Weight decay, of all parameters.")]
+NoDecay = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Parameters that weight decay leaves alone.", show_default=False),
+]
+Data = Annotated[
+    str,
+    typer.Option("--data", metavar="NAME|DIR|FILE.npz", help="digits, fashion-mnist, a folder of images, or arrays."),
+]
+
+
+def compile(
+    model: Model,
+    output: Output,
+    target: Target = "cpu",
+    optimizer: OptimizerOption = OptimizerName.sgd,
+    lr: LearningRate = 0.1,
+    momentum: Momentum = 0.9,
+    nesterov: Nesterov = False,
+    weight_decay: WeightDecay = 0.0,
+    no_decay: NoDecay = None,
+    threads: Threads = None,
+) -> None:
+    """Compile a training graph into one file that runs without a compiler.
+
+    The file holds native code: trust it like a program.
+
+    \b
+    bnfuse compile fused.onnx -o step.bnf
+    bnfuse compile fused.onnx -o step.bnf --optimizer adamw --lr 0.001 --no-decay '*.bias'
+    """
+    from bnfuse import api
+
+    progress = Progress()
+    step = api.compile(
+        model,
+        target=target,
+        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
+        threads=threads,
+        progress=progress.bar,
+    )
+    progress.clear()
+    step.export(output)
+    show([api.describe_step(step, str(output))])
+
+
+def run(
+    source: Source,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", metavar="NAME|DIR|FILE.npz", help="Training data (default: random).", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 10,
+    lr: Annotated[
+        float | None, typer.Option(min=0, help="Learning rate (default: as compiled, or 0.1).", show_default=False)
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="CKPT.safetensors", help="Write the state at the end.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Run some training steps and print their losses.
+
+    \b
+    bnfuse run step.bnf --steps 20
+    bnfuse run fused.onnx --data digits --steps 100 --save state.safetensors
+    """
+    from bnfuse import api
+
+    losses = api.run(
+        source, data=data, steps=steps, lr=lr, save_to=save, seed=seed, threads=threads, progress=Progress()
+    )
+    if json:
+        show_json({"losses": losses})
+        return
+    for index, loss in enumerate(losses, 1):
+        typer.echo(f"step {index}  loss {loss:.6f}")
+    if save:
+        typer.echo(f"wrote {save}")
+
+
+def train(
+    source: Source,
+    data: Data,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 10,
+    target: Target = "cpu",
+    optimizer: OptimizerOption = OptimizerName.sgd,
+    lr: LearningRate = 0.1,
+    momentum: Momentum = 0.9,
+    nesterov: Nesterov = False,
+    weight_decay: WeightDecay = 0.0,
+    no_decay: NoDecay = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="CKPT.safetensors", help="Write the state after each epoch.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="CKPT.safetensors", help="Start from this state.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Train on a data set, with the accuracy on held-out images after each epoch.
+
+    \b
+    bnfuse train fused.onnx --data digits --epochs 5 --lr 0.05
+    bnfuse train fused.onnx --data fashion-mnist --save state.safetensors
+    """
+    from bnfuse import api
+
+    history = api.train(
+        source,
+        data,
+        epochs=epochs,
+        target=target,
+        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
+        save_to=save,
+        resume=resume,
+        seed=seed,
+        threads=threads,
+        progress=Progress(),
+    )
+    show_json(history.to_json()) if json else show(history.sections())
+
+
+def bench(
+    model: Model,
+    level: Annotated[
+        list[Level] | None,
+        typer.Option(help="A level to time, repeatable (default: none and icf).", show_default=False),
+    ] = None,
+    against: Annotated[
+        list[Peer] | None, typer.Option(help="Another runtime to time, repeatable.", show_default=False)
+    ] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed steps of each candidate.")] = 9,
+    warm_up: Annotated[int, typer.Option(min=0, help="Steps of each candidate before those.")] = 2,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Time a step at several levels, alternating in one process, and the peak memory of each in a process of its own.
+
+    \b
+    bnfuse bench train.onnx --level none --level icf
+    bnfuse bench train.onnx --level icf --against ort --json
+    """
+    from bnfuse import api
+
+    found = api.bench(
+        model,
+        levels=[x.value for x in level] if level else ["none", "icf"],
+        against=[x.value for x in against or ()],
+        repetitions=repetitions,
+        warm_up=warm_up,
+        seed=seed,
+        threads=threads,
+        progress=Progress(),
+    )
+    show_json(found.to_json()) if json else show(found.sections())
+
+
+def demo(
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the files here (default: nowhere).", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+) -> None:
+    """The whole job on a small DenseNet and embedded images: build, rewrite, verify, diff, compile, train.
+
+    \b
+    bnfuse demo
+    bnfuse demo --folder /tmp/demo
+    """
+    from bnfuse.demo import run_demo
+
+    if not run_demo(folder=folder, seed=seed, threads=threads, say=typer.echo, progress=Progress()):
+        raise typer.Exit(1)
+
+
+COMMANDS: tuple[Any, ...] = (compile, run, train, bench, demo)

@@ -1,0 +1,236 @@
+"""A difference as data, as JSON (docs/cli.md documents the keys) and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from bnfuse.diffing.halves import BatchNormFate, Place
+from bnfuse.diffing.traffic import Flow, Traffic
+from bnfuse.text import Section, change, count, join, number, scaled
+
+PHASES = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    name: str
+    op: str
+    domain: str
+    made_by: str | None  # the pass
+    sources: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    name: str
+    op: str
+    domain: str
+    into: tuple[str, ...]  # the nodes of the graph after that were made of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Renamed:
+    before: str
+    after: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    name: str
+    attributes: dict[str, tuple[Any, Any]]  # name -> (before, after), None where absent
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewired:
+    name: str
+    inputs: dict[int, tuple[str | None, str | None]]  # position -> (before, after)
+
+
+@dataclasses.dataclass(frozen=True)
+class NameChanges:
+    """Graph inputs, graph outputs or initializers that came, went or changed."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """What differs between two graphs. `str()` gives the text, `to_json()` the documented dictionary."""
+
+    added: tuple[Added, ...]
+    removed: tuple[Removed, ...]
+    renamed: tuple[Renamed, ...]
+    changed: tuple[Changed, ...]
+    rewired: tuple[Rewired, ...]
+    inputs: NameChanges
+    outputs: NameChanges
+    initializers: NameChanges
+    ops_before: dict[str, int]
+    ops_after: dict[str, int]
+    batch_norms: tuple[BatchNormFate, ...]
+    traffic_before: Traffic
+    traffic_after: Traffic
+
+    @property
+    def equal(self) -> bool:
+        nodes = self.added or self.removed or self.renamed or self.changed or self.rewired
+        return not (nodes or self.inputs or self.outputs or self.initializers)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "equal": self.equal,
+            "added": [
+                {"name": n.name, "op": n.op, "domain": n.domain, "pass": n.made_by, "sources": list(n.sources)}
+                for n in self.added
+            ],
+            "removed": [{"name": n.name, "op": n.op, "domain": n.domain, "into": list(n.into)} for n in self.removed],
+            "renamed": [dataclasses.asdict(n) for n in self.renamed],
+            "changed": [
+                {"name": n.name, "attributes": {k: {"before": b, "after": a} for k, (b, a) in n.attributes.items()}}
+                for n in self.changed
+            ],
+            "rewired": [
+                {"name": n.name, "inputs": [{"index": i, "before": b, "after": a} for i, (b, a) in n.inputs.items()]}
+                for n in self.rewired
+            ],
+            "inputs": dataclasses.asdict(self.inputs),
+            "outputs": dataclasses.asdict(self.outputs),
+            "initializers": dataclasses.asdict(self.initializers),
+            "ops": {"before": self.ops_before, "after": self.ops_after},
+            "batch_norms": [fate_json(fate) for fate in self.batch_norms],
+            "feature_map_bytes": self.traffic_json("bytes"),
+            "feature_map_sweeps": self.traffic_json("sweeps"),
+            "aliased_bytes": self.traffic_json("aliased_bytes"),
+            "aliased_sweeps": self.traffic_json("aliased_sweeps"),
+        }
+
+    def traffic_json(self, field: str) -> dict[str, dict[str, int]]:
+        """One field of both traffics: before|after, forward|backward."""
+        return {
+            side: {phase: getattr(getattr(traffic, phase), field) for phase in PHASES}
+            for side, traffic in (("before", self.traffic_before), ("after", self.traffic_after))
+        }
+
+    def sections(self) -> list[Section]:
+        """The text: traffic first, then the BatchNorms, then operators, then node by node."""
+        if self.equal:
+            return [Section.lines("the graphs are equal", [count(sum(self.ops_after.values()), "node")])]
+        parts = [self.traffic_section(), self.op_section(), *self.batch_norm_sections(), *self.detail_sections()]
+        return [part for part in parts if part.rows]
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+    def traffic_section(self) -> Section:
+        before, after = self.traffic_before, self.traffic_after
+        rows = []
+        for name, old, new in (
+            ("forward", before.forward, after.forward),
+            ("backward", before.backward, after.backward),
+            ("step", before.total, after.total),
+        ):
+            rows.append((f"{name}, sweeps", number(old.sweeps), number(new.sweeps), change(old.sweeps, new.sweeps)))
+            rows.append(
+                (f"{name}, bytes", scaled(old.bytes, "B"), scaled(new.bytes, "B"), change(old.bytes, new.bytes))
+            )
+        old, new = before.total, after.total
+        rows.append(("of these free at run time", aliased(old), aliased(new), ""))
+        return Section.table("Feature maps read and written", ("", "before", "after", "change"), rows)
+
+    def op_section(self) -> Section:
+        names = sorted({*self.ops_before, *self.ops_after}, key=lambda n: (-self.ops_before.get(n, 0), n))
+        rows = [
+            (name, number(self.ops_before.get(name, 0)), number(self.ops_after.get(name, 0)))
+            for name in names
+            if self.ops_before.get(name, 0) != self.ops_after.get(name, 0)
+        ]
+        rows.append(("all", number(sum(self.ops_before.values())), number(sum(self.ops_after.values()))))
+        return Section.table("Operators whose number changed", ("operator", "before", "after"), rows)
+
+    def batch_norm_sections(self) -> list[Section]:
+        split = [fate for fate in self.batch_norms if not fate.whole]
+        rows = [
+            (
+                fate.name,
+                "-" if fate.channels is None else str(fate.channels),
+                places(fate.statistics),
+                places(fate.normalize),
+                places(fate.gradient_reduce),
+                places(fate.gradient_input),
+            )
+            for fate in split
+        ]
+        columns = ("BatchNorm", "channels", "statistics", "normalize", "gradient reduce", "gradient input")
+        whole = [fate.name for fate in self.batch_norms if fate.whole]
+        title = f"BatchNorms: {len(self.batch_norms)}, split {len(split)}, whole {len(whole)}"
+        return [
+            Section.table(title, columns, rows),
+            Section.lines("BatchNorms still whole", whole),
+        ]
+
+    def detail_sections(self) -> list[Section]:
+        return [
+            Section.lines(f"Added ({len(self.added)})", map(describe_added, self.added)),
+            Section.lines(f"Removed ({len(self.removed)})", map(describe_removed, self.removed)),
+            Section.lines(f"Renamed ({len(self.renamed)})", (f"{n.before} -> {n.after}" for n in self.renamed)),
+            Section.lines(f"Changed attributes ({len(self.changed)})", map(describe_changed, self.changed)),
+            Section.lines(f"Rewired ({len(self.rewired)})", map(describe_rewired, self.rewired)),
+            *(
+                Section.lines(f"Graph {kind}", describe_names(names))
+                for kind, names in (
+                    ("inputs", self.inputs),
+                    ("outputs", self.outputs),
+                    ("initializers", self.initializers),
+                )
+            ),
+        ]
+
+
+def fate_json(fate: BatchNormFate) -> dict[str, Any]:
+    halves = ("statistics", "normalize", "gradient_reduce", "gradient_input")
+    return {
+        "name": fate.name,
+        "channels": fate.channels,
+        "whole": fate.whole,
+        "fused": fate.fused,
+        **{half: [dataclasses.asdict(place) for place in getattr(fate, half)] for half in halves},
+    }
+
+
+def places(found: tuple[Place, ...]) -> str:
+    """One place by name, several as a count: the JSON has them all."""
+    if not found:
+        return "none"
+    return str(found[0]) if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
+
+
+def aliased(flow: Flow) -> str:
+    return f"{scaled(flow.aliased_bytes, 'B')} ({flow.aliased_sweeps:,})"
+
+
+def describe_added(node: Added) -> str:
+    made_of = f" from {' + '.join(node.sources)}" if node.sources else ""
+    made_by = f" [{node.made_by}]" if node.made_by else ""
+    return f"{node.name} ({node.op}){made_of}{made_by}"
+
+
+def describe_removed(node: Removed) -> str:
+    return f"{node.name} ({node.op})" + (f" into {', '.join(node.into)}" if node.into else "")
+
+
+def describe_changed(node: Changed) -> str:
+    return f"{node.name}: " + ", ".join(f"{name} {old} -> {new}" for name, (old, new) in node.attributes.items())
+
+
+def describe_rewired(node: Rewired) -> str:
+    return f"{node.name}: " + ", ".join(f"input {i} {old} -> {new}" for i, (old, new) in node.inputs.items())
+
+
+def describe_names(names: NameChanges) -> list[str]:
+    return [f"{verb} {name}" for verb in ("added", "removed", "changed") for name in getattr(names, verb)]

@@ -1,0 +1,75 @@
+"""Plain text for people: aligned tables and numbers with units. Terminals get the same tables through rich."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A titled table, or titled lines where there are no columns (each row is then one line)."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def table(cls, title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Section:
+        return cls(title, tuple(columns), tuple(tuple(str(cell) for cell in row) for row in rows))
+
+    @classmethod
+    def lines(cls, title: str, lines: Iterable[str]) -> Section:
+        return cls(title, (), tuple((line,) for line in lines))
+
+    def __str__(self) -> str:
+        if not self.columns:
+            return "\n".join([self.title, *(f"  {row[0]}" for row in self.rows)])
+        cells = (self.columns, *self.rows)
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
+        right = [self.is_number_column(i) for i in range(len(self.columns))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if flush else cell.ljust(width)
+                for cell, width, flush in zip(row, widths, right, strict=True)
+            )
+            for row in cells
+        ]
+        return "\n".join([self.title, *(f"  {line.rstrip()}" for line in lines)])
+
+    def is_number_column(self, index: int) -> bool:
+        """Whether the column is flushed right: every cell starts like a number."""
+        return bool(self.rows) and all(re.match(r"[-+]?[0-9.]|-?$|inf|nan", row[index]) for row in self.rows)
+
+
+def join(sections: Iterable[Section]) -> str:
+    return "\n\n".join(str(section) for section in sections)
+
+
+def number(value: float) -> str:
+    """12345678 -> 12,345,678; other than integers in three significant digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def scaled(value: float, unit: str) -> str:
+    """1234567, "B" -> 1.23 MB (decimal prefixes)."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or prefix == "T":
+            break
+        value /= 1000
+    return f"{value:.3g} {prefix}{unit}" if prefix else f"{value:g} {unit}"
+
+
+def change(before: float, after: float) -> str:
+    """The relative change in per cent, with its sign."""
+    if before == after:
+        return "0 %"
+    if not before:
+        return "new"
+    return f"{100 * (after - before) / before:+.1f} %"
+
+
+def count(n: int, noun: str) -> str:
+    """1, "node" -> "1 node"; 2, "node" -> "2 nodes"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

@@ -1,0 +1,303 @@
+"""Whether two training graphs compute the same: loss, gradients and running statistics from the same inputs and state.
+
+`before` always runs in onnxruntime. `after` runs in onnxruntime too, or compiled in our own runtime.
+
+A tensor's error is ||after - before|| / ||before||. What is tolerated is measured, not guessed: `before` runs again
+with its inputs and parameters disturbed by one rounding (relative 2**-24, random signs). A result that moves by so
+much under rounding noise cannot be told apart more finely, so the tolerance is eight times that spread, and never
+less than 1e-5. Norms below a millionth of the largest of their kind count as that much, so that a gradient
+which is zero but for rounding (a bias in front of a BatchNorm) is not held to its own noise. docs/numerics.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError
+from bnfuse.oracle import Arrays, OrtGraph
+from bnfuse.roles import Roles
+from bnfuse.text import Section, join
+from bnfuse.training_graph import TrainingGraph, dropouts, without_dropout
+
+MINIMUM = 1e-5
+FACTOR = 8.0
+ROUNDING = 2.0**-24
+FLOOR = 1e-6  # of the largest norm of the same kind
+DRAWS = 3  # of rounding noise
+RUNTIMES = ("ort", "tvm")
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorError:
+    """One compared tensor. `kind` is loss, gradient or running."""
+
+    tensor: str
+    kind: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # also False for a NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """The loss of each training step in both graphs, and how far they may part by the same rule."""
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    tolerances: tuple[float, ...]
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        return tuple(abs(a - b) / max(abs(b), 1e-30) for b, a in zip(self.before, self.after, strict=True))
+
+    @property
+    def ok(self) -> bool:
+        return all(error <= tolerance for error, tolerance in zip(self.errors, self.tolerances, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    runtime: str
+    seed: int
+    loss_before: float
+    loss_after: float
+    tensors: tuple[TensorError, ...]
+    curves: Curves | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return all(tensor.ok for tensor in self.tensors) and (self.curves is None or self.curves.ok)
+
+    @property
+    def worst(self) -> TensorError:
+        """The tensor that comes closest to its tolerance or exceeds it by most."""
+        return max(self.tensors, key=lambda t: t.error / t.tolerance if np.isfinite(t.error) else np.inf)
+
+    @property
+    def loss_error(self) -> float:
+        return self.tensors[0].error
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def to_json(self) -> dict[str, Any]:
+        worst = self.worst
+        found: dict[str, Any] = {
+            "equal": self.equal,
+            "runtime": self.runtime,
+            "seed": self.seed,
+            "loss_before": self.loss_before,
+            "loss_after": self.loss_after,
+            "loss_error": self.loss_error,
+            "worst": {"tensor": worst.tensor, "error": worst.error, "tolerance": worst.tolerance},
+            "tensors": [dataclasses.asdict(tensor) for tensor in self.tensors],
+            "notes": list(self.notes),
+        }
+        if self.curves:
+            found["curves"] = dataclasses.asdict(self.curves)
+        return found
+
+    def sections(self) -> list[Section]:
+        kinds = [(kind, [t for t in self.tensors if t.kind == kind]) for kind in ("loss", "gradient", "running")]
+        rows = []
+        for kind, tensors in kinds:
+            if tensors:
+                worst = max(tensors, key=lambda t: t.error / t.tolerance)
+                bad = sum(not t.ok for t in tensors)
+                rows.append((kind, len(tensors), bad, f"{worst.error:.1e}", f"{worst.tolerance:.1e}", worst.tensor))
+        verdict = "Equal" if self.equal else "NOT equal"
+        title = f"{verdict}: loss {self.loss_before:.7g} and {self.loss_after:.7g} ({self.runtime})"
+        columns = ("compared", "tensors", "wrong", "worst error", "tolerance", "tensor")
+        parts = [Section.table(title, columns, rows)]
+        if self.curves:
+            parts.append(self.curve_section(self.curves))
+        if self.notes:
+            parts.append(Section.lines("Notes", self.notes))
+        return parts
+
+    def curve_section(self, curves: Curves) -> Section:
+        rows = [
+            (i + 1, f"{b:.6f}", f"{a:.6f}", f"{error:.1e}", f"{tolerance:.1e}")
+            for i, (b, a, error, tolerance) in enumerate(
+                zip(curves.before, curves.after, curves.errors, curves.tolerances, strict=True)
+            )
+        ]
+        return Section.table("Training on one batch", ("step", "loss before", "loss after", "error", "tolerance"), rows)
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+
+class Runner(Protocol):
+    """A graph that can be evaluated at a state and trained from it."""
+
+    def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
+        """Loss, gradients and new running statistics, by the output names of `before`."""
+
+    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
+        """The losses of `steps` steps of SGD on one batch."""
+
+
+def verify_graphs(
+    before: TrainingGraph,
+    after: TrainingGraph,
+    *,
+    runtime: str = "ort",
+    steps: int = 0,
+    seed: int = 0,
+    lr: float = 0.01,
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
+) -> Verification:
+    """Compares at the initial state of `before`, on random images and labels."""
+    if runtime not in RUNTIMES:
+        raise BnfuseError(f"runtime '{runtime}' is unknown: it is {' or '.join(RUNTIMES)}")
+    roles = before.roles
+    check_same_interface(before, after)
+    rng = np.random.default_rng(seed)
+    feeds, state = draw_feeds(before, rng), before.state()
+    noisy = [disturbed(feeds, state, roles, rng) for _ in range(DRAWS)]
+
+    progress(f"running {before.name} in onnxruntime")
+    first = OrtRunner(before, threads)
+    reference = first.evaluate(feeds, state)
+    spreads = [first.evaluate(*draw) for draw in noisy]
+    curve = first.train(feeds, state, lr, steps)
+    noisy_curves = [first.train(*draw, lr, steps) for draw in noisy] if steps else []
+    del first
+
+    progress(f"running {after.name} in {'onnxruntime' if runtime == 'ort' else 'the compiled step'}")
+    second = OrtRunner(after, threads) if runtime == "ort" else CompiledRunner(after, threads)
+    result = second.evaluate(feeds, state)
+    errors = tuple(compare(reference, result, spreads, roles))
+    curves = None
+    if steps:
+        tolerances = curve_tolerances(curve, noisy_curves)
+        curves = Curves(tuple(curve), tuple(second.train(feeds, state, lr, steps)), tolerances)
+    dropped = sorted({*dropouts(before.model), *dropouts(after.model)})
+    notes = (f"dropout ratio set to 0 in both graphs ({', '.join(dropped)})",) if dropped else ()
+    return Verification(runtime, seed, float(reference[roles.loss]), float(result[roles.loss]), errors, curves, notes)
+
+
+def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
+    """Both must have the same inputs by name and shape, and `after` the outputs of `before`."""
+    ours = {value.name: shape(value) for value in before.model.graph.inputs}
+    theirs = {value.name: shape(value) for value in after.model.graph.inputs}
+    for name in ours:
+        if name not in theirs:
+            raise BnfuseError(f"{after.name}: has no input '{name}', which {before.name} has: it is another network")
+        if ours[name] != theirs[name]:
+            raise BnfuseError(
+                f"{after.name}: input '{name}' is {theirs[name]}, in {before.name} {ours[name]}: it is another network"
+            )
+    for name in theirs:
+        if name not in ours:
+            raise BnfuseError(f"{before.name}: has no input '{name}', which {after.name} has: it is another network")
+    outputs = {value.name for value in after.model.graph.outputs}
+    for name in compared(before.roles):
+        if name not in outputs:
+            raise BnfuseError(f"{after.name}: has no output '{name}', which {before.name} has: rewrite it again")
+
+
+def shape(value: ir.Value) -> list[Any]:
+    return [d if isinstance(d, int) else str(d) for d in value.shape] if value.shape is not None else []
+
+
+def compared(roles: Roles) -> list[str]:
+    return [roles.loss, *roles.gradients.values(), *roles.running.values()]
+
+
+def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
+    """Standard normal images, labels over all classes, and zeros for sampling offsets."""
+    feeds: Arrays = {}
+    for name in (*graph.roles.data, *graph.roles.labels, *graph.roles.offsets):
+        dims, dtype = graph.shape_of(name), graph.dtype_of(name)
+        if name in graph.roles.offsets:
+            feeds[name] = np.zeros(dims, dtype)
+        elif np.issubdtype(dtype, np.floating):
+            feeds[name] = rng.standard_normal(dims).astype(dtype)
+        else:
+            feeds[name] = rng.integers(0, graph.classes(), dims).astype(dtype)
+    return feeds
+
+
+def disturbed(feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generator) -> tuple[Arrays, Arrays]:
+    """Feeds and state with one rounding of noise on the data and the parameters."""
+    touched = {*roles.data, *roles.trainable, *roles.frozen}
+
+    def noise(name: str, value: np.ndarray) -> np.ndarray:
+        if name not in touched or not np.issubdtype(value.dtype, np.floating):
+            return value
+        signs = rng.integers(0, 2, value.shape) * 2 - 1
+        return (value.astype(np.float64) * (1 + ROUNDING * signs)).astype(value.dtype)
+
+    return (
+        {name: noise(name, value) for name, value in feeds.items()},
+        {name: noise(name, value) for name, value in state.items()},
+    )
+
+
+def compare(reference: Arrays, result: Arrays, spreads: list[Arrays], roles: Roles) -> Iterator[TensorError]:
+    """The loss first, then gradients, then running statistics."""
+    for kind, outputs in (
+        ("loss", [roles.loss]),
+        ("gradient", list(roles.gradients.values())),
+        ("running", list(roles.running.values())),
+    ):
+        floor = FLOOR * max((norm(reference[name]) for name in outputs), default=0.0)
+        for name in outputs:
+            spread = max(distance(noisy[name], reference[name], floor) for noisy in spreads)
+            error = distance(result[name], reference[name], floor)
+            yield TensorError(name, kind, error, max(MINIMUM, FACTOR * spread))
+
+
+def norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64).ravel()))
+
+
+def distance(a: np.ndarray, b: np.ndarray, floor: float) -> float:
+    """||a - b|| / max(||b||, floor), in float64; infinite where the shapes differ, NaN where a value is."""
+    if a.shape != b.shape:
+        return float("inf")
+    difference = norm(a.astype(np.float64) - b.astype(np.float64))
+    return difference / max(norm(b), floor) if difference else 0.0 * difference
+
+
+def curve_tolerances(curve: list[float], noisy: list[list[float]]) -> tuple[float, ...]:
+    """Eight times the largest spread so far: curves that have parted do not come together again."""
+    found, spread = [], 0.0
+    for step, loss in enumerate(curve):
+        spread = max(spread, *(abs(other[step] - loss) / max(abs(loss), 1e-30) for other in noisy))
+        found.append(max(MINIMUM, FACTOR * spread))
+    return tuple(found)
+
+
+class OrtRunner:
+    def __init__(self, graph: TrainingGraph, threads: int | None) -> None:
+        self.roles = graph.roles
+        self.graph = OrtGraph(without_dropout(graph.model), name=graph.name, threads=threads)
+
+    def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
+        return self.graph.run({**state, **feeds}, compared(self.roles))
+
+    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
+        state, losses = dict(state), []
+        for _ in range(steps):
+            outputs = self.evaluate(feeds, state)
+            losses.append(float(outputs[self.roles.loss]))
+            for name, gradient in self.roles.gradients.items():
+                state[name] = state[name] - np.float32(lr) * outputs[gradient]
+            for name, output in self.roles.running.items():
+                state[name] = outputs[output]
+        return losses
