@@ -109,7 +109,7 @@ def test_any_number_of_threads_gives_the_same_maps():
         found = execute.operator(map_forward, target, "ReluMapStatistics", {"x": x}, shapes)
         y = np.maximum(x.astype(np.float64), 0)
         assert (found["y"] == y).all()
-        np.testing.assert_allclose(found["variance"], reference.statistics(y)[1], rtol=1e-6)
+        np.testing.assert_allclose(found["variance"], reference.statistics(y)[1], rtol=1e-5)
 
 
 def test_a_diverged_run_shows_through_the_relu():

@@ -194,9 +194,10 @@ class Sum:
 class Moments:
     """Mean and biased variance of a value per channel.
 
-    A tile sums d = value - shift and d*d in float32, where shift is the tile's first value. Its M2, sum d*d - (sum d)^2/n,
-    loses at most a factor n + 1 of float32's precision, whatever the mean: sum d*d = M2 + n*(mean - shift)^2, and
-    (mean - shift)^2 <= M2. Tiles and threads are merged in float64 by Chan's formula. A constant channel gives 0.
+    A tile sums d = value - shift and d*d in float32, where shift is the tile's first value. Its M2 is
+    sum d*d - (sum d)^2/n, which loses at most a factor n + 1 of float32's precision whatever the mean, because
+    sum d*d = M2 + n*(mean - shift)^2 and (mean - shift)^2 <= M2. Tiles and threads are merged in float64 by Chan's
+    formula. A constant channel gives 0.
     """
 
     def __init__(self, finish: Callable[[Expr, Expr, Expr], None]) -> None:

@@ -1,0 +1,341 @@
+"""Pooling and its gradient, with the prologue and epilogue steps of bnfuse/opset/spec.py.
+
+    forward    for pixel of y, vector of channels:    over the window's rows and columns inside the map: max or sum
+    backward   for pixel of x, vector of channels:    over the windows that cover it: their share of dy
+
+The backward gathers, so no two threads write one element and masks, reductions and accumulation follow in place.
+A prologue is recomputed for each window that reads a pixel: cheap beside a store and a load of the map.
+
+Windows are those of ONNX: window o covers o*stride - pad + k*dilation, k in [0, kernel).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.cpu.map import BackwardEpilogue, ForwardEpilogue
+from bnfuse.runtime.kernels.cpu.steps import Expr, f32
+from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, f64, map_kernel, sweep, to_f32
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+
+GLOBAL_VECTORS = 4  # vectors that a global pool sums side by side: a run of 256 bytes a pixel
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """The windows along height or width."""
+
+    size: int  # of x
+    windows: int  # size of y
+    kernel: int
+    stride: int
+    dilation: int
+    before: int  # padding
+    after: int
+
+    def start(self, window: Expr) -> Expr:
+        """Position in x of the window's first element, negative in the padding."""
+        return window * self.stride - self.before
+
+    def inside(self, window: Expr) -> tuple[Expr, Expr]:
+        """The k whose positions lie in x: [first, stop)."""
+        start = self.start(window)
+        first = _at_least(tirx.floordiv(self.dilation - 1 - start, self.dilation), 0)
+        stop = _at_most(tirx.floordiv(self.size - start + self.dilation - 1, self.dilation), self.kernel)
+        return first, stop
+
+    def padded_elements(self, window: Expr) -> Expr:
+        """Elements that an average counts where padding counts: those beyond the padding (ceil_mode) do not."""
+        return _at_most(self.size + self.after - self.start(window), self.kernel)
+
+    def covering(self, position: Expr) -> tuple[Expr, Expr]:
+        """The windows whose span covers a position of x: [first, stop). With a dilation they may still miss it."""
+        reach = self.dilation * (self.kernel - 1)
+        first = _at_least(tirx.floordiv(position + self.before - reach + self.stride - 1, self.stride), 0)
+        stop = _at_most(tirx.floordiv(position + self.before, self.stride) + 1, self.windows)
+        return first, stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The geometry of a pool from map x to map y."""
+
+    x: MapType
+    y: MapType
+    rows: Axis
+    columns: Axis
+
+    @property
+    def positions(self) -> int:
+        return self.rows.kernel * self.columns.kernel
+
+    @property
+    def index_dtype(self) -> str:
+        """Of a MaxPool's indices: row*kernel width + column."""
+        return "uint8" if self.positions <= 256 else "int32"
+
+
+def windows_of(problem: Problem, y: str) -> Windows:
+    attributes = dict(problem.attributes)
+    source, pooled = problem.map("x"), problem.map(y)
+    kernel, strides, pads = (attributes[name] for name in ("kernel_shape", "strides", "pads"))
+    dilations = attributes.get("dilations", (1, 1))
+    sizes = ((source.h, pooled.h), (source.w, pooled.w))
+    rows, columns = (
+        Axis(size, windows, kernel[i], strides[i], dilations[i], pads[i], pads[i + 2])
+        for i, (size, windows) in enumerate(sizes)
+    )
+    return Windows(source, pooled, rows, columns)
+
+
+def index_dtype(kernel_shape: tuple[int, int]) -> str:
+    """The dtype of the indices that a MaxPool kernel of this shape stores and its gradient reads."""
+    return "uint8" if kernel_shape[0] * kernel_shape[1] <= 256 else "int32"
+
+
+# Forward
+
+
+def pool_forward(problem: Problem, target: Target) -> Kernel:
+    """[prologue] MaxPool|AveragePool|GlobalAveragePool [Bias][Statistics].
+
+    Indices of a MaxPool: position in the window, of the first of equal maxima, dtype `index_dtype`, a map like y.
+    """
+    core = problem.spec.core
+    if "StoreInput" in problem.spec.epilogue:
+        raise BnfuseError(f"{problem.op}: a pool reads its input more than once, so no kernel of it stores the input")
+    if core == "GlobalAveragePool":
+        return _global_forward(problem, target)
+    windows = windows_of(problem, "y")
+    emit_pixel = _max_pixel if core == "MaxPool" else _average_pixel
+
+    def emit(args: Args) -> None:
+        output = ForwardEpilogue(problem, args)
+
+        def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            emit_pixel(problem, windows, args, output, pixel, vector, is_first)
+
+        sweep(windows.y.pixels, windows.y.c, target, visit, output.reductions)
+
+    return map_kernel(problem, target, emit, windows.y.c, {"indices": windows.index_dtype})
+
+
+def _max_pixel(
+    problem: Problem,
+    windows: Windows,
+    args: Args,
+    output: ForwardEpilogue,
+    pixel: Expr,
+    vector: Vector,
+    is_first: Expr,
+) -> None:
+    image, row, column = coordinates(pixel, windows.y)
+    best, place, value = vector.local(), vector.local("int32"), vector.local()
+    first_row, stop_row = windows.rows.inside(row)
+    first_column, stop_column = windows.columns.inside(column)
+    with vector.each() as j:
+        T.buffer_store(best, f32(float("-inf")), [j])
+        T.buffer_store(place, first_row * windows.columns.kernel + first_column, [j])
+    for r in _span(first_row, stop_row):
+        for s in _span(first_column, stop_column):
+            read = _source(windows, image, row, column, r, s)
+            with vector.each() as j:
+                T.buffer_store(value, _activated(problem, args, read, vector.base + j), [j])
+                # a NaN is a maximum; of equal values the first stays
+                wins = tirx.Or(value[j] > best[j], value[j] != value[j])
+                T.buffer_store(place, tirx.Select(wins, r * windows.columns.kernel + s, place[j]), [j])
+                T.buffer_store(best, tirx.Select(wins, value[j], best[j]), [j])
+    with vector.each() as j:
+        args.write("indices", pixel, vector.base + j, tirx.Cast(windows.index_dtype, place[j]))
+        output.store(pixel, vector.base + j, best[j], is_first)
+
+
+def _average_pixel(
+    problem: Problem,
+    windows: Windows,
+    args: Args,
+    output: ForwardEpilogue,
+    pixel: Expr,
+    vector: Vector,
+    is_first: Expr,
+) -> None:
+    image, row, column = coordinates(pixel, windows.y)
+    total = vector.local()
+    with vector.each() as j:
+        T.buffer_store(total, f32(0.0), [j])
+    for r in _span(*windows.rows.inside(row)):
+        for s in _span(*windows.columns.inside(column)):
+            read = _source(windows, image, row, column, r, s)
+            with vector.each() as j:
+                T.buffer_store(total, total[j] + _activated(problem, args, read, vector.base + j), [j])
+    with vector.each() as j:
+        mean = total[j] / tirx.Cast("float32", _elements(problem, windows, row, column))
+        output.store(pixel, vector.base + j, mean, is_first)
+
+
+def _global_forward(problem: Problem, target: Target) -> Kernel:
+    x, y = problem.map("x"), problem.map("y")
+    area = x.h * x.w
+
+    def emit(args: Args) -> None:
+        output = ForwardEpilogue(problem, args)
+
+        def visit(image: Expr, vector: Vector, is_first: Expr) -> None:
+            total = vector.local("float64")
+            with vector.each() as j:
+                T.buffer_store(total, f64(0.0), [j])
+            with T.serial(0, area) as i, vector.each() as j:
+                value = _activated(problem, args, image * area + i, vector.base + j)
+                T.buffer_store(total, total[j] + f64(value), [j])
+            with vector.each() as j:
+                output.store(image, vector.base + j, to_f32(total[j] / f64(float(area))), is_first)
+
+        sweep(y.pixels, y.c, target, visit, output.reductions, lanes=min(GLOBAL_VECTORS * target.lanes, 64))
+
+    return map_kernel(problem, target, emit, y.c)
+
+
+def _activated(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr:
+    """The pool's input at a pixel of x, after the prologue."""
+    value, _ = steps.forward_prologue(problem.spec, dict(problem.attributes), args.loader(pixel, channel))
+    return value
+
+
+def _source(windows: Windows, image: Expr, row: Expr, column: Expr, r: Expr, s: Expr) -> Expr:
+    """The pixel of x at position (r, s) of the window of y's (row, column)."""
+    h = windows.rows.start(row) + r * windows.rows.dilation
+    w = windows.columns.start(column) + s * windows.columns.dilation
+    return (image * windows.x.h + h) * windows.x.w + w
+
+
+def _elements(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Expr:
+    """How many elements an average pool divides the sum of this window by, an int32."""
+    if problem.attribute("count_include_pad"):
+        return windows.rows.padded_elements(row) * windows.columns.padded_elements(column)
+    (top, bottom), (left, right) = windows.rows.inside(row), windows.columns.inside(column)
+    return (bottom - top) * (right - left)
+
+
+# Backward
+
+
+def pool_backward(problem: Problem, target: Target) -> Kernel:
+    """[BatchNormGrad][Normalize][act] MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad [AddGradient][mask]
+    [Reduce][ReduceOther]*[Scale|Accumulate]. dx is that of the pool's input, at the resolution of x.
+    """
+    if "BiasGrad" in problem.spec.epilogue:
+        raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a MapGradBiasGrad")
+    dx = problem.map("dx")
+    is_global = problem.spec.core == "GlobalAveragePoolGrad"
+    windows = None if is_global else windows_of(problem, "dy")
+
+    def emit(args: Args) -> None:
+        output = BackwardEpilogue(problem, args)
+
+        def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            if windows is None:
+                image = tirx.floordiv(pixel, dx.h * dx.w)
+                area = float(dx.h * dx.w)
+                output.store(pixel, vector, lambda j: _dy(problem, args, image, vector.base + j) / f32(area))
+            else:
+                total = _gathered(problem, windows, args, pixel, vector)
+                output.store(pixel, vector, lambda j: total[j])
+
+        sweep(dx.pixels, dx.c, target, visit, output.reductions)
+
+    dtypes = {"indices": windows.index_dtype} if windows else None
+    return map_kernel(problem, target, emit, dx.c, dtypes)
+
+
+def _gathered(problem: Problem, windows: Windows, args: Args, pixel: Expr, vector: Vector) -> Any:
+    """Registers with what the windows over this pixel of x give it."""
+    image, h, w = coordinates(pixel, windows.x)
+    total = vector.local()
+    with vector.each() as j:
+        T.buffer_store(total, f32(0.0), [j])
+    for row in _span(*windows.rows.covering(h)):
+        for column in _span(*windows.columns.covering(w)):
+            r, s = h - windows.rows.start(row), w - windows.columns.start(column)
+            with _reached(windows, r, s):
+                place = tirx.floordiv(r, windows.rows.dilation) * windows.columns.kernel
+                place = place + tirx.floordiv(s, windows.columns.dilation)
+                window = (image * windows.y.h + row) * windows.y.w + column
+                with vector.each() as j:
+                    share = _share(problem, windows, args, (row, column), place, window, vector.base + j)
+                    T.buffer_store(total, total[j] + share, [j])
+    return total
+
+
+def _share(
+    problem: Problem,
+    windows: Windows,
+    args: Args,
+    window_at: tuple[Expr, Expr],
+    place: Expr,
+    window: Expr,
+    channel: Expr,
+) -> Expr:
+    """What one window gives to its element at `place`."""
+    dy = _dy(problem, args, window, channel)
+    if problem.spec.core == "MaxPoolGrad":
+        index = tirx.Cast("int32", args.read("indices", window, channel))
+        return tirx.Select(index == place, dy, f32(0.0))
+    return dy / tirx.Cast("float32", _elements(problem, windows, *window_at))
+
+
+def _reached(windows: Windows, r: Expr, s: Expr) -> Any:
+    """A block that runs if a window with holes has an element at distance (r, s) from its first one."""
+    conditions = [
+        tirx.floormod(distance, axis.dilation) == 0
+        for distance, axis in ((r, windows.rows), (s, windows.columns))
+        if axis.dilation > 1
+    ]
+    if not conditions:
+        return _Nested()
+    condition = conditions[0] if len(conditions) == 1 else tirx.And(*conditions)
+    return _Nested(T.If(condition), T.Then())
+
+
+class _Nested:
+    """Frames that open and close together."""
+
+    def __init__(self, *frames: Any) -> None:
+        self.frames = frames
+
+    def __enter__(self) -> None:
+        for frame in self.frames:
+            frame.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for frame in reversed(self.frames):
+            frame.__exit__(*error)
+
+
+def _dy(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr:
+    return steps.gradient_prologue(problem.spec, args.loader(pixel, channel))
+
+
+def coordinates(pixel: Expr, kind: MapType) -> tuple[Expr, Expr, Expr]:
+    """Image, row and column of a pixel."""
+    image, place = tirx.floordiv(pixel, kind.h * kind.w), tirx.floormod(pixel, kind.h * kind.w)
+    return image, tirx.floordiv(place, kind.w), tirx.floormod(place, kind.w)
+
+
+def _span(first: Expr, stop: Expr) -> Any:
+    """`for k in _span(first, stop):` emits the loop over [first, stop)."""
+    with T.serial(0, stop - first) as k:
+        yield first + k
+
+
+def _at_least(value: Expr, bound: int) -> Expr:
+    return tirx.Max(value, tirx.const(bound, "int32"))
+
+
+def _at_most(value: Expr, bound: int) -> Expr:
+    return tirx.Min(value, tirx.const(bound, "int32"))

@@ -1,0 +1,159 @@
+"""Pool kernels against the numpy reference in float64."""
+
+import numpy as np
+import pytest
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset import reference, spec
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.kernels.cpu.pool import index_dtype, pool_backward, pool_forward
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+
+TARGET = targets.resolve("cpu", 2)
+CLIP = {"min": -0.5, "max": 0.75}
+
+
+def window(kernel, strides=(1, 1), pads=(0, 0, 0, 0), dilations=None, ceil=0, include=None):
+    made = {"kernel_shape": kernel, "strides": strides, "pads": pads, "ceil_mode": ceil}
+    if include is None:
+        made["dilations"] = dilations or (1, 1)
+    else:
+        made["count_include_pad"] = include
+    return made
+
+
+MAX = [
+    ("MaxPool", (2, 21, 11, 9), window((3, 3), (2, 2), (1, 1, 1, 1))),
+    ("NormalizeReluMaxPoolStatistics", (1, 16, 12, 12), window((2, 2), (2, 2))),
+    ("NormalizeClipMaxPool", (2, 5, 9, 10), window((3, 2), (2, 3), (1, 0, 0, 1), ceil=1)),
+    ("ReluMaxPoolBias", (1, 33, 11, 8), window((3, 3), (1, 2), (2, 1, 1, 2), (2, 3))),
+    ("NormalizeAddReluMaxPoolStatistics", (3, 3, 5, 5), window((5, 5), (1, 1), (2, 2, 2, 2))),
+]
+AVERAGE = [
+    ("AveragePool", (2, 20, 8, 8), window((2, 2), (2, 2), include=0)),
+    ("NormalizeReluAveragePoolStatistics", (2, 19, 9, 7), window((3, 3), (2, 2), (1, 1, 1, 1), include=0)),
+    ("ReluAveragePool", (1, 16, 9, 8), window((3, 3), (2, 2), (1, 1, 1, 1), ceil=1, include=1)),
+    ("AveragePool", (1, 7, 10, 11), window((3, 4), (2, 3), (0, 1, 1, 2), ceil=1, include=0)),
+    ("AveragePool", (1, 7, 10, 11), window((3, 4), (2, 3), (0, 1, 1, 2), ceil=1, include=1)),
+]
+GLOBAL = [
+    ("GlobalAveragePool", (3, 85, 7, 7), {}),
+    ("NormalizeReluGlobalAveragePoolStatistics", (4, 64, 3, 5), {}),
+]
+MAX_GRAD = [
+    ("MaxPoolGrad", (2, 21, 11, 9), window((3, 3), (2, 2), (1, 1, 1, 1))),
+    ("NormalizeMaxPoolGradReluGradReduce", (1, 16, 12, 12), window((2, 2), (2, 2))),
+    ("BatchNormGradNormalizeMaxPoolGradAddGradientClipGradReduceScale", (2, 5, 9, 10), window((3, 2), (2, 3), ceil=1)),
+    ("MaxPoolGradReluGrad", (1, 33, 11, 8), window((3, 3), (1, 2), (2, 1, 1, 2), (2, 3))),
+    ("SliceBatchNormGradMaxPoolGradReduceReduceOtherAccumulate", (2, 18, 7, 6), window((3, 3), (1, 1), (1, 1, 1, 1))),
+]
+AVERAGE_GRAD = [
+    ("AveragePoolGrad", (2, 20, 8, 8), window((2, 2), (2, 2), include=0)),
+    ("NormalizeAveragePoolGradReluGradReduce", (2, 19, 9, 7), window((3, 3), (2, 2), (1, 1, 1, 1), include=0)),
+    ("AveragePoolGradAddGradient", (1, 16, 9, 8), window((3, 3), (2, 2), (1, 1, 1, 1), ceil=1, include=1)),
+    ("BatchNormGradAveragePoolGrad", (1, 7, 10, 11), window((3, 4), (2, 3), (0, 1, 1, 2), ceil=1, include=0)),
+    ("GlobalAveragePoolGrad", (3, 85, 7, 7), {}),
+    ("NormalizeGlobalAveragePoolGradReluGradReduceAccumulate", (2, 30, 4, 5), {}),
+]
+POOLED = {"dy", "grad_x"}  # at the resolution of y; every other map of a gradient is at that of x
+
+
+def pooled_shape(shape, attributes):
+    if not attributes:
+        return (*shape[:2], 1, 1)
+    return (*shape[:2], *reference.window_counts(shape[2:], attributes))
+
+
+def operands_of(op, shape, attributes, rng):
+    made = {}
+    for name in op.operands:
+        size = (shape[1],)
+        if name in POOLED:
+            size = pooled_shape(shape, attributes)
+            if name == "dy" and "Slice" in op.prologue:
+                size = (size[0], size[1] + 7, *size[2:])
+        elif name in ("x", "skip", "other") or name.startswith("x_"):
+            size = shape
+        elif name == "acc":
+            size = (shape[0], shape[1] + 6, *shape[2:])
+        made[name] = rng.normal(size=size).astype(np.float32)
+    return made
+
+
+def positions(flat, shape, attributes):
+    """Flat NCHW indices into x as positions inside their windows."""
+    (top, left, _, _), (stride_h, stride_w) = attributes["pads"], attributes["strides"]
+    dilation_h, dilation_w = attributes["dilations"]
+    rows = np.arange(flat.shape[2])[:, None] * stride_h - top
+    columns = np.arange(flat.shape[3]) * stride_w - left
+    r = (flat // shape[3] % shape[2] - rows) // dilation_h
+    s = (flat % shape[3] - columns) // dilation_w
+    return r * attributes["kernel_shape"][1] + s
+
+
+def run(name, shape, attributes, slots=None, operands=None):
+    op = spec.parse(name)
+    operands = operands or operands_of(op, shape, attributes, np.random.default_rng(0))
+    full = dict(attributes)
+    if "Clip" in name:
+        full |= CLIP
+    if "grad_start" in op.attributes:
+        full |= {"grad_start": 4, "grad_stop": 4 + shape[1]}
+    if "acc_start" in op.attributes:
+        full |= {"acc_start": 1, "acc_stop": 1 + shape[1]}
+    given = dict(operands)
+    if op.core == "MaxPoolGrad":
+        _, operands["indices"] = reference.max_pool(operands["x"], attributes)
+        given["indices"] = positions(operands["indices"], shape, attributes)
+    wide = {k: v if k == "indices" else v.astype(np.float64) for k, v in operands.items()}
+    expected = reference.run(op, wide, full)
+    generator = pool_backward if op.is_gradient else pool_forward
+    found = execute.operator(generator, TARGET, name, given, {k: v.shape for k, v in expected.items()}, full, slots)
+    if op.core == "MaxPool":
+        expected["indices"] = positions(expected["indices"], shape, attributes)
+    return found, expected
+
+
+def check(*case, slots=None):
+    found, expected = run(*case, slots=slots)
+    for name, value in expected.items():
+        if name == "indices":
+            assert (found[name] == value).all()
+        else:
+            assert np.abs(found[name] - value).max() <= 1e-5 * np.abs(value).max(), name
+
+
+@pytest.mark.parametrize(("name", "shape", "attributes"), MAX + AVERAGE + GLOBAL + MAX_GRAD + AVERAGE_GRAD)
+def test_equals_the_reference(name, shape, attributes):
+    check(name, shape, attributes)
+
+
+def test_maps_in_channel_slots_leave_their_neighbours_alone():
+    attributes = window((3, 3), (2, 2), (1, 1, 1, 1))
+    slots = {"x": (30, 3), "y": (40, 17)}
+    check("NormalizeReluMaxPoolStatistics", (2, 20, 7, 7), attributes, slots=slots)
+    slots = {"x": (30, 3), "dy": (40, 17), "other": (25, 5), "dx": (50, 20)}
+    check("MaxPoolGradAddGradientReluGradReduce", (2, 20, 7, 7), attributes, slots=slots)
+
+
+def test_the_first_of_equal_maxima_takes_the_gradient():
+    attributes = window((2, 2), (1, 1))
+    operands = {"x": np.zeros((1, 16, 3, 3), np.float32)}
+    found, expected = run("ReluMaxPool", (1, 16, 3, 3), attributes, operands=operands)
+    assert (found["indices"] == 0).all()
+    assert (expected["indices"] == 0).all()
+
+
+def test_indices_of_large_windows_are_int32():
+    assert (index_dtype((16, 16)), index_dtype((17, 16))) == ("uint8", "int32")
+    attributes = window((17, 16), (1, 1))
+    x = -np.arange(17 * 16, dtype=np.float32)[::-1].reshape(1, 1, 17, 16).copy()
+    found, _ = run("MaxPool", x.shape, attributes, operands={"x": x})
+    assert (found["y"].item(), found["indices"].item()) == (0, 271)
+
+
+def test_a_pool_that_stores_its_input_is_refused():
+    maps = tuple((name, MapType(1, 2, 2, 3, 3)) for name in ("x", "y", "indices", "stored"))
+    with pytest.raises(BnfuseError, match="stores the input"):
+        pool_forward(Problem("ReluMaxPoolStoreInput", maps, tuple(window((1, 1)).items())), TARGET)
