@@ -1,0 +1,126 @@
+"""GFLOP/s of the forward convolution kernels on the shapes of DenseNet-121 and ResNet-50, next to torch channels_last.
+
+    python benchmarks/conv_kernels.py [--batch 16] [--threads 2] [--repeats 9] [--only PATTERN]
+
+Ours run with prologue (a*x + b, ReLU) and statistics; torch runs the plain convolution alone. The candidates alternate
+in one process; minimum and median are printed. Needs the extra `bench` (torch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import tvm
+
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+
+FUSED = "NormalizeReluConvStatistics"
+Shape = tuple[str, str, int, int, int, int, int, int]  # name, op, size, cin, cout, window, stride, groups
+
+SHAPES: list[Shape] = [
+    *(("1x1", FUSED, size, cin, 128, 1, 1, 1) for size, cins in
+      ((56, (64, 160, 224)), (28, (128, 288, 480)), (14, (256, 640, 992)), (7, (512, 768, 992))) for cin in cins),
+    *(("3x3", FUSED, size, 128, 32, 3, 1, 1) for size in (56, 28, 14, 7)),
+    ("transition", FUSED, 56, 256, 128, 1, 1, 1),
+    ("transition", FUSED, 28, 512, 256, 1, 1, 1),
+    ("transition", FUSED, 14, 1024, 512, 1, 1, 1),
+    ("stem", "ConvStatistics", 224, 3, 64, 7, 2, 1),
+    ("resnet", FUSED, 56, 64, 64, 3, 1, 1),
+    ("resnet", FUSED, 28, 128, 128, 3, 1, 1),
+    ("resnet", FUSED, 28, 128, 128, 3, 2, 1),
+    ("resnet", FUSED, 14, 256, 256, 3, 1, 1),
+    ("resnet", FUSED, 7, 512, 512, 3, 1, 1),
+    ("resnet", FUSED, 7, 512, 2048, 1, 1, 1),
+    ("downsample", FUSED, 56, 256, 512, 1, 2, 1),
+    ("depthwise", FUSED, 56, 144, 144, 3, 1, 144),
+    ("depthwise", FUSED, 28, 192, 192, 3, 2, 192),
+    ("depthwise", FUSED, 14, 384, 384, 3, 1, 384),
+    ("grouped", FUSED, 28, 128, 128, 3, 1, 32),
+]  # fmt: skip
+
+
+def problem(shape: Shape, batch: int) -> Problem:
+    _, op, size, cin, cout, window, stride, groups = shape
+    pad = window // 2
+    out = (size + 2 * pad - window) // stride + 1
+    maps = (("x", MapType(batch, size, size, cin, cin)), ("y", MapType(batch, out, out, cout, cout)))
+    attributes = (
+        ("dilations", (1, 1)),
+        ("group", groups),
+        ("kernel_shape", (window, window)),
+        ("pads", (pad,) * 4),
+        ("strides", (stride, stride)),
+    )
+    return Problem(op, maps, attributes, (cout, cin // groups, window, window))
+
+
+def ours(p: Problem, target: targets.Target) -> Callable[[], None]:
+    kernel = conv_forward(p, target)
+    function = execute.compile_kernel(kernel)
+    rng = np.random.default_rng(0)
+    tensors = []
+    for param in kernel.params:
+        array = execute.aligned(param.elements)
+        array[...] = rng.standard_normal(param.elements, np.float32)
+        tensors.append(tvm.runtime.from_dlpack(array))
+    offsets = [0 for param in kernel.params if param.is_map]
+    return lambda: function(*tensors, *offsets)
+
+
+def theirs(p: Problem) -> Callable[[], None]:
+    x = p.map("x")
+    images = torch.randn(x.n, x.c, x.h, x.w).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(*p.weight).contiguous(memory_format=torch.channels_last)
+    stride, pads, groups = p.attribute("strides"), p.attribute("pads")[:2], p.attribute("group")
+    return lambda: torch.nn.functional.conv2d(images, weight, None, stride, pads, 1, groups)
+
+
+def alternate(candidates: list[Callable[[], None]], repeats: int) -> Iterator[list[float]]:
+    """Seconds of every run of each candidate, their runs interleaved."""
+    times: list[list[float]] = [[] for _ in candidates]
+    for repeat in range(repeats + 1):
+        for candidate, seconds in zip(candidates, times, strict=True):
+            start = time.perf_counter()
+            candidate()
+            if repeat:
+                seconds.append(time.perf_counter() - start)
+    yield from times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", default="", help="a regular expression for the line's name")
+    arguments = parser.parse_args()
+    target = targets.resolve("cpu", arguments.threads)
+    torch.set_num_threads(arguments.threads)
+    torch.set_grad_enabled(False)
+    print(f"{target}; load {os.getloadavg()[0]:.1f}; GFLOP/s from the minimum (median)")
+    for shape in SHAPES:
+        name, _, size, cin, cout, window, stride, groups = shape
+        label = f"{name} {size}x{size} {cin}->{cout} {window}x{window}/{stride} g{groups}"
+        if not re.search(arguments.only, label):
+            continue
+        p = problem(shape, arguments.batch)
+        flops = 2 * p.map("y").pixels * np.prod(p.weight) / 1e9
+        rates = [
+            f"{flops / min(seconds):6.1f} ({flops / statistics.median(seconds):6.1f})"
+            for seconds in alternate([ours(p, target), theirs(p)], arguments.repeats)
+        ]
+        print(f"{label:40} bnfuse {rates[0]}   torch {rates[1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
