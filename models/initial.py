@@ -16,7 +16,7 @@ import numpy as np
 def kaiming(name: str, shape: Sequence[int], seed: int, *, gain: float = math.sqrt(2.0)) -> np.ndarray:
     """Normal float32 values of standard deviation gain/sqrt(fan in), as He et al. 2015 (eq. 10) for a ReLU network.
 
-    `shape` is (out, in/group, kh, kw) of a convolution or (out, in) of a linear layer: fan in is all but the first axis.
+    `shape` is (out, in/group, kh, kw) of a convolution or (out, in) of a linear layer; fan in is all but the first.
     """
     fan_in = math.prod(shape[1:])
     stream = np.random.default_rng([seed, zlib.crc32(name.encode())])

@@ -100,7 +100,7 @@ def conv_layer(
     group: int = 1,
     bias: bool = False,
 ) -> gs.Variable:
-    """Convolution [N, in, H, W] -> [N, channels, H', W']; padded to keep H, W at stride 1 unless `pad` says otherwise."""
+    """Convolution [N, in, H, W] -> [N, channels, H', W']; `pad` keeps H, W at stride 1 by default."""
     pad = kernel // 2 if pad is None else pad
     shape = window_shape(x, channels, kernel, stride, pad, name, "Conv")
     weight = f"{name}/weight"

@@ -1,0 +1,151 @@
+"""One spelling for what ONNX can say in several ways, so that passes and kernels meet one form.
+
+Explicit windows (no auto_pad, no defaulted kernel, strides, pads), Add instead of a Sum of two, Flatten instead of a
+Reshape to [batch, rest], Dropout with its mask and switched on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from .graph import Forward, attributes, fresh, remove_attributes, set_attribute
+
+WINDOWED = ("Conv", "MaxPool", "AveragePool")
+
+
+def explicit_windows(forward: Forward) -> None:
+    """kernel_shape, strides, pads, dilations and group are written out; auto_pad is resolved."""
+    shapes = forward.shapes()
+    for node in forward.graph.node:
+        if node.op_type not in WINDOWED or node.domain not in ("", "ai.onnx"):
+            continue
+        given = attributes(node)
+        kernel = given.get("kernel_shape") or (shapes[node.input[1]] or [])[2:]
+        rank = len(kernel)
+        strides = given.get("strides") or [1] * rank
+        dilations = given.get("dilations") or [1] * rank
+        sizes = (shapes[node.input[0]] or [])[2:]
+        pads = _pads(given, sizes, kernel, strides, dilations)
+        for name, value in (("kernel_shape", kernel), ("strides", strides), ("pads", pads)):
+            set_attribute(node, name, list(value))
+        if node.op_type != "AveragePool" or "dilations" in given:
+            set_attribute(node, "dilations", list(dilations))
+        if node.op_type == "Conv":
+            set_attribute(node, "group", given.get("group", 1))
+        remove_attributes(node, {"auto_pad"})
+        if node.op_type == "AveragePool":
+            _settle_ceil(forward, node, sizes, kernel, strides, pads)
+
+
+def _pads(given: dict, sizes: list[int], kernel: list[int], strides: list[int], dilations: list[int]) -> list[int]:
+    mode = given.get("auto_pad", b"NOTSET")
+    if mode in (b"SAME_UPPER", b"SAME_LOWER"):
+        before, after = [], []
+        for size, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+            windows = -(-size // stride)
+            total = max((windows - 1) * stride + (k - 1) * dilation + 1 - size, 0)
+            small, large = total // 2, total - total // 2
+            before.append(small if mode == b"SAME_UPPER" else large)
+            after.append(large if mode == b"SAME_UPPER" else small)
+        return before + after
+    if mode == b"VALID":
+        return [0] * (2 * len(kernel))
+    return list(given.get("pads") or [0] * (2 * len(kernel)))
+
+
+def _settle_ceil(
+    forward: Forward, node: onnx.NodeProto, sizes: list[int], kernel: list[int], strides: list[int], pads: list[int]
+) -> None:
+    """ceil_mode=1 with count_include_pad=1 is computed wrongly by onnxruntime; most often one of the two says nothing.
+
+    Where the windows fit exactly, rounding up is rounding down; without padding, there is none to count.
+    """
+    given = attributes(node)
+    if not (given.get("ceil_mode") and given.get("count_include_pad")):
+        return
+    rank = len(kernel)
+    left = [(size + pads[axis] + pads[axis + rank] - kernel[axis]) % strides[axis] for axis, size in enumerate(sizes)]
+    if not any(left):
+        set_attribute(node, "ceil_mode", 0)
+        forward.note(f"'{node.name}': set ceil_mode to 0, which changes nothing there")
+    elif not any(pads):
+        set_attribute(node, "count_include_pad", 0)
+        forward.note(f"'{node.name}': set count_include_pad to 0, which changes nothing without padding")
+
+
+def explicit_dropout(forward: Forward) -> None:
+    """Dropout gets its ratio and its mask, and is switched on: exporters write the inference form."""
+    known = forward.initializers()
+    switched = 0
+    for node in forward.graph.node:
+        if node.op_type != "Dropout":
+            continue
+        taken = forward.names()
+        ratio = node.input[1] if len(node.input) > 1 and node.input[1] else fresh(f"{node.name}/ratio", taken)
+        if ratio not in taken:
+            forward.set_initializer(ratio, np.float32(0.5).reshape(()))
+        training = node.input[2] if len(node.input) > 2 else ""
+        if not (training in known and numpy_helper.to_array(known[training])):
+            training = fresh(f"{node.name}/training", taken)
+            forward.set_initializer(training, np.array(True))
+            switched += 1
+        mask = node.output[1] if len(node.output) > 1 and node.output[1] else fresh(f"{node.name}/mask", taken)
+        inputs, outputs = [node.input[0], ratio, training], [node.output[0], mask]
+        del node.input[:], node.output[:]
+        node.input.extend(inputs)
+        node.output.extend(outputs)
+    if switched:
+        forward.note(f"switched on {switched} Dropout nodes")
+
+
+def add_of_sum(forward: Forward) -> None:
+    """Sum of two tensors of one shape is Add."""
+    shapes = forward.shapes()
+    for node in forward.graph.node:
+        if node.op_type == "Sum" and len(node.input) == 2 and shapes[node.input[0]] == shapes[node.input[1]]:
+            node.op_type = "Add"
+
+
+def flatten_of_reshape(forward: Forward) -> None:
+    """Reshape of a map to [batch, rest] is Flatten."""
+    shapes = forward.shapes()
+    for node in forward.graph.node:
+        if node.op_type != "Reshape":
+            continue
+        before, after = shapes[node.input[0]] or [], shapes[node.output[0]] or []
+        if len(before) > 2 and len(after) == 2 and before[0] == after[0]:
+            node.op_type = "Flatten"
+            del node.input[1:]
+            remove_attributes(node, {"allowzero"})
+            set_attribute(node, "axis", 1)
+
+
+def fit_reshapes_to_batch(forward: Forward, old: int | None, new: int) -> None:
+    """A Reshape to a constant shape that begins with the file's batch keeps the batch, whatever it is now."""
+    known = forward.initializers()
+    for node in forward.graph.node:
+        if node.op_type != "Reshape" or node.input[1] not in known:
+            continue
+        target = numpy_helper.to_array(known[node.input[1]]).tolist()
+        if len(target) > 1 and target[0] == old and old not in (0, -1, new):
+            name = fresh(f"{node.name}/shape", forward.names())
+            forward.set_initializer(name, np.array([0, *target[1:]], np.int64))
+            node.input[1] = name
+
+
+def flatten_logits(forward: Forward, logits: str) -> str:
+    """Logits [batch, classes, 1, 1], as a last convolution or pooling leaves them, become [batch, classes]."""
+    shape = forward.shapes()[logits] or []
+    if len(shape) <= 2 or any(size != 1 for size in shape[2:]):
+        return logits
+    taken = forward.names()
+    flat = fresh(f"{logits}_flat", taken)
+    node = onnx.helper.make_node("Flatten", [logits], [flat], name=fresh("flatten_logits", taken), axis=1)
+    forward.graph.node.append(node)
+    for value in forward.graph.output:
+        if value.name == logits:
+            value.CopyFrom(onnx.helper.make_tensor_value_info(flat, value.type.tensor_type.elem_type, None))
+    forward.note(f"flattened the output '{logits}' to [batch, classes]")
+    return flat

@@ -1,0 +1,240 @@
+"""Reads a forward model and brings it to the form that the repairs and the gradient builder expect.
+
+Afterwards: opset 13 to 21, no local functions, every node named, constants as initializers, initializers not listed as
+inputs, every shape known and static.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx.version_converter
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from bnfuse.errors import BnfuseError
+from bnfuse.io import check_sizes, read_proto
+from bnfuse.roles import METADATA_KEY
+
+from .canonical import fit_reshapes_to_batch
+from .graph import Forward, attributes, fresh, static_shape, typed_values
+
+OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
+IR_VERSIONS = (8, 10)
+FOLDED = ("Cast", "CastLike", "Concat", "ConstantOfShape", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice")
+FOLDED += ("Squeeze", "Transpose", "Unsqueeze")
+FOLD_LIMIT = 1 << 28  # elements
+
+log = logging.getLogger(__name__)
+
+
+def read_forward(source: onnx.ModelProto | str | Path, *, file: str | None = None, batch: int | None = None) -> Forward:
+    """The model with constants folded, its opset as in the file."""
+    if isinstance(source, onnx.ModelProto):
+        model = onnx.ModelProto()
+        model.CopyFrom(source)
+        check_sizes(model, file)
+    else:
+        file = file or str(source)
+        model = read_proto(source)
+    forward = Forward(model, file)
+    refuse_what_is_no_forward_graph(forward)
+    if model.functions:
+        forward.model = onnx.inliner.inline_local_functions(model)
+    separate_initializers_from_inputs(forward)
+    name_nodes(forward)
+    if batch is not None:
+        set_batch(forward, batch)
+    return forward
+
+
+def refuse_what_is_no_forward_graph(forward: Forward) -> None:
+    graph = forward.graph
+    trained = {entry.key for entry in forward.model.metadata_props} & {METADATA_KEY}
+    if trained or any(node.op_type in ("ConvGrad", "BatchNormInternal") for node in graph.node):
+        raise forward.error("is a training graph already: build takes a forward graph")
+    for node in graph.node:
+        if any(attr.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for attr in node.attribute):
+            raise forward.error_at(node, "has a subgraph: control flow cannot be trained. Export the model without it.")
+    if not graph.output:
+        raise forward.error("has no output: nothing to compute a loss from")
+
+
+def separate_initializers_from_inputs(forward: Forward) -> None:
+    """Old files list every initializer as an input too."""
+    known = forward.initializers()
+    if len(known) < len(forward.graph.initializer):
+        raise forward.error("has two initializers of the same name")
+    kept = [value for value in forward.graph.input if value.name not in known]
+    del forward.graph.input[:]
+    forward.graph.input.extend(kept)
+
+
+def name_nodes(forward: Forward) -> None:
+    """Every node gets a name of its own: reports, errors and the diff speak of nodes by name."""
+    taken: set[str] = set()
+    for index, node in enumerate(forward.graph.node):
+        node.name = fresh(node.name or f"{node.op_type}_{index}", taken)
+        taken.add(node.name)
+
+
+def set_batch(forward: Forward, batch: int) -> None:
+    """Writes `batch` into the first dimension of every data input."""
+    if batch < 1:
+        raise BnfuseError(f"--batch {batch} is out of range: it must be at least 1")
+    for value in forward.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if not dims:
+            raise forward.error(f"input '{value.name}' has no dimensions: --batch has nothing to fix")
+        old = dims[0].dim_value or None
+        dims[0].ClearField("dim_param")
+        dims[0].dim_value = batch
+        fit_reshapes_to_batch(forward, old, batch)
+
+
+def fold_constants(forward: Forward) -> tuple[set[str], set[str]]:
+    """Constant nodes, and nodes that only rearrange initializers, become initializers.
+
+    Returns the names that were Constant nodes, and those that come from a ConstantOfShape: placeholders for values that
+    the file does not have. An Identity of an initializer is how torch's exporter writes a second tensor of equal values
+    (two new BNs, say), so each reader gets a copy of its own.
+    """
+    constants: set[str] = set()
+    placeholders: set[str] = set()
+    values = forward.initializers()
+    types = element_types(forward.graph)
+    gone = []
+    for node in forward.graph.node:
+        tensor = _folded(forward, node, values, types)
+        if tensor is None:
+            continue
+        name = node.output[0]
+        tensor.name = name
+        values[name] = tensor
+        forward.graph.initializer.append(tensor)
+        gone.append(node)
+        made_here = node.op_type in ("Constant", "ConstantOfShape")
+        if made_here or any(source in constants for source in node.input):
+            constants.add(name)
+        if node.op_type in ("ConstantOfShape", "Expand") or any(source in placeholders for source in node.input):
+            placeholders.add(name)
+    forward.remove_nodes(gone)
+    return constants, placeholders
+
+
+def _folded(
+    forward: Forward, node: onnx.NodeProto, values: dict[str, onnx.TensorProto], types: dict[str, int]
+) -> onnx.TensorProto | None:
+    if node.op_type == "Constant":
+        return _constant(forward, node)
+    if node.op_type not in FOLDED or node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "CastLike" and node.input[0] in values and node.input[1] in types:
+        array = numpy_helper.to_array(values[node.input[0]])
+        return numpy_helper.from_array(array.astype(helper.tensor_dtype_to_np_dtype(types[node.input[1]])))
+    if not node.input or any(name and name not in values for name in node.input):
+        return None
+    return _evaluated(forward, node, values)
+
+
+def _constant(forward: Forward, node: onnx.NodeProto) -> onnx.TensorProto:
+    given = attributes(node)
+    if "value" in given:
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(given["value"])  # type: ignore[arg-type]
+        return tensor
+    for key, kind in (("value_float", np.float32), ("value_floats", np.float32), ("value_int", np.int64)):
+        if key in given:
+            return numpy_helper.from_array(np.asarray(given[key], kind))
+    if "value_ints" in given:
+        return numpy_helper.from_array(np.asarray(given["value_ints"], np.int64))
+    raise forward.error_at(node, "holds a value of a kind that cannot be trained: export it as a tensor.")
+
+
+def _evaluated(forward: Forward, node: onnx.NodeProto, values: dict[str, onnx.TensorProto]) -> onnx.TensorProto:
+    feeds = {name: numpy_helper.to_array(values[name]) for name in node.input if name}
+    if node.op_type in ("ConstantOfShape", "Expand"):
+        size = int(np.prod([abs(int(d)) for d in feeds[node.input[-1]]], dtype=np.float64))
+        if size > FOLD_LIMIT:
+            raise forward.error_at(node, f"makes a tensor of {size} elements: no network has that many in one tensor.")
+    inputs = [helper.make_tensor_value_info(n, values[n].data_type, list(values[n].dims)) for n in feeds]
+    outputs = [helper.make_tensor_value_info(node.output[0], TensorProto.UNDEFINED, None)]
+    graph = helper.make_graph([node], "constant", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=forward.model.opset_import, ir_version=8)
+    try:
+        (result,) = ReferenceEvaluator(model).run(None, feeds)
+    except Exception as error:
+        raise forward.error_at(node, f"cannot be computed from its constants: {' '.join(str(error).split())}") from None
+    return numpy_helper.from_array(np.ascontiguousarray(result))
+
+
+def element_types(graph: onnx.GraphProto) -> dict[str, int]:
+    types = {value.name: value.type.tensor_type.elem_type for value in typed_values(graph)}
+    return types | {tensor.name: tensor.data_type for tensor in graph.initializer}
+
+
+def convert_opset(forward: Forward) -> None:
+    """Opsets that the gradient builder does not take are converted; the IR version follows."""
+    versions = {opset.domain or "": opset.version for opset in forward.model.opset_import}
+    if "" not in versions:
+        versions[""] = versions.get("ai.onnx", 1)
+    version = versions[""]
+    if not OLDEST <= version <= NEWEST:
+        converted = _converted(forward, version)
+        forward.model = converted
+        name_nodes(forward)
+        forward.note(f"converted from opset {version} to {TARGET}")
+    forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
+
+
+def _converted(forward: Forward, version: int) -> onnx.ModelProto:
+    """The converter works on shapes alone; large initializers keep their names through it."""
+    try:
+        return onnx.version_converter.convert_version(forward.model, TARGET)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise forward.error(
+            f"opset {version} does not convert to {TARGET} ({reason[:200]}). Export it with opset {OLDEST} to {NEWEST}."
+        ) from None
+
+
+def infer_shapes(forward: Forward) -> None:
+    """All shapes anew from the inputs; raises where one is unknown or depends on the data."""
+    graph = forward.graph
+    require_static_inputs(forward)
+    del graph.value_info[:]
+    for value in graph.output:
+        kind = value.type.tensor_type.elem_type
+        value.CopyFrom(helper.make_tensor_value_info(value.name, kind, None))
+    try:
+        forward.model = onnx.shape_inference.infer_shapes(
+            forward.model, check_type=True, strict_mode=True, data_prop=True
+        )
+    except Exception as error:
+        raise forward.error(f"its shapes do not fit together: {' '.join(str(error).split())[:300]}") from None
+    shapes = forward.shapes()
+    for node in forward.graph.node:
+        for name in node.output:
+            if name and shapes.get(name) is None:
+                raise forward.error_at(
+                    node, f"gives '{name}', whose shape is not static. Export with static shapes, or pass --batch."
+                )
+
+
+def require_static_inputs(forward: Forward) -> None:
+    for value in forward.graph.input:
+        kind = value.type.tensor_type
+        if not kind.HasField("shape"):
+            raise forward.error(f"input '{value.name}' has no shape: export the model with static shapes")
+        if static_shape(value) is not None:
+            if min(static_shape(value) or [1]) < 1:
+                raise forward.error(f"input '{value.name}' has an empty dimension: pass --batch N")
+            continue
+        dims = [dim.dim_value or dim.dim_param or "?" for dim in kind.shape.dim]
+        only_batch = all(dim.dim_value > 0 for dim in kind.shape.dim[1:])
+        remedy = "pass --batch N" if only_batch else "export the model with a static image size"
+        raise forward.error(f"input '{value.name}' has the dynamic shape {dims}: {remedy}")

@@ -1,0 +1,55 @@
+"""The C interface of onnxruntime-training-cpu, or one line that says what is wrong with the install.
+
+onnxruntime and onnxruntime-training-cpu unpack into the same folder: installed one after the other, the later one
+overwrites the native library while pip believes in both. So what counts is what the library can do, not what pip lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from types import ModuleType
+
+from bnfuse.errors import BnfuseError
+
+PACKAGE = "onnxruntime-training-cpu==1.19.2"
+NEEDED = ("GradientGraphBuilder", "get_optimized_model", "register_gradient_definition", "load_checkpoint")
+RIVALS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "ort-nightly")
+
+
+def training_library() -> ModuleType:
+    """`onnxruntime.capi._pybind_state` with the training functions in it."""
+    try:
+        library = importlib.import_module("onnxruntime.capi._pybind_state")
+    except Exception as error:
+        raise BnfuseError(f"onnxruntime does not load ({_one_line(error)}). {_remedy(_installed_rivals())}") from None
+    missing = [name for name in NEEDED if not hasattr(library, name)]
+    if missing:
+        raise BnfuseError(f"the installed onnxruntime cannot build gradients. {_remedy(_installed_rivals())}")
+    return library
+
+
+def quiet_options():
+    """SessionOptions that log errors only; building a gradient graph logs dozens of lines else."""
+    options = training_library().SessionOptions()
+    options.log_severity_level = 3
+    return options
+
+
+def _installed_rivals() -> list[str]:
+    found = {dist.metadata["Name"].lower() for dist in importlib.metadata.distributions() if dist.metadata["Name"]}
+    return [name for name in RIVALS if name in found]
+
+
+def _remedy(rivals: list[str]) -> str:
+    if not rivals:
+        return f"Install it: pip install --force-reinstall {PACKAGE}"
+    names = " ".join(rivals)
+    return (
+        f"{names} shares its folder with {PACKAGE.split('=')[0]}: "
+        f"pip uninstall -y {names} && pip install --force-reinstall --no-deps {PACKAGE}"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

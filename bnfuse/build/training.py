@@ -1,0 +1,201 @@
+"""The gradient graph around a prepared forward graph, and the training file made of both (docs/training-file.md).
+
+    data, labels, parameters, running statistics  ->  loss, logits, <parameter>_grad, new running statistics
+
+The gradients are onnxruntime-training's, through its C interface. It wants the parameters as graph inputs without
+values; the values come back afterwards as initializers of the same name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import onnx
+from onnx import TensorProto, helper
+
+from bnfuse.errors import BnfuseError
+from bnfuse.roles import METADATA_KEY, Roles
+
+from . import ort
+from .graph import Forward, fresh
+from .traps import builder_error
+
+NOTES_KEY = "bnfuse.notes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variables:
+    """Initializers of the forward graph by what becomes of them."""
+
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    running: dict[str, str]  # running statistic -> the BN output that replaces it
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.trainable, *self.frozen, *self.running)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Names of what `add_loss` added."""
+
+    loss: str
+    labels: str
+    logits: str
+
+
+def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
+    """Appends the loss over `logits` and its labels input; the loss becomes the first graph output.
+
+    cross-entropy: logits [N, K, ...] float32, labels [N, ...] int64, mean over all labels.
+    mse: logits of any shape, labels of the same shape float32, mean over all elements.
+    """
+    taken = forward.names()
+    labels, loss = fresh("labels", taken), fresh("loss", taken)
+    shape = forward.shapes()[logits]
+    assert shape is not None
+    if kind == "cross-entropy":
+        if len(shape) < 2:
+            raise forward.error(f"output '{logits}' has shape {shape}: cross-entropy needs [batch, classes, ...]")
+        log_prob = fresh("log_prob", taken)
+        nodes = [
+            helper.make_node(
+                "SoftmaxCrossEntropyLoss", [logits, labels], [loss, log_prob], name="loss", reduction="mean"
+            )
+        ]
+        value = helper.make_tensor_value_info(labels, TensorProto.INT64, [shape[0], *shape[2:]])
+    elif kind == "mse":
+        difference, square = fresh("loss/difference", taken), fresh("loss/square", taken)
+        nodes = [
+            helper.make_node("Sub", [logits, labels], [difference], name="loss/sub"),
+            helper.make_node("Mul", [difference, difference], [square], name="loss/mul"),
+            helper.make_node("ReduceMean", [square], [loss], name="loss/mean", keepdims=0),
+        ]
+        value = helper.make_tensor_value_info(labels, TensorProto.FLOAT, shape)
+    else:
+        raise BnfuseError(f"loss '{kind}' is unknown: it is cross-entropy or mse")
+    forward.graph.node.extend(nodes)
+    forward.graph.input.append(value)
+    forward.graph.output.insert(0, helper.make_tensor_value_info(loss, TensorProto.FLOAT, []))
+    return Loss(loss, labels, logits)
+
+
+def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
+    """The training graph without values: variables are plain inputs, outputs in the file's order."""
+    library, options = ort.training_library(), ort.quiet_options()
+    model = without_values(forward.model, variables)
+    for output in variables.running.values():
+        model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
+    trainable = set(variables.trainable)
+    try:
+        optimised = library.get_optimized_model(model.SerializeToString(), trainable, options)
+        builder = library.GradientGraphBuilder(optimised, {loss.loss}, trainable, loss.loss, options)
+        builder.build()
+        built = onnx.load_from_string(builder.get_model())
+    except Exception as error:
+        raise builder_error(forward, error) from None
+    order = [*(value.name for value in model.graph.output), *(f"{name}_grad" for name in variables.trainable)]
+    outputs = {value.name: value for value in built.graph.output}
+    lost = [name for name in order if name not in outputs]
+    if lost:
+        raise forward.error(
+            f"'{lost[0]}' is not computed: the loss does not depend on it. Pass --freeze to leave it out."
+        )
+    del built.graph.output[:]
+    built.graph.output.extend(outputs[name] for name in order)
+    return built
+
+
+def without_values(model: onnx.ModelProto, variables: Variables) -> onnx.ModelProto:
+    """A copy whose variables are graph inputs and not initializers."""
+    names = set(variables.all)
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    kept = [tensor for tensor in bare.graph.initializer if tensor.name not in names]
+    sizes = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
+    del bare.graph.initializer[:]
+    bare.graph.initializer.extend(kept)
+    bare.graph.input.extend(helper.make_tensor_value_info(name, *sizes[name]) for name in variables.all)
+    return bare
+
+
+def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
+    """Names, shapes, values and metadata of the training file."""
+    restore_names(built, forward)
+    order_inputs(built, forward, variables, loss)
+    names = set(variables.all)
+    built.graph.initializer.extend(tensor for tensor in forward.graph.initializer if tensor.name in names)
+    prune_opsets(built)
+    built.producer_name, built.producer_version = "bnfuse", ""
+    built.graph.name = forward.graph.name or "training"
+    roles = Roles(
+        data=tuple(value.name for value in forward.graph.input if value.name != loss.labels),
+        labels=(loss.labels,),
+        trainable=variables.trainable,
+        frozen=variables.frozen,
+        running=dict(variables.running),
+        gradients={name: f"{name}_grad" for name in variables.trainable},
+        loss=loss.loss,
+        logits=loss.logits,
+    )
+    set_metadata(built, METADATA_KEY, roles.to_json())
+    if forward.notes:
+        set_metadata(built, NOTES_KEY, json.dumps(forward.notes))
+    return built
+
+
+def restore_names(built: onnx.ModelProto, forward: Forward) -> None:
+    """Forward nodes get their own names back; what onnxruntime added is named after its node."""
+    own = {node.output[0]: node.name for node in forward.graph.node}
+    renamed: dict[str, str] = {}
+    for node in built.graph.node:
+        if node.output[0] not in own:
+            continue
+        node.name = own[node.output[0]]
+        node.doc_string = ""
+        if node.op_type == "BatchNormInternal":
+            renamed[node.output[3]] = f"{node.name}/batch_mean"
+            renamed[node.output[4]] = f"{node.name}/inv_std"
+        elif node.op_type == "ConcatTraining" and len(node.output) > 1:
+            renamed[node.output[1]] = f"{node.name}/lengths"
+    rename_tensors(built.graph, renamed)
+
+
+def rename_tensors(graph: onnx.GraphProto, renamed: dict[str, str]) -> None:
+    taken = {name for node in graph.node for name in (*node.input, *node.output)}
+    final = {}
+    for old, new in renamed.items():
+        final[old] = fresh(new, taken)
+        taken.add(final[old])
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                if name in final:
+                    names[index] = final[name]
+    for value in graph.value_info:
+        value.name = final.get(value.name, value.name)
+
+
+def order_inputs(built: onnx.ModelProto, forward: Forward, variables: Variables, loss: Loss) -> None:
+    """data, labels, trainable, frozen, running; a variable that the graph reads nowhere is still an input."""
+    inputs = {value.name: value for value in built.graph.input}
+    order = [*(value.name for value in forward.graph.input), *variables.all]
+    del built.graph.input[:]
+    built.graph.input.extend(inputs[name] for name in order)
+
+
+def prune_opsets(model: onnx.ModelProto) -> None:
+    used = {node.domain for node in model.graph.node} | {""}
+    kept = [opset for opset in model.opset_import if opset.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+
+
+def set_metadata(model: onnx.ModelProto, key: str, value: str) -> None:
+    for entry in model.metadata_props:
+        if entry.key == key:
+            entry.value = value
+            return
+    model.metadata_props.add(key=key, value=value)

@@ -1,0 +1,116 @@
+"""What onnxruntime-training gets wrong in silence, or fails at without saying where: refused here, in one line.
+
+Each check says what happens without it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import onnx
+from onnx import TensorProto
+
+from bnfuse.errors import BnfuseError
+
+from .graph import Forward, attributes, element_count
+
+SUPPORTED = (
+    "Abs Add And AveragePool BatchNormalization Cast Celu Clip Concat Conv Cos Div Dropout Elu Equal Erf "
+    "Exp Expand Flatten Gather Gelu Gemm GlobalAveragePool GlobalMaxPool HardSigmoid HardSwish Identity "
+    "LayerNormalization LeakyRelu Log LogSoftmax MatMul Max MaxPool Min Mish Mul Neg PRelu Pad Pow "
+    "ReduceMax ReduceMean ReduceSum Relu Reshape Selu Sigmoid Sin Slice Softmax Softplus Softsign Split "
+    "Sqrt Squeeze Sub Sum Tanh Tile Transpose Unsqueeze Where "
+)
+NO_KERNEL = {"ConvTranspose": "ConvTransposeGrad", "Resize": "ResizeGrad", "Upsample": "ResizeGrad"}
+
+
+def choose_logits(forward: Forward, wanted: str | None) -> str:
+    """The output that the loss reads."""
+    names = [value.name for value in forward.graph.output]
+    if wanted is not None:
+        if wanted not in names:
+            raise forward.error(f"has no output '{wanted}': there are {', '.join(names)}")
+        return wanted
+    if len(names) > 1 and "logits" not in names:
+        raise forward.error(
+            f"has {len(names)} outputs ({', '.join(names[:5])}): say which one the loss reads (--logits NAME)"
+        )
+    return "logits" if len(names) > 1 else names[0]
+
+
+def check_forward(forward: Forward) -> None:
+    """Refuses what would train wrongly."""
+    for value in forward.graph.input:
+        kind = value.type.tensor_type.elem_type
+        if kind != TensorProto.FLOAT:
+            name = TensorProto.DataType.Name(kind).lower()
+            raise forward.error(f"input '{value.name}' is {name}: convert the model to float32")
+    for node in forward.graph.node:
+        for op, check in CHECKS:
+            if node.op_type == op:
+                check(forward, node)
+
+
+def check_batch_norm(forward: Forward, node: onnx.NodeProto) -> None:
+    """A frozen BN silently becomes a training BN; statistics of one value are no statistics."""
+    if not attributes(node).get("training_mode"):
+        raise forward.error_at(
+            node,
+            "has training_mode=0: its statistics are frozen, so there is nothing to split. "
+            "Pass --train-bn to train it.",
+        )
+    if len(node.input) < 5 or not all(node.input[1:5]):
+        raise forward.error_at(node, "lacks its scale, bias or running statistics: export it with all five operands.")
+    shape = forward.shapes()[node.input[0]] or []
+    if len(shape) < 2 or element_count(shape) // shape[1] == 1:
+        raise forward.error_at(
+            node, f"has one value per channel ({shape}): it has no variance. Use a larger --batch or --image."
+        )
+
+
+def check_average_pool(forward: Forward, node: onnx.NodeProto) -> None:
+    """onnxruntime 1.19 computes wrong values there, forward and backward."""
+    given = attributes(node)
+    if given.get("ceil_mode") and given.get("count_include_pad"):
+        raise forward.error_at(
+            node,
+            "has ceil_mode=1, count_include_pad=1 and padding: onnxruntime computes it wrongly. Set one of them to 0.",
+        )
+
+
+def check_pad(forward: Forward, node: onnx.NodeProto) -> None:
+    mode = attributes(node).get("mode", b"constant")
+    if mode != b"constant":
+        raise forward.error_at(node, f"pads by '{mode.decode()}': only constant padding has a gradient.")  # type: ignore[attr-defined]
+
+
+def check_no_kernel(forward: Forward, node: onnx.NodeProto) -> None:
+    """Its gradient node exists, but no kernel that runs it."""
+    raise forward.error_at(node, f"has no gradient here ({NO_KERNEL[node.op_type]} has no CPU kernel). {supported()}")
+
+
+CHECKS = [
+    ("BatchNormalization", check_batch_norm),
+    ("AveragePool", check_average_pool),
+    ("Pad", check_pad),
+    *((op, check_no_kernel) for op in NO_KERNEL),
+]
+
+
+def supported() -> str:
+    return f"Supported: {', '.join(SUPPORTED.split())}."
+
+
+_NO_BUILDER = re.compile(r"The gradient builder has not been registered: (\w+)(?: for node (\S+))?")
+
+
+def builder_error(forward: Forward, error: Exception) -> BnfuseError:
+    """What the gradient builder said, in terms of the user's graph."""
+    text = " ".join(str(error).split())
+    if match := _NO_BUILDER.search(text):
+        op, name = match.groups()
+        for node in forward.graph.node:
+            if node.op_type == op and (name is None or node.name == name or node.name in text):
+                return forward.error_at(node, f"has no gradient. {supported()}")
+        return forward.error(f"operator {op} has no gradient. {supported()}")
+    return forward.error(f"onnxruntime cannot build the gradients: {text[:300]}")

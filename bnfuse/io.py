@@ -1,0 +1,270 @@
+"""Models in and out: paths, ModelProto, gs.Graph and onnx_ir.Model, checked before anything is believed.
+
+    model = load("train.onnx")            # onnx_ir.Model
+    save(model, "fused.onnx")             # atomically: a reader never sees half a file
+
+A file is input from outside: it may be truncated, lie about sizes, or name external data anywhere on the disk. What is
+checked here raises a BnfuseError that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx import TensorProto
+
+from bnfuse.errors import BnfuseError, at_node
+from bnfuse.roles import METADATA_KEY, roles_of
+
+FILE_KEY = "bnfuse.file"
+MAX_ELEMENTS = 1 << 33  # of one tensor; beyond it the file is damaged or hostile
+MAX_BYTES = 1 << 34  # of the file itself
+DOMAINS = ("", "ai.onnx", "ai.bnfuse", "com.microsoft", "ai.onnx.ml", "ai.onnx.training")
+
+
+def read_proto(path: str | os.PathLike[str]) -> onnx.ModelProto:
+    """The model of a file with its external data, or a BnfuseError."""
+    path = Path(path)
+    file = str(path)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise BnfuseError(f"{file}: is larger than {MAX_BYTES >> 30} GiB: that is no ONNX model")
+        data = path.read_bytes()
+    except OSError as error:
+        raise BnfuseError(f"{file}: cannot be read: {error.strerror or error}") from None
+    model = parse(data, file)
+    check_sizes(model, file)
+    load_external_data(model, path)
+    return model
+
+
+def parse(data: bytes, file: str | None) -> onnx.ModelProto:
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except Exception:
+        raise _named(file, "is not an ONNX model, or is cut short: protobuf cannot read it") from None
+    if not model.HasField("graph") or not model.graph.node:
+        raise _named(file, "is not an ONNX model: it has no graph")
+    return model
+
+
+def check_sizes(model: onnx.ModelProto, file: str | None = None) -> None:
+    """Dimensions are sane and initializers hold what their dimensions say, before memory is set aside for either."""
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        _check_dims(value.name, dims, file)
+    for tensor in _tensors(model):
+        _check_dims(tensor.name, tensor.dims, file)
+        _check_contents(tensor, file)
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    yield from model.graph.initializer
+    for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
+        for attr in node.attribute:
+            if attr.type == onnx.AttributeProto.TENSOR:
+                yield attr.t
+
+
+def _check_dims(name: str, dims: Any, file: str | None) -> None:
+    if any(dim < 0 for dim in dims) or math.prod(dim for dim in dims if dim) > MAX_ELEMENTS:
+        raise _named(file, f"tensor '{name}' claims the shape {list(dims)[:8]}: no tensor is that large")
+
+
+def _check_contents(tensor: TensorProto, file: str | None) -> None:
+    if tensor.data_location == TensorProto.EXTERNAL or not tensor.HasField("raw_data"):
+        return
+    try:
+        width = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError:
+        raise _named(file, f"tensor '{tensor.name}' has the unknown element type {tensor.data_type}") from None
+    expected = math.prod(tensor.dims) * width
+    packed = tensor.data_type > TensorProto.BFLOAT16  # 4-bit kinds hold two elements a byte
+    if not packed and len(tensor.raw_data) != expected:
+        raise _named(
+            file,
+            f"tensor '{tensor.name}' holds {len(tensor.raw_data)} bytes where its shape needs {expected}: cut short",
+        )
+
+
+def load_external_data(model: onnx.ModelProto, path: Path) -> None:
+    """Reads external data into the model; only from files in the model's own folder or below."""
+    folder = path.resolve().parent
+    for tensor in _tensors(model):
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        fields = {entry.key: entry.value for entry in tensor.external_data}
+        where = external_file(fields.get("location", ""), folder, str(path), tensor.name)
+        _read_external(tensor, fields, where, str(path))
+
+
+def external_file(location: str, folder: Path, file: str, tensor: str) -> Path:
+    """The file that `location` names, if it is inside `folder` (links followed)."""
+    if not location or "\x00" in location:
+        raise BnfuseError(f"{file}: tensor '{tensor}' has external data without a location")
+    where = (folder / location).resolve()
+    if Path(location).is_absolute() or not where.is_relative_to(folder):
+        raise BnfuseError(
+            f"{file}: tensor '{tensor}' has its data in '{location}', outside the model's folder: move it there"
+        )
+    if not where.is_file():
+        raise BnfuseError(f"{file}: tensor '{tensor}' has its data in '{location}', which is not there")
+    return where
+
+
+def _read_external(tensor: TensorProto, fields: dict[str, str], where: Path, file: str) -> None:
+    try:
+        width = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        offset, length = int(fields.get("offset", 0)), int(fields.get("length", -1))
+    except (KeyError, ValueError):
+        raise BnfuseError(f"{file}: tensor '{tensor.name}' has a damaged external data entry") from None
+    expected = math.prod(tensor.dims) * width
+    if length not in (-1, expected) or offset < 0 or offset + expected > where.stat().st_size:
+        raise BnfuseError(f"{file}: tensor '{tensor.name}' needs {expected} bytes of '{where.name}': it is cut short")
+    with where.open("rb") as stream:
+        stream.seek(offset)
+        tensor.raw_data = stream.read(expected)
+    tensor.data_location = TensorProto.DEFAULT
+    del tensor.external_data[:]
+
+
+def _named(file: str | None, what: str) -> BnfuseError:
+    return BnfuseError(f"{file}: {what}" if file else what)
+
+
+def load(
+    source: Any,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    data_input: str | Iterable[str] | None = None,
+    labels_input: str | Iterable[str] | None = None,
+) -> ir.Model:
+    """The model of a path, a ModelProto, a gs.Graph or an onnx_ir.Model (that itself, unless an option changes it).
+
+    `checkpoint` is a checkpoint of onnxruntime-training: its values become initializers of the graph's inputs.
+    `data_input` and `labels_input` overrule what the file says, or what is inferred, about these inputs.
+    """
+    changed = checkpoint is not None or data_input is not None or labels_input is not None
+    if isinstance(source, ir.Model):
+        model = source.clone() if changed else source
+    elif isinstance(source, onnx.ModelProto):
+        check_sizes(source)
+        model = _from_proto(source, None)
+    elif isinstance(source, str | os.PathLike):
+        model = _from_proto(read_proto(source), str(os.fspath(source)))
+        model.meta[FILE_KEY] = str(os.fspath(source))
+    else:
+        model = _from_graphsurgeon(source)
+    if checkpoint is not None:
+        from bnfuse.checkpoints import fill_from_checkpoint  # needs onnxruntime
+
+        fill_from_checkpoint(model, checkpoint)
+    if data_input is not None or labels_input is not None:
+        roles = roles_of(model, data_input=data_input, labels_input=labels_input)
+        model.metadata_props[METADATA_KEY] = roles.to_json()
+    return model
+
+
+def _from_proto(proto: onnx.ModelProto, file: str | None) -> ir.Model:
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:
+        raise _named(file, f"is no valid ONNX model: {' '.join(str(error).split())[:200]}") from None
+    check_domains(model, file)
+    return model
+
+
+def _from_graphsurgeon(source: Any) -> ir.Model:
+    import onnx_graphsurgeon as gs
+
+    if not isinstance(source, gs.Graph):
+        kind = type(source).__name__
+        raise BnfuseError(f"cannot load a {kind}: give a path, a ModelProto, a gs.Graph or an onnx_ir.Model")
+    return _from_proto(gs.export_onnx(source, do_type_check=False), None)
+
+
+def check_domains(model: ir.Model, file: str | None) -> None:
+    """Every node is of a domain that is known, or is a function of the model."""
+    local = {(function.domain, function.name) for function in model.functions.values()}
+    for node in model.graph:
+        if node.domain not in DOMAINS and (node.domain, node.op_type) not in local:
+            raise at_node(
+                node.name or "",
+                f"{node.domain}::{node.op_type}",
+                f"is of an unknown domain. Known: {', '.join(filter(None, DOMAINS))}, and functions of the model.",
+                file=file,
+            )
+
+
+def file_of(model: ir.Model) -> str:
+    """The path that the model came from, or its graph's name: what messages call it."""
+    return str(model.meta.get(FILE_KEY) or model.graph.name or "model")
+
+
+def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Writes the model to a temporary file beside `path` and moves it there."""
+    proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
+    try:
+        data = proto.SerializeToString()
+    except Exception:
+        raise BnfuseError(
+            f"{os.fspath(path)}: the model is larger than 2 GiB, the most that one ONNX file holds"
+        ) from None
+    write_atomically(Path(path), data)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """All of `data` under that name, or what was there before."""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def require_training(model: ir.Model) -> None:
+    """Raises unless the model is a training graph with static shapes and values for its variables."""
+    file = file_of(model)
+    roles = roles_of(model)
+    inputs = {value.name: value for value in model.graph.inputs}
+    for name in (*roles.data, *roles.labels):
+        value = inputs[name]
+        if value.shape is None or not all(isinstance(dim, int) for dim in value.shape):
+            raise BnfuseError(f"{file}: input '{name}' has no static shape ({value.shape}): build it with --batch N")
+    initializers = model.graph.initializers
+    for name in (*roles.trainable, *roles.frozen, *roles.running):
+        if name not in initializers or initializers[name].const_value is None:
+            raise BnfuseError(f"{file}: input '{name}' has no initial value: pass --checkpoint with its values")
+    for node in model.graph:
+        for value in node.outputs:
+            if value.name and (value.shape is None or not all(isinstance(dim, int) for dim in value.shape)):
+                raise at_node(
+                    node.name or "",
+                    node.op_type,
+                    f"gives '{value.name}', whose shape is not known: build it anew.",
+                    file=file,
+                )
