@@ -1,0 +1,158 @@
+"""Operators with operands: what the tests of the op set share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from bnfuse.opset import reference
+from bnfuse.opset.functions import function_for
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, PlainOp, find
+
+CONV = {"dilations": [1, 1], "group": 1, "kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1]}
+POOL = {
+    "ceil_mode": 0,
+    "count_include_pad": 0,
+    "dilations": [1, 1],
+    "kernel_shape": [3, 3],
+    "pads": [1, 1, 1, 1],
+    "strides": [2, 2],
+}
+
+
+@dataclasses.dataclass
+class Case:
+    """An operator, float32 operands (int64 indices), and attributes."""
+
+    op: OpSpec | PlainOp
+    operands: dict[str, np.ndarray]
+    attributes: dict[str, object]
+
+    def expected(self, dtype=np.float64) -> dict[str, np.ndarray]:
+        return reference.run(
+            self.op, {name: _as(dtype, value) for name, value in self.operands.items()}, self.attributes
+        )
+
+    def model(self, opset: int = 17, *, dynamic: bool = False, function: bool = True) -> onnx.ModelProto:
+        """A model of this one node."""
+        node = helper.make_node(
+            self.op.name, self.operands, self.op.results, domain=DOMAIN, name="it", **self.attributes
+        )
+        results = self.expected()
+        graph = helper.make_graph(
+            [node],
+            "one_node",
+            [_value(name, value.shape, dynamic) for name, value in self.operands.items()],
+            [_value(name, results[name].shape, True) for name in self.op.results],
+        )
+        imports = [
+            helper.make_opsetid("", opset),
+            helper.make_opsetid(DOMAIN, 1),
+            helper.make_opsetid("com.microsoft", 1),
+        ]
+        functions = [ir.serde.serialize_function(function_for(self.op, opset))] if function else []
+        return helper.make_model(graph, opset_imports=imports, functions=functions, ir_version=9)
+
+    def run_body(self, opset: int = 17, *, dynamic: bool = False) -> dict[str, np.ndarray]:
+        """The results of the function body in onnxruntime."""
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        model = self.model(opset, dynamic=dynamic).SerializeToString()
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return dict(zip(self.op.results, session.run(None, self.operands), strict=True))
+
+
+def _as(dtype, value: np.ndarray) -> np.ndarray:
+    return value if value.dtype == np.int64 else value.astype(dtype)
+
+
+def _value(name: str, shape: tuple[int, ...], dynamic: bool) -> onnx.ValueInfoProto:
+    dims = [f"{name}_{axis}" for axis in range(len(shape))] if dynamic else list(shape)
+    return helper.make_tensor_value_info(name, TensorProto.INT64 if name == "indices" else TensorProto.FLOAT, dims)
+
+
+def make_case(
+    name: str, *, seed: int = 0, shape=(2, 6, 7, 9), out_channels: int = 4, conv=None, pool=None, **attributes
+) -> Case:
+    """Random operands of fitting shapes for the operator of this name. x has `shape`; the core makes y of it."""
+    op = find(name)
+    assert op is not None, name
+    rng = np.random.default_rng(seed)
+    if isinstance(op, PlainOp):
+        return _plain_case(op, rng, shape)
+    window = {**CONV, **(conv or {})} if op.core == "Conv" or op.core in CONV_GRADS else {**POOL, **(pool or {})}
+    own = {"min": -0.5, "max": 0.75, "alpha": 1.702, "grad_start": 1, "acc_start": 3, **window, **attributes}
+    weight = rng.normal(size=(out_channels, shape[1] // window.get("group", 1), *window["kernel_shape"]))
+    x = rng.normal(size=shape)
+    core = find(op.core.removesuffix("Input").removesuffix("Weight").removesuffix("Grad"))
+    forward = reference.run(core, {"x": x, "weight": weight}, window)
+    y = forward["y"].shape
+    own |= {"grad_stop": own["grad_start"] + y[1], "acc_stop": own["acc_start"] + shape[1]}
+    sliced = own["grad_stop"] + 2 if "Slice" in op.prologue else y[1]
+    shapes = {
+        "dy": (y[0], sliced, *y[2:]),
+        "grad_x": y,
+        **dict.fromkeys(("grad_p", "grad_q", "grad_w", "bias"), (y[1],)),
+        "acc": (shape[0], own["acc_stop"] + 1, *shape[2:]),
+        **dict.fromkeys(("skip", "other", *(f"x_{i}" for i in range(1, 9))), shape),
+    }
+    given = {"x": x, "weight": weight, "indices": forward.get("indices")}
+    operands = {
+        operand: given[operand] if operand in given else rng.normal(size=shapes.get(operand, (shape[1],)))
+        for operand in op.operands
+    }
+    return Case(
+        op, {key: _as(np.float32, value) for key, value in operands.items()}, {k: own[k] for k in op.attributes}
+    )
+
+
+def _plain_case(op: PlainOp, rng: np.random.Generator, shape) -> Case:
+    c = shape[1]
+    attributes = {
+        "epsilon": 1e-3,
+        "momentum": 0.9,
+        "count": 37,
+        "start": 2,
+        "stop": 2 + c,
+        "acc_start": 1,
+        "acc_stop": 1 + c,
+    }
+    wide = {"beta_acc": c + 3, "gamma_acc": c + 3}
+    if op.name == "BatchNormGradFinalize":
+        wide = {"beta_term": c + 4, "gamma_term": c + 4}
+    operands = {
+        name: rng.normal(size=shape if name in ("x", "dz") else (wide.get(name, c),)).astype(np.float32)
+        for name in op.operands
+    }
+    for name in {"variance", "running_variance"} & {*operands}:
+        operands[name] = np.abs(operands[name])
+    return Case(op, operands, {name: attributes[name] for name in op.attributes})
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """L2 error relative to the expected norm."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    scale = np.linalg.norm(expected) or 1.0
+    return float(np.linalg.norm(actual.astype(np.float64) - expected) / scale)
+
+
+@pytest.fixture(name="case", scope="session")
+def case_fixture():
+    return make_case
+
+
+@pytest.fixture(scope="session")
+def assert_close():
+    def check(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
+        assert {*actual} == {*expected}
+        errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+        assert max(errors.values()) <= tolerance, errors
+
+    return check

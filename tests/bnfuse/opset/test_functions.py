@@ -1,0 +1,251 @@
+"""Function bodies, executed by onnxruntime, against the numpy reference in float64."""
+
+import re
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset import functions
+from bnfuse.opset.spec import (
+    ACTIVATION_GRADS,
+    ACTIVATIONS,
+    BACKWARD_CORES,
+    DOMAIN,
+    FORWARD_CORES,
+    PLAIN_OPS,
+    parse,
+)
+
+NAMES = (
+    "NormalizeReluConvStatistics",
+    "NormalizeAddReluConvBiasStoreInputStatistics",
+    "ReluAddNormalizedClipConvStoreInput",
+    "NormalizeQuickGeluConvBias",
+    "NormalizeReluMaxPoolStatistics",
+    "ReluAveragePoolStoreInputStatistics",
+    "NormalizeClipGlobalAveragePool",
+    "NormalizeReluMap",
+    "AddMapStoreInputStatistics",
+    "Map",
+    "SliceBatchNormGradNormalizeReluConvGradReluGradReduceAccumulate",
+    "BatchNormGradConvGradBiasGradAddGradientReluGradReduceReduceOtherReduceOther",
+    "NormalizeClipConvGradClipGradReduceScale",
+    "NormalizeQuickGeluConvGradQuickGeluGradReduce",
+    "SliceBatchNormGradReluConvGradInputReluGradAccumulate",
+    "ConvGradInput",
+    "BatchNormGradNormalizeReluConvGradWeightBiasGrad",
+    "SliceMaxPoolGradAddGradientReluGradReduceScale",
+    "NormalizeMaxPoolGradReluGradAccumulate",
+    "NormalizeAveragePoolGradReluGradReduce",
+    "GlobalAveragePoolGradAddGradientReluGradReduceReduceOther",
+    "BatchNormGradMapGrad",
+    "SliceMapGradAccumulate",
+    "NormalizeMapGradReluGradReduce",
+    "MapGradAddGradientScale",
+    *PLAIN_OPS,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_body_computes_what_the_reference_does(name, case, assert_close):
+    it = case(name)
+    assert_close(it.run_body(), it.expected())
+
+
+def test_the_list_has_every_step_and_core():
+    found = {step for name in NAMES if (op := parse(name)) for step in (*op.prologue, op.core, *op.epilogue)}
+    grammar = {*FORWARD_CORES, *BACKWARD_CORES, *ACTIVATIONS, *ACTIVATION_GRADS}
+    grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
+    grammar |= {"BiasGrad", "AddGradient", "Reduce", "ReduceOther", "Scale", "Accumulate"}
+    assert found == grammar
+
+
+def optional(*choices: str) -> st.SearchStrategy[str]:
+    return st.sampled_from(["", *choices])
+
+
+FORWARD_NAMES = st.tuples(
+    optional("Normalize"),
+    optional(*ACTIVATIONS),
+    optional("Add", "AddNormalized"),
+    st.sampled_from([*FORWARD_CORES]),
+    optional("Bias"),
+    optional("StoreInput"),
+    optional("Statistics"),
+)
+BACKWARD_NAMES = st.tuples(
+    optional("Slice"),
+    optional("BatchNormGrad"),
+    optional("Normalize"),
+    optional(*ACTIVATIONS),
+    st.sampled_from([*BACKWARD_CORES]),
+    optional("BiasGrad"),
+    optional("AddGradient"),
+    optional(*ACTIVATION_GRADS),
+    optional("Reduce"),
+    optional("ReduceOther"),
+    optional("Scale", "Accumulate"),
+)
+SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(4, 9), st.integers(4, 9))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.one_of(FORWARD_NAMES, BACKWARD_NAMES), SHAPES, st.integers(0, 9))
+def test_any_composition_of_steps_has_a_right_body(case, assert_close, parts, shape, seed):
+    name = "".join(parts)
+    if parse(name) is not None:
+        it = case(name, shape=shape, seed=seed)
+        assert_close(it.run_body(), it.expected(), 3e-5)
+
+
+CONVOLUTIONS = [
+    {"kernel_shape": [1, 1], "pads": [0, 0, 0, 0]},
+    {"kernel_shape": [1, 1], "pads": [0, 0, 0, 0], "strides": [2, 2]},
+    {"kernel_shape": [3, 2], "pads": [1, 0, 2, 1], "strides": [2, 1]},
+    {"dilations": [2, 1], "pads": [2, 1, 2, 1]},
+    {"group": 2},
+    {"group": 6, "strides": [2, 2]},
+    {"kernel_shape": [7, 7], "pads": [3, 3, 3, 3], "strides": [2, 2]},
+]
+
+
+@pytest.mark.parametrize("conv", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("name", ["NormalizeReluConv", "NormalizeReluConvGradReluGrad", "ConvGradWeight"])
+def test_convolutions(name, conv, case, assert_close):
+    it = case(name, conv=conv, out_channels=conv.get("group", 5))
+    assert_close(it.run_body(), it.expected())
+
+
+# kernel, stride, pads (the second window leaves rows unread, the last overlaps nothing)
+POOLS = [(2, 2, [0, 0, 0, 0]), (3, 2, [1, 1, 1, 1]), (3, 3, [0, 1, 1, 0]), (2, 3, [0, 0, 0, 0]), (3, 1, [1, 1, 1, 1])]
+
+
+@pytest.mark.parametrize("kernel, stride, pads", POOLS)
+@pytest.mark.parametrize("include", [0, 1])
+@pytest.mark.parametrize("ceil", [0, 1])
+@pytest.mark.parametrize("shape", [(2, 3, 8, 7), (1, 1, 6, 9)])
+def test_gradient_of_average_pool(kernel, stride, pads, include, ceil, shape, case, assert_close):
+    pool = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": pads, "count_include_pad": include}
+    it = case("AveragePoolGrad", shape=shape, pool={**pool, "ceil_mode": ceil})
+    assert_close(it.run_body(), it.expected())
+
+
+@pytest.mark.parametrize("kernel, stride, pads", POOLS)
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_max_pool_and_its_gradient(kernel, stride, pads, dilation, case, assert_close):
+    pool = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": pads, "dilations": [dilation] * 2}
+    for name in ("ReluMaxPool", "MaxPoolGrad"):  # after a Relu many values are equal: the first is the maximum
+        it = case(name, pool=pool)
+        assert_close(it.run_body(), it.expected())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "name, opset",
+    [
+        *((name, 13) for name in ("NormalizeClipConvStatistics", "AveragePoolGrad")),
+        ("SliceNormalizeReluConvGradReduceAccumulate", 13),
+        *((name, 16) for name in ("MaxPoolGrad", "AveragePoolGrad")),
+        *((name, 21) for name in ("NormalizeClipConvStatistics", "AveragePoolGrad", "MaxPoolGrad")),
+        ("SliceNormalizeReluConvGradReduceAccumulate", 21),
+    ],
+)
+def test_opsets_and_unknown_shapes(name, opset, dynamic, case, assert_close):
+    it = case(name)
+    assert_close(it.run_body(opset, dynamic=dynamic), it.expected())
+
+
+def test_statistics_survive_a_mean_of_a_thousand_standard_deviations(case, assert_close):
+    it = case("BatchNormStatistics", shape=(8, 3, 40, 40))
+    it.operands["x"] += np.float32(1000)
+    assert_close(it.run_body(), it.expected(), 1e-5)
+
+
+def test_statistics_of_constant_channels_are_exact(case):
+    it = case("ConvStatistics")
+    it.operands["weight"][:] = 0
+    assert np.array_equal(it.run_body()["variance"], np.zeros(4))
+
+
+def test_gradient_of_a_relu_is_zero_at_zero(case):
+    it = case("MapGradReluGrad")
+    it.operands["x"][:] = 0
+    assert not it.run_body()["dx"].any()
+
+
+def test_unwanted_results_of_conv_grad_have_no_name():
+    body = functions.function_for(parse("ConvGradWeight"), 17)
+    grad = next(node for node in body if node.op_type == "ConvGrad")
+    assert [bool(output.name) for output in grad.outputs] == [False, True]
+
+
+def test_gradient_of_max_pool_needs_opset_16():
+    op = parse("MaxPoolGradReluGrad")
+    assert functions.why_not(op, 16) is None
+    assert re.search("15.*needs 16", functions.why_not(op, 15))
+    with pytest.raises(BnfuseError, match=r"MaxPoolGradReluGrad .* Convert the model to a later opset"):
+        functions.function_for(op, 15)
+
+
+def test_nothing_is_older_than_opset_13():
+    assert "needs 13" in functions.why_not(parse("NormalizeMap"), 12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bodies_use_only_allowed_operators(name):
+    """Nothing that changed between 13 and 21 in more than the types it takes, and no gradient of a pool."""
+    op = parse(name) or PLAIN_OPS[name]
+    for node in functions.function_for(op, 17):
+        if node.domain == "":
+            assert node.op_type not in ("MaxPoolGrad", "AveragePoolGrad", "ReduceMean", "BatchNormalization")
+            assert onnx.defs.has(node.op_type, max_inclusive_version=21)
+        else:
+            assert (node.domain, node.op_type) == ("com.microsoft", "ConvGrad")
+
+
+# add_functions
+
+
+def relu_map_model() -> ir.Model:
+    return ir.from_onnx_text("""
+        <ir_version: 9, opset_import: ["": 17, "ai.bnfuse": 1]>
+        g (float[1,2,3,3] x, float[2] a, float[2] b) => (float[1,2,3,3] y) {
+            y = ai.bnfuse.NormalizeReluMap(x, a, b)
+        }""")
+
+
+def test_add_functions_adds_what_is_used_and_removes_the_rest():
+    model = relu_map_model()
+    stale = functions.function_for(parse("ConvGradInput"), 17)
+    model.functions[stale.identifier()] = stale
+    functions.add_functions(model)
+    assert [*model.functions] == [(DOMAIN, "NormalizeReluMap", "")]
+    assert model.opset_imports == {"": 17, DOMAIN: 1}
+
+
+def test_add_functions_imports_what_bodies_need():
+    model = relu_map_model()
+    node = model.graph[0]
+    node.op_type = "ReluConvGradWeight"  # the operands do not matter here
+    functions.add_functions(model)
+    assert model.opset_imports == {"": 17, DOMAIN: 1, "com.microsoft": 1}
+
+
+def test_add_functions_twice_changes_nothing():
+    model = relu_map_model()
+    functions.add_functions(model)
+    once = ir.to_proto(model)
+    functions.add_functions(model)
+    assert ir.to_proto(model) == once
+
+
+def test_unknown_operator_is_named():
+    model = relu_map_model()
+    model.graph[0].name, model.graph[0].op_type = "n7", "ReluNormalizeMap"
+    with pytest.raises(BnfuseError, match=r"node 'n7' \(ai.bnfuse::ReluNormalizeMap\)"):
+        functions.add_functions(model)

@@ -1,0 +1,69 @@
+"""Names and steps of operators."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bnfuse.opset.spec import ACTIVATIONS, BACKWARD_CORES, FORWARD_CORES, OpSpec, find, parse, parse_steps
+
+PROLOGUES = st.tuples(
+    st.sampled_from(["", "Normalize"]),
+    st.sampled_from(["", *ACTIVATIONS]),
+    st.sampled_from(["", "Add", "AddNormalized"]),
+    st.sampled_from(["", *ACTIVATIONS]),
+)
+EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "StoreInput", "Statistics")))
+GRADIENT_PROLOGUES = st.tuples(
+    *(st.sampled_from(["", step]) for step in ("Slice", "BatchNormGrad", "Normalize")),
+    st.sampled_from(["", *ACTIVATIONS]),
+)
+GRADIENT_EPILOGUES = st.tuples(
+    st.sampled_from(["", "BiasGrad"]),
+    st.sampled_from(["", "AddGradient"]),
+    st.sampled_from(["", *(f"{kind}Grad" for kind in ACTIVATIONS)]),
+    st.sampled_from(["", "Reduce"]),
+    st.sampled_from(["", "ReduceOther", "ReduceOther ReduceOther"]),
+    st.sampled_from(["", "Scale", "Accumulate"]),
+)
+
+
+def steps(words) -> tuple[str, ...]:
+    return tuple(step for word in words for step in word.split())
+
+
+@settings(max_examples=300, derandomize=True)
+@given(PROLOGUES, st.sampled_from([*FORWARD_CORES]), EPILOGUES)
+def test_forward_steps_come_back_from_their_name(prologue, core, epilogue):
+    written = (steps(prologue), core, steps(epilogue))
+    read = parse_steps("".join((*written[0], core, *written[2])))
+    activations = [step for step in written[0] if step in ACTIVATIONS]
+    ambiguous = len(activations) == 2 and (not prologue[2] or activations[0] == activations[1] != "Relu")
+    assert read == (None if ambiguous else written)
+
+
+@settings(max_examples=300, derandomize=True)
+@given(GRADIENT_PROLOGUES, st.sampled_from([*BACKWARD_CORES]), GRADIENT_EPILOGUES)
+def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
+    written = (steps(prologue), core, steps(epilogue))
+    read = parse_steps("".join((*written[0], core, *written[2])))
+    without_dx = core == "ConvGradWeight" and {*written[2]} - {"BiasGrad"}
+    assert read == (None if without_dx else written)
+
+
+@settings(max_examples=200, derandomize=True)
+@given(GRADIENT_PROLOGUES, st.sampled_from([*BACKWARD_CORES]), GRADIENT_EPILOGUES)
+def test_operands_and_results_have_one_name_each(prologue, core, epilogue):
+    op = parse("".join((*steps(prologue), core, *steps(epilogue))))
+    if op is not None:
+        for names in (op.operands, op.results, op.attributes):
+            assert len({*names}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["", "Normalize", "ConvRelu", "ReluReluConv", "ClipAddClipConv", "BatchNormalization"])
+def test_other_names_are_no_operators(name):
+    assert find(name) is None
+
+
+def test_steps_out_of_order_are_refused():
+    with pytest.raises(ValueError, match="Relu Normalize Conv"):
+        OpSpec(("Relu", "Normalize"), "Conv")
