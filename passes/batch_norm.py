@@ -1,0 +1,66 @@
+"""MVF: each BatchNorm becomes a statistics half and a normalise half (papers/000, section 3.2; papers/001 calls them the same).
+
+    y, rm', rv', mean, inv_std =        mean, variance = BatchNormStatistics(x)            one sweep
+      BatchNormInternal(x, g, b, ...) -> a, b', inv_std, rm', rv' = BatchNormFinalize(...)  C-sized
+                                        y = NormalizeMap(x, a, b')
+
+The unfused BatchNorm sweeps x once for the mean, once for the variance and once to normalise; now the two statistics
+come from one sweep, and the normalise half can go where y is read.
+
+Refuses a BatchNorm whose input is not a static float32 map of rank 4.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.passes.rewriting import Editor, FusionResult
+from bnfuse.passes.source_ops import is_map
+
+NORMALIZE = OpSpec(("Normalize",), "Map")
+
+
+class SplitBatchNorm(ir.passes.InPlacePass):
+    def call(self, model: ir.Model) -> FusionResult:
+        editor = Editor(model, "mvf")
+        for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
+            if is_map(node.inputs[0]):
+                split(editor, node)
+            else:
+                editor.refuse(node, f"{_name(node.inputs[0])} is not a float32 map of rank 4 with a static shape")
+        return editor.result()
+
+
+def split(editor: Editor, node: ir.Node) -> None:
+    x, scale, bias, running_mean, running_variance = node.inputs
+    y, new_mean, new_variance, saved_mean, saved_inv_std = node.outputs
+    assert x is not None and scale is not None and bias is not None
+    assert running_mean is not None and running_variance is not None
+    for value in node.outputs[1:]:
+        value.shape = value.shape or scale.shape
+        value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
+    statistics = editor.emit(
+        PLAIN_OPS["BatchNormStatistics"], {"x": x}, {}, {"mean": saved_mean}, before=node, of=[node],
+        name=editor.fresh(f"{node.name}/statistics"),
+    )  # fmt: skip
+    operands = {"scale": scale, "bias": bias, **statistics}
+    operands |= {"running_mean": running_mean, "running_variance": running_variance}
+    attributes = {
+        key: node.attributes[key].as_float() if key in node.attributes else default for key, default in DEFAULTS
+    }
+    keep = {"inv_std": saved_inv_std, "new_running_mean": new_mean, "new_running_variance": new_variance}
+    coefficients = editor.emit(
+        PLAIN_OPS["BatchNormFinalize"], operands, attributes, keep, before=node, of=[node],
+        name=editor.fresh(f"{node.name}/finalize"),
+    )  # fmt: skip
+    operands = {"x": x, "a": coefficients["a"], "b": coefficients["b"]}
+    editor.emit(NORMALIZE, operands, {}, {"y": y}, before=node, of=[node], name=node.name)
+    editor.graph.remove(node, safe=True)
+
+
+DEFAULTS = (("epsilon", 1e-5), ("momentum", 0.9))
+
+
+def _name(value: ir.Value | None) -> str:
+    return f"'{value.name}'" if value is not None else "its input"

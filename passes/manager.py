@@ -1,0 +1,166 @@
+"""Levels: which passes run, in which order, and what they did.
+
+    none    nothing
+    rcf     the ReLU into the following convolutions
+    mvf     + mean and variance in one sweep: BN split into its halves
+    bnff    + fission and fusion of the BN halves inside composite layers, forward and backward
+    icf     + across composite layers, through Concat; average pooling before 1x1 convolutions
+
+(papers/000, sections 3.2 and 3.3.) A pass that fails is named together with those that ran before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset.functions import add_functions
+from bnfuse.passes.batch_norm import SplitBatchNorm
+from bnfuse.passes.batch_norm_grad import SplitBatchNormGrad
+from bnfuse.passes.canonical import Canonicalize
+from bnfuse.passes.concat_gradient import ConcatGradient
+from bnfuse.passes.concat_sink import ConcatSink
+from bnfuse.passes.concat_statistics import ConcatStatistics
+from bnfuse.passes.fuse_batch_norm_grad import BatchNormGradFusion
+from bnfuse.passes.fuse_gradient_sum import GradientSumFusion
+from bnfuse.passes.fuse_map import MapFusion, ReluConvFusion
+from bnfuse.passes.fuse_mask import MaskFusion
+from bnfuse.passes.fuse_statistics import StatisticsFusion
+from bnfuse.passes.pool_first import PoolFirst
+from bnfuse.passes.rewriting import FusionResult, Refusal
+from bnfuse.passes.unfused import Unfused, batch_norms, find_unfused
+
+LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
+
+PassFactory = Callable[[], ir.passes.InPlacePass]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """One pass: how many places it changed, what it refused, and how long it took."""
+
+    name: str
+    changed: int
+    refused: tuple[Refusal, ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a rewrite did. `batch_norms` counts the source graph's BNs."""
+
+    level: str
+    batch_norms: int
+    unfused: tuple[Unfused, ...]
+    passes: tuple[PassReport, ...]
+    nodes_before: int
+    nodes_after: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys: level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes."""
+        return {
+            "level": self.level,
+            "batch_norms": self.batch_norms,
+            "unfused": [dataclasses.asdict(entry) for entry in self.unfused],
+            "passes": [
+                {
+                    "name": entry.name,
+                    "changed": entry.changed,
+                    "refused": [dataclasses.asdict(refusal) for refusal in entry.refused],
+                    "seconds": round(entry.seconds, 3),
+                }
+                for entry in self.passes
+            ],
+            "nodes": {"before": self.nodes_before, "after": self.nodes_after},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """The rewritten model (a copy; the model that was given stays as it was) and the report."""
+
+    model: ir.Model
+    report: Report
+
+
+def passes_of(level: str, pool_first: bool) -> list[tuple[str, PassFactory]]:
+    """The passes of a level in order, each with its name in reports."""
+    if level not in LEVELS:
+        raise BnfuseError(f"there is no level '{level}'; the levels are {', '.join(LEVELS)}")
+    rank = LEVELS.index(level)
+    icf = rank >= LEVELS.index("icf")
+    listed: list[tuple[str, PassFactory]] = []
+    if pool_first:
+        listed += [("pool-first", PoolFirst)]
+    if rank >= LEVELS.index("rcf"):
+        listed += [("canonical", Canonicalize), ("rcf", ReluConvFusion)]
+    if rank >= LEVELS.index("mvf"):
+        listed += [("mvf", SplitBatchNorm)]
+    if rank >= LEVELS.index("bnff"):
+        listed += [("bnff/split-gradient", SplitBatchNormGrad)]
+        listed += _fusions(concats=not icf)
+    if icf:
+        listed += [("icf/concat-sink", ConcatSink), ("icf/concat-statistics", ConcatStatistics)]
+        listed += [("icf/concat-gradient", ConcatGradient)]
+        listed += _fusions(concats=True)
+    return listed
+
+
+def _fusions(*, concats: bool) -> list[tuple[str, PassFactory]]:
+    return [
+        ("bnff/map", MapFusion),
+        ("bnff/gradient-sum", lambda: GradientSumFusion(concats=concats)),
+        ("bnff/mask", MaskFusion),
+        ("bnff/statistics", StatisticsFusion),
+        ("bnff/gradient-input", BatchNormGradFusion),
+    ]
+
+
+def rewrite(model: ir.Model, *, level: str = "icf", pool_first: bool | None = None) -> Rewritten:
+    """Run a level's passes on a copy of a training graph.
+
+    `pool_first` defaults to on at level icf and off below it. Raises BnfuseError for an unknown level.
+    """
+    listed = passes_of(level, level == "icf" if pool_first is None else pool_first)
+    model = model.clone()
+    names = batch_norms(model)
+    before = model.graph.num_nodes()
+    reports: list[PassReport] = []
+    refused: list[Refusal] = []
+    for name, factory in listed:
+        start = time.perf_counter()
+        try:
+            result = factory()(model)
+        except BnfuseError:
+            raise
+        except Exception as error:
+            done = ", ".join(report.name for report in reports) or "none"
+            raise BnfuseError(f"pass {name} failed ({error}); passes that ran before it: {done}") from error
+        assert isinstance(result, FusionResult)
+        refused += result.refused
+        reports.append(PassReport(name, len(result.fused), result.refused, time.perf_counter() - start))
+    if reports:
+        finish(model)
+    unfused = find_unfused(model, names, refused)
+    return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, model.graph.num_nodes()))
+
+
+def finish(model: ir.Model) -> None:
+    """Leave a valid model: nodes in an order that runs, and a function for every operator in use."""
+    if not _is_sorted(model.graph):
+        model.graph.sort()
+    add_functions(model)
+
+
+def _is_sorted(graph: ir.Graph) -> bool:
+    seen: set[ir.Node] = set()
+    for node in graph:
+        if any(v is not None and (p := v.producer()) is not None and p not in seen for v in node.inputs):
+            return False
+        seen.add(node)
+    return True
