@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from bnfuse import io
 from bnfuse.errors import BnfuseError
-from bnfuse.roles import Roles, roles_of
+from bnfuse.roles import METADATA_KEY, Roles, roles_of
 
 DROPOUTS = {"Dropout": 1, "DropoutGrad": 2, "BiasDropout": 3, "BitmaskDropout": 1}  # op -> input that is the ratio
 
@@ -117,12 +117,9 @@ def open_graph(
     """A training graph from any form of a model. `name` is for messages, where the source is no file."""
     if isinstance(source, TrainingGraph):
         return source
-    model = io.load(
-        getattr(source, "model", source) if hasattr(source, "report") else source,
-        checkpoint=checkpoint,
-        data_input=data_input,
-        labels_input=labels_input,
-    )
-    if isinstance(source, str | os.PathLike):
-        name = str(source)
-    return TrainingGraph(model, roles_of(model), name or model.graph.name or "model")
+    source = source.model if hasattr(source, "report") else source  # what `rewrite` returned
+    model = io.load(source, checkpoint=checkpoint)
+    roles = roles_of(model, data_input=data_input, labels_input=labels_input)
+    if model is not source:  # ours: everything that follows sees the same roles
+        model.metadata_props[METADATA_KEY] = roles.to_json()
+    return TrainingGraph(model, roles, str(source) if isinstance(source, str | os.PathLike) else name or io.file_of(model))

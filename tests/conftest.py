@@ -1,0 +1,98 @@
+"""Fixtures of all tests: golden graph texts, the float64 yardstick, and honest handling of tests that need torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+HERE = Path(__file__).resolve().parent
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden texts instead of comparing")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `torch` run where torch is installed; elsewhere they are deselected, and the summary counts them."""
+    if HAS_TORCH:
+        return
+    out = [item for item in items if item.get_closest_marker("torch")]
+    if out:
+        items[:] = [item for item in items if item not in out]
+        config.hook.pytest_deselected(items=out)
+    config.stash[DESELECTED] = len(out)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(DESELECTED, 0):
+        terminalreporter.write_line(
+            f"{count} tests need torch, which is not installed: they did not run (pip install torch)"
+        )
+
+
+class Golden:
+    """Texts kept in `golden/` beside the test that owns them."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        name = re.sub(r"[^\w.-]+", "_", f"{request.path.stem}.{request.node.name}").rstrip("_")
+        self.base = request.path.parent / "golden" / name
+        self.update = request.config.getoption("--update-golden")
+        self.count = 0
+
+    def check(self, model: ir.Model | onnx.ModelProto) -> None:
+        """The graph as text equals the stored one."""
+        self.check_text(graph_text(model))
+
+    def check_text(self, text: str) -> None:
+        self.count += 1
+        path = self.base.with_name(self.base.name + ("" if self.count == 1 else f".{self.count}") + ".txt")
+        if self.update:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"{path} does not exist: run pytest --update-golden, and read what it wrote"
+        assert text == path.read_text(encoding="utf-8"), f"differs from {path} (pytest --update-golden rewrites it)"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request)
+
+
+def graph_text(model: ir.Model | onnx.ModelProto) -> str:
+    """Inputs, outputs and nodes in ONNX's text syntax; of values only those of small constants."""
+    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    bare = onnx.GraphProto()
+    bare.CopyFrom(proto.graph)
+    inputs = {value.name for value in bare.input}
+    small = [t for t in bare.initializer if t.name not in inputs and np.prod(t.dims) <= 16]
+    del bare.initializer[:], bare.value_info[:], bare.metadata_props[:]
+    bare.initializer.extend(small)
+    lines = [onnx.printer.to_text(bare)]
+    for node in bare.node:
+        props = {p.key: p.value for p in node.metadata_props}
+        if "bnfuse.sources" in props:
+            lines.append(f"// {node.name}: {props.get('bnfuse.pass')} from {props['bnfuse.sources']}")
+    functions = sorted(f"{f.domain}.{f.name}" for f in proto.functions)
+    lines += [f"// function {name}" for name in functions]
+    return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines()) + "\n"
+
+
+@pytest.fixture(scope="session")
+def oracle() -> types.ModuleType:
+    """tests/oracle.py: training graphs evaluated with torch (tests that use it are marked `torch`)."""
+    spec = importlib.util.spec_from_file_location("bnfuse_test_oracle", HERE / "oracle.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
