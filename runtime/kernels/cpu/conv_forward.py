@@ -17,19 +17,17 @@ float64, in which the cancellation of sum(y^2) - m*mean^2 costs 1e-10 of the var
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu.entry import Entry
+from bnfuse.runtime.kernels.cpu.nest import MicroTile, PackedTile, Place, covers_input, cut, loop, micro_tiles, places
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape, Tiles, choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import (
@@ -67,50 +65,12 @@ def conv_forward(problem: Problem, target: Target) -> Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
-    """A stretch of one dimension: where it starts (within the tile) and its static length."""
-
-    start: Expr
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class MicroTile:
-    """The output pixels of one set of accumulators, within a tile."""
-
-    image: Window
-    row: Window
-    column: Window
-
-    @property
-    def pixels(self) -> int:
-        return self.image.size * self.row.size * self.column.size
-
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """Image, row and column of each pixel, from the first pixel on."""
-        return itertools.product(range(self.image.size), range(self.row.size), range(self.column.size))
-
-
-@dataclasses.dataclass(frozen=True)
 class Part:
     """Which weights: a group, a block of its output channels, a block of input channels."""
 
     group: Expr
     block: Expr
     in_block: Expr
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A tile: its first image and output row, how many of them it has, and which thread works on it."""
-
-    thread: Expr
-    image: Expr
-    images: Expr
-    last_image: Expr  # whether no later tile has later images; a bool where that is static
-    row: Expr
-    rows: Expr
-    last_row: Expr
 
 
 class ConvNest:
@@ -127,10 +87,6 @@ class ConvNest:
         self.grouped = shape.groups > 1
         self.in_blocks = 1 if self.grouped else math.ceil(shape.cin / tiles.channels)
         self.taps = shape.r * shape.s
-        self.packed_rows = shape.packed_rows(tiles.rows)
-        self.packed_columns = shape.packed_columns
-        self.image_tiles = math.ceil(shape.n / tiles.images)
-        self.row_tiles = math.ceil(shape.oh / tiles.rows)
         self.stores_in_passing = "StoreInput" in self.epilogue and covers_input(shape)
 
     def emit(self) -> None:
@@ -142,7 +98,7 @@ class ConvNest:
         with T.parallel(0, threads) as thread:
             self.pack_weights(thread)
             if "StoreInput" in self.epilogue and not self.stores_in_passing:
-                self.store_input(thread)
+                self.entry.store_all(thread, self.target)
         with T.parallel(0, threads) as thread:
             if statistics:
                 self.partials.clear(thread)
@@ -203,115 +159,42 @@ class ConvNest:
                 with T.Else():
                     body(tail)
 
-    def store_input(self, thread: Expr) -> None:
-        """The map `stored` in its own sweep: for convolutions that do not read every input pixel once."""
-        shape = self.shape
-        first, count = share(shape.n * shape.h * shape.w, self.target.threads, thread)
-        with T.serial(0, count) as i:
-            vectors(shape.cin, self.lanes, lambda c, width: self.entry.store(first + i, c, width))
-
     # Tiles
 
     def work(self, thread: Expr) -> None:
         """All tiles of a thread."""
-        tiles = self.tiles
-        pixels = tiles.images * self.packed_rows * self.packed_columns
-        self.tile = workspace(pixels * tiles.row_stride)
+        shape, tiles = self.shape, self.tiles
+        self.tile = PackedTile(shape, tiles.images, tiles.rows, tiles.row_stride, self.lanes)
         if self.in_blocks > 1:
-            self.sums = workspace(self.out_blocks * tiles.images * tiles.rows * self.shape.ow * self.width)
-        self.clear_border()
-        first, count = share(self.image_tiles * self.row_tiles, self.target.threads, thread)
-        with T.serial(0, count) as i:
-            item = T.bind(first + i)
-            image_tile, row_tile = T.bind(item // self.row_tiles), T.bind(item % self.row_tiles)
-            place = Place(
-                thread,
-                *stretch(image_tile, tiles.images, self.shape.n),
-                *stretch(row_tile, tiles.rows, self.shape.oh),
-            )
-            if self.in_blocks == 1:
-                self.sweep(place, 0)
-            else:
-                with T.serial(0, self.in_blocks) as in_block:
-                    self.sweep(place, in_block)
+            self.sums = workspace(self.out_blocks * tiles.images * tiles.rows * shape.ow * self.width)
+        for place in places(shape, tiles.images, tiles.rows, self.target.threads, thread):
+            with loop(self.in_blocks) as in_block:
+                self.sweep(place, in_block)
 
     def sweep(self, place: Place, in_block: Expr) -> None:
         """One block of input channels of a tile: pack it, then multiply it with every block of weights."""
-        self.pack_tile(place, in_block)
-        shape, tiles = self.shape, self.tiles
-        with T.serial(0, shape.groups) as group, T.serial(0, self.out_blocks) as block:
+        self.tile.pack(place, self.stores_in_passing, functools.partial(self.pack_pixel, in_block))
+        with loop(self.shape.groups) as group, loop(self.out_blocks) as block:
             part = Part(group, block, in_block)
-            for image in windows(place.images, shape.n, tiles.micro_images, place.last_image):
-                for row in windows(place.rows, shape.oh, tiles.micro_rows, place.last_row):
-                    for column in windows(shape.ow, shape.ow, tiles.micro_columns, True):
-                        self.micro_tile(place, part, MicroTile(image, row, column))
+            for micro in micro_tiles(place, self.shape, self.tiles.micro):
+                self.micro_tile(place, part, micro)
 
-    def pack_tile(self, place: Place, in_block: Expr) -> None:
-        """The activated input under a tile; rows outside of the image are zeros, columns outside were zeroed before."""
-        shape = self.shape
-        rows = (place.rows - 1) * shape.step_h + (shape.r - 1) * shape.dilation_h + 1
-        with T.serial(0, place.images) as image, T.serial(0, rows) as row:
-            source = T.bind(place.row * shape.stride_h + row * shape.pack_step_h - shape.top)
-            target = T.bind((image * self.packed_rows + row) * self.packed_columns * self.tiles.row_stride)
-            pixel = ((place.image + image) * shape.h + source) * shape.w
-            with T.If(tirx.And(source >= 0, source < shape.h)):
-                with T.Then():
-                    self.pack_row(place, row, target, pixel, in_block)
-                with T.Else():
-                    first, stop = self.columns
-                    stride = self.tiles.row_stride
-                    zero(self.tile, target + first * stride, (stop - first) * stride, self.lanes)
+    def pack_pixel(self, in_block: Expr, index: Expr, pixel: Expr, stored: bool) -> None:
+        """The block's channels of one pixel."""
+        cin, channels = self.shape.cin, self.tiles.channels
 
-    def pack_row(self, place: Place, row: Expr, target: Expr, pixel: Expr, in_block: Expr) -> None:
-        """One row of the image, which starts at `pixel`, and its part of the map `stored`."""
-        pack = functools.partial(self.pack_pixels, target, pixel, in_block)
-        if not self.stores_in_passing:
-            pack(stored=False)
+        def pack(channel: Expr, width: int) -> None:
+            source = channel + in_block * channels
+            self.entry.pack(self.tile.buffer, index + channel, pixel, source, width, stored)
+
+        if self.in_blocks == 1:
+            vectors(cin, self.lanes, pack)
             return
-        top, own = self.shape.top, place.rows * self.shape.stride_h
-        with T.If(tirx.And(row >= top, tirx.Or(row < top + own, place.last_row))):
-            with T.Then():
-                pack(stored=True)
-            with T.Else():
-                pack(stored=False)
-
-    def pack_pixels(self, target: Expr, pixel: Expr, in_block: Expr, stored: bool) -> None:
-        shape, tiles = self.shape, self.tiles
-        first, stop = self.columns
-        with T.serial(0, stop - first) as j:
-            source = T.bind(pixel + (first + j) * shape.pack_step_w - shape.left)
-            index = T.bind(target + (first + j) * tiles.row_stride)
-
-            def pack(channel: Expr, width: int) -> None:
-                absolute = channel + in_block * tiles.channels if self.in_blocks > 1 else channel
-                self.entry.pack(self.tile, index + channel, source, absolute, width, stored)
-
-            if self.in_blocks == 1:
-                vectors(shape.cin, self.lanes, pack)
-                return
-            with T.serial(0, self.block_channels(in_block) // self.lanes) as i:
-                pack(i * self.lanes, self.lanes)
-            if tail := shape.cin % self.lanes:
-                with T.If(in_block == self.in_blocks - 1), T.Then():
-                    pack(shape.cin - (self.in_blocks - 1) * tiles.channels - tail, tail)
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """First and last + 1 of the packed columns that lie inside of the image."""
-        step, left = self.shape.pack_step_w, self.shape.left
-        first = math.ceil(left / step)
-        return first, max(first, min((self.shape.w - 1 + left) // step + 1, self.packed_columns))
-
-    def clear_border(self) -> None:
-        """Zero the packed columns that lie outside of the image: no tile writes them."""
-        first, stop = self.columns
-        stride = self.tiles.row_stride
-        if first == 0 and stop == self.packed_columns:
-            return
-        with T.serial(0, self.tiles.images * self.packed_rows) as row:
-            start = row * self.packed_columns * stride
-            zero(self.tile, start, min(first, self.packed_columns) * stride, self.lanes)
-            zero(self.tile, start + stop * stride, (self.packed_columns - stop) * stride, self.lanes)
+        with T.serial(0, self.block_channels(in_block) // self.lanes) as i:
+            pack(i * self.lanes, self.lanes)
+        if tail := cin % self.lanes:
+            with T.If(in_block == self.in_blocks - 1), T.Then():
+                pack(cin - (self.in_blocks - 1) * channels - tail, tail)
 
     # Micro tiles
 
@@ -358,31 +241,25 @@ class ConvNest:
 
     def multiply(self, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
         """accumulators += pixels * weights, over the window and a block of input channels."""
-        shape, stride, columns = self.shape, self.tiles.row_stride, self.packed_columns
-        offsets = [((i * self.packed_rows + h * shape.step_h) * columns + w * shape.step_w) * stride
-                   for i, h, w in micro.places()]  # fmt: skip
-        corner = (micro.image.start * self.packed_rows + micro.row.start * shape.step_h) * columns
-        corner = (corner + micro.column.start * shape.step_w) * stride
-        corner = T.bind(corner + (part.group * shape.group_cin if self.grouped else 0))
+        shape, tile = self.shape, self.tile
+        corner = T.bind(tile.corner(micro) + (part.group * shape.group_cin if self.grouped else 0))
         weights = T.bind(self.weight_block(part.group, part.block, part.in_block))
         channels = self.block_channels(part.in_block)
-        whole_rows = not self.grouped and stride == shape.cin and shape.dilation_w == 1
+        whole_rows = not self.grouped and tile.row_stride == shape.cin and shape.dilation_w == 1
         steps_w, depth = (1, shape.s * shape.cin) if whole_rows else (shape.s, channels)
         with loop(shape.r) as r, loop(steps_w) as s, T.serial(0, depth) as k:
-            pixel = corner + (r * shape.dilation_h * columns + s * shape.dilation_w) * stride + k
+            pixel = corner + tile.tap(r, s) + k
             row = weights + ((r * steps_w + s) * depth + k) * self.width
-            for p, offset in enumerate(offsets):
+            for p, offset in enumerate(tile.offsets(micro)):
                 for v in range(self.tiles.vectors):
                     index = span(p * self.width + v * self.lanes, self.lanes)
-                    product = self.tile[pixel + offset] * self.weights[span(row + v * self.lanes, self.lanes)]
+                    product = tile.buffer[pixel + offset] * self.weights[span(row + v * self.lanes, self.lanes)]
                     store(accumulators, index, accumulators[index] + product)
 
     def finish(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
         """Bias, statistics, y."""
         shape = self.shape
-        image, row = place.image + micro.image.start, place.row + micro.row.start
-        first = (image * shape.oh + row) * shape.ow + micro.column.start
-        pixels = [first + ((i * shape.oh + h) * shape.ow + w) for i, h, w in micro.places()]
+        pixels = place.output_pixels(micro, shape)
 
         def body(width: int) -> None:
             for start, lanes in cut(width, self.lanes):
@@ -397,55 +274,3 @@ class ConvNest:
                     self.partials.add(place.thread, channel, values, lanes)
 
         self.with_output_width(part.block, body)
-
-
-@contextlib.contextmanager
-def loop(extent: int) -> Iterator[Expr]:
-    """A serial loop, or none where it would run once."""
-    if extent == 1:
-        yield 0
-    else:
-        with T.serial(0, extent) as i:
-            yield i
-
-
-def windows(length: Expr, total: int, size: int, last: Expr) -> Iterator[Window]:
-    """Loops over windows of `size` in a stretch of `length` of a tile; the tile that is `last` has the tail of `total`.
-
-    A tile is a whole number of windows, unless it is the only one.
-    """
-    count = length // size
-    if isinstance(count, int) and count == 1:
-        yield Window(0, size)
-    else:
-        with T.serial(0, count) as i:
-            yield Window(i * size, size)
-    tail = total % size
-    if tail and last is True:
-        yield Window(length - tail, tail)
-    elif tail:
-        with T.If(last), T.Then():
-            yield Window(length - tail, tail)
-
-
-def covers_input(shape: ConvShape) -> bool:
-    """Whether the tiles, one below the other, pack every input pixel, each in rows that one tile can call its own."""
-    reach_h, reach_w = (shape.r - 1) * shape.dilation_h + 1, (shape.s - 1) * shape.dilation_w + 1
-    rows = (shape.oh - 1) * shape.stride_h + reach_h - shape.top
-    columns = (shape.ow - 1) * shape.stride_w + reach_w - shape.left
-    dense = shape.pack_step_h == shape.pack_step_w == 1
-    return dense and rows >= shape.h and columns >= shape.w and shape.top + shape.stride_h <= reach_h
-
-
-def stretch(index: Expr, size: int, total: int) -> tuple[Expr, Expr, Expr]:
-    """Start and length of piece `index` when `total` is cut into pieces of `size`, and whether it is the last."""
-    if size >= total:
-        return 0, total, True
-    start = index * size
-    return start, size if total % size == 0 else tirx.Min(size, total - start), start + size >= total
-
-
-def cut(width: int, lanes: int) -> Iterator[tuple[int, int]]:
-    """Start and width of the vectors that make up `width` channels."""
-    for start in range(0, width, lanes):
-        yield start, min(lanes, width - start)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from tvm.script.ir_builder import tirx as T
+
 from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, MapRef, elementwise, store
-from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, MapRef, elementwise, share, store, vectors
+from bnfuse.runtime.kernels.kernel import Problem, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,16 @@ class Entry:
             ref = self.map("stored")
             elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), tile[index + j]))
 
-    def store(self, pixel: Expr, channel: Expr, width: int) -> None:
-        """Put `width` channels of a pixel into the map `stored`."""
-        ref = self.map("stored")
-        elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), self.value(pixel, channel + j)))
+    def store_all(self, thread: Expr, target: Target) -> None:
+        """The map `stored` in a sweep of its own: for kernels that do not read every input pixel, or not once."""
+        ref, kind = self.map("stored"), self.problem.map("x")
+        first, count = share(kind.pixels, target.threads, thread)
+        with T.serial(0, count) as i:
+
+            def body(channel: Expr, width: int) -> None:
+                elementwise(width, lambda j: store(ref.buffer, ref.at(first + i, channel + j), value(channel + j)))
+
+            def value(channel: Expr) -> Expr:
+                return self.value(first + i, channel)
+
+            vectors(kind.c, target.lanes, body)

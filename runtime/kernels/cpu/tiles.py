@@ -117,6 +117,10 @@ class Tiles:
     channels: int  # input channels of a reduction block; all of them (of all groups) where groups > 1
     row_stride: int  # elements between pixels of the packed tile
 
+    @property
+    def micro(self) -> tuple[int, int, int]:
+        return self.micro_images, self.micro_rows, self.micro_columns
+
 
 def vector_registers(target: Target) -> int:
     """32 with AVX-512 and on 64-bit ARM, 16 with older x86."""
