@@ -1,0 +1,89 @@
+"""Bytes of feature maps that a node touches, written out by hand."""
+
+import onnx_ir as ir
+import pytest
+
+from bnfuse.opset.traffic import maps_touched
+
+X = 2 * 6 * 7 * 9 * 4  # bytes of the map x in the cases
+Y = 2 * 4 * 7 * 9 * 4  # of a convolution's result
+
+
+def touched(model, **options) -> tuple[dict[str, int], dict[str, int]]:
+    node = ir.from_proto(model).graph[0]
+    read, written = maps_touched(node, lambda value: value.shape and tuple(value.shape.numpy()), **options)
+    return {value.name: size for value, size in read}, {value.name: size for value, size in written}
+
+
+@pytest.fixture
+def one_node(case):
+    """The traffic of one operator, by operand and result."""
+
+    def measure(name: str):
+        it = case(name)
+        model = it.model(function=False)
+        for value, result in zip(model.graph.output, it.expected().values(), strict=True):
+            for dim, size in zip(value.type.tensor_type.shape.dim, result.shape, strict=True):
+                dim.dim_value = size
+        return touched(model)
+
+    return measure
+
+
+def test_weights_and_coefficients_are_no_maps(one_node):
+    assert one_node("NormalizeReluConvStatistics") == ({"x": X}, {"y": Y})
+
+
+def test_gradient_of_a_convolution_reads_x_for_the_weights(one_node):
+    read, written = one_node("BatchNormGradNormalizeReluConvGradReluGradReduce")
+    assert (read, written) == ({"dy": Y, "x": X, "grad_x": Y}, {"dx": X})
+
+
+def test_x_that_only_gives_a_shape_is_not_read(one_node):
+    assert one_node("ConvGradInput") == ({"dy": Y}, {"dx": X})
+    assert one_node("ConvGradInputReluGrad") == ({"dy": Y, "x": X}, {"dx": X})
+    assert one_node("GlobalAveragePoolGrad") == ({"dy": 2 * 6 * 4}, {"dx": X})
+
+
+def test_gradient_of_weights_writes_no_map(one_node):
+    assert one_node("ConvGradWeight") == ({"dy": Y, "x": X}, {})
+
+
+def test_ranges_are_counted_as_ranges(one_node):
+    """dy has 7 channels, of which a convolution's 4 are read; acc has 10, of which x's 6 are."""
+    assert one_node("SliceConvGradInputAccumulate") == ({"dy": Y, "acc": X}, {"dx": X})
+
+
+def test_indices_are_eight_bytes_each(one_node):
+    read, written = one_node("MaxPoolGrad")
+    pooled = 2 * 6 * 4 * 5
+    assert (read, written) == ({"dy": 4 * pooled, "indices": 8 * pooled}, {"dx": X})
+
+
+def test_every_other_batch_norm_reads_its_map(one_node):
+    read, _ = one_node("MapGradReduceReduceOtherReduceOther")
+    assert read == {"dy": X, "x": X, "x_1": X, "x_2": X}
+
+
+def test_standard_operators_touch_all_their_maps():
+    model = ir.from_onnx_text("""
+        <ir_version: 9, opset_import: ["": 17, "com.microsoft": 1]>
+        g (float[2,4,3,3] dy, float[2,6,3,3] x, float[4,6,1,1] w) => (float[2,6,3,3] dx, float[4,6,1,1] dw) {
+            dx, dw = com.microsoft.ConvGrad(dy, x, w)
+        }""")
+    assert touched(ir.to_proto(model)) == ({"dy": 2 * 4 * 9 * 4, "x": 2 * 6 * 9 * 4}, {"dx": 2 * 6 * 9 * 4})
+
+
+def test_shape_reads_nothing():
+    model = ir.from_onnx_text("""
+        <ir_version: 9, opset_import: ["": 17]>
+        g (float[2,4,3,3] x) => (int64[4] s) { s = Shape(x) }""")
+    assert touched(ir.to_proto(model)) == ({}, {})
+
+
+def test_batch_tells_maps_from_sums_of_weight_gradients():
+    model = ir.from_onnx_text("""
+        <ir_version: 9, opset_import: ["": 17]>
+        g (float[4,6,1,1] dw, float[4,6,1,1] other) => (float[4,6,1,1] sum) { sum = Sum(dw, other) }""")
+    assert touched(ir.to_proto(model), batch=2) == ({}, {})
+    assert touched(ir.to_proto(model), batch=4) != ({}, {})
