@@ -24,7 +24,7 @@ from bnfuse.runtime.kernels.cpu.steps import Expr, f32
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, f64, map_kernel, sweep, to_f32
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
 
-GLOBAL_VECTORS = 4  # vectors that a global pool sums side by side: a run of 256 bytes a pixel
+SIDE_BY_SIDE = 4  # vectors that go through a window's loops together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,16 @@ class Axis:
         """Position in x of the window's first element, negative in the padding."""
         return window * self.stride - self.before
 
+    @property
+    def never_cut(self) -> bool:
+        """Whether all windows lie inside x."""
+        last = (self.windows - 1) * self.stride - self.before + self.dilation * (self.kernel - 1)
+        return self.before <= 0 and last < self.size
+
     def inside(self, window: Expr) -> tuple[Expr, Expr]:
         """The k whose positions lie in x: [first, stop)."""
+        if self.never_cut:
+            return tirx.const(0, "int32"), tirx.const(self.kernel, "int32")
         start = self.start(window)
         first = _at_least(tirx.floordiv(self.dilation - 1 - start, self.dilation), 0)
         stop = _at_most(tirx.floordiv(self.size - start + self.dilation - 1, self.dilation), self.kernel)
@@ -52,6 +60,8 @@ class Axis:
 
     def padded_elements(self, window: Expr) -> Expr:
         """Elements that an average counts where padding counts: those beyond the padding (ceil_mode) do not."""
+        if (self.windows - 1) * self.stride - self.before + self.kernel <= self.size + self.after:
+            return tirx.const(self.kernel, "int32")
         return _at_most(self.size + self.after - self.start(window), self.kernel)
 
     def covering(self, position: Expr) -> tuple[Expr, Expr]:
@@ -121,7 +131,7 @@ def pool_forward(problem: Problem, target: Target) -> Kernel:
         def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
             emit_pixel(problem, windows, args, output, pixel, vector, is_first)
 
-        sweep(windows.y.pixels, windows.y.c, target, visit, output.reductions)
+        sweep(windows.y.pixels, windows.y.c, target, visit, output.reductions, SIDE_BY_SIDE * target.lanes)
 
     return map_kernel(problem, target, emit, windows.y.c, {"indices": windows.index_dtype})
 
@@ -175,8 +185,7 @@ def _average_pixel(
             with vector.each() as j:
                 T.buffer_store(total, total[j] + _activated(problem, args, read, vector.base + j), [j])
     with vector.each() as j:
-        mean = total[j] / tirx.Cast("float32", _elements(problem, windows, row, column))
-        output.store(pixel, vector.base + j, mean, is_first)
+        output.store(pixel, vector.base + j, total[j] * _weight(problem, windows, row, column), is_first)
 
 
 def _global_forward(problem: Problem, target: Target) -> Kernel:
@@ -196,7 +205,7 @@ def _global_forward(problem: Problem, target: Target) -> Kernel:
             with vector.each() as j:
                 output.store(image, vector.base + j, to_f32(total[j] / f64(float(area))), is_first)
 
-        sweep(y.pixels, y.c, target, visit, output.reductions, lanes=min(GLOBAL_VECTORS * target.lanes, 64))
+        sweep(y.pixels, y.c, target, visit, output.reductions, lanes=SIDE_BY_SIDE * target.lanes)
 
     return map_kernel(problem, target, emit, y.c)
 
@@ -214,12 +223,14 @@ def _source(windows: Windows, image: Expr, row: Expr, column: Expr, r: Expr, s: 
     return (image * windows.x.h + h) * windows.x.w + w
 
 
-def _elements(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Expr:
-    """How many elements an average pool divides the sum of this window by, an int32."""
+def _weight(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Expr:
+    """What an average pool multiplies the sum of this window by: 1/elements."""
     if problem.attribute("count_include_pad"):
-        return windows.rows.padded_elements(row) * windows.columns.padded_elements(column)
-    (top, bottom), (left, right) = windows.rows.inside(row), windows.columns.inside(column)
-    return (bottom - top) * (right - left)
+        elements = windows.rows.padded_elements(row) * windows.columns.padded_elements(column)
+    else:
+        (top, bottom), (left, right) = windows.rows.inside(row), windows.columns.inside(column)
+        elements = (bottom - top) * (right - left)
+    return f32(1.0) / tirx.Cast("float32", elements)
 
 
 # Backward
@@ -247,7 +258,7 @@ def pool_backward(problem: Problem, target: Target) -> Kernel:
                 total = _gathered(problem, windows, args, pixel, vector)
                 output.store(pixel, vector, lambda j: total[j])
 
-        sweep(dx.pixels, dx.c, target, visit, output.reductions)
+        sweep(dx.pixels, dx.c, target, visit, output.reductions, SIDE_BY_SIDE * target.lanes)
 
     dtypes = {"indices": windows.index_dtype} if windows else None
     return map_kernel(problem, target, emit, dx.c, dtypes)
@@ -286,7 +297,7 @@ def _share(
     if problem.spec.core == "MaxPoolGrad":
         index = tirx.Cast("int32", args.read("indices", window, channel))
         return tirx.Select(index == place, dy, f32(0.0))
-    return dy / tirx.Cast("float32", _elements(problem, windows, *window_at))
+    return dy * _weight(problem, windows, *window_at)
 
 
 def _reached(windows: Windows, r: Expr, s: Expr) -> Any:
