@@ -4,6 +4,7 @@ from bnfuse.models import MODELS, build_forward
 model = build_forward("densenet121", batch=16, image=224)
 """
 
-from .registry import MODELS, Entry, build_forward, entry_of
+from .count import Counts, count
+from .registry import MODELS, Entry, build_forward, build_graph, count_forward, entry_of
 
-__all__ = ["MODELS", "Entry", "build_forward", "entry_of"]
+__all__ = ["MODELS", "Counts", "Entry", "build_forward", "build_graph", "count", "count_forward", "entry_of"]

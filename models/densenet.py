@@ -27,7 +27,9 @@ class Plan:
     small_stem: bool  # 3x3 stride 1, no pooling
 
 
-def densenet121(batch: int, image: int, channels: int, classes: int, seed: int, *, concat: str = "flat") -> Network:
+def densenet121(
+    batch: int, image: int, channels: int, classes: int, seed: int | None, *, concat: str = "flat"
+) -> Network:
     plan = Plan((6, 12, 24, 16), growth=32, first=64, bottleneck=True, compression=0.5, small_stem=False)
     return densenet("densenet121", plan, batch, image, channels, classes, seed, concat)
 
@@ -37,7 +39,7 @@ def densenet40(
     image: int,
     channels: int,
     classes: int,
-    seed: int,
+    seed: int | None,
     *,
     concat: str = "flat",
     growth: int = 12,
@@ -49,7 +51,7 @@ def densenet40(
 
 
 def densenet(
-    name: str, plan: Plan, batch: int, image: int, channels: int, classes: int, seed: int, concat: str
+    name: str, plan: Plan, batch: int, image: int, channels: int, classes: int, seed: int | None, concat: str
 ) -> Network:
     if concat not in ("flat", "nested"):
         raise BnfuseError(f"concat={concat} is unknown: it is flat or nested")

@@ -13,11 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def kaiming(name: str, shape: Sequence[int], seed: int, *, gain: float = math.sqrt(2.0)) -> np.ndarray:
+def kaiming(name: str, shape: Sequence[int], seed: int | None, *, gain: float = math.sqrt(2.0)) -> np.ndarray:
     """Normal float32 values of standard deviation gain/sqrt(fan in), as He et al. 2015 (eq. 10) for a ReLU network.
 
     `shape` is (out, in/group, kh, kw) of a convolution or (out, in) of a linear layer; fan in is all but the first.
+    Without a seed: zeros that take no memory, for those who only want to look at shapes.
     """
+    if seed is None:
+        return np.broadcast_to(np.float32(0), tuple(shape))
     fan_in = math.prod(shape[1:])
     stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = stream.standard_normal(tuple(shape), dtype=np.float32)

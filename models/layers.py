@@ -23,14 +23,14 @@ MOMENTUM = 0.9  # of the old value, as ONNX counts it
 
 
 class Network(gs.Graph):
-    """A gs.Graph that also knows the seed of its parameters."""
+    """A gs.Graph that also knows the seed of its parameters (None: shapes only)."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int | None) -> None:
         super().__init__(name=name, opset=OPSET, ir_version=IR_VERSION, producer_name="bnfuse")
         self.seed = seed
 
 
-def start(name: str, batch: int, channels: int, image: int, seed: int) -> tuple[Network, gs.Variable]:
+def start(name: str, batch: int, channels: int, image: int, seed: int | None) -> tuple[Network, gs.Variable]:
     """An empty network and its input `data`, float32 [batch, channels, image, image]."""
     graph = Network(name, seed)
     x = gs.Variable("data", np.float32, [batch, channels, image, image])
@@ -134,7 +134,7 @@ def relu_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
 
 @gs.Graph.register()
 def relu6_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
-    limits = [gs.Constant(f"{name}/{side}", np.float32(value).reshape(())) for side, value in (("min", 0), ("max", 6))]
+    limits = [gs.Constant(f"{name}/{side}", np.array(value, np.float32)) for side, value in (("min", 0), ("max", 6))]
     return add(self, "Clip", [x, *limits], name, x.shape)
 
 
@@ -199,7 +199,7 @@ def dropout_layer(self: Network, x: gs.Variable, ratio: float, *, name: str) -> 
         return x
     inputs = [
         x,
-        gs.Constant(f"{name}/ratio", np.float32(ratio).reshape(())),
+        gs.Constant(f"{name}/ratio", np.array(ratio, np.float32)),
         gs.Constant(f"{name}/training", np.array(True)),
     ]
     mask = gs.Variable(f"{name}/mask", np.bool_, list(x.shape))

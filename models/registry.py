@@ -11,7 +11,8 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
 
-from . import densenet, resnet
+from . import alexnet, densenet, googlenet, mobilenet, nin, resnet, squeezenet, vgg
+from .count import Counts, count
 from .layers import Network
 
 MAX_SIDE = 1 << 14  # of an image, and the most classes, channels or images of a batch that make sense
@@ -36,13 +37,41 @@ class Entry:
         return {k.name: k.default for k in keywords if k.kind is k.KEYWORD_ONLY and k.name not in fixed}
 
 
+def _vgg(depth: int, norm: bool) -> Entry:
+    about = f"VGG-{depth}, {'BN after every convolution' if norm else 'without BN'}"
+    return Entry(vgg.vgg, about, fixed=(("depth", depth), ("norm", norm)))
+
+
+def _squeezenet(norm: bool) -> Entry:
+    about = "SqueezeNet 1.0, BN after every convolution" if norm else "SqueezeNet 1.0 as published, without BN"
+    return Entry(squeezenet.squeezenet, about, fixed=(("norm", norm),))
+
+
+def _googlenet(norm: bool) -> Entry:
+    about = f"GoogLeNet, {'BN after every convolution' if norm else 'without BN'}; no LRN, no auxiliary heads"
+    return Entry(googlenet.googlenet, about, fixed=(("norm", norm),))
+
+
 MODELS: dict[str, Entry] = {
+    "alexnet": Entry(alexnet.alexnet, "AlexNet as one tower, no LRN", 227),
     "densenet121": Entry(densenet.densenet121, "DenseNet-121: dense blocks of 6, 12, 24 and 16 bottleneck layers"),
     "densenet40": Entry(densenet.densenet40, "DenseNet-40 for small images, growth 12", 32, 10),
+    "googlenet": _googlenet(norm=True),
+    "googlenet-plain": _googlenet(norm=False),
+    "mobilenetv2": Entry(mobilenet.mobilenetv2, "MobileNetV2: inverted residuals, depthwise convolutions, ReLU6"),
+    "nin": Entry(nin.nin, "Network in Network: 1x1 convolutions, no linear layer, no BN", 227),
     "resnet18": Entry(resnet.resnet18, "ResNet-18: residual blocks of two 3x3 convolutions"),
     "resnet20": Entry(resnet.resnet20, "ResNet-20 for small images", 32, 10),
     "resnet50": Entry(resnet.resnet50, "ResNet-50: residual blocks of 1x1, 3x3 and 1x1 convolutions"),
     "resnet56": Entry(resnet.resnet56, "ResNet-56 for small images", 32, 10),
+    "squeezenet": _squeezenet(norm=True),
+    "squeezenet-plain": _squeezenet(norm=False),
+    "vgg11": _vgg(11, norm=True),
+    "vgg11-plain": _vgg(11, norm=False),
+    "vgg16": _vgg(16, norm=True),
+    "vgg16-plain": _vgg(16, norm=False),
+    "vgg19": _vgg(19, norm=True),
+    "vgg19-plain": _vgg(19, norm=False),
 }
 
 
@@ -61,6 +90,36 @@ def build_forward(
     BatchNormalization is in training mode; parameters are initializers. Metaparameters may be strings (as `--set` has
     them): they are read as what their default is.
     """
+    if seed < 0:
+        raise BnfuseError(f"{name}: seed={seed} is out of range: it must not be negative")
+    graph = build_graph(name, batch=batch, image=image, channels=channels, classes=classes, seed=seed, **metaparameters)
+    return gs.export_onnx(graph, do_type_check=False)
+
+
+def count_forward(
+    name: str,
+    *,
+    batch: int | None = None,
+    image: int | None = None,
+    channels: int = 3,
+    classes: int | None = None,
+    **metaparameters: object,
+) -> Counts:
+    """Parameters and FLOPs of a zoo network, without making its weights."""
+    return count(build_graph(name, batch=batch, image=image, channels=channels, classes=classes, **metaparameters))
+
+
+def build_graph(
+    name: str,
+    *,
+    batch: int | None = None,
+    image: int | None = None,
+    channels: int = 3,
+    classes: int | None = None,
+    seed: int | None = None,
+    **metaparameters: object,
+) -> Network:
+    """`build_forward` as a gs.Graph; without a seed its weights are zeros that take no memory."""
     entry = entry_of(name)
     sizes = {
         "batch": entry.batch if batch is None else batch,
@@ -71,17 +130,13 @@ def build_forward(
     for what, size in sizes.items():
         if not 1 <= size <= MAX_SIDE:
             raise BnfuseError(f"{name}: {what}={size} is out of range: it must be from 1 to {MAX_SIDE}")
-    if seed < 0:
-        raise BnfuseError(f"{name}: seed={seed} is out of range: it must not be negative")
     chosen = {**read_metaparameters(name, entry, metaparameters), **dict(entry.fixed)}
     try:
         graph = entry.builder(sizes["batch"], sizes["image"], channels, sizes["classes"], seed, **chosen)
     except BnfuseError as error:
         raise BnfuseError(f"{name}: {error}") from None
     graph.name = name
-    model = gs.export_onnx(graph, do_type_check=False)
-    onnx.checker.check_model(model)
-    return model
+    return graph
 
 
 def entry_of(name: str) -> Entry:
@@ -100,9 +155,13 @@ def read_metaparameters(name: str, entry: Entry, given: dict[str, object]) -> di
 
 
 def read_like(name: str, key: str, value: object, default: object) -> object:
-    """`value` as the type of `default`."""
-    kind = type(default)
+    """`value` as the type of `default`; a bool as true or false."""
+    if isinstance(default, bool):
+        known = {"true": True, "1": True, "false": False, "0": False}
+        if str(value).lower() in known:
+            return known[str(value).lower()]
+        raise BnfuseError(f"{name}: {key}={value} must be true or false")
     try:
-        return kind(value)  # type: ignore[call-arg]
+        return type(default)(value)  # type: ignore[call-arg]
     except (TypeError, ValueError):
-        raise BnfuseError(f"{name}: {key}={value} must be of the kind of its default, {default!r}") from None
+        raise BnfuseError(f"{name}: {key}={value} must be a {type(default).__name__}, like {default!r}") from None

@@ -1,0 +1,57 @@
+"""Parameters and floating-point operations of a forward graph, from its shapes.
+
+A multiplication with its addition counts as two operations (papers/003, section 4.4). Counted are convolutions and
+matrix products without their bias, and poolings, one operation for each element of each window (its table 4.2);
+what works element by element (BN, ReLU, Add) is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """`parameters` trained values (running statistics are none); `flops` of the whole batch, forward."""
+
+    parameters: int
+    flops: int
+    batch: int
+
+    @property
+    def flops_per_image(self) -> int:
+        return self.flops // self.batch
+
+
+def count(source: gs.Graph | onnx.ModelProto) -> Counts:
+    """Counts of a forward graph whose tensors have static shapes (in a ModelProto: value_info)."""
+    graph = source if isinstance(source, gs.Graph) else gs.import_onnx(source)
+    return Counts(count_parameters(graph), sum(node_flops(node) for node in graph.nodes), graph.inputs[0].shape[0])
+
+
+def count_parameters(graph: gs.Graph) -> int:
+    """Values of float constants of rank 1 and more that are no running statistics."""
+    constants = {t.name: t for node in graph.nodes for t in node.inputs if isinstance(t, gs.Constant)}
+    running = {t.name for node in graph.nodes if node.op == "BatchNormalization" for t in node.inputs[3:5]}
+    floats = [t for t in constants.values() if t.dtype == np.float32 and len(t.shape)]
+    return sum(math.prod(tensor.shape) for tensor in floats if tensor.name not in running)
+
+
+def node_flops(node: gs.Node) -> int:
+    out = math.prod(node.outputs[0].shape)
+    if node.op == "Conv":
+        return 2 * out * math.prod(node.inputs[1].shape[1:])
+    if node.op == "Gemm":
+        return 2 * out * node.inputs[0].shape[0 if node.attrs.get("transA") else 1]
+    if node.op == "MatMul":
+        return 2 * out * node.inputs[0].shape[-1]
+    if node.op in ("MaxPool", "AveragePool"):
+        return out * math.prod(node.attrs["kernel_shape"])
+    if node.op == "GlobalAveragePool":
+        return math.prod(node.inputs[0].shape)
+    return 0

@@ -1,0 +1,73 @@
+"""Network in Network (Lin et al. 2014), as papers/003 has it in table 4.2: twelve convolutions, no linear layer.
+
+Images smaller than 64 get its CIFAR form: 5x5 convolutions, narrower, two poolings (`form` chooses otherwise).
+"""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from bnfuse.errors import BnfuseError
+
+from .layers import Network, finish, start
+
+SMALL = 64
+
+
+def nin(
+    batch: int,
+    image: int,
+    channels: int,
+    classes: int,
+    seed: int | None,
+    *,
+    form: str = "auto",
+    norm: bool = False,
+    dropout: float = 0.5,
+) -> Network:
+    if form not in ("auto", "large", "small"):
+        raise BnfuseError(f"form={form} is unknown: it is auto, large or small")
+    graph, x = start("nin", batch, channels, image, seed)
+    if form == "large" or (form == "auto" and image >= SMALL):
+        x = large(graph, x, classes, norm, dropout)
+    else:
+        x = small(graph, x, classes, norm, dropout)
+    return finish(graph, graph.global_pool_layer(x, name="pool12"))
+
+
+def large(graph: Network, x: gs.Variable, classes: int, norm: bool, dropout: float) -> gs.Variable:
+    x = unit(graph, x, (96, 96, 96), 11, 1, norm, stride=4, pad=0)
+    x = graph.max_pool_layer(x, 3, name="pool3")
+    x = unit(graph, x, (256, 256, 256), 5, 4, norm)
+    x = graph.max_pool_layer(x, 3, name="pool6")
+    x = unit(graph, x, (384, 384, 384), 3, 7, norm)
+    x = graph.max_pool_layer(x, 3, name="pool9")
+    return last(graph, x, 1024, 1024, classes, norm, dropout)
+
+
+def small(graph: Network, x: gs.Variable, classes: int, norm: bool, dropout: float) -> gs.Variable:
+    x = unit(graph, x, (192, 160, 96), 5, 1, norm)
+    x = graph.max_pool_layer(x, 3, pad=1, name="pool3")
+    x = graph.dropout_layer(x, dropout, name="dropout3")
+    x = unit(graph, x, (192, 192, 192), 5, 4, norm)
+    x = graph.average_pool_layer(x, 3, pad=1, name="pool6")
+    return last(graph, x, 192, 192, classes, norm, dropout)
+
+
+def unit(
+    graph: Network, x: gs.Variable, widths: tuple[int, ...], kernel: int, number: int, norm: bool, **how: int
+) -> gs.Variable:
+    """A convolution and two 1x1 convolutions after it."""
+    for offset, width in enumerate(widths):
+        more = how if offset == 0 else {}
+        size = kernel if offset == 0 else 1
+        x = graph.conv_relu_layer(x, width, size, norm=norm, bias=not norm, name=f"conv{number + offset}", **more)
+    return x
+
+
+def last(
+    graph: Network, x: gs.Variable, wide: int, narrow: int, classes: int, norm: bool, dropout: float
+) -> gs.Variable:
+    x = unit(graph, x, (wide,), 3, 10, norm)
+    x = graph.dropout_layer(x, dropout, name="dropout10")
+    return unit(graph, x, (narrow, classes), 1, 11, norm)
