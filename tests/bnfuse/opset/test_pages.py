@@ -1,0 +1,41 @@
+"""docs/ops.md says what the grammar says."""
+
+from pathlib import Path
+
+import bnfuse.opset
+from bnfuse.opset import pages
+from bnfuse.opset.spec import (
+    ACTIVATION_ATTRIBUTES,
+    ACTIVATION_GRADS,
+    ACTIVATIONS,
+    BACKWARD_CORES,
+    EPILOGUE_OPERANDS,
+    EPILOGUE_RESULTS,
+    FORWARD_CORES,
+    PLAIN_OPS,
+    PROLOGUE_OPERANDS,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "ops.md"
+
+
+def test_page_is_up_to_date():
+    assert PAGE.read_text() == pages.render(), "run: python -m bnfuse.opset.pages > docs/ops.md"
+
+
+def test_every_step_core_and_operator_has_a_text():
+    assert {*pages.CORES} == {*FORWARD_CORES, *BACKWARD_CORES}
+    assert {*pages.PLAIN} == {*PLAIN_OPS}
+    assert {*pages.PROLOGUE} == {*PROLOGUE_OPERANDS, *ACTIVATIONS, "Slice"}
+    assert {*pages.EPILOGUE} == {*EPILOGUE_OPERANDS, *EPILOGUE_RESULTS, *ACTIVATION_GRADS, "ReduceOther"}
+
+
+def test_attributes_of_steps():
+    assert pages.step_attributes("Accumulate") == ("acc_start", "acc_stop")
+    assert pages.step_attributes("Slice") == ("grad_start", "grad_stop")
+    assert pages.step_attributes("ClipGrad") == ACTIVATION_ATTRIBUTES["Clip"]
+    assert pages.step_attributes("Normalize") == ()
+
+
+def test_package_exports_what_it_lists():
+    assert all(hasattr(bnfuse.opset, name) for name in bnfuse.opset.__all__)
