@@ -60,14 +60,12 @@ def function_for(op: OpSpec | PlainOp, opset_version: int) -> ir.Function:
 
 
 def add_functions(model: ir.Model) -> None:
-    """Make the functions and opset imports of a model those that its `ai.bnfuse` nodes need."""
-    used = {node.op_type: node for node in model.graph if node.domain == DOMAIN}
-    for identifier in [key for key in model.functions if key[0] == DOMAIN and key[1] not in used]:
+    """Make the functions and opset imports of a model those that its `ai.bnfuse` nodes need, in its own opset."""
+    for identifier in [key for key in model.functions if key[0] == DOMAIN]:
         del model.functions[identifier]
-    for name, node in used.items():
-        if (DOMAIN, name, "") not in model.functions:
-            function = function_for(_known(name, node), model.opset_imports[""])
-            model.functions[function.identifier()] = function
+    for name, node in {node.op_type: node for node in model.graph if node.domain == DOMAIN}.items():
+        function = function_for(_known(name, node), model.opset_imports[""])
+        model.functions[function.identifier()] = function
     _import_domains(model)
 
 

@@ -44,7 +44,7 @@ PROLOGUE = {
     ),
     "Normalize": Text(
         "x <- a*x + b",
-        "The normalise half of a BatchNorm, with a and b from BatchNormFinalize. In a gradient it is recomputed from x.",
+        "The normalise half of a BatchNorm, with a and b from BatchNormFinalize. Gradients recompute it from x.",
     ),
     "Relu": Text("x <- max(x, 0)", "In a gradient it is recomputed for the weight gradient."),
     "Clip": Text("x <- min(max(x, min), max)", "ReLU6 and its like. In a gradient as Relu."),
