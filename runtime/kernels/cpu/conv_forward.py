@@ -26,8 +26,19 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.entry import Entry
-from bnfuse.runtime.kernels.cpu.nest import MicroTile, PackedTile, Place, covers_input, cut, loop, micro_tiles, places
+from bnfuse.runtime.kernels.cpu.nest import (
+    MicroTile,
+    PackedTile,
+    Place,
+    block_vectors,
+    covers_input,
+    cut,
+    loop,
+    micro_tiles,
+    places,
+)
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape, Tiles, choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import (
@@ -42,7 +53,6 @@ from bnfuse.runtime.kernels.cpu.tir import (
     span,
     splat,
     store,
-    vectors,
     workspace,
     zero,
 )
@@ -57,8 +67,11 @@ def conv_forward(problem: Problem, target: Target) -> Kernel:
 
     def build() -> Any:
         with function(name, params) as arguments:
-            flat = flatten(shape)
-            ConvNest(problem, target, arguments, flat, choose_tiles(flat, target)).emit()
+            if shape.is_depthwise:
+                DepthwiseNest(problem, target, arguments, shape).emit()
+            else:
+                flat = flatten(shape)
+                ConvNest(problem, target, arguments, flat, choose_tiles(flat, target)).emit()
         return arguments.result
 
     return Kernel(name, problem, target, params, build)
@@ -181,20 +194,13 @@ class ConvNest:
 
     def pack_pixel(self, in_block: Expr, index: Expr, pixel: Expr, stored: bool) -> None:
         """The block's channels of one pixel."""
-        cin, channels = self.shape.cin, self.tiles.channels
+        channels = self.tiles.channels
 
         def pack(channel: Expr, width: int) -> None:
             source = channel + in_block * channels
             self.entry.pack(self.tile.buffer, index + channel, pixel, source, width, stored)
 
-        if self.in_blocks == 1:
-            vectors(cin, self.lanes, pack)
-            return
-        with T.serial(0, self.block_channels(in_block) // self.lanes) as i:
-            pack(i * self.lanes, self.lanes)
-        if tail := cin % self.lanes:
-            with T.If(in_block == self.in_blocks - 1), T.Then():
-                pack(cin - (self.in_blocks - 1) * channels - tail, tail)
+        block_vectors(in_block, channels, self.shape.cin, self.lanes, pack)
 
     # Micro tiles
 

@@ -32,12 +32,16 @@ class Entry:
 
         return steps.forward_prologue(self.problem.spec, dict(self.problem.attributes), load)[0]
 
-    def pack(self, tile: Buffer, index: Expr, pixel: Expr, channel: Expr, width: int, stored: bool = False) -> None:
-        """Put `width` channels of a pixel at `index` of the tile, and into the map `stored` if asked to."""
-        elementwise(width, lambda j: store(tile, index + j, self.value(pixel, channel + j)))
+    def pack(
+        self, tile: Buffer, index: Expr, pixel: Expr, channel: Expr, width: int, stored: bool, repeat: int = 1
+    ) -> None:
+        """Put `width` channels of a pixel at `index` of the tile, each `repeat` times, and into the map `stored`."""
+        elementwise(width, lambda j: store(tile, index + j * repeat, self.value(pixel, channel + j)))
+        for again in range(1, repeat):
+            elementwise(width, lambda j, k=again: store(tile, index + j * repeat + k, tile[index + j * repeat]))
         if stored:
             ref = self.map("stored")
-            elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), tile[index + j]))
+            elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), tile[index + j * repeat]))
 
     def store_all(self, thread: Expr, target: Target) -> None:
         """The map `stored` in a sweep of its own: for kernels that do not read every input pixel, or not once."""

@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
-from bnfuse.runtime.kernels.cpu.tir import Buffer, Expr, share, workspace, zero
+from bnfuse.runtime.kernels.cpu.tir import Buffer, Expr, share, vectors, workspace, zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,21 @@ def cut(width: int, lanes: int) -> Iterator[tuple[int, int]]:
     """Start and width of the vectors that make up `width` channels."""
     for start in range(0, width, lanes):
         yield start, min(lanes, width - start)
+
+
+def block_vectors(index: Expr, block: int, total: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
+    """Call `body(start, width)` over the channels of block `index` of `total` channels, cut into pieces of `block`.
+
+    `start` counts from the block's beginning; `block` is a whole number of vectors unless it is all.
+    """
+    if block >= total:
+        vectors(total, lanes, body)
+        return
+    with T.serial(0, tirx.Min(block, total - index * block) // lanes) as i:
+        body(i * lanes, lanes)
+    if tail := total % lanes:
+        with T.If(index == (total - 1) // block), T.Then():
+            body((total - 1) % block + 1 - tail, tail)
 
 
 def covers_input(shape: ConvShape) -> bool:

@@ -1,4 +1,4 @@
-"""Small helpers for writing kernels with TVM's IRBuilder: the function of a kernel, its maps, vectors, shares, compiling.
+"""Helpers for writing kernels with TVM's IRBuilder: a kernel's function, its maps, vectors, shares, compiling it.
 
 Every buffer is flat. Vectors are written out (`buffer[span(i, 16)]` is a float32x16) or come from `T.vectorized` loops;
 a tail is a narrower vector, which LLVM turns into the few moves that it takes, on every target.
@@ -59,7 +59,7 @@ class Arguments:
 
 @contextlib.contextmanager
 def function(name: str, params: Sequence[Param]) -> Iterator[Arguments]:
-    """Open a PrimFunc that takes `params` and then the offsets of the maps among them. `result` has it after the block."""
+    """Open a PrimFunc of `params`, then the offsets of the maps among them. After the block, `result` has it."""
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name(name)
@@ -72,7 +72,7 @@ def function(name: str, params: Sequence[Param]) -> Iterator[Arguments]:
 
 
 def forward_params(problem: Problem) -> tuple[Param, ...]:
-    """The parameters of a forward operator's kernel: per-channel operands follow x on the way in and y on the way out."""
+    """The parameters of a forward operator's kernel. Coefficients of the prologue have x's channels, others y's."""
     spec, maps = problem.spec, dict(problem.maps)
     params = []
     for access, names in (("in", spec.operands), ("out", spec.results)):

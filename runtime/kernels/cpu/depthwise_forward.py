@@ -1,0 +1,165 @@
+"""Forward depthwise convolution: every output channel reads one input channel; vectors run over output channels.
+
+pack the weights: [r][s][output channel]                                                    workspace
+parallel over threads, for the thread's tiles (one image, rows x all columns of output):
+    for a block of output channels:
+        pack the activated input under them, with its zero border; with a channel multiplier m,
+        each input channel m times, so that output channel k lies under pixel channel k     second-level cache
+        for a micro tile of columns, for a vector of channels:                               registers
+            for r, s: accumulators += pixels * weights
+            + bias; sum and squared deviations to the thread's float64 partials; store y
+add up the threads' partials: mean and variance
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu.entry import Entry
+from bnfuse.runtime.kernels.cpu.nest import (
+    MicroTile,
+    PackedTile,
+    Place,
+    block_vectors,
+    covers_input,
+    loop,
+    micro_tiles,
+    places,
+)
+from bnfuse.runtime.kernels.cpu.partials import Partials
+from bnfuse.runtime.kernels.cpu.tiles import TILE_BYTES, ConvShape, balanced, micro_pixels
+from bnfuse.runtime.kernels.cpu.tir import (
+    Arguments,
+    Expr,
+    registers,
+    share,
+    span,
+    splat,
+    store,
+    vectors,
+    workspace,
+)
+from bnfuse.runtime.kernels.kernel import Problem, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthwiseTiles:
+    """Output rows and output channels of a tile, columns of a micro tile."""
+
+    rows: int
+    channels: int
+    columns: int
+
+
+def choose_depthwise_tiles(shape: ConvShape, target: Target) -> DepthwiseTiles:
+    """The tallest tile that fits, of all channels if two rows of them do, and short enough to keep all threads busy."""
+    unit = target.lanes * shape.group_cout
+    channels = shape.cout
+    while channels > unit and _bytes(shape, min(2, shape.oh), channels) > TILE_BYTES:
+        channels = math.ceil(channels / 2 / unit) * unit
+    wanted = math.ceil(2 * target.threads / shape.n)  # tiles of an image
+    rows = max(1, math.ceil(shape.oh / wanted))
+    while rows > 1 and _bytes(shape, rows, channels) > TILE_BYTES:
+        rows -= 1
+    return DepthwiseTiles(balanced(shape.oh, rows), channels, balanced(shape.ow, micro_pixels(2, target)))
+
+
+def _bytes(shape: ConvShape, rows: int, channels: int) -> int:
+    return 4 * shape.packed_rows(rows) * shape.packed_columns * channels
+
+
+class DepthwiseNest:
+    """The loop nest of the module's docstring."""
+
+    def __init__(self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape) -> None:
+        self.target, self.arguments, self.shape = target, arguments, shape
+        self.tiles = choose_depthwise_tiles(shape, target)
+        self.epilogue = problem.spec.epilogue
+        self.entry = Entry(problem, arguments)
+        self.y = self.entry.map("y")
+        self.lanes = target.lanes
+        self.blocks = math.ceil(shape.cout / self.tiles.channels)
+        self.stores_in_passing = "StoreInput" in self.epilogue and covers_input(shape)
+
+    def emit(self) -> None:
+        shape, threads = self.shape, self.target.threads
+        self.weights = workspace(shape.r * shape.s * shape.cout)
+        statistics = "Statistics" in self.epilogue
+        if statistics:
+            self.partials = Partials.allocate(shape.cout, threads, self.lanes)
+        with T.parallel(0, threads) as thread:
+            self.pack_weights(thread)
+            if "StoreInput" in self.epilogue and not self.stores_in_passing:
+                self.entry.store_all(thread, self.target)
+        with T.parallel(0, threads) as thread:
+            if statistics:
+                self.partials.clear(thread)
+            self.work(thread)
+        if statistics:
+            count = shape.n * shape.oh * shape.ow
+            self.partials.finish(count, self.arguments["mean"], self.arguments["variance"])
+
+    def pack_weights(self, thread: Expr) -> None:
+        """[channel][r][s] to [r][s][channel]."""
+        taps = self.shape.r * self.shape.s
+        first, count = share(taps, self.target.threads, thread)
+        with T.serial(0, count) as i:
+            tap = T.bind(first + i)
+
+            def body(channel: Expr, width: int) -> None:
+                values = self.arguments["weight"][span(channel * taps + tap, width, taps)]
+                store(self.weights, span(tap * self.shape.cout + channel, width), values)
+
+            vectors(self.shape.cout, self.lanes, body)
+
+    def work(self, thread: Expr) -> None:
+        shape, tiles = self.shape, self.tiles
+        stride = math.ceil(tiles.channels / self.lanes) * self.lanes
+        self.tile = PackedTile(shape, 1, tiles.rows, stride, self.lanes)
+        for place in places(shape, 1, tiles.rows, self.target.threads, thread):
+            with loop(self.blocks) as block:
+                self.sweep(place, block)
+
+    def sweep(self, place: Place, block: Expr) -> None:
+        """One block of output channels of a tile."""
+        shape, channels, repeat = self.shape, self.tiles.channels, self.shape.group_cout
+        first = T.bind(block * channels) if self.blocks > 1 else 0
+
+        def pack_pixel(index: Expr, pixel: Expr, stored: bool) -> None:
+            def pack(channel: Expr, width: int) -> None:
+                source, target = block * (channels // repeat) + channel, index + channel * repeat
+                self.entry.pack(self.tile.buffer, target, pixel, source, width, stored, repeat)
+
+            block_vectors(block, channels // repeat, shape.cin, self.lanes, pack)
+
+        self.tile.pack(place, self.stores_in_passing, pack_pixel)
+        for micro in micro_tiles(place, shape, (1, 1, self.tiles.columns)):
+            body = functools.partial(self.micro_tile, place, micro, first)
+            block_vectors(block, channels, shape.cout, self.lanes, body)
+
+    def micro_tile(self, place: Place, micro: MicroTile, first: Expr, channel: Expr, width: int) -> None:
+        """The columns of a micro tile in the `width` output channels from first + channel on."""
+        shape, tile = self.shape, self.tile
+        accumulators = registers(micro.pixels * self.lanes)
+        slots = [span(p * self.lanes, width) for p in range(micro.pixels)]
+        for slot in slots:
+            store(accumulators, slot, splat(0, width))
+        corner = T.bind(tile.corner(micro) + channel)
+        target = T.bind(first + channel)
+        with loop(shape.r) as r, loop(shape.s) as s:
+            weight = T.bind(self.weights[span((r * shape.s + s) * shape.cout + target, width)])
+            for slot, offset in zip(slots, tile.offsets(micro), strict=True):
+                pixel = tile.buffer[span(corner + tile.tap(r, s) + offset, width)]
+                store(accumulators, slot, accumulators[slot] + pixel * weight)
+        values = [accumulators[slot] for slot in slots]
+        if "Bias" in self.epilogue:
+            bias = T.bind(self.arguments["bias"][span(target, width)])
+            values = [T.bind(value + bias) for value in values]
+        for pixel, value in zip(place.output_pixels(micro, shape), values, strict=True):
+            store(self.y.buffer, span(self.y.at(pixel, target), width), value)
+        if "Statistics" in self.epilogue:
+            self.partials.add(place.thread, target, values, width)
