@@ -1,6 +1,6 @@
 """AlexNet (Krizhevsky et al. 2012) as one tower, without local response normalisation.
 
-`groups=2` splits the second, fourth and fifth convolution as the two towers did. Images smaller than 64 get a 5x5 stem
+`groups=2` splits the second, fourth and fifth convolution as the two towers did. Images smaller than 67 get a 5x5 stem
 of stride 1 in place of the 11x11 of stride 4.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .layers import Network, finish, start
 
-SMALL = 64
+SMALL = 67  # below it the large form runs out of map
 
 
 def alexnet(

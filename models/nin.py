@@ -1,6 +1,6 @@
 """Network in Network (Lin et al. 2014), as papers/003 has it in table 4.2: twelve convolutions, no linear layer.
 
-Images smaller than 64 get its CIFAR form: 5x5 convolutions, narrower, two poolings (`form` chooses otherwise).
+Images smaller than 67 get its CIFAR form: 5x5 convolutions, narrower, two poolings (`form` chooses otherwise).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bnfuse.errors import BnfuseError
 
 from .layers import Network, finish, start
 
-SMALL = 64
+SMALL = 67  # below it the large form runs out of map
 
 
 def nin(

@@ -85,7 +85,7 @@ def explicit_dropout(forward: Forward) -> None:
         taken = forward.names()
         ratio = node.input[1] if len(node.input) > 1 and node.input[1] else fresh(f"{node.name}/ratio", taken)
         if ratio not in taken:
-            forward.set_initializer(ratio, np.float32(0.5).reshape(()))
+            forward.set_initializer(ratio, np.array(0.5, np.float32))
         training = node.input[2] if len(node.input) > 2 else ""
         if not (training in known and numpy_helper.to_array(known[training])):
             training = fresh(f"{node.name}/training", taken)

@@ -21,7 +21,7 @@ from bnfuse.io import check_sizes, read_proto
 from bnfuse.roles import METADATA_KEY
 
 from .canonical import fit_reshapes_to_batch
-from .graph import Forward, attributes, fresh, static_shape, typed_values
+from .graph import Forward, adopt_graph, attributes, fresh, static_shape, typed_values, without_large_values
 
 OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
 IR_VERSIONS = (8, 10)
@@ -184,8 +184,7 @@ def convert_opset(forward: Forward) -> None:
         versions[""] = versions.get("ai.onnx", 1)
     version = versions[""]
     if not OLDEST <= version <= NEWEST:
-        converted = _converted(forward, version)
-        forward.model = converted
+        adopt_graph(forward.model, _converted(forward, version))
         name_nodes(forward)
         forward.note(f"converted from opset {version} to {TARGET}")
     forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
@@ -194,7 +193,7 @@ def convert_opset(forward: Forward) -> None:
 def _converted(forward: Forward, version: int) -> onnx.ModelProto:
     """The converter works on shapes alone; large initializers keep their names through it."""
     try:
-        return onnx.version_converter.convert_version(forward.model, TARGET)
+        return onnx.version_converter.convert_version(without_large_values(forward.model), TARGET)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise forward.error(
@@ -211,11 +210,14 @@ def infer_shapes(forward: Forward) -> None:
         kind = value.type.tensor_type.elem_type
         value.CopyFrom(helper.make_tensor_value_info(value.name, kind, None))
     try:
-        forward.model = onnx.shape_inference.infer_shapes(
-            forward.model, check_type=True, strict_mode=True, data_prop=True
+        light = onnx.shape_inference.infer_shapes(
+            without_large_values(forward.model), check_type=True, strict_mode=True, data_prop=True
         )
     except Exception as error:
         raise forward.error(f"its shapes do not fit together: {' '.join(str(error).split())[:300]}") from None
+    del graph.value_info[:], graph.output[:]
+    graph.value_info.extend(light.graph.value_info)
+    graph.output.extend(light.graph.output)
     shapes = forward.shapes()
     for node in forward.graph.node:
         for name in node.output:

@@ -96,6 +96,47 @@ class Forward:
         self.graph.initializer.append(tensor)
 
 
+LARGE = 1 << 12  # elements; shape arithmetic never needs the values of a tensor that large
+
+
+def without_large_values(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which large initializers are graph inputs: what inference and conversion see of them is their shape."""
+    light = onnx.ModelProto()
+    for field, value in model.ListFields():
+        if field.name != "graph":
+            _copy_field(light, field.name, value)
+    for field, value in model.graph.ListFields():
+        if field.name != "initializer":
+            _copy_field(light.graph, field.name, value)
+    for tensor in model.graph.initializer:
+        if element_count(tensor.dims) < LARGE:
+            light.graph.initializer.append(tensor)
+        else:
+            light.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return light
+
+
+def _copy_field(message, name: str, value) -> None:
+    target = getattr(message, name)
+    if hasattr(target, "extend"):
+        target.extend(value)
+    elif hasattr(target, "CopyFrom"):
+        target.CopyFrom(value)
+    else:
+        setattr(message, name, value)
+
+
+def adopt_graph(model: onnx.ModelProto, light: onnx.ModelProto) -> None:
+    """Everything of `light`, with the large initializers that the model has and `light` lists as inputs."""
+    large = [tensor for tensor in model.graph.initializer if element_count(tensor.dims) >= LARGE]
+    names = {tensor.name for tensor in large}
+    inputs = [value for value in light.graph.input if value.name not in names]
+    del light.graph.input[:]
+    light.graph.input.extend(inputs)
+    light.graph.initializer.extend(large)
+    model.CopyFrom(light)
+
+
 def fresh(name: str, taken: set[str]) -> str:
     candidate, number = name, 0
     while candidate in taken:

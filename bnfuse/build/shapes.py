@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from bnfuse.errors import at_node
 
-from .graph import shapes_of, static_shape, typed_values
+from .graph import shapes_of, static_shape, typed_values, without_large_values
 
 Shape = list[int]
 
@@ -40,7 +40,7 @@ def missing(model: onnx.ModelProto) -> list[tuple[onnx.NodeProto, str]]:
 
 
 def adopt_inferred(model: onnx.ModelProto) -> None:
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    inferred = onnx.shape_inference.infer_shapes(without_large_values(model), data_prop=True)
     known = {v.name for v in typed_values(model.graph) if static_shape(v) is not None}
     found = {v.name: v for v in inferred.graph.value_info if v.name not in known and static_shape(v) is not None}
     stale = [v for v in model.graph.value_info if v.name in found]

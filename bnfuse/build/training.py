@@ -111,14 +111,17 @@ def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.M
 def without_values(model: onnx.ModelProto, variables: Variables) -> onnx.ModelProto:
     """A copy whose variables are graph inputs and not initializers."""
     names = set(variables.all)
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    kept = [tensor for tensor in bare.graph.initializer if tensor.name not in names]
-    sizes = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
-    del bare.graph.initializer[:]
-    bare.graph.initializer.extend(kept)
-    bare.graph.input.extend(helper.make_tensor_value_info(name, *sizes[name]) for name in variables.all)
-    return bare
+    values = {tensor.name: tensor for tensor in model.graph.initializer}
+    inputs = [helper.make_tensor_value_info(n, values[n].data_type, values[n].dims) for n in variables.all]
+    graph = helper.make_graph(
+        model.graph.node,
+        model.graph.name or "forward",
+        [*model.graph.input, *inputs],
+        model.graph.output,
+        [tensor for tensor in model.graph.initializer if tensor.name not in names],
+        value_info=model.graph.value_info,
+    )
+    return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
 def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
