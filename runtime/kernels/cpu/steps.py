@@ -45,7 +45,7 @@ def exp(x: Expr) -> Expr:
 
     x = n*ln 2 + r with |r| <= ln(2)/2, a Taylor polynomial of degree 7 in r, and n added to the exponent bits.
     """
-    x = tirx.Max(tirx.Min(x, f32(88.0)), f32(-87.0))
+    x = maximum(minimum(x, f32(88.0)), f32(-87.0))
     n = tirx.floor(fma(x, f32(1 / math.log(2)), f32(0.5)))
     r = fma(n, f32(-0.693359375), x)  # the high bits of ln 2: the product is exact
     r = fma(n, f32(0.693359375 - math.log(2)), r)

@@ -1,0 +1,197 @@
+"""SoftmaxCrossEntropyLoss and its gradient (com.microsoft SoftmaxCrossEntropyLossGrad).
+
+Scores are [n, classes, inner...]: a row is one image and one inner position. Rows are dealt to the threads;
+exponentials are vectorised over the classes, sums are float64. A label that is no class makes the loss NaN rather than
+read beyond the scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.cpu.steps import Expr, f32
+from bnfuse.runtime.kernels.cpu.sweep import Args, f64, prim_func, to_f32, unique_name, vectors
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossProblem:
+    """`inner` is the product of the dimensions behind the classes, 1 for plain classification."""
+
+    n: int
+    classes: int
+    inner: int = 1
+    reduction: Reduction = "mean"
+    label_dtype: str = "int64"
+    weighted: bool = False
+    ignore_index: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum", "none"):
+            raise BnfuseError(f"SoftmaxCrossEntropyLoss: reduction '{self.reduction}' is not mean, sum or none")
+        if self.label_dtype not in ("int32", "int64"):
+            raise BnfuseError(f"SoftmaxCrossEntropyLoss: labels are {self.label_dtype}: give int64 or int32")
+
+    @property
+    def rows(self) -> int:
+        return self.n * self.inner
+
+    @property
+    def losses(self) -> int:
+        """Elements of the loss."""
+        return self.rows if self.reduction == "none" else 1
+
+
+def softmax_loss(problem: LossProblem, target: Target) -> Kernel:
+    """scores, labels, [weights] -> loss, log_prob."""
+    elements = problem.rows * problem.classes
+    params = (
+        Param("scores", "in", elements),
+        *_label_params(problem),
+        Param("loss", "out", problem.losses),
+        Param("log_prob", "out", elements),
+    )
+    return _kernel("SoftmaxCrossEntropyLoss", problem, target, params, lambda args: _emit_loss(problem, target, args))
+
+
+def softmax_loss_grad(problem: LossProblem, target: Target) -> Kernel:
+    """dloss, log_prob, labels, [weights] -> dscores."""
+    elements = problem.rows * problem.classes
+    params = (
+        Param("dloss", "in", problem.losses),
+        Param("log_prob", "in", elements),
+        *_label_params(problem),
+        Param("dscores", "out", elements),
+    )
+    return _kernel(
+        "SoftmaxCrossEntropyLossGrad", problem, target, params, lambda args: _emit_grad(problem, target, args)
+    )
+
+
+def _label_params(problem: LossProblem) -> tuple[Param, ...]:
+    weights = (Param("weights", "in", problem.classes),) if problem.weighted else ()
+    return (Param("labels", "in", problem.rows, problem.label_dtype), *weights)
+
+
+def _kernel(op: str, problem: LossProblem, target: Target, params: tuple[Param, ...], emit: Any) -> Kernel:
+    name = unique_name(op, problem, target)
+    return Kernel(name, problem, target, params, lambda: prim_func(name, params, {}, emit))
+
+
+def _emit_loss(problem: LossProblem, target: Target, args: Args) -> None:
+    losses, weights = (tir.workspace(problem.rows, "float64") for _ in range(2))
+    scores = args["scores"]
+
+    def emit(row: Expr, at: Callable[[Expr], Expr]) -> None:
+        top = _over_classes(problem, target, "float32", float("-inf"), _larger(lambda c: scores[at(c)]), tirx.Max)
+        shifted = lambda c: f64(steps.exp(scores[at(c)] - top))  # noqa: E731
+        total = _over_classes(problem, target, "float64", 0.0, lambda sum_, c: sum_ + shifted(c), tirx.Add)
+        log_total = T.bind(tirx.log(total))
+        for vector in vectors(problem.classes, target.lanes):
+            with vector.each() as j:
+                at_j = at(vector.base + j)
+                T.buffer_store(args["log_prob"], to_f32(f64(scores[at_j] - top) - log_total), [at_j])
+        label = Label(problem, args, row)
+        loss = label.when_used(label.weight * (f64(0.0) - f64(args["log_prob"][at(label.index)])))
+        T.buffer_store(losses, loss, [row])
+        T.buffer_store(weights, label.weight, [row])
+        if problem.reduction == "none":
+            T.buffer_store(args["loss"], to_f32(losses[row]), [row])
+
+    _rows(problem, target, emit)
+    if problem.reduction != "none":
+        total_loss, total_weight = _sum_rows(problem, lambda row: losses[row]), None
+        if problem.reduction == "mean":
+            total_weight = _sum_rows(problem, lambda row: weights[row])
+        T.buffer_store(args["loss"], to_f32(total_loss / total_weight if total_weight is not None else total_loss), [0])
+
+
+def _emit_grad(problem: LossProblem, target: Target, args: Args) -> None:
+    count = None
+    if problem.reduction == "mean":
+        count = _sum_rows(problem, lambda row: Label(problem, args, row).weight)
+
+    def emit(row: Expr, at: Callable[[Expr], Expr]) -> None:
+        label = Label(problem, args, row)
+        scale = label.weight * f64(args["dloss"][row if problem.reduction == "none" else 0])
+        scale = T.bind(to_f32(label.when_used(scale if count is None else scale / count)))
+        for vector in vectors(problem.classes, target.lanes):
+            with vector.each() as j:
+                at_j = at(vector.base + j)
+                own = tirx.Select(vector.base + j == label.index, f32(1.0), f32(0.0))
+                T.buffer_store(args["dscores"], (steps.exp(args["log_prob"][at_j]) - own) * scale, [at_j])
+
+    _rows(problem, target, emit)
+
+
+class Label:
+    """The label of a row: its class (0 where it is none), its weight as float64, and whether it counts."""
+
+    def __init__(self, problem: LossProblem, args: Args, row: Expr) -> None:
+        label = args["labels"][row]
+        dtype = problem.label_dtype
+        valid = tirx.And(label >= tirx.const(0, dtype), label < tirx.const(problem.classes, dtype))
+        self.valid = T.bind(valid)
+        self.index = T.bind(tirx.Cast("int32", tirx.Select(self.valid, label, tirx.const(0, dtype))))
+        self.ignored = None if problem.ignore_index is None else label == tirx.const(problem.ignore_index, dtype)
+        weight = f64(args["weights"][self.index]) if problem.weighted else f64(1.0)
+        self.weight = weight if self.ignored is None else T.bind(tirx.Select(self.ignored, f64(0.0), weight))
+
+    def when_used(self, value: Expr) -> Expr:
+        """The value, 0 where the label is ignored, NaN where it is no class."""
+        value = tirx.Select(self.valid, value, f64(float("nan")))
+        return value if self.ignored is None else tirx.Select(self.ignored, f64(0.0), value)
+
+
+def _rows(problem: LossProblem, target: Target, emit: Callable[[Expr, Callable[[Expr], Expr]], None]) -> None:
+    """`emit(row, at)` for each row; at(c) is the index of class c in the scores."""
+    threads = min(target.threads, problem.rows)
+    with T.parallel(0, threads) as thread:
+        first, count = tir.share(problem.rows, threads, thread)
+        with T.serial(0, count) as i:
+            row = T.bind(first + i)
+            image, inner = tirx.floordiv(row, problem.inner), tirx.floormod(row, problem.inner)
+            base = T.bind(image * (problem.classes * problem.inner) + inner)
+            emit(row, lambda c: base + c * problem.inner)
+
+
+def _larger(value: Callable[[Expr], Expr]) -> Callable[[Expr, Expr], Expr]:
+    return lambda top, c: steps.maximum(value(c), top)
+
+
+def _over_classes(
+    problem: LossProblem,
+    target: Target,
+    dtype: str,
+    start: float,
+    step: Callable[[Expr, Expr], Expr],
+    join: Callable[[Expr, Expr], Expr],
+) -> Expr:
+    """Fold `step(so far, class)` over the classes, lane by lane, then `join` the lanes."""
+    folded = tir.registers(target.lanes, dtype)
+    with T.vectorized(0, target.lanes) as j:
+        T.buffer_store(folded, tirx.const(start, dtype), [j])
+    for vector in vectors(problem.classes, target.lanes):
+        with vector.each() as j:
+            T.buffer_store(folded, step(folded[j], vector.base + j), [j])
+    result = folded[0]
+    for lane in range(1, target.lanes):
+        result = join(result, folded[lane])
+    return T.bind(result)
+
+
+def _sum_rows(problem: LossProblem, value: Callable[[Expr], Expr]) -> Expr:
+    total = tir.workspace(1, "float64")
+    T.buffer_store(total, f64(0.0), [0])
+    with T.serial(0, problem.rows) as row:
+        T.buffer_store(total, total[0] + value(row), [0])
+    return T.bind(total[0])

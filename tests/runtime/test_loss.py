@@ -1,0 +1,81 @@
+"""Softmax cross-entropy and its gradient against float64 numpy."""
+
+import numpy as np
+import pytest
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.kernels.cpu.loss import LossProblem, softmax_loss, softmax_loss_grad
+
+TARGET = targets.resolve("cpu", 2)
+
+
+def reference(scores, labels, dloss, reduction, weights, ignore):
+    """scores [n, classes, inner], labels [n, inner]."""
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    log_prob = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    used = labels != ignore
+    index = np.where(used, labels, 0)
+    weight = (weights[index] if weights is not None else np.ones(labels.shape)) * used
+    own = np.arange(scores.shape[1])[None, :, None] == index[:, None]
+    loss = -weight * np.take_along_axis(log_prob, index[:, None], 1)[:, 0]
+    if reduction == "none":
+        scale = weight * dloss.reshape(labels.shape)
+    else:
+        count = weight.sum() if reduction == "mean" else 1
+        scale = weight * dloss / count
+        loss = loss.sum() / count
+    return loss, log_prob, (np.exp(log_prob) - own) * scale[:, None]
+
+
+CASES = [
+    LossProblem(16, 10),
+    LossProblem(3, 1000, reduction="sum", label_dtype="int32"),
+    LossProblem(5, 37, reduction="none"),
+    LossProblem(4, 21, 6, weighted=True, ignore_index=-1),
+    LossProblem(2, 5, 9, "none", ignore_index=2),
+    LossProblem(1, 1),
+]
+
+
+@pytest.mark.parametrize("problem", CASES, ids=str)
+def test_loss_and_gradient(problem):
+    rng = np.random.default_rng(0)
+    scores = (5 * rng.normal(size=(problem.n, problem.classes, problem.inner))).astype(np.float32)
+    labels = rng.integers(0, problem.classes, size=(problem.n, problem.inner))
+    if problem.ignore_index is not None:
+        labels[0, 0] = problem.ignore_index
+    weights = rng.uniform(0.5, 2, size=problem.classes).astype(np.float32) if problem.weighted else None
+    dloss = rng.uniform(0.5, 2, size=problem.losses).astype(np.float32)
+    loss, log_prob, grad = reference(
+        scores.astype(np.float64), labels, dloss, problem.reduction, weights, problem.ignore_index
+    )
+    operands = {"scores": scores, "labels": labels, "dloss": dloss}
+    if weights is not None:
+        operands["weights"] = weights
+    found = execute.call(softmax_loss(problem, TARGET), operands)
+    np.testing.assert_allclose(found["loss"], np.ravel(loss), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found["log_prob"], log_prob.ravel(), rtol=1e-6, atol=1e-6)
+    found = execute.call(softmax_loss_grad(problem, TARGET), {**operands, "log_prob": found["log_prob"]})
+    np.testing.assert_allclose(found["dscores"], grad.ravel(), rtol=1e-5, atol=2e-7)
+
+
+def test_large_scores_neither_overflow_nor_underflow():
+    problem = LossProblem(2, 3)
+    scores = np.array([[1e4, -1e4, 0], [0, 200, 100]], np.float32)
+    found = execute.call(softmax_loss(problem, TARGET), {"scores": scores, "labels": np.array([1, 2])})
+    np.testing.assert_allclose(found["loss"], [(2e4 + 100) / 2], rtol=1e-6)
+
+
+def test_a_label_that_is_no_class_shows_as_nan():
+    problem = LossProblem(2, 3)
+    scores = np.zeros((2, 3), np.float32)
+    for label in (3, -1, 2**40):
+        found = execute.call(softmax_loss(problem, TARGET), {"scores": scores, "labels": np.array([0, label])})
+        assert np.isnan(found["loss"]).all()
+
+
+def test_labels_of_another_dtype_are_refused():
+    with pytest.raises(BnfuseError, match="labels are float32"):
+        LossProblem(2, 3, label_dtype="float32")
