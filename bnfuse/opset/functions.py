@@ -211,19 +211,13 @@ def activation(kind: str, z: ir.Value, body: Body) -> ir.Value:
 
 
 def statistics(y: ir.Value, body: Body) -> tuple[ir.Value, ir.Value]:
-    """Mean and biased variance in two passes.
-
-    The second pass also corrects the mean's rounding error, which would otherwise enter the variance squared and
-    spoil it where |mean| is a thousand standard deviations.
-    """
+    """Mean and biased variance in two passes (a difference of raw sums would cancel where |mean| is large)."""
     total = body("ReduceSum", y, body.constant([0, 2, 3]), keepdims=1)
     count = body("Cast", body("Div", body("Size", y), body("Size", total)), to=int(ir.DataType.FLOAT))
-    rough = body("Div", total, count)
-    centred = body("Sub", y, rough)
-    error = body("Div", body.sum(centred), count)
-    mean = body("Add", body("Reshape", rough, body.constant([-1])), error)
-    square = body("Div", body.sum(body("Mul", centred, centred)), count)
-    return mean, body("Sub", square, body("Mul", error, error))
+    mean = body("Div", total, count)
+    centred = body("Sub", y, mean)
+    variance = body("Div", body.sum(body("Mul", centred, centred)), count)
+    return body("Reshape", mean, body.constant([-1])), variance
 
 
 # Backward
