@@ -96,13 +96,7 @@ def global_average_pool_gradient(editor: Editor, expand: ir.Node) -> None:
         return
     x, dy = shape_node.inputs[0], scale.inputs[0]
     factor = constant_of(scale.inputs[1])
-    if (
-        x is None
-        or dy is None
-        or factor is None
-        or not (is_map(x) and is_map(dy))
-        or not is_only_read_by(scaled, expand)
-    ):  # type: ignore[arg-type]
+    if not (is_map(x) and is_map(dy)) or factor is None or scaled is None or not is_only_read_by(scaled, expand):
         return
     down = scale.attributes["scale_down"].as_int() if "scale_down" in scale.attributes else 0
     if not down or sizes(dy)[2:] != (1, 1) or factor.size != 1 or not np.isclose(factor.item(), np.prod(sizes(x)[2:])):

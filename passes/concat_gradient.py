@@ -11,8 +11,8 @@ t2 = Concat(x0, y1, y2), read by the convolutions of layers 1 and 2 through thei
     dx0 = Sum(a1, a2); dy1 = Sum(b1, b2)        dx0 is read as G1[0:4] + q*x0 + w
 
 The operator that wrote dz_l adds p_l*dz_l to G instead; what reads the gradient of a producer reads its channels of G.
-Channels are traced to their producers, so nested and flat concatenations, and any mix, are one case. Gradients of readers
-that are not BNs are terms of G with the factor 1.
+Channels are traced to their producers, so nested and flat concatenations, and any mix, are one case. Gradients of
+readers that are not BNs are terms of G with the factor 1.
 
 Refuses concatenations whose terms do not cover nested channel ranges in the order in which they are computed.
 """
@@ -38,7 +38,7 @@ INPUT_HALF = OpSpec(("BatchNormGrad",), "MapGrad")
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A gradient that covers channels [start, stop) of the accumulated gradient: of a BN (`half`), or of another reader."""
+    """A gradient that covers channels [start, stop) of the accumulated one: of a BN (`half`), or of another reader."""
 
     value: ir.Value
     start: int
@@ -152,7 +152,7 @@ def make_group(glue: set[ir.Node], order: dict[ir.Node, int]) -> Group | None:
 
 
 def pieces_of(value: ir.Value, start: int, stop: int, glue: set[ir.Node]) -> list[tuple[ir.Value, int, int]]:
-    """The terms that add up to channels [start, stop) of a gradient: each a tensor outside the glue, and its channels."""
+    """The terms that add up to channels [start, stop) of a gradient: tensors outside the glue, and their channels."""
     node = value.producer()
     if node is None or node not in glue:
         return [(value, start, stop)]

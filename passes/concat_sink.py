@@ -1,4 +1,4 @@
-"""ICF for BN -> activation -> Concat (GoogLeNet, SqueezeNet with BN): the halves sink through the Concat (docs/maths.md).
+"""ICF for BN -> activation -> Concat (GoogLeNet, SqueezeNet with BN): the halves sink through the Concat.
 
     y1 = NormalizeReluMap(x1, a1, b1)          t = Concat(x1, x2)
     y2 = NormalizeReluMap(x2, a2, b2)    ->    y = NormalizeReluMap(t, Concat(a1, a2), Concat(b1, b2))
@@ -10,7 +10,8 @@
 
 One map instead of many: what reads y has room for the steps, and what writes dy for the mask and the reductions.
 
-Refuses a Concat of which an operand is not such a map, has another activation, or whose gradient is not split into these.
+Refuses a Concat of which an operand is not such a map, has another activation, or whose gradient is not split
+into these.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def sink(editor: Editor, concat: ir.Node, branches: list[Branch], split: ir.Node
     (t,) = editor.standard("Concat", [op.operands["x"] for op in forwards], 1, before=concat, of=nodes, axis=1)
     t.shape, t.type = y.shape, y.type
     steps = {"x": t, "a": joined("a", forwards), "b": joined("b", forwards)}
-    statistics = {name: joined(name, masks) for name in ("mean", "inv_std") if name in first.mask.operands}
+    statistics: dict[str, ir.Value] = {
+        name: joined(name, masks) for name in ("mean", "inv_std") if name in first.mask.operands
+    }
     editor.emit(
         first.forward.steps, steps, first.forward.attributes, {"y": y}, before=concat, of=nodes,
         name=editor.fresh(f"{concat.name}/normalize"),

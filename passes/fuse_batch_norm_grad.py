@@ -1,12 +1,12 @@
-"""BNFF backward: the input half of a BN's gradient moves into the operators that read it (papers/000, section 3.2, sub-BN1').
+"""BNFF backward: the input half of a BN's gradient moves into what reads it (papers/000, section 3.2, sub-BN1').
 
     dx = BatchNormGradMapGrad(dz, u, p, q, w)
     dt, dw = ConvGrad(dx, t, weight)            ->   dt, dw = BatchNormGradConvGrad(dz, t, weight, u, p, q, w)
 
 p*dz + q*u + w is computed while dz and u are read; dx is never stored. A Slice of a gradient moves the same way.
 
-Refuses a dx that is a graph output or has a reader with no room for it (a second BN's gradient, a Sum, ...): then dx must
-exist, and reading it once is cheaper than reading dz and u.
+Refuses a dx that is a graph output or has a reader with no room for it (a second BN's gradient, a Sum, ...): then dx
+must exist, and reading it once is cheaper than reading dz and u.
 """
 
 from __future__ import annotations

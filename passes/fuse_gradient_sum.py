@@ -6,7 +6,7 @@
 
 A Sum of more gradients becomes a chain. The mask and the reductions that follow can then go into the last one.
 
-Refuses a Sum whose last gradient is written by something with no epilogue (a Split, a Reshape, ...) or is read elsewhere.
+Refuses a Sum whose last gradient is read elsewhere or is written by something with no epilogue (a Split, a Reshape).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class MapFusion(ir.passes.InPlacePass):
 
 
 def move_into_readers(editor: Editor, source: Op) -> list[ir.Node]:
-    """Move a Map's steps into every reader with room for them, and remove it where no reader is left. Gives new Maps."""
+    """Move a Map's steps into every reader with room for them; it goes where no reader is left. Gives the new Maps."""
     y = source.results["y"]
     made = []
     for reader in dict.fromkeys(use.node for use in y.uses()):
@@ -127,7 +127,7 @@ def absorb(editor: Editor, source: Op, reader: Op) -> Op | None:
 
 
 def absorb_skip(editor: Editor, source: Op, reader: Op) -> Op | None:
-    """The second operand of an Add: with its own coefficients, or, where the first operand has no steps, in its place."""
+    """The second operand of an Add: with its own coefficients, or in place of a first operand that has no steps."""
     prologue = reader.steps.prologue
     if prologue[0] == "Add":
         spec = try_spec((*source.steps.prologue, *prologue), reader.steps.core, reader.steps.epilogue)

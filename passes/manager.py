@@ -62,7 +62,7 @@ class Report:
     nodes_after: int
 
     def to_json(self) -> dict[str, Any]:
-        """Stable keys: level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes."""
+        """level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes."""
         return {
             "level": self.level,
             "batch_norms": self.batch_norms,

@@ -86,7 +86,7 @@ def swap(editor: Editor, pool: Op, conv: Op) -> None:
 
     dy, weight = pool_grad.operands["dy"], conv_grad.operands["weight"]
     dx = conv_grad.results.get("dx")
-    outputs = [value if value.name else None for value in conv_grad.node.outputs]
+    outputs: list[ir.Value | ir.Shape | None] = [value if value.name else None for value in conv_grad.node.outputs]
     outputs[0] = pooled if dx is not None else None
     dp, *_ = editor.clone(conv_grad.node, [dy, p, weight], outputs, before=conv_grad.node, of=both)
     if dx is not None:

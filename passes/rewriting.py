@@ -121,15 +121,15 @@ class Editor:
         of: Iterable[ir.Node],
         name: str | None = None,
     ) -> dict[str, ir.Value]:
-        """Insert an operator before a node. `keep` maps results to the old values that they take over (name, shape, uses).
+        """Insert an operator before a node. `keep` maps results to old values that they take over (name, shape, uses).
 
         Other results are new values named after the node. Returns all results by name.
         """
         of = list(of)
         node_name = name or self.fresh(of[0].name or of[0].op_type)
-        known = {name: value.shape for name, value in operands.items() if value.shape is not None}
+        known: dict[str, Any] = {name: value.shape for name, value in operands.items() if value.shape is not None}
         shapes = result_shapes(spec, {name: tuple(shape) for name, shape in known.items()}, attributes)
-        values = [self._value(node_name, result, keep.get(result), shapes[result]) for result in spec.results]
+        values = [self._value(node_name, result, keep.get(result), shapes[result] or ()) for result in spec.results]
         node = ir.Node(
             DOMAIN,
             spec.name,
@@ -194,13 +194,12 @@ class Editor:
         before: ir.Node,
         of: Iterable[ir.Node],
     ) -> list[ir.Value]:
-        """Insert a source node like `node`, under its name, with other inputs. Each output takes over an old value, is a
-        new float map of the given shape, or is absent (None)."""
+        """Insert a source node like `node`, under its name, with other inputs. Each output takes over an old value,
+        is a new float map of the given shape, or is absent (None)."""
         values = []
         for output in outputs:
             if isinstance(output, ir.Value):
-                name, output.name = output.name, self.fresh(f"{output.name}_replaced")
-                values.append(ir.Value(name=name, shape=output.shape, type=output.type))
+                values.append(self._heir(output))
             elif output is None:
                 values.append(ir.Value(name=""))
             else:
@@ -243,8 +242,13 @@ class Editor:
             name = self.fresh(f"{node_name}/{result}")
             kind = ir.DataType.INT64 if result == "indices" else ir.DataType.FLOAT
             return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
-        name, old.name = old.name, self.fresh(f"{old.name}_replaced")
-        return ir.Value(name=name, shape=old.shape, type=old.type)
+        return self._heir(old)
+
+    def _heir(self, old: ir.Value) -> ir.Value:
+        """A value with the name, shape and type of an old one, which gives its name up."""
+        heir = ir.Value(name=old.name, shape=old.shape, type=old.type)
+        old.name = self.fresh(f"{old.name}_replaced")
+        return heir
 
     def _metadata(self, of: Iterable[ir.Node]) -> dict[str, str]:
         names = list(dict.fromkeys(source for node in of for source in sources(node)))

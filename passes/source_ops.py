@@ -5,7 +5,7 @@
     Relu, Clip, QuickGelu, Add       Map with the step in its prologue
     ms.ConvGrad                      ConvGrad, ConvGradInput or ConvGradWeight [BiasGrad]
     MaxPoolGrad, AveragePoolGrad     the same, with the x of the forward node that they belong to
-    ms.ReluGrad, ms.QuickGeluGrad    MapGrad with the step in its epilogue (a ReluGrad may hold its Relu's input or output)
+    ms.ReluGrad, ms.QuickGeluGrad    MapGrad with the step in its epilogue (a ReluGrad holds its Relu's input or output)
 
 Only float32 maps of rank 4 with static shapes are read; for anything else `read` gives None, and the node stays.
 """
@@ -13,7 +13,7 @@ Only float32 maps of rank 4 with static shapes are read; for anything else `read
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -51,7 +51,7 @@ def forward_of(value: ir.Value | None) -> Op | None:
     return op
 
 
-def is_map(value: ir.Value | None) -> bool:
+def is_map(value: ir.Value | None) -> TypeGuard[ir.Value]:
     """Whether the value is a feature map that kernels and functions take: float32, rank 4, static."""
     return (
         value is not None
@@ -124,6 +124,7 @@ def _pool_grad(node: ir.Node) -> Op | None:
         return None
     operands = {"dy": dy, "x": forward.operands["x"]}
     if node.op_type == "MaxPoolGrad":
+        assert node.inputs[1] is not None
         operands["indices"] = node.inputs[1]
     names = BACKWARD_CORES[node.op_type]
     attributes = {name: forward.attributes[name] for name in names}

@@ -9,6 +9,7 @@ accumulators and buffer slots belong to leaves (papers/000, section 3.3, made ex
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeGuard
 
 import onnx_ir as ir
 
@@ -24,7 +25,7 @@ class Leaf:
     stop: int
 
 
-def is_channel_concat(node: ir.Node | None) -> bool:
+def is_channel_concat(node: ir.Node | None) -> TypeGuard[ir.Node]:
     """Whether the node concatenates maps along their channels (rank 4, axis 1)."""
     if node is None or node.op_type not in CONCATS or node.domain not in ("", "com.microsoft"):
         return False
