@@ -107,7 +107,8 @@ def operator(
                     buffers[name][..., offsets[name] : offsets[name] + c] = _nhwc(operands[name])
         elif name in operands:
             buffers[name] = operands[name]
-    problem = Problem(op, tuple(map_types.items()), tuple((k, _frozen(v)) for k, v in attributes.items()))
+    weight = tuple(operands["weight"].shape) if "weight" in operands else ()
+    problem = Problem(op, tuple(map_types.items()), tuple((k, _frozen(v)) for k, v in attributes.items()), weight)
     kernel = generator(problem, target)
     after = call(kernel, {p.name: buffers[p.name] for p in kernel.params if p.name in buffers}, offsets)
     for name, kind in map_types.items():

@@ -17,7 +17,10 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.errors import BnfuseError
 from bnfuse.runtime.kernels.kernel import MapType, Param, Problem, Target
+
+INT32_LIMIT = 2**31
 
 Expr = Any  # a tvm PrimExpr, or an int
 Buffer = Any
@@ -85,6 +88,10 @@ def forward_params(problem: Problem) -> tuple[Param, ...]:
             else:
                 channels = maps["y" if name in ("bias", "mean", "variance") else "x"].c
                 params.append(Param(name, access, channels))
+    for param in params:
+        if param.elements >= INT32_LIMIT:
+            what = f"{param.name} has {param.elements} elements, more than int32 can index"
+            raise BnfuseError(f"{problem.op}: {what}: use a smaller batch")
     return tuple(params)
 
 
