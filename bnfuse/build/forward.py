@@ -183,11 +183,11 @@ def convert_opset(forward: Forward) -> None:
     if "" not in versions:
         versions[""] = versions.get("ai.onnx", 1)
     version = versions[""]
+    forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
     if not OLDEST <= version <= NEWEST:
         adopt_graph(forward.model, _converted(forward, version))
         name_nodes(forward)
         forward.note(f"converted from opset {version} to {TARGET}")
-    forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
 
 
 def _converted(forward: Forward, version: int) -> onnx.ModelProto:
