@@ -185,20 +185,27 @@ def convert_opset(forward: Forward) -> None:
     version = versions[""]
     forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
     if not OLDEST <= version <= NEWEST:
-        adopt_graph(forward.model, _converted(forward, version))
-        name_nodes(forward)
-        forward.note(f"converted from opset {version} to {TARGET}")
+        convert_to(forward, version, TARGET)
 
 
-def _converted(forward: Forward, version: int) -> onnx.ModelProto:
-    """The converter works on shapes alone; large initializers keep their names through it."""
+def raise_opset(forward: Forward, version: int) -> None:
+    """Converts to `version` what is below it."""
+    current = next(opset.version for opset in forward.model.opset_import if opset.domain in ("", "ai.onnx"))
+    if current < version:
+        convert_to(forward, current, version)
+
+
+def convert_to(forward: Forward, version: int, target: int) -> None:
     try:
-        return onnx.version_converter.convert_version(without_large_values(forward.model), TARGET)
+        light = onnx.version_converter.convert_version(without_large_values(forward.model), target)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise forward.error(
-            f"opset {version} does not convert to {TARGET} ({reason[:200]}). Export it with opset {OLDEST} to {NEWEST}."
+            f"opset {version} does not convert to {target} ({reason[:200]}). Export it with opset {OLDEST} to {NEWEST}."
         ) from None
+    adopt_graph(forward.model, light)
+    name_nodes(forward)
+    forward.note(f"converted from opset {version} to {target}")
 
 
 def infer_shapes(forward: Forward) -> None:

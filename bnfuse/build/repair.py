@@ -17,6 +17,7 @@ from bnfuse.models.initial import kaiming
 from .canonical import add_of_sum, explicit_dropout, explicit_windows, flatten_logits, flatten_of_reshape
 from .forward import convert_opset, fold_constants, infer_shapes
 from .graph import Forward, attributes, fresh, set_attribute
+from .rewrites import layer_norm_results, rewrite_operators
 
 
 def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: int) -> tuple[set[str], str]:
@@ -33,7 +34,10 @@ def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: in
     drop_zero_bias(forward, constants)
     merge_affine(forward, placeholders)
     refill(forward, placeholders, seed)
-    for step in (explicit_windows, explicit_dropout, add_of_sum, flatten_of_reshape):
+    rewrite_operators(forward)
+    constants |= fold_constants(forward)[0]
+    infer_shapes(forward)
+    for step in (layer_norm_results, explicit_windows, explicit_dropout, add_of_sum, flatten_of_reshape):
         step(forward)
     if loss == "cross-entropy":
         logits = flatten_logits(forward, logits)

@@ -1,0 +1,185 @@
+"""Operators without a gradient, written as ones that have it; each rewrite is the same function.
+
+    Elu(x; a)             Relu(x) + a*Elu(-Relu(-x))                          (Elu of alpha 1 has a definition)
+    Selu, Celu            by Elu
+    HardSigmoid(x; a, b)  HardSigmoid((6a)*x + 6(b - 1/2))                     (that of 1/6, 1/2 has a definition)
+    PRelu(x, s)           Relu(x) - s*Relu(-x)
+    Softsign(x)           x / (1 + |x|)
+    GlobalMaxPool         MaxPool over the whole map
+    ReduceMax             axes as an operand (opset 18), keepdims = 1, Squeeze where the file had 0
+    LayerNormalization    with its mean and inverse deviation as results
+
+Elu, Selu, Celu and PRelu are 0 at 0 on both sides of the kink, so nothing changes there; the slope at 0 itself is that of
+Relu, which is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from .forward import fold_constants, infer_shapes, raise_opset
+from .graph import Forward, attributes, fresh
+
+
+class Writer:
+    """Collects the nodes that replace one node, with names below its own."""
+
+    def __init__(self, forward: Forward, node: onnx.NodeProto) -> None:
+        self.forward, self.node = forward, node
+        self.nodes: list[onnx.NodeProto] = []
+        self.taken = forward.names() | {other.name for other in forward.graph.node}
+
+    def add(self, op: str, inputs: Sequence[str], *, last: bool = False, **attrs: object) -> str:
+        """A node; its output is the replaced node's where it is the last."""
+        name = self.node.name if last else fresh(f"{self.node.name}/{op.lower()}", self.taken)
+        output = self.node.output[0] if last else name
+        self.taken.add(name)
+        self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attrs))
+        return output
+
+    def constant(self, what: str, values: np.ndarray) -> str:
+        name = fresh(f"{self.node.name}/{what}", self.taken)
+        self.taken.add(name)
+        self.forward.set_initializer(name, values)
+        return name
+
+    def number(self, what: str, value: float) -> str:
+        """A scalar: it is no parameter."""
+        return self.constant(what, np.array(value, np.float32))
+
+
+def elu(write: Writer) -> None:
+    alpha = float(attributes(write.node).get("alpha", 1.0))  # type: ignore[arg-type]
+    if alpha == 1.0:
+        return
+    _scaled_elu(write, write.node.input[0], alpha)
+
+
+def _scaled_elu(write: Writer, x: str, alpha: float, *, gamma: float = 1.0) -> None:
+    """gamma*(relu(x) + alpha*elu(-relu(-x)))."""
+    depth = write.add("Neg", [write.add("Relu", [write.add("Neg", [x])])])
+    below = write.add("Mul", [write.add("Elu", [depth]), write.number("alpha", alpha)])
+    above = write.add("Relu", [x])
+    if gamma == 1.0:
+        write.add("Add", [above, below], last=True)
+    else:
+        write.add("Mul", [write.add("Add", [above, below]), write.number("gamma", gamma)], last=True)
+
+
+def selu(write: Writer) -> None:
+    given = attributes(write.node)
+    alpha = float(given.get("alpha", 1.6732632423543772))  # type: ignore[arg-type]
+    gamma = float(given.get("gamma", 1.0507009873554805))  # type: ignore[arg-type]
+    _scaled_elu(write, write.node.input[0], alpha, gamma=gamma)
+
+
+def celu(write: Writer) -> None:
+    """alpha*elu(x/alpha)."""
+    alpha = write.number("alpha", float(attributes(write.node).get("alpha", 1.0)))  # type: ignore[arg-type]
+    x = write.add("Elu", [write.add("Div", [write.node.input[0], alpha])])
+    write.add("Mul", [x, alpha], last=True)
+
+
+def hard_sigmoid(write: Writer) -> None:
+    given = attributes(write.node)
+    alpha, beta = float(given.get("alpha", 0.2)), float(given.get("beta", 0.5))  # type: ignore[arg-type]
+    if np.float32(alpha) == np.float32(1 / 6) and beta == 0.5:
+        return
+    x = write.add("Mul", [write.node.input[0], write.number("slope", 6 * alpha)])
+    x = write.add("Add", [x, write.number("offset", 6 * (beta - 0.5))])
+    write.add("HardSigmoid", [x], last=True, alpha=1 / 6, beta=0.5)
+
+
+def prelu(write: Writer) -> None:
+    x, slope = write.node.input
+    below = write.add("Relu", [write.add("Neg", [x])])
+    write.add("Sub", [write.add("Relu", [x]), write.add("Mul", [below, slope])], last=True)
+
+
+def softsign(write: Writer) -> None:
+    x = write.node.input[0]
+    write.add("Div", [x, write.add("Add", [write.add("Abs", [x]), write.number("one", 1.0)])], last=True)
+
+
+def global_max_pool(write: Writer) -> None:
+    shape = write.forward.shapes()[write.node.input[0]] or []
+    rank = len(shape) - 2
+    write.add(
+        "MaxPool",
+        write.node.input,
+        last=True,
+        kernel_shape=shape[2:],
+        strides=[1] * rank,
+        pads=[0] * (2 * rank),
+        dilations=[1] * rank,
+    )
+
+
+def reduce_max(write: Writer) -> None:
+    x = write.node.input[0]
+    rank = len(write.forward.shapes()[x] or [])
+    given = attributes(write.node)
+    axes: list[int] = list(range(rank))
+    if len(write.node.input) > 1 and write.node.input[1]:
+        known = write.forward.initializers()
+        if write.node.input[1] not in known:
+            raise write.forward.error_at(write.node, "computes its axes: they must be constant.")
+        axes = numpy_helper.to_array(known[write.node.input[1]]).tolist()
+    elif given.get("noop_with_empty_axes"):
+        write.add("Identity", [x], last=True)
+        return
+    operand = write.constant("axes", np.array(sorted(axis % rank for axis in axes), np.int64))
+    if given.get("keepdims", 1):
+        write.add("ReduceMax", [x, operand], last=True, keepdims=1)
+    else:
+        write.add("Squeeze", [write.add("ReduceMax", [x, operand], keepdims=1), operand], last=True)
+
+
+REWRITES: dict[str, Callable[[Writer], None]] = {
+    "Celu": celu,
+    "Elu": elu,
+    "GlobalMaxPool": global_max_pool,
+    "HardSigmoid": hard_sigmoid,
+    "PRelu": prelu,
+    "ReduceMax": reduce_max,
+    "Selu": selu,
+    "Softsign": softsign,
+}
+
+
+def rewrite_operators(forward: Forward) -> None:
+    """Applies REWRITES; shapes must be known, and are to be inferred anew afterwards."""
+    if any(node.op_type == "ReduceMax" for node in forward.graph.node):
+        raise_opset(forward, 18)
+        fold_constants(forward)  # the converter writes axes as Constant nodes
+        infer_shapes(forward)
+    nodes: list[onnx.NodeProto] = []
+    rewritten: dict[str, int] = {}
+    for node in forward.graph.node:
+        rewrite = REWRITES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        if rewrite is None:
+            nodes.append(node)
+            continue
+        write = Writer(forward, node)
+        rewrite(write)
+        if write.nodes:
+            rewritten[node.op_type] = rewritten.get(node.op_type, 0) + 1
+        nodes += write.nodes or [node]
+    del forward.graph.node[:]
+    forward.graph.node.extend(nodes)
+    for op, number in sorted(rewritten.items()):
+        if op != "ReduceMax":
+            forward.note(f"wrote {number} {op} nodes by operators that have a gradient")
+
+
+def layer_norm_results(forward: Forward) -> None:
+    """The gradient of LayerNormalization reads its mean and inverse deviation."""
+    for node in forward.graph.node:
+        if node.op_type == "LayerNormalization":
+            taken = forward.names()
+            names = [fresh(f"{node.name}/{what}", taken) for what in ("mean", "inv_std")]
+            node.output.extend(names[len(node.output) - 1 :])
