@@ -178,10 +178,20 @@ def test_gradient_of_a_relu_is_zero_at_zero(case):
     assert not it.run_body()["dx"].any()
 
 
-def test_unwanted_results_of_conv_grad_have_no_name():
-    body = functions.function_for(parse("ConvGradWeight"), 17)
+def test_gradient_of_a_clip_is_one_at_its_bounds(case):
+    it = case("MapGradClipGrad", min=-1.0, max=2.0)
+    it.operands["x"] = np.resize(np.float32([-1.5, -1, 2, 2.5]), it.operands["x"].shape)
+    it.operands["dy"][:] = 1
+    assert it.run_body()["dx"].ravel()[:4].tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "name, named", [("ConvGrad", [True, True]), ("ConvGradInput", [True, False]), ("ConvGradWeight", [False, True])]
+)
+def test_unwanted_results_of_conv_grad_have_no_name(name, named):
+    body = functions.function_for(parse(name), 17)
     grad = next(node for node in body if node.op_type == "ConvGrad")
-    assert [bool(output.name) for output in grad.outputs] == [False, True]
+    assert [bool(output.name) for output in grad.outputs] == named
 
 
 def test_gradient_of_max_pool_needs_opset_16():
@@ -234,6 +244,22 @@ def test_add_functions_imports_what_bodies_need():
     node.op_type = "ReluConvGradWeight"  # the operands do not matter here
     functions.add_functions(model)
     assert model.opset_imports == {"": 17, DOMAIN: 1, "com.microsoft": 1}
+
+
+def test_add_functions_removes_what_nothing_needs_any_more():
+    model = relu_map_model()
+    functions.add_functions(model)
+    model.graph[0].domain, model.graph[0].op_type = "", "Sum"
+    functions.add_functions(model)
+    assert (model.functions, model.opset_imports) == ({}, {"": 17})
+
+
+def test_add_functions_follows_the_opset_of_the_model():
+    model = relu_map_model()
+    functions.add_functions(model)
+    model.opset_imports[""] = 18
+    functions.add_functions(model)
+    assert [function.opset_imports[""] for function in model.functions.values()] == [18]
 
 
 def test_add_functions_twice_changes_nothing():

@@ -171,6 +171,24 @@ def test_average_pools_of_different_inputs_are_not_confused():
     assert [shapes[pool.output[0]] for pool in pools] == [None, None]
 
 
+def test_average_pools_are_told_by_their_windows():
+    """Both results are 6 by 6; one input is 12 by 12, the other 13 by 13."""
+    model = build_training_graph(
+        forward_model("""
+            more = Constant <value_ints = [0,0,0,0, 0,0,1,1]> ()
+            k = Pad(h, more)
+            p = AveragePool <kernel_shape = [3,3], strides = [2,2], pads = [1,1,1,1]> (h)
+            q = AveragePool <kernel_shape = [3,3], strides = [2,2]> (k)
+            r = Add(p, q)""")
+    )
+    expected = {value.name: dims_of(value.type) for value in model.graph.value_info}
+    del model.graph.value_info[:]
+    shapes = inferred_shapes(model)
+    found = [node.output[0] for node in model.graph.node if node.op_type == "AveragePoolGrad"]
+    assert {shapes[name] for name in found} == {(2, 4, 12, 12), (2, 4, 13, 13)}
+    assert [shapes[name] for name in found] == [expected[name] for name in found]
+
+
 def test_shapes_that_do_not_fit_are_one_line():
     model = build_training_graph(forward_model(FORWARD["bn and relu"]))
     next(value for value in model.graph.value_info if value.name == "h").type.tensor_type.shape.dim[1].dim_value = 5
