@@ -1,0 +1,29 @@
+"""The runtime: lowers a training graph to kernels made by TVM, plans its memory, runs it. Nothing else imports TVM.
+
+    step = compile_step(model, optimizer=SGD(lr=0.1, momentum=0.9))
+    loss = step(images, labels)
+    step.export("step.bnf");  step = load_step("step.bnf")
+
+Names are looked up when they are first used: an optimiser can be written down without loading TVM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bnfuse.runtime.artefact import load_step
+    from bnfuse.runtime.compile import compile_step
+    from bnfuse.runtime.optim import SGD, AdamW
+    from bnfuse.runtime.session import Step
+
+_HOMES = {"compile_step": "compile", "load_step": "artefact", "Step": "session", "SGD": "optim", "AdamW": "optim"}
+
+__all__ = ["SGD", "AdamW", "Step", "compile_step", "load_step"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bnfuse.runtime' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"bnfuse.runtime.{_HOMES[name]}"), name)

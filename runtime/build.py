@@ -21,13 +21,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import tvm
 import tvm_ffi_orcjit
 
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime.cache import Cache, content_key
+from bnfuse.runtime.kernels.cpu.tir import compile_function
 from bnfuse.runtime.kernels.kernel import Kernel
-from bnfuse.runtime.targets import tvm_target
 
 KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
 
@@ -60,9 +59,9 @@ def objects(
     found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
     missing = {key: i for i, key in enumerate(keys) if found[key] is None}
     tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
-    for done, (key, name, code) in enumerate(_compile_all(tasks, workers or os.cpu_count() or 1), 1):
-        found[key] = code
-        cache.write(key, code)
+    for done, (key, name, made) in enumerate(_compile_all(tasks, workers or os.cpu_count() or 1), 1):
+        found[key] = made
+        cache.write(key, made)
         if progress:
             progress(done, len(tasks), name)
     return [code for key in keys if (code := found[key]) is not None]
@@ -70,7 +69,7 @@ def objects(
 
 def compile_kernel(kernel: Kernel) -> bytes:
     """The object code of one kernel. Its symbol is the kernel's name."""
-    executable = tvm.compile(kernel.build(), target=tvm_target(kernel.target))
+    executable = compile_function(kernel.build(), kernel.target)
     with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
         path = pathlib.Path(folder) / "kernel.o"
         executable.mod.write_to_file(str(path), "o")

@@ -79,9 +79,8 @@ def to_data(optimizer: Optimizer | None) -> dict[str, Any] | None:
 def from_data(data: dict[str, Any] | None) -> Optimizer | None:
     if data is None:
         return None
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    kind = fields.pop("kind")
-    return {"SGD": SGD, "AdamW": AdamW}[kind](**fields)
+    fields = {n: tuple(value) if isinstance(value, list) else value for n, value in data.items() if n != "kind"}
+    return {"SGD": SGD, "AdamW": AdamW}[data["kind"]](**fields)
 
 
 def _check(name: str, **values: float) -> None:

@@ -1,0 +1,75 @@
+"""From a training graph to a step: lower it for training and evaluation, compile what the cache lacks, set the state."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime import targets
+from bnfuse.runtime.build import Progress, objects
+from bnfuse.runtime.cache import Cache, default_folder
+from bnfuse.runtime.inference import inference_graph
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.lower import Lowered, lower
+from bnfuse.runtime.lower_optim import update_phase
+from bnfuse.runtime.lowering import Lowering
+from bnfuse.runtime.optim import Optimizer
+from bnfuse.runtime.session import Compiled, Step
+from bnfuse.training_graph import TrainingGraph, open_graph
+
+
+def compile_step(
+    model: Any,
+    *,
+    target: str | Target = "cpu",
+    optimizer: Optimizer | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    cache: bool | str | pathlib.Path = True,
+) -> Step:
+    """The compiled step of a training graph, rewritten or not.
+
+    `target` is cpu or cpu:MCPU. Without an optimiser the step computes loss and gradients and changes only running
+    statistics. `progress(done, total, kernel)` is told of each kernel that had to be compiled. `cache` may be a folder.
+    """
+    graph = open_graph(model)
+    machine = targets.resolve(target, threads)
+    training, evaluation = lower_graph(graph, machine, optimizer)
+    codes = objects([*training.requests, *evaluation.requests], _cache(cache), progress=progress)
+    count = len(training.requests)
+    step = Step(
+        Compiled(training.program, codes[:count]),
+        Compiled(evaluation.program, codes[count:]),
+        target=machine,
+        optimizer=optimizer,
+        model=ir.to_proto(graph.model).SerializeToString(),
+    )
+    step.load_state_dict(graph.state())
+    return step
+
+
+def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | None) -> tuple[Lowered, Lowered]:
+    """The programs of training and of evaluation."""
+    opset = graph.model.opset_imports.get("")
+    if opset is None:
+        raise BnfuseError(f"{graph.name}: imports no standard operators")
+    finish: Callable[[Lowering], None] | None = None
+    if optimizer is not None:
+        chosen = optimizer
+
+        def finish(low: Lowering) -> None:
+            update_phase(low, chosen)
+
+    training = lower(graph.model.graph, graph.roles, target, opset=opset, file=graph.name, finish=finish)
+    cut, roles = inference_graph(graph.model, graph.roles)
+    return training, lower(cut, roles, target, opset=opset, file=graph.name)
+
+
+def _cache(choice: bool | str | pathlib.Path) -> Cache:
+    if isinstance(choice, bool):
+        return Cache(default_folder() if choice else None)
+    return Cache(pathlib.Path(choice))

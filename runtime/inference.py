@@ -1,0 +1,59 @@
+"""The graph that evaluates a trained network, cut out of its training graph.
+
+Statistics come from the running averages, dropout does nothing, and only the logits are wanted. Every level of
+rewriting is served, because statistics reach the maps through `BatchNormFinalize` or `BatchNormInternal` alone.
+Operators keep their form, `Statistics` that nobody reads included, so that no kernel is needed that training has not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset.spec import DOMAIN
+from bnfuse.roles import Roles
+
+
+def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
+    """A new graph whose one output is the logits, and its roles. State inputs stay the same."""
+    graph = model.clone().graph
+    logits = next((v for n in graph for v in n.outputs if v.name and v.name == roles.logits), None)
+    if logits is None:
+        raise BnfuseError(
+            "the training graph names no logits, so it cannot be evaluated: build it with this version of bnfuse"
+        )
+    for node in list(graph):
+        if node.op_type == "BatchNormFinalize" and node.domain == DOMAIN:
+            node.replace_input_with(2, node.inputs[4])
+            node.replace_input_with(3, node.inputs[5])
+        elif node.op_type == "BatchNormInternal":
+            normalize_by_running(graph, node)
+        elif node.op_type == "Dropout":
+            source = node.inputs[0]
+            assert source is not None
+            node.outputs[0].replace_all_uses_with(source)
+    graph.outputs[:] = [logits]
+    return graph, dataclasses.replace(roles, labels=(), gradients={}, loss=logits.name or "", offsets=())
+
+
+def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace the use of a BatchNormInternal's map by that of a NormalizeMap with the running statistics."""
+    x, scale, bias, mean, variance = node.inputs[:5]
+    attributes = [node.attributes["epsilon"], node.attributes["momentum"]]
+    finalize = ir.Node(
+        DOMAIN,
+        "BatchNormFinalize",
+        [scale, bias, mean, variance, mean, variance],
+        attributes,
+        num_outputs=5,
+        name=node.name,
+    )
+    normalize = ir.Node(DOMAIN, "NormalizeMap", [x, *finalize.outputs[:2]], num_outputs=1, name=node.name)
+    y = node.outputs[0]
+    for index, value in enumerate((*finalize.outputs, *normalize.outputs)):
+        value.name = f"{y.name}/inference_{index}"
+    normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
+    graph.insert_after(node, [finalize, normalize])
+    y.replace_all_uses_with(normalize.outputs[0])

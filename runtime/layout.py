@@ -1,0 +1,120 @@
+"""Where feature maps lie: NHWC, and the channels of a Concat side by side in one buffer.
+
+A Concat costs nothing where its operands are written into their channel slots to begin with. Nested pairs,
+cat(cat(x, y1), y2), and flat lists, where each layer concatenates all earlier maps anew, come to the same: the
+largest concatenation gets a buffer (it is a *root*), the tensors that were produced get slots in it, and each other
+concatenation whose leaves are a contiguous run of the root's leaves is a range of channels of it:
+
+    T3 = cat(T2, y3)   T2 = cat(x, y1)        root T3: [ x | y1 | y3 ],  T2 = channels [0, C(x) + C(y1)) of it
+
+A tensor can lie in one place only. What a second root wants is copied there, as soon as it is produced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+
+from bnfuse.analysis.provenance import channels, is_channel_concat, leaves
+from bnfuse.runtime.kernels.kernel import MapType
+
+VIEWS = ("Split", "SplitTraining", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # they produce no buffer
+
+
+@dataclasses.dataclass(frozen=True)
+class MapRef:
+    """A feature map in memory: `type` within the storage, from element `offset` on."""
+
+    storage: int
+    offset: int
+    type: MapType
+
+    def channels(self, start: int, stop: int) -> MapRef:
+        """The map of the channels [start, stop)."""
+        assert 0 <= start < stop <= self.type.c, (start, stop, self)
+        return MapRef(self.storage, self.offset + start, dataclasses.replace(self.type, c=stop - start))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the map fills its storage."""
+        return self.offset == 0 and self.type.stride == self.type.c
+
+    @property
+    def is_file_layout(self) -> bool:
+        """Whether NHWC and NCHW are the same sequence of elements."""
+        return self.is_dense and (self.type.h * self.type.w == 1 or self.type.c == 1)
+
+    def overlaps(self, other: MapRef) -> bool:
+        """Whether two maps of one storage share channels."""
+        return self.offset < other.offset + other.type.c and other.offset < self.offset + self.type.c
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Channels from `start` on of the buffer of `root`."""
+
+    root: ir.Value
+    start: int
+
+
+@dataclasses.dataclass
+class Slots:
+    """The slot of each map that has one (a root has slot 0 of itself), and what must be copied to a second place."""
+
+    of: dict[ir.Value, Slot] = dataclasses.field(default_factory=dict)
+    copies: dict[ir.Value, list[Slot]] = dataclasses.field(default_factory=dict)
+
+
+def assign_slots(nodes: Iterable[ir.Node]) -> Slots:
+    """Slots for the channel concatenations among the nodes."""
+    slots = Slots()
+    concats = [node.outputs[0] for node in nodes if is_channel_concat(node)]
+    roots: dict[ir.Value, list[ir.Value]] = {}
+    for value in sorted(concats, key=lambda v: (len(leaves(v)), channels(v)), reverse=True):
+        parts = [leaf.value for leaf in leaves(value)]
+        found = _find_run(parts, roots)
+        if found is None:
+            roots[value] = parts
+            slots.of[value] = Slot(value, 0)
+            _place_leaves(value, slots)
+        else:
+            root, first = found
+            slots.of[value] = Slot(root, leaves(root)[first].start)
+    return slots
+
+
+def _find_run(parts: list[ir.Value], roots: dict[ir.Value, list[ir.Value]]) -> tuple[ir.Value, int] | None:
+    """A root that has these leaves side by side, and the index of the first of them."""
+    for root, held in roots.items():
+        for first in range(len(held) - len(parts) + 1):
+            if held[first : first + len(parts)] == parts:
+                return root, first
+    return None
+
+
+def _place_leaves(root: ir.Value, slots: Slots) -> None:
+    for leaf in leaves(root):
+        slot = Slot(root, leaf.start)
+        if leaf.value in slots.of or not _can_be_placed(leaf.value):
+            slots.copies.setdefault(leaf.value, []).append(slot)
+        else:
+            slots.of[leaf.value] = slot
+
+
+def _can_be_placed(value: ir.Value) -> bool:
+    """Whether a kernel writes this value, and so can write it anywhere."""
+    node = value.producer()
+    return node is not None and node.op_type not in VIEWS
+
+
+def to_nhwc(shape: Sequence[int]) -> tuple[int, ...]:
+    """A rank 4 shape of the file with its axes in memory's order."""
+    n, c, h, w = shape
+    return n, h, w, c
+
+
+def map_type(shape: Sequence[int], stride: int | None = None) -> MapType:
+    n, c, h, w = shape
+    return MapType(n, h, w, c, c if stride is None else stride)

@@ -1,0 +1,147 @@
+"""The kernel cache: keys, damage, several processes, and loading without any tool on the PATH."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tvm
+
+from bnfuse.runtime import cache as cache_module
+from bnfuse.runtime.build import Library, Request, objects
+from bnfuse.runtime.cache import Cache, content_key, default_folder
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.memory import aligned
+from bnfuse.runtime.targets import resolve, start_threads
+
+TARGET = resolve("cpu", 1)
+START = {"x": 0, "y": 0}
+
+
+def relu(channels: int, target=TARGET) -> Request:
+    kind = MapType(1, 2, 2, channels, channels)
+    return Request("cpu.map:map_forward", (Problem("ReluMap", (("x", kind), ("y", kind))), target))
+
+
+def run(request: Request, code: bytes) -> None:
+    kernel = request.kernel()
+    start_threads(1)
+    (function,) = (library := Library([kernel.name], [code])).functions
+    size = kernel.params[0].elements
+    x, y = (aligned(size * 4).view(np.float32) for _ in range(2))
+    x[:] = np.arange(size) - size / 2
+    function(tvm.runtime.from_dlpack(x), tvm.runtime.from_dlpack(y), 0, 0)
+    del library
+    np.testing.assert_array_equal(y, np.maximum(x, 0))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the kernels that were compiled."""
+    names: list[str] = []
+    from bnfuse.runtime import build
+
+    compile_kernel = build.compile_kernel
+    monkeypatch.setattr(build, "compile_kernel", lambda kernel: (names.append(kernel.name), compile_kernel(kernel))[1])
+    return names
+
+
+def test_a_second_build_compiles_nothing_and_runs(tmp_path, compiled):
+    request = relu(4)
+    (first,) = objects([request], Cache(tmp_path))
+    (second,) = objects([request], Cache(tmp_path))
+    assert first == second
+    assert len(compiled) == 1
+    run(request, second)
+
+
+def test_equal_problems_are_compiled_once(tmp_path, compiled):
+    codes = objects([relu(4), relu(8), relu(4)], Cache(tmp_path))
+    assert len(compiled) == 2
+    assert codes[0] == codes[2] != codes[1]
+
+
+def test_a_damaged_entry_is_built_anew(tmp_path, compiled):
+    request = relu(4)
+    objects([request], Cache(tmp_path))
+    (entry,) = tmp_path.rglob("*.kernel")
+    whole = entry.read_bytes()
+    for damage in (whole[:-100], b"", whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]):
+        entry.write_bytes(damage)
+        (code,) = objects([request], Cache(tmp_path))
+    assert len(compiled) == 4
+    run(request, code)
+
+
+def test_progress_counts_what_is_compiled(tmp_path):
+    seen: list[tuple[int, int]] = []
+    objects([relu(4), relu(8)], Cache(tmp_path), progress=lambda done, total, name: seen.append((done, total)))
+    objects([relu(4), relu(8)], Cache(tmp_path), progress=lambda done, total, name: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_the_key_knows_the_problem_the_target_and_the_sources(monkeypatch):
+    key = content_key(relu(4).kernel())
+    assert key == content_key(relu(4).kernel())
+    assert key != content_key(relu(8).kernel())
+    assert key != content_key(relu(4, dataclasses.replace(TARGET, threads=2)).kernel())
+    monkeypatch.setattr(cache_module, "sources_hash", lambda: "another generator")
+    assert key != content_key(relu(4).kernel())
+
+
+def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("BNFUSE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "bnfuse"
+    monkeypatch.setenv("BNFUSE_CACHE", str(tmp_path / "here"))
+    assert default_folder() == tmp_path / "here"
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_the_build(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    (code,) = objects([relu(4)], Cache(blocked))
+    run(relu(4), code)
+
+
+SCRIPT = """
+import sys, pathlib
+sys.path.insert(0, {tests!r})
+import test_cache as t
+code, = t.objects([t.relu(4)], t.Cache(pathlib.Path({folder!r})), progress=lambda *_: print("compiled"))
+t.run(t.relu(4), code)
+"""
+
+
+def start(folder: pathlib.Path, path: str) -> subprocess.Popen:
+    script = SCRIPT.format(tests=str(pathlib.Path(__file__).parent), folder=str(folder))
+    environment = {**os.environ, "PATH": path, "BNFUSE_CACHE": str(folder)}
+    environment.pop("CXX", None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, **pipes)
+
+
+def test_processes_share_a_folder_and_need_no_tool_on_the_path(tmp_path):
+    both = [start(tmp_path, ""), start(tmp_path, "")]
+    for process in both:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    later = start(tmp_path, "")
+    printed, errors = later.communicate(timeout=120)
+    assert (later.returncode, printed) == (0, ""), errors
+    assert len(list(tmp_path.rglob("*"))) == 2  # one folder, one entry, no temporary file left
+
+
+def test_a_worker_process_compiles_the_same_code(tmp_path, monkeypatch):
+    from bnfuse.runtime import build
+
+    requests = [relu(c) for c in (4, 8, 12, 16)]
+    monkeypatch.setattr(build, "KERNELS_PER_WORKER", 2)
+    codes = objects(requests, Cache(tmp_path), workers=2)
+    for request, code in zip(requests, codes, strict=True):
+        run(request, code)
