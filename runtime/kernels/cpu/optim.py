@@ -1,0 +1,134 @@
+"""The update of all parameters in one sweep over their buffer, by torch's formulas (bnfuse/runtime/optim.py).
+
+Parameters, gradients and moments are flat float32 buffers of one length, element for element. Weight decay is a number
+per block of 16 elements (parameters start at multiples of 64 bytes), so that some parameters can go without it.
+Scalar arguments follow the buffers: the learning rate, and for AdamW the number of this step, from 1 on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
+from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+
+BLOCK = 16  # elements that share one weight decay
+
+Update = Callable[[Expr, Expr], None]  # (element, its weight decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateProblem:
+    op: str
+    elements: int
+    constants: tuple[tuple[str, float], ...]
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.elements // BLOCK)
+
+
+def sgd(elements: int, momentum: float, nesterov: bool, target: Target) -> Kernel:
+    """parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32.
+
+    g <- g + decay*w;  v <- momentum*v + g;  w <- w - lr*v, or with Nesterov  w - lr*(g + momentum*v).
+    """
+    constants = (("momentum", momentum), ("nesterov", float(nesterov)))
+    problem = UpdateProblem("SGD", elements, constants)
+    moments = ("momentum",) if momentum else ()
+
+    def build(args: tir.Arguments, lr: Expr) -> Update:
+        def update(i: Expr, decay: Expr) -> None:
+            g = fma(decay, args["parameters"][i], args["gradients"][i])
+            if momentum:
+                g = _momentum(args["momentum"], i, g, momentum, nesterov)
+            T.buffer_store(args["parameters"], fma(f32(0.0) - lr, g, args["parameters"][i]), [i])
+
+        return update
+
+    return _kernel(problem, target, moments, lambda args, scalars: build(args, scalars[0]), ("float32",))
+
+
+def _momentum(buffer: Any, i: Expr, g: Expr, momentum: float, nesterov: bool) -> Expr:
+    """Update v and return the direction of the step. `g` is read from memory that the store of v leaves alone."""
+    T.buffer_store(buffer, fma(f32(momentum), buffer[i], g), [i])
+    return fma(f32(momentum), buffer[i], g) if nesterov else buffer[i]
+
+
+def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Target) -> Kernel:
+    """parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place); lr: float32,
+    step: int64.
+
+    w <- w*(1 - lr*decay);  m <- m + (1 - beta1)*(g - m);  v <- beta2*v + (1 - beta2)*g*g;
+    w <- w - lr/(1 - beta1^step) * m/(sqrt(v)/sqrt(1 - beta2^step) + epsilon).
+    """
+    constants = (("beta1", betas[0]), ("beta2", betas[1]), ("epsilon", epsilon))
+    problem = UpdateProblem("AdamW", elements, constants)
+
+    def build(args: tir.Arguments, lr: Expr, step: Expr) -> Update:
+        w, g, m, v = (args[name] for name in ("parameters", "gradients", "first_moment", "second_moment"))
+        rate = T.bind(to_f32(f64(lr) / (f64(1.0) - tirx.pow(f64(betas[0]), f64(step)))))
+        root = T.bind(to_f32(f64(1.0) / tirx.sqrt(f64(1.0) - tirx.pow(f64(betas[1]), f64(step)))))
+
+        def update(i: Expr, decay: Expr) -> None:
+            T.buffer_store(m, fma(f32(1.0 - betas[0]), g[i] - m[i], m[i]), [i])
+            T.buffer_store(v, fma(f32(1.0 - betas[1]) * g[i], g[i], f32(betas[1]) * v[i]), [i])
+            shrunk = w[i] * (f32(1.0) - lr * decay)
+            divisor = fma(tirx.sqrt(v[i]), root, f32(epsilon))
+            T.buffer_store(w, shrunk - rate * m[i] / divisor, [i])
+
+        return update
+
+    moments = ("first_moment", "second_moment")
+    return _kernel(problem, target, moments, lambda args, scalars: build(args, *scalars), ("float32", "int64"))
+
+
+Build = Callable[[tir.Arguments, list[Expr]], Update]
+
+
+def _kernel(
+    problem: UpdateProblem, target: Target, moments: tuple[str, ...], build: Build, scalar_types: tuple[str, ...]
+) -> Kernel:
+    params = (
+        Param("parameters", "inout", problem.elements),
+        Param("gradients", "in", problem.elements),
+        Param("decay", "in", problem.blocks),
+        *(Param(name, "inout", problem.elements) for name in moments),
+    )
+    name = unique_name(problem.op, problem, target)
+
+    def make() -> Any:
+        with tir.function(name, params) as args:
+            scalars = [
+                T.arg(label, getattr(T, dtype)()) for label, dtype in zip(("lr", "step"), scalar_types, strict=False)
+            ]
+            _sweep(problem, target, args, build(args, scalars))
+        return args.result
+
+    return Kernel(name, problem, target, params, make)
+
+
+def _sweep(problem: UpdateProblem, target: Target, args: tir.Arguments, update: Update) -> None:
+    """`update(element, decay)` for all elements, block by block."""
+
+    def block(index: Expr, width: int) -> None:
+        decay = T.bind(args["decay"][index])
+        with T.vectorized(0, width) as j:
+            update(index * BLOCK + j, decay)
+
+    whole = problem.elements // BLOCK
+    if whole:
+        threads = min(target.threads, whole)
+        with T.parallel(0, threads) as thread:
+            first, count = tir.share(whole, threads, thread)
+            with T.serial(0, count) as i:
+                block(first + i, BLOCK)
+    if problem.elements % BLOCK:
+        block(tirx.const(whole, "int32"), problem.elements % BLOCK)
