@@ -38,7 +38,11 @@ class Entry:
         """Put `width` channels of a pixel at `index` of the tile, each `repeat` times, and into the map `stored`."""
         elementwise(width, lambda j: store(tile, index + j * repeat, self.value(pixel, channel + j)))
         for again in range(1, repeat):
-            elementwise(width, lambda j, k=again: store(tile, index + j * repeat + k, tile[index + j * repeat]))
+
+            def copy(j: Expr, again: int = again) -> None:
+                store(tile, index + j * repeat + again, tile[index + j * repeat])
+
+            elementwise(width, copy)
         if stored:
             ref = self.map("stored")
             elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), tile[index + j * repeat]))

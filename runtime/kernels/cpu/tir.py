@@ -18,7 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.errors import BnfuseError
-from bnfuse.runtime.kernels.kernel import MapType, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Access, MapType, Param, Problem, Target
 
 INT32_LIMIT = 2**31
 
@@ -78,7 +78,8 @@ def forward_params(problem: Problem) -> tuple[Param, ...]:
     """The parameters of a forward operator's kernel. Coefficients of the prologue have x's channels, others y's."""
     spec, maps = problem.spec, dict(problem.maps)
     params = []
-    for access, names in (("in", spec.operands), ("out", spec.results)):
+    sides: tuple[tuple[Access, tuple[str, ...]], ...] = (("in", spec.operands), ("out", spec.results))
+    for access, names in sides:
         for name in names:
             if name in maps:
                 dtype = "int32" if name == "indices" else "float32"
