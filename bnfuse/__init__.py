@@ -13,6 +13,7 @@ what they hold (`bnfuse.diffing`, `bnfuse.verification`), because a submodule ca
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.errors import BnfuseError
@@ -53,6 +54,10 @@ __all__ = [
     "train",
     "verify",
 ]
+
+
+# results that nobody wants have no name, as ONNX says; onnx_ir warns of each of them inside functions
+logging.getLogger("onnx_ir.serde").addFilter(lambda record: "Value name not set" not in record.getMessage())
 
 
 def __getattr__(name: str) -> Any:

@@ -4,19 +4,39 @@ or what `rewrite` returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnfuse.errors import BnfuseError
 from bnfuse.io import load, save
 from bnfuse.training_graph import open_graph
 
 if TYPE_CHECKING:
+    from bnfuse.benchmark import Benchmark
     from bnfuse.diffing import Diff
     from bnfuse.inspection import Inspection
     from bnfuse.passes import Rewritten
+    from bnfuse.runtime import Step
+    from bnfuse.runtime.optim import Optimizer
+    from bnfuse.training import History
     from bnfuse.verification import Verification
 
-__all__ = ["bench", "compile", "diff", "inspect", "load", "open_step", "rewrite", "save", "train", "verify"]
+__all__ = [
+    "bench",
+    "compile",
+    "diff",
+    "inspect",
+    "load",
+    "open_step",
+    "optimizer",
+    "rewrite",
+    "run",
+    "save",
+    "train",
+    "verify",
+]
 
 Source = Any
 Progress = Callable[[str], None]
@@ -74,3 +94,129 @@ def inspect(source: Source, **roles: Any) -> Inspection:
     from bnfuse.inspection import inspect_graph
 
     return inspect_graph(open_graph(source, **roles))
+
+
+def optimizer(
+    name: str,
+    lr: float,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    no_decay: Sequence[str] = (),
+) -> Optimizer:
+    """An optimiser by its name, sgd or adamw; momentum and Nesterov are sgd's alone."""
+    from bnfuse.runtime.optim import SGD, AdamW
+
+    if name == "sgd":
+        return SGD(lr, momentum, nesterov, weight_decay, tuple(no_decay))
+    if name == "adamw":
+        return AdamW(lr, weight_decay=weight_decay, no_decay=tuple(no_decay))
+    raise BnfuseError(f"optimizer '{name}' is unknown: it is sgd or adamw")
+
+
+def compile(
+    source: Source,
+    target: str = "cpu",
+    optimizer: Optimizer | None = None,
+    *,
+    threads: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    cache: bool | str | Path = True,
+) -> Step:
+    """The compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
+
+    `threads` is one a physical core by default. `progress(done, total, kernel)` hears of each kernel that had to be
+    compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.
+    """
+    from bnfuse.runtime import compile_step
+
+    return compile_step(
+        open_graph(source), target=target, optimizer=optimizer, threads=threads, progress=progress, cache=cache
+    )
+
+
+def open_step(source: Source, *, threads: int | None = None, **options: Any) -> Step:
+    """The step of a file that `step.export` wrote (it has its own target and optimiser), or of a graph compiled now."""
+    from bnfuse.runtime import load_step
+
+    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf":
+        return load_step(source, threads=threads)
+    return compile(source, threads=threads, **options)
+
+
+def run(
+    source: Source,
+    *,
+    data: Any = None,
+    steps: int = 10,
+    lr: float | None = None,
+    save_to: str | Path | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Progress = quiet,
+) -> list[float]:
+    """The losses of some training steps: on shuffled batches of `data`, or on one random batch.
+
+    A graph is compiled with SGD, momentum 0.9; a compiled step has its own optimiser. `lr` overrules both.
+    """
+    from bnfuse.training import run_steps
+
+    progress(f"preparing {source}")
+    step = open_step(source, threads=threads, optimizer=optimizer("sgd", lr=0.1, momentum=0.9))
+    if lr is not None:
+        step.lr = lr
+    losses = run_steps(step, data, steps=steps, seed=seed)
+    if save_to is not None:
+        step.save(save_to)
+    return losses
+
+
+def train(
+    source: Source,
+    data: Any,
+    *,
+    epochs: int = 10,
+    optimizer: Optimizer | None = None,
+    target: str = "cpu",
+    save_to: str | Path | None = None,
+    resume: str | Path | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Progress = quiet,
+) -> History:
+    """Trains on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluates after each epoch."""
+    from bnfuse.runtime.optim import SGD
+    from bnfuse.training import data_for, train_step
+
+    progress(f"preparing {source}")
+    step = compile(source, target, optimizer or SGD(lr=0.1, momentum=0.9), threads=threads)
+    if resume is not None:
+        step.load(resume)
+    progress(f"{step.report.kernels} kernels, {step.target.threads} threads")
+    return train_step(step, data_for(step, data), epochs=epochs, seed=seed, save_to=save_to, progress=progress)
+
+
+def bench(
+    source: Source,
+    *,
+    levels: Sequence[str] = ("none", "icf"),
+    against: Sequence[str] = (),
+    repetitions: int = 9,
+    warm_up: int = 2,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Progress = quiet,
+) -> Benchmark:
+    """Times of a step at several levels, in turns, and the peak memory of each in a process of its own."""
+    from bnfuse.benchmark import run_benchmark
+
+    return run_benchmark(
+        open_graph(source),
+        levels=levels,
+        against=against,
+        repetitions=repetitions,
+        warm_up=warm_up,
+        seed=seed,
+        threads=threads,
+        progress=progress,
+    )

@@ -1,8 +1,8 @@
 """Sizes and work of a training graph, layer by layer.
 
 A layer is a node of the forward graph. A convolution or matrix product of the backward graph belongs to the layer
-that it shares its operands with. FLOPs count convolutions and matrix products, a multiply-add as two; what works
-elementwise is counted in the bytes that `bnfuse diff` reports.
+that it shares its operands with. FLOPs count convolutions and matrix products, a multiply-add as two, and poolings,
+one for each element of each window (as `bnfuse models` does); what works elementwise shows in `bnfuse diff` as bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.diffing.match import label
-from bnfuse.diffing.traffic import forward_nodes, node_maps
+from bnfuse.diffing.traffic import ancestors, forward_nodes, node_maps
 from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, parse
 from bnfuse.text import Section, join, number, scaled
 from bnfuse.training_graph import TrainingGraph
 
+POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 FIELDS = ("output_bytes", "parameters", "parameter_bytes", "flops_forward", "flops_backward")
 
 
@@ -80,7 +81,7 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
     model, roles = graph.model, graph.roles
     forward = forward_nodes(graph)
     layers = [node for node in model.graph if node in forward]
-    backward = backward_flops((n for n in model.graph if n not in forward), layers)
+    backward = backward_flops((n for n in model.graph if n not in forward), layers, {*roles.trainable})
     owned: set[str] = set()
     rows = []
     for node in layers:
@@ -110,9 +111,13 @@ def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
     return maps or [v for v in node.outputs if v.name and v.uses() and shape(v)[:1] == [graph.batch]]
 
 
-def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node]) -> dict[ir.Node, int]:
-    """The work of the backward nodes by the layer that each belongs to."""
-    found: dict[ir.Node, int] = {}
+def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node], trainable: set[str]) -> dict[ir.Node, int]:
+    """The work of the backward nodes by the layer that each belongs to.
+
+    The gradient of a pooling shares no operand with it; it is as much work as the pooling, where there is one.
+    """
+    trained = {v for layer in layers for v in layer.inputs if v is not None and v.name in trainable}
+    found = {x: flops(x) for x in layers if core_of(x) in POOLS and reaches(x, trained)}
     for node in nodes:
         work = flops(node)
         if not work:
@@ -125,14 +130,25 @@ def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node]) -> dict[ir.N
     return found
 
 
+def reaches(node: ir.Node, values: set[ir.Value]) -> bool:
+    """Whether the node depends on one of the values."""
+    return any(v in values for n in ancestors(node.outputs) for v in n.inputs)
+
+
 def flops(node: ir.Node) -> int:
-    """Multiply-adds times two of a convolution, its gradients, or a matrix product; 0 for anything else."""
+    """Multiply-adds times two of a convolution, its gradients or a matrix product; an operation per element of each
+    window of a pooling; 0 for anything else.
+    """
     core = core_of(node)
     if core == "Conv":
         return conv_flops(node.outputs[0], weight_of(node))
     if core in CONV_GRADS:
         results = results_of(node)
         return conv_flops(operand(node, "dy", 0), weight_of(node)) * results
+    if core in ("MaxPool", "AveragePool"):
+        return math.prod(shape(node.outputs[0])) * math.prod(node.attributes["kernel_shape"].as_ints())
+    if core == "GlobalAveragePool":
+        return math.prod(shape(operand(node, "x", 0)))
     if core == "Gemm":
         a, transposed = shape(node.inputs[0]), bool(integer(node, "transA"))
         return 2 * math.prod(shape(node.outputs[0])) * a[0 if transposed else 1]

@@ -16,15 +16,16 @@ SILENT = 4  # onnxruntime's log level at which only fatal errors are printed; fa
 
 
 class OrtGraph:
-    """One file in onnxruntime, graph optimisations off. State is fed with every run and never kept."""
+    """One file in onnxruntime, unoptimised unless asked. State is fed with every run and never kept."""
 
-    def __init__(self, model: ir.Model, *, name: str, threads: int | None = None) -> None:
+    def __init__(self, model: ir.Model, *, name: str, threads: int | None = None, optimize: bool = False) -> None:
         import onnxruntime
 
         self.name = name
         options = onnxruntime.SessionOptions()
         options.log_severity_level = SILENT
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        levels = onnxruntime.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
         if threads:
             options.intra_op_num_threads = threads
         try:

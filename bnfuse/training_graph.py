@@ -122,4 +122,6 @@ def open_graph(
     roles = roles_of(model, data_input=data_input, labels_input=labels_input)
     if model is not source:  # ours: everything that follows sees the same roles
         model.metadata_props[METADATA_KEY] = roles.to_json()
-    return TrainingGraph(model, roles, str(source) if isinstance(source, str | os.PathLike) else name or io.file_of(model))
+    if isinstance(source, str | os.PathLike):
+        name = str(source)
+    return TrainingGraph(model, roles, name or io.file_of(model))

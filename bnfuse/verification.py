@@ -301,3 +301,37 @@ class OrtRunner:
             for name, output in self.roles.running.items():
                 state[name] = outputs[output]
         return losses
+
+
+class CompiledRunner:
+    """`after` in our runtime. Its gradients and running statistics are given the names they have in the file."""
+
+    def __init__(self, graph: TrainingGraph, threads: int | None) -> None:
+        self.graph = dataclasses.replace(graph, model=without_dropout(graph.model))
+        self.threads = threads
+
+    def compiled(self, lr: float | None, state: Arrays) -> Any:
+        from bnfuse.runtime import SGD, compile_step
+
+        optimizer = None if lr is None else SGD(lr=lr)
+        step = compile_step(self.graph, optimizer=optimizer, threads=self.threads)
+        step.load_state_dict(state)
+        return step
+
+    def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
+        roles = self.graph.roles
+        step = self.compiled(None, state)
+        loss = step.forward(*(feeds[name] for name in step.inputs))
+        step.backward()
+        gradients = step.gradients()
+        step.update()  # without an optimiser: running statistics only
+        new = step.state_dict()
+        return {
+            roles.loss: np.float32(loss),
+            **{output: gradients[name] for name, output in roles.gradients.items()},
+            **{output: new[name] for name, output in roles.running.items()},
+        }
+
+    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
+        step = self.compiled(lr, state)
+        return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]

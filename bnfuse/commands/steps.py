@@ -11,6 +11,7 @@ import typer
 from bnfuse.commands.graphs import Level
 from bnfuse.commands.options import Json, Model, Output, Seed, Threads
 from bnfuse.commands.output import Progress, show, show_json
+from bnfuse.text import Section, number, scaled
 
 Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
 Target = Annotated[str, typer.Option(help="cpu, or cpu:MCPU with an LLVM CPU name.", metavar="cpu[:MCPU]")]
@@ -72,7 +73,23 @@ def compile(
     )
     progress.clear()
     step.export(output)
-    show([api.describe_step(step, str(output))])
+    show([describe_step(step, output)])
+
+
+def describe_step(step: Any, output: Path) -> Section:
+    """What was compiled, in a few lines."""
+    report = step.report
+    return Section.table(
+        str(output),
+        ("", ""),
+        [
+            ("kernels", number(report.kernels)),
+            *((f"launches, {phase}", number(launches)) for phase, launches in report.launches.items()),
+            ("working memory", scaled(report.arena_bytes, "B")),
+            ("parameters", scaled(report.parameter_bytes, "B")),
+            ("target", f"{step.target.kind} {step.target.mcpu}, {step.target.threads} threads"),
+        ],
+    )
 
 
 def run(
@@ -115,7 +132,7 @@ def run(
 
 
 def train(
-    source: Source,
+    model: Model,
     data: Data,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 10,
     target: Target = "cpu",
@@ -145,7 +162,7 @@ def train(
     from bnfuse import api
 
     history = api.train(
-        source,
+        model,
         data,
         epochs=epochs,
         target=target,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from bnfuse.diffing.halves import BatchNormFate, Place
-from bnfuse.diffing.traffic import Flow, Traffic
+from bnfuse.diffing.traffic import Traffic
 from bnfuse.text import Section, change, count, join, number, scaled
 
 PHASES = ("forward", "backward")
@@ -58,6 +58,9 @@ class NameChanges:
     def __bool__(self) -> bool:
         return bool(self.added or self.removed or self.changed)
 
+    def to_json(self) -> dict[str, list[str]]:
+        return {"added": [*self.added], "removed": [*self.removed], "changed": [*self.changed]}
+
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
@@ -99,9 +102,9 @@ class Diff:
                 {"name": n.name, "inputs": [{"index": i, "before": b, "after": a} for i, (b, a) in n.inputs.items()]}
                 for n in self.rewired
             ],
-            "inputs": dataclasses.asdict(self.inputs),
-            "outputs": dataclasses.asdict(self.outputs),
-            "initializers": dataclasses.asdict(self.initializers),
+            "inputs": self.inputs.to_json(),
+            "outputs": self.outputs.to_json(),
+            "initializers": self.initializers.to_json(),
             "ops": {"before": self.ops_before, "after": self.ops_after},
             "batch_norms": [fate_json(fate) for fate in self.batch_norms],
             "feature_map_bytes": self.traffic_json("bytes"),
@@ -140,7 +143,9 @@ class Diff:
                 (f"{name}, bytes", scaled(old.bytes, "B"), scaled(new.bytes, "B"), change(old.bytes, new.bytes))
             )
         old, new = before.total, after.total
-        rows.append(("of these free at run time", aliased(old), aliased(new), ""))
+        free = "of these, views at run time"
+        rows.append((f"{free}, sweeps", number(old.aliased_sweeps), number(new.aliased_sweeps), ""))
+        rows.append((f"{free}, bytes", scaled(old.aliased_bytes, "B"), scaled(new.aliased_bytes, "B"), ""))
         return Section.table("Feature maps read and written", ("", "before", "after", "change"), rows)
 
     def op_section(self) -> Section:
@@ -210,18 +215,20 @@ def places(found: tuple[Place, ...]) -> str:
     return str(found[0]) if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
 
 
-def aliased(flow: Flow) -> str:
-    return f"{scaled(flow.aliased_bytes, 'B')} ({flow.aliased_sweeps:,})"
+def some(names: tuple[str, ...], most: int = 3) -> str:
+    """The first names, and how many more there are: the JSON has them all."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def describe_added(node: Added) -> str:
-    made_of = f" from {' + '.join(node.sources)}" if node.sources else ""
+    made_of = f" from {some(node.sources)}" if node.sources else ""
     made_by = f" [{node.made_by}]" if node.made_by else ""
     return f"{node.name} ({node.op}){made_of}{made_by}"
 
 
 def describe_removed(node: Removed) -> str:
-    return f"{node.name} ({node.op})" + (f" into {', '.join(node.into)}" if node.into else "")
+    return f"{node.name} ({node.op})" + (f" into {some(node.into)}" if node.into else "")
 
 
 def describe_changed(node: Changed) -> str:

@@ -1,0 +1,209 @@
+"""verify says yes to what is equal, no to what is not, and names the tensor."""
+
+import dataclasses
+import json
+
+import numpy as np
+import onnx
+import pytest
+
+import bnfuse
+from bnfuse.building import build_model
+from bnfuse.errors import BnfuseError
+from bnfuse.training_graph import dropouts, open_graph, without_dropout
+from bnfuse.verification import (
+    FLOOR,
+    MINIMUM,
+    Curves,
+    OrtRunner,
+    compare,
+    curve_tolerances,
+    distance,
+    disturbed,
+    draw_feeds,
+)
+
+
+def small(name="densenet40", **settings):
+    return build_model(name, zoo={"batch": 2, "image": 16, "growth": 4, "depth": 2, **settings}).model
+
+
+@pytest.fixture(scope="module")
+def before():
+    return small()
+
+
+@pytest.fixture(scope="module")
+def after(before):
+    return bnfuse.rewrite(before, level="icf")
+
+
+def with_node(model: onnx.ModelProto, op_type: str, **attributes) -> onnx.ModelProto:
+    """A copy in which the first node of this type has other attributes."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    node = next(n for n in copy.graph.node if n.op_type == op_type)
+    for name, value in attributes.items():
+        next(a for a in node.attribute if a.name == name).CopyFrom(onnx.helper.make_attribute(name, value))
+    return copy
+
+
+@pytest.mark.parametrize("level", ["none", "rcf", "mvf", "bnff", "icf"])
+def test_every_level_is_equal_to_its_source_in_onnxruntime(before, level):
+    found = bnfuse.verify(before, bnfuse.rewrite(before, level=level))
+    assert found.equal, found
+    kinds = [tensor.kind for tensor in found.tensors]
+    assert kinds.count("loss") == 1
+    assert kinds.count("gradient") == sum(1 for o in before.graph.output if o.name.endswith("_grad"))
+    assert kinds.count("running") == 2 * len(bnfuse.diff(before, before).batch_norms)
+
+
+def test_a_wrong_epsilon_is_found_and_the_tensor_named(before):
+    found = bnfuse.verify(before, with_node(before, "BatchNormInternal", epsilon=0.1))
+    assert not found.equal
+    assert found.worst.error > found.worst.tolerance
+    assert found.worst.tensor.endswith("_grad")
+    assert str(found).startswith("NOT equal")
+
+
+def test_a_wrong_momentum_is_found_in_the_running_statistics_alone(before):
+    found = bnfuse.verify(before, with_node(before, "BatchNormInternal", momentum=0.8))
+    assert {tensor.kind for tensor in found.tensors if not tensor.ok} == {"running"}
+
+
+def test_training_follows_the_source_and_learns(before, after):
+    found = bnfuse.verify(before, after, steps=4, lr=0.05)
+    assert found.equal
+    assert len(found.curves.before) == len(found.curves.after) == 4
+    assert found.curves.after[-1] < found.curves.after[0]
+    assert "step" in str(found)
+
+
+def test_a_curve_that_parts_from_its_source_is_not_equal():
+    assert Curves((1.0, 0.9), (1.0, 0.9), (1e-5, 1e-5)).ok
+    assert not Curves((1.0, 0.9), (1.0, 0.91), (1e-5, 1e-5)).ok
+    assert not Curves((1.0, 0.9), (1.0, float("nan")), (1e-5, 1e-5)).ok
+
+
+def test_the_tolerance_of_a_curve_never_falls():
+    tolerances = curve_tolerances([1.0, 1.0, 1.0], [[1.0, 1.01, 1.0]])
+    assert tolerances == pytest.approx((MINIMUM, 0.08, 0.08))
+
+
+def test_the_same_seed_gives_the_same_figures(before, after):
+    first, again, other = (bnfuse.verify(before, after, seed=seed) for seed in (3, 3, 4))
+    assert first.loss_before == again.loss_before != other.loss_before
+
+
+def test_dropout_is_switched_off_in_both_and_told():
+    model = small("squeezenet", image=32, growth=None, depth=None)
+    found = bnfuse.verify(model, model)
+    assert found.equal
+    assert any("dropout ratio set to 0" in note for note in found.notes)
+
+
+def test_switching_dropout_off_leaves_the_model_as_it_was():
+    graph = open_graph(small("squeezenet", image=32, growth=None, depth=None))
+    ratio = next(n for n in graph.model.graph if n.op_type == "Dropout").inputs[1].name
+    quiet = without_dropout(graph.model)
+    assert next(n for n in graph.model.graph if n.op_type == "Dropout").inputs[1].name == ratio
+    changed = next(n for n in quiet.graph if n.op_type == "Dropout").inputs[1]
+    assert changed.const_value.numpy() == 0
+    assert dropouts(quiet) == dropouts(graph.model)
+
+
+def test_the_callers_initial_values_are_not_touched(before, after):
+    graph = open_graph(before)
+    kept = {name: value.copy() for name, value in graph.state().items()}
+    bnfuse.verify(before, after, steps=1)
+    assert all(np.array_equal(kept[name], value) for name, value in graph.state().items())
+
+
+def test_another_network_is_refused_in_one_line(before):
+    with pytest.raises(BnfuseError, match=r"has no input .* another network"):
+        bnfuse.verify(before, small("resnet20", growth=None, depth=None))
+    with pytest.raises(BnfuseError, match="it is another network"):
+        bnfuse.verify(before, small(batch=3))
+
+
+def test_an_unknown_runtime_is_refused(before):
+    with pytest.raises(BnfuseError, match="ort or tvm"):
+        bnfuse.verify(before, before, runtime="xla")
+
+
+def test_noise_is_one_rounding_and_spares_labels_and_statistics(before):
+    graph, rng = open_graph(before), np.random.default_rng(0)
+    feeds, state = draw_feeds(graph, rng), graph.state()
+    noisy_feeds, noisy_state = disturbed(feeds, state, graph.roles, rng)
+    data = graph.roles.data[0]
+    change = np.abs(noisy_feeds[data] - feeds[data]) / np.abs(feeds[data])
+    assert 0 < change.max() <= 2.0**-23
+    assert np.array_equal(noisy_feeds[graph.roles.labels[0]], feeds[graph.roles.labels[0]])
+    assert all(np.array_equal(noisy_state[name], state[name]) for name in graph.roles.running)
+    assert any(not np.array_equal(noisy_state[name], state[name]) for name in graph.roles.trainable)
+
+
+def test_labels_run_over_all_classes(before):
+    graph = open_graph(before)
+    drawn = [draw_feeds(graph, np.random.default_rng(s))[graph.roles.labels[0]] for s in range(40)]
+    assert {int(v) for part in drawn for v in part} == set(range(graph.classes()))
+
+
+def test_distance_is_relative_above_the_floor_and_absolute_below_it():
+    assert distance(np.array([3.0, 4.0]), np.array([3.0, 4.5]), 0.0) == pytest.approx(0.5 / np.hypot(3, 4.5))
+    assert distance(np.array([1e-9]), np.array([0.0]), 1e-3) == pytest.approx(1e-6)
+    assert distance(np.array([0.0]), np.array([0.0]), 0.0) == 0.0
+    assert np.isnan(distance(np.array([np.nan]), np.array([1.0]), 0.0))
+    assert distance(np.zeros(2), np.zeros(3), 1.0) == float("inf")
+
+
+def test_a_nan_is_never_equal(before):
+    graph = open_graph(before)
+    feeds, state = draw_feeds(graph, np.random.default_rng(0)), graph.state()
+    reference = OrtRunner(graph, None).evaluate(feeds, state)
+    name = next(iter(graph.roles.gradients.values()))
+    broken = {**reference, name: np.full_like(reference[name], np.nan)}
+    bad = [t for t in compare(reference, broken, [reference], graph.roles) if not t.ok]
+    assert [t.tensor for t in bad] == [name]
+    found = dataclasses.replace(bnfuse.verify(before, before), tensors=tuple(bad))
+    assert found.worst.tensor == name
+    assert not found.equal
+
+
+def test_the_floor_is_a_millionth_of_the_largest_gradient(before):
+    graph = open_graph(before)
+    feeds, state = draw_feeds(graph, np.random.default_rng(0)), graph.state()
+    reference = OrtRunner(graph, None).evaluate(feeds, state)
+    gradients = list(graph.roles.gradients.values())
+    largest = max(np.linalg.norm(reference[name]) for name in gradients)
+    name = gradients[0]
+    base = {**reference, name: np.zeros_like(reference[name])}
+    off = np.zeros_like(reference[name])
+    off.flat[0] = 0.5 * MINIMUM * FLOOR * largest
+    verdict = {t.tensor: t for t in compare(base, {**base, name: off}, [base], graph.roles)}
+    assert verdict[name].ok and verdict[name].error > 0
+
+
+def test_the_json_has_the_documented_keys_and_is_json(before, after):
+    found = bnfuse.verify(before, after, steps=1).to_json()
+    assert json.loads(json.dumps(found))["equal"] is True
+    assert {"equal", "loss_error", "worst", "tensors", "notes", "curves"} <= found.keys()
+    assert found["worst"].keys() == {"tensor", "error", "tolerance"}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["densenet40", "resnet20"])
+def test_errors_against_float64_are_no_worse_than_torchs_own(oracle, name):
+    """Both files in onnxruntime, against float64; what torch's float32 does on the same graph is the measure."""
+    settings = {} if name == "densenet40" else {"growth": None, "depth": None}
+    model = small(name, **settings)
+    graph = open_graph(model)
+    feeds, state = draw_feeds(graph, np.random.default_rng(1)), graph.state()
+    exact = oracle.evaluate(model, {**feeds, **state}, "float64")
+    torch32 = oracle.evaluate(model, {**feeds, **state}, "float32")
+    rewritten = open_graph(bnfuse.rewrite(model, level="icf"))
+    for result in (OrtRunner(graph, None).evaluate(feeds, state), OrtRunner(rewritten, None).evaluate(feeds, state)):
+        for key, value in result.items():
+            floor = FLOOR * max(np.linalg.norm(exact[o]) for o in result)
+            error, own = distance(value, exact[key], floor), distance(torch32[key], exact[key], floor)
+            assert error <= 2 * own + 2e-6, key
