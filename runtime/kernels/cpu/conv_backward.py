@@ -118,6 +118,9 @@ def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
     """A thread's share of the tiles."""
     grad = tir.workspace(nest.grad_size)
     read = tir.workspace(nest.read_size) if nest.wants_weight else None
+    tir.zero(grad, 0, nest.grad_size, nest.tiles.lanes)
+    if read is not None:
+        tir.zero(read, 0, nest.read_size, nest.tiles.lanes)
     scratch = tir.workspace(nest.tiles.micro_rows * nest.tiles.micro_columns * nest.tiles.block)
     first, count = tir.share(nest.items, nest.threads, thread)
     with T.serial(0, count) as number, T.serial(0, nest.shape.groups) as group:

@@ -226,28 +226,27 @@ class _Micro:
                     self._leave_channels(acc, sums, rest)
 
     def _leave_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
-        for start in range(0, count, self.nest.tiles.lanes):
-            self._leave_vector(acc, sums, start, min(self.nest.tiles.lanes, count - start))
-
-    def _leave_vector(self, acc: Buffer, sums: Buffer | None, start: int, lanes: int) -> None:
+        """Pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over pixels."""
         rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
-        reduced = reductions(self.nest)
-        first = self.place.group * self.nest.shape.cin + self.block * tiles.block + start
-        part = registers(max(1, len(reduced)) * tiles.lanes)
-        for q in range(len(reduced)):
-            store(part, span(q * tiles.lanes, tiles.lanes), tir.splat(0, tiles.lanes))
+        widths = {start: min(tiles.lanes, count - start) for start in range(0, count, tiles.lanes)}
+        first = self.place.group * self.nest.shape.cin + self.block * tiles.block
+        reduced = len(reductions(self.nest))
+        part = registers(reduced * tiles.block) if reduced else None
+        for slot in range(0, reduced * tiles.block, tiles.lanes):
+            store(part, span(slot, tiles.lanes), tir.splat(0, tiles.lanes))
         height = _remaining(rows, self.row_residue, self.place.unit + self.row)
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
         width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
-        with T.serial(0, height) as i, T.serial(0, width) as j, T.vectorized(0, lanes) as lane:
-            self._leave_element(acc, part, i, j, start, first, lane)
-        if sums is not None and reduced:
-            all_channels = self.nest.shape.cin * self.nest.shape.groups
-            for q in range(len(reduced)):
-                target = (self.place.thread * len(reduced) + q) * all_channels + first
+        with T.serial(0, height) as i, T.serial(0, width) as j:
+            for start, lanes in widths.items():
                 with T.vectorized(0, lanes) as lane:
-                    more = tirx.Cast("float64", part[q * tiles.lanes + lane])
-                    store(sums, target + lane, sums[target + lane] + more)
+                    self._leave_element(acc, part, i, j, start, first + start, lane)
+        for q in range(reduced):
+            target = (self.place.thread * reduced + q) * (self.nest.shape.cin * self.nest.shape.groups) + first
+            for start, lanes in widths.items():
+                index = span(target + start, lanes)
+                more = tir.widen(part[span(q * tiles.block + start, lanes)], lanes)
+                store(sums, index, sums[index] + more)
 
     def _leave_element(self, acc: Buffer, part: Buffer, i: Expr, j: Expr, start: int, first: Expr, lane: Expr) -> None:
         nest, arguments = self.nest, self.nest.arguments
@@ -263,7 +262,7 @@ class _Micro:
         store(acc, cell, d)
         d = acc[cell]
         for q, term in enumerate(reductions(nest)):
-            slot = q * nest.tiles.lanes + lane
+            slot = q * nest.tiles.block + start + lane
             if term is None:
                 store(part, slot, part[slot] + d)
             else:

@@ -33,22 +33,19 @@ def pack_weights(nest: Nest, packed: Buffer) -> None:
 
 
 def pack_grad(nest: Nest, grad: Buffer, group: Expr, image: Expr, unit: Expr) -> None:
-    """dy of a tile whose first image is `image` and first row `unit`, after its prologue."""
+    """dy of a tile whose first image is `image` and first row `unit`, after its prologue.
+
+    Columns of the border are zeros from the start and never written; rows of it are not always the same.
+    """
     rows, columns, pitch = nest.shape.rows, nest.shape.columns, nest.out_pitch
     left = -columns.low
     with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.grad_rows) as r:
         row = unit + r + rows.low
         at = (i * nest.grad_rows + r) * (nest.grad_columns * pitch)
         with T.If(inside(row, rows.out)):
-            with T.Then():
-                if left:
-                    zero(grad, at, left * pitch, nest.tiles.lanes)
-                with T.serial(0, columns.out) as c:
-                    pixel = ((image + i) * rows.out + row) * columns.out + c
-                    _grad_pixel(nest, grad, at + (left + c) * pitch, pixel, group)
-                right = nest.grad_columns - left - columns.out
-                if right:
-                    zero(grad, at + (left + columns.out) * pitch, right * pitch, nest.tiles.lanes)
+            with T.Then(), T.serial(0, columns.out) as c:
+                pixel = ((image + i) * rows.out + row) * columns.out + c
+                _grad_pixel(nest, grad, at + (left + c) * pitch, pixel, group)
             with otherwise():
                 zero(grad, at, nest.grad_columns * pitch, nest.tiles.lanes)
 
@@ -60,8 +57,6 @@ def _grad_pixel(nest: Nest, grad: Buffer, at: Expr, pixel: Expr, group: Expr) ->
         store(grad, at + channel, nest.gradient(pixel, group * cout + channel))
 
     over_channels(cout, nest.tiles.lanes, element)
-    if nest.out_pitch > cout:
-        zero(grad, at + cout, nest.out_pitch - cout, nest.tiles.lanes)
 
 
 def over_channels(count: int, lanes: int, body: Callable[[Expr], None]) -> None:
@@ -85,15 +80,12 @@ def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) ->
 
 
 def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, start: Expr, count: int, row: Expr) -> None:
-    """A row of one block: `count` channels from `start`, and zeros up to the block's width."""
+    """A row of one block: `count` channels from `start`. The columns of the padding are zeros from the start."""
     columns, width, lanes = nest.shape.columns, nest.read_width, nest.tiles.lanes
     left = min(columns.pad, nest.read_columns)
     middle = min(columns.size, nest.read_columns - left)
-    right = nest.read_columns - left - middle
     with T.If(inside(row, nest.shape.rows.size)):
         with T.Then():
-            if left:
-                zero(read, at, left * width, lanes)
             if middle:
                 with T.serial(0, middle) as c:
 
@@ -102,10 +94,6 @@ def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, star
                         store(read, at + (left + c) * width + channel, value)
 
                     over_channels(count, lanes, element)
-                    if width > count:
-                        zero(read, at + (left + c) * width + count, width - count, lanes)
-            if right:
-                zero(read, at + (left + middle) * width, right * width, lanes)
         with otherwise():
             zero(read, at, nest.read_columns * width, lanes)
 

@@ -1,0 +1,159 @@
+"""GFLOP/s of the backward convolution kernels, beside torch's plain convolution in channels_last.
+
+    python benchmarks/conv_kernels_backward.py [--batch 16] [--threads 2] [--torch] [--only NAME]
+
+Ours include the BatchNorm's gradient and the activation on the way in, the mask, the sums and the accumulation on the
+way out; torch's are the convolution alone. Minimum of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+import tvm
+
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+
+ACCUMULATING = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
+STORING = "BatchNormGradNormalizeReluConvGradReluGradReduce"
+STEM = "BatchNormGradConvGradWeight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A square convolution inside a network: x lies in a buffer of `stride` channels."""
+
+    name: str
+    op: str
+    size: int
+    cin: int
+    cout: int
+    kernel: int = 1
+    stride: int = 1
+    group: int = 1
+    x_stride: int = 0
+    y_stride: int = 0
+
+    @property
+    def out(self) -> int:
+        return -(-self.size // self.stride)
+
+    @property
+    def halves(self) -> int:
+        """How many of the two gradients are made."""
+        return 1 if "ConvGradWeight" in self.op else 2
+
+    def gflop(self, batch: int) -> float:
+        macs = batch * self.out**2 * self.cout * self.cin // self.group * self.kernel**2
+        return 2e-9 * macs * self.halves
+
+    def problem(self, batch: int) -> Problem:
+        x = MapType(batch, self.size, self.size, self.cin, self.x_stride or self.cin)
+        dy = MapType(batch, self.out, self.out, self.cout, self.y_stride or self.cout)
+        maps = {"dy": dy, "x": x, "grad_x": dy, "dx": x}
+        if "ConvGradWeight" in self.op:
+            del maps["dx"]
+        pad = self.kernel // 2
+        attributes = {
+            "dilations": (1, 1),
+            "group": self.group,
+            "kernel_shape": (self.kernel, self.kernel),
+            "pads": (pad,) * 4,
+            "strides": (self.stride, self.stride),
+        }
+        weight = (self.cout, self.cin // self.group, self.kernel, self.kernel)
+        return Problem(self.op, tuple(maps.items()), tuple(attributes.items()), weight)
+
+
+LAYERS = (
+    Layer("1x1 at 56", ACCUMULATING, 56, 96, 128, x_stride=256),
+    Layer("1x1 at 28", ACCUMULATING, 28, 480, 128, x_stride=512),
+    Layer("1x1 at 14", ACCUMULATING, 14, 992, 128, x_stride=1024),
+    Layer("1x1 at 7", ACCUMULATING, 7, 736, 128, x_stride=1024),
+    Layer("3x3 at 56", STORING, 56, 128, 32, 3, y_stride=256),
+    Layer("3x3 at 28", STORING, 28, 128, 32, 3, y_stride=512),
+    Layer("3x3 at 14", STORING, 14, 128, 32, 3, y_stride=1024),
+    Layer("3x3 at 7", STORING, 7, 128, 32, 3, y_stride=1024),
+    Layer("transition at 28", STORING, 28, 256, 128),
+    Layer("transition at 7", STORING, 7, 1024, 512),
+    Layer("stem", STEM, 224, 3, 64, 7, 2),
+    Layer("resnet 3x3 at 56", STORING, 56, 64, 64, 3),
+    Layer("resnet 3x3 at 7", STORING, 7, 512, 512, 3),
+    Layer("resnet 3x3 / 2", STORING, 56, 128, 128, 3, 2),
+    Layer("resnet 1x1 / 2", STORING, 56, 256, 512, 1, 2),
+    Layer("depthwise 3x3 at 56", STORING, 56, 144, 144, 3, 1, 144),
+    Layer("depthwise 3x3 / 2", STORING, 112, 96, 96, 3, 2, 96),
+)
+
+
+def best(call: Callable[[], object], seconds: float = 0.4) -> float:
+    call()
+    shortest, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest
+
+
+def time_kernel(layer: Layer, batch: int, target: targets.Target) -> tuple[float, float]:
+    """Seconds of a call, and of making and compiling the kernel."""
+    kernel = conv_backward(layer.problem(batch), target)
+    rng = np.random.default_rng(0)
+    start = time.perf_counter()
+    function = execute.compile_kernel(kernel)
+    compiling = time.perf_counter() - start
+    arrays = [execute.aligned(p.elements, p.dtype) for p in kernel.params]
+    for array in arrays:
+        array[...] = rng.standard_normal(array.size, dtype=np.float32)
+    tensors = [tvm.runtime.from_dlpack(array) for array in arrays]
+    offsets = [0 for p in kernel.params if p.is_map]
+    return best(lambda: function(*tensors, *offsets)), compiling
+
+
+def time_torch(layer: Layer, batch: int, threads: int) -> float:
+    import torch
+
+    torch.set_num_threads(threads)
+    weight = torch.randn(layer.cout, layer.cin // layer.group, layer.kernel, layer.kernel)
+    x = torch.randn(batch, layer.cin, layer.size, layer.size)
+    dy = torch.randn(batch, layer.cout, layer.out, layer.out)
+    x, dy, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy, weight))
+    pad = layer.kernel // 2
+    wanted = [layer.halves == 2, True, False]
+    backward = torch.ops.aten.convolution_backward
+    return best(
+        lambda: backward(
+            dy, x, weight, None, [layer.stride] * 2, [pad] * 2, [1, 1], False, [0, 0], layer.group, wanted
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--torch", action="store_true", help="time torch as well")
+    parser.add_argument("--only", default="", help="layers whose name contains this")
+    options = parser.parse_args()
+    target = targets.resolve("cpu", options.threads)
+    for layer in LAYERS:
+        if options.only not in layer.name:
+            continue
+        seconds, compiling = time_kernel(layer, options.batch, target)
+        gflop = layer.gflop(options.batch)
+        line = f"{layer.name:22} {gflop / seconds:6.1f} GFLOP/s  {1e3 * seconds:7.2f} ms  compiled in {compiling:.2f} s"
+        if options.torch:
+            line += f"  torch {gflop / time_torch(layer, options.batch, options.threads):6.1f} GFLOP/s"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
