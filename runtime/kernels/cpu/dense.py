@@ -1,0 +1,231 @@
+"""Gemm and two-dimensional MatMul:  y = alpha * A * B + beta * C  in float32, any sizes, A or B stored transposed.
+
+B as [k, n] (or both transposed): outer products. The threads share the columns.
+
+    for block of k (64):   for 32 columns:  for 14 rows:    28 vector registers
+        for k:                                              two vectors of B times 14 broadcast elements of A
+
+B as [n, k], the weight of a classifier: A and B run along k, so dot products need no packing.
+
+    for block of k (2048):  for 6 columns:  for 4 rows:     24 vector registers, summed across their lanes at the end
+        for 16 k:                                           4 vectors of A times 6 of B
+
+Both add into y after each block of k. Where the columns are fewer than the threads need, the rows are shared instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
+from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, prim_func, unique_name, vectors
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+
+OUTER_K, OUTER_ROWS, OUTER_VECTORS = 64, 14, 2
+DOT_K, DOT_ROWS, DOT_COLUMNS = 2048, 4, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmProblem:
+    """y [m, n] of A [m, k] (stored [k, m] if trans_a) and B [k, n] (stored [n, k] if trans_b).
+
+    `bias` is the shape of C, which broadcasts to [m, n], or None.
+    """
+
+    m: int
+    n: int
+    k: int
+    trans_a: bool = False
+    trans_b: bool = False
+    alpha: float = 1.0
+    beta: float = 1.0
+    bias: tuple[int, ...] | None = None
+
+    @property
+    def bias_strides(self) -> tuple[int, int]:
+        """Elements of C between rows and between columns of y; 0 where it broadcasts."""
+        rows, columns = ((1, 1) + (self.bias or ()))[-2:]
+        if (rows, columns) not in {(r, c) for r in (1, self.m) for c in (1, self.n)}:
+            raise BnfuseError(f"Gemm: C has the shape {self.bias}, which does not broadcast to [{self.m}, {self.n}]")
+        return (columns if rows > 1 else 0), (1 if columns > 1 else 0)
+
+    def at_a(self, row: Expr, k: Expr) -> Expr:
+        return k * self.m + row if self.trans_a else row * self.k + k
+
+    def at_b(self, k: Expr, column: Expr) -> Expr:
+        return column * self.k + k if self.trans_b else k * self.n + column
+
+
+def gemm(problem: GemmProblem, target: Target) -> Kernel:
+    """a, b, [c] -> y."""
+    largest = max(problem.m * problem.k, problem.k * problem.n, problem.m * problem.n)
+    if min(problem.m, problem.n, problem.k) < 1 or largest >= INT32_LIMIT:
+        raise BnfuseError(f"Gemm: [{problem.m}, {problem.k}] times [{problem.k}, {problem.n}] is empty or too large")
+    strides = problem.bias_strides
+    params = [Param("a", "in", problem.m * problem.k), Param("b", "in", problem.k * problem.n)]
+    if problem.bias is not None and problem.beta:
+        params.append(Param("c", "in", (problem.m if strides[0] else 1) * (problem.n if strides[1] else 1)))
+    params.append(Param("y", "out", problem.m * problem.n))
+    name = unique_name("Gemm", problem, target)
+    nest = Dots if problem.trans_b and not problem.trans_a else OuterProducts
+    return Kernel(name, problem, target, tuple(params), lambda: prim_func(name, params, {}, nest(problem, target).emit))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A range of a dimension: `start` is an expression, `size` an int."""
+
+    start: Expr
+    size: int
+
+
+def blocks(count: int, size: int, first: Expr = 0, last: Expr | None = None) -> Iterator[Block]:
+    """`for block in blocks(...):` emits the loop over whole blocks (of which [first, last) only), then the rest."""
+    whole = count // size
+    if whole:
+        stop = whole if last is None else last
+        with T.serial(0, stop - first) as i:
+            yield Block((first + i) * size, size)
+    if count % size and last is None:
+        yield Block(tirx.const(whole * size, "int32"), count % size)
+
+
+class _Nest:
+    """What both nests share: the order of blocks, sharing among threads, and what happens to y."""
+
+    rows: int
+    columns: int
+    depth: int
+
+    def __init__(self, problem: GemmProblem, target: Target) -> None:
+        self.problem, self.target = problem, target
+        self.one_pass = problem.k <= self.depth
+
+    def emit(self, args: Args) -> None:
+        self.args = args
+        problem = self.problem
+        by_columns = problem.n // self.columns >= self.target.threads or problem.n >= problem.m
+        count, size = (problem.n, self.columns) if by_columns else (problem.m, self.rows)
+        whole = count // size
+        if whole:
+            threads = min(self.target.threads, whole)
+            with T.parallel(0, threads) as thread:
+                first = T.bind(thread * whole // threads)
+                last = T.bind((thread + 1) * whole // threads)
+                self._share(by_columns, lambda: blocks(count, size, first, last))
+        if count % size:
+            self._share(by_columns, lambda: iter([Block(tirx.const(whole * size, "int32"), count % size)]))
+
+    def _share(self, by_columns: bool, own: Callable[[], Iterator[Block]]) -> None:
+        """The part of y that one thread makes: `own` are its blocks of columns or of rows."""
+        problem = self.problem
+
+        def each_tile() -> Iterator[tuple[Block, Block]]:
+            if by_columns:
+                for columns in own():
+                    for rows in blocks(problem.m, self.rows):
+                        yield rows, columns
+            else:
+                for rows in own():
+                    for columns in blocks(problem.n, self.columns):
+                        yield rows, columns
+
+        if not self.one_pass:
+            for rows, columns in each_tile():
+                self._start(rows, columns)
+        for depth in blocks(problem.k, self.depth):
+            for rows, columns in each_tile():
+                self.tile(rows, columns, depth)
+
+    def tile(self, rows: Block, columns: Block, depth: Block) -> None:
+        raise NotImplementedError
+
+    def _start(self, rows: Block, columns: Block) -> None:
+        """y <- beta*C, before the first block of k adds to it."""
+        with T.serial(0, rows.size) as i:
+            for vector in vectors(columns.size, self.target.lanes):
+                with vector.each() as j:
+                    row, column = rows.start + i, columns.start + vector.base + j
+                    T.buffer_store(self.args["y"], self._bias(row, column), [row * self.problem.n + column])
+
+    def put(self, row: Expr, column: Expr, value: Expr) -> None:
+        """Take alpha*value into y."""
+        at = row * self.problem.n + column
+        before = self._bias(row, column) if self.one_pass else self.args["y"][at]
+        T.buffer_store(self.args["y"], fma(f32(self.problem.alpha), value, before), [at])
+
+    def _bias(self, row: Expr, column: Expr) -> Expr:
+        if self.problem.bias is None or not self.problem.beta:
+            return f32(0.0)
+        by_row, by_column = self.problem.bias_strides
+        return f32(self.problem.beta) * self.args["c"][row * by_row + column * by_column]
+
+
+class OuterProducts(_Nest):
+    """Tiles of rows x vectors of columns in registers."""
+
+    def __init__(self, problem: GemmProblem, target: Target) -> None:
+        tiles = -(-problem.m // OUTER_ROWS)
+        self.rows = -(-problem.m // tiles)  # 16 rows are two tiles of 8, not 14 and 2
+        self.columns, self.depth = OUTER_VECTORS * target.lanes, OUTER_K
+        super().__init__(problem, target)
+
+    def tile(self, rows: Block, columns: Block, depth: Block) -> None:
+        problem, lanes = self.problem, self.target.lanes
+        pieces = [(v, min(lanes, columns.size - v)) for v in range(0, columns.size, lanes)]
+        sums = tir.registers(rows.size * columns.size)
+        for r in range(rows.size):
+            for v, width in pieces:
+                with T.vectorized(0, width) as j:
+                    T.buffer_store(sums, f32(0.0), [r * columns.size + v + j])
+        with T.serial(0, depth.size) as i:
+            k = depth.start + i
+            for r in range(rows.size):
+                for v, width in pieces:
+                    with T.vectorized(0, width) as j:
+                        at = r * columns.size + v + j
+                        a = self.args["a"][problem.at_a(rows.start + r, k)]
+                        b = self.args["b"][problem.at_b(k, columns.start + v + j)]
+                        T.buffer_store(sums, fma(a, b, sums[at]), [at])
+        for r in range(rows.size):
+            for v, width in pieces:
+                with T.vectorized(0, width) as j:
+                    self.put(rows.start + r, columns.start + v + j, sums[r * columns.size + v + j])
+
+
+class Dots(_Nest):
+    """Tiles of rows x columns, each a vector of partial sums along k."""
+
+    rows, columns, depth = DOT_ROWS, DOT_COLUMNS, DOT_K
+
+    def tile(self, rows: Block, columns: Block, depth: Block) -> None:
+        lanes = self.target.lanes
+        tile = [(r, c) for r in range(rows.size) for c in range(columns.size)]
+        sums = tir.registers(len(tile) * lanes)
+        for i in range(len(tile)):
+            with T.vectorized(0, lanes) as j:
+                T.buffer_store(sums, f32(0.0), [i * lanes + j])
+        for vector in vectors(depth.size, lanes):
+            for i, (r, c) in enumerate(tile):
+                with vector.each() as j:
+                    k = depth.start + vector.base + j
+                    a = self.args["a"][self.problem.at_a(rows.start + r, k)]
+                    b = self.args["b"][self.problem.at_b(k, columns.start + c)]
+                    T.buffer_store(sums, fma(a, b, sums[i * lanes + j]), [i * lanes + j])
+        for i, (r, c) in enumerate(tile):
+            self.put(rows.start + r, columns.start + c, _across(sums, i * lanes, lanes))
+
+
+def _across(sums: Any, start: int, lanes: int) -> Expr:
+    """The sum of `lanes` elements, pairwise."""
+    parts = [sums[start + j] for j in range(lanes)]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

@@ -1,0 +1,44 @@
+"""Gemm against float64 numpy."""
+
+import numpy as np
+import pytest
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.kernels.cpu.dense import GemmProblem, gemm
+
+TARGET = targets.resolve("cpu", 2)
+
+CASES = [
+    GemmProblem(16, 10, 70, trans_b=True, bias=(10,)),
+    GemmProblem(9, 103, 2075, trans_b=True, alpha=0.5, beta=2.0, bias=(1, 103)),  # two blocks of k, every rest
+    GemmProblem(16, 70, 10),
+    GemmProblem(37, 77, 150, alpha=-1.0, bias=(37, 1)),
+    GemmProblem(103, 33, 16, trans_a=True, bias=(103, 33)),
+    GemmProblem(5, 6, 7, trans_a=True, trans_b=True, bias=()),
+    GemmProblem(200, 3, 20),  # rows are shared
+    GemmProblem(1, 1, 1, trans_b=True),
+    GemmProblem(3, 40, 9, beta=0.0, bias=(40,)),
+]
+
+
+@pytest.mark.parametrize("problem", CASES, ids=str)
+def test_equals_numpy(problem):
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(problem.m, problem.k)).astype(np.float32)
+    b = rng.normal(size=(problem.k, problem.n)).astype(np.float32)
+    c = rng.normal(size=problem.bias or ()).astype(np.float32)
+    kernel = gemm(problem, TARGET)
+    operands = {"a": a.T if problem.trans_a else a, "b": b.T if problem.trans_b else b, "c": c}
+    found = execute.call(kernel, {p.name: operands[p.name] for p in kernel.params if p.name != "y"})["y"]
+    wanted = problem.alpha * (a.astype(np.float64) @ b.astype(np.float64))
+    scale = np.abs(wanted).max()
+    if problem.bias is not None:
+        wanted = wanted + problem.beta * c
+    assert np.abs(found.reshape(problem.m, problem.n) - wanted).max() <= 1e-6 * scale
+
+
+def test_a_bias_that_does_not_broadcast_is_refused():
+    with pytest.raises(BnfuseError, match="does not broadcast"):
+        gemm(GemmProblem(4, 5, 6, bias=(4,)), TARGET)
