@@ -216,13 +216,21 @@ def _average_pool_input(node: onnx.NodeProto, graph: onnx.GraphProto, types: dic
     pools = [
         pool
         for pool in graph.node
-        if pool.op_type == "AveragePool"
+        if _is_average_pool(pool)
         and _window(pool) == _window(node)
         and shape is not None
         and dims_of(types.get(pool.output[0])) == shape
     ]
     shapes = {dims_of(types.get(pool.input[0])) for pool in pools}
     return [pools[0].input[0]] if len(shapes) == 1 else []
+
+
+def _is_average_pool(node: onnx.NodeProto) -> bool:
+    """The standard operator, or one of ours around it: both read x first and give y first."""
+    if node.domain == DOMAIN:
+        op = find(node.op_type)
+        return isinstance(op, OpSpec) and op.core == "AveragePool"
+    return node.op_type == "AveragePool"
 
 
 def _window(pool: onnx.NodeProto) -> dict[str, Any]:

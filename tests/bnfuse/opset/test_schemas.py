@@ -189,6 +189,22 @@ def test_average_pools_are_told_by_their_windows():
     assert [shapes[name] for name in found] == [expected[name] for name in found]
 
 
+def test_fused_average_pool_tells_the_shape_of_its_gradient_too():
+    model = build_training_graph(forward_model(f"r = AveragePool {POOL} (h)"))
+    pool = next(node for node in model.graph.node if node.op_type == "AveragePool")
+    pool.domain, pool.op_type = DOMAIN, "ReluAveragePool"
+    given = {attribute.name for attribute in pool.attribute}
+    for name, value in {"ceil_mode": 0, "count_include_pad": 0}.items():
+        if name not in given:
+            pool.attribute.append(onnx.helper.make_attribute(name, value))
+    kept = [attribute for attribute in pool.attribute if attribute.name != "auto_pad"]
+    del pool.attribute[:], model.graph.value_info[:]
+    pool.attribute.extend(kept)
+    model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    gradient = next(node for node in model.graph.node if node.op_type == "AveragePoolGrad")
+    assert inferred_shapes(model)[gradient.output[0]] == (2, 4, 12, 12)
+
+
 def test_shapes_that_do_not_fit_are_one_line():
     model = build_training_graph(forward_model(FORWARD["bn and relu"]))
     next(value for value in model.graph.value_info if value.name == "h").type.tensor_type.shape.dim[1].dim_value = 5
