@@ -165,7 +165,7 @@ def load(
     else:
         model = _from_graphsurgeon(source)
     if checkpoint is not None:
-        from bnfuse.checkpoints import fill_from_checkpoint  # needs onnxruntime
+        from bnfuse.build.artifacts import fill_from_checkpoint  # needs onnxruntime
 
         fill_from_checkpoint(model, checkpoint)
     if data_input is not None or labels_input is not None:
@@ -175,6 +175,13 @@ def load(
 
 
 def _from_proto(proto: onnx.ModelProto, file: str | None) -> ir.Model:
+    if any(node.op_type == "InPlaceAccumulatorV2" for node in proto.graph.node):
+        from bnfuse.build.artifacts import expose_results  # needs onnxruntime
+
+        copy = onnx.ModelProto()
+        copy.CopyFrom(proto)
+        expose_results(copy, file)
+        proto = copy
     try:
         model = ir.from_proto(proto)
     except Exception as error:

@@ -15,6 +15,7 @@ from bnfuse.errors import BnfuseError
 
 METADATA_KEY = "bnfuse.roles"
 BATCH_NORMS = ("BatchNormInternal", "BatchNormalization", "BatchNormFinalize")
+PARAMETERS = {"Conv": (1, 2), "Gemm": (1, 2), "BatchNormInternal": (1, 2, 3, 4), "PRelu": (1,)}
 LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLossInternal")
 
 
@@ -113,7 +114,7 @@ def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -
     loss, loss_node = _loss(model, outputs)
     labels = labels or tuple(name for name in _labels(loss_node) if name in inputs)
     given = {*gradients, *running, *labels, *data}
-    frozen = tuple(n for n, v in inputs.items() if n not in given and _has_value(graph, n) and _is_variable(v))
+    frozen = tuple(name for name in inputs if name not in given and _is_variable(graph, inputs[name]))
     rest = tuple(name for name in inputs if name not in {*given, *frozen})
     data = data or tuple(name for name in rest if inputs[name].dtype == ir.DataType.FLOAT and _rank(inputs[name]) >= 2)
     _complain_of_gaps(model, data, labels, [name for name in rest if name not in data])
@@ -157,12 +158,12 @@ def _labels(loss: ir.Node | None) -> list[str]:
     return [] if loss is None or len(loss.inputs) < 2 or loss.inputs[1] is None else [str(loss.inputs[1].name)]
 
 
-def _has_value(graph: ir.Graph, name: str) -> bool:
-    return name in graph.initializers and graph.initializers[name].const_value is not None
-
-
-def _is_variable(value: ir.Value) -> bool:
-    return value.dtype == ir.DataType.FLOAT
+def _is_variable(graph: ir.Graph, value: ir.Value) -> bool:
+    """Whether the input has a value, or is read only where an operator has its parameters."""
+    if value.name in graph.initializers and graph.initializers[value.name].const_value is not None:
+        return True
+    forward = [use for use in value.uses() if use.node.op_type in PARAMETERS]
+    return bool(forward) and all(use.idx in PARAMETERS[use.node.op_type] for use in forward)
 
 
 def _rank(value: ir.Value) -> int:
