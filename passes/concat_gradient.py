@@ -60,15 +60,16 @@ class ConcatGradient(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "icf")
         order = {node: index for index, node in enumerate(model.graph)}
-        for group in find_groups(model.graph, order):
-            if not any(term.half for term in group.terms):
+        for glue in find_glue(model.graph):
+            group = make_group(glue, order)
+            if group is not None and not any(term.half for term in group.terms):
                 continue  # no BN: the Splits are views, and there is nothing to gain
-            if reason := why_not(group):
-                for term in group.terms:
-                    if term.half:
-                        editor.refuse(term.half.node, reason)
-            else:
+            reason = why_not(group) if group is not None else "its channels meet others' in no common order"
+            if reason is None and group is not None:
                 accumulate(editor, group)
+            else:
+                for half in halves_into(glue):
+                    editor.refuse(half, str(reason))
         for node in [node for node in model.graph if node.op_type == "ConcatTraining"]:
             forget_lengths(editor, node)
         return editor.result()
@@ -83,16 +84,19 @@ def forget_lengths(editor: Editor, node: ir.Node) -> None:
         editor.fused.append(node.name or "")
 
 
-def find_groups(graph: ir.Graph, order: dict[ir.Node, int]) -> list[Group]:
-    """One group for each set of Splits that are connected through the Sums of their pieces."""
-    groups, seen = [], set()
+def find_glue(graph: ir.Graph) -> list[set[ir.Node]]:
+    """The sets of Splits that are connected through the Sums of their pieces, each with those Sums."""
+    found: list[set[ir.Node]] = []
     for node in graph:
-        if node.op_type == "SplitTraining" and node not in seen and is_map(node.inputs[0]):
-            glue = connected_glue(node)
-            seen |= glue
-            if group := make_group(glue, order):
-                groups.append(group)
-    return groups
+        if node.op_type == "SplitTraining" and is_map(node.inputs[0]) and not any(node in glue for glue in found):
+            found.append(connected_glue(node))
+    return found
+
+
+def halves_into(glue: set[ir.Node]) -> list[ir.Node]:
+    """The input halves of BNs whose results the glue reads."""
+    writers = {value.producer() for node in glue for value in node.inputs if value is not None}
+    return [node for node in writers if node is not None and (op := own_op(node)) is not None and op.spec == INPUT_HALF]
 
 
 def connected_glue(first: ir.Node) -> set[ir.Node]:

@@ -36,11 +36,9 @@ class ReluConvFusion(ir.passes.InPlacePass):
             if reason := why_not_conv(relu):
                 editor.refuse(node, reason)
                 continue
-            masks = [reader for reader, _ in relu.results["y"].uses() if _is_mask(reader)]
-            masks += [reader for reader, _ in relu.operands["x"].uses() if _is_mask(reader)]
             move_into_readers(editor, relu)
-            for mask in masks:
-                if mask.graph is not None and (op := read(mask)) is not None:
+            for mask in [use.node for use in relu.operands["x"].uses() if _is_mask(use.node)]:
+                if (op := read(mask)) is not None:
                     fuse_mask(editor, op)
         return editor.result()
 

@@ -146,6 +146,8 @@ def rewrite(model: ir.Model, *, level: str = "icf", pool_first: bool | None = No
         reports.append(PassReport(name, len(result.fused), result.refused, time.perf_counter() - start))
     if reports:
         finish(model)
+    # what kept a half from crossing a Concat says more than what the passes inside a layer say of it afterwards
+    refused += [refusal for report in reports if report.name.startswith("icf/") for refusal in report.refused]
     unfused = find_unfused(model, names, refused)
     return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, model.graph.num_nodes()))
 

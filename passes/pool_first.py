@@ -23,15 +23,17 @@ from bnfuse.passes.source_ops import forward_of, read, sizes
 class PoolFirst(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "pool-first")
-        for node in list(model.graph):
-            if node.op_type == "AveragePool" and node.domain == "" and (pool := read(node)) is not None:
-                conv = forward_of(pool.operands["x"])
-                if conv is None or conv.steps.core != "Conv":
-                    continue
-                if reason := why_not(pool, conv):
-                    editor.refuse(node, reason)
-                else:
-                    swap(editor, pool, conv)
+        pending = [node for node in model.graph if node.op_type == "AveragePool"]
+        while pending:
+            node = pending.pop(0)
+            pool = read(node)
+            conv = forward_of(pool.operands["x"]) if pool is not None else None
+            if pool is None or conv is None or conv.steps.core != "Conv":
+                continue
+            if reason := why_not(pool, conv):
+                editor.refuse(node, reason)
+            else:
+                pending.append(swap(editor, pool, conv))  # the convolution before may be 1x1 as well
         return editor.result()
 
 
@@ -72,7 +74,8 @@ def backward_of(pool: Op, conv: Op) -> tuple[Op, Op] | None:
     return None
 
 
-def swap(editor: Editor, pool: Op, conv: Op) -> None:
+def swap(editor: Editor, pool: Op, conv: Op) -> ir.Node:
+    """Swap the pair, forward and backward; gives the pooling where it is now."""
     backward = backward_of(pool, conv)
     assert backward is not None
     pool_grad, conv_grad = backward
@@ -93,3 +96,6 @@ def swap(editor: Editor, pool: Op, conv: Op) -> None:
         editor.clone(pool_grad.node, [dp], [dx], before=conv_grad.node, of=both)
     editor.graph.remove([conv_grad.node, pool_grad.node], safe=True)
     editor.fused.append(pool.node.name or "AveragePool")
+    moved = p.producer()
+    assert moved is not None
+    return moved

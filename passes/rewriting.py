@@ -223,11 +223,10 @@ class Editor:
         return value
 
     def take_over(self, old: ir.Value, new: ir.Value) -> None:
-        """All readers of `old` read `new`, which also gets the name, so that graph outputs stay what they were."""
-        new.shape, new.type = old.shape, old.type
-        if old.is_graph_output():
-            old_name, old.name = old.name, self.fresh(f"{old.name}_replaced")
-            new.name = old_name
+        """All readers of `old` read `new`, which gets the name too: a graph output stays what it was."""
+        new.shape, new.type, name = old.shape, old.type, old.name
+        old.name = self.fresh(f"{name}_replaced")
+        new.name = name
         old.replace_all_uses_with(new, replace_graph_outputs=True)
 
     def remove_dead(self, nodes: Iterable[ir.Node]) -> None:

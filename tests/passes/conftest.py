@@ -1,0 +1,170 @@
+"""Small networks as text, their training graphs, and what a rewritten graph must still compute."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from bnfuse.build import build_training_graph
+from bnfuse.opset.schemas import check_model
+from bnfuse.passes import Rewritten, rewrite
+
+Feeds = dict[str, np.ndarray]
+
+BN = "BatchNormalization <training_mode = 1, epsilon = 1e-05, momentum = 0.9>"
+
+
+def forward_model(body: str, opset: int = 17, seed: int = 0) -> onnx.ModelProto:
+    """A classifier from its body in ONNX's text syntax: parameters are declared by use.
+
+    `bn(x)` is a BatchNormalization and `conv(x, 8, k=3)` a Conv with 8 output channels; shapes are inferred line by line.
+    The map `out` at the end is pooled and classified.
+    """
+    return _Network(seed, opset).parse(body)
+
+
+class _Network:
+    def __init__(self, seed: int, opset: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.opset = opset
+        self.nodes: list[onnx.NodeProto] = []
+        self.values: list[onnx.TensorProto] = []
+        self.channels = {"x": 3}
+
+    def parse(self, body: str) -> onnx.ModelProto:
+        for line in filter(None, (line.strip() for line in body.splitlines())):
+            result, call = (part.strip() for part in line.split("=", 1))
+            name, arguments = re.fullmatch(r"(\w+)\((.*)\)", call).groups()  # type: ignore[union-attr]
+            plain = [part.strip() for part in arguments.split(",") if "=" not in part]
+            options = dict(part.strip().split("=") for part in arguments.split(",") if "=" in part)
+            getattr(self, name)(result, *plain, **{key: int(value) for key, value in options.items()})
+        self.node("GlobalAveragePool", ["out"], "pooled")
+        self.node("Flatten", ["pooled"], "flat")
+        weight = self.parameter("fc/weight", self.rng.standard_normal((5, self.channels["out"])))
+        self.node("Gemm", ["flat", weight, self.parameter("fc/bias", np.zeros(5))], "logits", transB=1)
+        helper = onnx.helper
+        x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3, 8, 8])
+        logits = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, [2, 5])
+        graph = helper.make_graph(self.nodes, "network", [x], [logits], self.values)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=8)
+
+    def node(self, op: str, inputs: list[str], result: str, more: tuple[str, ...] = (), **attributes: object) -> None:
+        self.nodes.append(onnx.helper.make_node(op, inputs, [result, *more], name=result, **attributes))
+        self.channels.setdefault(result, self.channels.get(inputs[0], 0))
+
+    def parameter(self, name: str, value: np.ndarray) -> str:
+        if name not in {tensor.name for tensor in self.values}:
+            self.values.append(onnx.numpy_helper.from_array(np.asarray(value, np.float32), name))
+        return name
+
+    def conv(self, y: str, x: str, out: str, w: int = 0, k: int = 1, s: int = 1, g: int = 1, bias: int = 0) -> None:
+        shape = (int(out), self.channels[x] // g, k, k)
+        scale = np.sqrt(2 / np.prod(shape[1:]))
+        inputs = [x, self.parameter(f"{f'shared{w}' if w else y}/weight", self.rng.standard_normal(shape) * scale)]
+        if bias:
+            inputs.append(self.parameter(f"{y}/bias", self.rng.standard_normal(int(out))))
+        self.channels[y] = int(out)
+        pads = [k // 2] * 4
+        self.node("Conv", inputs, y, kernel_shape=[k, k], strides=[s, s], pads=pads, group=g)
+
+    def bn(self, y: str, x: str, zero: int = 0, eps: int = 5) -> None:
+        c = self.channels[x]
+        scale = np.zeros(c) if zero else 1 + 0.3 * self.rng.standard_normal(c)
+        inputs = [
+            x,
+            self.parameter(f"{y}/scale", scale),
+            self.parameter(f"{y}/bias", 0.3 * self.rng.standard_normal(c)),
+        ]
+        inputs += [self.parameter(f"{y}/mean", np.zeros(c)), self.parameter(f"{y}/var", np.ones(c))]
+        more = (f"{y}/new_mean", f"{y}/new_var")
+        self.node("BatchNormalization", inputs, y, more, training_mode=1, epsilon=10.0**-eps, momentum=0.9)
+
+    def relu(self, y: str, x: str) -> None:
+        self.node("Relu", [x], y)
+
+    def relu6(self, y: str, x: str) -> None:
+        self.node("Clip", [x, self.parameter("clip/min", np.array(0)), self.parameter("clip/max", np.array(6))], y)
+
+    def silu(self, y: str, x: str) -> None:
+        self.node("Sigmoid", [x], f"{y}/sigmoid")
+        self.node("Mul", [x, f"{y}/sigmoid"], y)
+
+    def add(self, y: str, a: str, b: str) -> None:
+        self.node("Add", [a, b], y)
+
+    def cat(self, y: str, *xs: str) -> None:
+        self.channels[y] = sum(self.channels[x] for x in xs)
+        self.node("Concat", list(xs), y, axis=1)
+
+    def maxpool(self, y: str, x: str, k: int = 2, s: int = 2) -> None:
+        self.node("MaxPool", [x], y, kernel_shape=[k, k], strides=[s, s], pads=[(k - 1) // 2] * 4)
+
+    def avgpool(self, y: str, x: str, k: int = 2, s: int = 2, p: int = 0, count: int = 0) -> None:
+        pads = {"kernel_shape": [k, k], "strides": [s, s], "pads": [p] * 4, "count_include_pad": count}
+        self.node("AveragePool", [x], y, **pads)
+
+
+def feeds_for(model: onnx.ModelProto, seed: int = 1) -> Feeds:
+    """Random data and labels, and the file's own values for everything else."""
+    rng = np.random.default_rng(seed)
+    feeds = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    feeds = {value.name: feeds[value.name] for value in model.graph.input if value.name in feeds}
+    feeds["x"] = rng.standard_normal((2, 3, 8, 8)).astype(np.float32)
+    feeds["labels"] = rng.integers(0, 5, 2)
+    return feeds
+
+
+def run(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
+    """All outputs through onnxruntime. It updates running statistics in the arrays that it is given, hence the copies."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(None, {k: v.copy() for k, v in feeds.items()}), strict=True))
+
+
+@pytest.fixture
+def training() -> Callable[..., ir.Model]:
+    """The training graph of a network given as text."""
+    return lambda body, **more: ir.from_proto(build_training_graph(forward_model(body, **more)))
+
+
+@pytest.fixture
+def rewritten() -> Callable[..., Rewritten]:
+    """Rewrite a graph, and check what must hold of every rewrite: it is valid, computes the same, and is a fixed point."""
+
+    def check(model: ir.Model, level: str = "icf", tolerance: float = 2e-4, **options: object) -> Rewritten:
+        before = ir.to_proto(model)
+        result = rewrite(model, level=level, **options)  # type: ignore[arg-type]
+        assert ir.to_proto(model) == before, "the model that was given has changed"
+        after = ir.to_proto(result.model)
+        check_model(after)
+        assert [v.name for v in after.graph.output] == [v.name for v in before.graph.output]
+        feeds = feeds_for(before)
+        expected, found = run(before, feeds), run(after, feeds)
+        floor = 1e-3 * max(float(np.linalg.norm(v)) for k, v in expected.items() if k.endswith("_grad"))
+        for name, value in expected.items():
+            error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + floor)
+            assert error <= tolerance, f"{name} is off by {error:.1e}"
+        again = rewrite(result.model, level=level, **options)  # type: ignore[arg-type]
+        assert [entry.name for entry in again.report.passes if entry.changed] == []
+        for node in result.model.graph:
+            assert node.domain != "ai.bnfuse" or {"bnfuse.sources", "bnfuse.pass"} <= {*node.metadata_props}
+        return result
+
+    return check
+
+
+@pytest.fixture
+def ops() -> Callable[[Rewritten], list[str]]:
+    """The op types of a graph, sorted, without the classifier's and the coefficients'."""
+    quiet = re.compile(
+        r"BatchNorm(Finalize|GradTerms\w*|GradFinalize)|Gemm|Shape|Reshape|Flatten|ReduceSum|Identity|Softmax.*"
+    )
+    return lambda result: sorted(n.op_type for n in result.model.graph if not quiet.fullmatch(n.op_type))
