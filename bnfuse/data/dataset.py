@@ -85,9 +85,7 @@ def finish(
     check_memory(len(x) + len(test_x), channels or x.shape[1], image or x.shape[2], image or x.shape[3], name)
     found = int(max(y.max(), test_y.max())) + 1
     if classes is not None and found > classes:
-        raise BnfuseError(
-            f"{name}: has {found} classes, but the network has {classes}: build it with --classes {found}"
-        )
+        raise BnfuseError(f"{name}: has {found} classes, the network {classes}: build it with --classes {found}")
     x, test_x = (to_images(part, raw.scale, image, channels, fit) for part in (x, test_x))
     mean, std = x.mean((0, 2, 3), dtype=np.float64), x.std((0, 2, 3), dtype=np.float64)
     return Dataset(
@@ -129,9 +127,7 @@ def split(
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """A share of `held_out` images, chosen by the seed alone, is for testing."""
     if len(x) < 2 or not 0 < held_out < 1:
-        raise BnfuseError(
-            f"{name}: {len(x)} images cannot be split: it takes at least two, and a share between 0 and 1"
-        )
+        raise BnfuseError(f"{name}: {len(x)} images cannot be split: it takes two, and a share between 0 and 1")
     order = np.random.default_rng(seed).permutation(len(x))
     test = min(max(1, round(len(x) * held_out)), len(x) - 1)
     train = order[test:]

@@ -75,7 +75,7 @@ def _source(name: str, image: int | None, channels: int | None) -> Raw:
     if path.suffix == ".npz":
         return npz_file(path)
     raise BnfuseError(
-        f"{name}: is no data: give digits, fashion-mnist, an .npz file with x and y, or a folder with a folder per class"
+        f"{name}: is no data: give digits, fashion-mnist, an .npz with x and y, or a folder with a folder per class"
     )
 
 
@@ -87,9 +87,7 @@ def digits() -> Raw:
 def fashion_mnist(folder: Path | None = None) -> Raw:
     folder = folder or FASHION_FOLDER
     if not folder.is_dir():
-        raise BnfuseError(
-            f"{folder}: is not there: install Debian's package dataset-fashion-mnist (apt install dataset-fashion-mnist)"
-        )
+        raise BnfuseError(f"{folder}: is not there: install Debian's package (apt install dataset-fashion-mnist)")
     parts = []
     for part in ("train", "t10k"):
         x = read_idx(folder / f"{part}-images-idx3-ubyte.gz", 3)
@@ -181,19 +179,16 @@ def read_classes(
         raise BnfuseError(f"{folder}: its folders hold no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
     if len(files) > MAX_IMAGES:
         raise BnfuseError(f"{folder}: holds {len(files)} images: at most {MAX_IMAGES} fit")
-    side = image or 0
-    if side and len(files) * side * side * (channels or 3) > MAX_BYTES:
-        raise BnfuseError(
-            f"{folder}: {len(files)} images of {side}x{side} do not fit into memory: use a smaller --image"
-        )
     first = read_image(files[0][0], image, channels)
+    if len(files) * first.size * 4 > MAX_BYTES:
+        size = f"{first.shape[2]}x{first.shape[1]}"
+        raise BnfuseError(f"{folder}: {len(files)} images of {size} do not fit into memory: use a smaller --image")
     x = np.empty((len(files), *first.shape), np.uint8)
     for index, (path, _) in enumerate(files):
         values = read_image(path, image, channels or first.shape[0])
         if values.shape != first.shape:
-            raise BnfuseError(
-                f"{path}: is {values.shape[2]}x{values.shape[1]}, others are {first.shape[2]}x{first.shape[1]}: pass --image"
-            )
+            size, others = (f"{shape[2]}x{shape[1]}" for shape in (values.shape, first.shape))
+            raise BnfuseError(f"{path}: is {size}, others are {others}: pass --image")
         x[index] = values
     return x, np.array([label for _, label in files], np.int64)
 
