@@ -16,8 +16,9 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.cpu.rows import At, Rows
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32
-from bnfuse.runtime.kernels.cpu.sweep import Args, f64, prim_func, to_f32, unique_name, vectors
+from bnfuse.runtime.kernels.cpu.sweep import Args, f64, prim_func, to_f32, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
 
 Reduction = Literal["mean", "sum", "none"]
@@ -44,6 +45,10 @@ class LossProblem:
     @property
     def rows(self) -> int:
         return self.n * self.inner
+
+    @property
+    def along_classes(self) -> Rows:
+        return Rows(self.n, self.classes, self.inner)
 
     @property
     def losses(self) -> int:
@@ -89,17 +94,16 @@ def _kernel(op: str, problem: LossProblem, target: Target, params: tuple[Param, 
 
 def _emit_loss(problem: LossProblem, target: Target, args: Args) -> None:
     losses, weights = (tir.workspace(problem.rows, "float64") for _ in range(2))
-    scores = args["scores"]
+    scores, rows = args["scores"], problem.along_classes
 
-    def emit(row: Expr, at: Callable[[Expr], Expr]) -> None:
-        top = _over_classes(problem, target, "float32", float("-inf"), _larger(lambda c: scores[at(c)]), tirx.Max)
-        shifted = lambda c: f64(steps.exp(scores[at(c)] - top))  # noqa: E731
-        total = _over_classes(problem, target, "float64", 0.0, lambda sum_, c: sum_ + shifted(c), tirx.Add)
+    def emit(row: Expr, at: At) -> None:
+        top = rows.fold(target, "float32", float("-inf"), lambda top, c: steps.maximum(scores[at(c)], top), tirx.Max)
+        total = rows.fold(
+            target, "float64", 0.0, lambda total, c: total + f64(steps.exp(scores[at(c)] - top)), tirx.Add
+        )
         log_total = T.bind(tirx.log(total))
-        for vector in vectors(problem.classes, target.lanes):
-            with vector.each() as j:
-                at_j = at(vector.base + j)
-                T.buffer_store(args["log_prob"], to_f32(f64(scores[at_j] - top) - log_total), [at_j])
+        log_prob = lambda c: to_f32(f64(scores[at(c)] - top) - log_total)  # noqa: E731
+        rows.along(target, lambda c: T.buffer_store(args["log_prob"], log_prob(c), [at(c)]))
         label = Label(problem, args, row)
         loss = label.when_used(label.weight * (f64(0.0) - f64(args["log_prob"][at(label.index)])))
         T.buffer_store(losses, loss, [row])
@@ -107,7 +111,7 @@ def _emit_loss(problem: LossProblem, target: Target, args: Args) -> None:
         if problem.reduction == "none":
             T.buffer_store(args["loss"], to_f32(losses[row]), [row])
 
-    _rows(problem, target, emit)
+    rows.each(target, emit)
     if problem.reduction != "none":
         total_loss, total_weight = _sum_rows(problem, lambda row: losses[row]), None
         if problem.reduction == "mean":
@@ -120,17 +124,18 @@ def _emit_grad(problem: LossProblem, target: Target, args: Args) -> None:
     if problem.reduction == "mean":
         count = _sum_rows(problem, lambda row: Label(problem, args, row).weight)
 
-    def emit(row: Expr, at: Callable[[Expr], Expr]) -> None:
+    def emit(row: Expr, at: At) -> None:
         label = Label(problem, args, row)
         scale = label.weight * f64(args["dloss"][row if problem.reduction == "none" else 0])
         scale = T.bind(to_f32(label.when_used(scale if count is None else scale / count)))
-        for vector in vectors(problem.classes, target.lanes):
-            with vector.each() as j:
-                at_j = at(vector.base + j)
-                own = tirx.Select(vector.base + j == label.index, f32(1.0), f32(0.0))
-                T.buffer_store(args["dscores"], (steps.exp(args["log_prob"][at_j]) - own) * scale, [at_j])
 
-    _rows(problem, target, emit)
+        def gradient(c: Expr) -> None:
+            own = tirx.Select(c == label.index, f32(1.0), f32(0.0))
+            T.buffer_store(args["dscores"], (steps.exp(args["log_prob"][at(c)]) - own) * scale, [at(c)])
+
+        problem.along_classes.along(target, gradient)
+
+    problem.along_classes.each(target, emit)
 
 
 class Label:
@@ -150,43 +155,6 @@ class Label:
         """The value, 0 where the label is ignored, NaN where it is no class."""
         value = tirx.Select(self.valid, value, f64(float("nan")))
         return value if self.ignored is None else tirx.Select(self.ignored, f64(0.0), value)
-
-
-def _rows(problem: LossProblem, target: Target, emit: Callable[[Expr, Callable[[Expr], Expr]], None]) -> None:
-    """`emit(row, at)` for each row; at(c) is the index of class c in the scores."""
-    threads = min(target.threads, problem.rows)
-    with T.parallel(0, threads) as thread:
-        first, count = tir.share(problem.rows, threads, thread)
-        with T.serial(0, count) as i:
-            row = T.bind(first + i)
-            image, inner = tirx.floordiv(row, problem.inner), tirx.floormod(row, problem.inner)
-            base = T.bind(image * (problem.classes * problem.inner) + inner)
-            emit(row, lambda c: base + c * problem.inner)
-
-
-def _larger(value: Callable[[Expr], Expr]) -> Callable[[Expr, Expr], Expr]:
-    return lambda top, c: steps.maximum(value(c), top)
-
-
-def _over_classes(
-    problem: LossProblem,
-    target: Target,
-    dtype: str,
-    start: float,
-    step: Callable[[Expr, Expr], Expr],
-    join: Callable[[Expr, Expr], Expr],
-) -> Expr:
-    """Fold `step(so far, class)` over the classes, lane by lane, then `join` the lanes."""
-    folded = tir.registers(target.lanes, dtype)
-    with T.vectorized(0, target.lanes) as j:
-        T.buffer_store(folded, tirx.const(start, dtype), [j])
-    for vector in vectors(problem.classes, target.lanes):
-        with vector.each() as j:
-            T.buffer_store(folded, step(folded[j], vector.base + j), [j])
-    result = folded[0]
-    for lane in range(1, target.lanes):
-        result = join(result, folded[lane])
-    return T.bind(result)
 
 
 def _sum_rows(problem: LossProblem, value: Callable[[Expr], Expr]) -> Expr:

@@ -1,0 +1,67 @@
+"""Work along one axis of a dense tensor [n, length, inner]: a row is one n and one inner position.
+
+Rows are dealt to the threads; along a row, vectors (strided where inner > 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.steps import Expr
+from bnfuse.runtime.kernels.cpu.sweep import vectors
+from bnfuse.runtime.kernels.kernel import Target
+
+At = Callable[[Expr], Expr]  # position along the row -> index in the tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    n: int
+    length: int
+    inner: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.n * self.inner
+
+    def each(self, target: Target, emit: Callable[[Expr, At], None]) -> None:
+        """`emit(row, at)` for each row."""
+        threads = min(target.threads, self.count)
+        with T.parallel(0, threads) as thread:
+            first, count = tir.share(self.count, threads, thread)
+            with T.serial(0, count) as i:
+                row = T.bind(first + i)
+                image, place = tirx.floordiv(row, self.inner), tirx.floormod(row, self.inner)
+                base = T.bind(image * (self.length * self.inner) + place)
+                emit(row, lambda k: base + k * self.inner)
+
+    def along(self, target: Target, emit: Callable[[Expr], None]) -> None:
+        """`emit(k)` for each position along the row."""
+        for vector in vectors(self.length, target.lanes):
+            with vector.each() as j:
+                emit(vector.base + j)
+
+    def fold(
+        self,
+        target: Target,
+        dtype: str,
+        start: float,
+        step: Callable[[Expr, Expr], Expr],
+        join: Callable[[Expr, Expr], Expr],
+    ) -> Expr:
+        """Fold `step(so far, k)` along the row, lane by lane, then `join` the lanes."""
+        folded = tir.registers(target.lanes, dtype)
+        with T.vectorized(0, target.lanes) as j:
+            T.buffer_store(folded, tirx.const(start, dtype), [j])
+        for vector in vectors(self.length, target.lanes):
+            with vector.each() as j:
+                T.buffer_store(folded, step(folded[j], vector.base + j), [j])
+        result = folded[0]
+        for lane in range(1, target.lanes):
+            result = join(result, folded[lane])
+        return T.bind(result)
