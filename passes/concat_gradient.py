@@ -60,7 +60,7 @@ class ConcatGradient(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "icf")
         order = {node: index for index, node in enumerate(model.graph)}
-        for glue in find_glue(model.graph):
+        for glue in find_glue(model.graph, order):
             group = make_group(glue, order)
             if group is not None and not any(term.half for term in group.terms):
                 continue  # no BN: the Splits are views, and there is nothing to gain
@@ -84,18 +84,18 @@ def forget_lengths(editor: Editor, node: ir.Node) -> None:
         editor.fused.append(node.name or "")
 
 
-def find_glue(graph: ir.Graph) -> list[set[ir.Node]]:
-    """The sets of Splits that are connected through the Sums of their pieces, each with those Sums."""
-    found: list[set[ir.Node]] = []
+def find_glue(graph: ir.Graph, order: dict[ir.Node, int]) -> list[list[ir.Node]]:
+    """The Splits that are connected through the Sums of their pieces, with those Sums, in the graph's order."""
+    found: list[list[ir.Node]] = []
     for node in graph:
         if node.op_type == "SplitTraining" and is_map(node.inputs[0]) and not any(node in glue for glue in found):
-            found.append(connected_glue(node))
+            found.append(sorted(connected_glue(node), key=lambda other: order[other]))
     return found
 
 
-def halves_into(glue: set[ir.Node]) -> list[ir.Node]:
+def halves_into(glue: list[ir.Node]) -> list[ir.Node]:
     """The input halves of BNs whose results the glue reads."""
-    writers = {value.producer() for node in glue for value in node.inputs if value is not None}
+    writers = dict.fromkeys(value.producer() for node in glue for value in node.inputs if value is not None)
     return [node for node in writers if node is not None and (op := own_op(node)) is not None and op.spec == INPUT_HALF]
 
 
@@ -120,7 +120,7 @@ def _is_glue(node: ir.Node) -> bool:
     )
 
 
-def make_group(glue: set[ir.Node], order: dict[ir.Node, int]) -> Group | None:
+def make_group(glue: list[ir.Node], order: dict[ir.Node, int]) -> Group | None:
     """Place every term and every producer's gradient in one range of channels; None where they do not fit together."""
     ends = [value for node in glue for value in node.outputs if not any(use.node in glue for use in value.uses())]
     found: dict[ir.Value, tuple[int, int]] = {}  # a term -> its channels
@@ -152,10 +152,10 @@ def make_group(glue: set[ir.Node], order: dict[ir.Node, int]) -> Group | None:
     gradients = {value: (start - lowest, stop - lowest) for value, (start, stop) in gradients.items()}
     terms = [make_term(value, start, stop) for value, (start, stop) in found.items()]
     terms.sort(key=lambda term: _position(term, order))
-    return Group(gradients, terms, sorted(glue, key=lambda node: order[node]))
+    return Group(gradients, terms, glue)
 
 
-def pieces_of(value: ir.Value, start: int, stop: int, glue: set[ir.Node]) -> list[tuple[ir.Value, int, int]]:
+def pieces_of(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> list[tuple[ir.Value, int, int]]:
     """The terms that add up to channels [start, stop) of a gradient: tensors outside the glue, and their channels."""
     node = value.producer()
     if node is None or node not in glue:

@@ -17,13 +17,10 @@ from bnfuse.passes import Rewritten, rewrite
 
 Feeds = dict[str, np.ndarray]
 
-BN = "BatchNormalization <training_mode = 1, epsilon = 1e-05, momentum = 0.9>"
-
 
 def forward_model(body: str, opset: int = 17, seed: int = 0) -> onnx.ModelProto:
-    """A classifier from its body in ONNX's text syntax: parameters are declared by use.
+    """A classifier from its body, a line per node: `bn(x)`, or `conv(x, 8, k=3)` with 8 output channels and its weights.
 
-    `bn(x)` is a BatchNormalization and `conv(x, 8, k=3)` a Conv with 8 output channels; shapes are inferred line by line.
     The map `out` at the end is pooled and classified.
     """
     return _Network(seed, opset).parse(body)
@@ -121,7 +118,7 @@ def feeds_for(model: onnx.ModelProto, seed: int = 1) -> Feeds:
 
 
 def run(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
-    """All outputs through onnxruntime. It updates running statistics in the arrays that it is given, hence the copies."""
+    """All outputs through onnxruntime, which updates running statistics in the arrays it is given: hence the copies."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -137,7 +134,7 @@ def training() -> Callable[..., ir.Model]:
 
 @pytest.fixture
 def rewritten() -> Callable[..., Rewritten]:
-    """Rewrite a graph, and check what must hold of every rewrite: it is valid, computes the same, and is a fixed point."""
+    """Rewrite a graph and check what holds of every rewrite: it is valid, computes the same, and is a fixed point."""
 
     def check(model: ir.Model, level: str = "icf", tolerance: float = 2e-4, **options: object) -> Rewritten:
         before = ir.to_proto(model)

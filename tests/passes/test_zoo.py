@@ -5,17 +5,9 @@ import pytest
 
 from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
-from bnfuse.passes import rewrite
+from bnfuse.passes import LEVELS, rewrite
 
-ON_DENSE_MAPS = {
-    "BatchNormInternal",
-    "BatchNormalizationGrad",
-    "ReluGrad",
-    "ConcatTraining",
-    "SplitTraining",
-    "Relu",
-    "Sum",
-}
+SWEEPS = {"BatchNormInternal", "BatchNormalizationGrad", "Relu", "ReluGrad", "ConcatTraining", "SplitTraining", "Sum"}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +35,7 @@ def test_no_sweep_is_left_on_the_maps_of_dense_blocks(concat):
     forward = build_forward("densenet121", batch=2, image=32, classes=10, concat=concat)
     result = rewrite(ir.from_proto(build_training_graph(forward)))
     kinds = [node.op_type for node in result.model.graph]
-    assert not ON_DENSE_MAPS & {*kinds}
+    assert not SWEEPS & {*kinds}
     assert kinds.count("BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate") == 58
     assert kinds.count("SliceBatchNormGradNormalizeReluConvGradReluGradReduce") == 58
     assert kinds.count("NormalizeReluConvStatistics") == 116
@@ -51,8 +43,11 @@ def test_no_sweep_is_left_on_the_maps_of_dense_blocks(concat):
 
 def test_what_each_level_leaves_of_resnet18():
     model = ir.from_proto(build_training_graph(build_forward("resnet18", batch=2, image=32, classes=10)))
-    left = {
-        level: len({entry.node for entry in rewrite(model, level=level).report.unfused})
-        for level in ("none", "rcf", "mvf", "bnff")
+    left = {level: {entry.node for entry in rewrite(model, level=level).report.unfused} for level in LEVELS}
+    assert {level: len(nodes) for level, nodes in left.items()} == {
+        "none": 20,
+        "rcf": 20,
+        "mvf": 20,
+        "bnff": 0,
+        "icf": 0,
     }
-    assert left == {"none": 20, "rcf": 20, "mvf": 20, "bnff": 0}
