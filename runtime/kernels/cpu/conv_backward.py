@@ -19,20 +19,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
     Place,
     bias_gradient,
     input_gradient,
-    reductions,
     weight_gradient,
 )
-from bnfuse.runtime.kernels.cpu.conv_backward_nest import Buffer, Nest
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest
 from bnfuse.runtime.kernels.cpu.conv_backward_pack import (
     pack_grad,
     pack_read,
@@ -82,7 +81,7 @@ def build(problem: Problem, target: Target) -> Any:
     shape = conv_shape(problem)
     with tir.function(NAME, parameters(problem)) as arguments:
         tiles = choose_tiles(shape, target)
-        _body(Nest(problem, shape, tiles, target.threads, arguments.buffers, arguments.offsets))
+        _body(Nest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles))
     return arguments.result
 
 
@@ -91,7 +90,7 @@ def _body(nest: Nest) -> None:
     sizes = {
         "packed": (nest.packed_size if nest.wants_input else 0, "float32"),
         "partial": (threads * nest.partial_size if nest.wants_weight else 0, "float32"),
-        "sums": (threads * len(reductions(nest)) * shape.groups * shape.cin, "float64"),
+        "sums": (threads * nest.sums_size, "float64"),
         "bias": (threads * shape.groups * shape.cout if "BiasGrad" in nest.spec.epilogue else 0, "float64"),
     }
     space = {name: tir.workspace(size, dtype) for name, (size, dtype) in sizes.items() if size}
@@ -105,13 +104,7 @@ def _body(nest: Nest) -> None:
         _tiles(nest, space, thread)
     if "partial" in space:
         unpack_weight_gradient(nest, space["partial"])
-    if "bias" in space:
-        _finish(space["bias"], nest.arguments["dbias"], 0, 1, threads, None)
-    for q, term in enumerate(reductions(nest)):
-        if term is not None:
-            dbeta, dgamma, inv_std = (nest.arguments[f"{n}{term}"] for n in ("dbeta", "dgamma", "inv_std"))
-            _finish(space["sums"], dbeta, 0, len(reductions(nest)), threads, None)
-            _finish(space["sums"], dgamma, q, len(reductions(nest)), threads, inv_std)
+    finish(nest, space.get("sums"), space.get("bias"))
 
 
 def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
@@ -135,15 +128,3 @@ def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
             weight_gradient(nest, read, grad, space["partial"], place)
         if nest.wants_input:
             input_gradient(nest, grad, space["packed"], space.get("sums"), place)
-
-
-def _finish(sums: Buffer, result: Buffer, q: int, count: int, threads: int, factor: Buffer | None) -> None:
-    """A result as the sum over the threads' partial number `q` of `count`, times `factor`."""
-    channels = int(result.shape[0])
-    with T.serial(0, channels) as c:
-        total = sums[q * channels + c]
-        for thread in range(1, threads):
-            total = total + sums[(thread * count + q) * channels + c]
-        if factor is not None:
-            total = total * tirx.Cast("float64", factor[c])
-        tir.store(result, c, tirx.Cast("float32", total))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import ACTIVATION_GRADS
-from bnfuse.runtime.kernels.cpu import steps, tir
-from bnfuse.runtime.kernels.cpu.conv_backward_nest import Buffer, Expr, Nest, when
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, Expr, Sums, chunks, leave
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 
@@ -228,52 +228,19 @@ class _Micro:
     def _leave_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
         """Pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over pixels."""
         rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
-        widths = {start: min(tiles.lanes, count - start) for start in range(0, count, tiles.lanes)}
+        widths = chunks(count, tiles.lanes)
         first = self.place.group * self.nest.shape.cin + self.block * tiles.block
-        reduced = len(reductions(self.nest))
-        part = registers(reduced * tiles.block) if reduced else None
-        for slot in range(0, reduced * tiles.block, tiles.lanes):
-            store(part, span(slot, tiles.lanes), tir.splat(0, tiles.lanes))
+        part = Sums.zero(self.nest, tiles.block, tiles.lanes)
         height = _remaining(rows, self.row_residue, self.place.unit + self.row)
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
         width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
         with T.serial(0, height) as i, T.serial(0, width) as j:
             for start, lanes in widths.items():
                 with T.vectorized(0, lanes) as lane:
-                    self._leave_element(acc, part, i, j, start, first + start, lane)
-        for q in range(reduced):
-            target = (self.place.thread * reduced + q) * (self.nest.shape.cin * self.nest.shape.groups) + first
-            for start, lanes in widths.items():
-                index = span(target + start, lanes)
-                more = tir.widen(part[span(q * tiles.block + start, lanes)], lanes)
-                store(sums, index, sums[index] + more)
-
-    def _leave_element(self, acc: Buffer, part: Buffer, i: Expr, j: Expr, start: int, first: Expr, lane: Expr) -> None:
-        nest, arguments = self.nest, self.nest.arguments
-        pixel, channel = self.pixel(i, j), first + lane
-        cell = self.cell(i, j) + start + lane
-        d = acc[cell]
-        for step in nest.spec.epilogue:
-            if step == "AddGradient":
-                d = d + nest.load("other", pixel, channel)
-            elif step in ACTIVATION_GRADS:
-                _, z = nest.activated(pixel, channel)
-                d = steps.activation_grad(step, d, z, nest.attributes)
-        store(acc, cell, d)
-        d = acc[cell]
-        for q, term in enumerate(reductions(nest)):
-            slot = q * nest.tiles.block + start + lane
-            if term is None:
-                store(part, slot, part[slot] + d)
-            else:
-                centred = nest.load(f"x{term}", pixel, channel) - arguments[f"mean{term}"][channel]
-                store(part, slot, steps.fma(d, centred, part[slot]))
-        target = nest.index("dx", pixel, channel)
-        if "Scale" in nest.spec.epilogue:
-            d = arguments["acc_p"][channel] * d
-        elif "Accumulate" in nest.spec.epilogue:
-            d = steps.fma(arguments["acc_p"][channel], d, arguments["dx"][target])
-        store(arguments["dx"], target, d)
+                    inner = start + lane
+                    index = self.cell(i, j) + inner
+                    leave(self.nest, acc[index], (acc, index), part, (self.pixel(i, j), first + inner, inner))
+        part.flush(sums, self.place.thread, first, widths)
 
 
 def _floor_offset(axis: Axis, residue: Expr, tap: Expr) -> Expr:
@@ -285,10 +252,3 @@ def _floor_offset(axis: Axis, residue: Expr, tap: Expr) -> Expr:
 def _remaining(axis: Axis, residue: Expr, unit: Expr) -> Expr:
     """Values of u from `unit` on that are inputs; may be negative."""
     return tirx.floordiv(axis.size - residue + axis.stride - 1, axis.stride) - unit
-
-
-def reductions(nest: Nest) -> list[str | None]:
-    """What is summed over d: d itself (None), then d*(x - mean) for each BN, by the suffix of its operands."""
-    suffixes = [""] if "Reduce" in nest.spec.epilogue else []
-    suffixes += [f"_{i}" for i in range(1, nest.spec.others + 1)]
-    return [None, *suffixes] if suffixes else []

@@ -15,18 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import OpSpec
-from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.cpu.conv_backward_leave import Elements, Expr
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape, Tiles
-from bnfuse.runtime.kernels.kernel import Problem
-
-Expr = Any  # a tvm PrimExpr or a Python int
-Buffer = Any
 
 
 @contextmanager
@@ -42,31 +36,11 @@ def otherwise() -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Nest:
-    """One kernel being built. `arguments` are the TIR buffers by parameter name, `offsets` those of the maps."""
+class Nest(Elements):
+    """One kernel being built: its shape, its tiles and the sizes that follow from them."""
 
-    problem: Problem
     shape: ConvShape
     tiles: Tiles
-    threads: int
-    arguments: dict[str, Buffer]
-    offsets: dict[str, Expr]
-
-    @property
-    def spec(self) -> OpSpec:
-        return self.problem.spec
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        return dict(self.problem.attributes)
-
-    @property
-    def wants_input(self) -> bool:
-        return self.spec.core != "ConvGradWeight"
-
-    @property
-    def wants_weight(self) -> bool:
-        return self.spec.core != "ConvGradInput"
 
     # Channels
 
@@ -177,31 +151,6 @@ class Nest:
     @property
     def read_size(self) -> int:
         return self.blocks * self.read_block + self.tiles.taps  # the last group of taps reads beyond the end
-
-    # Elements
-
-    def load(self, name: str, pixel: Expr, channel: Expr) -> Expr:
-        """Element of a map."""
-        return self.arguments[name][self.index(name, pixel, channel)]
-
-    def index(self, name: str, pixel: Expr, channel: Expr) -> Expr:
-        return self.offsets[name] + pixel * self.problem.map(name).stride + channel
-
-    def gradient(self, pixel: Expr, channel: Expr) -> Expr:
-        """dy after its prologue."""
-
-        def load(name: str, is_vector: bool) -> Expr:
-            return self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
-
-        return steps.gradient_prologue(self.spec, load)
-
-    def activated(self, pixel: Expr, channel: Expr) -> tuple[Expr, Expr]:
-        """What the convolution read, and the value before the activation."""
-
-        def load(name: str, is_vector: bool) -> Expr:
-            return self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
-
-        return steps.forward_prologue(self.spec, self.attributes, load)
 
 
 def inside(value: Expr, size: int) -> Expr:

@@ -1,0 +1,169 @@
+"""The way out of a backward convolution: the steps between d, the sum of a core, and dx; the sums over d."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
+from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+from bnfuse.runtime.kernels.kernel import Problem
+
+Expr = Any  # a tvm PrimExpr or a Python int
+Buffer = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """The arguments of a kernel under construction, element by element: TIR buffers by name, offsets of the maps."""
+
+    problem: Problem
+    threads: int
+    arguments: dict[str, Buffer]
+    offsets: dict[str, Expr]
+
+    @property
+    def spec(self) -> OpSpec:
+        return self.problem.spec
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return dict(self.problem.attributes)
+
+    @property
+    def wants_input(self) -> bool:
+        return self.spec.core != "ConvGradWeight"
+
+    @property
+    def wants_weight(self) -> bool:
+        return self.spec.core != "ConvGradInput"
+
+    @property
+    def channels(self) -> int:
+        """Input channels of all groups."""
+        return self.problem.map("x").c
+
+    @property
+    def reductions(self) -> list[str | None]:
+        """What is summed over d: d itself (None), then d*(x - mean) for each BN, by the suffix of its operands."""
+        suffixes = [""] if "Reduce" in self.spec.epilogue else []
+        suffixes += [f"_{i}" for i in range(1, self.spec.others + 1)]
+        return [None, *suffixes] if suffixes else []
+
+    @property
+    def sums_size(self) -> int:
+        """float64 sums of a thread: [reduction][channel]."""
+        return len(self.reductions) * self.channels
+
+    def index(self, name: str, pixel: Expr, channel: Expr) -> Expr:
+        return self.offsets[name] + pixel * self.problem.map(name).stride + channel
+
+    def load(self, name: str, pixel: Expr, channel: Expr) -> Expr:
+        """Element of a map."""
+        return self.arguments[name][self.index(name, pixel, channel)]
+
+    def _loader(self, pixel: Expr, channel: Expr) -> steps.Load:
+        return lambda name, is_vector: self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
+
+    def gradient(self, pixel: Expr, channel: Expr) -> Expr:
+        """dy after its prologue."""
+        return steps.gradient_prologue(self.spec, self._loader(pixel, channel))
+
+    def activated(self, pixel: Expr, channel: Expr) -> tuple[Expr, Expr]:
+        """What the convolution read, and the value before the activation."""
+        return steps.forward_prologue(self.spec, self.attributes, self._loader(pixel, channel))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """The sums over a few pixels of `block` channels, in registers, on their way to the thread's float64 sums."""
+
+    elements: Elements
+    block: int
+    lanes: int
+    registers: Buffer | None
+
+    @classmethod
+    def zero(cls, elements: Elements, block: int, lanes: int) -> Sums:
+        size = len(elements.reductions) * block
+        if not size:
+            return cls(elements, block, lanes, None)
+        part = registers(size)
+        for slot in range(0, size, lanes):
+            store(part, span(slot, lanes), tir.splat(0, lanes))
+        return cls(elements, block, lanes, part)
+
+    def add(self, d: Expr, pixel: Expr, channel: Expr, inner: Expr) -> None:
+        """Add d at a pixel and channel; `inner` is the channel's place in the block."""
+        for q, term in enumerate(self.elements.reductions):
+            slot = q * self.block + inner
+            if term is None:
+                store(self.registers, slot, self.registers[slot] + d)
+            else:
+                mean = self.elements.arguments[f"mean{term}"][channel]
+                centred = self.elements.load(f"x{term}", pixel, channel) - mean
+                store(self.registers, slot, steps.fma(d, centred, self.registers[slot]))
+
+    def flush(self, sums: Buffer | None, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
+        """Add to the thread's sums of the channels from `first`."""
+        for q in range(len(self.elements.reductions)):
+            target = thread * self.elements.sums_size + q * self.elements.channels + first
+            for start, width in widths.items():
+                index = span(target + start, width)
+                more = tir.widen(self.registers[span(q * self.block + start, width)], width)
+                store(sums, index, sums[index] + more)
+
+
+def chunks(count: int, lanes: int) -> dict[int, int]:
+    """`count` channels as vectors: start and width of each."""
+    return {start: min(lanes, count - start) for start in range(0, count, lanes)}
+
+
+def leave(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]) -> None:
+    """The epilogue of one element: d lies in `cell` = (buffer, index), and belongs to `where` = (pixel, channel, place
+    of the channel in its block). The buffer is written, so that d is computed once."""
+    (pixel, channel, inner), arguments = where, elements.arguments
+    for step in elements.spec.epilogue:
+        if step == "AddGradient":
+            d = d + elements.load("other", pixel, channel)
+        elif step in ACTIVATION_GRADS:
+            _, z = elements.activated(pixel, channel)
+            d = steps.activation_grad(step, d, z, elements.attributes)
+    buffer, index = cell
+    store(buffer, index, d)
+    d = buffer[index]
+    sums.add(d, pixel, channel, inner)
+    target = elements.index("dx", pixel, channel)
+    if "Scale" in elements.spec.epilogue:
+        d = arguments["acc_p"][channel] * d
+    elif "Accumulate" in elements.spec.epilogue:
+        d = steps.fma(arguments["acc_p"][channel], d, arguments["dx"][target])
+    store(arguments["dx"], target, d)
+
+
+def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None:
+    """dbeta, dgamma and dbias from the threads' float64 sums."""
+    arguments = elements.arguments
+    if bias is not None:
+        _total(elements, bias, arguments["dbias"], elements.problem.map("dy").c, 0, None)
+    for q, term in enumerate(elements.reductions):
+        if term is not None:
+            dbeta, dgamma, inv_std = (arguments[f"{name}{term}"] for name in ("dbeta", "dgamma", "inv_std"))
+            _total(elements, sums, dbeta, elements.sums_size, 0, None)
+            _total(elements, sums, dgamma, elements.sums_size, q, inv_std)
+
+
+def _total(elements: Elements, sums: Buffer, result: Buffer, size: int, q: int, factor: Buffer | None) -> None:
+    """A result as the sum over the threads' sums number q, times `factor`."""
+    channels = int(result.shape[0])
+    with T.serial(0, channels) as c:
+        total = sums[q * channels + c]
+        for thread in range(1, elements.threads):
+            total = total + sums[thread * size + q * channels + c]
+        if factor is not None:
+            total = total * tirx.Cast("float64", factor[c])
+        store(result, c, tirx.Cast("float32", total))
