@@ -27,6 +27,7 @@ OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, a
 IR_VERSIONS = (8, 10)
 FOLDED = ("Cast", "CastLike", "Concat", "ConstantOfShape", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice")
 FOLDED += ("Squeeze", "Transpose", "Unsqueeze")
+INTEGER_ARITHMETIC = ("Add", "Div", "Mul", "Sub")  # of shapes; float arithmetic may be the network's own
 FOLD_LIMIT = 1 << 28  # elements
 
 log = logging.getLogger(__name__)
@@ -96,8 +97,8 @@ def set_batch(forward: Forward, batch: int) -> None:
         fit_reshapes_to_batch(forward, old, batch)
 
 
-def fold_constants(forward: Forward) -> tuple[set[str], set[str]]:
-    """Constant nodes, and nodes that only rearrange initializers, become initializers.
+def fold_constants(forward: Forward, shapes: dict[str, list[int] | None] | None = None) -> tuple[set[str], set[str]]:
+    """Constant nodes, and nodes that only rearrange initializers, become initializers; given `shapes`, a Shape too.
 
     Returns the names that were Constant nodes, and those that come from a ConstantOfShape: placeholders for values that
     the file does not have. An Identity of an initializer is how torch's exporter writes a second tensor of equal values
@@ -109,12 +110,12 @@ def fold_constants(forward: Forward) -> tuple[set[str], set[str]]:
     types = element_types(forward.graph)
     gone = []
     for node in forward.graph.node:
-        tensor = _folded(forward, node, values, types)
+        tensor = _folded(forward, node, values, types, shapes or {})
         if tensor is None:
             continue
         name = node.output[0]
         tensor.name = name
-        values[name] = tensor
+        values[name], types[name] = tensor, tensor.data_type
         forward.graph.initializer.append(tensor)
         gone.append(node)
         made_here = node.op_type in ("Constant", "ConstantOfShape")
@@ -127,12 +128,22 @@ def fold_constants(forward: Forward) -> tuple[set[str], set[str]]:
 
 
 def _folded(
-    forward: Forward, node: onnx.NodeProto, values: dict[str, onnx.TensorProto], types: dict[str, int]
+    forward: Forward,
+    node: onnx.NodeProto,
+    values: dict[str, onnx.TensorProto],
+    types: dict[str, int],
+    shapes: dict[str, list[int] | None],
 ) -> onnx.TensorProto | None:
     if node.op_type == "Constant":
         return _constant(forward, node)
-    if node.op_type not in FOLDED or node.domain not in ("", "ai.onnx"):
+    if node.domain not in ("", "ai.onnx") or node.op_type not in (*FOLDED, *INTEGER_ARITHMETIC):
         return None
+    if node.op_type in INTEGER_ARITHMETIC and any(types.get(name) != TensorProto.INT64 for name in node.input):
+        return None
+    shape = shapes.get(node.input[0]) if node.op_type == "Shape" else None
+    if shape is not None:
+        given = attributes(node)
+        return numpy_helper.from_array(np.array(shape[given.get("start", 0) : given.get("end", len(shape))], np.int64))
     if node.op_type == "CastLike" and node.input[0] in values and node.input[1] in types:
         array = numpy_helper.to_array(values[node.input[0]])
         return numpy_helper.from_array(array.astype(helper.tensor_dtype_to_np_dtype(types[node.input[1]])))

@@ -18,6 +18,7 @@ from .canonical import add_of_sum, explicit_dropout, explicit_windows, flatten_l
 from .forward import convert_opset, fold_constants, infer_shapes
 from .graph import Forward, attributes, fresh, set_attribute
 from .rewrites import layer_norm_results, rewrite_operators
+from .traps import check_operators
 
 
 def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: int) -> tuple[set[str], str]:
@@ -30,20 +31,25 @@ def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: in
     train_batch_norms(forward, train_bn=train_bn, silent=silent)
     constants |= fold_constants(forward)[0]  # what the converter added
     remove_dead_nodes(forward)
+    check_operators(forward)
     infer_shapes(forward)
+    for known, found in zip((constants, placeholders), fold_constants(forward, forward.shapes()), strict=True):
+        known |= found  # shape arithmetic
     drop_zero_bias(forward, constants)
     merge_affine(forward, placeholders)
     refill(forward, placeholders, seed)
     rewrite_operators(forward)
-    constants |= fold_constants(forward)[0]
     infer_shapes(forward)
-    for step in (layer_norm_results, explicit_windows, explicit_dropout, add_of_sum, flatten_of_reshape):
+    for step in STEPS:
         step(forward)
     if loss == "cross-entropy":
         logits = flatten_logits(forward, logits)
-    forward.remove_unread_initializers()
+    remove_dead_nodes(forward)
     infer_shapes(forward)
     return constants, logits
+
+
+STEPS = (layer_norm_results, explicit_windows, explicit_dropout, add_of_sum, flatten_of_reshape)
 
 
 def drop_softmax(forward: Forward, logits: str) -> str:
@@ -93,15 +99,13 @@ def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
 
 def remove_dead_nodes(forward: Forward) -> None:
     """Nodes that no output depends on: they would ask for gradients that nobody needs."""
-    needed = forward.output_names()
-    kept = []
-    for node in reversed(forward.graph.node):
+    needed, dead = forward.output_names(), []
+    for node in reversed(list(forward.graph.node)):
         if needed.intersection(node.output):
             needed.update(node.input)
-            kept.append(node)
-    dead = [node for node in forward.graph.node if not any(node is other for other in kept)]
-    if len(dead):
-        forward.remove_nodes(dead)
+        else:
+            dead.append(node)
+    forward.remove_nodes(dead)
     forward.remove_unread_initializers()
 
 

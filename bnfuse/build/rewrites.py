@@ -9,8 +9,7 @@
     ReduceMax             axes as an operand (opset 18), keepdims = 1, Squeeze where the file had 0
     LayerNormalization    with its mean and inverse deviation as results
 
-Elu, Selu, Celu and PRelu are 0 at 0 on both sides of the kink, so nothing changes there; the slope at 0 itself is that of
-Relu, which is 0.
+At the kink of a piecewise function the slope is that of Relu at 0, which is 0.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ SUPPORTED = (
     "ReduceMax ReduceMean ReduceSum Relu Reshape Selu Sigmoid Sin Slice Softmax Softplus Softsign Split "
     "Sqrt Squeeze Sub Sum Tanh Tile Transpose Unsqueeze Where "
 )
+NO_GRADIENT = ("GroupNormalization", "InstanceNormalization", "LRN")
 NO_KERNEL = {"ConvTranspose": "ConvTransposeGrad", "Resize": "ResizeGrad", "Upsample": "ResizeGrad"}
 
 
@@ -49,6 +50,18 @@ def check_forward(forward: Forward) -> None:
         for op, check in CHECKS:
             if node.op_type == op:
                 check(forward, node)
+
+
+def check_operators(forward: Forward) -> None:
+    """Names what is no operator at all, or is known to have no gradient, before shape inference stumbles over it."""
+    version = next(opset.version for opset in forward.model.opset_import if opset.domain in ("", "ai.onnx"))
+    for node in forward.graph.node:
+        if node.domain not in ("", "ai.onnx"):
+            raise forward.error_at(node, f"is of the domain {node.domain}: only standard operators can be trained.")
+        if not onnx.defs.has(node.op_type, max_inclusive_version=version):
+            raise forward.error_at(node, f"is no operator of opset {version}. {supported()}")
+        if node.op_type in NO_GRADIENT:
+            raise forward.error_at(node, f"has no gradient. {supported()}")
 
 
 def check_batch_norm(forward: Forward, node: onnx.NodeProto) -> None:
@@ -107,6 +120,8 @@ _NO_BUILDER = re.compile(r"The gradient builder has not been registered: (\w+)(?
 def builder_error(forward: Forward, error: Exception) -> BnfuseError:
     """What the gradient builder said, in terms of the user's graph."""
     text = " ".join(str(error).split())
+    if "OutputDefs" in text or "InputDefs" in text:
+        text = f"an operator lacks an operand or a result that its gradient reads ({text[-120:]})"
     if match := _NO_BUILDER.search(text):
         op, name = match.groups()
         for node in forward.graph.node:
