@@ -130,9 +130,7 @@ def time_torch(layer: Layer, batch: int, threads: int) -> float:
     wanted = [layer.halves == 2, True, False]
     backward = torch.ops.aten.convolution_backward
     return best(
-        lambda: backward(
-            dy, x, weight, None, [layer.stride] * 2, [pad] * 2, [1, 1], False, [0, 0], layer.group, wanted
-        )
+        lambda: backward(dy, x, weight, None, [layer.stride] * 2, [pad] * 2, [1, 1], False, [0, 0], layer.group, wanted)
     )
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bnfuse.errors import BnfuseError
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute, tir
+from bnfuse.runtime.kernels.cpu import execute
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
 
@@ -160,6 +159,10 @@ CASES = [
     Case("ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther", 2, 7, 6, 36, 34, (3, 3), (1, 1), (1, 1, 1, 1)),
     Case("NormalizeReluConvGradReluGradReduce", 2, 6, 6, 24, 36, (3, 3), (1, 1), (1, 1, 1, 1), group=3),
     Case("NormalizeReluConvGradReluGradReduce", 2, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19, slots=1),
+    Case(FULL, 2, 8, 9, 70, 70, (3, 3), (2, 2), (1, 1, 1, 1), group=70, slots=2),
+    Case("NormalizeClipConvGradBiasGradClipGradReduceScale", 1, 14, 13, 130, 130, (5, 5), pads=(2, 2, 2, 2), group=130),
+    Case("ConvGradInput", 1, 9, 8, 16, 16, (7, 7), (1, 2), (3, 3, 2, 4), group=16),
+    Case("ConvGradWeight", 2, 17, 15, 16, 16, (7, 7), (1, 2), (3, 3, 3, 3), (2, 1), group=16),
     Case("BatchNormGradConvGradAddGradientReduceOther", 1, 7, 7, 6, 18, (5, 5), (1, 1), (2, 2, 2, 2), group=6),
     Case("ConvGrad", 1, 6, 10, 70, 34, (2, 3), (1, 3), (3, 0, 1, 4), (2, 3)),
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),

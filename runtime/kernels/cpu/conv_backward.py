@@ -39,6 +39,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_pack import (
     unpack_weight_gradient,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
+from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is_depthwise
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
 
 NAME = "conv_backward"
@@ -52,7 +53,10 @@ def conv_backward(problem: Problem, target: Target) -> Kernel:
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
     if spec.core == "ConvGradWeight" and set(spec.epilogue) - {"BiasGrad"}:
         raise BnfuseError(f"{problem.op} makes no dx that {spec.epilogue[-1]} could work on; use ConvGrad")
-    return Kernel(NAME, problem, target, parameters(problem), partial(build, problem, target))
+    shape, params = conv_shape(problem), parameters(problem)
+    if is_depthwise(shape, target):
+        return depthwise_backward(problem, target, shape, params)
+    return Kernel(NAME, problem, target, params, partial(build, problem, target))
 
 
 def parameters(problem: Problem) -> tuple[Param, ...]:
