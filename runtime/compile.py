@@ -1,4 +1,4 @@
-"""From a training graph to a step: lower it for training and evaluation, compile what the cache lacks, set the state."""
+"""From a training graph to a step: lower it for training and evaluation, compile what is not cached, set state."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from bnfuse.analysis.provenance import channels, is_channel_concat, leaves
+from bnfuse.analysis.provenance import Leaf, is_channel_concat, leaves
 from bnfuse.runtime.kernels.kernel import MapType
 
+LINE = 16  # float32 elements of a cache line: where a storage may start
 VIEWS = ("Split", "SplitTraining", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # they produce no buffer
 
 
@@ -68,34 +69,71 @@ class Slots:
 
 
 def assign_slots(nodes: Iterable[ir.Node]) -> Slots:
-    """Slots for the channel concatenations among the nodes."""
+    """Slots for the channel concatenations of maps among the nodes."""
+    return _assign({node.outputs[0]: leaves(node.outputs[0]) for node in nodes if is_channel_concat(node)})
+
+
+def assign_vector_slots(nodes: Iterable[ir.Node]) -> Slots:
+    """The same for concatenations of per-channel vectors (statistics), where all parts start on a cache line."""
+    concats = {node.outputs[0]: vector_leaves(node.outputs[0]) for node in nodes if is_vector_concat(node)}
+    return _assign({v: parts for v, parts in concats.items() if all(leaf.start % LINE == 0 for leaf in parts)})
+
+
+def _assign(concats: dict[ir.Value, tuple[Leaf, ...]]) -> Slots:
     slots = Slots()
-    concats = [node.outputs[0] for node in nodes if is_channel_concat(node)]
-    roots: dict[ir.Value, list[ir.Value]] = {}
-    for value in sorted(concats, key=lambda v: (len(leaves(v)), channels(v)), reverse=True):
-        parts = [leaf.value for leaf in leaves(value)]
-        found = _find_run(parts, roots)
+    roots: dict[ir.Value, tuple[Leaf, ...]] = {}
+    for value, parts in sorted(concats.items(), key=lambda item: (len(item[1]), item[1][-1].stop), reverse=True):
+        found = _find_run([leaf.value for leaf in parts], roots)
         if found is None:
             roots[value] = parts
             slots.of[value] = Slot(value, 0)
-            _place_leaves(value, slots)
+            _place_leaves(value, parts, slots)
         else:
-            root, first = found
-            slots.of[value] = Slot(root, leaves(root)[first].start)
+            slots.of[value] = found
     return slots
 
 
-def _find_run(parts: list[ir.Value], roots: dict[ir.Value, list[ir.Value]]) -> tuple[ir.Value, int] | None:
-    """A root that has these leaves side by side, and the index of the first of them."""
-    for root, held in roots.items():
+def is_vector_concat(node: ir.Node | None) -> bool:
+    """Whether the node concatenates vectors of known length."""
+    if node is None or node.op_type != "Concat" or node.domain:
+        return False
+    return all(v is not None and _is_vector(v) for v in (*node.inputs, node.outputs[0]))
+
+
+def _is_vector(value: ir.Value) -> bool:
+    floats = value.dtype in (None, ir.DataType.FLOAT)
+    return floats and value.shape is not None and len(value.shape) == 1 and isinstance(value.shape[0], int)
+
+
+def vector_leaves(value: ir.Value) -> tuple[Leaf, ...]:
+    """The vectors that a concatenation consists of, nested ones resolved, with their elements [start, stop)."""
+    found: list[Leaf] = []
+    start, pending = 0, [value]
+    while pending:
+        current = pending.pop()
+        node = current.producer()
+        if node is not None and is_vector_concat(node):
+            pending += [v for v in reversed(node.inputs) if v is not None]
+        else:
+            assert current.shape is not None
+            stop = start + int(current.shape[0])  # type: ignore[arg-type]
+            found.append(Leaf(current, start, stop))
+            start = stop
+    return tuple(found)
+
+
+def _find_run(parts: list[ir.Value], roots: dict[ir.Value, tuple[Leaf, ...]]) -> Slot | None:
+    """Where a root has these leaves side by side."""
+    for root, leaves_of_root in roots.items():
+        held = [leaf.value for leaf in leaves_of_root]
         for first in range(len(held) - len(parts) + 1):
             if held[first : first + len(parts)] == parts:
-                return root, first
+                return Slot(root, leaves_of_root[first].start)
     return None
 
 
-def _place_leaves(root: ir.Value, slots: Slots) -> None:
-    for leaf in leaves(root):
+def _place_leaves(root: ir.Value, parts: Sequence[Leaf], slots: Slots) -> None:
+    for leaf in parts:
         slot = Slot(root, leaf.start)
         if leaf.value in slots.of or not _can_be_placed(leaf.value):
             slots.copies.setdefault(leaf.value, []).append(slot)

@@ -21,7 +21,7 @@ from bnfuse.runtime import plan
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Request
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.layout import assign_slots
+from bnfuse.runtime.layout import assign_slots, assign_vector_slots
 from bnfuse.runtime.lower_bnfuse import lower_bnfuse
 from bnfuse.runtime.lower_generic import lower_generic
 from bnfuse.runtime.lower_source import SOURCE_OPS
@@ -55,7 +55,7 @@ def lower(
     low.order = {node: index for index, node in enumerate(nodes)}
     enter(low)
     infer_missing_shapes(low, nodes)
-    low.slots = assign_slots(nodes)
+    low.slots, low.vector_slots = assign_slots(nodes), assign_vector_slots(nodes)
     set_destinations(low)
     copy_early(low)
     forward = forward_nodes(graph, roles)
@@ -74,8 +74,15 @@ def lower_node(low: Lowering, node: ir.Node) -> None:
     if not fold(low, node):
         lower_op(low, node)
     for value in node.outputs:
-        for slot in low.slots.copies.get(value, ()):
-            low.copy_map(low.map(value), low.root(slot.root).channels(slot.start, slot.start + low.shape(value)[1]))
+        copy_to_slots(low, value)
+
+
+def copy_to_slots(low: Lowering, value: ir.Value) -> None:
+    """Copy what has just been produced to the second places that concatenations want it in."""
+    for slot in low.slots.copies.get(value, ()):
+        low.copy_map(low.map(value), low.root(slot.root).channels(slot.start, slot.start + low.shape(value)[1]))
+    for slot in low.vector_slots.copies.get(value, ()):
+        low.copy_dense(low.dense(value), low.vector_part(slot, low.shape(value)[0]))
 
 
 def lower_op(low: Lowering, node: ir.Node) -> None:
@@ -189,10 +196,9 @@ def renamed_from(value: ir.Value) -> Iterable[ir.Value]:
 
 def copy_early(low: Lowering) -> None:
     """Graph inputs and initializers that a concatenation wants in its buffer."""
-    for value, slots in low.slots.copies.items():
+    for value in (*low.slots.copies, *low.vector_slots.copies):
         if value.producer() is None:
-            for slot in slots:
-                low.copy_map(low.map(value), low.root(slot.root).channels(slot.start, slot.start + low.shape(value)[1]))
+            copy_to_slots(low, value)
 
 
 def fold(low: Lowering, node: ir.Node) -> bool:
@@ -244,13 +250,15 @@ def leave(low: Lowering) -> None:
 
 def assemble(low: Lowering) -> Lowered:
     """Plan the arena and put everything into a program."""
-    sizes = {i: s.bytes for i, s in enumerate(low.storages) if s.region == p.ARENA}
-    intervals = plan.lifetimes(low.launches, sizes)
+    sizes = {i: s.bytes for i, s in enumerate(low.storages) if s.region == p.ARENA and i not in low.parts}
+    intervals = plan.lifetimes(low.launches, sizes, {i: base for i, (base, _) in low.parts.items()})
     placement = plan.place(intervals)
-    storages = [
-        dataclasses.replace(s, offset=placement.offsets.get(i, 0)) if s.region == p.ARENA else s
-        for i, s in enumerate(low.storages)
-    ]
+
+    def placed(index: int, storage: p.Storage) -> p.Storage:
+        base, inside = low.parts.get(index, (index, 0))
+        return dataclasses.replace(storage, offset=placement.offsets.get(base, 0) + inside)
+
+    storages = [placed(i, s) if s.region == p.ARENA else s for i, s in enumerate(low.storages)]
     regions = {**low.regions, p.ARENA: placement.bytes}
     tensors = {value.name or "": value for value in (*low.graph.inputs, *low.graph.outputs)}
     roles = low.roles

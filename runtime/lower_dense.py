@@ -32,14 +32,12 @@ def lower_matmul(low: Lowering, node: ir.Node) -> None:
     a, b = node.inputs
     assert a is not None and b is not None
     if len(low.shape(a)) != 2 or len(low.shape(b)) != 2:
-        raise low.error(node, f"multiplies ranks {len(low.shape(a))} and {len(low.shape(b))}: only matrices are supported")
+        raise low.error(node, f"multiplies ranks {len(low.shape(a))} and {len(low.shape(b))}: only matrices can be")
     (rows, inner), (_, columns) = low.shape(a), low.shape(b)
     _gemm(low, node, GemmProblem(rows, columns, inner), a, b, None)
 
 
-def _gemm(
-    low: Lowering, node: ir.Node, problem: GemmProblem, a: ir.Value, b: ir.Value, c: ir.Value | None
-) -> None:
+def _gemm(low: Lowering, node: ir.Node, problem: GemmProblem, a: ir.Value, b: ir.Value, c: ir.Value | None) -> None:
     refs: dict[str, Ref] = {"a": low.dense(a), "b": low.dense(b)}
     if c is not None:
         refs["c"] = low.dense(c)

@@ -261,6 +261,9 @@ def lower_concat(low: Lowering, node: ir.Node) -> None:
         axis = node.attributes["axis"].as_int()
         sizes = [low.shape(v)[axis] for v in node.inputs if v is not None]
         low.set_constant(lengths, np.array(sizes, np.int64))
+    if value in low.vector_slots.of:
+        low.new_dense(value, low.type_of(value)[0])
+        return
     if not is_channel_concat(node):
         lower_generic(low, node)
         return

@@ -13,7 +13,7 @@ from bnfuse.roles import Roles
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Request
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
-from bnfuse.runtime.layout import MapRef, Slots, map_type
+from bnfuse.runtime.layout import LINE, MapRef, Slot, Slots, map_type
 from bnfuse.runtime.lower_values import Form, check_elements, dtype_name, infer_outputs, static_shape
 
 Ref = MapRef | int  # a map, or the storage of a dense tensor
@@ -38,6 +38,9 @@ class Lowering:
         self.destinations: dict[ir.Value, int] = {}  # where outputs, and what becomes them, have to lie
         self.notes: dict[Any, Any] = {}  # what the lowering of one operator leaves for that of another
         self.slots = Slots()
+        self.vector_slots = Slots()
+        self.vector_roots: dict[ir.Value, int] = {}
+        self.parts: dict[int, tuple[int, int]] = {}  # storage -> the storage that it is a part of, byte offset
         self.roots: dict[ir.Value, MapRef] = {}
         self.phase: p.Phase = "forward"
         self.node = "entry"
@@ -55,6 +58,14 @@ class Lowering:
             self.regions[region] = max(self.regions.get(region, 0), end)
         self.storages.append(p.Storage(region, place, elements, dtype))
         return len(self.storages) - 1
+
+    def part(self, base: int, start: int, elements: int) -> int:
+        """A storage that is the elements from `start` on of another one, in the arena."""
+        held = self.storages[base]
+        assert held.region == p.ARENA and start % LINE == 0 and start + elements <= held.elements, (held, start)
+        index = self.storage(elements, held.dtype)
+        self.parts[index] = (base, start * np.dtype(held.dtype).itemsize)
+        return index
 
     def constant_storage(self, array: np.ndarray) -> int:
         index = self.storage(array.size, array.dtype.name, p.CONSTANTS)
@@ -133,8 +144,11 @@ class Lowering:
     def new_dense(self, value: ir.Value | None, shape: tuple[int, ...], dtype: str = "float32") -> int:
         """A dense tensor for the value: where the output lies if it becomes one, else in the arena."""
         elements = check_elements(value.name or "" if value is not None else self.node, shape)
-        wanted = self.destinations.get(value) if value is not None else None
-        index = self.storage(elements, dtype) if wanted is None else wanted
+        index = None if value is None else self.destinations.get(value)
+        if index is None and value is not None:
+            index = self.vector_slot(value, elements)
+        if index is None:
+            index = self.storage(elements, dtype)
         if value is not None:
             self.forms[value] = Form(shape, dtype, dense=index)
         return index
@@ -179,6 +193,16 @@ class Lowering:
             self.roots[value] = MapRef(self.storage(check_elements(value.name or "", kind_shape(kind))), 0, kind)
             self.map_storages.add(self.roots[value].storage)
         return self.roots[value]
+
+    def vector_slot(self, value: ir.Value, elements: int) -> int | None:
+        """The part of a concatenated vector that this one is, if it has a slot."""
+        slot = self.vector_slots.of.get(value)
+        return None if slot is None else self.vector_part(slot, elements)
+
+    def vector_part(self, slot: Slot, elements: int) -> int:
+        if slot.root not in self.vector_roots:
+            self.vector_roots[slot.root] = self.storage(self.type_of(slot.root)[0][0])
+        return self.part(self.vector_roots[slot.root], slot.start, elements)
 
     # -- launches ----------------------------------------------------------------------------------------------
 

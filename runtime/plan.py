@@ -7,7 +7,7 @@ smallest, each in the tightest gap between those already placed that are alive a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from bnfuse.runtime.program import Launch, aligned
 
@@ -33,14 +33,20 @@ class Placement:
     bytes: int
 
 
-def lifetimes(launches: Sequence[Launch], sizes: dict[int, int]) -> list[Interval]:
-    """The intervals of the storages in `sizes` (storage -> bytes). One that no launch names is left out."""
+def lifetimes(
+    launches: Sequence[Launch], sizes: Mapping[int, int], base: Mapping[int, int] | None = None
+) -> list[Interval]:
+    """The intervals of the storages in `sizes` (storage -> bytes). One that no launch names is left out.
+
+    `base` maps a storage that is a part of another one to that one.
+    """
     spans: dict[int, tuple[int, int]] = {}
     for index, launch in enumerate(launches):
         for buffer in launch.buffers:
-            if buffer.storage in sizes:
-                first, _ = spans.get(buffer.storage, (index, index))
-                spans[buffer.storage] = (first, index)
+            storage = (base or {}).get(buffer.storage, buffer.storage)
+            if storage in sizes:
+                first, _ = spans.get(storage, (index, index))
+                spans[storage] = (first, index)
     return [Interval(storage, sizes[storage], *span) for storage, span in spans.items()]
 
 
