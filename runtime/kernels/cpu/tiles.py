@@ -13,8 +13,10 @@ from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.kernel import Problem, Target
 
-TILE_BYTES = 384 << 10  # of activated input; the second-level cache has at least 1 MiB on servers
+TILE_BYTES = 384 << 10  # the second-level cache has at least 1 MiB on servers
 WEIGHT_BYTES = 192 << 10  # of packed weights that one micro tile sweeps
+FLAT_PIXELS = 56  # most pixels of a tile of a 1x1 convolution
+TILE_ROWS = 32
 FLAT_CHANNELS = 640  # a 1x1 convolution of more input channels reduces in blocks
 
 
@@ -190,20 +192,30 @@ def choose_tiles(shape: ConvShape, target: Target) -> Tiles:
 
 
 def _blocks(shape: ConvShape, micro: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
-    """Images and rows of possible tiles, the smallest first: whole micro tiles, up to 128 pixels or 32 rows."""
+    """Images and rows of possible tiles, the smallest first: rows of one image, then several whole images.
+
+    A tile is a whole number of micro tiles, or all rows (images) there are.
+    """
     images, rows, _ = micro
-    if images > 1:
-        for count in range(images, max(images, min(shape.n, 128)) + 1, images):
-            yield count, shape.oh
-        return
-    for count in range(rows, max(rows, min(shape.oh, 128 // shape.ow, 16 * rows) if shape.ow == 1 else 32) + 1, rows):
-        yield 1, min(count, shape.oh)
-        if count >= shape.oh:
+    if images == 1:
+        most = FLAT_PIXELS if shape.ow == 1 else TILE_ROWS
+        for count in range(rows, min(shape.oh - 1, max(rows, most)) + 1, rows):
+            yield 1, count
+        if shape.oh > max(rows, most):
             return
+    for count in range(images, max(images, min(shape.n, FLAT_PIXELS)) + 1, images):
+        yield count, shape.oh
 
 
 def tile_bytes(shape: ConvShape, tiles: Tiles) -> int:
-    return 4 * tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns * tiles.row_stride
+    """Bytes that a tile keeps in cache: its input and, at half their size, the sums between blocks of channels.
+
+    The sums are swept once a block, with the weights; the input is swept for every vector of output channels.
+    """
+    packed = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns * tiles.row_stride
+    if tiles.channels >= shape.cin:
+        return 4 * packed
+    return 4 * packed + 2 * tiles.images * tiles.rows * shape.ow * shape.cout
 
 
 def cost(shape: ConvShape, tiles: Tiles, target: Target) -> float:

@@ -116,6 +116,12 @@ def store(buffer: Buffer, index: Expr, value: Expr) -> None:
     T.buffer_store(buffer, value, [index])
 
 
+def prefetch_write(buffer: Buffer, index: Expr) -> None:
+    """Bring the cache line of an element near, to be written. An index outside of the buffer does no harm."""
+    address = T.address_of(buffer[index])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(1), T.int32(3), T.int32(1)))
+
+
 def vectors(count: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
     """Call `body(start, width)` over [0, count): in a loop with width `lanes`, then once with what is left."""
     full = count // lanes
