@@ -4,6 +4,7 @@
     ConcatTraining, SplitTraining of a single map                the map itself
     Mul(dy, Cast(And(x >= min, x <= max)))            ->      ClipGrad      (MapGradClipGrad)
     Expand(Scale(dy, H*W), Shape(x))                  ->      GlobalAveragePoolGrad
+    MaxPoolGrad, AveragePoolGrad                              the same in our domain: these two are in no standard opset
 
 Refuses nothing: what does not match these shapes is not theirs.
 """
@@ -15,7 +16,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.rewriting import Editor, FusionResult, is_only_read_by
-from bnfuse.passes.source_ops import clip_bounds, constant_of, is_map, sizes
+from bnfuse.passes.source_ops import clip_bounds, constant_of, is_map, read, sizes
 
 
 class Canonicalize(ir.passes.InPlacePass):
@@ -30,6 +31,8 @@ class Canonicalize(ir.passes.InPlacePass):
                 bypass_single_concat(editor, node)
             elif node.op_type == "Mul":
                 clip_gradient(editor, node)
+            elif node.op_type in ("MaxPoolGrad", "AveragePoolGrad") and node.domain == "":
+                pool_gradient(editor, node)
             elif node.op_type == "Expand":
                 global_average_pool_gradient(editor, node)
         return editor.result()
@@ -86,6 +89,11 @@ def match_clip_gradient(mul: ir.Node) -> tuple[ir.Value, ir.Value, dict[str, flo
         return None
     nodes = [mul, cast, *([inner] if inner.op_type == "And" else []), *(test for test in tests if test is not None)]
     return dy, x, attributes, nodes
+
+
+def pool_gradient(editor: Editor, node: ir.Node) -> None:
+    if (op := read(node)) is not None:
+        editor.replace(op, op.steps)
 
 
 def global_average_pool_gradient(editor: Editor, expand: ir.Node) -> None:

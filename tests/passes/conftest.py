@@ -19,7 +19,7 @@ Feeds = dict[str, np.ndarray]
 
 
 def forward_model(body: str, opset: int = 17, seed: int = 0) -> onnx.ModelProto:
-    """A classifier from its body, a line per node: `bn(x)`, or `conv(x, 8, k=3)` with 8 output channels and its weights.
+    """A classifier from its body, a line per node: `bn(x)`, or `conv(x, 8, k=3)` with 8 output channels and weights.
 
     The map `out` at the end is pooled and classified.
     """
@@ -142,6 +142,8 @@ def rewritten() -> Callable[..., Rewritten]:
         assert ir.to_proto(model) == before, "the model that was given has changed"
         after = ir.to_proto(result.model)
         check_model(after)
+        if level != "none":
+            onnx.checker.check_model(after, full_check=True)
         assert [v.name for v in after.graph.output] == [v.name for v in before.graph.output]
         feeds = feeds_for(before)
         expected, found = run(before, feeds), run(after, feeds)
