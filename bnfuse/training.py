@@ -1,27 +1,28 @@
 """The training loop: shuffle, step, and after each epoch the accuracy on images held out.
 
-    history = train_step(step, data, epochs=10, lr=0.1)
+    history = train_step(step, data_for(step, "digits"), epochs=10)
 
-`step` is compiled; `data` has images [N, C, H, W] float32 and labels [N], for training and held out. The batch is the
-graph's; images that do not fill the last batch of an epoch wait for the next shuffle. Evaluation counts every held-out
-image once: its last batch is filled up, and what filled it is not counted.
+The batch is the graph's; images that do not fill the last batch of an epoch wait for the next shuffle. Evaluation
+counts every held-out image once: its last batch is filled up, and what filled it is not counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnfuse.data import Dataset, batches, load_data
 from bnfuse.errors import BnfuseError
 from bnfuse.text import Section, join
 
 if TYPE_CHECKING:
-    from bnfuse.data import Data
     from bnfuse.runtime import Step
 
 Progress = Callable[[str], None]
@@ -69,62 +70,50 @@ class History:
 
 def train_step(
     step: Step,
-    data: Data,
+    data: Dataset,
     *,
     epochs: int,
-    lr: float | None = None,
-    cosine: bool = True,
     seed: int = 0,
-    save_to: Path | None = None,
+    save_to: str | Path | None = None,
     progress: Progress = lambda _: None,
 ) -> History:
-    """Trains in place. The learning rate falls from `lr` (the optimiser's) to 0 along a cosine, or stays."""
-    inputs = step.program.inputs
-    batch = check_data(step, data)
-    if len(data.train_labels) < batch:
-        raise BnfuseError(
-            f"{len(data.train_labels)} training images do not fill one batch of {batch}. Build it with a smaller --batch."
-        )
-    rng = np.random.default_rng(seed)
-    first = step.lr if lr is None else lr
-    steps = len(data.train_labels) // batch
-    done = []
+    """Trains in place. The learning rate falls from the step's own to 0 along half a cosine."""
+    batch = batch_of(step)
+    steps = len(data.train_y) // batch
+    if not steps:
+        count = len(data.train_y)
+        raise BnfuseError(f"{data.name}: {count} images do not fill a batch of {batch}: build with a smaller --batch")
+    first, done = step.lr, []
     for epoch in range(1, epochs + 1):
         start, losses = time.perf_counter(), []
-        for index, chosen in enumerate(batches(len(data.train_labels), batch, rng)):
-            if cosine:
-                step.lr = first * 0.5 * (1 + np.cos(np.pi * ((epoch - 1) * steps + index) / (epochs * steps)))
-            losses.append(
-                step(data.train_images[chosen], data.train_labels[chosen].astype(inputs[step.inputs[1]].dtype))
-            )
+        for index, (x, y) in enumerate(batches(data.train_x, data.train_y, batch, seed=seed, epoch=epoch)):
+            step.lr = cosine(first, (epoch - 1) * steps + index, epochs * steps)
+            losses.append(step(x, y))
         if not np.isfinite(losses[-1]):
-            raise BnfuseError(
-                f"the loss is {losses[-1]} in epoch {epoch}: the learning rate {first:g} is too high. Pass a smaller --lr."
-            )
-        accuracy = evaluate_step(step, data.test_images, data.test_labels)
+            raise BnfuseError(f"the loss is {losses[-1]} in epoch {epoch}: a learning rate of {first:g} is too high")
+        accuracy = evaluate_step(step, data.test_x, data.test_y)
         done.append(Epoch(epoch, float(np.mean(losses)), accuracy, step.lr, time.perf_counter() - start))
         progress(
-            f"epoch {epoch} of {epochs}: loss {done[-1].loss:.4f}, {100 * accuracy:.2f} % of {len(data.test_labels)} held-out images right"
+            f"epoch {epoch} of {epochs}: loss {done[-1].loss:.4f}, {100 * accuracy:.2f} % right on held-out images"
         )
         if save_to is not None:
             step.save(save_to)
-    return History(tuple(done), len(data.train_labels), len(data.test_labels))
+    return History(tuple(done), len(data.train_y), len(data.test_y))
+
+
+def cosine(first: float, index: int, total: int) -> float:
+    """The learning rate of step `index` of `total`."""
+    return first * 0.5 * (1 + math.cos(math.pi * index / total))
 
 
 def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float]:
     """The losses of `steps` steps, on shuffled batches of the data or on one random batch."""
-    rng = np.random.default_rng(seed)
     if data is None:
-        feeds = random_feeds(step, rng)
+        feeds = random_feeds(step, np.random.default_rng(seed))
         return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]
-    data = data_for(step, data)
-    losses: list[float] = []
-    while len(losses) < steps:
-        for chosen in batches(len(data.train_labels), check_data(step, data), rng):
-            losses.append(step(data.train_images[chosen], data.train_labels[chosen]))
-            if len(losses) == steps:
-                break
-    return losses
+    found = data_for(step, data)
+    epochs = (batches(found.train_x, found.train_y, batch_of(step), seed=seed, epoch=e) for e in itertools.count(1))
+    return [step(x, y) for x, y in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
 
 
 def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -143,16 +132,9 @@ def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return feeds
 
 
-def batches(count: int, batch: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Indices of whole batches, in a random order."""
-    order = rng.permutation(count)
-    for start in range(0, count - batch + 1, batch):
-        yield order[start : start + batch]
-
-
 def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> float:
     """The share of images whose largest logit is their label's."""
-    batch = step.program.inputs[step.inputs[0]].shape[0]
+    batch = batch_of(step)
     right = 0
     for start in range(0, len(labels), batch):
         part = images[start : start + batch]
@@ -162,12 +144,25 @@ def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> float:
     return right / max(len(labels), 1)
 
 
-def check_data(step: Step, data: Data) -> int:
-    """That the images fit the graph's input and the labels its classes; the batch."""
+def data_for(step: Step, data: Any) -> Dataset:
+    """A data set by name, folder or file, brought to the size of the graph's input and normalised."""
+    if isinstance(data, Dataset):
+        return data
+    _, channels, height, width = image_shape(step)
+    if height != width:
+        raise BnfuseError(f"the graph takes images of {height}x{width}: give it a Dataset of that size in Python")
+    logits = step.program.outputs.get(step.program.roles["logits"] or "")
+    classes = logits.shape[1] if logits is not None else None
+    return load_data(data, image=height, channels=channels, classes=classes).normalised()
+
+
+def image_shape(step: Step) -> tuple[int, ...]:
+    """The shape of the images that the graph takes: N, C, H, W."""
     shape = step.program.inputs[step.inputs[0]].shape
-    found = data.train_images.shape[1:]
-    if tuple(found) != tuple(shape[1:]):
-        raise BnfuseError(
-            f"{data.name}: its images are {list(found)}, the graph takes {list(shape[1:])} (channels, height, width)"
-        )
-    return shape[0]
+    if len(shape) != 4:
+        raise BnfuseError(f"the graph's input '{step.inputs[0]}' is {list(shape)}: images need N, C, H, W")
+    return shape
+
+
+def batch_of(step: Step) -> int:
+    return image_shape(step)[0]

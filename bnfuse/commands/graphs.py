@@ -197,7 +197,7 @@ def report_sections(report: dict[str, Any]) -> list[Section]:
     title = f"{count(report['batch_norms'], 'BatchNorm')}, {len(report['unfused'])} unfused"
     sections = [Section.table(title, ("pass", "changed"), passes)]
     if report["unfused"]:
-        sections.append(Section.lines("Unfused", [f"{u['node']}: {u['reason']}" for u in report["unfused"]]))
+        sections.append(Section.lines("Unfused", [f"{u['node']} ({u['half']}): {u['reason']}" for u in report["unfused"]]))
     return sections
 
 

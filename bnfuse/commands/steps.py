@@ -227,8 +227,19 @@ def demo(
     """
     from bnfuse.demo import run_demo
 
-    if not run_demo(folder=folder, seed=seed, threads=threads, say=typer.echo, progress=Progress()):
+    if not run_demo(folder=folder, seed=seed, threads=threads, say=say, show=show_apart, progress=Progress()):
         raise typer.Exit(1)
+
+
+def say(text: str) -> None:
+    """A line, at once."""
+    print(text, flush=True)
+
+
+def show_apart(sections: list[Section]) -> None:
+    """Tables with a blank line after them."""
+    show(sections)
+    say("")
 
 
 COMMANDS: tuple[Any, ...] = (compile, run, train, bench, demo)
