@@ -1,9 +1,10 @@
 """GFLOP/s of the forward convolution kernels on the shapes of DenseNet-121 and ResNet-50, next to torch channels_last.
 
-    python benchmarks/conv_kernels.py [--batch 16] [--threads 2] [--repeats 9] [--only PATTERN]
+    python benchmarks/conv_kernels.py [--batch 16] [--threads 2] [--repeats 9] [--only PATTERN] [--cpu-time]
 
 Ours run with prologue (a*x + b, ReLU) and statistics; torch runs the plain convolution alone. The candidates alternate
-in one process; minimum and median are printed. Needs the extra `bench` (torch).
+in one process; minimum and median are printed. On a machine that is busy with other things, wall time says little:
+--cpu-time measures the processor time of one thread. Needs the extra `bench` (torch).
 """
 
 from __future__ import annotations
@@ -85,15 +86,15 @@ def theirs(p: Problem) -> Callable[[], None]:
     return lambda: torch.nn.functional.conv2d(images, weight, None, stride, pads, 1, groups)
 
 
-def alternate(candidates: list[Callable[[], None]], repeats: int) -> Iterator[list[float]]:
+def alternate(candidates: list[Callable[[], None]], repeats: int, clock: Callable[[], float]) -> Iterator[list[float]]:
     """Seconds of every run of each candidate, their runs interleaved."""
     times: list[list[float]] = [[] for _ in candidates]
     for repeat in range(repeats + 1):
         for candidate, seconds in zip(candidates, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             candidate()
             if repeat:
-                seconds.append(time.perf_counter() - start)
+                seconds.append(clock() - start)
     yield from times
 
 
@@ -103,9 +104,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--only", default="", help="a regular expression for the line's name")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time of one thread")
     arguments = parser.parse_args()
-    target = targets.resolve("cpu", arguments.threads)
-    torch.set_num_threads(arguments.threads)
+    threads = 1 if arguments.cpu_time else arguments.threads
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    target = targets.resolve("cpu", threads)
+    torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     print(f"{target}; load {os.getloadavg()[0]:.1f}; GFLOP/s from the minimum (median)")
     for shape in SHAPES:
@@ -117,7 +121,7 @@ def main() -> None:
         flops = 2 * p.map("y").pixels * np.prod(p.weight) / 1e9
         rates = [
             f"{flops / min(seconds):6.1f} ({flops / statistics.median(seconds):6.1f})"
-            for seconds in alternate([ours(p, target), theirs(p)], arguments.repeats)
+            for seconds in alternate([ours(p, target), theirs(p)], arguments.repeats, clock)
         ]
         print(f"{label:40} bnfuse {rates[0]}   torch {rates[1]}", flush=True)
 
