@@ -145,6 +145,16 @@ def test_the_first_of_equal_maxima_takes_the_gradient():
     assert (expected["indices"] == 0).all()
 
 
+def test_a_maximum_shows_nan():
+    x = np.zeros((1, 16, 4, 4), np.float32)
+    x[:, :, 1, 2] = np.nan
+    attributes = window((2, 2), (2, 2))
+    shapes = {"y": (1, 16, 2, 2), "indices": (1, 16, 2, 2)}
+    found = execute.operator(pool_forward, TARGET, "MaxPool", {"x": x}, shapes, attributes)
+    assert np.isnan(found["y"][0, :, 0, 1]).all()
+    assert np.isnan(found["y"]).sum() == 16
+
+
 def test_indices_of_large_windows_are_int32():
     assert (index_dtype((16, 16)), index_dtype((17, 16))) == ("uint8", "int32")
     attributes = window((17, 16), (1, 1))

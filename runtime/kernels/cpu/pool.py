@@ -158,7 +158,7 @@ def _max_pixel(
             with vector.each() as j:
                 T.buffer_store(value, _activated(problem, args, read, vector.base + j), [j])
                 # a NaN is a maximum; of equal values the first stays
-                wins = tirx.Or(value[j] > best[j], value[j] != value[j])
+                wins = tirx.Or(value[j] > best[j], tirx.isnan(value[j]))
                 T.buffer_store(place, tirx.Select(wins, r * windows.columns.kernel + s, place[j]), [j])
                 T.buffer_store(best, tirx.Select(wins, value[j], best[j]), [j])
     with vector.each() as j:

@@ -1,0 +1,111 @@
+"""Every operator that has no kernel of its own, on dense float32 tensors (and indices, masks, ...) of any rank.
+
+`generic(problem, target)` gives the kernel; its parameters are in0, in1, ... and out0, out1, ..., and then the scalars
+of `SCALARS`. `SUPPORTED` has the operators' names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cpu import generic_elementwise, generic_moves, generic_reduce, tir
+from bnfuse.runtime.kernels.cpu.generic_nest import Emit, GenericProblem, dense_view, nest, store
+from bnfuse.runtime.kernels.cpu.steps import Expr
+from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, unique_name
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+
+__all__ = ["SCALARS", "SUPPORTED", "GenericProblem", "generic"]
+
+# run-time scalars, int64, that follow the buffers
+SCALARS: dict[str, tuple[str, ...]] = {"Dropout": ("seed", "step")}
+
+# of attributes and inputs, those whose absence changes the result and that only a constant can give
+REQUIRED: dict[str, tuple[str, ...]] = {"Slice": ("starts", "ends"), "SliceGrad": ("starts", "ends"), "Pad": ("pads",)}
+
+
+def generic(problem: GenericProblem, target: Target) -> Kernel:
+    """in0, in1, ... -> out0, out1, ..."""
+    _check(problem)
+    inputs = [Param(f"in{i}", "in", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.inputs)]
+    outputs = [Param(f"out{i}", "out", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.outputs)]
+    name = unique_name(problem.op_type, problem, target)
+    params = (*inputs, *outputs)
+    return Kernel(name, problem, target, params, lambda: _build(name, params, problem, target))
+
+
+def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: Target) -> Any:
+    with tir.function(name, params) as arguments:
+        args = Args(arguments, {})
+        scalars = [T.arg(scalar, T.int64()) for scalar in SCALARS.get(problem.op_type, ())]
+        if problem.op_type == "Dropout":
+            dropout(problem, target, args, *scalars)
+        else:
+            OPS[problem.op_type](problem, target, args)
+    return arguments.result
+
+
+def _check(problem: GenericProblem) -> None:
+    op = problem.op_type
+    if op not in SUPPORTED:
+        raise BnfuseError(f"{op} is not among the supported operators: {', '.join(sorted(SUPPORTED))}")
+    for name in REQUIRED.get(op, ()):
+        if problem.attribute(name) is None:
+            raise BnfuseError(f"{op}: '{name}' is not constant: give it as an initializer")
+    for shape, dtype in (*problem.inputs, *problem.outputs):
+        if math.prod(shape) >= INT32_LIMIT:
+            raise BnfuseError(f"{op}: a tensor of shape {list(shape)} is more than int32 indexes: use a smaller batch")
+        if op in FLOAT32_ONLY and dtype not in ("float32", "bool"):
+            raise BnfuseError(f"{op}: {dtype} is not supported: cast to float32")
+
+
+def dropout(problem: GenericProblem, target: Target, args: Args, seed: Expr, step: Expr) -> None:
+    """x -> y, [mask]: y = x/(1 - ratio) where a hash of (seed, step, node, element) says so, else 0.
+
+    Attributes: ratio, training_mode (1 unless given), node (a number that no other Dropout of the graph has).
+    """
+    ratio = float(problem.attribute("ratio", 0.5)) if problem.attribute("training_mode", 1) else 0.0
+    if not 0 <= ratio <= 1:
+        raise BnfuseError(f"Dropout: ratio {ratio} is not between 0 and 1")
+    scale = tirx.const(1 / (1 - ratio) if ratio < 1 else 0.0, "float32")
+    key = tirx.const(int(problem.attribute("node", 0)) % 2**32, "uint32")
+    for scalar in (seed, step):
+        key = T.bind(mixed(key ^ tirx.Cast("uint32", scalar)) + _u32(0x9E3779B9))
+    limit = round((1 - ratio) * 2**32)  # of 2**32 hashes, how many keep their element
+    shape = problem.out_shape
+
+    def point(at: Expr) -> None:
+        x = args["in0"][at]
+        if ratio == 0:
+            kept: Expr = tirx.const(True, "bool")
+        elif limit == 0:
+            kept = tirx.const(False, "bool")
+        else:
+            kept = mixed(mixed(tirx.Cast("uint32", at)) ^ key) <= _u32(limit - 1)
+        store(args, "out0", at, tirx.Select(kept, x * scale, tirx.const(0.0, "float32")))
+        if len(problem.outputs) > 1:
+            store(args, "out1", at, kept)
+
+    nest(shape, [dense_view(shape)], target, point)
+
+
+def mixed(x: Expr) -> Expr:
+    """A permutation of the 32-bit numbers in which each bit of the result depends on every bit of x."""
+    x = x ^ (x >> _u32(16))
+    x = x * _u32(0x7FEB352D)
+    x = x ^ (x >> _u32(15))
+    x = x * _u32(0x846CA68B)
+    return x ^ (x >> _u32(16))
+
+
+def _u32(value: int) -> Expr:
+    return tirx.const(value, "uint32")
+
+
+OPS: dict[str, Emit] = {**generic_elementwise.OPS, **generic_moves.OPS, **generic_reduce.OPS}
+SUPPORTED: frozenset[str] = frozenset({*OPS, *SCALARS})
+FLOAT32_ONLY = frozenset({"Dropout", "Softmax", "LogSoftmax", "SoftmaxGrad_13", "LogSoftmaxGrad_13"})

@@ -1,0 +1,236 @@
+"""Elementwise operators, with broadcasting: one formula each, as a TIR expression of its operands.
+
+`exp` in activations is the polynomial of steps.py for float32; the rest (log, erf, pow, ...) is the C library's, called
+for each lane.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tvm import tirx
+
+from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.cpu.generic_nest import (
+    Emit,
+    GenericProblem,
+    broadcast_view,
+    dense_view,
+    dtype_of,
+    nest,
+    store,
+)
+from bnfuse.runtime.kernels.cpu.steps import Expr
+from bnfuse.runtime.kernels.cpu.sweep import Args
+from bnfuse.runtime.kernels.kernel import Target
+
+Attributes = Mapping[str, Any]
+
+
+def elementwise(formula: Callable[..., Expr]) -> Emit:
+    """`formula(attributes, *operands)` at each point of the first output."""
+
+    def emit(problem: GenericProblem, target: Target, args: Args) -> None:
+        space = problem.out_shape
+        views = [dense_view(space), *(broadcast_view(shape, space) for shape, _ in problem.inputs)]
+        attributes = {**dict(problem.attributes), "dtype": problem.out_dtype}
+
+        def point(out: Expr, *places: Expr) -> None:
+            values = [args[f"in{i}"][place] for i, place in enumerate(places)]
+            store(args, "out0", out, formula(attributes, *values))
+
+        nest(space, views, target, point)
+
+    return emit
+
+
+def like(x: Expr, value: float) -> Expr:
+    """A constant of the dtype of x."""
+    return tirx.const(value, dtype_of(x))
+
+
+def exp(x: Expr) -> Expr:
+    """For exponents that a formula keeps in the range of steps.exp, or whose extremes it does not tell apart."""
+    return steps.exp(x) if dtype_of(x) == "float32" else tirx.exp(x)
+
+
+def sigmoid(x: Expr) -> Expr:
+    return like(x, 1.0) / (like(x, 1.0) + exp(like(x, 0.0) - x))
+
+
+def clamp(x: Expr, low: float, high: float) -> Expr:
+    return steps.minimum(steps.maximum(x, like(x, low)), like(x, high))
+
+
+def softplus(x: Expr) -> Expr:
+    """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)."""
+    return steps.maximum(x, like(x, 0.0)) + tirx.log1p(exp(like(x, 0.0) - tirx.abs(x)))
+
+
+def gelu_density(x: Expr) -> tuple[Expr, Expr]:
+    """Distribution function and density of the normal distribution."""
+    phi = like(x, 0.5) * (like(x, 1.0) + tirx.erf(x * like(x, math.sqrt(0.5))))
+    return phi, tirx.exp(like(x, -0.5) * x * x) * like(x, 1 / math.sqrt(2 * math.pi))
+
+
+def divide(x: Expr, y: Expr) -> Expr:
+    return x / y if dtype_of(x).startswith("float") else tirx.truncdiv(x, y)
+
+
+def cast(x: Expr, dtype: str) -> Expr:
+    if dtype_of(x) == dtype:
+        return x
+    return x != like(x, 0) if dtype == "bool" else tirx.Cast(dtype, x)
+
+
+def hard_sigmoid(x: Expr, alpha: float, beta: float) -> Expr:
+    return clamp(like(x, alpha) * x + like(x, beta), 0.0, 1.0)
+
+
+def select_negative(x: Expr, below: Expr, above: Expr) -> Expr:
+    return tirx.Select(x < like(x, 0.0), below, above)
+
+
+def elu(x: Expr, alpha: float) -> Expr:
+    return select_negative(x, like(x, alpha) * (exp(x) - like(x, 1.0)), x)
+
+
+def larger(x: Expr, y: Expr) -> Expr:
+    """The larger one, NaN if either is. (TVM takes `x != x` for false.)"""
+    return tirx.Select(tirx.Or(x > y, is_nan(x)), x, y)
+
+
+def smaller(x: Expr, y: Expr) -> Expr:
+    return tirx.Select(tirx.Or(x < y, is_nan(x)), x, y)
+
+
+def is_nan(x: Expr) -> Expr:
+    return tirx.isnan(x) if dtype_of(x).startswith("float") else tirx.const(False, "bool")
+
+
+def clip(attributes: Attributes, x: Expr, *bounds: Expr) -> Expr:
+    """Bounds as attributes, or as operands: min, then max."""
+    for name, bound, limit in zip(("min", "max"), (steps.maximum, steps.minimum), (0, 1), strict=True):
+        if attributes.get(name) is not None:
+            x = bound(x, like(x, attributes[name]))
+        elif limit < len(bounds):
+            x = bound(x, bounds[limit])
+    return x
+
+
+def scaled(attributes: Attributes, x: Expr, scale: Expr) -> Expr:
+    scale = tirx.Cast(dtype_of(x), scale)
+    return x / scale if attributes.get("scale_down", 0) else x * scale
+
+
+def quick_gelu_grad(attributes: Attributes, dy: Expr, x: Expr) -> Expr:
+    alpha = like(x, attributes.get("alpha", 1.702))
+    s = sigmoid(alpha * x)
+    return dy * (s + alpha * x * s * (like(x, 1.0) - s))
+
+
+def gelu_grad(attributes: Attributes, dy: Expr, x: Expr) -> Expr:
+    phi, density = gelu_density(x)
+    return dy * (phi + x * density)
+
+
+def dropout_grad(attributes: Attributes, dy: Expr, mask: Expr) -> Expr:
+    ratio = attributes.get("ratio", 0.5) if attributes.get("training_mode", 1) else 0.0
+    kept = like(dy, 1 / (1 - ratio) if ratio < 1 else 0.0)
+    return tirx.Select(mask, dy * kept, like(dy, 0.0))
+
+
+def fold(join: Callable[[Expr, Expr], Expr]) -> Callable[..., Expr]:
+    return lambda attributes, *values: functools.reduce(join, values)
+
+
+def mean(attributes: Attributes, *values: Expr) -> Expr:
+    return functools.reduce(lambda x, y: x + y, values) / like(values[0], float(len(values)))
+
+
+SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875  # as ONNX defines them
+
+UNARY: dict[str, Callable[[Attributes, Expr], Expr]] = {
+    "Identity": lambda a, x: x,
+    "Cast": lambda a, x: cast(x, a["dtype"]),
+    "Relu": lambda a, x: steps.maximum(x, like(x, 0)),
+    "LeakyRelu": lambda a, x: select_negative(x, like(x, a.get("alpha", 0.01)) * x, x),
+    "Elu": lambda a, x: elu(x, a.get("alpha", 1.0)),
+    "Selu": lambda a, x: like(x, a.get("gamma", SELU_GAMMA)) * elu(x, a.get("alpha", SELU_ALPHA)),
+    "Celu": lambda a, x: select_negative(
+        x, like(x, a.get("alpha", 1.0)) * (exp(x / like(x, a.get("alpha", 1.0))) - like(x, 1.0)), x
+    ),
+    "Sigmoid": lambda a, x: sigmoid(x),
+    "HardSigmoid": lambda a, x: hard_sigmoid(x, a.get("alpha", 0.2), a.get("beta", 0.5)),
+    "HardSwish": lambda a, x: x * hard_sigmoid(x, 1 / 6, 0.5),
+    "QuickGelu": lambda a, x: x * sigmoid(like(x, a.get("alpha", 1.702)) * x),
+    "Gelu": lambda a, x: x * gelu_density(x)[0],
+    "Softplus": lambda a, x: softplus(x),
+    "Mish": lambda a, x: x * tirx.tanh(softplus(x)),
+    "Softsign": lambda a, x: x / (like(x, 1.0) + tirx.abs(x)),
+    "Tanh": lambda a, x: tirx.tanh(x),
+    "Exp": lambda a, x: tirx.exp(x),
+    "Log": lambda a, x: tirx.log(x),
+    "Sqrt": lambda a, x: tirx.sqrt(x),
+    "Erf": lambda a, x: tirx.erf(x),
+    "Sin": lambda a, x: tirx.sin(x),
+    "Cos": lambda a, x: tirx.cos(x),
+    "Floor": lambda a, x: tirx.floor(x),
+    "Ceil": lambda a, x: tirx.ceil(x),
+    "Reciprocal": lambda a, x: like(x, 1.0) / x,
+    "Neg": lambda a, x: like(x, 0) - x,
+    "Abs": lambda a, x: tirx.abs(x),
+    "Sign": lambda a, x: tirx.Select(
+        x > like(x, 0), like(x, 1), tirx.Select(x < like(x, 0), like(x, -1), x)
+    ),  # NaN stays
+    "Not": lambda a, x: tirx.Not(x),
+}
+
+NARY: dict[str, Callable[..., Expr]] = {
+    "Add": lambda a, x, y: x + y,
+    "Sub": lambda a, x, y: x - y,
+    "Mul": lambda a, x, y: x * y,
+    "Div": lambda a, x, y: divide(x, y),
+    "Pow": lambda a, x, y: tirx.pow(x, cast(y, dtype_of(x))),
+    "PRelu": lambda a, x, slope: select_negative(x, slope * x, x),
+    "Greater": lambda a, x, y: x > y,
+    "GreaterOrEqual": lambda a, x, y: x >= y,
+    "Less": lambda a, x, y: x < y,
+    "LessOrEqual": lambda a, x, y: x <= y,
+    "Equal": lambda a, x, y: x == y,
+    "And": lambda a, x, y: tirx.And(x, y),
+    "Or": lambda a, x, y: tirx.Or(x, y),
+    "Where": lambda a, condition, x, y: tirx.Select(condition, x, y),
+    "Sum": fold(lambda x, y: x + y),
+    "Max": fold(larger),
+    "Min": fold(smaller),
+    "Mean": mean,
+    "Clip": clip,
+    "CastLike": lambda a, x, y: cast(x, a["dtype"]),
+    # com.microsoft
+    "Scale": scaled,
+    "ReluGrad": lambda a, dy, x: tirx.Select(x > like(x, 0), dy, like(dy, 0)),
+    "LeakyReluGrad": lambda a, dy, y: tirx.Select(y > like(y, 0), dy, like(dy, a.get("alpha", 0.01)) * dy),
+    "SigmoidGrad": lambda a, dy, y: dy * y * (like(y, 1.0) - y),
+    "TanhGrad": lambda a, dy, y: dy * (like(y, 1.0) - y * y),
+    "QuickGeluGrad": quick_gelu_grad,
+    "GeluGrad": gelu_grad,
+    "DropoutGrad": dropout_grad,
+}
+
+RENAMED = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the same elements in the same order
+
+
+def copy_elements(problem: GenericProblem, target: Target, args: Args) -> None:
+    view = dense_view(problem.out_shape)
+    nest(problem.out_shape, [view, view], target, lambda out, place: store(args, "out0", out, args["in0"][place]))
+
+
+OPS: dict[str, Emit] = {
+    **{name: elementwise(formula) for name, formula in {**UNARY, **NARY}.items()},
+    "Expand": elementwise(lambda a, x: x),
+    **dict.fromkeys(RENAMED, copy_elements),
+}
