@@ -69,7 +69,11 @@ def objects(
 
 def compile_kernel(kernel: Kernel) -> bytes:
     """The object code of one kernel. Its symbol is the kernel's name."""
-    executable = compile_function(kernel.build(), kernel.target)
+    try:
+        executable = compile_function(kernel.build(), kernel.target)
+    except Exception as error:
+        what = _first_line(error)
+        raise BnfuseError(f"kernel {kernel.name} does not compile: {what} ({kernel.problem!r})") from error
     with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
         path = pathlib.Path(folder) / "kernel.o"
         executable.mod.write_to_file(str(path), "o")

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from bnfuse.analysis.provenance import is_channel_concat
 from bnfuse.opset.spec import DOMAIN, OpSpec, parse
 from bnfuse.runtime.lower_dense import lower_gemm, lower_matmul, lower_softmax_loss, lower_softmax_loss_grad
-from bnfuse.runtime.lower_generic import lower_dropout, lower_dropout_grad, lower_generic, lower_sum
+from bnfuse.runtime.lower_generic import lower_generic, lower_sum
 from bnfuse.runtime.lower_norm import batch_norm_grad_source, batch_norm_source
 from bnfuse.runtime.lower_steps import composed
 from bnfuse.runtime.lower_values import attributes_of
@@ -262,7 +262,7 @@ def lower_concat(low: Lowering, node: ir.Node) -> None:
         sizes = [low.shape(v)[axis] for v in node.inputs if v is not None]
         low.set_constant(lengths, np.array(sizes, np.int64))
     if value in low.vector_slots.of:
-        low.new_dense(value, low.type_of(value)[0])
+        low.new_dense(value, low.type_of(value)[0])  # the parts lie in it already
         return
     if not is_channel_concat(node):
         lower_generic(low, node)
@@ -342,6 +342,4 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     ("", "MatMul"): lower_matmul,
     ("", "SoftmaxCrossEntropyLoss"): lower_softmax_loss,
     (MICROSOFT, "SoftmaxCrossEntropyLossGrad"): lower_softmax_loss_grad,
-    ("", "Dropout"): lower_dropout,
-    (MICROSOFT, "DropoutGrad"): lower_dropout_grad,
 }

@@ -120,7 +120,7 @@ class Lowering:
             return self.constant_storage(form.constant)
         assert form.map is not None, value.name
         wanted = self.destinations.get(value)
-        if form.map.is_file_layout and wanted is None:
+        if form.map.is_file_layout and wanted in (None, form.map.storage):
             return form.map.storage
         target = self.storage(form.map.type.pixels * form.map.type.c, form.dtype) if wanted is None else wanted
         self.convert(target, form.map, form.dtype, to_map=False)
@@ -144,9 +144,9 @@ class Lowering:
     def new_dense(self, value: ir.Value | None, shape: tuple[int, ...], dtype: str = "float32") -> int:
         """A dense tensor for the value: where the output lies if it becomes one, else in the arena."""
         elements = check_elements(value.name or "" if value is not None else self.node, shape)
-        index = None if value is None else self.destinations.get(value)
+        index = None if value is None else self.vector_slot(value, elements)
         if index is None and value is not None:
-            index = self.vector_slot(value, elements)
+            index = self.destinations.get(value)
         if index is None:
             index = self.storage(elements, dtype)
         if value is not None:
@@ -183,7 +183,10 @@ class Lowering:
         slot = self.slots.of.get(value) if value is not None else None
         if slot is not None:
             return self.root(slot.root).channels(slot.start, slot.start + kind.c)
-        shape = (kind.n, kind.h, kind.w, kind.c)
+        shape = kind_shape(kind)
+        wanted = self.destinations.get(value) if value is not None else None
+        if wanted is not None and MapRef(wanted, 0, kind).is_file_layout and self.storages[wanted].dtype == dtype:
+            return MapRef(wanted, 0, kind)
         return MapRef(self.storage(check_elements(self.node, shape), dtype), 0, kind)
 
     def root(self, value: ir.Value) -> MapRef:

@@ -1,0 +1,37 @@
+"""The sum of any number of maps in one sweep, each in its own slot: y = x0 + x1 + ... , added from left to right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bnfuse.runtime.kernels.cpu.steps import Expr
+from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep, unique_name
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class SumProblem:
+    xs: tuple[MapType, ...]
+    y: MapType
+
+
+def sum_maps(xs: tuple[MapType, ...], y: MapType, target: Target) -> Kernel:
+    """x0, x1, ... -> y, float32 maps of one size."""
+    problem = SumProblem(xs, y)
+    maps = {**{f"x{i}": x for i, x in enumerate(xs)}, "y": y}
+    params = tuple(
+        Param(name, "out" if name == "y" else "in", kind.elements, is_map=True) for name, kind in maps.items()
+    )
+
+    def emit(args: Args) -> None:
+        def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            with vector.each() as j:
+                total = args.read("x0", pixel, vector.base + j)
+                for i in range(1, len(xs)):
+                    total = total + args.read(f"x{i}", pixel, vector.base + j)
+                args.write("y", pixel, vector.base + j, total)
+
+        sweep(y.pixels, y.c, target, visit)
+
+    name = unique_name("SumMaps", problem, target)
+    return Kernel(name, problem, target, params, lambda: prim_func(name, params, maps, emit))

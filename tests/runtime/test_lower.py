@@ -1,0 +1,223 @@
+"""Lowering: which launches an operator becomes, where its tensors lie, and that the numbers are right."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+
+from bnfuse.errors import BnfuseError
+from bnfuse.roles import Roles
+from bnfuse.runtime.build import objects
+from bnfuse.runtime.cache import Cache, default_folder
+from bnfuse.runtime.lower import Lowered, lower
+from bnfuse.runtime.program import ARENA, Program
+from bnfuse.runtime.session import Compiled, Runner
+from bnfuse.runtime.targets import resolve, start_threads
+
+TARGET = resolve("cpu", 2)
+
+
+def lowered(signature: str, body: str, types: str = "") -> Lowered:
+    """The program of a graph in ONNX's text form. All inputs are data; all outputs belong to the forward phase."""
+    types = f"<{types}>" if types else ""
+    text = f"""<ir_version: 8, opset_import: ["": 17, "ai.bnfuse": 1, "com.microsoft": 1]>
+        g {signature} {types} {{ {body} }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    for index, node in enumerate(model.graph):
+        node.name = f"n{index}"
+    names = tuple(v.name or "" for v in model.graph.inputs)
+    roles = Roles(data=names, labels=(), trainable=(), frozen=(), running={}, gradients={}, loss="")
+    return lower(model.graph, roles, TARGET, opset=17)
+
+
+def run(made: Lowered, **feeds: np.ndarray) -> dict[str, np.ndarray]:
+    start_threads(TARGET.threads)
+    runner = Runner(Compiled(made.program, objects(made.requests, Cache(default_folder()))))
+    runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
+    runner.feed(list(feeds), list(feeds.values()))
+    runner.run("forward", {})
+    return {name: runner.memory.array(tensor).copy() for name, tensor in made.program.outputs.items()}
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def kernels(program: Program) -> list[str]:
+    return [program.kernels[launch.kernel].partition("_")[0] for launch in program.launches]
+
+
+# -- folding -------------------------------------------------------------------------------------------------------
+
+
+def test_shape_arithmetic_leaves_no_launch():
+    made = lowered(
+        "(float[2,12] x) => (float[2,3,4] y)",
+        """s = Shape(x)  zero = Constant<value = int64[1] {0}>()  n = Gather(s, zero)
+           rest = Constant<value = int64[2] {3, 4}>()  to = Concat<axis = 0>(n, rest)  y = Reshape(x, to)""",
+    )
+    assert kernels(made.program) == ["Copy"]
+    x = numbers(2, 12)
+    np.testing.assert_array_equal(run(made, x=x)["y"], x.reshape(2, 3, 4))
+
+
+def test_an_unknown_operator_is_named_with_what_is_supported():
+    with pytest.raises(BnfuseError) as caught:
+        lowered("(float[2,3] x) => (float[2,3] y)", "y = com.microsoft.Frobnicate(x)")
+    assert "'n0' (Frobnicate)" in str(caught.value)
+    assert "Relu" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_symbolic_shape_is_refused():
+    with pytest.raises(BnfuseError, match="static"):
+        lowered("(float[N,4,2,2] x) => (float[N,4,2,2] y)", "y = Relu(x)")
+
+
+# -- layout --------------------------------------------------------------------------------------------------------
+
+
+def test_images_are_turned_once_and_the_output_back():
+    made = lowered(
+        "(float[2,3,4,4] x) => (float[2,3,4,4] y, float[2,3,4,4] z)",
+        "y = Relu(x)  z = com.microsoft.ReluGrad(y, x)",
+    )
+    assert kernels(made.program) == ["NchwToNhwc", "ReluMap", "MapGradReluGrad", "NhwcToNchw", "NhwcToNchw"]
+    x = numbers(2, 3, 4, 4)
+    found = run(made, x=x)
+    np.testing.assert_array_equal(found["y"], np.maximum(x, 0))
+    np.testing.assert_array_equal(found["z"], np.maximum(x, 0))
+
+
+def test_flatten_of_one_pixel_is_a_view_and_of_more_is_a_copy():
+    body = "a = Relu(x)  y = Flatten(a)"
+    one = lowered("(float[2,3,1,1] x) => (float[2,3] y)", body)
+    many = lowered("(float[2,3,2,2] x) => (float[2,12] y)", body)
+    assert kernels(one.program) == ["ReluMap"]
+    assert kernels(many.program) == ["NchwToNhwc", "ReluMap", "NhwcToNchw"]
+    x = numbers(2, 3, 2, 2)
+    np.testing.assert_array_equal(run(many, x=x)["y"], np.maximum(x, 0).reshape(2, 12))
+
+
+def test_rows_need_no_layout():
+    made = lowered("(float[5,7] x) => (float[5,7] y)", "y = Relu(x)")
+    assert kernels(made.program) == ["ReluMap"]
+    x = numbers(5, 7)
+    np.testing.assert_array_equal(run(made, x=x)["y"], np.maximum(x, 0))
+
+
+CONCAT = """a = Relu(x)  t = Concat<axis = 1>(x, a)  b = Relu(t)  u = Concat<axis = 1>(t, a)  y = Relu(u)"""
+CONCAT_TYPES = "float[2,4,3,3] a, float[2,8,3,3] t, float[2,8,3,3] b, float[2,12,3,3] u"
+
+
+def test_concatenation_launches_only_the_copies_that_it_reports():
+    made = lowered("(float[2,4,3,3] x) => (float[2,8,3,3] b, float[2,12,3,3] y)", CONCAT, CONCAT_TYPES)
+    copies = [line for line in made.program.report.copies if "channels" in line]
+    assert len(copies) == 2  # the input, which no kernel writes, and the second place of a
+    assert kernels(made.program).count("CopyMap") == 2
+    assert kernels(made.program).count("ReluMap") == 3
+    x = numbers(2, 4, 3, 3)
+    found, a = run(made, x=x), np.maximum(x, 0)
+    np.testing.assert_array_equal(found["b"], np.maximum(np.concatenate([x, a], 1), 0))
+    np.testing.assert_array_equal(found["y"], np.maximum(np.concatenate([x, a, a], 1), 0))
+
+
+def test_split_gives_views():
+    made = lowered(
+        "(float[2,6,2,2] x) => (float[2,2,2,2] y, float[2,4,2,2] z)",
+        """a = Relu(x)  n = Constant<value = int64[2] {2, 4}>()
+           y0, z0 = com.microsoft.SplitTraining<axis = 1>(a, n)  y = Relu(y0)  z = Relu(z0)""",
+    )
+    assert kernels(made.program).count("ReluMap") == 3
+    assert not any("channels" in line for line in made.program.report.copies)
+    x = numbers(2, 6, 2, 2)
+    found = run(made, x=x)
+    np.testing.assert_array_equal(found["y"], np.maximum(x, 0)[:, :2])
+    np.testing.assert_array_equal(found["z"], np.maximum(x, 0)[:, 2:])
+
+
+# -- accumulation --------------------------------------------------------------------------------------------------
+
+ACCUMULATE = """acc = ai.bnfuse.MapGradScale(dy, p)
+    dx = ai.bnfuse.MapGradAccumulate<acc_start = 1, acc_stop = 3>(other, acc, q)  out = Relu(dx)"""
+ACCUMULATE_TYPES = "float[2,4,3,3] acc, float[2,2,3,3] dx"
+ACCUMULATE_INPUTS = "float[2,4,3,3] dy, float[4] p, float[2,2,3,3] other, float[2] q"
+
+
+def accumulated() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    feeds = {"dy": numbers(2, 4, 3, 3), "p": numbers(4, seed=1), "other": numbers(2, 2, 3, 3, seed=2)}
+    feeds["q"] = numbers(2, seed=3)
+    acc = feeds["dy"] * feeds["p"][:, None, None]
+    return feeds, acc, acc[:, 1:3] + feeds["other"] * feeds["q"][:, None, None]
+
+
+def test_an_accumulator_that_nobody_needs_any_more_is_updated_in_place():
+    made = lowered(f"({ACCUMULATE_INPUTS}) => (float[2,2,3,3] out)", ACCUMULATE, ACCUMULATE_TYPES)
+    assert "CopyMap" not in kernels(made.program)
+    feeds, _, dx = accumulated()
+    np.testing.assert_allclose(run(made, **feeds)["out"], np.maximum(dx, 0), rtol=1e-6, atol=1e-7)
+
+
+def test_readers_of_other_channels_do_not_stop_it():
+    body = f"{ACCUMULATE}  last = ai.bnfuse.SliceMapGrad<grad_start = 3, grad_stop = 4>(acc)"
+    types = f"{ACCUMULATE_TYPES}, float[2,1,3,3] last"
+    made = lowered(f"({ACCUMULATE_INPUTS}) => (float[2,2,3,3] out, float[2,1,3,3] last)", body, types)
+    assert "CopyMap" not in kernels(made.program)
+    feeds, acc, dx = accumulated()
+    found = run(made, **feeds)
+    np.testing.assert_allclose(found["out"], np.maximum(dx, 0), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found["last"], acc[:, 3:], rtol=1e-6)
+
+
+def test_an_accumulator_with_a_later_reader_is_copied_first():
+    body = f"{ACCUMULATE}  late = Relu(acc)"
+    made = lowered(f"({ACCUMULATE_INPUTS}) => (float[2,2,3,3] out, float[2,4,3,3] late)", body, ACCUMULATE_TYPES)
+    assert kernels(made.program).count("CopyMap") == 1
+    assert any("2 channels" in line for line in made.program.report.copies)
+    feeds, acc, dx = accumulated()
+    found = run(made, **feeds)
+    np.testing.assert_allclose(found["out"], np.maximum(dx, 0), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found["late"], np.maximum(acc, 0), rtol=1e-6)
+
+
+def test_an_accumulator_that_is_an_output_is_copied_first():
+    made = lowered(
+        f"({ACCUMULATE_INPUTS}) => (float[2,2,3,3] out, float[2,4,3,3] acc)", ACCUMULATE, "float[2,2,3,3] dx"
+    )
+    assert kernels(made.program).count("CopyMap") == 1
+    feeds, acc, _ = accumulated()
+    np.testing.assert_allclose(run(made, **feeds)["acc"], acc, rtol=1e-6)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_of_maps_lives_in_two_storages():
+    body = "a0 = Relu(x)" + "".join(f"  a{i + 1} = Relu(a{i})" for i in range(9)) + "  y = Relu(a9)"
+    made = lowered("(float[2,16,4,4] x) => (float[2,16,4,4] y)", body)
+    map_bytes = math.prod((2, 16, 4, 4)) * 4
+    report = made.program.report
+    assert report.arena_bytes == 2 * map_bytes
+    assert report.feature_map_bytes == 12 * map_bytes
+    assert report.launches == {"forward": 13, "backward": 0, "update": 0}
+    x = numbers(2, 16, 4, 4)
+    np.testing.assert_array_equal(run(made, x=x)["y"], np.maximum(x, 0))
+
+
+def test_concatenated_statistics_lie_side_by_side():
+    made = lowered(
+        "(float[2,16,3,3] x, float[2,32,3,3] u) => (float[48] mean2)",
+        """m, v = ai.bnfuse.BatchNormStatistics(x)  n, w = ai.bnfuse.BatchNormStatistics(u)
+           mean = Concat<axis = 0>(m, n)  mean2 = Identity(mean)""",
+        "float[16] m, float[16] v, float[32] n, float[32] w, float[48] mean",
+    )
+    assert kernels(made.program).count("BatchNormStatistics") == 2
+    assert "Concat" not in kernels(made.program)
+    x, u = numbers(2, 16, 3, 3), numbers(2, 32, 3, 3, seed=1)
+    expected = np.concatenate([x.mean((0, 2, 3)), u.mean((0, 2, 3))])
+    np.testing.assert_allclose(run(made, x=x, u=u)["mean2"], expected, atol=1e-6)
