@@ -150,7 +150,12 @@ def main() -> None:
         for kind in kinds:
             rng = np.random.default_rng((arguments.seed, number))
             case = random_case(kind, rng)
-            found = errors(case, rng, target)
+            try:
+                found = errors(case, rng, target)
+            except Exception as error:  # a generator or the compiler failed: that is a finding, and the sweep goes on
+                bad += 1
+                print(f"{number} {kind}: {case}\n    {type(error).__name__}: {str(error).splitlines()[-1]}", flush=True)
+                continue
             worst = max(worst, *found.values())
             if not all(error < TOLERANCE for error in found.values()):
                 bad += 1
