@@ -1,0 +1,95 @@
+"""The elementwise steps, compiled in a vectorised loop, against float64 numpy."""
+
+import numpy as np
+import pytest
+
+from bnfuse.opset import reference, spec
+from bnfuse.runtime import targets
+from bnfuse.runtime.kernels.cpu import execute, steps, sweep
+from bnfuse.runtime.kernels.cpu.layout import flat
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+
+TARGET = targets.resolve("cpu", 1)
+ATTRIBUTES = {"min": -0.5, "max": 1.25, "alpha": 1.702}
+
+
+def evaluate(expression, **operands):
+    """`expression(load)` for each element; load(name) is that of an operand."""
+    count = len(next(iter(operands.values())))
+    params = (*(Param(name, "in", count) for name in operands), Param("out", "out", count))
+
+    def emit(args):
+        def store(i):
+            value = expression(lambda name, is_vector=False: args[name][i])
+            sweep.T.buffer_store(args["out"], value, [i])
+
+        flat(count, TARGET, store)
+
+    kernel = Kernel("steps", None, TARGET, params, lambda: sweep.prim_func("steps", params, {}, emit))
+    return execute.call(kernel, operands)["out"]
+
+
+def values(seed=0, count=403):
+    return np.random.default_rng(seed).normal(size=count).astype(np.float32) * 2
+
+
+def close(found, wanted, tolerance=1e-6):
+    assert np.abs(found - wanted).max() <= tolerance * max(1, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("kind", spec.ACTIVATIONS)
+def test_activations_and_their_gradients(kind):
+    z, d = values(), values(1)
+    z[:4] = [0, -0.5, 1.25, -0.0]  # the kinks
+    found = evaluate(lambda load: steps.apply_activation(kind, load("z"), ATTRIBUTES), z=z)
+    close(found, reference.activation(kind, z.astype(np.float64), ATTRIBUTES))
+    found = evaluate(lambda load: steps.activation_grad(f"{kind}Grad", load("d"), load("z"), ATTRIBUTES), z=z, d=d)
+    close(found, reference.activation_grad(f"{kind}Grad", d.astype(np.float64), z.astype(np.float64), ATTRIBUTES))
+
+
+def test_exp_over_its_range():
+    x = np.linspace(-90, 90, 10_001).astype(np.float32)
+    found = evaluate(lambda load: steps.exp(load("x")), x=x)
+    wanted = np.exp(np.clip(x.astype(np.float64), -87, 88))
+    np.testing.assert_allclose(found, wanted, rtol=1.5e-7)
+    assert np.isnan(evaluate(lambda load: steps.exp(load("x")), x=np.full(16, np.nan, np.float32))).all()
+
+
+def test_normalize_rounds_once():
+    x, a, b = values(), values(1), values(2)
+    b[:200] = -(a * x)[:200]  # almost zero: what is left is the rounding error of a*x
+    exact = a.astype(np.longdouble) * x + b
+    found = evaluate(lambda load: steps.normalize(load("x"), load("a"), load("b")), x=x, a=a, b=b)
+    assert (found == exact.astype(np.float32)).all()
+
+
+def test_the_mask_agrees_with_the_forward_value_at_the_boundary():
+    x, a = values(), values(1)
+    b = -(a * x)
+    op = spec.parse("NormalizeReluMap")
+    y = evaluate(lambda load: steps.forward_prologue(op, {}, load)[0], x=x, a=a, b=b)
+
+    def masked(load):
+        _, z = steps.forward_prologue(op, {}, load)
+        return steps.activation_grad("ReluGrad", steps.f32(1.0), z, {})
+
+    assert (evaluate(masked, x=x, a=a, b=b) == (y > 0)).all()
+
+
+@pytest.mark.parametrize("name", ["NormalizeClipAddNormalizedReluMap", "ReluAddReluMap", "AddQuickGeluMap"])
+def test_forward_prologue(name):
+    op = spec.parse(name)
+    operands = {operand: values(i) for i, operand in enumerate(op.operands)}
+    found = evaluate(lambda load: steps.forward_prologue(op, ATTRIBUTES, load)[0], **operands)
+    maps = {k: v.astype(np.float64) for k, v in operands.items()}
+    shaped = {k: v.reshape(1, -1, 1, 1) if k in ("x", "skip") else v for k, v in maps.items()}
+    close(found, reference.run(op, shaped, ATTRIBUTES)["y"].reshape(-1))
+
+
+def test_gradient_prologue():
+    operands = {name: values(i) for i, name in enumerate(("dy", "grad_p", "grad_x", "grad_q", "grad_w"))}
+    op = spec.parse("BatchNormGradMapGrad")
+    dy, p, x, q, w = (v.astype(np.float64) for v in operands.values())
+    close(evaluate(lambda load: steps.gradient_prologue(op, load), **operands), p * dy + q * x + w)
+    plain = evaluate(lambda load: steps.gradient_prologue(spec.parse("MapGrad"), load), dy=operands["dy"])
+    assert (plain == operands["dy"]).all()
