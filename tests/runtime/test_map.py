@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime import targets
@@ -68,6 +70,21 @@ BACKWARD = [
 @pytest.mark.parametrize(("name", "shape"), FORWARD + BACKWARD)
 def test_equals_the_reference(name, shape):
     check(name, shape)
+
+
+@settings(max_examples=10, derandomize=True, deadline=None, database=None)
+@given(
+    name=st.sampled_from([name for name, _ in FORWARD + BACKWARD]),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 9), st.integers(1, 9)),
+    slot=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
+def test_any_shape_in_any_slot(name, shape, slot):
+    before, after = slot
+    taken = spec.parse(name).attributes  # an Accumulate or a Slice has its own slot
+    maps = {"x", "y", "skip"}
+    maps |= set() if "grad_start" in taken else {"dy"}
+    maps |= set() if "acc_start" in taken else {"dx"}
+    check(name, shape, dict.fromkeys(maps, (before + shape[1] + after, before)))
 
 
 def test_maps_in_channel_slots_leave_their_neighbours_alone():

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from bnfuse.errors import BnfuseError
 from bnfuse.opset import reference, spec
@@ -127,6 +129,31 @@ def check(*case, slots=None):
 @pytest.mark.parametrize(("name", "shape", "attributes"), MAX + AVERAGE + GLOBAL + MAX_GRAD + AVERAGE_GRAD)
 def test_equals_the_reference(name, shape, attributes):
     check(name, shape, attributes)
+
+
+@st.composite
+def pools(draw):
+    """Kernel up to 4, padding less than the window, any stride, dilation and overhang."""
+    average = draw(st.booleans())
+    pair = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(2))  # noqa: E731
+    kernel, strides = pair(1, 4), pair(1, 3)
+    pads = tuple(draw(st.integers(0, k - 1)) for k in kernel * 2)
+    include = draw(st.integers(0, 1)) if average else None
+    attributes = window(kernel, strides, pads, None if average else pair(1, 2), draw(st.integers(0, 1)), include)
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 70)), draw(st.integers(4, 11)), draw(st.integers(4, 11)))
+    return average, draw(st.booleans()), shape, attributes
+
+
+@settings(max_examples=10, derandomize=True, deadline=None, database=None)
+@given(pools())
+def test_any_window(case):
+    average, backward, shape, attributes = case
+    reach = [
+        d * (k - 1) + 1 for d, k in zip(attributes.get("dilations", (1, 1)), attributes["kernel_shape"], strict=True)
+    ]
+    assume(all(size >= r for size, r in zip(shape[2:], reach, strict=True)))
+    core = "AveragePool" if average else "MaxPool"
+    check(f"Normalize{core}GradReluGradReduce" if backward else f"NormalizeRelu{core}Statistics", shape, attributes)
 
 
 def test_maps_in_channel_slots_leave_their_neighbours_alone():
