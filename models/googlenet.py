@@ -46,7 +46,7 @@ def googlenet(
     x = graph.max_pool_layer(x, 3, ceil=True, name="stem/pool2")
     for name, widths in INCEPTIONS:
         if widths is None:
-            x = graph.max_pool_layer(x, 3, ceil=True, name=name)
+            x = graph.max_pool_layer(x, min(3, x.shape[2]), ceil=True, name=name)  # 2x2 is all that images of 32 leave
         else:
             x = inception(graph, x, widths, kernel5, how, f"inception{name}")
     x = graph.global_pool_layer(x, name="pool5")

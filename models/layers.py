@@ -102,6 +102,11 @@ def conv_layer(
 ) -> gs.Variable:
     """Convolution [N, in, H, W] -> [N, channels, H', W']; `pad` keeps H, W at stride 1 by default."""
     pad = kernel // 2 if pad is None else pad
+    if channels < 1:
+        raise at_node(name, "Conv", f"has {channels} output channels: it needs at least one.")
+    if group < 1 or x.shape[1] % group or channels % group:
+        what = f"has {x.shape[1]} input and {channels} output channels, which {group} groups do not divide."
+        raise at_node(name, "Conv", what)
     shape = window_shape(x, channels, kernel, stride, pad, name, "Conv")
     weight = f"{name}/weight"
     inputs = [x, gs.Constant(weight, kaiming(weight, (channels, x.shape[1] // group, kernel, kernel), self.seed))]

@@ -151,7 +151,11 @@ def read_metaparameters(name: str, entry: Entry, given: dict[str, object]) -> di
         if key not in known:
             settable = ", ".join(f"{k}={v}" for k, v in known.items()) or "none"
             raise BnfuseError(f"{name} has no metaparameter '{key}': it has {settable}")
-    return {key: read_like(name, key, value, known[key]) for key, value in given.items()}
+    chosen = {key: read_like(name, key, value, known[key]) for key, value in given.items()}
+    for key, value in chosen.items():
+        if isinstance(value, int | float) and not 0 <= value <= MAX_SIDE:
+            raise BnfuseError(f"{name}: {key}={value} is out of range: it must be from 0 to {MAX_SIDE}")
+    return chosen
 
 
 def read_like(name: str, key: str, value: object, default: object) -> object:

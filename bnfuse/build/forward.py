@@ -180,7 +180,7 @@ def _evaluated(forward: Forward, node: onnx.NodeProto, values: dict[str, onnx.Te
         (result,) = ReferenceEvaluator(model).run(None, feeds)
     except Exception as error:
         raise forward.error_at(node, f"cannot be computed from its constants: {' '.join(str(error).split())}") from None
-    return numpy_helper.from_array(np.ascontiguousarray(result))
+    return numpy_helper.from_array(np.asarray(result, order="C"))
 
 
 def element_types(graph: onnx.GraphProto) -> dict[str, int]:

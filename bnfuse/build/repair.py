@@ -23,6 +23,7 @@ from .traps import check_operators
 
 def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: int) -> tuple[set[str], str]:
     """All repairs. Returns the initializers that were Constant nodes, and the name of the logits."""
+    keep_output(forward, logits)
     constants, placeholders = fold_constants(forward)
     if loss == "cross-entropy":
         logits = drop_softmax(forward, logits)
@@ -50,6 +51,15 @@ def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: in
 
 
 STEPS = (layer_norm_results, explicit_windows, explicit_dropout, add_of_sum, flatten_of_reshape)
+
+
+def keep_output(forward: Forward, logits: str) -> None:
+    """The loss reads one output; a training file has no place for others."""
+    others = [value for value in forward.graph.output if value.name != logits]
+    for value in others:
+        forward.graph.output.remove(value)
+    if others:
+        forward.note(f"left out {', '.join(value.name for value in others)}: the loss reads {logits} alone")
 
 
 def drop_softmax(forward: Forward, logits: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 
 import onnx
 from onnx import TensorProto, helper
@@ -84,28 +85,64 @@ def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
 
 def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
     """The training graph without values: variables are plain inputs, outputs in the file's order."""
-    library, options = ort.training_library(), ort.quiet_options()
     model = without_values(forward.model, variables)
     for output in variables.running.values():
         model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
-    trainable = set(variables.trainable)
     try:
-        optimised = library.get_optimized_model(model.SerializeToString(), trainable, options)
-        builder = library.GradientGraphBuilder(optimised, {loss.loss}, trainable, loss.loss, options)
-        builder.build()
-        built = onnx.load_from_string(builder.get_model())
+        built = differentiated(model, variables.trainable, loss.loss)
     except Exception as error:
-        raise builder_error(forward, error) from None
+        if "Duplicate definition" not in str(error):
+            raise builder_error(forward, error) from None
+        built = differentiated_whole(forward, model, variables, loss.loss)
     order = [*(value.name for value in model.graph.output), *(f"{name}_grad" for name in variables.trainable)]
     outputs = {value.name: value for value in built.graph.output}
-    lost = [name for name in order if name not in outputs]
-    if lost:
-        raise forward.error(
-            f"'{lost[0]}' is not computed: the loss does not depend on it. Pass --freeze to leave it out."
-        )
     del built.graph.output[:]
     built.graph.output.extend(outputs[name] for name in order)
+    prune(built.graph)
     return built
+
+
+def differentiated(model: onnx.ModelProto, wanted: Iterable[str], loss: str) -> onnx.ModelProto:
+    """onnxruntime's graph with the gradients of the `wanted` inputs."""
+    library, options, names = ort.training_library(), ort.quiet_options(), set(wanted)
+    optimised = library.get_optimized_model(model.SerializeToString(), names, options)
+    builder = library.GradientGraphBuilder(optimised, {loss}, names, loss, options)
+    builder.build()
+    return onnx.load_from_string(builder.get_model())
+
+
+def differentiated_whole(forward: Forward, model: onnx.ModelProto, variables: Variables, loss: str) -> onnx.ModelProto:
+    """The gradients of the frozen parameters too.
+
+    The builder names the gradients of a tensor that needs none, but is split off several Concats, all alike. Where
+    everything trains, no tensor needs none; what is not wanted is pruned afterwards.
+    """
+    try:
+        return differentiated(model, (*variables.trainable, *variables.frozen), loss)
+    except Exception as error:
+        raise builder_error(forward, error) from None
+
+
+def prune(graph: onnx.GraphProto) -> None:
+    """Removes nodes that no output needs, and the weight gradients of convolutions that none needs."""
+    needed = {value.name for value in graph.output}
+    kept = []
+    for node in reversed(list(graph.node)):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            kept.append(node)
+            if node.op_type == "ConvGrad":
+                outputs = [name if name in needed else "" for name in node.output]
+                del node.output[:]
+                node.output.extend(outputs)
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
+    present = {name for node in graph.node for name in node.output}
+    values = [value for value in graph.value_info if value.name in present]
+    tensors = [tensor for tensor in graph.initializer if tensor.name in needed]
+    del graph.value_info[:], graph.initializer[:]
+    graph.value_info.extend(values)
+    graph.initializer.extend(tensors)
 
 
 def without_values(model: onnx.ModelProto, variables: Variables) -> onnx.ModelProto:

@@ -41,11 +41,6 @@ def choose_logits(forward: Forward, wanted: str | None) -> str:
 
 def check_forward(forward: Forward) -> None:
     """Refuses what would train wrongly."""
-    for value in forward.graph.input:
-        kind = value.type.tensor_type.elem_type
-        if kind != TensorProto.FLOAT:
-            name = TensorProto.DataType.Name(kind).lower()
-            raise forward.error(f"input '{value.name}' is {name}: convert the model to float32")
     for node in forward.graph.node:
         for op, check in CHECKS:
             if node.op_type == op:
@@ -53,13 +48,23 @@ def check_forward(forward: Forward) -> None:
 
 
 def check_operators(forward: Forward) -> None:
-    """Names what is no operator at all, or is known to have no gradient, before shape inference stumbles over it."""
+    """Names what cannot be trained for its type or operator, before shape inference stumbles over it."""
+    for value in forward.graph.input:
+        kind = value.type.tensor_type.elem_type
+        if kind != TensorProto.FLOAT:
+            name = TensorProto.DataType.Name(kind).lower()
+            raise forward.error(f"input '{value.name}' is {name}: convert the model to float32")
+    known = set(forward.initializers()) | {value.name for value in forward.graph.input}
     version = next(opset.version for opset in forward.model.opset_import if opset.domain in ("", "ai.onnx"))
     for node in forward.graph.node:
         if node.domain not in ("", "ai.onnx"):
             raise forward.error_at(node, f"is of the domain {node.domain}: only standard operators can be trained.")
         if not onnx.defs.has(node.op_type, max_inclusive_version=version):
             raise forward.error_at(node, f"is no operator of opset {version}. {supported()}")
+        lost = next((name for name in node.input if name and name not in known), None)
+        if lost is not None:
+            raise forward.error_at(node, f"reads '{lost}', which nothing before it computes: the graph is damaged.")
+        known.update(node.output)
         if node.op_type in NO_GRADIENT:
             raise forward.error_at(node, f"has no gradient. {supported()}")
 
@@ -79,6 +84,16 @@ def check_batch_norm(forward: Forward, node: onnx.NodeProto) -> None:
         raise forward.error_at(
             node, f"has one value per channel ({shape}): it has no variance. Use a larger --batch or --image."
         )
+
+
+def check_conv(forward: Forward, node: onnx.NodeProto) -> None:
+    """Neither shape inference nor the gradient builder compares the channels."""
+    shapes = forward.shapes()
+    x, weight = shapes[node.input[0]] or [], shapes[node.input[1]] or []
+    group = int(attributes(node).get("group", 1))  # type: ignore[call-overload]
+    if x[1] != weight[1] * group or weight[0] % group:
+        what = f"reads {x[1]} channels, but its weight is {weight} in {group} groups: they do not fit."
+        raise forward.error_at(node, what)
 
 
 def check_average_pool(forward: Forward, node: onnx.NodeProto) -> None:
@@ -104,6 +119,7 @@ def check_no_kernel(forward: Forward, node: onnx.NodeProto) -> None:
 
 CHECKS = [
     ("BatchNormalization", check_batch_norm),
+    ("Conv", check_conv),
     ("AveragePool", check_average_pool),
     ("Pad", check_pad),
     *((op, check_no_kernel) for op in NO_KERNEL),

@@ -1,0 +1,244 @@
+"""Every trap has its refusal, in one line that names node, operator and remedy."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from bnfuse.build import build, ort
+from bnfuse.errors import BnfuseError
+from bnfuse.models import build_forward
+
+
+def message_of(model: onnx.ModelProto, **options) -> str:
+    with pytest.raises(BnfuseError) as caught:
+        build(model, file="net.onnx", **options)
+    text = str(caught.value)
+    assert text.startswith("net.onnx: ") and "\n" not in text
+    return text.removeprefix("net.onnx: ")
+
+
+def node(op: str, inputs=("c",), outputs=("y",), **attrs) -> onnx.NodeProto:
+    return helper.make_node(op, list(inputs), list(outputs), name="it", **attrs)
+
+
+def test_frozen_batch_norm(conv_norm):
+    assert message_of(conv_norm(training_mode=0)) == (
+        "node 'bn' (BatchNormalization) has training_mode=0: its statistics are frozen, so there is nothing to split. "
+        "Pass --train-bn to train it."
+    )
+
+
+def test_batch_norm_over_one_value():
+    text = message_of(build_forward("resnet18", batch=1, image=32))
+    assert text.startswith("node 'stage4/block1/norm1' (BatchNormalization) has one value per channel")
+    assert text.endswith("Use a larger --batch or --image.")
+
+
+def test_running_statistics_of_two_batch_norms(forward):
+    norms = [
+        helper.make_node("BatchNormalization", [x, "s", "s", "m", "v"], [y, f"m{y}", f"v{y}"], y, training_mode=1)
+        for x, y in (("x", "n"), ("n", "y"))
+    ]
+    ones = np.ones(3, np.float32)
+    text = message_of(forward(norms, {"s": ones, "m": ones, "v": ones}))
+    assert text.startswith("node 'y' (BatchNormalization) shares its running statistic 'm' with another node")
+
+
+def test_computed_running_statistics(forward):
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["m"], "mean", axes=[0, 2, 3], keepdims=0),
+        helper.make_node("BatchNormalization", ["x", "s", "s", "m", "v"], ["y", "a", "b"], "bn", training_mode=1),
+    ]
+    ones = np.ones(3, np.float32)
+    assert "node 'bn' (BatchNormalization) computes its running statistic 'm'" in message_of(
+        forward(nodes, {"s": ones, "v": ones})
+    )
+
+
+def test_dynamic_batch_is_fixed_by_batch(after_conv, step):
+    nodes = [node("AveragePool", kernel_shape=[2, 2], strides=[2, 2])]
+    dynamic = after_conv(nodes, x=["N", 3, 6, 6])
+    assert message_of(dynamic) == "input 'x' has the dynamic shape ['N', 3, 6, 6]: pass --batch N"
+    results, _ = step(build(dynamic, batch=3).model)
+    assert results["y"].shape == (3, 4, 3, 3) and results["w_grad"].any()
+
+
+def test_dynamic_image(after_conv):
+    text = message_of(after_conv([node("Relu")], x=[2, 3, "H", "W"]))
+    assert text == "input 'x' has the dynamic shape [2, 3, 'H', 'W']: export the model with a static image size"
+
+
+def test_input_without_shape(after_conv):
+    model = after_conv([node("Relu")])
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    assert message_of(model) == "input 'x' has no shape: export the model with static shapes"
+
+
+def test_average_pool_with_ceil_and_padding_that_matter(after_conv):
+    pool = node("AveragePool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1], ceil_mode=1, count_include_pad=1)
+    assert message_of(after_conv([pool])).startswith("node 'it' (AveragePool) has ceil_mode=1, count_include_pad=1")
+
+
+@pytest.mark.parametrize("pads", [[0, 0, 0, 0], [1, 1, 0, 0]])
+def test_average_pool_with_ceil_where_it_changes_nothing_is_settled(after_conv, step, pads):
+    how = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": pads}
+    built = build(after_conv([node("AveragePool", ceil_mode=1, count_include_pad=1, **how)]), loss="mse")
+    assert len(built.notes) == 1 and "which changes nothing" in built.notes[0]
+    results, feeds = step(built.model)
+    images, weight = np.pad(feeds["x"], ((0, 0), (0, 0), (1, 1), (1, 1))), values(built.model)["w"]
+    maps = sum(
+        np.einsum("nchw,oc->nohw", images[:, :, i : i + 6, j : j + 6], weight[:, :, i, j])
+        for i in range(3)
+        for j in range(3)
+    )
+    top, left = pads[:2]
+    padded = np.full((2, 4, 6 + top + 2, 6 + left + 2), np.nan)
+    padded[:, :, top : top + 6, left : left + 6] = maps
+    padded[:, :, :top] = padded[:, :, :, :left] = 0.0  # padding counts, what lies beyond the last window does not
+    size = results["y"].shape[2]
+    windows = [[padded[:, :, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3] for j in range(size)] for i in range(size)]
+    expected = np.stack([np.stack([np.nanmean(w, (2, 3)) for w in row], -1) for row in windows], -2)
+    np.testing.assert_allclose(results["y"], expected, rtol=1e-4, atol=1e-5)
+
+
+def values(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+@pytest.mark.parametrize(
+    ("op", "extra", "attrs"),
+    [
+        ("LRN", {}, {"size": 3}),
+        ("InstanceNormalization", {"s": np.ones(4, np.float32), "b": np.ones(4, np.float32)}, {}),
+        ("Hardmax", {}, {}),
+    ],
+)
+def test_operator_without_gradient_is_named_with_what_is_supported(after_conv, op, extra, attrs):
+    text = message_of(after_conv([node(op, ["c", *extra], **attrs)], extra))
+    assert text.startswith(f"node 'it' ({op}) has no gradient. Supported: Abs, Add, ") and "HardSwish" in text
+
+
+def test_gradient_without_kernel(after_conv):
+    text = message_of(after_conv([node("ConvTranspose", ["c", "k"])], {"k": np.ones((4, 4, 2, 2), np.float32)}))
+    assert text.startswith("node 'it' (ConvTranspose) has no gradient here (ConvTransposeGrad has no CPU kernel).")
+
+
+def test_resize(after_conv):
+    scales = {"scales": np.array([1, 1, 2, 2], np.float32)}
+    text = message_of(after_conv([node("Resize", ["c", "", "scales"], mode="nearest")], scales))
+    assert text.startswith("node 'it' (Resize) has no gradient here")
+
+
+def test_padding_that_reflects(after_conv):
+    pads = {"p": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64)}
+    text = message_of(after_conv([node("Pad", ["c", "p"], mode="reflect")], pads))
+    assert text == "node 'it' (Pad) pads by 'reflect': only constant padding has a gradient."
+
+
+def test_operator_that_does_not_exist(after_conv):
+    assert message_of(after_conv([node("Relux")])).startswith("node 'it' (Relux) is no operator of opset 17.")
+
+
+def test_operator_of_another_domain(after_conv):
+    model = after_conv([node("Swish", domain="my.ops")])
+    model.opset_import.append(helper.make_opsetid("my.ops", 1))
+    assert message_of(model) == "node 'it' (Swish) is of the domain my.ops: only standard operators can be trained."
+
+
+def test_control_flow(after_conv):
+    branch = helper.make_graph([helper.make_node("Identity", ["c"], ["o"])], "b", [], [
+        helper.make_tensor_value_info("o", TensorProto.FLOAT, None)
+    ])  # fmt: skip
+    model = after_conv([node("If", ["flag"], then_branch=branch, else_branch=branch)], {"flag": np.array(True)})
+    assert message_of(model).startswith("node 'it' (If) has a subgraph: control flow cannot be trained.")
+
+
+def test_half_precision(after_conv):
+    model = after_conv([node("Relu")])
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    assert "float16" in message_of(model)
+
+
+def test_double_precision_parameters(forward):
+    nodes = [node("Cast", ["x"], ["d"], to=TensorProto.DOUBLE), helper.make_node("Conv", ["d", "w"], ["y"], "conv")]
+    model = forward(nodes, {"w": np.ones((4, 3, 3, 3))})
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.DOUBLE
+    text = message_of(model)
+    assert text == "node 'conv' (Conv) has a parameter 'w' of type double: convert the model to float32."
+
+
+def test_training_graph_is_no_forward_graph():
+    built = build(build_forward("densenet40", batch=2, depth=1, image=8)).model
+    assert message_of(built) == "is a training graph already: build takes a forward graph"
+
+
+def test_several_outputs_need_a_choice(after_conv, step):
+    model = after_conv([node("Relu"), helper.make_node("Neg", ["c"], ["z"], name="neg")])
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    assert message_of(model) == "has 2 outputs (y, z): say which one the loss reads (--logits NAME)"
+    assert np.isfinite(step(build(model, logits="z").model)[0]["loss"])
+
+
+def test_outputs_that_the_loss_does_not_read_are_left_out(after_conv, step):
+    nodes = [node("Relu"), helper.make_node("Conv", ["x", "v"], ["z"], name="other")]
+    model = after_conv(nodes, {"v": np.ones((4, 3, 1, 1), np.float32)})
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    built = build(model, logits="y")
+    assert built.notes == ("left out z: the loss reads y alone",)
+    assert [value.name for value in built.model.graph.output] == ["loss", "y", "w_grad"]
+    assert "v" not in {value.name for value in built.model.graph.input}
+    assert np.isfinite(step(built.model)[0]["loss"])
+
+
+def test_shapes_that_do_not_fit(after_conv):
+    text = message_of(after_conv([node("Conv", ["c", "k"])], {"k": np.ones((4, 5, 1, 1), np.float32)}))
+    assert text == "node 'it' (Conv) reads 4 channels, but its weight is [4, 5, 1, 1] in 1 groups: they do not fit."
+
+
+def test_operand_that_nothing_computes(after_conv):
+    text = message_of(after_conv([node("Add", ["c", "nowhere"])]))
+    assert text == "node 'it' (Add) reads 'nowhere', which nothing before it computes: the graph is damaged."
+
+
+def test_operands_whose_shapes_do_not_fit(after_conv):
+    text = message_of(after_conv([node("Add", ["c", "v"])], {"v": np.ones((1, 5, 1, 1), np.float32)}))
+    assert text.startswith("its shapes do not fit together: ")
+
+
+def test_absurd_constant(after_conv):
+    size = helper.make_node("ConstantOfShape", ["n"], ["big"], name="big")
+    model = after_conv([size, node("Add", ["c", "big"])], {"n": np.array([1 << 20, 1 << 20], np.int64)})
+    assert message_of(model).startswith("node 'big' (ConstantOfShape) makes a tensor of 1099511627776 elements")
+
+
+def test_opset_that_does_not_convert(after_conv):
+    model = after_conv([node("Relu")])
+    model.opset_import[0].version = 5
+    model.graph.node.append(helper.make_node("Upsample", ["y"], ["u"], name="up", mode="nearest", height_scale=2.0))
+    model.graph.output[0].name = "u"
+    assert "Export it with opset 13 to 21" in message_of(model)
+
+
+@pytest.mark.parametrize("rivals", [[], ["onnxruntime"]])
+def test_onnxruntime_without_training(monkeypatch, rivals):
+    bare = types.ModuleType("onnxruntime.capi._pybind_state")
+    monkeypatch.setitem(sys.modules, "onnxruntime.capi._pybind_state", bare)
+    monkeypatch.setattr(ort, "_installed_rivals", lambda: rivals)
+    with pytest.raises(BnfuseError) as caught:
+        ort.training_library()
+    text = str(caught.value)
+    assert text.startswith("the installed onnxruntime cannot build gradients.") and "\n" not in text
+    assert f"onnxruntime-training-cpu=={'1.19.2'}" in text
+    assert ("pip uninstall -y onnxruntime" in text) == bool(rivals)
+
+
+def test_onnxruntime_that_does_not_load(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime.capi._pybind_state", None)
+    with pytest.raises(BnfuseError, match=r"^onnxruntime does not load .* Install it: pip install --force-reinstall"):
+        ort.training_library()
