@@ -19,18 +19,16 @@ import math
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.entry import Entry
+from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import (
     MicroTile,
     PackedTile,
     Place,
     block_vectors,
-    covers_input,
     loop,
     micro_tiles,
     places,
 )
-from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import TILE_BYTES, ConvShape, balanced, micro_pixels
 from bnfuse.runtime.kernels.cpu.tir import (
     Arguments,
@@ -41,7 +39,6 @@ from bnfuse.runtime.kernels.cpu.tir import (
     splat,
     store,
     vectors,
-    workspace,
 )
 from bnfuse.runtime.kernels.kernel import Problem, Target
 
@@ -72,36 +69,17 @@ def _bytes(shape: ConvShape, rows: int, channels: int) -> int:
     return 4 * shape.packed_rows(rows) * shape.packed_columns * channels
 
 
-class DepthwiseNest:
+class DepthwiseNest(ForwardNest):
     """The loop nest of the module's docstring."""
 
     def __init__(self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape) -> None:
-        self.target, self.arguments, self.shape = target, arguments, shape
+        super().__init__(problem, target, arguments, shape)
         self.tiles = choose_depthwise_tiles(shape, target)
-        self.epilogue = problem.spec.epilogue
-        self.entry = Entry(problem, arguments)
-        self.y = self.entry.map("y")
-        self.lanes = target.lanes
         self.blocks = math.ceil(shape.cout / self.tiles.channels)
-        self.stores_in_passing = "StoreInput" in self.epilogue and covers_input(shape)
 
-    def emit(self) -> None:
-        shape, threads = self.shape, self.target.threads
-        self.weights = workspace(shape.r * shape.s * shape.cout)
-        statistics = "Statistics" in self.epilogue
-        if statistics:
-            self.partials = Partials.allocate(shape.cout, threads, self.lanes)
-        with T.parallel(0, threads) as thread:
-            self.pack_weights(thread)
-            if "StoreInput" in self.epilogue and not self.stores_in_passing:
-                self.entry.store_all(thread, self.target)
-        with T.parallel(0, threads) as thread:
-            if statistics:
-                self.partials.clear(thread)
-            self.work(thread)
-        if statistics:
-            count = shape.n * shape.oh * shape.ow
-            self.partials.finish(count, self.arguments["mean"], self.arguments["variance"])
+    @property
+    def packed_weights(self) -> int:
+        return self.shape.r * self.shape.s * self.shape.cout
 
     def pack_weights(self, thread: Expr) -> None:
         """[channel][r][s] to [r][s][channel]."""

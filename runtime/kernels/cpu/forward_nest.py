@@ -1,0 +1,55 @@
+"""What the two forward convolutions have in common: weights first, then tiles, then the statistics."""
+
+from __future__ import annotations
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu.entry import Entry
+from bnfuse.runtime.kernels.cpu.nest import covers_input
+from bnfuse.runtime.kernels.cpu.partials import Partials
+from bnfuse.runtime.kernels.cpu.tiles import ConvShape
+from bnfuse.runtime.kernels.cpu.tir import Arguments, Expr, workspace
+from bnfuse.runtime.kernels.kernel import Problem, Target
+
+
+class ForwardNest:
+    """The body of a forward convolution's function; subclasses fill in the packing of weights and the tiles."""
+
+    def __init__(self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape) -> None:
+        self.target, self.arguments, self.shape = target, arguments, shape
+        self.epilogue = problem.spec.epilogue
+        self.entry = Entry(problem, arguments)
+        self.y = self.entry.map("y")
+        self.lanes = target.lanes
+        self.stores_in_passing = "StoreInput" in self.epilogue and covers_input(shape)
+
+    @property
+    def packed_weights(self) -> int:
+        """Elements of the packed weights."""
+        raise NotImplementedError
+
+    def pack_weights(self, thread: Expr) -> None:
+        """A thread's share of the packed weights, into `self.weights`."""
+        raise NotImplementedError
+
+    def work(self, thread: Expr) -> None:
+        """A thread's share of the tiles."""
+        raise NotImplementedError
+
+    def emit(self) -> None:
+        shape, threads = self.shape, self.target.threads
+        self.weights = workspace(self.packed_weights)
+        statistics = "Statistics" in self.epilogue
+        if statistics:
+            self.partials = Partials.allocate(shape.cout, threads, self.lanes)
+        with T.parallel(0, threads) as thread:
+            self.pack_weights(thread)
+            if "StoreInput" in self.epilogue and not self.stores_in_passing:
+                self.entry.store_all(thread, self.target)
+        with T.parallel(0, threads) as thread:
+            if statistics:
+                self.partials.clear(thread)
+            self.work(thread)
+        if statistics:
+            count = shape.n * shape.oh * shape.ow
+            self.partials.finish(count, self.arguments["mean"], self.arguments["variance"])
