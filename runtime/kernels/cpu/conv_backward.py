@@ -121,8 +121,9 @@ def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
     scratch = tir.workspace(nest.tiles.micro_rows * nest.tiles.micro_columns * nest.tiles.block)
     first, count = tir.share(nest.items, nest.threads, thread)
     with T.serial(0, count) as number, T.serial(0, nest.shape.groups) as group:
-        item = first + number
-        image, unit = item // nest.tile_rows * nest.tiles.images, item % nest.tile_rows * nest.tiles.rows
+        item = T.bind(first + number)
+        image = T.bind(item // nest.tile_rows * nest.tiles.images)
+        unit = T.bind(item % nest.tile_rows * nest.tiles.rows)
         place = Place(thread, group, image, unit, scratch)
         pack_grad(nest, grad, group, image, unit)
         if "bias" in space:

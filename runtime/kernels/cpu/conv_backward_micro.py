@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -13,6 +13,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, Expr, Sums, c
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+
+CACHE_LINE = 16  # floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +75,15 @@ def _weight_micro(
     count = tirx.Min(tiles.rows, rows.out - place.unit) if nest.tile_rows * tiles.rows > rows.out else tiles.rows
     with T.serial(0, tiles.images) as image, T.serial(0, count) as h, T.serial(0, columns.out) as w:
         row = image * nest.read_rows + h * rows.stride + r * rows.dilation
-        at = source + (row * nest.read_columns + w * columns.stride) * nest.read_width
+        at = T.bind(source + (row * nest.read_columns + w * columns.stride) * nest.read_width)
         pixel = (image * nest.grad_rows + h - rows.low) * nest.grad_columns + w - columns.low
-        grads = [grad[span(pixel * nest.out_pitch + out * tiles.out_block + v * lanes, lanes)] for v in range(vectors)]
-        for i, v in cells:
-            cell = span(i * tiles.out_block + v * lanes, lanes)
-            store(acc, cell, acc[cell] + T.Broadcast(read[at + i], lanes) * grads[v])
+        start = T.bind(pixel * nest.out_pitch + out * tiles.out_block)
+        grads = [T.bind(grad[span(start + v * lanes, lanes)]) for v in range(vectors)]
+        for i in range(tiles.taps):
+            value = T.bind(T.Broadcast(read[at + i], lanes))
+            for v in range(vectors):
+                cell = span(i * tiles.out_block + v * lanes, lanes)
+                store(acc, cell, acc[cell] + value * grads[v])
     for i, v in cells:
         cell = span(i * tiles.out_block + v * lanes, lanes)
         index = span(target + i * nest.out_padded + v * lanes, lanes)
@@ -167,10 +172,12 @@ class _Micro:
         if "Accumulate" not in self.nest.spec.epilogue:
             return
         first = self.place.group * self.nest.shape.cin + self.block * self.nest.tiles.block
+        rows, columns, stride = self.nest.shape.rows, self.nest.shape.columns, self.nest.problem.map("dx").stride
+        corner = T.bind(self.nest.index("dx", self.pixel(0, 0), first))
         for i, j in self.cells:
-            for v in range(0, self.nest.tiles.block, 16):
-                index = self.nest.index("dx", self.pixel(i, j), first + v)
-                address = tirx.address_of(self.nest.arguments["dx"][index])
+            pixels = i * rows.stride * columns.size + j * columns.stride
+            for v in range(0, self.nest.tiles.block, CACHE_LINE):
+                address = tirx.address_of(self.nest.arguments["dx"][corner + pixels * stride + v])
                 hint = tirx.call_llvm_intrin("void", "llvm.prefetch", address, *(T.int32(k) for k in (1, 3, 1)))
                 T.evaluate(hint)
 
@@ -184,28 +191,29 @@ class _Micro:
 
         def taps(r: Expr, s: Expr) -> None:
             line = (self.place.group * nest.blocks + self.block) * nest.packed_block
-            line = line + (r * columns.kernel + s) * (nest.shape.cout * block)
+            line = T.bind(line + (r * columns.kernel + s) * (nest.shape.cout * block))
             up = _floor_offset(rows, self.row_residue, r) - rows.low
             left = _floor_offset(columns, self.column_residue, s) - columns.low
             row = self.image * nest.grad_rows + self.row + up
-            at = (row * nest.grad_columns + self.column + left) * nest.out_pitch
+            at = T.bind((row * nest.grad_columns + self.column + left) * nest.out_pitch)
             with T.serial(0, nest.shape.cout) as k:
-                weights = [packed[span(line + k * block + v * lanes, lanes)] for v in range(self.vectors)]
+                weights = [T.bind(packed[span(line + k * block + v * lanes, lanes)]) for v in range(self.vectors)]
                 for i, j in self.cells:
-                    dy = grad[at + (i * nest.grad_columns + j) * nest.out_pitch + k]
+                    dy = T.bind(T.Broadcast(grad[at + (i * nest.grad_columns + j) * nest.out_pitch + k], lanes))
                     for v in range(self.vectors):
                         cell = span(self.cell(i, j) + v * lanes, lanes)
-                        store(acc, cell, acc[cell] + T.Broadcast(dy, lanes) * weights[v])
+                        store(acc, cell, acc[cell] + dy * weights[v])
 
-        def along(axis: Axis, residue: Expr, body: Callable[[Expr], None]) -> None:
-            with T.serial(0, axis.kernel) as tap:
-                if axis.stride == 1:
-                    body(tap)
-                else:
-                    with when(tirx.floormod(residue + axis.pad - tap * axis.dilation, axis.stride) == 0):
-                        body(tap)
-
-        along(rows, self.row_residue, lambda r: along(columns, self.column_residue, lambda s: taps(r, s)))
+        # one loop over all taps: LLVM would unroll two short ones around the loop over k
+        with T.serial(0, nest.shape.taps) as tap:
+            r, s = tap // columns.kernel, tap % columns.kernel
+            meets = [
+                tirx.floormod(residue + axis.pad - place * axis.dilation, axis.stride) == 0
+                for axis, residue, place in ((rows, self.row_residue, r), (columns, self.column_residue, s))
+                if axis.stride > 1
+            ]
+            with when(tirx.all(*meets)) if meets else contextlib.nullcontext():
+                taps(r, s)
         for cell in range(0, len(self.cells) * block, lanes):
             store(self.place.scratch, span(cell, lanes), acc[span(cell, lanes)])
         return self.place.scratch
@@ -229,17 +237,18 @@ class _Micro:
         """Pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over pixels."""
         rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
         widths = chunks(count, tiles.lanes)
-        first = self.place.group * self.nest.shape.cin + self.block * tiles.block
+        first = T.bind(self.place.group * self.nest.shape.cin + self.block * tiles.block)
         part = Sums.zero(self.nest, tiles.block, tiles.lanes)
         height = _remaining(rows, self.row_residue, self.place.unit + self.row)
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
         width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
         with T.serial(0, height) as i, T.serial(0, width) as j:
+            pixel = T.bind(self.pixel(i, j))
             for start, lanes in widths.items():
                 with T.vectorized(0, lanes) as lane:
                     inner = start + lane
                     index = self.cell(i, j) + inner
-                    leave(self.nest, acc[index], (acc, index), part, (self.pixel(i, j), first + inner, inner))
+                    leave(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
         part.flush(sums, self.place.thread, first, widths)
 
 

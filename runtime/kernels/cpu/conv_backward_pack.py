@@ -25,12 +25,11 @@ def pack_weights(nest: Nest, packed: Buffer) -> None:
             source = ((group * shape.cout + out) * shape.cin + start) * shape.taps
             target = item * nest.packed_block + out * block
             valid = tirx.Min(block, shape.cin - start)
-            with T.serial(0, shape.taps) as tap:
-                at = target + tap * (shape.cout * block)
-                with T.serial(0, valid) as j:
-                    store(packed, at + j, weight[source + j * shape.taps + tap])
-                with T.serial(valid, block) as j:
-                    store(packed, at + j, steps.f32(0.0))
+            with T.serial(0, valid) as j, T.serial(0, shape.taps) as tap:
+                store(packed, target + tap * (shape.cout * block) + j, weight[source + j * shape.taps + tap])
+            if shape.cin % block:
+                with T.serial(valid, block) as j, T.serial(0, shape.taps) as tap:
+                    store(packed, target + tap * (shape.cout * block) + j, steps.f32(0.0))
 
 
 def pack_grad(nest: Nest, grad: Buffer, group: Expr, image: Expr, unit: Expr) -> None:
@@ -41,11 +40,11 @@ def pack_grad(nest: Nest, grad: Buffer, group: Expr, image: Expr, unit: Expr) ->
     rows, columns, pitch = nest.shape.rows, nest.shape.columns, nest.out_pitch
     left = -columns.low
     with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.grad_rows) as r:
-        row = unit + r + rows.low
-        at = (i * nest.grad_rows + r) * (nest.grad_columns * pitch)
+        row = T.bind(unit + r + rows.low)
+        at = T.bind((i * nest.grad_rows + r) * (nest.grad_columns * pitch))
         with T.If(inside(row, rows.out)):
             with T.Then(), T.serial(0, columns.out) as c:
-                pixel = ((image + i) * rows.out + row) * columns.out + c
+                pixel = T.bind(((image + i) * rows.out + row) * columns.out + c)
                 _grad_pixel(nest, grad, at + (left + c) * pitch, pixel, group)
             with otherwise():
                 zero(grad, at, nest.grad_columns * pitch, nest.tiles.lanes)
@@ -70,9 +69,9 @@ def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) ->
     rows, columns, width = nest.shape.rows, nest.shape.columns, nest.read_width
     whole, rest = divmod(nest.shape.cin, width)
     with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.read_rows) as r:
-        row = unit * rows.stride - rows.pad + r
+        row = T.bind(unit * rows.stride - rows.pad + r)
         at = (i * nest.read_rows + r) * (nest.read_columns * width)
-        pixel = ((image + i) * rows.size + row) * columns.size
+        pixel = T.bind(((image + i) * rows.size + row) * columns.size)
         if whole:
             with T.serial(0, whole) as block:
                 _read_row(nest, read, block * nest.read_block + at, pixel, group, block * width, width, row)
