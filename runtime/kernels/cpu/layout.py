@@ -1,8 +1,4 @@
-"""Copies between layouts: NCHW and NHWC, slot and slot, and a constant into a buffer.
-
-A transposition moves 16 pixels of one channel as a vector, channel by channel, so that the 16 pixels' lines of
-the NHWC side stay in L1 while their channels are filled.
-"""
+"""Copies between layouts: NCHW and NHWC, slot and slot, and a constant into a buffer."""
 
 from __future__ import annotations
 
@@ -35,7 +31,8 @@ def nchw_to_nhwc(y: MapType, target: Target, dtype: str = "float32") -> Kernel:
     def move(args: Args, dense: Expr, pixel: Expr, channel: Expr) -> None:
         args.write("y", pixel, channel, args["x"][dense])
 
-    return _kernel(problem, target, params, {"y": y}, lambda args: _transpose(args, y, target, move))
+    emit = _by_channels if y.c >= target.lanes else _by_pixels
+    return _kernel(problem, target, params, {"y": y}, lambda args: emit(args, y, target, move))
 
 
 def nhwc_to_nchw(x: MapType, target: Target, dtype: str = "float32") -> Kernel:
@@ -46,7 +43,7 @@ def nhwc_to_nchw(x: MapType, target: Target, dtype: str = "float32") -> Kernel:
     def move(args: Args, dense: Expr, pixel: Expr, channel: Expr) -> None:
         T.buffer_store(args["y"], args.read("x", pixel, channel), [dense])
 
-    return _kernel(problem, target, params, {"x": x}, lambda args: _transpose(args, x, target, move))
+    return _kernel(problem, target, params, {"x": x}, lambda args: _by_pixels(args, x, target, move))
 
 
 def copy_map(x: MapType, y: MapType, target: Target, dtype: str = "float32") -> Kernel:
@@ -103,35 +100,47 @@ def flat(elements: int, target: Target, emit: Callable[[Expr], None]) -> None:
             emit(whole * lanes + j)
 
 
-def _transpose(args: Args, kind: MapType, target: Target, move: Callable[[Args, Expr, Expr, Expr], None]) -> None:
+Move = Callable[[Args, Expr, Expr, Expr], None]  # (args, index in NCHW, pixel, channel)
+
+
+def _by_channels(args: Args, kind: MapType, target: Target, move: Move) -> None:
+    """Vectors of channels: as many streams are read from NCHW, and whole lines are written to NHWC."""
+    area, blocks = kind.h * kind.w, -(-kind.c // target.lanes)
+    last = tirx.const(kind.c - target.lanes, "int32")  # the last block is moved back: it repeats some channels
+
+    def task(at: Expr) -> None:
+        image = T.bind(tirx.floordiv(at, blocks))
+        start = T.bind(tirx.Min(tirx.floormod(at, blocks) * target.lanes, last))
+        with T.serial(0, area) as place, T.vectorized(0, target.lanes) as j:
+            dense = (image * kind.c + start + j) * area + place
+            move(args, dense, image * area + place, start + j)
+
+    _deal(kind.n * blocks, target, task)
+
+
+def _by_pixels(args: Args, kind: MapType, target: Target, move: Move) -> None:
+    """Vectors of pixels, one channel after the other: for writing to NCHW, and for few channels."""
     area = kind.h * kind.w
-    blocks = -(-area // target.lanes)
-    threads = min(target.threads, kind.n * blocks)
+    width = min(area, target.lanes)
+    blocks = -(-area // width)
+    last = tirx.const(area - width, "int32")
+
+    def task(at: Expr) -> None:
+        image = T.bind(tirx.floordiv(at, blocks))
+        start = T.bind(tirx.Min(tirx.floormod(at, blocks) * width, last))
+        with T.serial(0, kind.c) as channel, T.vectorized(0, width) as j:
+            dense = (image * kind.c + channel) * area + start + j
+            move(args, dense, image * area + start + j, channel)
+
+    _deal(kind.n * blocks, target, task)
+
+
+def _deal(tasks: int, target: Target, emit: Callable[[Expr], None]) -> None:
+    threads = min(target.threads, tasks)
     with T.parallel(0, threads) as thread:
-        first, count = tir.share(kind.n * blocks, threads, thread)
+        first, count = tir.share(tasks, threads, thread)
         with T.serial(0, count) as i:
-            image, block = tirx.floordiv(first + i, blocks), tirx.floormod(first + i, blocks)
-            start = block * target.lanes
-            if area < target.lanes:
-                _channels(args, kind, image, start, area, move)
-            elif area % target.lanes == 0:
-                _channels(args, kind, image, start, target.lanes, move)
-            else:  # the last block is moved back: it repeats some pixels, and nothing is left over
-                last = tirx.const(area - target.lanes, "int32")
-                _channels(args, kind, image, tirx.Min(start, last), target.lanes, move)
-
-
-def _channels(
-    args: Args,
-    kind: MapType,
-    image: Expr,
-    start: Expr,
-    pixels: int,
-    move: Callable[[Args, Expr, Expr, Expr], None],
-) -> None:
-    with T.serial(0, kind.c) as channel, T.vectorized(0, pixels) as j:
-        dense = (image * kind.c + channel) * (kind.h * kind.w) + start + j
-        move(args, dense, image * (kind.h * kind.w) + start + j, channel)
+            emit(first + i)
 
 
 def _kernel(
