@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
+from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem
 from bnfuse.runtime.kernels.kernel import MapType
 from bnfuse.runtime.layout import MapRef
 from bnfuse.runtime.lower_steps import composed
@@ -47,7 +48,9 @@ def statistics(low: Lowering, x: ir.Value, refs: Mapping[str, Ref], sweeps: int)
 def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
     channels = low.shape(operands["scale"])[0]
     refs = {**vectors(low, operands), **new_vectors(low, results, channels)}
+    refs.setdefault("a", low.new_dense(None, (channels,)))
     finalize(low, channels, attributes, refs)
+    low.notes["a", results.get("inv_std")] = refs["a"]
 
 
 def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping[str, Ref]) -> None:
@@ -130,16 +133,11 @@ def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
     dy, x, scale, mean, inv_std = (_operand(low, node, i) for i in range(5))
     dx, dscale, dbias = (v if v.name else None for v in node.outputs)
     channels = low.shape(scale)[0]
-    a = low.notes.get(("a", inv_std))
-    if a is None:
-        raise low.error(
-            node, "does not read the inverse deviation of a BatchNormInternal: build the graph with bnfuse build"
-        )
     made = {
         name: _intermediate(low, node, name, channels)
         for name in ("dbeta", "dgamma", "a", "beta_term", "gamma_term", "q", "w")
     }
-    low.forms[made["a"]].dense = a
+    low.forms[made["a"]].dense = normalizing_factor(low, scale, inv_std)
     sums = {"dbeta": dbias or made["dbeta"], "dgamma": dscale or made["dgamma"]}
     batch_norm_grad_reduce(low, {"dz": dy, "x": x, "mean": mean, "inv_std": inv_std}, sums, {})
     if dx is None:
@@ -151,6 +149,18 @@ def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
     batch_norm_grad_finalize(low, {**terms, "mean": mean}, qw, {"count": count, "start": 0, "stop": channels})
     operands = {"dy": dy, "grad_x": x, "grad_p": made["a"], "grad_q": made["q"], "grad_w": made["w"]}
     composed(low, node, OpSpec(("BatchNormGrad",), "MapGrad"), operands, {"dx": dx}, {})
+
+
+def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int:
+    """scale*inv_std: the one that the forward operator computed, else computed now."""
+    known = low.notes.get(("a", inv_std))
+    if known is not None:
+        return known
+    kind = (low.shape(scale), "float32")
+    made = low.new_dense(None, low.shape(scale))
+    refs = {"in0": low.dense(scale), "in1": low.dense(inv_std), "out0": made}
+    low.launch("cpu.generic:generic", (GenericProblem("Mul", (kind, kind), (kind,)), low.target), refs)
+    return made
 
 
 def _operand(low: Lowering, node: ir.Node, index: int) -> ir.Value:
