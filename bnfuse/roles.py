@@ -110,6 +110,9 @@ def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -
         raise BnfuseError(
             f"{_file(model)}: is not a training graph: no output is the gradient of an input. Run `bnfuse build`."
         )
+    for name in (*data, *labels):
+        if name not in inputs:
+            raise BnfuseError(f"{_file(model)}: has no input '{name}': there are {', '.join(list(inputs)[:5])}, ...")
     running = _running(graph, inputs)
     loss, loss_node = _loss(model, outputs)
     labels = labels or tuple(name for name in _labels(loss_node) if name in inputs)

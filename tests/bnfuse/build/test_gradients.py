@@ -118,14 +118,14 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     ],
 )
 def test_every_gradient_of_a_network_is_autograds(name, settings, step):
-    """Tolerance: float32 torch's own distance from float64, tripled, and no less than 1e-5."""
+    """Tolerance: float32 torch's own distance from float64, tripled, and no less than 1e-4."""
     source = build_forward(name, batch=4, classes=6, seed=3, **settings)
     results, feeds = step(build(source).model)
     exact, single = (autograd(source, feeds, dtype) for dtype in ("float64", "float32"))
     assert {name for name in results if name.endswith("_grad")} < set(exact)
     scale = max(np.linalg.norm(exact[name]) for name in exact if name.endswith("_grad"))
     for key in exact:
-        tolerance = max(1e-5 * np.linalg.norm(exact[key]), 3 * np.linalg.norm(single[key] - exact[key]), 1e-7 * scale)
+        tolerance = max(1e-4 * np.linalg.norm(exact[key]), 3 * np.linalg.norm(single[key] - exact[key]), 1e-7 * scale)
         assert np.linalg.norm(results[key] - exact[key]) <= tolerance, key
 
 

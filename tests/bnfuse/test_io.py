@@ -1,0 +1,367 @@
+"""Models in and out: what is kept, and one line for what is damaged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from bnfuse import io
+from bnfuse.build import build_training_graph
+from bnfuse.errors import BnfuseError
+from bnfuse.models import build_forward, build_graph
+from bnfuse.roles import METADATA_KEY, roles_of
+
+
+@pytest.fixture(scope="module")
+def training() -> onnx.ModelProto:
+    return build_training_graph(build_forward("densenet40", batch=2, depth=1, image=8))
+
+
+def copy_of(model: onnx.ModelProto) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def message_of(path: Path, **options) -> str:
+    with pytest.raises(BnfuseError) as caught:
+        io.load(path, **options)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ") and "\n" not in text
+    return text.removeprefix(f"{path}: ")
+
+
+def written(model: onnx.ModelProto, folder: Path) -> Path:
+    path = folder / "train.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def test_what_is_saved_is_what_was_loaded(training, tmp_path):
+    training = copy_of(training)
+    training.metadata_props.add(key="mine", value="kept")
+    training.graph.node[3].metadata_props.add(key="bnfuse.sources", value="[]")
+    body = [helper.make_node("Relu", ["a"], ["b"])]
+    training.functions.append(helper.make_function("mine", "Act", ["a"], ["b"], body, [helper.make_opsetid("", 17)]))
+    training.opset_import.append(helper.make_opsetid("mine", 1))
+    path = tmp_path / "out.onnx"
+    io.save(io.load(training), path)
+    again = onnx.load(path)
+    assert {e.key: e.value for e in again.metadata_props} == {e.key: e.value for e in training.metadata_props}
+    assert again.graph.node[3].metadata_props[0].key == "bnfuse.sources"
+    assert [f.name for f in again.functions] == ["Act"]
+    assert {(o.domain, o.version) for o in again.opset_import} == {(o.domain, o.version) for o in training.opset_import}
+    assert again.ir_version == training.ir_version
+    assert [n.op_type for n in again.graph.node] == [n.op_type for n in training.graph.node]
+    assert {v.name for v in again.graph.value_info} >= {v.name for v in training.graph.value_info}
+    before = {t.name: numpy_helper.to_array(t) for t in training.graph.initializer}
+    after = {t.name: numpy_helper.to_array(t) for t in again.graph.initializer}
+    assert before.keys() == after.keys() and all(np.array_equal(before[k], after[k]) for k in before)
+
+
+def test_every_form_of_a_model_loads(training, tmp_path):
+    path = written(training, tmp_path)
+    model = io.load(path)
+    assert io.file_of(model) == str(path)
+    assert io.load(model) is model
+    for source in (str(path), training, gs.import_onnx(training)):
+        assert len(io.load(source).graph) == len(training.graph.node)
+    assert len(io.load(build_graph("resnet20", seed=0)).graph) == 73
+    with pytest.raises(BnfuseError, match="cannot load a int: give a path"):
+        io.load(3)
+
+
+def test_saving_replaces_the_file_or_leaves_it(training, tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"old")
+    with pytest.raises(BnfuseError, match="cannot be written"):
+        io.write_atomically(tmp_path / "no" / "model.onnx", b"new")
+    io.save(training, path)
+    assert onnx.load(path).graph.name == training.graph.name
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~io._umask()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_forbids_writing(training, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(BnfuseError, match="cannot be written: Permission denied"):
+        io.save(training, tmp_path / "model.onnx")
+
+
+def test_no_file(tmp_path):
+    assert message_of(tmp_path / "none.onnx") == "cannot be read: No such file or directory"
+    assert message_of(tmp_path) == "cannot be read: Is a directory"
+
+
+@pytest.mark.parametrize("content", [b"", b"hello, I am text", b"\x08\x08\xff\xff", b"PK\x03\x04zip"])
+def test_not_onnx(tmp_path, content):
+    path = tmp_path / "x.onnx"
+    path.write_bytes(content)
+    assert message_of(path).startswith("is not an ONNX model")
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.7, 0.999])
+def test_truncated(training, tmp_path, share):
+    path = tmp_path / "x.onnx"
+    data = training.SerializeToString()
+    path.write_bytes(data[: int(len(data) * share)])
+    assert message_of(path)
+
+
+def test_tensor_that_holds_less_than_it_says(training, tmp_path):
+    model = copy_of(training)
+    model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data[:-4]
+    name = model.graph.initializer[0].name
+    assert message_of(written(model, tmp_path)).startswith(f"tensor '{name}' holds ")
+
+
+@pytest.mark.parametrize("dims", [[1 << 40], [1 << 20, 1 << 20], [-3, 4], [1 << 62, 1 << 62, 0]])
+def test_absurd_dimensions(training, tmp_path, dims):
+    model = copy_of(training)
+    tensor = model.graph.initializer.add(name="big", data_type=TensorProto.FLOAT, dims=dims)
+    assert "tensor 'big' claims the shape" in message_of(written(model, tmp_path))
+    model.graph.initializer.remove(tensor)
+    model.graph.value_info.append(helper.make_tensor_value_info("wide", TensorProto.FLOAT, dims))
+    assert "tensor 'wide' claims the shape" in message_of(written(model, tmp_path))
+
+
+def external(training: onnx.ModelProto, location: str, **more: str) -> onnx.ModelProto:
+    model = copy_of(training)
+    tensor = next(t for t in model.graph.initializer if t.name == "stem/conv/weight")
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": location, **more}.items():
+        tensor.external_data.add(key=key, value=value)
+    return model
+
+
+WEIGHT_BYTES = 16 * 3 * 9 * 4
+
+
+def test_external_data_beside_the_model_is_read(training, tmp_path):
+    values = np.arange(WEIGHT_BYTES // 4, dtype=np.float32)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "w.bin").write_bytes(b"\0" * 8 + values.tobytes() + b"more")
+    model = io.load(written(external(training, "data/w.bin", offset="8", length=str(WEIGHT_BYTES)), tmp_path))
+    found = model.graph.initializers["stem/conv/weight"].const_value.numpy()
+    assert np.array_equal(found.ravel(), values)
+    io.save(model, tmp_path / "out.onnx")
+    assert np.array_equal(
+        io.load(tmp_path / "out.onnx").graph.initializers["stem/conv/weight"].const_value.numpy(), found
+    )
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "a/../../secret", "link"])
+def test_external_data_outside_the_folder_is_refused(training, tmp_path, location):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret").write_bytes(b"\0" * WEIGHT_BYTES)
+    (folder / "link").symlink_to(tmp_path / "secret")
+    text = message_of(written(external(training, location), folder))
+    assert text == (
+        f"tensor 'stem/conv/weight' has its data in '{location}', outside the model's folder: move it there"
+    )
+
+
+def test_external_data_that_is_missing_short_or_damaged(training, tmp_path):
+    assert "which is not there" in message_of(written(external(training, "w.bin"), tmp_path))
+    assert "without a location" in message_of(written(external(training, ""), tmp_path))
+    (tmp_path / "w.bin").write_bytes(b"\0" * (WEIGHT_BYTES - 1))
+    assert "is cut short" in message_of(written(external(training, "w.bin"), tmp_path))
+    assert "is cut short" in message_of(written(external(training, "w.bin", offset="-9"), tmp_path))
+    assert "damaged external data" in message_of(written(external(training, "w.bin", offset="x"), tmp_path))
+
+
+def test_unknown_domain(training, tmp_path):
+    model = copy_of(training)
+    model.graph.node[2].domain = "my.ops"
+    model.opset_import.append(helper.make_opsetid("my.ops", 1))
+    name, op = model.graph.node[2].name, model.graph.node[2].op_type
+    text = message_of(written(model, tmp_path))
+    assert text.startswith(f"node '{name}' (my.ops::{op}) is of an unknown domain. Known: ai.onnx, ai.bnfuse, ")
+
+
+def test_require_training(training, tmp_path):
+    io.require_training(io.load(written(training, tmp_path)))
+    forward = tmp_path / "forward.onnx"
+    onnx.save(build_forward("resnet20", batch=1), forward)
+    with pytest.raises(BnfuseError, match=f"^{forward}: is not a training graph: no output is the gradient"):
+        io.require_training(io.load(forward))
+
+
+def test_require_training_wants_shapes_and_values(training, tmp_path):
+    model = copy_of(training)
+    gone = next(v for v in model.graph.value_info if v.name == "stem/conv")
+    model.graph.value_info.remove(gone)
+    with pytest.raises(BnfuseError, match=r"node 'stem/conv' \(Conv\) gives 'stem/conv', whose shape is not known"):
+        io.require_training(io.load(model))
+    model = copy_of(training)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "N"
+    with pytest.raises(BnfuseError, match=r"input 'data' has no static shape .*: build it with --batch N"):
+        io.require_training(io.load(model))
+    model = copy_of(training)
+    del model.graph.initializer[-1]
+    with pytest.raises(BnfuseError, match="has no initial value: pass --checkpoint"):
+        io.require_training(io.load(model))
+
+
+def test_a_core_import_pulls_no_torch():
+    code = "import sys, bnfuse.io, bnfuse.build, bnfuse.models, bnfuse.data; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What generate_artifacts writes
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory) -> Path:
+    """A training graph and its checkpoint, as onnxruntime's own tool leaves them."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    source = build_forward("densenet40", batch=2, depth=1, image=8)
+    onnx.save(source, folder / "forward.onnx")
+    code = f"""
+import onnx
+onnx.IR_VERSION = 10
+from onnxruntime.training import artifacts
+model = onnx.load("forward.onnx")
+running = sorted(n for n in (t.name for t in model.graph.initializer) if "/running_" in n)
+train = [t.name for t in model.graph.initializer if t.name not in running]
+artifacts.generate_artifacts(model, requires_grad=train, frozen_params=running,
+    loss=artifacts.LossType.CrossEntropyLoss, artifact_directory={str(folder)!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, capture_output=True)
+    return folder
+
+
+@pytest.mark.torch
+def test_graph_and_checkpoint_of_generate_artifacts_load(artifacts, training):
+    model = io.load(artifacts / "training_model.onnx", checkpoint=artifacts / "checkpoint")
+    io.require_training(model)
+    found, expected = roles_of(model), roles_of(io.load(training))
+    assert set(found.trainable) == set(expected.trainable) and found.running == expected.running
+    assert (found.data, found.labels, found.logits) == (("data",), ("labels",), "logits")
+    source = {t.name: numpy_helper.to_array(t) for t in onnx.load(artifacts / "forward.onnx").graph.initializer}
+    for name in (*found.trainable, *found.running):
+        assert np.array_equal(model.graph.initializers[name].const_value.numpy(), source[name])
+
+
+@pytest.mark.torch
+def test_generate_artifacts_graph_gives_the_same_results(artifacts, training):
+    import onnxruntime
+
+    rng = np.random.default_rng(0)
+    feeds = {"data": rng.standard_normal((2, 3, 8, 8)).astype(np.float32), "labels": np.array([1, 3])}
+    model = io.load(artifacts / "training_model.onnx", checkpoint=artifacts / "checkpoint")
+    results = []
+    for proto in (ir.to_proto(model), training):
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        names = ["stem/conv/weight_grad", "final/norm/new_running_var", "logits"]
+        results.append(session.run(names, feeds))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.torch
+def test_generate_artifacts_graph_without_its_checkpoint(artifacts):
+    path = artifacts / "training_model.onnx"
+    with pytest.raises(BnfuseError, match=f"^{path}: input 'stem/conv/weight' has no initial value: pass --checkpoint"):
+        io.require_training(io.load(path))
+
+
+@pytest.mark.torch
+def test_checkpoints_that_are_none(artifacts, tmp_path, training):
+    graph, good = artifacts / "training_model.onnx", (artifacts / "checkpoint").read_bytes()
+    for content in (b"", b"no", good[:8], good[:100], good[: len(good) // 2], good[:-10], b"\0\0\0\0ODTC" + good[8:90]):
+        path = tmp_path / "checkpoint"
+        path.write_bytes(content)
+        with pytest.raises(BnfuseError, match=rf"^{path}: is (no checkpoint|damaged or cut short)") as caught:
+            io.load(graph, checkpoint=path)
+        assert "\n" not in str(caught.value)
+    other = build_training_graph(build_forward("squeezenet", batch=2, image=32))
+    with pytest.raises(BnfuseError, match="it belongs to another model"):
+        io.load(other, checkpoint=artifacts / "checkpoint")
+
+
+# Roles
+
+
+def foreign(training: onnx.ModelProto) -> ir.Model:
+    model = io.load(training)
+    del model.metadata_props[METADATA_KEY]
+    return model
+
+
+def test_roles_of_a_foreign_file_are_inferred(training):
+    assert roles_of(foreign(training)) == roles_of(io.load(training))
+
+
+def test_frozen_parameters_of_a_foreign_file_are_told_from_data():
+    source = build_forward("resnet20", batch=2, image=8)
+    model = build_training_graph(source, freeze=["stem/*"])
+    assert roles_of(foreign(model)) == roles_of(io.load(model))
+
+
+def test_roles_can_be_given(training):
+    model = copy_of(training)
+    for value in model.graph.input:
+        if value.name == "data":
+            value.name = "picture"
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            if name == "data":
+                node.input[index] = "picture"
+    del model.metadata_props[:]
+    loaded = io.load(model, data_input="picture", labels_input="labels")
+    assert roles_of(loaded).data == ("picture",)
+    with pytest.raises(BnfuseError, match="has no input 'image': there are picture, labels, "):
+        io.load(model, data_input="image")
+
+
+def test_damaged_roles(training):
+    for text in ("{", "[]", '{"data": 3}', '{"data": ["data"]}', "null", '{"what": 1}'):
+        model = io.load(training)
+        model.metadata_props[METADATA_KEY] = text
+        with pytest.raises(BnfuseError, match=r"its bnfuse.roles metadata is damaged .*: build it anew") as caught:
+            roles_of(model)
+        assert "\n" not in str(caught.value)
+
+
+def test_roles_that_do_not_match_the_graph(training):
+    model = io.load(training)
+    text = model.metadata_props[METADATA_KEY]
+    model.metadata_props[METADATA_KEY] = text.replace('"labels"]', '"nobody"]')
+    with pytest.raises(BnfuseError, match="has no input 'nobody', which its roles name"):
+        roles_of(model)
+    model.metadata_props[METADATA_KEY] = text.replace('"loss": "loss"', '"loss": "gain"')
+    with pytest.raises(BnfuseError, match="has no output 'gain', which its roles name"):
+        roles_of(model)
+    model.metadata_props[METADATA_KEY] = text.replace('"data": ["data"]', '"data": []')
+    with pytest.raises(BnfuseError, match="input 'data' must have exactly one role"):
+        roles_of(model)
+
+
+def test_labels_of_a_type_that_no_loss_takes(training):
+    model = copy_of(training)
+    next(v for v in model.graph.input if v.name == "labels").type.tensor_type.elem_type = TensorProto.STRING
+    with pytest.raises(BnfuseError, match="labels input 'labels' is STRING: it must be int64 or float32"):
+        roles_of(io.load(model))
+
+
+def test_what_an_unknown_input_is_for(training):
+    model = copy_of(training)
+    del model.metadata_props[:]
+    model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, [1]))
+    with pytest.raises(BnfuseError, match="what input 'flag' is for cannot be told"):
+        roles_of(io.load(model))
