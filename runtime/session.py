@@ -264,9 +264,17 @@ class Step:
             raise BnfuseError(f"{path}: {error}") from None
         own = self._moments()
         fits = own.keys() == moments.keys() and all(own[name].shape == moments[name].shape for name in own)
-        for name, array in own.items():
-            array[...] = moments[name] if fits else 0
-        self.steps = int(metadata.get(STEP_KEY, 0)) if fits else 0
+        self.reset_optimizer()
+        if fits:
+            self.steps = int(metadata.get(STEP_KEY, 0))
+            for name, array in own.items():
+                array[...] = moments[name]
+
+    def reset_optimizer(self) -> None:
+        """The optimiser as before the first step."""
+        self.steps = 0
+        for array in self._moments().values():
+            array[...] = 0
 
     def _state(self) -> dict[str, np.ndarray]:
         tensors = {**self.program.parameters, **self.program.running}

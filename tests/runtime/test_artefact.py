@@ -1,0 +1,152 @@
+"""`step.bnf`: written, read, run elsewhere; damage and foreign processors are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import onnx
+import onnx.helper as h
+import pytest
+
+from bnfuse.build import build_training_graph
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime import SGD, Step, compile_step, load_step
+
+BATCH, FEATURES, CLASSES = 4, 8, 3
+
+
+def perceptron() -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((CLASSES, FEATURES)), "b": np.zeros(CLASSES)}
+    graph = h.make_graph(
+        [
+            h.make_node("Relu", ["x"], ["a"], name="relu"),
+            h.make_node("Gemm", ["a", "w", "b"], ["y"], transB=1, name="fc"),
+        ],
+        "net",
+        [h.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [BATCH, FEATURES])],
+        [h.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [BATCH, CLASSES])],
+        [onnx.numpy_helper.from_array(v.astype(np.float32), k) for k, v in weights.items()],
+    )
+    return h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+
+
+def batch(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((BATCH, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, BATCH)
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return compile_step(build_training_graph(perceptron()), optimizer=SGD(0.5, momentum=0.9), threads=2)
+
+
+@pytest.fixture
+def exported(step, tmp_path) -> pathlib.Path:
+    path = tmp_path / "step.bnf"
+    step.export(path)
+    return path
+
+
+def rewritten(path: pathlib.Path, **changes: object) -> pathlib.Path:
+    """The file with some keys of its manifest changed."""
+    other = path.with_name("other.bnf")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            if name == "manifest.json":
+                data = json.dumps({**json.loads(data), **changes}).encode()
+            target.writestr(name, data)
+    return other
+
+
+def test_a_loaded_step_does_what_the_exported_one_does(step, exported):
+    loaded = load_step(exported)
+    assert loaded.optimizer == step.optimizer
+    assert loaded.program == step.program or loaded.program.launches == step.program.launches
+    for name, value in step.state_dict().items():
+        np.testing.assert_array_equal(loaded.state_dict()[name], value)
+    assert [loaded(*batch(i)) for i in range(4)] == [step(*batch(i)) for i in range(4)]
+    np.testing.assert_array_equal(loaded.evaluate(batch()[0]), step.evaluate(batch()[0]))
+
+
+def test_the_file_holds_data_and_code_and_no_pickle(exported):
+    with zipfile.ZipFile(exported) as file:
+        names = file.namelist()
+        assert {"manifest.json", "state.safetensors", "initial.safetensors", "model.onnx"} < set(names)
+        assert all(
+            name.startswith("code/") and name.endswith(".o")
+            for name in set(names) - {"manifest.json", "state.safetensors", "initial.safetensors", "model.onnx"}
+        )
+        onnx.checker.check_model(onnx.load_from_string(file.read("model.onnx")))
+    assert [path.name for path in exported.parent.iterdir()] == ["step.bnf"]
+
+
+def test_another_process_runs_it_without_tools_or_cache(exported, tmp_path):
+    script = f"""
+import numpy as np
+from bnfuse.runtime import load_step
+step = load_step({str(exported)!r})
+rng = np.random.default_rng(0)
+x, y = rng.standard_normal(({BATCH}, {FEATURES})).astype(np.float32), rng.integers(0, {CLASSES}, {BATCH})
+losses = [step(x, y) for _ in range(5)]
+assert losses[-1] < losses[0], losses
+"""
+    environment = {**os.environ, "PATH": "", "BNFUSE_CACHE": str(tmp_path / "unused")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "unused").exists()
+
+
+def one_line(path: pathlib.Path) -> str:
+    with pytest.raises(BnfuseError) as caught:
+        load_step(path)
+    assert "\n" not in str(caught.value)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_truncated_file_is_refused(exported):
+    data = exported.read_bytes()
+    for size in (0, 100, len(data) // 2, len(data) - 1):
+        exported.write_bytes(data[:size])
+        one_line(exported)
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    text, archive = tmp_path / "text.bnf", tmp_path / "zip.bnf"
+    text.write_text("hello")
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("manifest.json", '{"format": "something else"}')
+    assert "compile the model again" in one_line(text)
+    assert "not a compiled step" in one_line(archive)
+    assert "no such file" in one_line(tmp_path / "missing.bnf")
+
+
+def test_damaged_code_is_never_loaded(exported):
+    other = exported.with_name("other.bnf")
+    with zipfile.ZipFile(exported) as source, zipfile.ZipFile(other, "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            target.writestr(name, data[:-1] + bytes([data[-1] ^ 1]) if name.startswith("code/") else data)
+    assert "damaged" in one_line(other)
+
+
+def test_code_for_another_processor_is_refused_before_it_runs(exported):
+    other = rewritten(exported, features=["avx2", "avx512imaginary"])
+    assert "lacks avx512imaginary" in one_line(other) or "lacks avx2" in one_line(other)
+
+
+def test_another_version_says_so(exported):
+    assert "format version 99" in one_line(rewritten(exported, version=99))
+
+
+def test_another_number_of_threads_is_refused(exported):
+    with pytest.raises(BnfuseError, match="2 threads, not 1"):
+        load_step(exported, threads=1)
