@@ -163,7 +163,7 @@ def _labels(loss: ir.Node | None) -> list[str]:
 
 def _is_variable(graph: ir.Graph, value: ir.Value) -> bool:
     """Whether the input has a value, or is read only where an operator has its parameters."""
-    if value.name in graph.initializers and graph.initializers[value.name].const_value is not None:
+    if (known := graph.initializers.get(value.name or "")) is not None and known.const_value is not None:
         return True
     forward = [use for use in value.uses() if use.node.op_type in PARAMETERS]
     return bool(forward) and all(use.idx in PARAMETERS[use.node.op_type] for use in forward)

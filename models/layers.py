@@ -7,7 +7,7 @@ parameters hang below it (`block1/layer3/conv1/weight`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -64,12 +64,12 @@ def add(
     inputs: Sequence[gs.Tensor],
     name: str,
     shape: Sequence[int],
-    attrs: dict[str, object] | None = None,
+    attrs: Mapping[str, object] | None = None,
     more_outputs: Sequence[gs.Variable] = (),
 ) -> gs.Variable:
     """One node whose first output has the node's name and `shape`."""
     y = gs.Variable(name, np.float32, list(shape))
-    graph.layer(op=op, name=name, inputs=list(inputs), outputs=[y, *more_outputs], attrs=attrs or {})
+    graph.layer(op=op, name=name, inputs=list(inputs), outputs=[y, *more_outputs], attrs=dict(attrs or {}))
     return y
 
 

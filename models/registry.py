@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -83,7 +84,7 @@ def build_forward(
     channels: int = 3,
     classes: int | None = None,
     seed: int = 0,
-    **metaparameters: object,
+    **metaparameters: Any,
 ) -> onnx.ModelProto:
     """The forward graph of a zoo network: `data` [batch, channels, image, image] -> `logits` [batch, classes].
 
@@ -103,7 +104,7 @@ def count_forward(
     image: int | None = None,
     channels: int = 3,
     classes: int | None = None,
-    **metaparameters: object,
+    **metaparameters: Any,
 ) -> Counts:
     """Parameters and FLOPs of a zoo network, without making its weights."""
     return count(build_graph(name, batch=batch, image=image, channels=channels, classes=classes, **metaparameters))
@@ -117,7 +118,7 @@ def build_graph(
     channels: int = 3,
     classes: int | None = None,
     seed: int | None = None,
-    **metaparameters: object,
+    **metaparameters: Any,
 ) -> Network:
     """`build_forward` as a gs.Graph; without a seed its weights are zeros that take no memory."""
     entry = entry_of(name)

@@ -25,8 +25,21 @@ from .graph import Forward, adopt_graph, attributes, fresh, static_shape, typed_
 
 OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
 IR_VERSIONS = (8, 10)
-FOLDED = ("Cast", "CastLike", "Concat", "ConstantOfShape", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice")
-FOLDED += ("Squeeze", "Transpose", "Unsqueeze")
+FOLDED = (
+    "Cast",
+    "CastLike",
+    "Concat",
+    "ConstantOfShape",
+    "Expand",
+    "Gather",
+    "Identity",
+    "Reshape",
+    "Shape",
+    "Slice",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+)
 INTEGER_ARITHMETIC = ("Add", "Div", "Mul", "Sub")  # of shapes; float arithmetic may be the network's own
 FOLD_LIMIT = 1 << 28  # elements
 
@@ -156,7 +169,7 @@ def _constant(forward: Forward, node: onnx.NodeProto) -> onnx.TensorProto:
     given = attributes(node)
     if "value" in given:
         tensor = onnx.TensorProto()
-        tensor.CopyFrom(given["value"])  # type: ignore[arg-type]
+        tensor.CopyFrom(given["value"])
         return tensor
     for key, kind in (("value_float", np.float32), ("value_floats", np.float32), ("value_int", np.int64)):
         if key in given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import onnx
@@ -145,7 +146,7 @@ def fresh(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def attributes(node: onnx.NodeProto) -> dict[str, object]:
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
 
 

@@ -15,6 +15,7 @@ At the kink of a piecewise function the slope is that of Relu at 0, which is 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -32,7 +33,7 @@ class Writer:
         self.nodes: list[onnx.NodeProto] = []
         self.taken = forward.names() | {other.name for other in forward.graph.node}
 
-    def add(self, op: str, inputs: Sequence[str], *, last: bool = False, **attrs: object) -> str:
+    def add(self, op: str, inputs: Sequence[str], *, last: bool = False, **attrs: Any) -> str:
         """A node; its output is the replaced node's where it is the last."""
         name = self.node.name if last else fresh(f"{self.node.name}/{op.lower()}", self.taken)
         output = self.node.output[0] if last else name
@@ -52,7 +53,7 @@ class Writer:
 
 
 def elu(write: Writer) -> None:
-    alpha = float(attributes(write.node).get("alpha", 1.0))  # type: ignore[arg-type]
+    alpha = float(attributes(write.node).get("alpha", 1.0))
     if alpha == 1.0:
         return
     _scaled_elu(write, write.node.input[0], alpha)
@@ -71,21 +72,21 @@ def _scaled_elu(write: Writer, x: str, alpha: float, *, gamma: float = 1.0) -> N
 
 def selu(write: Writer) -> None:
     given = attributes(write.node)
-    alpha = float(given.get("alpha", 1.6732632423543772))  # type: ignore[arg-type]
-    gamma = float(given.get("gamma", 1.0507009873554805))  # type: ignore[arg-type]
+    alpha = float(given.get("alpha", 1.6732632423543772))
+    gamma = float(given.get("gamma", 1.0507009873554805))
     _scaled_elu(write, write.node.input[0], alpha, gamma=gamma)
 
 
 def celu(write: Writer) -> None:
     """alpha*elu(x/alpha)."""
-    alpha = write.number("alpha", float(attributes(write.node).get("alpha", 1.0)))  # type: ignore[arg-type]
+    alpha = write.number("alpha", float(attributes(write.node).get("alpha", 1.0)))
     x = write.add("Elu", [write.add("Div", [write.node.input[0], alpha])])
     write.add("Mul", [x, alpha], last=True)
 
 
 def hard_sigmoid(write: Writer) -> None:
     given = attributes(write.node)
-    alpha, beta = float(given.get("alpha", 0.2)), float(given.get("beta", 0.5))  # type: ignore[arg-type]
+    alpha, beta = float(given.get("alpha", 0.2)), float(given.get("beta", 0.5))
     if np.float32(alpha) == np.float32(1 / 6) and beta == 0.5:
         return
     x = write.add("Mul", [write.node.input[0], write.number("slope", 6 * alpha)])

@@ -137,8 +137,8 @@ def prune(graph: onnx.GraphProto) -> None:
                 node.output.extend(outputs)
     del graph.node[:]
     graph.node.extend(reversed(kept))
-    outputs = {value.name for value in graph.output}
-    present = {name for node in graph.node for name in node.output} - outputs  # an output has its type already
+    typed = {value.name for value in graph.output}
+    present = {name for node in graph.node for name in node.output} - typed  # an output has its type already
     values = [value for value in graph.value_info if value.name in present]
     tensors = [tensor for tensor in graph.initializer if tensor.name in needed]
     del graph.value_info[:], graph.initializer[:]

@@ -90,7 +90,7 @@ def check_conv(forward: Forward, node: onnx.NodeProto) -> None:
     """Neither shape inference nor the gradient builder compares the channels."""
     shapes = forward.shapes()
     x, weight = shapes[node.input[0]] or [], shapes[node.input[1]] or []
-    group = int(attributes(node).get("group", 1))  # type: ignore[call-overload]
+    group = int(attributes(node).get("group", 1))
     if x[1] != weight[1] * group or weight[0] % group:
         what = f"reads {x[1]} channels, but its weight is {weight} in {group} groups: they do not fit."
         raise forward.error_at(node, what)
@@ -109,7 +109,7 @@ def check_average_pool(forward: Forward, node: onnx.NodeProto) -> None:
 def check_pad(forward: Forward, node: onnx.NodeProto) -> None:
     mode = attributes(node).get("mode", b"constant")
     if mode != b"constant":
-        raise forward.error_at(node, f"pads by '{mode.decode()}': only constant padding has a gradient.")  # type: ignore[attr-defined]
+        raise forward.error_at(node, f"pads by '{mode.decode()}': only constant padding has a gradient.")
 
 
 def check_no_kernel(forward: Forward, node: onnx.NodeProto) -> None:
