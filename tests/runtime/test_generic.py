@@ -188,6 +188,41 @@ def test_gradients_of_activations():
     agree(run("GeluGrad", [dy, x], [dy])[0], d * slope, 1e-5)
 
 
+def test_fast_gelu_and_biased_ones():
+    dy, x, bias = values(3, 14), values(3, 14, seed=1), values(14, seed=2)
+    d, v, b = wide(dy), wide(x), wide(bias)
+
+    def fast(z):
+        return 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+
+    def slope(f, z):
+        return (f(z + 1e-6) - f(z - 1e-6)) / 2e-6
+
+    agree(run("FastGelu", [x], [x])[0], fast(v))
+    agree(run("FastGelu", [x, bias], [x])[0], fast(v + b))
+    agree(run("FastGeluGrad", [dy, x], [x])[0], d * slope(fast, v), 3e-5)
+    agree(run("BiasFastGeluGrad_dX", [dy, x, bias], [x])[0], d * slope(fast, v + b), 3e-5)
+    agree(run("BiasGelu", [x, bias], [x])[0], gelu(v + b), 1e-5)
+    agree(run("BiasGeluGrad_dX", [dy, x, bias], [x])[0], d * slope(gelu, v + b), 3e-5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((3, 4, 18), (3, 4, 18)), ((3, 1, 18), (4, 1)), ((18,), (3, 4, 18)), ((3, 4, 5), ())]
+)
+def test_gradients_of_a_division(a, b):
+    x, y = values(*a), values(*b, low=0.5)
+    dy = values(*np.broadcast_shapes(a, b), seed=2)
+
+    def summed(full, shape):
+        full = full.sum(axis=tuple(range(full.ndim - len(shape))))
+        return full.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True) if shape else full
+
+    wanted = summed(wide(dy) / wide(y), a), summed(-wide(dy) * wide(x) / wide(y) ** 2, b)
+    for found, exact in zip(run("DivGrad", [dy, x, y], [x, y]), wanted, strict=True):
+        agree(found, np.asarray(exact), 1e-5)
+    agree(run("DivGrad", [dy, x, y], [x])[0], wanted[0], 1e-5)
+
+
 def test_scale_by_a_number_of_another_dtype():
     x = values(5, 7)
     agree(run("Scale", [x, np.array(49, I64)], [x], {"scale_down": 1})[0], wide(x) / 49)
@@ -255,6 +290,11 @@ def test_gather_and_its_gradient(axis):
     wanted = np.zeros(x.size)
     np.add.at(wanted, y.reshape(-1), wide(dy).reshape(-1))
     agree(run("GatherGrad", [indices, dy], [x], {"axis": axis})[0], wanted.reshape(x.shape))
+
+
+def test_tile():
+    x = values(2, 3, 5)
+    check("Tile", [x], None, [np.array([2, 1, 4], I64)], {"repeats": (2, 1, 4)})
 
 
 def test_constants_and_reshapes():

@@ -25,7 +25,12 @@ __all__ = ["SCALARS", "SUPPORTED", "GenericProblem", "generic"]
 SCALARS: dict[str, tuple[str, ...]] = {"Dropout": ("seed", "step")}
 
 # of attributes and inputs, those whose absence changes the result and that only a constant can give
-REQUIRED: dict[str, tuple[str, ...]] = {"Slice": ("starts", "ends"), "SliceGrad": ("starts", "ends"), "Pad": ("pads",)}
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "Slice": ("starts", "ends"),
+    "SliceGrad": ("starts", "ends"),
+    "Pad": ("pads",),
+    "Tile": ("repeats",),
+}
 
 
 def generic(problem: GenericProblem, target: Target) -> Kernel:
@@ -68,7 +73,7 @@ def dropout(problem: GenericProblem, target: Target, args: Args, seed: Expr, ste
 
     Attributes: ratio, training_mode (1 unless given), node (a number that no other Dropout of the graph has).
     """
-    ratio = float(problem.attribute("ratio", 0.5)) if problem.attribute("training_mode", 1) else 0.0
+    ratio = float(problem.number("ratio", 0.5)) if problem.number("training_mode", 1) else 0.0
     if not 0 <= ratio <= 1:
         raise BnfuseError(f"Dropout: ratio {ratio} is not between 0 and 1")
     scale = tirx.const(1 / (1 - ratio) if ratio < 1 else 0.0, "float32")

@@ -137,8 +137,31 @@ def gelu_grad(attributes: Attributes, dy: Expr, x: Expr) -> Expr:
     return dy * (phi + x * density)
 
 
+FAST_GELU = (math.sqrt(2 / math.pi), 0.044715)  # gelu(x) = x/2 * (1 + tanh(first*(x + second*x**3)))
+
+
+def fast_gelu(attributes: Attributes, x: Expr, *bias: Expr) -> Expr:
+    x = x + bias[0] if bias else x
+    return like(x, 0.5) * x * (like(x, 1.0) + _fast_gelu_tanh(x))
+
+
+def fast_gelu_grad(attributes: Attributes, dy: Expr, x: Expr, *bias: Expr) -> Expr:
+    x = x + bias[0] if bias else x
+    t = _fast_gelu_tanh(x)
+    slope = like(x, FAST_GELU[0]) * (like(x, 1.0) + like(x, 3 * FAST_GELU[1]) * x * x)
+    return dy * like(x, 0.5) * (like(x, 1.0) + t + x * (like(x, 1.0) - t * t) * slope)
+
+
+def _fast_gelu_tanh(x: Expr) -> Expr:
+    return tirx.tanh(like(x, FAST_GELU[0]) * (x + like(x, FAST_GELU[1]) * x * x * x))
+
+
 def dropout_grad(attributes: Attributes, dy: Expr, mask: Expr) -> Expr:
-    ratio = attributes.get("ratio", 0.5) if attributes.get("training_mode", 1) else 0.0
+    ratio, training = (
+        value[0] if isinstance(value, tuple) else value
+        for value in (attributes.get("ratio", 0.5), attributes.get("training_mode", 1))
+    )
+    ratio = ratio if training else 0.0
     kept = like(dy, 1 / (1 - ratio) if ratio < 1 else 0.0)
     return tirx.Select(mask, dy * kept, like(dy, 0.0))
 
@@ -218,6 +241,11 @@ NARY: dict[str, Callable[..., Expr]] = {
     "TanhGrad": lambda a, dy, y: dy * (like(y, 1.0) - y * y),
     "QuickGeluGrad": quick_gelu_grad,
     "GeluGrad": gelu_grad,
+    "BiasGelu": lambda a, x, bias: (x + bias) * gelu_density(x + bias)[0],
+    "BiasGeluGrad_dX": lambda a, dy, x, bias: gelu_grad(a, dy, x + bias),
+    "FastGelu": fast_gelu,
+    "FastGeluGrad": fast_gelu_grad,
+    "BiasFastGeluGrad_dX": fast_gelu_grad,
     "DropoutGrad": dropout_grad,
 }
 

@@ -105,7 +105,7 @@ def pad(problem: GenericProblem, target: Target, args: Args) -> None:
     source = View(read, _dot(cropped, read))
     result = View(written, _dot([max(0, b) for b in before], written))
     if space != out:
-        fill(args, target, "out0", out, problem.attribute("value", 0), problem.out_dtype)
+        fill(args, target, "out0", out, problem.number("value", 0), problem.out_dtype)
     move(args, target, space, ("in0", source), ("out0", result))
 
 
@@ -113,8 +113,19 @@ def _dot(places: Sequence[int], strides: Sequence[int]) -> int:
     return sum(place * stride for place, stride in zip(places, strides, strict=True))
 
 
+def tile(problem: GenericProblem, target: Target, args: Args) -> None:
+    """Each axis is walked as (repeat, place): a repeat goes on in the result and nowhere in the operand."""
+    space, source, result = [], [], []
+    shape, repeats = problem.shape(), problem.attribute("repeats")
+    for size, repeat, read, written in zip(shape, repeats, row_major(shape), row_major(problem.out_shape), strict=True):
+        space += [repeat, size]
+        source += [0, read]
+        result += [size * written, written]
+    move(args, target, tuple(space), ("in0", View(tuple(source))), ("out0", View(tuple(result))))
+
+
 def constant_of_shape(problem: GenericProblem, target: Target, args: Args) -> None:
-    fill(args, target, "out0", problem.out_shape, problem.attribute("value", 0), problem.out_dtype)
+    fill(args, target, "out0", problem.out_shape, problem.number("value", 0), problem.out_dtype)
 
 
 def gather(problem: GenericProblem, target: Target, args: Args) -> None:
@@ -185,6 +196,7 @@ OPS: dict[str, Emit] = {
     "Split": split,
     "SplitTraining": split,
     "Pad": pad,
+    "Tile": tile,
     "ConstantOfShape": constant_of_shape,
     "Gather": gather,
     "GatherGrad": gather_grad,

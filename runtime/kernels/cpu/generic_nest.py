@@ -43,6 +43,11 @@ class GenericProblem:
     def attribute(self, name: str, default: Any = None) -> Any:
         return dict(self.attributes).get(name, default)
 
+    def number(self, name: str, default: float) -> Any:
+        """An attribute that is one number, perhaps given as a tensor of one element."""
+        value = self.attribute(name, default)
+        return value[0] if isinstance(value, tuple) else value
+
     def shape(self, index: int = 0) -> Shape:
         """Of an input."""
         return self.inputs[index][0]

@@ -20,7 +20,11 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
     Emit,
     GenericProblem,
     Shape,
+    View,
+    broadcast_view,
+    dense_view,
     dtype_of,
+    nest,
     parallel_rows,
     row_major,
     store,
@@ -196,6 +200,61 @@ def _rows(axes: Axes, folding: Folding, dtype: str, target: Target, take: Take, 
     parallel_rows(axes.kept_count, target, row)
 
 
+def div_grad(problem: GenericProblem, target: Target, args: Args) -> None:
+    """dy, a, b -> da = sum dy/b, [db = -sum dy*a/b^2]; the sums are over the axes that a or b was broadcast along."""
+    (space, _), (a_shape, _), (b_shape, _) = problem.inputs
+    a_view, b_view, dy_view = broadcast_view(a_shape, space), broadcast_view(b_shape, space), dense_view(space)
+    if math.prod(space) == 0:
+        T.evaluate(tirx.const(0, "int32"))
+        return
+
+    def da(dy: Expr, a: Expr, b: Expr) -> Expr:
+        return f64(dy) / f64(b)
+
+    def db(dy: Expr, a: Expr, b: Expr) -> Expr:
+        return f64(0.0) - f64(dy) * f64(a) / (f64(b) * f64(b))
+
+    for name, shape, term in zip(
+        (p for p in ("out0", "out1") if p in args), (a_shape, b_shape), (da, db), strict=False
+    ):
+        _sum_to(shape, space, (dy_view, a_view, b_view), target, args, name, term)
+
+
+def _sum_to(
+    shape: Shape,
+    space: Shape,
+    views: tuple[View, View, View],
+    target: Target,
+    args: Args,
+    out: str,
+    term: Callable[[Expr, Expr, Expr], Expr],
+) -> None:
+    """out[i] = the sum of `term` over the points of the space that broadcasting maps to i."""
+    aligned = (1,) * (len(space) - len(shape)) + shape
+    gone = [i for i, (size, whole) in enumerate(zip(aligned, space, strict=True)) if size != whole]
+    count = math.prod(space[i] for i in gone)
+    total = tir.workspace(math.prod(shape), "float64")
+
+    def walk(view: View, index: Expr) -> Expr:
+        return place(index, tuple((space[i], view.strides[i]) for i in gone))
+
+    kept = [dense_view(aligned), *(View(tuple(0 if i in gone else s for i, s in enumerate(v.strides))) for v in views)]
+
+    def point(to: Expr, *at: Expr) -> None:
+        T.buffer_store(total, f64(0.0), [to])
+
+    nest(aligned, kept, target, point)
+    with T.serial(0, count) as k:
+        moved = [T.bind(walk(view, k)) for view in views]
+
+        def add(to: Expr, *at: Expr) -> None:
+            operands = [args[f"in{i}"][start + move] for i, (start, move) in enumerate(zip(at, moved, strict=True))]
+            T.buffer_store(total, total[to] + term(*operands), [to])
+
+        nest(aligned, kept, target, add)
+    nest(aligned, kept[:1], target, lambda to: store(args, out, to, to_f32(total[to])))
+
+
 # Softmax
 
 
@@ -254,6 +313,7 @@ def softmax_grad(logarithm: bool) -> Emit:
 
 OPS: dict[str, Emit] = {
     **{name: reduction(folding) for name, folding in FOLDINGS.items()},
+    "DivGrad": div_grad,
     "Softmax": softmax(False),
     "LogSoftmax": softmax(True),
     "SoftmaxGrad_13": softmax_grad(False),

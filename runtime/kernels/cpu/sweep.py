@@ -49,6 +49,9 @@ class Args:
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.arguments
+
     def read(self, name: str, pixel: Expr, channel: Expr) -> Expr:
         return self[name][self.maps[name].at(pixel, channel)]
 
