@@ -43,7 +43,7 @@ EPILOGUES = ("", "Bias", "Statistics", "BiasStatistics", "StoreInput", "BiasStor
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A convolution in the terms of the ONNX file. `slots` channels lie before and after x and y in their buffers."""
+    """A convolution in the terms of the ONNX file. Each map has `slots` channels before and after it in its buffer."""
 
     op: str
     n: int
@@ -88,7 +88,8 @@ def run(case: Case, operands: dict[str, np.ndarray], target: Target = TARGET) ->
     wide = {name: value.astype(np.float64) for name, value in operands.items()}
     expected = reference.run(parse(case.op), wide, case.attributes)
     shapes = {name: value.shape for name, value in expected.items()}
-    slots = {"x": (case.cin + 2 * case.slots, case.slots), "y": (case.cout + 2 * case.slots, case.slots)}
+    channels = {"x": case.cin, "skip": case.cin, "stored": case.cin, "y": case.cout}
+    slots = {name: (count + 2 * case.slots, case.slots) for name, count in channels.items()}
     found = execute.operator(conv_forward, target, case.op, operands, shapes, case.attributes, slots)
     return found, expected
 
@@ -136,7 +137,7 @@ def test_convolution_is_that_of_the_reference(case):
 
 @pytest.mark.parametrize("prologue", PROLOGUES)
 def test_every_prologue_pads_with_zeros_after_the_activation_and_stores_what_the_core_reads(prologue):
-    check(Case(f"{prologue}ConvStoreInput", 2, 5, 4, 5, 3, (3, 3), pads=(1, 1, 1, 1)))
+    check(Case(f"{prologue}ConvStoreInput", 2, 5, 4, 5, 3, (3, 3), pads=(1, 1, 1, 1), slots=2))
 
 
 @pytest.mark.parametrize(
