@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from bnfuse.errors import BnfuseError
 
 
+INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `bnfuse ARGUMENTS` (those of the process by default)."""
     try:
@@ -28,11 +31,12 @@ def run(arguments: list[str]) -> int:
 
     command = make_command()
     try:
-        return command.main(args=arguments, prog_name="bnfuse", standalone_mode=False) or 0
+        status = command.main(args=arguments or ["--help"], prog_name="bnfuse", standalone_mode=False) or 0
+        return fail("interrupted", INTERRUPTED) if status == INTERRUPTED else status
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:
-        return fail("interrupted", 130)
+        return fail("interrupted", INTERRUPTED)
     except BnfuseError as error:
         return fail(str(error))
     except MemoryError:
@@ -43,7 +47,7 @@ def run(arguments: list[str]) -> int:
         if line := usage_line(error):
             return fail(line)
         if type(error).__name__ == "Abort":
-            return fail("interrupted", 130)
+            return fail("interrupted", INTERRUPTED)
         if os.environ.get("BNFUSE_DEBUG"):
             raise
         return fail(f"internal error, please report it: {type(error).__name__}: {error} (BNFUSE_DEBUG=1 shows where)")

@@ -117,7 +117,8 @@ def open_graph(
     """A training graph from any form of a model. `name` is for messages, where the source is no file."""
     if isinstance(source, TrainingGraph):
         return source
-    source = source.model if hasattr(source, "report") else source  # what `rewrite` returned
+    if dataclasses.is_dataclass(source) and hasattr(source, "report"):  # what `rewrite` returned
+        source = source.model  # type: ignore[attr-defined]
     model = io.load(source, checkpoint=checkpoint)
     roles = roles_of(model, data_input=data_input, labels_input=labels_input)
     if model is not source:  # ours: everything that follows sees the same roles

@@ -194,10 +194,12 @@ def rewrite(
 def report_sections(report: dict[str, Any]) -> list[Section]:
     """A rewrite report as text."""
     passes = [(p["name"], number(p["changed"])) for p in report["passes"]]
-    title = f"{count(report['batch_norms'], 'BatchNorm')}, {len(report['unfused'])} unfused"
+    unfused = {entry["node"] for entry in report["unfused"]}
+    title = f"{count(report['batch_norms'], 'BatchNorm')}, {len(unfused)} unfused"
     sections = [Section.table(title, ("pass", "changed"), passes)]
     if report["unfused"]:
-        sections.append(Section.lines("Unfused", [f"{u['node']} ({u['half']}): {u['reason']}" for u in report["unfused"]]))
+        rows = [(entry["node"], entry["half"], entry["reason"]) for entry in report["unfused"]]
+        sections.append(Section.table("Unfused", ("BatchNorm", "half", "reason"), rows))
     return sections
 
 

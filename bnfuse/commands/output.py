@@ -65,27 +65,33 @@ def write_text(path: Path, text: str) -> None:
         raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
 
 
+SILENCE = 10.0  # seconds that pass without a line before a plain one is printed
+
+
 class Progress:
     """What is going on, on stderr: a bar on a terminal that a line replaces, timed lines elsewhere."""
 
     def __init__(self) -> None:
-        self.start = time.monotonic()
+        self.start = self.last = time.monotonic()
         self.terminal = sys.stderr.isatty()
         self.transient = False
 
     def __call__(self, text: str) -> None:
         """A line that stays."""
         self.clear()
+        self.last = time.monotonic()
         print(f"[{time.monotonic() - self.start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def bar(self, done: int, total: int, text: str = "") -> None:
-        """A bar on a terminal; elsewhere nothing, the lines say enough."""
+        """A bar on a terminal; elsewhere a line now and then."""
         if self.terminal:
             full = 30 * done // max(total, 1)
             print(
                 f"\r\x1b[K[{'#' * full}{'.' * (30 - full)}] {done}/{total} {text}", end="", file=sys.stderr, flush=True
             )
             self.transient = True
+        elif time.monotonic() - self.last > SILENCE or done == total:
+            self(f"{done} of {total} {text}".rstrip())
 
     def clear(self) -> None:
         if self.transient:

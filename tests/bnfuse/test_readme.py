@@ -1,0 +1,45 @@
+"""The README's commands and Python, run as they are printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+MARKER = "test_readme.py"
+
+
+def blocks(language: str) -> list[str]:
+    """Code blocks of a language that come right after a comment that names this file."""
+    return re.findall(rf"<!--[^>]*{MARKER}[^>]*-->\n```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.timeout(900)
+def test_the_commands_and_then_the_python_run_as_printed(tmp_path):
+    (commands,), (python,) = blocks("sh"), blocks("python")
+    scripts = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    for line in commands.splitlines():
+        done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Feature maps read and written" in done.stdout and "Equal" in done.stdout
+
+
+def test_every_file_that_the_documents_link_to_is_there():
+    top = Path(__file__).resolve().parents[2]
+    for document in (top / "README.md", top / "CONTRIBUTING.md", *sorted((top / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_set_up_is_two_commands():
+    set_up = README.split("## Set-up")[1].split("##")[0]
+    assert re.findall(r"```\n(.*?)\n```", set_up, re.DOTALL) == [
+        "pip install . && bnfuse demo",
+        "pip install '.[test]' && pytest",
+    ]
