@@ -99,7 +99,7 @@ def in_memory_order(
     low: Lowering, node: ir.Node, operands: Sequence[ir.Value], types: Sequence[Any], attributes: Mapping[str, Any]
 ) -> bool:
     """Whether a map among the operands can stay as it lies."""
-    if not any(low.form(v).map is not None and len(low.shape(v)) == 4 for v in operands):
+    if not any(is_map(low, value) for value in operands):
         return False
     if node.op_type in ELEMENTWISE:
         return all(len(shape) == 4 for shape, _ in types) and all(fits_nhwc(low, v) for v in operands)
@@ -107,6 +107,14 @@ def in_memory_order(
         kept = {0, 1, 2, 3} - {axis % 4 for axis in attributes.get("axes") or range(4)}
         return bool(attributes.get("keepdims", 1)) or not (1 in kept and kept & {2, 3})
     return False
+
+
+def is_map(low: Lowering, value: ir.Value) -> bool:
+    """Whether the value lies in memory as a map; one of a single pixel is both dense and a map."""
+    form = low.form(value)
+    if len(form.shape) != 4 or form.constant is not None:
+        return False
+    return form.map is not None or MapRef(0, 0, map_type(form.shape)).is_file_layout
 
 
 def fits_nhwc(low: Lowering, value: ir.Value) -> bool:
