@@ -12,15 +12,15 @@ from bnfuse.runtime.program import ALIGNMENT, Program, Tensor
 
 
 class Memory:
-    """Regions of a program. Those in `shared` belong to another memory, and must be at least as large."""
+    """Regions of a program. Those in `shared` belong to another memory, and are taken where they are large enough."""
 
     def __init__(self, program: Program, shared: Mapping[str, np.ndarray] | None = None) -> None:
-        shared = shared or {}
         self.program = program
-        self.regions = {name: shared.get(name, aligned(size)) for name, size in program.regions.items()}
-        self._tensors: dict[int, Any] = {}
+        self.regions: dict[str, np.ndarray] = {}
         for name, size in program.regions.items():
-            assert self.regions[name].nbytes >= size, name
+            other = (shared or {}).get(name)
+            self.regions[name] = other if other is not None and other.nbytes >= size else aligned(size)
+        self._tensors: dict[int, Any] = {}
         for storage, value in program.initial.items():
             self.flat(storage)[:] = value
 

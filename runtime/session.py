@@ -121,16 +121,14 @@ class Step:
         self.target, self.optimizer, self.model = target, optimizer, model
         self._compiled = (training, evaluation)
         self._train = Runner(training)
-        shared = {
-            name: self._train.memory.regions[name]
-            for name in (p.PARAMETERS, p.RUNNING)
-            if name in self._train.memory.regions
-        }
+        held = self._train.memory.regions
+        shared = {name: held[name] for name in (p.PARAMETERS, p.RUNNING, p.ARENA) if name in held}
         self._evaluate = Runner(evaluation, shared)
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
         self.seed = 0
+        self._can_go_back = False  # whether the arena holds the maps of a forward phase
 
     @property
     def program(self) -> p.Program:
@@ -161,10 +159,12 @@ class Step:
         self._train.feed(self.inputs, inputs)
         self._check_labels()
         self.times["forward"] = self._train.run("forward", self._scalars())
+        self._can_go_back = True
         return float(self._output(self.program.roles["loss"]).reshape(()))
 
     def backward(self) -> None:
         """The backward phase, after `forward`: all gradients."""
+        self._require_maps()
         self.times["backward"] = self._train.run("backward", self._scalars())
 
     def update(self) -> None:
@@ -180,6 +180,7 @@ class Step:
         """Logits by the running statistics instead of the batch's, as after training."""
         names = [name for name in self.program.roles["data"] if name in self._evaluate.program.inputs]
         self._evaluate.feed(names, data)
+        self._can_go_back = False
         self._evaluate.run("forward", self._scalars())
         (logits,) = self._evaluate.program.outputs.values()
         return self._evaluate.memory.array(logits).copy()
@@ -188,9 +189,17 @@ class Step:
         """One step, launch by launch. It is a whole step: state changes as it does in a call."""
         self._train.feed(self.inputs, inputs)
         self._check_labels()
-        times = [line for phase in ("forward", "backward") for line in self._train.profile(phase, self._scalars())]  # type: ignore[arg-type]
+        times = self._train.profile("forward", self._scalars())
+        times += self._train.profile("backward", self._scalars())
+        self._can_go_back = False
         self.update()
         return times
+
+    def _require_maps(self) -> None:
+        """Backward reads what forward left in the arena, and itself writes over it."""
+        if not self._can_go_back:
+            raise BnfuseError("backward needs a forward before it, with no evaluate in between")
+        self._can_go_back = False
 
     def _scalars(self) -> dict[str, Any]:
         return {"lr": self.lr, "step": self.steps, "seed": self.seed}

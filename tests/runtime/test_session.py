@@ -214,6 +214,16 @@ def test_evaluation_uses_running_statistics(step):
     np.testing.assert_allclose(step.evaluate(one)[0], step.evaluate(images)[0], rtol=1e-4, atol=1e-5)
 
 
+def test_backward_needs_the_maps_of_a_forward(step):
+    images, labels = batch()
+    step.forward(images, labels)
+    step.evaluate(images)
+    with pytest.raises(BnfuseError, match="forward"):
+        step.backward()
+    step.forward(images, labels)
+    step.backward()
+
+
 # -- state ---------------------------------------------------------------------------------------------------------
 
 
