@@ -83,9 +83,9 @@ class Forward:
 
     def remove_unread_initializers(self) -> None:
         read = {name for node in self.graph.node for name in node.input} | self.output_names()
-        kept = [tensor for tensor in self.graph.initializer if tensor.name in read]
-        del self.graph.initializer[:]
-        self.graph.initializer.extend(kept)
+        for index in reversed(range(len(self.graph.initializer))):  # in place: weights are large
+            if self.graph.initializer[index].name not in read:
+                del self.graph.initializer[index]
 
     def set_initializer(self, name: str, values: np.ndarray) -> None:
         """Adds the initializer, or replaces the one of that name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from types import ModuleType
 
 from bnfuse.errors import BnfuseError
@@ -20,6 +21,7 @@ RIVALS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime
 def training_library() -> ModuleType:
     """`onnxruntime.capi._pybind_state` with the training functions in it."""
     try:
+        onnxruntime()
         library = importlib.import_module("onnxruntime.capi._pybind_state")
     except Exception as error:
         raise BnfuseError(f"onnxruntime does not load ({_one_line(error)}). {_remedy(_installed_rivals())}") from None
@@ -27,6 +29,22 @@ def training_library() -> ModuleType:
     if missing:
         raise BnfuseError(f"the installed onnxruntime cannot build gradients. {_remedy(_installed_rivals())}")
     return library
+
+
+def onnxruntime() -> ModuleType:
+    """The package, imported without torch.
+
+    Its training build imports torch where there is one, seconds and 200 MB for nothing that is used here; while it is
+    imported, torch is not to be found.
+    """
+    hide = "torch" not in sys.modules and "onnxruntime" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("onnxruntime")
+    finally:
+        if hide:
+            del sys.modules["torch"]
 
 
 def quiet_options():

@@ -98,6 +98,8 @@ def train_batch_norms(forward: Forward, *, train_bn: bool, silent: bool) -> None
 
 
 def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
+    if len(node.output) >= 3 and all(node.output[1:3]):
+        return
     taken = forward.names()
     y = node.output[0]
     given = list(node.output[1:3]) + [""] * (3 - len(node.output))
@@ -138,7 +140,7 @@ def merge_affine(forward: Forward, placeholders: set[str]) -> None:
 
     z = g*(s*x + b) + h  =  (g*s)*x + (g*b + h): the same function, and the same set of functions to train.
     """
-    consumers, outputs = forward.consumers(), forward.output_names()
+    consumers, outputs, shapes = forward.consumers(), forward.output_names(), forward.shapes()
     gone: list[onnx.NodeProto] = []
     merged = 0
     for norm in [node for node in forward.graph.node if node.op_type == "BatchNormalization"]:
@@ -147,7 +149,7 @@ def merge_affine(forward: Forward, placeholders: set[str]) -> None:
             readers = consumers.get(norm.output[0], [])
             if len(readers) != 1 or readers[0].op_type != op or norm.output[0] in outputs:
                 continue
-            operand = _channel_operand(forward, readers[0], norm)
+            operand = _channel_operand(forward, readers[0], norm, len(shapes[norm.input[0]] or []))
             if operand is None or any(len(consumers.get(name, [])) != 1 for name in (operand, *norm.input[1:3])):
                 continue
             _absorb(forward, norm, op, operand, placeholders)
@@ -162,13 +164,12 @@ def merge_affine(forward: Forward, placeholders: set[str]) -> None:
         forward.note(f"merged the Mul and Add after {merged} BatchNormalization nodes into their scale and bias")
 
 
-def _channel_operand(forward: Forward, node: onnx.NodeProto, norm: onnx.NodeProto) -> str | None:
+def _channel_operand(forward: Forward, node: onnx.NodeProto, norm: onnx.NodeProto, rank: int) -> str | None:
     """The operand of `node` that is an initializer with one value per channel of the BN's output (or one for all)."""
     known = forward.initializers()
     others = [name for name in node.input if name != norm.output[0]]
     if len(others) != 1 or others[0] not in known:
         return None
-    rank = len(forward.shapes()[norm.input[0]] or [])
     channels = known[norm.input[1]].dims[0] if norm.input[1] in known else 0
     dims = list(known[others[0]].dims)
     aligned = [1] * (rank - len(dims)) + dims

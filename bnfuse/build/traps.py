@@ -21,6 +21,7 @@ SUPPORTED = (
     "ReduceMax ReduceMean ReduceSum Relu Reshape Selu Sigmoid Sin Slice Softmax Softplus Softsign Split "
     "Sqrt Squeeze Sub Sum Tanh Tile Transpose Unsqueeze Where "
 )
+Shapes = dict[str, list[int] | None]
 NO_GRADIENT = ("GroupNormalization", "InstanceNormalization", "LRN")
 NO_KERNEL = {"ConvTranspose": "ConvTransposeGrad", "Resize": "ResizeGrad", "Upsample": "ResizeGrad"}
 
@@ -41,10 +42,11 @@ def choose_logits(forward: Forward, wanted: str | None) -> str:
 
 def check_forward(forward: Forward) -> None:
     """Refuses what would train wrongly."""
+    shapes = forward.shapes()
     for node in forward.graph.node:
         for op, check in CHECKS:
             if node.op_type == op:
-                check(forward, node)
+                check(forward, node, shapes)
 
 
 def check_operators(forward: Forward) -> None:
@@ -69,7 +71,7 @@ def check_operators(forward: Forward) -> None:
             raise forward.error_at(node, f"has no gradient. {supported()}")
 
 
-def check_batch_norm(forward: Forward, node: onnx.NodeProto) -> None:
+def check_batch_norm(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
     """A frozen BN silently becomes a training BN; statistics of one value are no statistics."""
     if not attributes(node).get("training_mode"):
         raise forward.error_at(
@@ -79,16 +81,15 @@ def check_batch_norm(forward: Forward, node: onnx.NodeProto) -> None:
         )
     if len(node.input) < 5 or not all(node.input[1:5]):
         raise forward.error_at(node, "lacks its scale, bias or running statistics: export it with all five operands.")
-    shape = forward.shapes()[node.input[0]] or []
+    shape = shapes[node.input[0]] or []
     if len(shape) < 2 or element_count(shape) // shape[1] == 1:
         raise forward.error_at(
             node, f"has one value per channel ({shape}): it has no variance. Use a larger --batch or --image."
         )
 
 
-def check_conv(forward: Forward, node: onnx.NodeProto) -> None:
+def check_conv(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
     """Neither shape inference nor the gradient builder compares the channels."""
-    shapes = forward.shapes()
     x, weight = shapes[node.input[0]] or [], shapes[node.input[1]] or []
     group = int(attributes(node).get("group", 1))
     if x[1] != weight[1] * group or weight[0] % group:
@@ -96,7 +97,7 @@ def check_conv(forward: Forward, node: onnx.NodeProto) -> None:
         raise forward.error_at(node, what)
 
 
-def check_average_pool(forward: Forward, node: onnx.NodeProto) -> None:
+def check_average_pool(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
     """onnxruntime 1.19 computes wrong values there, forward and backward."""
     given = attributes(node)
     if given.get("ceil_mode") and given.get("count_include_pad"):
@@ -106,13 +107,13 @@ def check_average_pool(forward: Forward, node: onnx.NodeProto) -> None:
         )
 
 
-def check_pad(forward: Forward, node: onnx.NodeProto) -> None:
+def check_pad(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
     mode = attributes(node).get("mode", b"constant")
     if mode != b"constant":
         raise forward.error_at(node, f"pads by '{mode.decode()}': only constant padding has a gradient.")
 
 
-def check_no_kernel(forward: Forward, node: onnx.NodeProto) -> None:
+def check_no_kernel(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
     """Its gradient node exists, but no kernel that runs it."""
     raise forward.error_at(node, f"has no gradient here ({NO_KERNEL[node.op_type]} has no CPU kernel). {supported()}")
 

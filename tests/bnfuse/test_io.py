@@ -216,8 +216,26 @@ def test_require_training_wants_shapes_and_values(training, tmp_path):
 
 
 def test_a_core_import_pulls_no_torch():
-    code = "import sys, bnfuse.io, bnfuse.build, bnfuse.models, bnfuse.data; assert 'torch' not in sys.modules"
+    code = """
+import sys, bnfuse.io, bnfuse.data
+from bnfuse.build import build
+from bnfuse.models import build_forward
+build(build_forward("densenet40", batch=2, depth=1, image=8))
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "sklearn")]
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.torch
+def test_torch_and_onnxruntime_training_can_still_be_imported_afterwards():
+    code = """
+from bnfuse.build import ort
+ort.training_library()
+import torch
+from onnxruntime.training import artifacts
+torch.zeros(1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 # What generate_artifacts writes
