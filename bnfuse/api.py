@@ -140,7 +140,7 @@ def open_step(source: Source, *, threads: int | None = None, **options: Any) -> 
     from bnfuse.runtime import load_step
 
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf":
-        return load_step(source, threads=threads)
+        return load_step(Path(source), threads=threads)
     return compile(source, threads=threads, **options)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from bnfuse.errors import BnfuseError
 
-
 INTERRUPTED = 130
 
 

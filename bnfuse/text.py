@@ -29,6 +29,7 @@ class Section:
         cells = (self.columns, *self.rows)
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         right = [self.is_number_column(i) for i in range(len(self.columns))]
+        cells = cells if any(self.columns) else self.rows
         lines = [
             "  ".join(
                 cell.rjust(width) if flush else cell.ljust(width)

@@ -117,8 +117,8 @@ def open_graph(
     """A training graph from any form of a model. `name` is for messages, where the source is no file."""
     if isinstance(source, TrainingGraph):
         return source
-    if dataclasses.is_dataclass(source) and hasattr(source, "report"):  # what `rewrite` returned
-        source = source.model  # type: ignore[attr-defined]
+    if "report" in getattr(source, "__dict__", ()):  # what `rewrite` returned
+        source = source.model
     model = io.load(source, checkpoint=checkpoint)
     roles = roles_of(model, data_input=data_input, labels_input=labels_input)
     if model is not source:  # ours: everything that follows sees the same roles

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bnfuse.errors import BnfuseError
 from bnfuse.text import Section, join
@@ -30,9 +30,10 @@ def show(sections: Iterable[Section]) -> None:
             for row in section.rows:
                 console.print(Text(f"  {row[0]}"))
         else:
-            table = Table(box=None, pad_edge=True, header_style="dim")
+            table = Table(box=None, pad_edge=True, header_style="dim", show_header=any(section.columns))
             for index, column in enumerate(section.columns):
-                table.add_column(column, justify="right" if section.is_number_column(index) else "left")
+                side: Literal["right", "left"] = "right" if section.is_number_column(index) else "left"
+                table.add_column(column, justify=side, overflow="fold")
             for cells in section.rows:
                 table.add_row(*(Text(cell) for cell in cells))
             console.print(table)
