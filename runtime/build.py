@@ -8,6 +8,7 @@ worker needs some seconds to import TVM; for a handful of kernels none is starte
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -119,15 +120,20 @@ def _compile_all(tasks: Sequence[Task], cores: int) -> Iterable[tuple[str, str, 
 def _next_result(
     waiting: queue.SimpleQueue[Task], finished: queue.SimpleQueue[tuple[str, str, bytes] | Exception]
 ) -> tuple[str, str, bytes]:
-    """Compile a task that waits; where none does, wait for a worker."""
+    """What a worker has finished; else compile a task that waits; where none does, wait for a worker."""
+    with contextlib.suppress(queue.Empty):
+        return _result(finished.get_nowait())
     try:
         key, request, name = waiting.get_nowait()
     except queue.Empty:
-        result = finished.get()
-        if isinstance(result, Exception):
-            raise BnfuseError(str(result)) from result
-        return result
+        return _result(finished.get())
     return key, name, compile_kernel(request.kernel())
+
+
+def _result(found: tuple[str, str, bytes] | Exception) -> tuple[str, str, bytes]:
+    if isinstance(found, Exception):
+        raise BnfuseError(str(found)) from found
+    return found
 
 
 class _Worker:
