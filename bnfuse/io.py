@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ from bnfuse.roles import METADATA_KEY, roles_of
 FILE_KEY = "bnfuse.file"
 MAX_ELEMENTS = 1 << 33  # of one tensor; beyond it the file is damaged or hostile
 MAX_BYTES = 1 << 34  # of the file itself
+RUNNING_OPERANDS = {"BatchNormInternal": (3, 5), "BatchNormFinalize": (4, 6)}
+CONTROL = re.compile(r"[\x00-\x1f]")
 DOMAINS = ("", "ai.onnx", "ai.bnfuse", "com.microsoft", "ai.onnx.ml", "ai.onnx.training")
 
 
@@ -54,7 +57,20 @@ def parse(data: bytes, file: str | None) -> onnx.ModelProto:
         raise _named(file, "is not an ONNX model, or is cut short: protobuf cannot read it") from None
     if not model.HasField("graph") or not model.graph.node:
         raise _named(file, "is not an ONNX model: it has no graph")
+    if any(not isinstance(name, str) or CONTROL.search(name) for name in _names(model)):
+        raise _named(file, "is damaged: it has a name that is no text")
     return model
+
+
+def _names(model: onnx.ModelProto) -> Iterator[Any]:
+    """Every name and metadata key; protobuf gives bytes for one that is no UTF-8."""
+    for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (attr.name for attr in node.attribute)
+    graph = model.graph
+    yield from (item.name for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer))
+    yield from (opset.domain for opset in model.opset_import)
+    yield from (entry.key for entry in model.metadata_props)
 
 
 def check_sizes(model: onnx.ModelProto, file: str | None = None) -> None:
@@ -196,7 +212,22 @@ def _from_graphsurgeon(source: Any) -> ir.Model:
     if not isinstance(source, gs.Graph):
         kind = type(source).__name__
         raise BnfuseError(f"cannot load a {kind}: give a path, a ModelProto, a gs.Graph or an onnx_ir.Model")
-    return _from_proto(gs.export_onnx(source, do_type_check=False), None)
+    proto = gs.export_onnx(source, do_type_check=False)
+    restore_inputs(proto)
+    return _from_proto(proto, None)
+
+
+def restore_inputs(proto: onnx.ModelProto) -> None:
+    """Variables of a training graph become inputs again: importing into a gs.Graph leaves inputs that have a value as
+    constants alone. They are told by their gradients among the outputs, and by the BNs whose statistics they are.
+    """
+    graph = proto.graph
+    running = {name for node in graph.node for name in node.input[slice(*RUNNING_OPERANDS.get(node.op_type, (0, 0)))]}
+    gradients = {value.name.removesuffix("_grad") for value in graph.output if value.name.endswith("_grad")}
+    inputs = {value.name for value in graph.input}
+    for tensor in graph.initializer:
+        if tensor.name in running | gradients and tensor.name not in inputs:
+            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
 
 
 def check_domains(model: ir.Model, file: str | None) -> None:

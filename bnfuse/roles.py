@@ -19,6 +19,9 @@ PARAMETERS = {"Conv": (1, 2), "Gemm": (1, 2), "BatchNormInternal": (1, 2, 3, 4),
 LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLossInternal")
 
 
+INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Roles:
     """Names of graph inputs and outputs by purpose. Every graph input is in exactly one of the input roles."""
@@ -198,7 +201,8 @@ def _check_against(model: ir.Model, roles: Roles) -> None:
         odd = sorted(set(map(str, inputs)) - set(named)) or sorted({name for name in named if named.count(name) > 1})
         raise BnfuseError(f"{_file(model)}: input '{odd[0]}' must have exactly one role")
     for name in roles.labels:
-        if inputs[name].dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.FLOAT):
-            raise BnfuseError(
-                f"{_file(model)}: labels input '{name}' is {inputs[name].dtype}: it must be int64 or float32"
-            )
+        counted = any(use.node.op_type in LOSSES for use in inputs[name].uses())
+        kinds = INTEGERS if counted else (*INTEGERS, ir.DataType.FLOAT)
+        if inputs[name].dtype not in kinds:
+            wanted = "int64" if counted else "int64 or float32"
+            raise BnfuseError(f"{_file(model)}: labels input '{name}' is {inputs[name].dtype}: it must be {wanted}")

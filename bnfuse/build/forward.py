@@ -232,6 +232,14 @@ def convert_to(forward: Forward, version: int, target: int) -> None:
     forward.note(f"converted from opset {version} to {target}")
 
 
+def check_valid(forward: Forward) -> None:
+    """onnx's own checker: attributes of the right kind, operands in number, order of nodes."""
+    try:
+        onnx.checker.check_model(without_large_values(forward.model))
+    except Exception as error:
+        raise forward.error(f"is no valid ONNX model: {' '.join(str(error).split())[:300]}") from None
+
+
 def infer_shapes(forward: Forward) -> None:
     """All shapes anew from the inputs; raises where one is unknown or depends on the data."""
     graph = forward.graph

@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 from bnfuse.models.initial import kaiming
 
 from .canonical import add_of_sum, explicit_dropout, explicit_windows, flatten_logits, flatten_of_reshape
-from .forward import convert_opset, fold_constants, infer_shapes
+from .forward import check_valid, convert_opset, fold_constants, infer_shapes
 from .graph import Forward, attributes, fresh, set_attribute
 from .rewrites import layer_norm_results, rewrite_operators
 from .traps import check_operators
@@ -34,6 +34,7 @@ def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: in
     remove_dead_nodes(forward)
     check_operators(forward)
     infer_shapes(forward)
+    check_valid(forward)
     for known, found in zip((constants, placeholders), fold_constants(forward, forward.shapes()), strict=True):
         known |= found  # shape arithmetic
     drop_zero_bias(forward, constants)
@@ -83,6 +84,8 @@ def predates_training_mode(forward: Forward) -> bool:
 def train_batch_norms(forward: Forward, *, train_bn: bool, silent: bool) -> None:
     """Inference BNs become training BNs: on request, or where the file is too old (`silent`) to say which they are."""
     changed = 0
+    if train_bn and not any(node.op_type == "BatchNormalization" for node in forward.graph.node):
+        forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
     for node in forward.graph.node:
         if node.op_type != "BatchNormalization":
             continue

@@ -135,6 +135,11 @@ def test_train_bn_makes_an_inference_batch_norm_train(conv_norm, step):
     assert results["loss"] == expected["loss"]
 
 
+def test_train_bn_says_where_there_is_none(after_conv):
+    (note,) = build(after_conv([relu("c")]), train_bn=True).notes
+    assert note.startswith("--train-bn found no BatchNormalization")
+
+
 def test_final_softmax_is_dropped(after_conv, step):
     for op in ("Softmax", "LogSoftmax"):
         nodes = [
