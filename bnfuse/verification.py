@@ -5,14 +5,15 @@
 A tensor's error is ||after - before|| / ||before||. What is tolerated is measured, not guessed: `before` runs again
 with its inputs and parameters disturbed by one rounding (relative 2**-24, random signs). A result that moves by so
 much under rounding noise cannot be told apart more finely, so the tolerance is eight times that spread, and never
-less than 1e-5. Norms below a millionth of the largest of their kind count as that much, so that a gradient
+less than 1e-5. Now and then noise opens a ReLU; where three draws of it say no, up to 16 are made before no is the
+answer. Norms below a millionth of the largest of their kind count as that much, so that a gradient
 which is zero but for rounding (a bias in front of a BatchNorm) is not held to its own noise. docs/numerics.md
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ FACTOR = 8.0
 ROUNDING = 2.0**-24
 FLOOR = 1e-6  # of the largest norm of the same kind
 DRAWS = 3  # of rounding noise
+MOST_DRAWS = 16  # where three say no
 RUNTIMES = ("ort", "tvm")
 
 Progress = Callable[[str], None]
@@ -77,7 +79,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        return all(tensor.ok for tensor in self.tensors) and (self.curves is None or self.curves.ok)
+        return verdict(self.tensors, self.curves)
 
     @property
     def worst(self) -> TensorError:
@@ -163,31 +165,75 @@ def verify_graphs(
     """Compares at the initial state of `before`, on random images and labels."""
     if runtime not in RUNTIMES:
         raise BnfuseError(f"runtime '{runtime}' is unknown: it is {' or '.join(RUNTIMES)}")
-    roles = before.roles
     check_same_interface(before, after)
     rng = np.random.default_rng(seed)
     feeds, state = draw_feeds(before, rng), before.state()
-    noisy = [disturbed(feeds, state, roles, rng) for _ in range(DRAWS)]
 
     progress(f"running {before.name} in onnxruntime")
-    first = OrtRunner(before, threads)
-    reference = first.evaluate(feeds, state)
-    spreads = [first.evaluate(*draw) for draw in noisy]
-    curve = first.train(feeds, state, lr, steps)
-    noisy_curves = [first.train(*draw, lr, steps) for draw in noisy] if steps else []
-    del first
+    reference = Reference(before, threads, feeds, state, lr, steps, rng)
+    reference.draw(DRAWS)
+    reference.close()
 
     progress(f"running {after.name} in {'onnxruntime' if runtime == 'ort' else 'the compiled step'}")
     second = OrtRunner(after, threads) if runtime == "ort" else CompiledRunner(after, threads)
-    result = second.evaluate(feeds, state)
-    errors = tuple(compare(reference, result, spreads, roles))
-    curves = None
-    if steps:
-        tolerances = curve_tolerances(curve, noisy_curves)
-        curves = Curves(tuple(curve), tuple(second.train(feeds, state, lr, steps)), tolerances)
+    result, losses = second.evaluate(feeds, state), second.train(feeds, state, lr, steps)
+    del second
+
+    tensors, curves = reference.judge(result, losses)
+    if not verdict(tensors, curves):
+        progress("not equal by three draws of rounding noise: drawing more")
+    while not verdict(tensors, curves) and len(reference.spreads) < MOST_DRAWS:
+        reference.draw(1)
+        tensors, curves = reference.judge(result, losses)
     dropped = sorted({*dropouts(before.model), *dropouts(after.model)})
     notes = (f"dropout ratio set to 0 in both graphs ({', '.join(dropped)})",) if dropped else ()
-    return Verification(runtime, seed, float(reference[roles.loss]), float(result[roles.loss]), errors, curves, notes)
+    loss = before.roles.loss
+    return Verification(runtime, seed, float(reference.values[loss]), float(result[loss]), tensors, curves, notes)
+
+
+def verdict(tensors: Sequence[TensorError], curves: Curves | None) -> bool:
+    return all(tensor.ok for tensor in tensors) and (curves is None or curves.ok)
+
+
+class Reference:
+    """What `before` computes, and how far rounding noise moves it: the more draws, the better its tail is known."""
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        threads: int | None,
+        feeds: Arrays,
+        state: Arrays,
+        lr: float,
+        steps: int,
+        rng: np.random.Generator,
+    ) -> None:
+        self.graph, self.threads, self.rng = graph, threads, rng
+        self.feeds, self.state, self.lr, self.steps = feeds, state, lr, steps
+        self.runner: OrtRunner | None = OrtRunner(graph, threads)
+        self.values = self.runner.evaluate(feeds, state)
+        self.losses = self.runner.train(feeds, state, lr, steps)
+        self.spreads: list[Arrays] = []
+        self.noisy_losses: list[list[float]] = []
+
+    def draw(self, count: int) -> None:
+        """Run with `count` more draws of noise."""
+        self.runner = self.runner or OrtRunner(self.graph, self.threads)
+        for _ in range(count):
+            feeds, state = disturbed(self.feeds, self.state, self.graph.roles, self.rng)
+            self.spreads.append(self.runner.evaluate(feeds, state))
+            self.noisy_losses.append(self.runner.train(feeds, state, self.lr, self.steps))
+
+    def close(self) -> None:
+        """Give its memory back before the other graph runs."""
+        self.runner = None
+
+    def judge(self, result: Arrays, losses: list[float]) -> tuple[tuple[TensorError, ...], Curves | None]:
+        tensors = tuple(compare(self.values, result, self.spreads, self.graph.roles))
+        if not self.steps:
+            return tensors, None
+        tolerances = curve_tolerances(self.losses, self.noisy_losses)
+        return tensors, Curves(tuple(self.losses), tuple(losses), tolerances)
 
 
 def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
