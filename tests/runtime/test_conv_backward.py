@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from bnfuse.errors import BnfuseError
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.kernels.cpu import execute, tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
 
 TARGET = dataclasses.replace(targets.resolve("cpu"), threads=2)
@@ -172,3 +177,106 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_of(case: Case) -> None:
     check(case)
+
+
+EPILOGUES = (
+    "ConvGrad",
+    "ConvGradBiasGradReluGradScale",
+    "NormalizeReluConvGradAddGradientReluGradReduceReduceOtherAccumulate",
+    "BatchNormGradNormalizeClipConvGradClipGradReduce",
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Convolutions of any geometry that has at least one output."""
+    group = draw(st.sampled_from((1, 1, 1, 2, 3)))
+    kernel, strides, dilations = (draw(st.tuples(st.integers(1, k), st.integers(1, k))) for k in (4, 3, 2))
+    pads = draw(st.tuples(*(st.integers(0, 3),) * 4))
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    h, w = (max(1, reach[i] - pads[i] - pads[i + 2]) + draw(st.integers(0, 11)) for i in (0, 1))
+    cin, cout = (group * draw(st.integers(1, 40)) for _ in "io")
+    op, n = draw(st.sampled_from(EPILOGUES)), draw(st.integers(1, 3))
+    return Case(op, n, h, w, cin, cout, kernel, strides, pads, dilations, group, draw(st.integers(0, 3)))
+
+
+@settings(max_examples=8, derandomize=True, deadline=None, database=None)
+@given(cases())
+def test_gradients_of_any_convolution(case: Case) -> None:
+    check(case, tolerance=2e-5)
+
+
+@pytest.mark.parametrize(("mcpu", "lanes"), [("haswell", 8), ("nehalem", 4)])
+def test_narrower_vectors(mcpu: str, lanes: int) -> None:
+    check(Case(FULL, 2, 7, 9, 21, 18, (3, 3), (1, 1), (1, 1, 1, 1), slots=2), target=Target("llvm", mcpu, lanes, 2))
+    check(Case(FULL, 1, 7, 9, 21, 21, (3, 3), (1, 1), (1, 1, 1, 1), group=21), target=Target("llvm", mcpu, lanes, 2))
+
+
+def test_more_threads_than_tiles() -> None:
+    check(Case(FULL, 1, 3, 3, 5, 4, (3, 3), pads=(1, 1, 1, 1)), target=dataclasses.replace(TARGET, threads=3))
+
+
+def test_a_bn_whose_gamma_is_zero_still_has_its_gradients() -> None:
+    """a = 0 and a positive b: the activation passes everything on, and dgamma cannot be had from it."""
+    case = Case("NormalizeReluConvGradReluGradReduce", 2, 6, 6, 17, 8, (3, 3), pads=(1, 1, 1, 1))
+    values = operands(case, np.random.default_rng(3))
+    values["a"][:], values["b"][:] = 0, 0.5
+    found = run(case, conv_backward(case.problem(), TARGET), values)
+    expected = reference.run(parse(case.op), values, case.attributes)
+    assert np.abs(expected["dgamma"]).min() > 0.01
+    np.testing.assert_allclose(found["dgamma"], expected["dgamma"], rtol=1e-4, atol=1e-4)
+
+
+def test_sums_keep_their_digits_over_many_pixels() -> None:
+    """One float32 chain over 25088 values of one sign would lose 1e-4 of dbeta."""
+    case = Case("ConvGradReduce", 2, 112, 112, 4, 3)
+    values = operands(case, np.random.default_rng(5))
+    values["dy"], values["weight"] = np.abs(values["dy"]), np.abs(values["weight"])
+    found = run(case, conv_backward(case.problem(), TARGET), values)
+    expected = reference.run(parse(case.op), values, case.attributes)
+    for name in ("dbeta", "dgamma", "dweight"):
+        scale = np.abs(expected[name]).max()
+        assert np.abs(found[name] - expected[name]).max() < 2e-6 * scale, name
+
+
+def test_accumulate_adds_to_what_is_there_and_is_one_parameter() -> None:
+    kernel = conv_backward(Case("ConvGradAccumulate", 1, 4, 4, 8, 8).problem(), TARGET)
+    assert [p.name for p in kernel.params] == ["dy", "x", "weight", "acc_p", "dx", "dweight"]
+    assert {p.name: p.access for p in kernel.params}["dx"] == "inout"
+
+
+def test_other_operators_are_refused() -> None:
+    maps = (("dy", MapType(1, 4, 4, 8, 8)), ("dx", MapType(1, 4, 4, 8, 8)))
+    with pytest.raises(BnfuseError, match="MapGrad is not the gradient of a convolution"):
+        conv_backward(Problem("MapGrad", maps), TARGET)
+
+
+WIDE = Target("llvm", "sapphirerapids", 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiles"),
+    [
+        # images, rows; micro-tile images x rows x columns
+        (Case(FULL, 16, 28, 28, 480, 128), (1, 1, (1, 1, 14))),  # 112 pixels regrouped into a row
+        (Case(FULL, 16, 56, 56, 128, 32, (3, 3), pads=(1, 1, 1, 1)), (1, 8, (1, 1, 14))),
+        (Case(FULL, 16, 7, 7, 128, 32, (3, 3), pads=(1, 1, 1, 1)), (8, 7, (2, 1, 7))),  # two images fill a micro-tile
+        (Case(FULL, 16, 56, 56, 128, 128, (3, 3), (2, 2), (1, 1, 1, 1)), (1, 14, (1, 1, 14))),
+        (Case(FULL, 1, 5, 5, 3, 4, (3, 3), pads=(1, 1, 1, 1)), (1, 3, (1, 1, 5))),
+    ],
+    ids=str,
+)
+def test_tiles(case: Case, tiles: tuple[int, int, tuple[int, int, int]]) -> None:
+    found = choose_tiles(conv_shape(case.problem(), 2), WIDE)
+    assert (found.images, found.rows, (found.micro_images, found.micro_rows, found.micro_columns)) == tiles
+
+
+def test_inner_loops_keep_their_sums_in_registers() -> None:
+    """The loops over k (28 sums) and over pixels (16 sums): nothing but loads of operands and multiply-adds."""
+    case = Case(FULL, 2, 14, 14, 64, 64, (3, 3), pads=(1, 1, 1, 1))
+    executable = tir.compile_function(conv_backward(case.problem(), WIDE).build(), WIDE)
+    blocks = re.split(r"\n(?=\.\w+:)", executable.mod.inspect_source("asm"))
+    loops = [block for block in blocks if block.count("vfmadd") in (16, 28) and re.search(r"\tj\w+\t", block)]
+    tight = [body for body in (loop[: re.search(r"\tj\w+\t", loop).start()] for loop in loops) if "zmm" in body]
+    counts = {body.count("vfmadd") for body in tight if "rsp" not in body and not re.search(r"zmm\d+, \S*\(", body)}
+    assert counts == {16, 28}

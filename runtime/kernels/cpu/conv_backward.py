@@ -51,9 +51,7 @@ def conv_backward(problem: Problem, target: Target) -> Kernel:
     spec = problem.spec
     if spec.core not in CONV_GRADS:
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
-    if spec.core == "ConvGradWeight" and set(spec.epilogue) - {"BiasGrad"}:
-        raise BnfuseError(f"{problem.op} makes no dx that {spec.epilogue[-1]} could work on; use ConvGrad")
-    shape, params = conv_shape(problem), parameters(problem)
+    shape, params = conv_shape(problem, target.threads), parameters(problem)
     if is_depthwise(shape, target):
         return depthwise_backward(problem, target, shape, params)
     return Kernel(NAME, problem, target, params, partial(build, problem, target))
@@ -82,7 +80,7 @@ def _elements(problem: Problem, name: str) -> int:
 
 def build(problem: Problem, target: Target) -> Any:
     """The TIR function."""
-    shape = conv_shape(problem)
+    shape = conv_shape(problem, target.threads)
     with tir.function(NAME, parameters(problem)) as arguments:
         tiles = choose_tiles(shape, target)
         _body(Nest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles))
@@ -118,7 +116,7 @@ def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
     tir.zero(grad, 0, nest.grad_size, nest.tiles.lanes)
     if read is not None:
         tir.zero(read, 0, nest.read_size, nest.tiles.lanes)
-    scratch = tir.workspace(nest.tiles.micro_rows * nest.tiles.micro_columns * nest.tiles.block)
+    scratch = tir.workspace(nest.micro_size)
     first, count = tir.share(nest.items, nest.threads, thread)
     with T.serial(0, count) as number, T.serial(0, nest.shape.groups) as group:
         item = T.bind(first + number)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from tvm import tirx
-from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
 from bnfuse.runtime.kernels.cpu import steps, tir
@@ -15,6 +14,8 @@ from bnfuse.runtime.kernels.kernel import Problem
 
 Expr = Any  # a tvm PrimExpr or a Python int
 Buffer = Any
+
+FLOAT64_LANES = 8  # of the last sums: any number is right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +161,14 @@ def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None
 def _total(elements: Elements, sums: Buffer, result: Buffer, size: int, q: int, factor: Buffer | None) -> None:
     """A result as the sum over the threads' sums number q, times `factor`."""
     channels = int(result.shape[0])
-    with T.serial(0, channels) as c:
-        total = sums[q * channels + c]
+
+    def body(start: Expr, width: int) -> None:
+        total = sums[span(q * channels + start, width)]
         for thread in range(1, elements.threads):
-            total = total + sums[thread * size + q * channels + c]
+            total = total + sums[span(thread * size + q * channels + start, width)]
         if factor is not None:
-            total = total * tirx.Cast("float64", factor[c])
-        store(result, c, tirx.Cast("float32", total))
+            total = total * tir.widen(factor[span(start, width)], width)
+        dtype = "float32" if width == 1 else f"float32x{width}"
+        store(result, span(start, width), tirx.Cast(dtype, total))
+
+    tir.vectors(channels, FLOAT64_LANES, body)

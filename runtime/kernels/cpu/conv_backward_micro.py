@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from itertools import product
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -15,6 +16,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 
 CACHE_LINE = 16  # floats
+READ, WRITE, KEEP, DATA = 0, 1, 3, 1  # arguments of llvm.prefetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Place:
     image: Expr
     unit: Expr
     scratch: Buffer  # a micro-tile of dx
+
+
+def opaque(index: Expr) -> Expr:
+    """The same index, which TVM will not take apart again: else LLVM may keep one pointer a pixel in an inner loop."""
+    held = registers(1, "int32")
+    store(held, 0, index)
+    return held[0]
 
 
 # The gradient of the weights
@@ -74,8 +83,8 @@ def _weight_micro(
         store(acc, span(i * tiles.out_block + v * lanes, lanes), tir.splat(0, lanes))
     count = tirx.Min(tiles.rows, rows.out - place.unit) if nest.tile_rows * tiles.rows > rows.out else tiles.rows
     with T.serial(0, tiles.images) as image, T.serial(0, count) as h, T.serial(0, columns.out) as w:
-        row = image * nest.read_rows + h * rows.stride + r * rows.dilation
-        at = T.bind(source + (row * nest.read_columns + w * columns.stride) * nest.read_width)
+        row = image * nest.read_rows + h * rows.tile_stride + r * rows.dilation
+        at = T.bind(source + (row * nest.read_columns + w * columns.tile_stride) * nest.read_width)
         pixel = (image * nest.grad_rows + h - rows.low) * nest.grad_columns + w - columns.low
         start = T.bind(pixel * nest.out_pitch + out * tiles.out_block)
         grads = [T.bind(grad[span(start + v * lanes, lanes)]) for v in range(vectors)]
@@ -117,7 +126,7 @@ def input_gradient(nest: Nest, grad: Buffer, packed: Buffer, sums: Buffer | None
         T.serial(0, nest.blocks) as block,
         T.serial(0, rows.stride) as row_residue,
         T.serial(0, columns.stride) as column_residue,
-        T.serial(0, tiles.images) as image,
+        T.serial(0, tiles.images // tiles.micro_images) as image,
         T.serial(0, -(-tiles.rows // tiles.micro_rows)) as row,
         T.serial(0, -(-width // tiles.micro_columns)) as column,
     ):
@@ -127,7 +136,7 @@ def input_gradient(nest: Nest, grad: Buffer, packed: Buffer, sums: Buffer | None
             block,
             row_residue if rows.stride > 1 else 0,
             column_residue if columns.stride > 1 else 0,
-            image,
+            image * tiles.micro_images,
             row * tiles.micro_rows,
             column * tiles.micro_columns,
         )
@@ -138,7 +147,7 @@ def input_gradient(nest: Nest, grad: Buffer, packed: Buffer, sums: Buffer | None
 
 @dataclasses.dataclass(frozen=True)
 class _Micro:
-    """A micro-tile of the input gradient: `micro_rows` x `micro_columns` values of u from (row, column) in the tile."""
+    """A micro-tile of the input gradient, from (image, row, column) in the tile; rows and columns are values of u."""
 
     nest: Nest
     place: Place
@@ -150,36 +159,41 @@ class _Micro:
     column: Expr
 
     @property
-    def cells(self) -> list[tuple[int, int]]:
-        return [(i, j) for i in range(self.nest.tiles.micro_rows) for j in range(self.nest.tiles.micro_columns)]
+    def cells(self) -> list[tuple[int, int, int]]:
+        tiles = self.nest.tiles
+        return list(product(range(tiles.micro_images), range(tiles.micro_rows), range(tiles.micro_columns)))
 
     @property
     def vectors(self) -> int:
         return self.nest.tiles.block // self.nest.tiles.lanes
 
-    def cell(self, i: Expr, j: Expr) -> Expr:
-        return (i * self.nest.tiles.micro_columns + j) * self.nest.tiles.block
+    def cell(self, n: Expr, i: Expr, j: Expr) -> Expr:
+        tiles = self.nest.tiles
+        return ((n * tiles.micro_rows + i) * tiles.micro_columns + j) * tiles.block
 
-    def pixel(self, i: Expr, j: Expr) -> Expr:
+    def pixel(self, n: Expr, i: Expr, j: Expr) -> Expr:
         """Number of the input pixel in the map."""
         rows, columns = self.nest.shape.rows, self.nest.shape.columns
         row = (self.place.unit + self.row + i) * rows.stride + self.row_residue
         column = (self.column + j) * columns.stride + self.column_residue
-        return ((self.place.image + self.image) * rows.size + row) * columns.size + column
+        return ((self.place.image + self.image + n) * rows.size + row) * columns.size + column
 
     def prefetch(self) -> None:
-        """Ask for the lines of dx that are going to be updated, for writing."""
-        if "Accumulate" not in self.nest.spec.epilogue:
-            return
+        """Ask for the lines that the epilogue will meet: dx for writing, and x where no tap has read it."""
+        self._prefetch("dx", WRITE)
+        if self.nest.shape.rows.step * self.nest.shape.columns.step > 1 or not self.nest.wants_weight:
+            self._prefetch("x", READ)
+
+    def _prefetch(self, name: str, purpose: int) -> None:
         first = self.place.group * self.nest.shape.cin + self.block * self.nest.tiles.block
-        rows, columns, stride = self.nest.shape.rows, self.nest.shape.columns, self.nest.problem.map("dx").stride
-        corner = T.bind(self.nest.index("dx", self.pixel(0, 0), first))
-        for i, j in self.cells:
-            pixels = i * rows.stride * columns.size + j * columns.stride
+        rows, columns, stride = self.nest.shape.rows, self.nest.shape.columns, self.nest.problem.map(name).stride
+        corner = T.bind(self.nest.index(name, self.pixel(0, 0, 0), first))
+        for n, i, j in self.cells:
+            pixels = (n * rows.size + i * rows.stride) * columns.size + j * columns.stride
             for v in range(0, self.nest.tiles.block, CACHE_LINE):
-                address = tirx.address_of(self.nest.arguments["dx"][corner + pixels * stride + v])
-                hint = tirx.call_llvm_intrin("void", "llvm.prefetch", address, *(T.int32(k) for k in (1, 3, 1)))
-                T.evaluate(hint)
+                address = tirx.address_of(self.nest.arguments[name][corner + pixels * stride + v])
+                hint = (T.int32(k) for k in (purpose, KEEP, DATA))
+                T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, *hint))
 
     def accumulate(self, grad: Buffer, packed: Buffer) -> Buffer:
         """Sum over the taps that meet this residue and over the output channels, in registers."""
@@ -191,17 +205,18 @@ class _Micro:
 
         def taps(r: Expr, s: Expr) -> None:
             line = (self.place.group * nest.blocks + self.block) * nest.packed_block
-            line = T.bind(line + (r * columns.kernel + s) * (nest.shape.cout * block))
+            line = opaque(line + (r * columns.kernel + s) * (nest.shape.cout * block))
             up = _floor_offset(rows, self.row_residue, r) - rows.low
             left = _floor_offset(columns, self.column_residue, s) - columns.low
             row = self.image * nest.grad_rows + self.row + up
-            at = T.bind((row * nest.grad_columns + self.column + left) * nest.out_pitch)
+            at = opaque((row * nest.grad_columns + self.column + left) * nest.out_pitch)
             with T.serial(0, nest.shape.cout) as k:
                 weights = [T.bind(packed[span(line + k * block + v * lanes, lanes)]) for v in range(self.vectors)]
-                for i, j in self.cells:
-                    dy = T.bind(T.Broadcast(grad[at + (i * nest.grad_columns + j) * nest.out_pitch + k], lanes))
+                for n, i, j in self.cells:
+                    pixel = (n * nest.grad_rows + i) * nest.grad_columns + j
+                    dy = T.bind(T.Broadcast(grad[at + pixel * nest.out_pitch + k], lanes))
                     for v in range(self.vectors):
-                        cell = span(self.cell(i, j) + v * lanes, lanes)
+                        cell = span(self.cell(n, i, j) + v * lanes, lanes)
                         store(acc, cell, acc[cell] + dy * weights[v])
 
         # one loop over all taps: LLVM would unroll two short ones around the loop over k
@@ -242,12 +257,12 @@ class _Micro:
         height = _remaining(rows, self.row_residue, self.place.unit + self.row)
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
         width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
-        with T.serial(0, height) as i, T.serial(0, width) as j:
-            pixel = T.bind(self.pixel(i, j))
+        with T.serial(0, tiles.micro_images) as n, T.serial(0, height) as i, T.serial(0, width) as j:
+            pixel = T.bind(self.pixel(n, i, j))
             for start, lanes in widths.items():
                 with T.vectorized(0, lanes) as lane:
                     inner = start + lane
-                    index = self.cell(i, j) + inner
+                    index = self.cell(n, i, j) + inner
                     leave(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
         part.flush(sums, self.place.thread, first, widths)
 

@@ -137,6 +137,11 @@ class Nest(Elements):
         return self.tiles.images * self.grad_rows * self.grad_columns * self.out_pitch
 
     @property
+    def micro_size(self) -> int:
+        tiles = self.tiles
+        return tiles.micro_images * tiles.micro_rows * tiles.micro_columns * tiles.block
+
+    @property
     def read_rows(self) -> int:
         return self.shape.rows.reach(self.tiles.rows)
 

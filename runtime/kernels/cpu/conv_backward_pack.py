@@ -69,7 +69,7 @@ def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) ->
     rows, columns, width = nest.shape.rows, nest.shape.columns, nest.read_width
     whole, rest = divmod(nest.shape.cin, width)
     with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.read_rows) as r:
-        row = T.bind(unit * rows.stride - rows.pad + r)
+        row = T.bind(unit * rows.stride - rows.pad + r * rows.step)
         at = (i * nest.read_rows + r) * (nest.read_columns * width)
         pixel = T.bind(((image + i) * rows.size + row) * columns.size)
         if whole:
@@ -82,15 +82,15 @@ def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) ->
 def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, start: Expr, count: int, row: Expr) -> None:
     """A row of one block: `count` channels from `start`. The columns of the padding are zeros from the start."""
     columns, width, lanes = nest.shape.columns, nest.read_width, nest.tiles.lanes
-    left = min(columns.pad, nest.read_columns)
-    middle = min(columns.size, nest.read_columns - left)
+    left, middle = columns.present(nest.read_columns)
     with T.If(inside(row, nest.shape.rows.size)):
         with T.Then():
             if middle:
                 with T.serial(0, middle) as c:
+                    column = (left + c) * columns.step - columns.pad
 
                     def element(channel: Expr) -> None:
-                        value, _ = nest.activated(pixel + c, group * nest.shape.cin + start + channel)
+                        value, _ = nest.activated(pixel + column, group * nest.shape.cin + start + channel)
                         store(read, at + (left + c) * width + channel, value)
 
                     over_channels(count, lanes, element)

@@ -17,7 +17,8 @@ from bnfuse.runtime.kernels.kernel import Problem, Target
 
 PIXELS = 448  # upper bound of the output pixels in a tile of a k x k convolution
 FLAT_PIXELS = 128  # the same for 1x1 convolutions, whose rows are cut at will
-TILE_BYTES = 720 * 1024  # both tiles together must stay in a second-level cache of 1 MB
+GRAD_BYTES = 720 * 1024  # the grad tile is swept for every block: it must stay in a second-level cache of 1 MB
+TILE_BYTES = 1400 * 1024  # both tiles together; the read tile is swept once
 TILE_OVERHEAD = 12  # what a tile costs beyond its pixels, in pixels: the partial dweight is loaded and stored
 
 
@@ -60,9 +61,25 @@ class Axis:
         """Values of u that cover the input, and the output as well."""
         return max(-(-self.size // self.stride), self.out)
 
+    @property
+    def step(self) -> int:
+        """Inputs from one position of a read tile to the next: what no tap meets is left out where that is regular."""
+        return self.stride if self.kernel == 1 else 1
+
+    @property
+    def tile_stride(self) -> int:
+        """Positions of a read tile from one output to the next."""
+        return self.stride // self.step
+
     def reach(self, count: int) -> int:
-        """Input positions that `count` neighbouring outputs read."""
-        return (count - 1) * self.stride + (self.kernel - 1) * self.dilation + 1
+        """Positions of a read tile that `count` neighbouring outputs take. Position i is input i*step - pad."""
+        return (count - 1) * self.tile_stride + (self.kernel - 1) * self.dilation + 1
+
+    def present(self, reach: int) -> tuple[int, int]:
+        """The first of `reach` positions, from output 0 on, that is an input and not padding; and how many are."""
+        first = -(-self.pad // self.step)
+        last = (self.size - 1 + self.pad) // self.step
+        return first, max(0, min(reach, last + 1) - first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +110,13 @@ class Tiles:
     """Sizes of the loop nest.
 
     A tile is `rows` values of u in each of `images` images, at full width. A micro-tile of the input gradient is
-    `micro_rows` x `micro_columns` pixels by `block` channels; one of the weight gradient is `taps` positions of
-    (kernel column, input channel) by `out_block` output channels.
+    `micro_images` x `micro_rows` x `micro_columns` pixels by `block` channels; one of the weight gradient is `taps`
+    positions of (kernel column, input channel) by `out_block` output channels.
     """
 
     images: int
     rows: int
+    micro_images: int
     micro_rows: int
     micro_columns: int
     taps: int
@@ -107,7 +125,7 @@ class Tiles:
     out_block: int
 
 
-def conv_shape(problem: Problem) -> ConvShape:
+def conv_shape(problem: Problem, threads: int) -> ConvShape:
     """The shape of a problem; a pointwise convolution has its pixels regrouped into rows of a convenient length."""
     x, dy = problem.map("x"), problem.map("dy")
     group = problem.attribute("group")
@@ -118,12 +136,18 @@ def conv_shape(problem: Problem) -> ConvShape:
         for i, (size, size_out) in enumerate(((x.h, dy.h), (x.w, dy.w)))
     )
     shape = ConvShape(x.n, rows, columns, cin, out // group, group)
-    return _regrouped(shape) if shape.is_pointwise else shape
+    return _regrouped(shape, threads) if shape.is_pointwise else shape
 
 
-def _regrouped(shape: ConvShape) -> ConvShape:
+def _regrouped(shape: ConvShape, threads: int) -> ConvShape:
+    """Rows of a length that whole micro-tiles of 14 pixels fill and that share out evenly; each row is then a tile."""
     pixels = shape.n * shape.rows.size * shape.columns.size
-    width = min(_divisors(pixels), key=lambda d: (abs(math.log(d / 112)) + 0.5 * (-d % 14) / d, d))
+
+    def cost(width: int) -> tuple[int, int]:
+        busiest = -(-(pixels // width) // threads)
+        return busiest * (-(-width // 14) * 14 + TILE_OVERHEAD), -width
+
+    width = min((d for d in _divisors(pixels) if d <= FLAT_PIXELS), key=cost)
     return dataclasses.replace(shape, n=1, rows=Axis(pixels // width, pixels // width), columns=Axis(width, width))
 
 
@@ -140,7 +164,9 @@ def choose_tiles(shape: ConvShape, target: Target, *, vectors: int = 2) -> Tiles
     out_block = lanes * (vectors if shape.cout > lanes else 1)
     images, rows = _tile_rows(shape, target)
     micro_rows, micro_columns = _micro(rows, -(-shape.columns.size // shape.columns.stride), pixels)
-    return Tiles(images, rows, micro_rows, micro_columns, taps, lanes, block, out_block)
+    together = pixels // (micro_rows * micro_columns)
+    micro_images = max(i for i in range(1, images + 1) if images % i == 0 and i <= max(1, together))
+    return Tiles(images, rows, micro_images, micro_rows, micro_columns, taps, lanes, block, out_block)
 
 
 def _tile_rows(shape: ConvShape, target: Target) -> tuple[int, int]:
@@ -150,9 +176,7 @@ def _tile_rows(shape: ConvShape, target: Target) -> tuple[int, int]:
     choices = [(1, rows) for rows in range(1, axis.units + 1)]
     choices += [(images, axis.units) for images in range(2, shape.n + 1) if shape.n % images == 0]
     fitting = [
-        (images, rows)
-        for images, rows in choices
-        if images * rows * width <= limit and _tile_bytes(shape, images, rows) <= TILE_BYTES
+        (images, rows) for images, rows in choices if images * rows * width <= limit and _fits(shape, images, rows)
     ] or [(1, 1)]
 
     def cost(choice: tuple[int, int]) -> float:
@@ -165,10 +189,10 @@ def _tile_rows(shape: ConvShape, target: Target) -> tuple[int, int]:
     return min(fitting, key=cost)
 
 
-def _tile_bytes(shape: ConvShape, images: int, rows: int) -> int:
+def _fits(shape: ConvShape, images: int, rows: int) -> bool:
     grad = (rows + shape.rows.high - shape.rows.low) * (shape.columns.units + 2) * (shape.cout + 16)
     read = shape.rows.reach(rows) * shape.columns.reach(shape.columns.out) * shape.cin
-    return 4 * images * (grad + read)
+    return 4 * images * grad <= GRAD_BYTES and 4 * images * (grad + read) <= TILE_BYTES
 
 
 def _micro(rows: int, width: int, pixels: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@
         grad <- dy after BatchNormGrad, with a border of zeros; read <- x after its prologue, with the padding's zeros
         dweight: for each vector of the block:  R*S registers += read[pixel + tap] * grad[pixel], over the tile's pixels
         dx:      for each residue, row, 6 pixels: 6 registers += grad[pixel + tap] * weight[tap], over the taps;
-                 into a tile, from which other, mask, sums, acc and the store follow
+                 into a row, from which other, mask, sums, acc and the store follow
     dweight <- the sum of the threads' partials
 
 Where the kernel has more taps than registers, dweight goes row by row of the kernel.
@@ -28,7 +28,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
 
 NAME = "depthwise_backward"
 TILE_BYTES = 400 * 1024  # the three tiles together
-VECTORS = 4  # of a channel block, at most
+VECTORS = 8  # of a channel block, at most
 PIXELS = 6  # of a micro-tile of dx
 
 
@@ -59,7 +59,7 @@ def choose_tiles(shape: ConvShape, target: Target) -> DepthwiseTiles:
     def size(count: int) -> int:
         grad = (count + rows.high - rows.low) * (columns.units + columns.high - columns.low + PIXELS)
         read = rows.reach(count) * columns.reach(columns.out)
-        return 4 * block * (grad + read + count * rows.stride * (columns.size + PIXELS * columns.stride))
+        return 4 * block * (grad + read + rows.stride * (columns.size + PIXELS * columns.stride))
 
     most = max([1, *(count for count in range(1, rows.units + 1) if size(count) <= TILE_BYTES)])
     even = -(-rows.units // -(-rows.units // most))
@@ -137,12 +137,13 @@ class _Depthwise(Elements):
         return self.shape.columns.reach(self.shape.columns.out)
 
     @property
-    def leave_rows(self) -> int:
-        return self.tiles.rows * self.shape.rows.stride
-
-    @property
     def leave_columns(self) -> int:
         return self.micro_columns * PIXELS * self.shape.columns.stride
+
+    @property
+    def out_size(self) -> int:
+        """d of one u: all residues of the rows."""
+        return self.shape.rows.stride * self.leave_columns * self.tiles.block
 
     # The loop nest
 
@@ -162,7 +163,11 @@ class _Depthwise(Elements):
                 tir.zero(buffer, thread * sizes[name][0], sizes[name][0], tiles.lanes)
             grad = _zeros(self.grad_rows * self.grad_columns * tiles.block, tiles.lanes)
             read = _zeros(self.read_rows * self.read_columns * tiles.block, tiles.lanes) if self.wants_weight else None
-            out = _zeros(self.leave_rows * self.leave_columns * tiles.block, tiles.lanes) if self.wants_input else None
+            out = (
+                _zeros(self.shape.rows.stride * self.leave_columns * tiles.block, tiles.lanes)
+                if self.wants_input
+                else None
+            )
             first, count = tir.share(self.shape.n * self.row_tiles * self.blocks, self.threads, thread)
             with T.serial(0, count) as number:
                 index = first + number
@@ -176,8 +181,9 @@ class _Depthwise(Elements):
                     self._pack_read(item, read)
                     self._weight_gradient(item, read, grad, space["partial"])
                 if out is not None:
-                    self._input_gradient(item, grad, packed, out)
-                    self._leave(item, out, space.get("sums"))
+                    with T.serial(0, tiles.rows) as row:
+                        self._input_gradient(item, grad, packed, out, row)
+                        self._leave(item, out, space.get("sums"), row)
         if self.wants_weight:
             self._unpack(space["partial"])
         finish(self, space.get("sums"), space.get("bias"))
@@ -250,17 +256,16 @@ class _Depthwise(Elements):
 
     def _pack_read(self, item: _Item, read: Buffer) -> None:
         rows, columns = self.shape.rows, self.shape.columns
-        left = min(columns.pad, self.read_columns)
-        middle = min(columns.size, self.read_columns - left)
+        left, middle = columns.present(self.read_columns)
 
         def element(row: Expr, column: Expr, channel: Expr) -> Expr:
-            pixel = (item.image * rows.size + row) * columns.size + column
+            pixel = (item.image * rows.size + row) * columns.size + (left + column) * columns.step - columns.pad
             return self.activated(pixel, item.first + channel)[0]
 
         def fill(count: int) -> None:
             size = (self.read_rows, self.read_columns)
             start = item.unit * rows.stride - rows.pad
-            self._pack(read, count, size, lambda r: (start + r, rows.size), (left, middle), element)
+            self._pack(read, count, size, lambda r: (start + r * rows.step, rows.size), (left, middle), element)
 
         if middle:
             self._with_channels(item, fill)
@@ -300,7 +305,8 @@ class _Depthwise(Elements):
                 dy = grad[span(self._grad_at(h, w) + v * lanes, lanes)]
                 for tap in range(tiles.taps):
                     r, s = group + tap // columns.kernel, tap % columns.kernel
-                    row, column = h * rows.stride + r * rows.dilation, w * columns.stride + s * columns.dilation
+                    row = h * rows.tile_stride + r * rows.dilation
+                    column = w * columns.tile_stride + s * columns.dilation
                     x = read[span((row * self.read_columns + column) * tiles.block + v * lanes, lanes)]
                     store(acc, span(tap * lanes, lanes), acc[span(tap * lanes, lanes)] + x * dy)
             for tap in range(tiles.taps):
@@ -312,13 +318,9 @@ class _Depthwise(Elements):
             for column in range(self.shape.columns.stride):
                 yield row, column
 
-    def _input_gradient(self, item: _Item, grad: Buffer, packed: Buffer, out: Buffer) -> None:
-        """d of the tile, residue by residue: the taps that meet each are known here."""
-        with (
-            T.serial(0, self.tiles.block // self.tiles.lanes) as v,
-            T.serial(0, self.tiles.rows) as row,
-            T.serial(0, self.micro_columns) as micro,
-        ):
+    def _input_gradient(self, item: _Item, grad: Buffer, packed: Buffer, out: Buffer, row: Expr) -> None:
+        """d of one u and all its residues; the taps that meet each residue are known here."""
+        with T.serial(0, self.tiles.block // self.tiles.lanes) as v, T.serial(0, self.micro_columns) as micro:
             for residue in self._residues():
                 self._micro(grad, packed, out, residue, (row, micro * PIXELS), item.first, v * self.tiles.lanes)
 
@@ -346,21 +348,21 @@ class _Depthwise(Elements):
                     dy = grad[span(self._grad_at(start[0] + up, start[1] + left + j) + lane, lanes)]
                     store(acc, span(j * lanes, lanes), acc[span(j * lanes, lanes)] + dy * weight)
         for j in range(PIXELS):
-            row = start[0] * rows.stride + residue[0]
             column = (start[1] + j) * columns.stride + residue[1]
-            at = (row * self.leave_columns + column) * self.tiles.block + lane
+            at = (residue[0] * self.leave_columns + column) * self.tiles.block + lane
             store(out, span(at, lanes), acc[span(j * lanes, lanes)])
 
-    def _leave(self, item: _Item, out: Buffer, sums: Buffer | None) -> None:
+    def _leave(self, item: _Item, out: Buffer, sums: Buffer | None, unit: Expr) -> None:
         rows, columns, tiles = self.shape.rows, self.shape.columns, self.tiles
-        valid = tirx.Min(self.leave_rows, rows.size - item.unit * rows.stride)
+        first = (item.unit + unit) * rows.stride
+        valid = tirx.Min(rows.stride, rows.size - first)
 
         def row(count: int) -> None:
             with T.serial(0, valid) as r:
                 part = Sums.zero(self, tiles.block, tiles.lanes)
                 widths = chunks(count, tiles.lanes)
                 with T.serial(0, columns.size) as c:
-                    pixel = (item.image * rows.size + item.unit * rows.stride + r) * columns.size + c
+                    pixel = T.bind((item.image * rows.size + first + r) * columns.size + c)
                     for start, width in widths.items():
                         with T.vectorized(0, width) as j:
                             inner = start + j
