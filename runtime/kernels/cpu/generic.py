@@ -80,17 +80,19 @@ def dropout(problem: GenericProblem, target: Target, args: Args, seed: Expr, ste
     key = tirx.const(int(problem.attribute("node", 0)) % 2**32, "uint32")
     for scalar in (seed, step):
         key = T.bind(mixed(key ^ tirx.Cast("uint32", scalar)) + _u32(0x9E3779B9))
-    limit = round((1 - ratio) * 2**32)  # of 2**32 hashes, how many keep their element
+    # of 2**32 hashes, how many keep their element. An odd number: LLVM 22 compiles the comparison of a hash with one
+    # whose low bits are all 0 (as of ratio 0.25) to false.
+    limit = min(round((1 - ratio) * 2**32) | 1, 2**32 - 1)
     shape = problem.out_shape
 
     def point(at: Expr) -> None:
         x = args["in0"][at]
         if ratio == 0:
             kept: Expr = tirx.const(True, "bool")
-        elif limit == 0:
+        elif ratio == 1:
             kept = tirx.const(False, "bool")
         else:
-            kept = mixed(mixed(tirx.Cast("uint32", at)) ^ key) <= _u32(limit - 1)
+            kept = mixed(mixed(tirx.Cast("uint32", at)) ^ key) < _u32(limit)
         store(args, "out0", at, tirx.Select(kept, x * scale, tirx.const(0.0, "float32")))
         if len(problem.outputs) > 1:
             store(args, "out1", at, kept)
