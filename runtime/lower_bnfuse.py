@@ -49,12 +49,3 @@ def lower_bnfuse(low: Lowering, node: ir.Node) -> None:
 def named(values: Sequence[ir.Value | None], names: Sequence[str]) -> dict[str, ir.Value]:
     """Values by operand name, those that are left out left out."""
     return {name: v for name, v in zip(names, values, strict=False) if v is not None and v.name}
-
-
-def operand_names(node: ir.Node) -> tuple[str, ...]:
-    """The operands' names of a node of this domain, in the order of its inputs; none for another's."""
-    if node.domain != DOMAIN:
-        return ()
-    plain = PLAIN_OPS.get(node.op_type)
-    spec = None if plain else parse(node.op_type)
-    return plain.operands if plain else spec.operands if spec else ()

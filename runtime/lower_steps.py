@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, DOMAIN, PLAIN_OPS, OpSpec, parse
 from bnfuse.runtime.kernels.cpu.pool import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.layout import MapRef
@@ -196,20 +196,27 @@ def still_needed(low: Lowering, node: ir.Node, target: MapRef) -> bool:
             return True
         for use in value.uses():
             later = use.node in low.order and low.order[use.node] > now
-            if later and any(ref.channels(*span).overlaps(target) for span in channels_read(low, use, value)):
+            if later and ref.channels(*channels_read(use, ref.type.c)).overlaps(target):
                 return True
     return False
 
 
-def channels_read(low: Lowering, use: Any, value: ir.Value) -> list[tuple[int, int]]:
-    """The channel range that one use of a map reads."""
-    from bnfuse.runtime.lower_bnfuse import operand_names
-
+def channels_read(use: Any, channels: int) -> tuple[int, int]:
+    """The channel range that one use of a map of so many channels reads."""
     names = operand_names(use.node)
     name = names[use.idx] if use.idx < len(names) else ""
     attributes = use.node.attributes
     if name == "dy" and "grad_start" in attributes:
-        return [(attributes["grad_start"].as_int(), attributes["grad_stop"].as_int())]
+        return attributes["grad_start"].as_int(), attributes["grad_stop"].as_int()
     if name == "acc":
-        return [(attributes["acc_start"].as_int(), attributes["acc_stop"].as_int())]
-    return [(0, low.shape(value)[1])]
+        return attributes["acc_start"].as_int(), attributes["acc_stop"].as_int()
+    return 0, channels
+
+
+def operand_names(node: ir.Node) -> tuple[str, ...]:
+    """The operands' names of a node of this domain, in the order of its inputs; none for another's."""
+    if node.domain != DOMAIN:
+        return ()
+    plain = PLAIN_OPS.get(node.op_type)
+    spec = None if plain else parse(node.op_type)
+    return plain.operands if plain else spec.operands if spec else ()

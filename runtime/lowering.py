@@ -175,6 +175,8 @@ class Lowering:
                 self.place(value, form.map)
         else:
             self.forms[value] = Form(shape, form.dtype, dense=self.dense(source))
+            if form.map is not None and form.map.storage == form.dense:
+                self.residents[form.map.storage].append((value, form.map))
 
     def set_constant(self, value: ir.Value, array: np.ndarray) -> None:
         self.forms[value] = Form(array.shape, array.dtype.name, constant=array)

@@ -35,12 +35,12 @@ def lowered(signature: str, body: str, types: str = "") -> Lowered:
     return lower(model.graph, roles, TARGET, opset=17)
 
 
-def run(made: Lowered, **feeds: np.ndarray) -> dict[str, np.ndarray]:
+def run(made: Lowered, step: int = 0, **feeds: np.ndarray) -> dict[str, np.ndarray]:
     start_threads(TARGET.threads)
     runner = Runner(Compiled(made.program, objects(made.requests, Cache(default_folder()))))
     runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
     runner.feed(list(feeds), list(feeds.values()))
-    runner.run("forward", {})
+    runner.run("forward", {"seed": 1, "step": step})
     return {name: runner.memory.array(tensor).copy() for name, tensor in made.program.outputs.items()}
 
 
@@ -139,6 +139,56 @@ def test_split_gives_views():
     found = run(made, x=x)
     np.testing.assert_array_equal(found["y"], np.maximum(x, 0)[:, :2])
     np.testing.assert_array_equal(found["z"], np.maximum(x, 0)[:, 2:])
+
+
+def test_dropout_drops_the_same_elements_in_both_directions_and_others_in_the_next_step():
+    made = lowered(
+        "(float[2,8,6,6] x) => (float[2,8,6,6] y, float[2,8,6,6] dx)",
+        """ratio = Constant<value = float {0.25}>()  training = Constant<value = bool {1}>()  a = Relu(x)
+           y, mask = Dropout(a, ratio, training)  dx = com.microsoft.DropoutGrad(a, mask, ratio, training)""",
+    )
+    x = np.ones((2, 8, 6, 6), np.float32)
+    first, again, later = run(made, x=x), run(made, x=x), run(made, step=1, x=x)
+    np.testing.assert_array_equal(first["y"], first["dx"])
+    np.testing.assert_array_equal(first["y"], again["y"])
+    assert (first["y"] != later["y"]).any()
+    np.testing.assert_allclose(np.unique(first["y"]), [0, 4 / 3], rtol=1e-6)
+    assert 0.68 < (first["y"] != 0).mean() < 0.82
+
+
+def test_channels_scaled_by_a_vector_stay_in_memory_order():
+    made = lowered(
+        "(float[2,8,6,6] x, float[8,1,1] s) => (float[2,8,6,6] y)", "a = Relu(x)  b = Mul(a, s)  y = Relu(b)"
+    )
+    assert kernels(made.program) == ["NchwToNhwc", "ReluMap", "Mul", "ReluMap", "NhwcToNchw"]
+    x, s = numbers(2, 8, 6, 6), numbers(8, 1, 1, seed=1)
+    np.testing.assert_allclose(run(made, x=x, s=s)["y"], np.maximum(np.maximum(x, 0) * s, 0), rtol=1e-6)
+
+
+def test_what_depends_on_the_order_of_axes_is_turned_back():
+    made = lowered(
+        "(float[2,4,3,5] x) => (float[2,4,5,3] y)", "a = Relu(x)  b = Transpose<perm = [0, 1, 3, 2]>(a)  y = Relu(b)"
+    )
+    assert kernels(made.program) == [
+        "NchwToNhwc",
+        "ReluMap",
+        "NhwcToNchw",
+        "Transpose",
+        "NchwToNhwc",
+        "ReluMap",
+        "NhwcToNchw",
+    ]
+    x = numbers(2, 4, 3, 5)
+    np.testing.assert_array_equal(run(made, x=x)["y"], np.maximum(x, 0).transpose(0, 1, 3, 2))
+
+
+def test_a_mean_over_pixels_reads_the_map_as_it_lies():
+    made = lowered(
+        "(float[2,4,3,5] x) => (float[2,4] y)", "a = Relu(x)  y = ReduceMean<axes = [2, 3], keepdims = 0>(a)"
+    )
+    assert kernels(made.program) == ["NchwToNhwc", "ReluMap", "ReduceMean"]
+    x = numbers(2, 4, 3, 5)
+    np.testing.assert_allclose(run(made, x=x)["y"], np.maximum(x, 0).mean((2, 3)), rtol=1e-6)
 
 
 # -- accumulation --------------------------------------------------------------------------------------------------

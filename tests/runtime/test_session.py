@@ -292,6 +292,17 @@ def test_wrong_inputs_are_refused(step, images, labels, message):
         step(images, labels)
 
 
+def test_frozen_parameters_stay_and_have_no_gradient():
+    graph = open_graph(build_training_graph(residual_net(), freeze=["w0"]))
+    made = compile_step(graph, threads=2, optimizer=AdamW(0.1))
+    before = made.state_dict()
+    made(*batch())
+    after = made.state_dict()
+    assert "w0" not in made.gradients()
+    np.testing.assert_array_equal(before["w0"], after["w0"])
+    assert (before["w1"] != after["w1"]).any()
+
+
 def test_a_glob_that_matches_nothing_is_refused():
     with pytest.raises(BnfuseError, match="'bais'"):
         compile_step(graph_of(residual_net), optimizer=SGD(0.1, weight_decay=0.1, no_decay=("bais",)))
