@@ -204,5 +204,5 @@ def _check_against(model: ir.Model, roles: Roles) -> None:
         counted = any(use.node.op_type in LOSSES for use in inputs[name].uses())
         kinds = INTEGERS if counted else (*INTEGERS, ir.DataType.FLOAT)
         if inputs[name].dtype not in kinds:
-            wanted = "int64" if counted else "int64 or float32"
-            raise BnfuseError(f"{_file(model)}: labels input '{name}' is {inputs[name].dtype}: it must be {wanted}")
+            accepted = "int64" if counted else "int64 or float32"
+            raise BnfuseError(f"{_file(model)}: labels input '{name}' is {inputs[name].dtype}: it must be {accepted}")
