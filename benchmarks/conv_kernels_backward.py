@@ -88,6 +88,8 @@ LAYERS = (
     Layer("resnet 3x3 at 7", STORING, 7, 512, 512, 3),
     Layer("resnet 3x3 / 2", STORING, 56, 128, 128, 3, 2),
     Layer("resnet 1x1 / 2", STORING, 56, 256, 512, 1, 2),
+    Layer("grouped 3x3 at 56", STORING, 56, 128, 128, 3, 1, 32),
+    Layer("grouped 3x3 at 14", STORING, 14, 512, 512, 3, 1, 32),
     Layer("depthwise 3x3 at 56", STORING, 56, 144, 144, 3, 1, 144),
     Layer("depthwise 3x3 / 2", STORING, 112, 96, 96, 3, 2, 96),
 )

@@ -40,7 +40,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_pack import (
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is_depthwise
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Access, Kernel, Param, Problem, Target
 
 NAME = "conv_backward"
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
@@ -64,7 +64,7 @@ def parameters(problem: Problem) -> tuple[Param, ...]:
     maps = dict(problem.maps)
     params = []
     for name in (*(name for name in spec.operands if name != "acc"), *spec.results):
-        access = "in" if name in spec.operands else "inout" if name == "dx" and accumulates else "out"
+        access: Access = "in" if name in spec.operands else "inout" if name == "dx" and accumulates else "out"
         params.append(Param(name, access, _elements(problem, name), is_map=name in maps))
     return tuple(params)
 

@@ -86,7 +86,7 @@ class Sums:
     elements: Elements
     block: int
     lanes: int
-    registers: Buffer | None
+    registers: Buffer  # None where nothing is summed
 
     @classmethod
     def zero(cls, elements: Elements, block: int, lanes: int) -> Sums:
@@ -109,7 +109,7 @@ class Sums:
                 centred = self.elements.load(f"x{term}", pixel, channel) - mean
                 store(self.registers, slot, steps.fma(d, centred, self.registers[slot]))
 
-    def flush(self, sums: Buffer | None, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
+    def flush(self, sums: Buffer, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
         """Add to the thread's sums of the channels from `first`."""
         for q in range(len(self.elements.reductions)):
             target = thread * self.elements.sums_size + q * self.elements.channels + first
