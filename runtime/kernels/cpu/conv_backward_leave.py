@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
 from bnfuse.runtime.kernels.cpu import steps, tir
@@ -15,6 +16,8 @@ from bnfuse.runtime.kernels.kernel import Problem
 Expr = Any  # a tvm PrimExpr or a Python int
 Buffer = Any
 
+CACHE_LINE = 16  # floats
+READ, WRITE, KEEP, DATA = 0, 1, 3, 1  # arguments of llvm.prefetch
 FLOAT64_LANES = 8  # of the last sums: any number is right
 
 
@@ -117,6 +120,12 @@ class Sums:
                 index = span(target + start, width)
                 more = tir.widen(self.registers[span(q * self.block + start, width)], width)
                 store(sums, index, sums[index] + more)
+
+
+def prefetch(buffer: Buffer, index: Expr, purpose: int) -> None:
+    """Ask for the cache line of an element; one outside of the buffer does no harm."""
+    hint = (T.int32(k) for k in (purpose, KEEP, DATA))
+    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", tirx.address_of(buffer[index]), *hint))
 
 
 def chunks(count: int, lanes: int) -> dict[int, int]:

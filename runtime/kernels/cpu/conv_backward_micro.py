@@ -10,13 +10,20 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, Expr, Sums, chunks, leave
+from bnfuse.runtime.kernels.cpu.conv_backward_leave import (
+    CACHE_LINE,
+    READ,
+    WRITE,
+    Buffer,
+    Expr,
+    Sums,
+    chunks,
+    leave,
+    prefetch,
+)
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
-
-CACHE_LINE = 16  # floats
-READ, WRITE, KEEP, DATA = 0, 1, 3, 1  # arguments of llvm.prefetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +198,7 @@ class _Micro:
         for n, i, j in self.cells:
             pixels = (n * rows.size + i * rows.stride) * columns.size + j * columns.stride
             for v in range(0, self.nest.tiles.block, CACHE_LINE):
-                address = tirx.address_of(self.nest.arguments[name][corner + pixels * stride + v])
-                hint = (T.int32(k) for k in (purpose, KEEP, DATA))
-                T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, *hint))
+                prefetch(self.nest.arguments[name], corner + pixels * stride + v, purpose)
 
     def accumulate(self, grad: Buffer, packed: Buffer) -> Buffer:
         """Sum over the taps that meet this residue and over the output channels, in registers."""
