@@ -24,7 +24,7 @@ from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.layout import assign_slots, assign_vector_slots
 from bnfuse.runtime.lower_bnfuse import lower_bnfuse
 from bnfuse.runtime.lower_generic import lower_generic
-from bnfuse.runtime.lower_source import SOURCE_OPS
+from bnfuse.runtime.lower_source import SOURCE_OPS, find_clip_gradient
 from bnfuse.runtime.lower_values import FOLDED_ELEMENTS, Form, check_elements, evaluate, static_shape
 from bnfuse.runtime.lowering import Lowering
 
@@ -52,8 +52,9 @@ def lower(
     """The program of a training graph. `finish` adds the launches of the update phase."""
     low = Lowering(graph, roles, target, opset, file)
     nodes = ordered(graph, roles)
-    low.order = {node: index for index, node in enumerate(nodes)}
     enter(low)
+    nodes = joined(low, nodes)
+    low.order = {node: index for index, node in enumerate(nodes)}
     infer_missing_shapes(low, nodes)
     low.slots, low.vector_slots = assign_slots(nodes), assign_vector_slots(nodes)
     set_destinations(low)
@@ -67,6 +68,16 @@ def lower(
         low.phase, low.node = "update", "optimizer"
         finish(low)
     return assemble(low)
+
+
+def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
+    """The nodes without those that become one launch together with a later one."""
+    absorbed: set[ir.Node] = set()
+    for node in nodes:
+        if found := find_clip_gradient(low, node):
+            low.notes["clip", node] = found
+            absorbed |= set(found.nodes)
+    return [node for node in nodes if node not in absorbed]
 
 
 def lower_node(low: Lowering, node: ir.Node) -> None:

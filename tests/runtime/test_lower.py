@@ -191,6 +191,30 @@ def test_a_mean_over_pixels_reads_the_map_as_it_lies():
     np.testing.assert_allclose(run(made, x=x)["y"], np.maximum(x, 0).mean((2, 3)), rtol=1e-6)
 
 
+CLIP_GRADIENT = """a = Relu(x)  over = GreaterOrEqual(a, low)  under = LessOrEqual(a, high)  both = And(over, under)
+    mask = Cast<to = 1>(both)  y = Mul(dy, mask)"""
+
+
+def test_the_gradient_of_a_clip_is_one_launch():
+    signature = "(float[2,4,3,3] x, float[2,4,3,3] dy) => (float[2,4,3,3] y)"
+    types = "float low = {0.0}, float high = {0.5}"
+    made = lowered(signature, CLIP_GRADIENT, types)
+    assert kernels(made.program).count("MapGradClipGrad") == 1
+    assert len(made.program.launches) == 5  # two images in, Relu, the gradient, one out
+    x, dy = numbers(2, 4, 3, 3), numbers(2, 4, 3, 3, seed=1)
+    np.testing.assert_array_equal(run(made, x=x, dy=dy)["y"], dy * (np.maximum(x, 0) <= 0.5))
+
+
+def test_a_mask_that_somebody_else_reads_is_kept():
+    signature = "(float[2,4,3,3] x, float[2,4,3,3] dy) => (float[2,4,3,3] y, float[2,4,3,3] mask)"
+    made = lowered(signature, CLIP_GRADIENT, "float low = {0.0}, float high = {0.5}")
+    assert "MapGradClipGrad" not in kernels(made.program)
+    x, dy = numbers(2, 4, 3, 3), numbers(2, 4, 3, 3, seed=1)
+    found = run(made, x=x, dy=dy)
+    np.testing.assert_array_equal(found["mask"], np.maximum(x, 0) <= 0.5)
+    np.testing.assert_array_equal(found["y"], dy * found["mask"])
+
+
 # -- accumulation --------------------------------------------------------------------------------------------------
 
 ACCUMULATE = """acc = ai.bnfuse.MapGradScale(dy, p)
