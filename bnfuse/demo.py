@@ -44,9 +44,8 @@ def run_demo(
         rewritten = api.rewrite(train, level="icf")
         api.save(rewritten.model, fused)
         report = rewritten.report.to_json()
-        say(
-            f"   {count(report['batch_norms'], 'BatchNorm')}, {len({u['node'] for u in report['unfused']})} left unfused\n"
-        )
+        unfused = {entry["node"] for entry in report["unfused"]}
+        say(f"   {count(report['batch_norms'], 'BatchNorm')}, {len(unfused)} left unfused\n")
 
         say("3. Verify in onnxruntime that both graphs compute the same (bnfuse verify).")
         verified = api.verify(train, fused, seed=seed, threads=threads)
