@@ -83,26 +83,21 @@ def _weight_micro(
     place: Place,
 ) -> None:
     rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
-    lanes, vectors = tiles.lanes, tiles.out_block // tiles.lanes
-    acc = registers(tiles.taps * tiles.out_block)
-    cells = [(i, v) for i in range(tiles.taps) for v in range(vectors)]
-    for i, v in cells:
-        store(acc, span(i * tiles.out_block + v * lanes, lanes), tir.splat(0, lanes))
+    width = tiles.out_block  # LLVM parts a vector of a whole block into as many registers as it takes
+    acc = registers(tiles.taps * width)
+    for i in range(tiles.taps):
+        store(acc, span(i * width, width), tir.splat(0, width))
     count = tirx.Min(tiles.rows, rows.out - place.unit) if nest.tile_rows * tiles.rows > rows.out else tiles.rows
     with T.serial(0, tiles.images) as image, T.serial(0, count) as h, T.serial(0, columns.out) as w:
         row = image * nest.read_rows + h * rows.tile_stride + r * rows.dilation
         at = T.bind(source + (row * nest.read_columns + w * columns.tile_stride) * nest.read_width)
         pixel = (image * nest.grad_rows + h - rows.low) * nest.grad_columns + w - columns.low
-        start = T.bind(pixel * nest.out_pitch + out * tiles.out_block)
-        grads = [T.bind(grad[span(start + v * lanes, lanes)]) for v in range(vectors)]
+        dy = T.bind(grad[span(pixel * nest.out_pitch + out * width, width)])
         for i in range(tiles.taps):
-            value = T.bind(T.Broadcast(read[at + i], lanes))
-            for v in range(vectors):
-                cell = span(i * tiles.out_block + v * lanes, lanes)
-                store(acc, cell, acc[cell] + value * grads[v])
-    for i, v in cells:
-        cell = span(i * tiles.out_block + v * lanes, lanes)
-        index = span(target + i * nest.out_padded + v * lanes, lanes)
+            cell = span(i * width, width)
+            store(acc, cell, acc[cell] + T.Broadcast(read[at + i], width) * dy)
+    for i in range(tiles.taps):
+        cell, index = span(i * width, width), span(target + i * nest.out_padded, width)
         store(partial, index, partial[index] + acc[cell])
 
 
@@ -170,10 +165,6 @@ class _Micro:
         tiles = self.nest.tiles
         return list(product(range(tiles.micro_images), range(tiles.micro_rows), range(tiles.micro_columns)))
 
-    @property
-    def vectors(self) -> int:
-        return self.nest.tiles.block // self.nest.tiles.lanes
-
     def cell(self, n: Expr, i: Expr, j: Expr) -> Expr:
         tiles = self.nest.tiles
         return ((n * tiles.micro_rows + i) * tiles.micro_columns + j) * tiles.block
@@ -203,26 +194,25 @@ class _Micro:
     def accumulate(self, grad: Buffer, packed: Buffer) -> Buffer:
         """Sum over the taps that meet this residue and over the output channels, in registers."""
         nest, rows, columns = self.nest, self.nest.shape.rows, self.nest.shape.columns
-        lanes, block = nest.tiles.lanes, nest.tiles.block
-        acc = registers(len(self.cells) * block)
-        for cell in range(0, len(self.cells) * block, lanes):
-            store(acc, span(cell, lanes), tir.splat(0, lanes))
+        width = nest.tiles.block  # LLVM parts a vector of a whole block into as many registers as it takes
+        acc = registers(len(self.cells) * width)
+        for cell in range(len(self.cells)):
+            store(acc, span(cell * width, width), tir.splat(0, width))
 
         def taps(r: Expr, s: Expr) -> None:
             line = (self.place.group * nest.blocks + self.block) * nest.packed_block
-            line = opaque(line + (r * columns.kernel + s) * (nest.shape.cout * block))
+            line = opaque(line + (r * columns.kernel + s) * (nest.shape.cout * width))
             up = _floor_offset(rows, self.row_residue, r) - rows.low
             left = _floor_offset(columns, self.column_residue, s) - columns.low
             row = self.image * nest.grad_rows + self.row + up
             at = opaque((row * nest.grad_columns + self.column + left) * nest.out_pitch)
             with T.serial(0, nest.shape.cout) as k:
-                weights = [T.bind(packed[span(line + k * block + v * lanes, lanes)]) for v in range(self.vectors)]
+                weights = T.bind(packed[span(line + k * width, width)])
                 for n, i, j in self.cells:
                     pixel = (n * nest.grad_rows + i) * nest.grad_columns + j
-                    dy = T.bind(T.Broadcast(grad[at + pixel * nest.out_pitch + k], lanes))
-                    for v in range(self.vectors):
-                        cell = span(self.cell(n, i, j) + v * lanes, lanes)
-                        store(acc, cell, acc[cell] + dy * weights[v])
+                    dy = T.Broadcast(grad[at + pixel * nest.out_pitch + k], width)
+                    cell = span(self.cell(n, i, j), width)
+                    store(acc, cell, acc[cell] + dy * weights)
 
         # one loop over all taps: LLVM would unroll two short ones around the loop over k
         with T.serial(0, nest.shape.taps) as tap:
@@ -234,8 +224,8 @@ class _Micro:
             ]
             with when(tirx.all(*meets)) if meets else contextlib.nullcontext():
                 taps(r, s)
-        for cell in range(0, len(self.cells) * block, lanes):
-            store(self.place.scratch, span(cell, lanes), acc[span(cell, lanes)])
+        for cell in range(len(self.cells)):
+            store(self.place.scratch, span(cell * width, width), acc[span(cell * width, width)])
         return self.place.scratch
 
     def leave(self, acc: Buffer, sums: Buffer | None) -> None:
@@ -256,9 +246,9 @@ class _Micro:
     def _leave_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
         """Pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over pixels."""
         rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
-        widths = chunks(count, tiles.lanes)
+        widths = {0: count} if count == tiles.block else chunks(count, tiles.lanes)
         first = T.bind(self.place.group * self.nest.shape.cin + self.block * tiles.block)
-        part = Sums.zero(self.nest, tiles.block, tiles.lanes)
+        part = Sums.zero(self.nest, tiles.block, tiles.block)
         height = _remaining(rows, self.row_residue, self.place.unit + self.row)
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
         width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
