@@ -89,7 +89,11 @@ def _siblings(cpu: int) -> str:
 
 
 def start_threads(threads: int) -> None:
-    """Give the kernels' thread pool its size. TVM reads it when the first kernel runs; unset means one thread."""
+    """Let kernels run on this many threads.
+
+    TVM makes its pool when the first kernel runs (of one thread if nothing is said), and the pool never grows: it is
+    given one thread a core, of which as many are used as are asked for.
+    """
     os.environ.setdefault("TVM_BIND_THREADS", "0")  # binding widens the spread on a busy machine
-    os.environ["TVM_NUM_THREADS"] = str(threads)
-    tvm.get_global_func("runtime.config_threadpool")(1, threads)  # for a pool that has started already
+    os.environ["TVM_NUM_THREADS"] = str(max(threads, physical_cores()))
+    tvm.get_global_func("runtime.config_threadpool")(1, threads)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tvm
 
+from bnfuse.errors import BnfuseError
 from bnfuse.runtime import cache as cache_module
 from bnfuse.runtime.build import Library, Request, objects
 from bnfuse.runtime.cache import Cache, content_key, default_folder
@@ -135,6 +136,31 @@ def test_processes_share_a_folder_and_need_no_tool_on_the_path(tmp_path):
     printed, errors = later.communicate(timeout=120)
     assert (later.returncode, printed) == (0, ""), errors
     assert len(list(tmp_path.rglob("*"))) == 2  # one folder, one entry, no temporary file left
+
+
+def test_a_kernel_that_cannot_be_compiled_is_named_by_a_worker_too():
+    from bnfuse.runtime import build
+
+    broken = relu(4, dataclasses.replace(TARGET, mcpu="nehalem", kind="no such kind"))
+    name = broken.kernel().name
+    with pytest.raises(BnfuseError, match=name) as caught:
+        build._result(_of_worker(broken, name))
+    assert "\n" not in str(caught.value)
+
+
+def _of_worker(request: Request, name: str):
+    """What a worker process answers to one request."""
+    import queue
+
+    from bnfuse.runtime import build
+
+    waiting, finished = queue.SimpleQueue(), queue.SimpleQueue()
+    waiting.put(("key", request, name))
+    worker = build._Worker(waiting, finished)
+    try:
+        return finished.get(timeout=100)
+    finally:
+        worker.stop()
 
 
 def test_a_worker_process_compiles_the_same_code(tmp_path, monkeypatch):

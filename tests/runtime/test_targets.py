@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from bnfuse.errors import BnfuseError
@@ -32,3 +34,9 @@ def test_what_cannot_be_is_refused_in_one_line(spec, threads, message):
     with pytest.raises(BnfuseError, match=message) as caught:
         targets.resolve(spec, threads)
     assert "\n" not in str(caught.value)
+
+
+def test_a_step_of_one_thread_does_not_keep_later_ones_from_more(monkeypatch):
+    monkeypatch.setenv("TVM_NUM_THREADS", "1")
+    targets.start_threads(1)
+    assert int(os.environ["TVM_NUM_THREADS"]) >= targets.physical_cores()
