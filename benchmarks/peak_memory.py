@@ -1,4 +1,6 @@
-"""Peak memory of a densenet121 training step, ours and torch's: python benchmarks/peak_memory.py [--batch 16] [--image 224].
+"""Peak memory of a densenet121 training step, ours and torch's.
+
+    python benchmarks/peak_memory.py [--batch 16] [--image 224]
 
 Each candidate runs in a fresh process: the high-water mark of its resident memory after three steps, less what it had
 before the model was made (its imports and, for ours, the compiled kernels' code). Needs torch.
@@ -61,7 +63,8 @@ def export_steps(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
     code = (
         "import sys, bnfuse, onnx_ir as ir; from bnfuse.models import build_forward;"
         "from bnfuse.build import build_training_graph; from bnfuse.runtime import SGD, compile_step;"
-        "g = ir.from_proto(build_training_graph(build_forward('densenet121', batch=int(sys.argv[1]), image=int(sys.argv[2]))));"
+        "forward = build_forward('densenet121', batch=int(sys.argv[1]), image=int(sys.argv[2]));"
+        "g = ir.from_proto(build_training_graph(forward));"
         "g = bnfuse.rewrite(g, level=sys.argv[3]).model;"
         "compile_step(g, optimizer=SGD(lr=0.1, momentum=0.9), threads=int(sys.argv[4])).export(sys.argv[5])"
     )

@@ -67,8 +67,10 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One `ai.bnfuse` operator with everything that is static about it. Source operators map onto the same form: a plain
-    Conv with bias is `ConvBias`, a Relu `ReluMap`, a ReluGrad `MapGradReluGrad`.
+    """One `ai.bnfuse` operator with everything that is static about it.
+
+    Source operators map onto the same form: a plain Conv with bias is `ConvBias`, a Relu `ReluMap`, a ReluGrad
+    `MapGradReluGrad`.
 
     `maps` has every operand and result that is a feature map, by its name in the spec: x, y, skip, stored, dy,
     grad_x, dx, other, x_1, ... and MaxPool's indices. What the lowering resolves, kernels never see: after a `Slice`,
