@@ -212,7 +212,7 @@ class Reference:
         self.feeds, self.state, self.lr, self.steps = feeds, state, lr, steps
         self.runner: OrtRunner | None = OrtRunner(graph, threads)
         self.values = self.runner.evaluate(feeds, state)
-        self.losses = self.runner.train(feeds, state, lr, steps)
+        self.losses = self.runner.train(feeds, state, lr, steps, self.values)
         self.spreads: list[Arrays] = []
         self.noisy_losses: list[list[float]] = []
 
@@ -222,7 +222,8 @@ class Reference:
         for _ in range(count):
             feeds, state = disturbed(self.feeds, self.state, self.graph.roles, self.rng)
             self.spreads.append(self.runner.evaluate(feeds, state))
-            self.noisy_losses.append(self.runner.train(feeds, state, self.lr, self.steps))
+            losses = self.runner.train(feeds, state, self.lr, self.steps, self.spreads[-1])
+            self.noisy_losses.append(losses)
 
     def close(self) -> None:
         """Give its memory back before the other graph runs."""
@@ -337,15 +338,17 @@ class OrtRunner:
     def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
         return self.graph.run({**state, **feeds}, compared(self.roles))
 
-    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
+    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int, outputs: Arrays | None = None) -> list[float]:
+        """The losses of SGD; `outputs` are those of the first step, where they are known already."""
         state, losses = dict(state), []
         for _ in range(steps):
-            outputs = self.evaluate(feeds, state)
+            outputs = outputs or self.evaluate(feeds, state)
             losses.append(float(outputs[self.roles.loss]))
             for name, gradient in self.roles.gradients.items():
                 state[name] = state[name] - np.float32(lr) * outputs[gradient]
             for name, output in self.roles.running.items():
                 state[name] = outputs[output]
+            outputs = None
         return losses
 
 
