@@ -1,4 +1,6 @@
-"""Verify every network of the zoo, at every level, in onnxruntime and compiled: python benchmarks/verify_zoo.py [NAME ...].
+"""Verify every network of the zoo, at every level, in onnxruntime and compiled.
+
+    python benchmarks/verify_zoo.py [NAME ...] [--level L] [--runtime ort|tvm]
 
 Small images. One line for each rewrite: the worst tensor's error, its tolerance (docs/numerics.md), and the BNs that
 stayed unfused. Exits with 1 where one says no.

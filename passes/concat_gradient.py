@@ -14,13 +14,16 @@ The operator that wrote dz_l adds p_l*dz_l to G instead; what reads the gradient
 Channels are traced to their producers, so nested and flat concatenations, and any mix, are one case. Gradients of
 readers that are not BNs are terms of G with the factor 1.
 
-Refuses concatenations whose terms do not cover nested channel ranges in the order in which they are computed.
+Refuses concatenations whose terms do not cover nested channel ranges in the order in which they are computed, and those
+of which a producer's gradient is not the sum of all terms at its channels: Concat(x, y1) and Concat(x, y2) meet in x, but
+y1 and y2 do not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 import numpy as np
 import onnx_ir as ir
@@ -52,6 +55,7 @@ class Group:
     """Producers whose channels meet in concatenations: their gradients, and the terms of those gradients."""
 
     gradients: dict[ir.Value, tuple[int, int]]  # a producer's gradient -> its channels of G
+    addends: dict[ir.Value, list[ir.Value]]  # a producer's gradient -> the terms that it is the sum of
     terms: list[Term]
     glue: list[ir.Node]  # the Splits and Sums that G replaces
 
@@ -59,8 +63,8 @@ class Group:
 class ConcatGradient(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "icf")
-        order = {node: index for index, node in enumerate(model.graph)}
-        for glue in find_glue(model.graph, order):
+        for glue in find_glue(model.graph):
+            order = {node: index for index, node in enumerate(model.graph)}
             group = make_group(glue, order)
             if group is not None and not any(term.half for term in group.terms):
                 continue  # no BN: the Splits are views, and there is nothing to gain
@@ -84,8 +88,9 @@ def forget_lengths(editor: Editor, node: ir.Node) -> None:
         editor.fused.append(node.name or "")
 
 
-def find_glue(graph: ir.Graph, order: dict[ir.Node, int]) -> list[list[ir.Node]]:
+def find_glue(graph: ir.Graph) -> list[list[ir.Node]]:
     """The Splits that are connected through the Sums of their pieces, with those Sums, in the graph's order."""
+    order = {node: index for index, node in enumerate(graph)}
     found: list[list[ir.Node]] = []
     for node in graph:
         if node.op_type == "SplitTraining" and is_map(node.inputs[0]) and not any(node in glue for glue in found):
@@ -122,9 +127,12 @@ def _is_glue(node: ir.Node) -> bool:
 
 def make_group(glue: list[ir.Node], order: dict[ir.Node, int]) -> Group | None:
     """Place every term and every producer's gradient in one range of channels; None where they do not fit together."""
-    ends = [value for node in glue for value in node.outputs if not any(use.node in glue for use in value.uses())]
+    ends = [value for node in glue for value in node.outputs if is_read_outside(value, glue)]
+    if not ends:
+        return None
     found: dict[ir.Value, tuple[int, int]] = {}  # a term -> its channels
     gradients: dict[ir.Value, tuple[int, int]] = {}
+    addends: dict[ir.Value, list[ir.Value]] = {}
     pending = list(ends)
     placed = False
     while pending:
@@ -144,15 +152,21 @@ def make_group(glue: list[ir.Node], order: dict[ir.Node, int]) -> Group | None:
                 if found.setdefault(value, where) != where:
                     return None
             gradients[end] = (offset, offset + channels(end))
+            addends[end] = [value for value, *_ in pieces]
         if len(progress) == len(pending):
             return None
         pending = progress
     lowest = min(start for start, _ in found.values())
     found = {value: (start - lowest, stop - lowest) for value, (start, stop) in found.items()}
     gradients = {value: (start - lowest, stop - lowest) for value, (start, stop) in gradients.items()}
-    terms = [make_term(value, start, stop) for value, (start, stop) in found.items()]
+    terms = [make_term(value, start, stop, glue) for value, (start, stop) in found.items()]
     terms.sort(key=lambda term: _position(term, order))
-    return Group(gradients, terms, glue)
+    return Group(gradients, addends, terms, glue)
+
+
+def is_read_outside(value: ir.Value, glue: list[ir.Node]) -> bool:
+    """Whether the value is a gradient that something beyond the glue waits for."""
+    return value.is_graph_output() or any(use.node not in glue for use in value.uses())
 
 
 def pieces_of(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> list[tuple[ir.Value, int, int]]:
@@ -168,19 +182,15 @@ def pieces_of(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> li
     return pieces_of(source, before + start, before + stop, glue)
 
 
-def make_term(value: ir.Value, start: int, stop: int) -> Term:
+def make_term(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> Term:
     half = gradient_of(value)
-    if half is None or half.spec != INPUT_HALF or not _glue_only(value):
+    if half is None or half.spec != INPUT_HALF or is_read_outside(value, glue):
         return Term(value, start, stop)
     dz = half.operands["dy"]
     writer = gradient_of(dz)
     if writer is None or not is_only_read_by(dz, half.node) or {*ACCUMULATIONS} & {*writer.steps.epilogue}:
         return Term(value, start, stop)
     return Term(value, start, stop, half, writer)
-
-
-def _glue_only(value: ir.Value) -> bool:
-    return not value.is_graph_output() and all(_is_glue(use.node) for use in value.uses())
 
 
 def _position(term: Term, order: dict[ir.Node, int]) -> int:
@@ -198,11 +208,19 @@ def why_not(group: Group) -> str | None:
             )
         previous = term
     for gradient, (start, stop) in group.gradients.items():
-        if sum(t.start < stop and start < t.stop for t in group.terms) != sum(
-            t.start <= start and stop <= t.stop for t in group.terms
-        ):
-            return f"{gradient.name} is covered only in part by some of its terms"
+        met = [term for term in group.terms if term.start < stop and start < term.stop]
+        if Counter(term.value for term in met) != Counter(group.addends[gradient]):
+            return f"{gradient.name} is not the sum of all the gradients that meet in its channels"
+        maps = {map_of(term.half, start - term.start, stop - term.start) for term in met if term.half}
+        if len(maps) > 1 or None in maps:
+            return f"the BNs that {gradient.name} is a sum of read different maps"
     return None
+
+
+def map_of(half: Op, start: int, stop: int) -> ir.Value | None:
+    """The map that fills channels [start, stop) of what a BN reads, or None where there is no such one."""
+    found = leaves(half.operands["grad_x"])
+    return next((leaf.value for leaf in found if (leaf.start, leaf.stop) == (start, stop)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +299,9 @@ def add_other(editor: Editor, term: Term, before: Sum | None, group: Group) -> S
     whole = (term.start, term.stop) == (before.start, before.stop)
     writer = gradient_of(term.value)
     free = (
-        writer is not None and _glue_only(term.value) and not {"AddGradient", *ACCUMULATIONS} & {*writer.steps.epilogue}
+        writer is not None
+        and not is_read_outside(term.value, group.glue)
+        and not {"AddGradient", *ACCUMULATIONS} & {*writer.steps.epilogue}
     )
     spec = (
         try_spec(writer.steps.prologue, writer.steps.core, (*writer.steps.epilogue, "AddGradient"))
@@ -352,11 +372,9 @@ def read_share(
 
 
 def producer_of(gradient: ir.Value, group: Group) -> ir.Value:
-    """The map that a gradient belongs to: the leaf at its channels in the map that a BN of the group reads."""
+    """The map that a gradient belongs to: the one at its channels in the map that a BN of the group reads."""
     start, stop = group.gradients[gradient]
     for term in group.terms:
-        if term.half:
-            for leaf in leaves(term.half.operands["grad_x"]):
-                if (term.start + leaf.start, term.start + leaf.stop) == (start, stop):
-                    return leaf.value
+        if term.half and (found := map_of(term.half, start - term.start, stop - term.start)) is not None:
+            return found
     raise AssertionError(f"no producer for {gradient.name}")

@@ -103,21 +103,22 @@ def passes_of(level: str, pool_first: bool) -> list[tuple[str, PassFactory]]:
         listed += [("mvf", SplitBatchNorm)]
     if rank >= LEVELS.index("bnff"):
         listed += [("bnff/split-gradient", SplitBatchNormGrad)]
-        listed += _fusions(concats=not icf)
+        listed += _fusions("bnff", concats=not icf)
     if icf:
         listed += [("icf/concat-sink", ConcatSink), ("icf/concat-statistics", ConcatStatistics)]
         listed += [("icf/concat-gradient", ConcatGradient)]
-        listed += _fusions(concats=True)
+        listed += _fusions("icf", concats=True)
     return listed
 
 
-def _fusions(*, concats: bool) -> list[tuple[str, PassFactory]]:
+def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
+    """The passes inside a layer; after a Concat has been crossed they find new work."""
     return [
-        ("bnff/map", MapFusion),
-        ("bnff/gradient-sum", lambda: GradientSumFusion(concats=concats)),
-        ("bnff/mask", MaskFusion),
-        ("bnff/statistics", StatisticsFusion),
-        ("bnff/gradient-input", BatchNormGradFusion),
+        (f"{level}/map", MapFusion),
+        (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
+        (f"{level}/mask", MaskFusion),
+        (f"{level}/statistics", StatisticsFusion),
+        (f"{level}/gradient-input", BatchNormGradFusion),
     ]
 
 
@@ -147,7 +148,7 @@ def rewrite(model: ir.Model, *, level: str = "icf", pool_first: bool | None = No
     if reports:
         finish(model)
     # what kept a half from crossing a Concat says more than what the passes inside a layer say of it afterwards
-    refused += [refusal for report in reports if report.name.startswith("icf/") for refusal in report.refused]
+    refused += [refusal for report in reports if report.name.startswith("icf/concat") for refusal in report.refused]
     unfused = find_unfused(model, names, refused)
     return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, model.graph.num_nodes()))
 
