@@ -89,10 +89,19 @@ def lower_node(low: Lowering, node: ir.Node) -> None:
 
 
 def copy_to_slots(low: Lowering, value: ir.Value) -> None:
-    """Copy what has just been produced to the second places that concatenations want it in."""
-    for slot in low.slots.copies.get(value, ()):
-        low.copy_map(low.map(value), low.root(slot.root).channels(slot.start, slot.start + low.shape(value)[1]))
-    for slot in low.vector_slots.copies.get(value, ()):
+    """Copy what has just been produced to the second places that concatenations want it in.
+
+    To the first place too where it is not there: a constant, or what a generic kernel wrote in the layout of the file.
+    """
+    own, places = low.slots.of.get(value), low.slots.copies.get(value, ())
+    for slot in places if own is None else (own, *places):
+        held, wanted = low.map(value), low.root(slot.root).channels(slot.start, slot.start + low.shape(value)[1])
+        if held != wanted:
+            low.copy_map(held, wanted)
+    own, places = low.vector_slots.of.get(value), low.vector_slots.copies.get(value, ())
+    if own is not None and low.constant(value) is not None:
+        places = (own, *places)
+    for slot in places:
         low.copy_dense(low.dense(value), low.vector_part(slot, low.shape(value)[0]))
 
 

@@ -127,6 +127,23 @@ def test_concatenation_launches_only_the_copies_that_it_reports():
     np.testing.assert_array_equal(found["y"], np.maximum(np.concatenate([x, a, a], 1), 0))
 
 
+def test_what_is_not_written_into_its_place_in_a_concatenation_is_copied_there():
+    made = lowered(
+        "(float[2,2,3,3] x) => (float[2,7,3,3] y, float[2,3,1,1] z)",
+        """a = Relu(x)  p = Pad(x, pads)  k = Identity(ones)  t = Concat<axis = 1>(p, a, k)  y = Relu(t)
+           s = Slice(x, one, two, axes)  g = GlobalAveragePool(x)  u = Concat<axis = 1>(g, s)  z = Relu(u)""",
+        """float[2,2,3,3] a, float[2,4,3,3] p, float[2,1,3,3] k, float[2,7,3,3] t, float[2,1,1,1] s, float[2,2,1,1] g,
+           float[2,3,1,1] u, int64[8] pads = {0,1,0,0,0,1,0,0}, int64[3] one = {1,1,1}, int64[3] two = {2,2,2},
+           int64[3] axes = {1,2,3}, float[2,1,3,3] ones = {1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1}""",
+    )
+    x = numbers(2, 2, 3, 3)
+    found, a = run(made, x=x), np.maximum(x, 0)
+    padded, ones = np.pad(a, ((0, 0), (1, 1), (0, 0), (0, 0))), np.ones((2, 1, 3, 3), np.float32)
+    np.testing.assert_array_equal(found["y"], np.concatenate([padded, a, ones], 1))
+    expected = np.concatenate([x.mean((2, 3), keepdims=True), x[:, 1:, 1:2, 1:2]], 1)
+    np.testing.assert_allclose(found["z"], np.maximum(expected, 0), atol=1e-6)
+
+
 def test_split_gives_views():
     made = lowered(
         "(float[2,6,2,2] x) => (float[2,2,2,2] y, float[2,4,2,2] z)",
@@ -295,3 +312,15 @@ def test_concatenated_statistics_lie_side_by_side():
     x, u = numbers(2, 16, 3, 3), numbers(2, 32, 3, 3, seed=1)
     expected = np.concatenate([x.mean((0, 2, 3)), u.mean((0, 2, 3))])
     np.testing.assert_allclose(run(made, x=x, u=u)["mean2"], expected, atol=1e-6)
+
+
+def test_a_constant_among_concatenated_statistics_is_copied_to_its_place():
+    made = lowered(
+        "(float[2,16,3,3] x) => (float[32] y)",
+        """m, v = ai.bnfuse.BatchNormStatistics(x)  size = Shape(m)  k = ConstantOfShape<value = float[1] {2.0}>(size)
+           t = Concat<axis = 0>(m, k)  y = Relu(t)""",
+        "float[16] m, float[16] v, float[16] k, float[32] t",
+    )
+    x = numbers(2, 16, 3, 3)
+    expected = np.concatenate([np.maximum(x.mean((0, 2, 3)), 0), np.full(16, 2.0)])
+    np.testing.assert_allclose(run(made, x=x)["y"], expected, atol=1e-6)
