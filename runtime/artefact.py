@@ -24,14 +24,15 @@ import numpy as np
 import safetensors.numpy
 
 from bnfuse.errors import BnfuseError
+from bnfuse.io import write_atomically
 from bnfuse.runtime import optim, targets
 from bnfuse.runtime import program as p
-from bnfuse.runtime.cache import write_atomically
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.session import Compiled, Step
 
 FORMAT = "bnfuse step"
 VERSION = 1
+MAX_MANIFEST = 64 << 20  # bytes; that of a network of 1000 nodes has less than one of these megabytes
 PARTS = ("training", "evaluation")
 
 
@@ -72,12 +73,16 @@ def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
             return _read(file, str(path), threads)
     except FileNotFoundError:
         raise BnfuseError(f"{path}: there is no such file") from None
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
+    except BnfuseError as error:
+        raise BnfuseError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    except Exception as error:  # damage shows in any form: zip, zlib, JSON, safetensors, an index, no memory
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise BnfuseError(f"{path}: not a complete compiled step ({what}): compile the model again") from None
 
 
 def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Step:
+    if file.getinfo("manifest.json").file_size > MAX_MANIFEST:
+        raise ValueError("its manifest is too large")
     manifest = json.loads(file.read("manifest.json"))
     check_format(manifest, path)
     check_cpu(manifest, path)

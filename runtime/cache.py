@@ -12,8 +12,9 @@ import hashlib
 import importlib.metadata
 import os
 import pathlib
-import tempfile
 
+from bnfuse.errors import BnfuseError
+from bnfuse.io import write_atomically
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets import features_of
 
@@ -21,11 +22,15 @@ HASH_BYTES = hashlib.sha256().digest_size
 KERNEL_SOURCES = pathlib.Path(__file__).resolve().parent / "kernels"
 
 
-def default_folder() -> pathlib.Path:
-    """`$BNFUSE_CACHE`, or bnfuse in the user's cache folder (`$XDG_CACHE_HOME`, ~/.cache)."""
+def default_folder() -> pathlib.Path | None:
+    """`$BNFUSE_CACHE`, or bnfuse in the user's cache folder (`$XDG_CACHE_HOME`, ~/.cache). None for a user without."""
     if chosen := os.environ.get("BNFUSE_CACHE"):
         return pathlib.Path(chosen)
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "bnfuse"
+    if user := os.environ.get("XDG_CACHE_HOME"):
+        return pathlib.Path(user) / "bnfuse"
+    with contextlib.suppress(RuntimeError):  # no $HOME, and the user has no entry that names one
+        return pathlib.Path.home() / ".cache" / "bnfuse"
+    return None
 
 
 def content_key(kernel: Kernel) -> str:
@@ -70,7 +75,7 @@ class Cache:
         if self.folder is None:
             return
         path = self._path(key)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BnfuseError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, hashlib.sha256(code).digest() + code)
 
@@ -78,23 +83,3 @@ class Cache:
         assert self.folder is not None
         return self.folder / key[:2] / f"{key}.kernel"
 
-
-def write_atomically(path: pathlib.Path, data: bytes) -> None:
-    """Readers see the former file or the whole new one, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = pathlib.Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@functools.cache
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -146,9 +146,25 @@ def from_json(text: str, initial: dict[int, np.ndarray]) -> Program:
         for name in ("inputs", "outputs", "parameters", "gradients", "running", "new_running"):
             data[name] = {k: Tensor(storage, tuple(shape), dt) for k, (storage, shape, dt) in data[name].items()}
         data["report"] = Report(**data["report"])
-        return Program(**data, initial=initial)
-    except (ValueError, TypeError, KeyError) as error:
+        program = Program(**data, initial=initial)
+        check(program)
+        return program
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise BnfuseError(f"not a program of this version of bnfuse ({error}): compile the model again") from None
+
+
+def check(program: Program) -> None:
+    """Raise a ValueError where something is named that is not there, or a storage that is used leaves its region."""
+    groups = (program.inputs, program.outputs, program.parameters, program.gradients, program.running)
+    tensors = [tensor for group in (*groups, program.new_running) for tensor in group.values()]
+    buffers = [buffer for launch in program.launches for buffer in launch.buffers]
+    for index in {*program.initial, *(t.storage for t in tensors), *(b.storage for b in buffers)}:
+        s = program.storages[index]
+        if index < 0 or s.elements < 0 or s.offset < 0 or s.offset + s.bytes > program.regions[s.region]:
+            raise ValueError(f"storage {index} leaves the region {s.region}")
+    for launch in program.launches:
+        if launch.phase not in PHASES or launch.kernel not in range(len(program.kernels)):
+            raise ValueError(f"node '{launch.node}' has no such phase or kernel")
 
 
 def _launch_to_data(launch: Launch) -> list[Any]:

@@ -17,9 +17,9 @@ import safetensors
 import safetensors.numpy
 
 from bnfuse.errors import BnfuseError
+from bnfuse.io import write_atomically
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Library
-from bnfuse.runtime.cache import write_atomically
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.memory import Memory
 from bnfuse.runtime.optim import Optimizer

@@ -14,6 +14,8 @@ from bnfuse.runtime.kernels.kernel import Target
 
 LANES = ((16, "avx512f"), (8, "avx2"), (4, "neon"), (4, "sse2"))
 
+MAX_THREADS = 1024
+
 # of the names that LLVM lists for a CPU, those of instructions that compiled arithmetic may contain; the rest is
 # tuning (`prefer-256-bit`) or for operating systems (`pku`)
 COMPUTING = re.compile(
@@ -28,8 +30,8 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None) -> Target:
     kind, _, mcpu = spec.partition(":")
     if kind != "cpu":
         raise BnfuseError(f"target '{spec}' is not supported: use cpu, or cpu:MCPU with an LLVM CPU name")
-    if threads is not None and threads < 1:
-        raise BnfuseError(f"{threads} threads make no step: use 1 or more, or leave it out for one a physical core")
+    if threads is not None:
+        check_threads(threads)
     mcpu = mcpu or host_cpu()
     if not known_cpu(mcpu):
         raise BnfuseError(f"target '{spec}': LLVM knows no CPU '{mcpu}' on this machine; use cpu for the host itself")
@@ -88,12 +90,21 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
+def check_threads(threads: int) -> None:
+    """Refuse a number of threads that no machine could be meant by."""
+    if not 1 <= threads <= MAX_THREADS:
+        raise BnfuseError(
+            f"{threads} threads make no step: use 1 to {MAX_THREADS}, or leave it out for one a physical core"
+        )
+
+
 def start_threads(threads: int) -> None:
     """Let kernels run on this many threads.
 
     TVM makes its pool when the first kernel runs (of one thread if nothing is said), and the pool never grows: it is
     given one thread a core, of which as many are used as are asked for.
     """
+    check_threads(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")  # binding widens the spread on a busy machine
     os.environ["TVM_NUM_THREADS"] = str(max(threads, physical_cores()))
     tvm.get_global_func("runtime.config_threadpool")(1, threads)

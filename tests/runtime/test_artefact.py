@@ -129,6 +129,56 @@ def test_a_foreign_file_is_refused(tmp_path):
     assert "no such file" in one_line(tmp_path / "missing.bnf")
 
 
+def test_a_flipped_bit_anywhere_is_one_line_or_harmless(exported):
+    data, rng = exported.read_bytes(), np.random.default_rng(0)
+    for position in rng.integers(0, len(data), 60):
+        exported.write_bytes(data[:position] + bytes([data[position] ^ (1 << position % 8)]) + data[position + 1 :])
+        try:
+            load_step(exported)
+        except BnfuseError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda program: program["regions"].update(arena=10**15),
+        lambda program: program["regions"].update(arena=-5),
+        lambda program: program["launches"][0].__setitem__(1, 999),
+        lambda program: program["launches"][0].__setitem__(0, "sideways"),
+        lambda program: program["launches"][0][3].__setitem__(0, [9999, "in"]),
+        lambda program: program["storages"][0].__setitem__(1, 10**9),
+    ],
+    ids=["huge", "negative", "kernel", "phase", "storage", "outside"],
+)
+def test_a_program_that_does_not_hold_together_is_refused(exported, change):
+    with zipfile.ZipFile(exported) as file:
+        programs = json.loads(file.read("manifest.json"))["programs"]
+    program = json.loads(programs["training"])
+    change(program)
+    one_line(rewritten(exported, programs={**programs, "training": json.dumps(program)}))
+
+
+def test_an_inflated_manifest_is_not_read(tmp_path):
+    path = tmp_path / "bomb.bnf"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file, file.open("manifest.json", "w") as stream:
+        for _ in range(65):
+            stream.write(bytes(1 << 20))
+    assert "manifest is too large" in one_line(path)
+
+
+def test_no_machine_has_a_million_threads(exported):
+    with zipfile.ZipFile(exported) as file:
+        target = json.loads(file.read("manifest.json"))["target"]
+    assert "1000000 threads" in one_line(rewritten(exported, target={**target, "threads": 10**6}))
+
+
+def test_a_place_that_cannot_be_written_is_one_line(step, tmp_path):
+    for write in (step.export, step.save):
+        with pytest.raises(BnfuseError, match="cannot be written"):
+            write(tmp_path / "missing" / "file")
+
+
 def test_damaged_code_is_never_loaded(exported):
     other = exported.with_name("other.bnf")
     with zipfile.ZipFile(exported) as source, zipfile.ZipFile(other, "w") as target:

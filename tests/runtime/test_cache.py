@@ -103,6 +103,16 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     assert default_folder() == tmp_path / "here"
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def home() -> pathlib.Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("BNFUSE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pathlib.Path, "home", home)
+    assert default_folder() is None
+
+
 def test_a_folder_that_cannot_be_written_does_not_stop_the_build(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
