@@ -82,4 +82,3 @@ class Cache:
     def _path(self, key: str) -> pathlib.Path:
         assert self.folder is not None
         return self.folder / key[:2] / f"{key}.kernel"
-

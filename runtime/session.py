@@ -95,7 +95,7 @@ class Runner:
             raise BnfuseError(f"the step takes {len(names)} inputs ({', '.join(names)}), not {len(arrays)}")
         for name, given in zip(names, arrays, strict=True):
             tensor = self.program.inputs[name]
-            array = as_numpy(given)
+            array = as_numpy(given, f"input '{name}'")
             if array.shape != tensor.shape:
                 raise BnfuseError(
                     f"input '{name}' has the shape {list(array.shape)}, the graph takes {list(tensor.shape)}"
@@ -128,7 +128,7 @@ class Step:
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
         self.seed = 0
-        self._can_go_back = False  # whether the arena holds the maps of a forward phase
+        self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
 
     @property
     def program(self) -> p.Program:
@@ -161,19 +161,22 @@ class Step:
 
     def forward(self, *inputs: Any) -> float:
         """The forward phase: loss, logits and new running statistics. State stays as it is."""
+        self._done = None
         self._train.feed(self.inputs, inputs)
         self._check_labels()
         self.times["forward"] = self._train.run("forward", self._scalars())
-        self._can_go_back = True
+        self._done = "forward"
         return float(self._output(self.program.roles["loss"]).reshape(()))
 
     def backward(self) -> None:
         """The backward phase, after `forward`: all gradients."""
-        self._require_maps()
+        self._follow("forward", "backward needs a forward before it, with no evaluate in between")
         self.times["backward"] = self._train.run("backward", self._scalars())
+        self._done = "backward"
 
     def update(self) -> None:
         """The update phase, after `backward`: parameters, where there is an optimiser, and running statistics."""
+        self._follow("backward", "update needs a backward before it: it applies gradients once")
         start = time.perf_counter()
         self.steps += 1
         self._train.run("update", self._scalars())
@@ -185,26 +188,28 @@ class Step:
         """Logits by the running statistics instead of the batch's, as after training."""
         names = [name for name in self.program.roles["data"] if name in self._evaluate.program.inputs]
         self._evaluate.feed(names, data)
-        self._can_go_back = False
+        if self._done == "forward":
+            self._done = None  # both share the arena
         self._evaluate.run("forward", self._scalars())
         (logits,) = self._evaluate.program.outputs.values()
         return self._evaluate.memory.array(logits).copy()
 
     def profile(self, *inputs: Any) -> list[LaunchTime]:
         """One step, launch by launch. It is a whole step: state changes as it does in a call."""
+        self._done = None
         self._train.feed(self.inputs, inputs)
         self._check_labels()
         times = self._train.profile("forward", self._scalars())
         times += self._train.profile("backward", self._scalars())
-        self._can_go_back = False
+        self._done = "backward"
         self.update()
         return times
 
-    def _require_maps(self) -> None:
-        """Backward reads what forward left in the arena, and itself writes over it."""
-        if not self._can_go_back:
-            raise BnfuseError("backward needs a forward before it, with no evaluate in between")
-        self._can_go_back = False
+    def _follow(self, phase: p.Phase, otherwise: str) -> None:
+        """Use up the results of a phase: backward writes over the maps that forward left in the arena."""
+        if self._done != phase:
+            raise BnfuseError(otherwise)
+        self._done = None
 
     def _scalars(self) -> dict[str, Any]:
         return {"lr": self.lr, "step": self.steps, "seed": self.seed}
@@ -252,12 +257,14 @@ class Step:
             raise BnfuseError(
                 f"the state {what} ({len(missing)} missing, {len(foreign)} unknown): is it of this network?"
             )
-        arrays = {name: as_numpy(state[name]) for name in own}
+        arrays = {name: as_numpy(state[name], f"the state's '{name}'") for name in own}
         for name, array in arrays.items():
             if array.shape != own[name].shape:
                 raise BnfuseError(
                     f"the state's '{name}' has the shape {list(array.shape)}, not {list(own[name].shape)}"
                 )
+            if not np.can_cast(array.dtype, own[name].dtype, "same_kind"):
+                raise BnfuseError(f"the state's '{name}' is {array.dtype}, not {own[name].dtype}")
         for name, array in arrays.items():
             np.copyto(own[name], array, casting="same_kind")
 
@@ -269,8 +276,11 @@ class Step:
         write_atomically(pathlib.Path(path), data)
 
     def load(self, path: str | pathlib.Path) -> None:
-        """Read what `save` wrote. A file without optimiser state is taken too: the optimiser starts anew."""
+        """Read what `save` wrote. The optimiser starts anew where the file has no state, or that of another one."""
         tensors, metadata = read_safetensors(pathlib.Path(path))
+        steps = metadata.get(STEP_KEY, "0")
+        if not (steps.isascii() and steps.isdigit()):
+            raise BnfuseError(f"{path}: its count of steps is '{steps[:20]}', no number")
         moments = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENT_PREFIX)}
         try:
             self.load_state_dict(tensors)
@@ -280,7 +290,7 @@ class Step:
         fits = own.keys() == moments.keys() and all(own[name].shape == moments[name].shape for name in own)
         self.reset_optimizer()
         if fits:
-            self.steps = int(metadata.get(STEP_KEY, 0))
+            self.steps = int(steps)
             for name, array in own.items():
                 array[...] = moments[name]
 
@@ -325,13 +335,14 @@ class Step:
         return self._compiled
 
 
-def as_numpy(array: Any) -> np.ndarray:
-    """A numpy array of anything that is one or speaks DLPack."""
+def as_numpy(array: Any, what: str) -> np.ndarray:
+    """A numpy array of anything that is one or speaks DLPack. `what` is what messages call it."""
     if isinstance(array, np.ndarray):
         return array
-    if hasattr(array, "__dlpack__"):
-        return np.from_dlpack(array)
-    return np.asarray(array)
+    try:
+        return np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise BnfuseError(f"{what} cannot be read as an array: {str(error).splitlines()[0]}") from None
 
 
 def read_safetensors(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

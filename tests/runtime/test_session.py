@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import onnx
 import onnx.helper as h
 import pytest
+import safetensors.numpy
 
 from bnfuse.build import build_training_graph
 from bnfuse.errors import BnfuseError
 from bnfuse.oracle import OrtGraph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
+from bnfuse.runtime.program import ARENA, GRADIENTS, NEW_RUNNING, OUTPUTS
 from bnfuse.training_graph import TrainingGraph, open_graph
 
 BATCH, CLASSES, SIDE = 4, 5, 8
@@ -224,7 +227,102 @@ def test_backward_needs_the_maps_of_a_forward(step):
     step.backward()
 
 
+def test_update_needs_gradients_and_applies_them_once(step):
+    step(*batch())
+    state = step.state_dict()
+    with pytest.raises(BnfuseError, match="backward"):
+        step.update()
+    step.forward(*batch())
+    with pytest.raises(BnfuseError, match="backward"):
+        step.update()
+    with pytest.raises(BnfuseError, match="shape"):
+        step.forward(batch()[0], np.zeros(BATCH + 1, np.int64))
+    with pytest.raises(BnfuseError, match="forward"):
+        step.backward()
+    for name, value in step.state_dict().items():
+        np.testing.assert_array_equal(value, state[name])
+
+
+def test_evaluation_between_any_two_steps_changes_nothing(step):
+    state = step.state_dict()
+    losses = [step(*batch(seed)) for seed in range(3)]
+    step.load_state_dict(state)
+    step.reset_optimizer()
+    for seed in range(3):
+        images, labels = batch(seed)
+        step.evaluate(images)
+        assert step.forward(images, labels) == losses[seed]
+        step.backward()
+        step.evaluate(images)
+        step.update()
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("level", ["none", "bnff", "icf"])
+def test_nothing_is_read_that_was_not_written(net, level):
+    made = compile_step(graph_of(NETS[net], level), threads=2)
+    images, labels = batch()
+    found = []
+    for fill in (0x00, 0xFF):  # zeros, NaNs
+        for region in (ARENA, GRADIENTS, NEW_RUNNING, OUTPUTS):
+            if region in made._train.memory.regions:
+                made._train.memory.regions[region][:] = fill
+        made.forward(images, labels)
+        made.backward()
+        found.append({**made.outputs, "evaluated": made.evaluate(images)})
+    for name, value in found[0].items():
+        assert np.isfinite(value).all(), name
+        np.testing.assert_array_equal(found[1][name], value)
+
+
+def test_steps_in_turns_and_in_threads_do_not_disturb_one_another():
+    graph = graph_of(residual_net, "icf")
+    made = [compile_step(graph, threads=threads, optimizer=SGD(lr=0.1, momentum=0.9)) for threads in (2, 2, 2)]
+    expected = [made[0](*batch(seed)) for seed in range(4)]
+    found: dict[int, list[float]] = {1: [], 2: []}
+    for seed in range(2):
+        for index in found:
+            found[index].append(made[index](*batch(seed)))
+
+    def rest(index: int) -> None:
+        found[index] += [made[index](*batch(seed)) for seed in range(2, 4)]
+
+    threads = [threading.Thread(target=rest, args=(index,)) for index in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {1: expected, 2: expected}
+
+
 # -- state ---------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_any_form_are_read_and_never_changed(step):
+    images, labels = batch()
+    expected = step.forward(images, labels)
+    wide = np.zeros((BATCH, 3, SIDE, 2 * SIDE), np.float32)
+    wide[..., ::2] = images
+    sealed = images.copy()
+    sealed.setflags(write=False)
+    forms = (wide[..., ::2], np.asfortranarray(images), sealed, images.astype(np.float64), images.tolist())
+    for given in forms:
+        assert step.forward(given, labels.astype(np.int32)) == expected
+    assert step.forward(images.astype(">f4"), labels.tolist()) == expected
+    assert np.isnan(step.forward(np.full_like(images, np.nan), labels))
+
+
+@pytest.mark.torch
+def test_tensors_of_torch_are_read_through_dlpack(step):
+    import torch
+
+    images, labels = batch()
+    expected = step.forward(images, labels)
+    given = torch.tensor(images).to(memory_format=torch.channels_last)
+    assert step.forward(given, torch.tensor(labels)) == expected
+    np.testing.assert_array_equal(given.numpy(), images)
+    with pytest.raises(BnfuseError, match=r"input 'image' cannot be read as an array: .*gradient"):
+        step.forward(given.requires_grad_(), labels)
 
 
 def test_callers_arrays_are_left_alone_and_results_are_copies(step):
@@ -259,6 +357,8 @@ def test_a_checkpoint_continues_exactly(step, tmp_path):
         (lambda s: s.pop("w0"), "lacks 'w0'"),
         (lambda s: s.update(other=np.zeros(1)), "has 'other'"),
         (lambda s: s.update(w0=np.zeros(3)), "'w0' has the shape"),
+        (lambda s: s.update(w0=s["w0"].astype(np.complex64)), "'w0' is complex64"),
+        (lambda s: s.update(w0=[[1], [1, 2]]), "'w0' cannot be read as an array"),
     ],
 )
 def test_a_state_of_another_network_is_refused(step, change, message):
@@ -274,6 +374,14 @@ def test_a_broken_checkpoint_is_one_line(step, tmp_path):
     with pytest.raises(BnfuseError, match=r"broken.safetensors: no checkpoint") as caught:
         step.load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_with_a_strange_count_of_steps_is_one_line(step, tmp_path):
+    path = tmp_path / "strange.safetensors"
+    for count in ("x", "-7", ""):
+        safetensors.numpy.save_file(step.state_dict(), path, {"optimizer.step": count})
+        with pytest.raises(BnfuseError, match=r"strange.safetensors: its count of steps"):
+            step.load(path)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
