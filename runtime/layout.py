@@ -21,7 +21,8 @@ from bnfuse.analysis.provenance import Leaf, is_channel_concat, leaves
 from bnfuse.runtime.kernels.kernel import MapType
 
 LINE = 16  # float32 elements of a cache line: where a storage may start
-VIEWS = ("Split", "SplitTraining", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # they produce no buffer
+RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the result is the operand's storage
+VIEWS = ("Split", "SplitTraining", *RESHAPES)  # they produce no buffer
 
 
 @dataclasses.dataclass(frozen=True)

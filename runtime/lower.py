@@ -21,15 +21,12 @@ from bnfuse.runtime import plan
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Request
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.layout import assign_slots, assign_vector_slots
+from bnfuse.runtime.layout import RESHAPES, assign_slots, assign_vector_slots
 from bnfuse.runtime.lower_bnfuse import lower_bnfuse
 from bnfuse.runtime.lower_generic import lower_generic
 from bnfuse.runtime.lower_source import SOURCE_OPS, find_clip_gradient
 from bnfuse.runtime.lower_values import FOLDED_ELEMENTS, Form, check_elements, evaluate, static_shape
 from bnfuse.runtime.lowering import Lowering
-
-# a node of these only gives its operand another shape: the result is the same storage
-RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +82,16 @@ def lower_node(low: Lowering, node: ir.Node) -> None:
     if not fold(low, node):
         lower_op(low, node)
     for value in node.outputs:
+        check_shape(low, node, value)
         copy_to_slots(low, value)
+
+
+def check_shape(low: Lowering, node: ir.Node, value: ir.Value) -> None:
+    """What the file says of a result is what its operator gives: readers were made for the one or the other."""
+    said = static_shape(value)
+    if said is not None and value in low.forms and low.shape(value) != said:
+        found = list(low.shape(value))
+        raise low.error(node, f"gives '{value.name}' the shape {found}, the file says {list(said)}: correct the file")
 
 
 def copy_to_slots(low: Lowering, value: ir.Value) -> None:
@@ -303,6 +309,7 @@ def assemble(low: Lowering) -> Lowered:
         new_running=left(roles.running),
         roles=dataclasses.asdict(roles),
         report=_report(low, intervals, placement.bytes),
+        ignored_label=low.notes.get("ignore_index"),
         initial=low.initial,
     )
     return Lowered(program, low.requests)

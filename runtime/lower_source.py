@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import is_channel_concat
 from bnfuse.opset.spec import DOMAIN, OpSpec, parse
+from bnfuse.runtime.layout import RESHAPES
 from bnfuse.runtime.lower_dense import lower_gemm, lower_matmul, lower_softmax_loss, lower_softmax_loss_grad
 from bnfuse.runtime.lower_generic import lower_generic, lower_sum
 from bnfuse.runtime.lower_norm import batch_norm_grad_source, batch_norm_source
@@ -385,8 +386,8 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     (MICROSOFT, "ConcatTraining"): lower_concat,
     ("", "Split"): lower_split,
     (MICROSOFT, "SplitTraining"): lower_split,
+    **{("", name): lower_reshape for name in RESHAPES},
     ("", "Identity"): lower_identity,
-    **{("", name): lower_reshape for name in ("Reshape", "Flatten", "Squeeze", "Unsqueeze")},
     (MICROSOFT, "BatchNormInternal"): batch_norm_source,
     (MICROSOFT, "BatchNormalizationGrad"): batch_norm_grad_source,
     ("", "Gemm"): lower_gemm,

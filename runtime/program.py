@@ -120,6 +120,7 @@ class Program:
     new_running: dict[str, Tensor]
     roles: dict[str, Any]
     report: Report
+    ignored_label: int | None = None  # one that the loss leaves out, though it is no class
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
 
     def phase(self, phase: Phase) -> list[Launch]:

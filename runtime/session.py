@@ -222,6 +222,7 @@ class Step:
             if logits is None or tensor is None or not np.issubdtype(tensor.dtype, np.integer):
                 continue
             labels = self._train.memory.array(tensor)
+            labels = labels[labels != self.program.ignored_label]
             if labels.size and not 0 <= labels.min() <= labels.max() < logits.shape[1]:
                 raise BnfuseError(
                     f"input '{name}' has labels from {labels.min()} to {labels.max()}: "

@@ -82,6 +82,12 @@ def test_a_symbolic_shape_is_refused():
 # -- layout --------------------------------------------------------------------------------------------------------
 
 
+def test_a_shape_in_the_file_that_the_operator_does_not_give_is_refused():
+    body = "a = AveragePool<kernel_shape = [2,2], strides = [2,2], pads = [0,0,0,1], ceil_mode = 1>(x)  y = Relu(a)"
+    with pytest.raises(BnfuseError, match=r"'n0' \(AveragePool\) gives 'a' the shape \[1, 3, 2, 2\], the file says"):
+        lowered("(float[1,3,4,4] x) => (float[1,3,2,3] y)", body, "float[1,3,2,3] a")
+
+
 def test_images_are_turned_once_and_the_output_back():
     made = lowered(
         "(float[2,3,4,4] x) => (float[2,3,4,4] y, float[2,3,4,4] z)",

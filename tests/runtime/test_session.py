@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import onnx.helper as h
+import onnx_ir as ir
 import pytest
 import safetensors.numpy
 
@@ -398,6 +399,22 @@ def test_a_checkpoint_with_a_strange_count_of_steps_is_one_line(step, tmp_path):
 def test_wrong_inputs_are_refused(step, images, labels, message):
     with pytest.raises(BnfuseError, match=message):
         step(images, labels)
+
+
+def test_a_label_that_the_loss_ignores_is_taken():
+    graph = graph_of(residual_net)
+    for node in graph.model.graph:
+        if node.op_type.startswith("SoftmaxCrossEntropyLoss"):
+            node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", -100)
+    made = compile_step(graph, threads=2)
+    images, labels = batch()
+    labels[1] = -100
+    feeds = {"image": images, graph.roles.labels[0]: labels, **graph.state()}
+    expected = OrtGraph(graph.model, name="source").run(feeds, [graph.roles.loss])
+    assert made.forward(images, labels) == pytest.approx(float(expected[graph.roles.loss]), rel=1e-6)
+    labels[1] = -1
+    with pytest.raises(BnfuseError, match="labels from -1"):
+        made.forward(images, labels)
 
 
 def test_frozen_parameters_stay_and_have_no_gradient():
