@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.errors import BnfuseError
-from bnfuse.io import load, save
+from bnfuse.io import load, require_writable, save
 from bnfuse.training_graph import open_graph
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def quiet(_: str) -> None:
     """The progress of work that nobody watches."""
 
 
+def bar_of(progress: Progress) -> Callable[[int, int, str], None] | None:
+    """What of `progress` hears of single kernels: its method `bar`, if it has one."""
+    return getattr(progress, "bar", None)
+
+
 def rewrite(source: Source, level: str = "icf", *, pool_first: bool | None = None, **roles: Any) -> Rewritten:
     """The graph after the passes of `level`, and the report of what they did and why they did not do more.
 
@@ -56,11 +61,11 @@ def rewrite(source: Source, level: str = "icf", *, pool_first: bool | None = Non
     return passes.rewrite(open_graph(source, **roles).model, level=level, pool_first=pool_first)
 
 
-def diff(before: Source, after: Source) -> Diff:
+def diff(before: Source, after: Source, **roles: Any) -> Diff:
     """What differs between two training graphs: nodes, edges, BatchNorms, feature-map traffic."""
     from bnfuse.diffing import diff_graphs
 
-    return diff_graphs(open_graph(before, name="before"), open_graph(after, name="after"))
+    return diff_graphs(open_graph(before, name="before", **roles), open_graph(after, name="after", **roles))
 
 
 def verify(
@@ -73,13 +78,14 @@ def verify(
     lr: float = 0.01,
     threads: int | None = None,
     progress: Progress = quiet,
+    **roles: Any,
 ) -> Verification:
     """Whether both graphs compute the same loss, gradients and running statistics (docs/numerics.md)."""
     from bnfuse.verification import verify_graphs
 
     return verify_graphs(
-        open_graph(before, name="before"),
-        open_graph(after, name="after"),
+        open_graph(before, name="before", **roles),
+        open_graph(after, name="after", **roles),
         runtime=runtime,
         steps=steps,
         seed=seed,
@@ -122,6 +128,7 @@ def compile(
     threads: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     cache: bool | str | Path = True,
+    **roles: Any,
 ) -> Step:
     """The compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
 
@@ -130,9 +137,9 @@ def compile(
     """
     from bnfuse.runtime import compile_step
 
-    return compile_step(
-        open_graph(source), target=target, optimizer=optimizer, threads=threads, progress=progress, cache=cache
-    )
+    graph = open_graph(source, **roles)
+    graph.state()  # complains of values that are missing before the work, not after it
+    return compile_step(graph, target=target, optimizer=optimizer, threads=threads, progress=progress, cache=cache)
 
 
 def open_step(source: Source, *, threads: int | None = None, **options: Any) -> Step:
@@ -161,8 +168,12 @@ def run(
     """
     from bnfuse.training import run_steps
 
+    if save_to is not None:
+        require_writable(save_to)
     progress(f"preparing {source}")
-    step = open_step(source, threads=threads, optimizer=optimizer("sgd", lr=0.1, momentum=0.9))
+    step = open_step(
+        source, threads=threads, optimizer=optimizer("sgd", lr=0.1, momentum=0.9), progress=bar_of(progress)
+    )
     if lr is not None:
         step.lr = lr
     losses = run_steps(step, data, steps=steps, seed=seed)
@@ -183,13 +194,18 @@ def train(
     seed: int = 0,
     threads: int | None = None,
     progress: Progress = quiet,
+    **roles: Any,
 ) -> History:
     """Trains on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluates after each epoch."""
     from bnfuse.runtime.optim import SGD
     from bnfuse.training import data_for, train_step
 
+    if save_to is not None:
+        require_writable(save_to)
     progress(f"preparing {source}")
-    step = compile(source, target, optimizer or SGD(lr=0.1, momentum=0.9), threads=threads)
+    step = compile(
+        source, target, optimizer or SGD(lr=0.1, momentum=0.9), threads=threads, progress=bar_of(progress), **roles
+    )
     if resume is not None:
         step.load(resume)
     progress(f"{step.report.kernels} kernels, {step.target.threads} threads")
@@ -206,12 +222,13 @@ def bench(
     seed: int = 0,
     threads: int | None = None,
     progress: Progress = quiet,
+    **roles: Any,
 ) -> Benchmark:
     """Times of a step at several levels, in turns, and the peak memory of each in a process of its own."""
     from bnfuse.benchmark import run_benchmark
 
     return run_benchmark(
-        open_graph(source),
+        open_graph(source, **roles),
         levels=levels,
         against=against,
         repetitions=repetitions,

@@ -150,7 +150,7 @@ def run_benchmark(
         files: list[Path] = []
         for level in levels:
             progress(f"rewriting and compiling at level {level}")
-            step = compiled_at(graph, level, threads)
+            step = compiled_at(graph, level, threads, getattr(progress, "bar", None))
             files.append(Path(folder) / f"{level}.bnf")
             step.export(files[-1])
             candidates.append(CompiledCandidate(level, step, feeds))
@@ -170,11 +170,14 @@ def run_benchmark(
     return Benchmark(graph.name, tuple(results), machine, repetitions)
 
 
-def compiled_at(graph: TrainingGraph, level: str, threads: int | None) -> Any:
+def compiled_at(
+    graph: TrainingGraph, level: str, threads: int | None, bar: Callable[[int, int, str], None] | None = None
+) -> Any:
     from bnfuse import passes, runtime
 
     rewritten = passes.rewrite(graph.model, level=level)
-    return runtime.compile_step(rewritten.model, optimizer=runtime.SGD(lr=0.01, momentum=0.9), threads=threads)
+    optimizer = runtime.SGD(lr=0.01, momentum=0.9)
+    return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, progress=bar)
 
 
 def save_graph(graph: TrainingGraph, path: Path) -> None:

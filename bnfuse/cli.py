@@ -5,13 +5,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from bnfuse.errors import BnfuseError
 
 INTERRUPTED = 130
+
+
+class Interrupts:
+    """Counts Ctrl-C: where it falls into a callback of TVM, what comes out is an error of another kind."""
+
+    count = 0
+
+    def watch(self) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with contextlib.suppress(ValueError):  # not in the main thread, which alone is interrupted
+                signal.signal(signal.SIGINT, self)
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+        raise KeyboardInterrupt
+
+
+interrupts = Interrupts()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +49,8 @@ def run(arguments: list[str]) -> int:
     from bnfuse.commands import make_command, usage_line
 
     command = make_command()
+    before = interrupts.count
+    interrupts.watch()
     try:
         status = command.main(args=arguments or ["--help"], prog_name="bnfuse", standalone_mode=False) or 0
         return fail("interrupted", INTERRUPTED) if status == INTERRUPTED else status
@@ -37,7 +59,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return fail("interrupted", INTERRUPTED)
     except BnfuseError as error:
-        return fail(str(error))
+        return fail("interrupted", INTERRUPTED) if interrupts.count > before else fail(str(error))
     except MemoryError:
         return fail("not enough memory. Pass a smaller --batch.")
     except OSError as error:
@@ -54,7 +76,8 @@ def run(arguments: list[str]) -> int:
 
 def fail(message: str, status: int = 2) -> int:
     """One line on stderr, whatever the message holds."""
-    print("bnfuse:", " ".join(message.split()), file=sys.stderr)
+    start = "\r\x1b[K" if sys.stderr.isatty() else ""  # a bar may be there still
+    print(f"{start}bnfuse:", " ".join(message.split()), file=sys.stderr)
     return status
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from bnfuse import api
 from bnfuse.building import build_model
+from bnfuse.errors import BnfuseError
 from bnfuse.text import Section, count, scaled
 
 NETWORK = {"batch": 32, "image": 8, "channels": 1, "classes": 10, "growth": 12, "depth": 4}
@@ -81,7 +82,10 @@ def run_demo(
 def working_folder(folder: Path | None) -> Iterator[Path]:
     """The given folder, made if need be, or one that goes away afterwards."""
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BnfuseError(f"{folder}: cannot be made: {error.strerror}. Name another folder.") from None
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="bnfuse-demo-") as name:

@@ -24,6 +24,7 @@ from onnx import TensorProto
 
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.roles import METADATA_KEY, roles_of
+from bnfuse.wellformed import check_wiring
 
 FILE_KEY = "bnfuse.file"
 MAX_ELEMENTS = 1 << 33  # of one tensor; beyond it the file is damaged or hostile
@@ -45,6 +46,7 @@ def read_proto(path: str | os.PathLike[str]) -> onnx.ModelProto:
         raise BnfuseError(f"{file}: cannot be read: {error.strerror or error}") from None
     model = parse(data, file)
     check_sizes(model, file)
+    check_wiring(model, file)
     load_external_data(model, path)
     return model
 
@@ -174,6 +176,7 @@ def load(
         model = source.clone() if changed else source
     elif isinstance(source, onnx.ModelProto):
         check_sizes(source)
+        check_wiring(source)
         model = _from_proto(source, None)
     elif isinstance(source, str | os.PathLike):
         model = _from_proto(read_proto(source), str(os.fspath(source)))
@@ -214,6 +217,7 @@ def _from_graphsurgeon(source: Any) -> ir.Model:
         raise BnfuseError(f"cannot load a {kind}: give a path, a ModelProto, a gs.Graph or an onnx_ir.Model")
     proto = gs.export_onnx(source, do_type_check=False)
     restore_inputs(proto)
+    check_wiring(proto)
     return _from_proto(proto, None)
 
 
@@ -276,6 +280,19 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Raises where a file of that name could not be written: before the work that it is for, not after it."""
+    path = Path(path)
+    if path.is_dir():
+        raise BnfuseError(f"{path}: cannot be written: it is a folder. Name a file in it.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        what = error.strerror or error
+        raise BnfuseError(f"{path}: cannot be written: {what}. Make the folder, or name another.") from None
 
 
 def _umask() -> int:

@@ -30,7 +30,8 @@ class TrainingGraph:
             value = self.model.graph.initializers.get(name)
             if value is None or value.const_value is None:
                 raise BnfuseError(
-                    f"{self.name}: input '{name}' has no initial value. Pass --checkpoint with its values."
+                    f"{self.name}: input '{name}' has no initial value. Pass --checkpoint with its values"
+                    " (`bnfuse rewrite` writes them into the file)."
                 )
             found[name] = value.const_value.numpy()
         return found

@@ -175,7 +175,8 @@ def verify_graphs(
     reference.close()
 
     progress(f"running {after.name} in {'onnxruntime' if runtime == 'ort' else 'the compiled step'}")
-    second = OrtRunner(after, threads) if runtime == "ort" else CompiledRunner(after, threads)
+    bar = getattr(progress, "bar", None)
+    second = OrtRunner(after, threads) if runtime == "ort" else CompiledRunner(after, threads, bar)
     result, losses = second.evaluate(feeds, state), second.train(feeds, state, lr, steps)
     del second
 
@@ -355,15 +356,17 @@ class OrtRunner:
 class CompiledRunner:
     """`after` in our runtime. Its gradients and running statistics are given the names they have in the file."""
 
-    def __init__(self, graph: TrainingGraph, threads: int | None) -> None:
+    def __init__(
+        self, graph: TrainingGraph, threads: int | None, bar: Callable[[int, int, str], None] | None = None
+    ) -> None:
         self.graph = dataclasses.replace(graph, model=without_dropout(graph.model))
-        self.threads = threads
+        self.threads, self.bar = threads, bar
 
     def compiled(self, lr: float | None, state: Arrays) -> Any:
         from bnfuse.runtime import SGD, compile_step
 
         optimizer = None if lr is None else SGD(lr=lr)
-        step = compile_step(self.graph, optimizer=optimizer, threads=self.threads)
+        step = compile_step(self.graph, optimizer=optimizer, threads=self.threads, progress=self.bar)
         step.load_state_dict(state)
         return step
 

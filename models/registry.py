@@ -169,4 +169,4 @@ def read_like(name: str, key: str, value: object, default: object) -> object:
     try:
         return type(default)(value)  # type: ignore[call-arg]
     except (TypeError, ValueError):
-        raise BnfuseError(f"{name}: {key}={value} must be a {type(default).__name__}, like {default!r}") from None
+        raise BnfuseError(f"{name}: {key}={value} must be of type {type(default).__name__}, like {default!r}") from None

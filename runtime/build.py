@@ -146,6 +146,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_import_root(),
+            start_new_session=True,  # Ctrl-C on a terminal is for us, who stop it
         )
         threading.Thread(target=self._feed, daemon=True).start()
 

@@ -60,6 +60,6 @@ def usage_line(error: Exception) -> str | None:
     """What a usage error has to say, in one line; None for any other exception."""
     if not hasattr(error, "format_message"):
         return None
-    message = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".").replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     return f"{message}. See {context.command_path} --help" if context is not None else message

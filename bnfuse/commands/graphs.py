@@ -18,6 +18,7 @@ from bnfuse.commands.options import (
     Seed,
     Settings,
     Threads,
+    opening,
     settings,
 )
 from bnfuse.commands.output import Progress, show, show_json, to_json, write_text
@@ -211,6 +212,8 @@ def diff(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.", show_default=False)
     ] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when the graphs differ.")] = False,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
 ) -> None:
     """What differs between two training graphs: nodes, BatchNorms, feature-map traffic.
 
@@ -221,7 +224,7 @@ def diff(
     """
     from bnfuse import api
 
-    found = api.diff(before, after)
+    found = api.diff(before, after, data_input=data_input, labels_input=labels_input)
     if output:
         write_text(output, to_json(found.to_json()) if format is Format.json else str(found))
     elif format is Format.json:
@@ -241,26 +244,33 @@ def verify(
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
+    checkpoint: Checkpoint = None,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
 ) -> None:
     """Whether two training graphs compute the same loss, gradients and running statistics (docs/numerics.md).
 
     \b
     bnfuse verify train.onnx fused.onnx
     bnfuse verify train.onnx fused.onnx --runtime tvm --steps 5
+    bnfuse verify training_model.onnx fused.onnx --checkpoint checkpoint
     """
     from bnfuse import api
 
     found = api.verify(
-        before, after, runtime=runtime.value, steps=steps, seed=seed, lr=lr, threads=threads, progress=Progress()
+        before,
+        after,
+        runtime=runtime.value,
+        steps=steps,
+        seed=seed,
+        lr=lr,
+        threads=threads,
+        progress=Progress(),
+        **opening(checkpoint, data_input, labels_input),
     )
     show_json(found.to_json()) if json else show(found.sections())
     if not found.equal:
         raise typer.Exit(1)
-
-
-def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:
-    """Keywords for opening a file that others wrote."""
-    return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
 
 
 COMMANDS = (models, build, inspect, rewrite, diff, verify)

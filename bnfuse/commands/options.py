@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,11 +22,15 @@ Checkpoint = Annotated[
 ]
 DataInput = Annotated[
     list[str] | None,
-    typer.Option(help="Graph input that takes the images, where it cannot be told.", show_default=False),
+    typer.Option(
+        help="Graph input that takes the images, where it cannot be told.", metavar="NAME", show_default=False
+    ),
 ]
 LabelsInput = Annotated[
     list[str] | None,
-    typer.Option(help="Graph input that takes the labels, where it cannot be told.", show_default=False),
+    typer.Option(
+        help="Graph input that takes the labels, where it cannot be told.", metavar="NAME", show_default=False
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -37,6 +41,11 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
+
+
+def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:
+    """Keywords for opening a file that others wrote."""
+    return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
 
 
 def settings(pairs: list[str] | None) -> dict[str, str]:

@@ -70,7 +70,7 @@ SILENCE = 10.0  # seconds that pass without a line before a plain one is printed
 
 
 class Progress:
-    """What is going on, on stderr: a bar on a terminal that a line replaces, timed lines elsewhere."""
+    """What is going on, on stderr: a bar on a terminal that goes when it is full, timed lines elsewhere."""
 
     def __init__(self) -> None:
         self.start = self.last = time.monotonic()
@@ -91,6 +91,8 @@ class Progress:
                 f"\r\x1b[K[{'#' * full}{'.' * (30 - full)}] {done}/{total} {text}", end="", file=sys.stderr, flush=True
             )
             self.transient = True
+            if done == total:
+                self.clear()
         elif time.monotonic() - self.last > SILENCE or done == total:
             self(f"{done} of {total} {text}".rstrip())
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from bnfuse.commands.graphs import Level
-from bnfuse.commands.options import Json, Model, Output, Seed, Threads
+from bnfuse.commands.options import Checkpoint, DataInput, Json, LabelsInput, Model, Output, Seed, Threads, opening
 from bnfuse.commands.output import Progress, show, show_json
+from bnfuse.io import require_writable
 from bnfuse.text import Section, number, scaled
 
 Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
@@ -52,6 +53,9 @@ def compile(
     weight_decay: WeightDecay = 0.0,
     no_decay: NoDecay = None,
     threads: Threads = None,
+    checkpoint: Checkpoint = None,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
 ) -> None:
     """Compile a training graph into one file that runs without a compiler.
 
@@ -63,6 +67,7 @@ def compile(
     """
     from bnfuse import api
 
+    require_writable(output)
     progress = Progress()
     step = api.compile(
         model,
@@ -70,6 +75,7 @@ def compile(
         optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
         threads=threads,
         progress=progress.bar,
+        **opening(checkpoint, data_input, labels_input),
     )
     progress.clear()
     step.export(output)
@@ -125,8 +131,9 @@ def run(
     if json:
         show_json({"losses": losses})
         return
+    width = len(str(steps))
     for index, loss in enumerate(losses, 1):
-        typer.echo(f"step {index}  loss {loss:.6f}")
+        typer.echo(f"step {index:{width}}  loss {loss:.6f}")
     if save:
         typer.echo(f"wrote {save}")
 
@@ -152,6 +159,9 @@ def train(
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
+    checkpoint: Checkpoint = None,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
 ) -> None:
     """Train on a data set, with the accuracy on held-out images after each epoch.
 
@@ -172,6 +182,7 @@ def train(
         seed=seed,
         threads=threads,
         progress=Progress(),
+        **opening(checkpoint, data_input, labels_input),
     )
     show_json(history.to_json()) if json else show(history.sections())
 
@@ -190,6 +201,9 @@ def bench(
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
+    checkpoint: Checkpoint = None,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
 ) -> None:
     """Time a step at several levels, alternating in one process, and the peak memory of each in a process of its own.
 
@@ -208,6 +222,7 @@ def bench(
         seed=seed,
         threads=threads,
         progress=Progress(),
+        **opening(checkpoint, data_input, labels_input),
     )
     show_json(found.to_json()) if json else show(found.sections())
 

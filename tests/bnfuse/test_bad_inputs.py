@@ -192,6 +192,55 @@ def test_an_operator_of_our_domain_that_the_set_does_not_have(at, capsys, train)
     assert "NormalizeWobble" in refused(capsys, "compile", "t.onnx", "-o", "s.bnf")
 
 
+def test_nodes_out_of_order_or_missing(at, capsys, train):
+    model = copy_of(train)
+    nodes = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, at / "t.onnx")
+    assert "out of order" in refused(capsys, "rewrite", "t.onnx", "-o", "f.onnx")
+    model = copy_of(train)
+    model.graph.node[5].input[0] = "nowhere"
+    onnx.save(model, at / "t.onnx")
+    line = refused(capsys, "verify", "t.onnx", "t.onnx")
+    assert model.graph.node[5].name in line and "nowhere" in line
+
+
+def test_a_value_that_two_nodes_write(at, capsys, train):
+    model = copy_of(train)
+    model.graph.node.append(model.graph.node[0])
+    onnx.save(model, at / "t.onnx")
+    assert f"writes '{model.graph.node[0].output[0]}'" in refused(capsys, "inspect", "t.onnx")
+
+
+def test_an_output_that_nothing_writes(at, capsys, train):
+    model = copy_of(train)
+    model.graph.output[0].name = "nowhere"
+    onnx.save(model, at / "t.onnx")
+    assert "output 'nowhere'" in refused(capsys, "inspect", "t.onnx")
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("strides", [0, 0]), ("pads", [-5, -5, -5, -5]), ("group", 0)])
+def test_a_window_that_makes_no_sense(at, train, attribute, value):
+    model = copy_of(train)
+    node = next(n for n in model.graph.node if n.op_type == "Conv")
+    kept = [attr for attr in node.attribute if attr.name != attribute]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute(attribute, value)])
+    (at / "t.onnx").write_bytes(model.SerializeToString())
+    done = process("verify", "t.onnx", "t.onnx", cwd=at)  # onnxruntime divides by a stride of 0: a process of its own
+    assert done.returncode == 2, done
+    assert f"node '{node.name}' (Conv) has {attribute}=" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_initial_value_of_another_shape_than_its_input(at, capsys, train):
+    model = copy_of(train)
+    tensor = next(t for t in model.graph.initializer if len(t.dims) == 4 and t.dims[0] != t.dims[1])
+    tensor.dims[0], tensor.dims[1] = tensor.dims[1], tensor.dims[0]
+    onnx.save(model, at / "t.onnx")
+    assert f"input '{tensor.name}' is" in refused(capsys, "verify", "t.onnx", "t.onnx")
+
+
 def test_a_training_graph_without_shapes(at, capsys, train):
     model = copy_of(train)
     for value in (*model.graph.input[:1], *model.graph.value_info):
@@ -307,6 +356,30 @@ def test_an_output_that_cannot_be_written(at, capsys, train):
     assert "nowhere" in refused(capsys, "diff", "t.onnx", "t.onnx", "-o", "nowhere/d.json")
 
 
+@pytest.mark.parametrize("where", ["nowhere/state", "folder"])
+def test_an_output_that_cannot_be_written_is_told_before_the_work(at, capsys, train, where):
+    onnx.save(train, at / "t.onnx")
+    (at / "folder").mkdir()
+    for arguments in (
+        ("train", "t.onnx", "--data", "digits", "--save", where),
+        ("run", "t.onnx", "--save", where),
+        ("compile", "t.onnx", "-o", where),
+    ):
+        status = main(list(arguments))
+        assert (status, capsys.readouterr().err.startswith(f"bnfuse: {where}: cannot be written")) == (2, True)
+
+
+def test_missing_values_are_told_before_kernels_are_compiled(at, capsys, train, monkeypatch):
+    model = copy_of(train)
+    inputs = {value.name for value in model.graph.input}
+    kept = [t for t in model.graph.initializer if t.name not in inputs]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    onnx.save(model, at / "t.onnx")
+    monkeypatch.setattr("bnfuse.runtime.compile_step", lambda *_, **__: pytest.fail("compiled"))
+    assert "--checkpoint" in refused(capsys, "compile", "t.onnx", "-o", "s.bnf")
+
+
 def test_an_output_that_is_a_folder(at, capsys, train):
     onnx.save(train, at / "t.onnx")
     (at / "f.onnx").mkdir()
@@ -355,6 +428,11 @@ def test_an_npz_without_images_or_with_wrong_labels(at, capsys):
     np.savez(at / "wrong.npz", x=np.zeros((4, 8, 8), np.float32), y=np.zeros(4, np.float32))
     with pytest.raises(BnfuseError, match="must be integers"):
         load_data(at / "wrong.npz")
+
+
+def test_a_demo_folder_that_cannot_be_made(at, capsys):
+    (at / "taken").write_text("")
+    assert "taken: cannot be made" in refused(capsys, "demo", "--folder", "taken")
 
 
 # As a process: nothing but the line, whatever the streams do

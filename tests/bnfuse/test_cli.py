@@ -1,6 +1,8 @@
 """The commands as a user runs them: what they print, what they write, how they end."""
 
+import io
 import json
+import signal
 import subprocess
 import sys
 
@@ -206,3 +208,54 @@ def test_numbers_for_people():
 def test_a_table_is_aligned_numbers_to_the_right():
     text = str(Section.table("T", ("name", "n"), [("a", 5), ("long", 1234)]))
     assert text.splitlines() == ["T", "  name     n", "  a        5", "  long  1234"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_full_bar_leaves_the_terminals_line_empty(monkeypatch):
+    from bnfuse.commands.output import Progress
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    progress = Progress()
+    progress.bar(1, 2, "one")
+    assert sys.stderr.getvalue().endswith("1/2 one")
+    progress.bar(2, 2, "two")
+    assert sys.stderr.getvalue().endswith("\r\x1b[K")
+
+
+def test_an_error_wipes_the_bar_off_the_terminals_line(monkeypatch):
+    from bnfuse.cli import fail
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    fail("no")
+    assert sys.stderr.getvalue() == "\r\x1b[Kbnfuse: no\n"
+
+
+def test_compiling_tells_how_far_it_is(files, monkeypatch):
+    heard = []
+
+    class Watcher:
+        def __call__(self, text):
+            heard.append(text)
+
+        def bar(self, done, total, text=""):
+            heard.append((done, total))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "empty-cache"))
+    bnfuse.verify(files / "train.onnx", files / "fused.onnx", runtime="tvm", progress=Watcher())
+    assert any(isinstance(entry, tuple) and entry[0] == entry[1] > 0 for entry in heard)
+
+
+def test_an_interrupt_that_comes_out_as_another_error_is_still_one(run, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise bnfuse.BnfuseError("kernel conv does not compile") from None
+
+    monkeypatch.setattr("bnfuse.api.inspect", interrupted)
+    assert main(["inspect", "train.onnx"]) == 130
+    assert capsys.readouterr().err == "bnfuse: interrupted\n"

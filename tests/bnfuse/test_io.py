@@ -404,3 +404,17 @@ def test_files_with_a_wrong_byte_load_or_say_why(training, tmp_path):
             failed += 1
             assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
     assert failed
+
+
+@pytest.mark.torch
+def test_generate_artifacts_graph_and_checkpoint_on_the_command_line(artifacts, tmp_path, capsys):
+    from bnfuse.cli import main
+
+    graph, fused = str(artifacts / "training_model.onnx"), str(tmp_path / "fused.onnx")
+    values = ["--checkpoint", str(artifacts / "checkpoint")]
+    assert main(["rewrite", graph, "-o", fused, *values]) == 0
+    assert main(["verify", graph, fused]) == 2
+    assert "--checkpoint" in capsys.readouterr().err
+    assert main(["verify", graph, fused, *values]) == 0
+    assert main(["compile", graph, "-o", str(tmp_path / "step.bnf"), *values]) == 0
+    assert main(["run", str(tmp_path / "step.bnf"), "--steps", "1"]) == 0

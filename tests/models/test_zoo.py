@@ -174,7 +174,7 @@ def test_count_of_a_file_equals_count_of_the_graph():
         ("resnet18", {"seed": -1}, "resnet18: seed=-1 is out of range"),
         ("resnet18", {"growth": 3}, "resnet18 has no metaparameter 'growth': it has stem=large"),
         ("vgg16", {"depth": 11}, "vgg16 has no metaparameter 'depth'"),
-        ("densenet40", {"growth": "many"}, "densenet40: growth=many must be a int"),
+        ("densenet40", {"growth": "many"}, "densenet40: growth=many must be of type int"),
         ("densenet40", {"concat": "deep"}, "densenet40: concat=deep is unknown"),
         ("densenet40", {"growth": -4}, "densenet40: growth=-4 is out of range"),
         ("squeezenet", {"bypass": "some"}, "squeezenet: bypass=some is unknown"),

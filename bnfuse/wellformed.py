@@ -1,0 +1,72 @@
+"""Whether a graph hangs together: what onnxruntime, or a pass, would trip over is said here, with the file's name."""
+
+from __future__ import annotations
+
+import onnx
+
+from bnfuse.errors import BnfuseError, at_node
+
+COUNTS = ("strides", "dilations", "kernel_shape", "group")  # each at least 1: onnxruntime divides by some of them
+WINDOWED = ("Conv", "ConvGrad", "AveragePool", "AveragePoolGrad", "MaxPool", "MaxPoolGrad")
+
+
+def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
+    """Every value is written once, before it is read; windows are sane; initial values have their input's shape."""
+    graph = model.graph
+    written = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    written |= {tensor.values.name for tensor in graph.sparse_initializer}
+    for node in graph.node:
+        for name in filter(None, node.input):
+            if name not in written:
+                raise at_node(
+                    node.name,
+                    node.op_type,
+                    f"reads '{name}', which nothing before it writes: the nodes are out of order, or one is missing. "
+                    "Write the file anew.",
+                    file=file,
+                )
+        for name in filter(None, node.output):
+            if name in written:
+                raise at_node(
+                    node.name,
+                    node.op_type,
+                    f"writes '{name}', which is there already: values are written once. Rename it.",
+                    file=file,
+                )
+            written.add(name)
+        if node.op_type in WINDOWED:
+            _check_window(node, file)
+    for value in graph.output:
+        if value.name not in written:
+            raise BnfuseError(f"{file or graph.name}: nothing writes the output '{value.name}': write the file anew")
+    _check_initial_values(graph, file)
+
+
+def _check_window(node: onnx.NodeProto, file: str | None) -> None:
+    for attr in node.attribute:
+        least = 1 if attr.name in COUNTS else 0 if attr.name == "pads" else None
+        numbers = list(attr.ints) or ([attr.i] if attr.type == onnx.AttributeProto.INT else [])
+        if least is not None and any(number < least for number in numbers):
+            shown = numbers if attr.ints else numbers[0]
+            raise at_node(
+                node.name,
+                node.op_type,
+                f"has {attr.name}={shown}: it must be at least {least}. Export it anew.",
+                file=file,
+            )
+
+
+def _check_initial_values(graph: onnx.GraphProto, file: str | None) -> None:
+    shapes = {value.name: value.type.tensor_type for value in graph.input}
+    for tensor in graph.initializer:
+        if tensor.name not in shapes or not shapes[tensor.name].HasField("shape"):
+            continue
+        dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in shapes[tensor.name].shape.dim]
+        fits = len(dims) == len(tensor.dims) and all(
+            dim in (None, size) for dim, size in zip(dims, tensor.dims, strict=True)
+        )
+        if not fits:
+            raise BnfuseError(
+                f"{file or graph.name}: input '{tensor.name}' is {dims}, its initial value {list(tensor.dims)}: "
+                "build the graph anew"
+            )
