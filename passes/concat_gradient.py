@@ -15,8 +15,8 @@ Channels are traced to their producers, so nested and flat concatenations, and a
 readers that are not BNs are terms of G with the factor 1.
 
 Refuses concatenations whose terms do not cover nested channel ranges in the order in which they are computed, and those
-of which a producer's gradient is not the sum of all terms at its channels: Concat(x, y1) and Concat(x, y2) meet in x, but
-y1 and y2 do not.
+of which a producer's gradient is not the sum of all terms at its channels: Concat(x, y1) and Concat(x, y2) meet in x,
+but y1 and y2 do not.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from .canonical import fit_reshapes_to_batch
 from .graph import Forward, adopt_graph, attributes, fresh, static_shape, typed_values, without_large_values
 
 OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
+TRAINING_MODE = 14  # the first opset in which a BatchNormalization says that it trains
 IR_VERSIONS = (8, 10)
 FOLDED = (
     "Cast",
@@ -202,13 +203,14 @@ def element_types(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def convert_opset(forward: Forward) -> None:
-    """Opsets that the gradient builder does not take are converted; the IR version follows."""
+    """Opsets that the gradient builder does not take, or that lack training BNs, are converted, and the IR version."""
     versions = {opset.domain or "": opset.version for opset in forward.model.opset_import}
     if "" not in versions:
         versions[""] = versions.get("ai.onnx", 1)
     version = versions[""]
     forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
-    if not OLDEST <= version <= NEWEST:
+    oldest = TRAINING_MODE if any(node.op_type == "BatchNormalization" for node in forward.graph.node) else OLDEST
+    if not oldest <= version <= NEWEST:
         convert_to(forward, version, TARGET)
 
 

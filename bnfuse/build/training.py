@@ -55,6 +55,7 @@ def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
     """
     taken = forward.names()
     labels, loss = fresh("labels", taken), fresh("loss", taken)
+    prefix = fresh("loss", {node.name for node in forward.graph.node})  # of the names of nodes, which are other names
     shape = forward.shapes()[logits]
     assert shape is not None
     if kind == "cross-entropy":
@@ -63,16 +64,16 @@ def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
         log_prob = fresh("log_prob", taken)
         nodes = [
             helper.make_node(
-                "SoftmaxCrossEntropyLoss", [logits, labels], [loss, log_prob], name="loss", reduction="mean"
+                "SoftmaxCrossEntropyLoss", [logits, labels], [loss, log_prob], name=prefix, reduction="mean"
             )
         ]
         value = helper.make_tensor_value_info(labels, TensorProto.INT64, [shape[0], *shape[2:]])
     elif kind == "mse":
         difference, square = fresh("loss/difference", taken), fresh("loss/square", taken)
         nodes = [
-            helper.make_node("Sub", [logits, labels], [difference], name="loss/sub"),
-            helper.make_node("Mul", [difference, difference], [square], name="loss/mul"),
-            helper.make_node("ReduceMean", [square], [loss], name="loss/mean", keepdims=0),
+            helper.make_node("Sub", [logits, labels], [difference], name=f"{prefix}/sub"),
+            helper.make_node("Mul", [difference, difference], [square], name=f"{prefix}/mul"),
+            helper.make_node("ReduceMean", [square], [loss], name=f"{prefix}/mean", keepdims=0),
         ]
         value = helper.make_tensor_value_info(labels, TensorProto.FLOAT, shape)
     else:
@@ -112,13 +113,15 @@ def differentiated(model: onnx.ModelProto, wanted: Iterable[str], loss: str) -> 
 
 
 def differentiated_whole(forward: Forward, model: onnx.ModelProto, variables: Variables, loss: str) -> onnx.ModelProto:
-    """The gradients of the frozen parameters too.
+    """The gradients of the frozen parameters and of the data too.
 
     The builder names the gradients of a tensor that needs none, but is split off several Concats, all alike. Where
     everything trains, no tensor needs none; what is not wanted is pruned afterwards.
     """
+    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    data = [value.name for value in forward.graph.input if kinds[value.name] == TensorProto.FLOAT]
     try:
-        return differentiated(model, (*variables.trainable, *variables.frozen), loss)
+        return differentiated(model, (*variables.trainable, *variables.frozen, *data), loss)
     except Exception as error:
         raise builder_error(forward, error) from None
 

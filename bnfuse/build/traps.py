@@ -145,4 +145,5 @@ def builder_error(forward: Forward, error: Exception) -> BnfuseError:
             if node.op_type == op and (name is None or node.name == name or node.name in text):
                 return forward.error_at(node, f"has no gradient. {supported()}")
         return forward.error(f"operator {op} has no gradient. {supported()}")
-    return forward.error(f"onnxruntime cannot build the gradients: {text[:300]}")
+    said = text.rpartition("Error:")[2].strip() or text  # after where in onnxruntime's source it was said
+    return forward.error(f"onnxruntime cannot build the gradients: {said[:300]}")

@@ -138,3 +138,68 @@ def test_constant_channels_and_a_zero_scale(training, rewritten):
     """γ = 0 makes every p zero, but not dgamma: the reductions must not go through p."""
     model = training(FLAT.replace("n2 = bn(t2, eps=3)", "n2 = bn(t2, zero=1)"))
     assert rewritten(model).report.unfused == ()
+
+
+LAYER = """
+    {y}n = bn({x})
+    {y}r = relu({y}n)
+    {y} = conv({y}r, 2, k=3)
+"""
+# a meets b in one concatenation and c in another; b and c do not meet, though both stand behind a
+PARTNERS = "a = conv(x, 2)\nb = conv(x, 2)\nc = conv(x, 2)\nt = cat(a, b)\nu = cat(a, c)" + LAYER.format(y="p", x="t")
+# two concatenations meet in an Add: the BN reads the sum, and neither's leaves
+ADDED = """
+    a = conv(x, 2)
+    b = conv(x, 2)
+    c = conv(x, 2)
+    d = conv(x, 2)
+    t = cat(a, b)
+    u = cat(c, d)
+    v = add(t, u)
+    n = bn(v)
+    out = relu(n)
+"""
+# the gradient of a goes to p and to q, and p has a concatenation of its own
+NESTED_SUMS = """
+    p = conv(x, 2)
+    q = conv(x, 2)
+    a = add(p, q)
+    b = conv(x, 2)
+    t = cat(a, b)
+    w = cat(p, b)
+"""
+# the gradient of s = 2*v counts twice beside what the BN makes of v
+TWICE = """
+    v = conv(x, 2, k=3)
+    s = add(v, v)
+    n = bn(v)
+    r = relu6(n)
+    t = cat(s, r)
+    out = conv(t, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (PARTNERS + LAYER.format(y="q", x="u") + "out = cat(p, q)", "is not the sum of all the gradients"),
+        (PARTNERS + "q = conv(u, 2)\nout = cat(p, q)", "is not the sum of all the gradients"),
+        (ADDED, "SplitTraining"),
+        (
+            NESTED_SUMS + LAYER.format(y="m", x="t") + LAYER.format(y="o", x="w") + "out = cat(m, o)",
+            "is not the sum of all the gradients",
+        ),
+        (TWICE, "is not the sum of all the gradients"),
+    ],
+    ids=["two partners", "plain reader", "sum of concatenations", "sum within a sum", "twice the same"],
+)
+def test_a_gradient_that_is_not_the_sum_of_all_at_its_channels_is_summed_as_it_was(body, reason, training, rewritten):
+    result = rewritten(training(body))
+    reasons = [refusal.reason for entry in result.report.passes for refusal in entry.refused]
+    assert any(reason in given for given in reasons)
+
+
+def test_a_gradient_that_nothing_reads_leaves_no_node(training, rewritten):
+    result = rewritten(training("c = conv(x, 2)\nt = cat(x, c)\nn = bn(t)\nout = relu(n)"))
+    outputs = set(result.model.graph.outputs)
+    assert all(value.uses() or value in outputs for node in result.model.graph for value in node.outputs[:1])

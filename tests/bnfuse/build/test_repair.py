@@ -135,6 +135,17 @@ def test_train_bn_makes_an_inference_batch_norm_train(conv_norm, step):
     assert results["loss"] == expected["loss"]
 
 
+def test_a_batch_norm_of_opset_13_trains(conv_norm, step):
+    """The last opset that the gradient builder takes and that has no training_mode."""
+    model = conv_norm()
+    model.opset_import[0].version = 13
+    norm = model.graph.node[1]
+    del norm.attribute[:], norm.output[1:]
+    built = build(model)
+    assert built.notes[0] == "converted from opset 13 to 17"
+    assert step(built.model)[0]["scale_grad"].any()
+
+
 def test_train_bn_says_where_there_is_none(after_conv):
     (note,) = build(after_conv([relu("c")]), train_bn=True).notes
     assert note.startswith("--train-bn found no BatchNormalization")

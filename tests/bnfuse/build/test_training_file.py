@@ -125,6 +125,15 @@ def test_a_frozen_tensor_that_several_concats_read_is_split_off_once(densenet):
     check_model(model)
 
 
+def test_data_that_a_concat_and_another_node_read_needs_no_gradient(forward, step):
+    """The gradient builder defines the gradient of the data twice, although nobody wants it."""
+    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Concat", ["x", "r"], ["t"], axis=1)]
+    nodes.append(helper.make_node("Conv", ["t", "w"], ["y"]))
+    model = build_training_graph(forward(nodes, {"w": np.ones((2, 6, 6, 6), np.float32)}), loss="mse")
+    results, _ = step(model)
+    assert {name for name in results if name.endswith("_grad")} == {"w_grad"} and results["w_grad"].any()
+
+
 def test_train_names_what_trains(densenet):
     assert roles(build_training_graph(densenet, train=["classifier/*"])).trainable == (
         "classifier/weight",
@@ -177,6 +186,14 @@ def test_names_that_the_loss_would_take_are_left_to_the_user(forward, step):
     found = roles(model)
     assert found.trainable == ("labels",) and found.labels == ("labels_1",) and found.loss == "loss_1"
     assert np.isfinite(step(model)[0]["loss_1"])
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "mse"])
+def test_a_node_that_is_called_loss_keeps_its_name(loss, forward, step):
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], name="loss"), helper.make_node("Flatten", ["c"], ["y"])]
+    model = build_training_graph(forward(nodes, {"w": np.ones((4, 3, 6, 6), np.float32)}), loss=loss)
+    assert next(node.name for node in model.graph.node if node.op_type == "Conv") == "loss"
+    assert np.isfinite(step(model)[0]["loss"])
 
 
 def test_notes_are_kept_in_the_file(conv_norm):
