@@ -17,7 +17,7 @@ import math
 import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
-from bnfuse.passes.rewriting import Editor, FusionResult, Op, own_op
+from bnfuse.passes.rewriting import Editor, FusionResult, Op, is_unused, own_op
 from bnfuse.passes.source_ops import is_map, sizes
 
 INPUT_HALF = OpSpec(("BatchNormGrad",), "MapGrad")
@@ -53,7 +53,7 @@ def split(editor: Editor, node: ir.Node, finalize: Op) -> None:
         PLAIN_OPS["BatchNormGradReduce"], {"dz": dz, "x": x, "mean": mean, "inv_std": inv_std}, {}, keep,
         before=node, of=of, name=editor.fresh(f"{node.name}/reduce"),
     )  # fmt: skip
-    if dx.name and dx.uses():
+    if dx.name and not is_unused(dx):
         terms = editor.emit(
             PLAIN_OPS["BatchNormGradTerms"], {**reduced, "a": a, "inv_std": inv_std}, {}, {},
             before=node, of=of, name=editor.fresh(f"{node.name}/terms"),

@@ -41,7 +41,7 @@ class Canonicalize(ir.passes.InPlacePass):
 def bypass(editor: Editor, node: ir.Node, source: ir.Value | None) -> None:
     """Readers of the node's result read its source; where the result is a graph output, the node stays for it."""
     y = node.outputs[0]
-    if source is None or not is_map(source):
+    if source is None or not is_map(source) or (y.is_graph_output() and not y.uses()):
         return
     for reader, index in list(y.uses()):
         reader.replace_input_with(index, source)

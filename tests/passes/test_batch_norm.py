@@ -170,3 +170,12 @@ def test_a_pooling_below_opset_16_stays_and_the_rest_fuses(training, rewritten, 
 def test_an_unknown_level_lists_the_levels(training, rewritten):
     with pytest.raises(BnfuseError, match="there is no level 'max'; the levels are none, rcf, mvf, bnff, icf"):
         rewritten(training("out = conv(x, 4)"), "max")
+
+
+def test_the_input_gradient_of_a_batch_norm_as_a_graph_output(training, rewritten):
+    model = training("n = bn(x)\nr = relu(n)\nc = conv(r, 2)\nm = bn(c)\nout = relu(m)")
+    gradient = next(
+        n for n in model.graph if n.op_type == "BatchNormalizationGrad" and not n.outputs[0].uses()
+    ).outputs[0]
+    model.graph.outputs.append(gradient)
+    assert gradient.name in {value.name for value in rewritten(model).model.graph.outputs}

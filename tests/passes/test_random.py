@@ -1,0 +1,60 @@
+"""Random networks: every level is exact, valid and a fixed point, also where Concat, Add and BN meet in odd ways."""
+
+import random
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from bnfuse.passes import LEVELS, rewrite
+
+pytestmark = pytest.mark.torch
+
+
+def random_body(seed: int) -> str:
+    """Four to ten nodes of one size, of which each reads any before it; what nothing reads is concatenated."""
+    rng = random.Random(seed)
+    channels, unread, lines = {"v0": 3}, ["v0"], ["v0 = conv(x, 3)"]
+
+    def put(call: str, count: int, *operands: str) -> str:
+        name = f"v{len(lines)}"
+        lines.append(f"{name} = {call}")
+        channels[name] = count
+        unread[:] = [value for value in unread if value not in operands] + [name]
+        return name
+
+    while len(lines) < 5 + seed % 7:
+        kind = rng.choice(["conv", "bn", "bn", "relu", "relu6", "add", "cat", "cat", "layer"])
+        x, y = rng.choices([*channels][-5:], k=2)
+        if kind == "conv":
+            put(f"conv({x}, {rng.choice([2, 3])}, k={rng.choice([1, 3])}, bias={rng.choice([0, 1])})", 2, x)
+            channels[f"v{len(lines) - 1}"] = int(lines[-1].split(",")[1])
+        elif kind in ("bn", "relu", "relu6"):
+            put(f"{kind}({x})", channels[x], x)
+        elif kind == "add" and channels[x] == channels[y]:
+            put(f"add({x}, {y})", channels[x], x, y)
+        elif kind == "cat" and channels[x] + channels[y] <= 16:
+            put(f"cat({x}, {y})", channels[x] + channels[y], x, y)
+        elif kind == "layer":
+            n = put(f"bn({x})", channels[x], x)
+            r = put(f"relu({n})", channels[x], n)
+            put(f"conv({r}, 2, k=3)", 2, r)
+    return "\n".join([*lines, f"all = cat({', '.join(unread)})", "out = conv(all, 4)"])
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_every_level_of_a_random_network(seed, training, oracle):
+    model = training(random_body(seed))
+    source = ir.to_proto(model)
+    rng = np.random.default_rng(seed)
+    feeds = {"x": rng.standard_normal((2, 3, 8, 8)), "labels": rng.integers(0, 5, 2)}
+    expected = oracle.evaluate(source, feeds)
+    floor = 1e-3 * max(float(np.linalg.norm(value)) for name, value in expected.items() if name.endswith("_grad"))
+    for level in LEVELS[1:]:
+        result = rewrite(model, level=level)
+        assert ir.to_proto(model) == source
+        found = oracle.evaluate(ir.to_proto(result.model), feeds)
+        assert [*found] == [*expected]
+        for name, value in expected.items():
+            error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + floor)
+            assert error < 1e-9, f"{level}: {name} is off by {error:.1e}"
