@@ -14,7 +14,9 @@ pytestmark = pytest.mark.torch
 def random_body(seed: int) -> str:
     """Four to ten nodes of one size, of which each reads any before it; what nothing reads is concatenated."""
     rng = random.Random(seed)
-    channels, unread, lines = {"v0": 3}, ["v0"], ["v0 = conv(x, 3)"]
+    lines = [f"v{i} = conv(x, 2)" for i in range(3)]
+    channels = {f"v{i}": 2 for i in range(3)}
+    unread = [*channels]
 
     def put(call: str, count: int, *operands: str) -> str:
         name = f"v{len(lines)}"
@@ -23,9 +25,9 @@ def random_body(seed: int) -> str:
         unread[:] = [value for value in unread if value not in operands] + [name]
         return name
 
-    while len(lines) < 5 + seed % 7:
-        kind = rng.choice(["conv", "bn", "bn", "relu", "relu6", "add", "cat", "cat", "layer"])
-        x, y = rng.choices([*channels][-5:], k=2)
+    while len(lines) < 7 + seed % 7:
+        kind = rng.choice(["conv", "bn", "relu", "relu6", "add", "cat", "cat", "cat", "layer", "layer", "layer"])
+        x, y = rng.choices([*channels], k=2)
         if kind == "conv":
             put(f"conv({x}, {rng.choice([2, 3])}, k={rng.choice([1, 3])}, bias={rng.choice([0, 1])})", 2, x)
             channels[f"v{len(lines) - 1}"] = int(lines[-1].split(",")[1])
