@@ -209,3 +209,23 @@ def test_errors_against_float64_are_no_worse_than_torchs_own(oracle, name):
         for key, value in result.items():
             error, own = distance(value, exact[key], floor), distance(torch32[key], exact[key], floor)
             assert error <= 2 * own + 2e-6, (type(runner).__name__, key)
+
+
+def test_one_unlucky_seed_is_noted_and_a_mistake_is_wrong_on_all(before, after, monkeypatch):
+    right = bnfuse.verify(before, after)
+    tensors = (*right.tensors[:1], dataclasses.replace(right.tensors[1], error=1.0), *right.tensors[2:])
+    asked = []
+
+    def unlucky(*arguments):
+        asked.append(arguments[4])
+        return dataclasses.replace(
+            right, seed=arguments[4], tensors=tensors if arguments[4] in wrong else right.tensors
+        )
+
+    monkeypatch.setattr("bnfuse.verification.verify_once", unlucky)
+    wrong = {5}
+    found = bnfuse.verify(before, after, seed=5)
+    assert (found.equal, asked) == (True, [5, 6])
+    assert found.notes[-1].startswith(f"seed 5 said no ({right.tensors[1].tensor}: 1.0e+00 of ")
+    wrong = {5, 6, 7}
+    assert not bnfuse.verify(before, after, seed=5).equal
