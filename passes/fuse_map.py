@@ -104,6 +104,8 @@ def absorb(editor: Editor, source: Op, reader: Op) -> Op | None:
         return absorb_skip(editor, source, reader)
     if names != ["x"] or "Reduce" in reader.steps.epilogue:
         return None  # a reduction is over x itself
+    if "Normalize" in reader.steps.prologue and "Normalize" in steps:
+        return None  # x is the input of another BN there
     prologue = (*steps, *reader.steps.prologue)
     if reader.steps.is_gradient and reader.steps.core not in CONV_GRADS:
         # only convolutions need the activated map itself; a mask needs z, and a pooling's gradient the shape

@@ -179,3 +179,10 @@ def test_the_input_gradient_of_a_batch_norm_as_a_graph_output(training, rewritte
     ).outputs[0]
     model.graph.outputs.append(gradient)
     assert gradient.name in {value.name for value in rewritten(model).model.graph.outputs}
+
+
+def test_a_batch_norm_over_the_activated_result_of_another(training, rewritten):
+    """The second mask is made from the first BN's stored result: it has no room for the first BN's steps."""
+    model = training(RELU + "m = bn(r, eps=3)\ns = relu(m)\nt = cat(s, r)\nout = conv(t, 4)")
+    for level in ("bnff", "icf"):
+        rewritten(model, level)
