@@ -37,6 +37,8 @@ from bnfuse.passes.unfused import Unfused, batch_norms, find_unfused
 
 LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
 
+ROUNDS = 8  # of a stage; one is enough inside layers, and two across all networks of the zoo
+
 PassFactory = Callable[[], ir.passes.InPlacePass]
 
 
@@ -88,8 +90,8 @@ class Rewritten:
     report: Report
 
 
-def passes_of(level: str, pool_first: bool) -> list[tuple[str, PassFactory]]:
-    """The passes of a level in order, each with its name in reports."""
+def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]]]:
+    """The passes of a level, in stages: each stage runs until none of its passes finds anything more to do."""
     if level not in LEVELS:
         raise BnfuseError(f"there is no level '{level}'; the levels are {', '.join(LEVELS)}")
     rank = LEVELS.index(level)
@@ -104,11 +106,12 @@ def passes_of(level: str, pool_first: bool) -> list[tuple[str, PassFactory]]:
     if rank >= LEVELS.index("bnff"):
         listed += [("bnff/split-gradient", SplitBatchNormGrad)]
         listed += _fusions("bnff", concats=not icf)
-    if icf:
-        listed += [("icf/concat-sink", ConcatSink), ("icf/concat-statistics", ConcatStatistics)]
-        listed += [("icf/concat-gradient", ConcatGradient)]
-        listed += _fusions("icf", concats=True)
-    return listed
+    across: list[tuple[str, PassFactory]] = [
+        ("icf/concat-sink", ConcatSink),
+        ("icf/concat-statistics", ConcatStatistics),
+    ]
+    across += [("icf/concat-gradient", ConcatGradient), *_fusions("icf", concats=True)]
+    return [listed, across] if icf else [listed] if listed else []
 
 
 def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
@@ -127,30 +130,39 @@ def rewrite(model: ir.Model, *, level: str = "icf", pool_first: bool | None = No
 
     `pool_first` defaults to on at level icf and off below it. Raises BnfuseError for an unknown level.
     """
-    listed = passes_of(level, level == "icf" if pool_first is None else pool_first)
+    stages = passes_of(level, level == "icf" if pool_first is None else pool_first)
     model = model.clone()
     names = batch_norms(model)
     before = model.graph.num_nodes()
     reports: list[PassReport] = []
-    refused: list[Refusal] = []
-    for name, factory in listed:
-        start = time.perf_counter()
-        try:
-            result = factory()(model)
-        except BnfuseError:
-            raise
-        except Exception as error:
-            done = ", ".join(report.name for report in reports) or "none"
-            raise BnfuseError(f"pass {name} failed ({error}); passes that ran before it: {done}") from error
-        assert isinstance(result, FusionResult)
-        refused += result.refused
-        reports.append(PassReport(name, len(result.fused), result.refused, time.perf_counter() - start))
+    for stage in stages:
+        for again in range(ROUNDS):
+            done = [run_pass(model, name, factory, reports) for name, factory in stage]
+            changed = any(report.changed for report in done)
+            if changed or not again:
+                reports += done
+            if not changed:
+                break
+    refused = [refusal for report in reports for refusal in report.refused]
     if reports:
         finish(model)
     # what kept a half from crossing a Concat says more than what the passes inside a layer say of it afterwards
     refused += [refusal for report in reports if report.name.startswith("icf/concat") for refusal in report.refused]
     unfused = find_unfused(model, names, refused)
     return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, model.graph.num_nodes()))
+
+
+def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[PassReport]) -> PassReport:
+    start = time.perf_counter()
+    try:
+        result = factory()(model)
+    except BnfuseError:
+        raise
+    except Exception as error:
+        done = ", ".join(report.name for report in before) or "none"
+        raise BnfuseError(f"pass {name} failed ({error}); passes that ran before it: {done}") from error
+    assert isinstance(result, FusionResult)
+    return PassReport(name, len(result.fused), result.refused, time.perf_counter() - start)
 
 
 def finish(model: ir.Model) -> None:
