@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnfuse.build.ort import onnxruntime
 from bnfuse.errors import BnfuseError
 
 Arrays = dict[str, np.ndarray]
@@ -19,17 +20,16 @@ class OrtGraph:
     """One file in onnxruntime, unoptimised unless asked. State is fed with every run and never kept."""
 
     def __init__(self, model: ir.Model, *, name: str, threads: int | None = None, optimize: bool = False) -> None:
-        import onnxruntime
-
+        ort = onnxruntime()
         self.name = name
-        options = onnxruntime.SessionOptions()
+        options = ort.SessionOptions()
         options.log_severity_level = SILENT
-        levels = onnxruntime.GraphOptimizationLevel
+        levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
         if threads:
             options.intra_op_num_threads = threads
         try:
-            self.session = onnxruntime.InferenceSession(
+            self.session = ort.InferenceSession(
                 serialized(without_state(ir.to_proto(model)), name), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # onnxruntime has a class per status and no common one of its own
