@@ -8,6 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from bnfuse.data import Dataset, batches, load_data, sources
 from bnfuse.data.dataset import interpolation, pad, resize
@@ -30,9 +31,8 @@ def test_digits_are_embedded():
 
 
 def test_digits_are_scikit_learns():
-    datasets = pytest.importorskip("sklearn.datasets")
     with np.load(sources.__file__.replace("sources.py", "digits.npz")) as ours:
-        theirs = datasets.load_digits()
+        theirs = load_digits()
         assert np.array_equal(ours["images"], theirs.images) and np.array_equal(ours["labels"], theirs.target)
 
 
