@@ -71,7 +71,8 @@ def test_adamw():
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["sgd", "nesterov", "adamw"])
 def test_torch_takes_the_same_steps(kind):
-    torch = pytest.importorskip("torch")
+    import torch
+
     parameters, gradients, decay = data()
     groups = np.repeat(decay, 16)[:COUNT] > 0
     weights = [torch.tensor(parameters[groups == g].astype(np.float64), requires_grad=True) for g in (True, False)]

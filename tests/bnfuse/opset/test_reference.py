@@ -6,7 +6,10 @@ import pytest
 from bnfuse.opset.reference import run
 from bnfuse.opset.spec import PLAIN_OPS, parse
 
-torch = pytest.importorskip("torch")
+try:
+    import torch
+except ImportError:  # these tests are deselected there, and counted
+    torch = None
 pytestmark = pytest.mark.torch
 
 RNG = np.random.default_rng(0)
@@ -101,7 +104,7 @@ def test_global_average_pool_and_gradient():
 @pytest.mark.parametrize(
     "kind, apply",
     [
-        ("Relu", torch.relu),
+        ("Relu", lambda z: torch.relu(z)),
         ("Clip", lambda z: torch.clamp(z, -0.5, 0.75)),
         ("QuickGelu", lambda z: z * torch.sigmoid(1.702 * z)),
     ],
