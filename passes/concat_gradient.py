@@ -30,13 +30,12 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, leaves
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.passes.batch_norm_grad import INPUT_HALF
 from bnfuse.passes.concat_statistics import find_statistics
 from bnfuse.passes.fuse_gradient_sum import gathers_concat
 from bnfuse.passes.rewriting import Editor, FusionResult, Op, is_only_read_by, own_op
 from bnfuse.passes.source_ops import gradient_of, is_map, sizes
 from bnfuse.passes.steps import ACCUMULATIONS, try_spec
-
-INPUT_HALF = OpSpec(("BatchNormGrad",), "MapGrad")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +247,11 @@ def accumulate(editor: Editor, group: Group) -> None:
         total = [sum_ for sum_ in maps if sum_.covers(start, stop)][-1]
         shares = [sum_ for sum_ in coefficients if sum_.covers(start, stop)]
         read_share(editor, gradient, total, shares[-1] if shares else None, start, stop, group)
-    halves = [term.half.node for term in group.terms if term.half]
-    finalizes = [v.producer() for term in group.terms if term.half for k in ("grad_q",) if (v := term.half.operands[k])]
-    editor.remove_dead([*group.glue, *halves])
-    editor.remove_dead([node for node in finalizes if node is not None])
+    halves = [term.half for term in group.terms if term.half]
+    finalizes = [half.operands["grad_q"].producer() for half in halves]
+    editor.remove_dead(
+        [*group.glue, *(half.node for half in halves), *(node for node in finalizes if node is not None)]
+    )
 
 
 def add_batch_norm(editor: Editor, term: Term, before: Sum | None) -> Sum:

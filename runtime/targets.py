@@ -38,10 +38,6 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None) -> Target:
     return Target("llvm", mcpu, lanes_of(features_of(mcpu)), threads or physical_cores())
 
 
-def tvm_target(target: Target) -> tvm.target.Target:
-    return tvm.target.Target({"kind": "llvm", "mcpu": target.mcpu, "opt-level": 3})
-
-
 @functools.cache
 def host_cpu() -> str:
     """LLVM's name of the processor that we run on."""

@@ -55,13 +55,3 @@ def leaves(value: ir.Value) -> tuple[Leaf, ...]:
             found.append(Leaf(current, start, stop))
             start = stop
     return tuple(found)
-
-
-def find_range(inner: ir.Value, outer: ir.Value) -> tuple[int, int] | None:
-    """The channels of `outer` that hold `inner`, or None where inner's leaves are no contiguous run of outer's."""
-    ours, theirs = leaves(inner), leaves(outer)
-    names = [leaf.value for leaf in ours]
-    for first in range(len(theirs) - len(ours) + 1):
-        if [leaf.value for leaf in theirs[first : first + len(ours)]] == names:
-            return theirs[first].start, theirs[first + len(ours) - 1].stop
-    return None

@@ -28,10 +28,6 @@ ACCUMULATOR = "InPlaceAccumulatorV2"
 MAGIC = b"ODTC"  # the file identifier of a checkpoint, at byte 4
 
 
-def is_artifact(model: onnx.ModelProto) -> bool:
-    return any(node.op_type == ACCUMULATOR for node in model.graph.node)
-
-
 def expose_results(model: onnx.ModelProto, file: str | None = None) -> None:
     """Turns what the graph does in place into outputs."""
     graph = model.graph
