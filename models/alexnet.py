@@ -6,14 +6,14 @@ of stride 1 in place of the 11x11 of stride 4.
 
 from __future__ import annotations
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, pair, start
 
 SMALL = 67  # below it the large form runs out of map
 
 
 def alexnet(
     batch: int,
-    image: int,
+    image: Size,
     channels: int,
     classes: int,
     seed: int | None,
@@ -24,7 +24,7 @@ def alexnet(
 ) -> Network:
     how = {"norm": False, "bias": True}
     graph, x = start("alexnet", batch, channels, image, seed)
-    if image < SMALL:
+    if min(pair(image)) < SMALL:
         x = graph.conv_relu_layer(x, 96, 5, name="conv1", **how)
     else:
         x = graph.conv_relu_layer(x, 96, 11, stride=4, pad=0, name="conv1", **how)

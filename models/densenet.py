@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Plan:
 
 
 def densenet121(
-    batch: int, image: int, channels: int, classes: int, seed: int | None, *, concat: str = "flat"
+    batch: int, image: Size, channels: int, classes: int, seed: int | None, *, concat: str = "flat"
 ) -> Network:
     plan = Plan((6, 12, 24, 16), growth=32, first=64, bottleneck=True, compression=0.5, small_stem=False)
     return densenet("densenet121", plan, batch, image, channels, classes, seed, concat)
@@ -36,7 +36,7 @@ def densenet121(
 
 def densenet40(
     batch: int,
-    image: int,
+    image: Size,
     channels: int,
     classes: int,
     seed: int | None,
@@ -51,7 +51,7 @@ def densenet40(
 
 
 def densenet(
-    name: str, plan: Plan, batch: int, image: int, channels: int, classes: int, seed: int | None, concat: str
+    name: str, plan: Plan, batch: int, image: Size, channels: int, classes: int, seed: int | None, concat: str
 ) -> Network:
     if concat not in ("flat", "nested"):
         raise BnfuseError(f"concat={concat} is unknown: it is flat or nested")

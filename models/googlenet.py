@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, start
 
 # 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection (table 1 of the paper); None is a pooling
 INCEPTIONS: tuple[tuple[str, tuple[int, ...] | None], ...] = (
@@ -28,7 +28,7 @@ INCEPTIONS: tuple[tuple[str, tuple[int, ...] | None], ...] = (
 
 def googlenet(
     batch: int,
-    image: int,
+    image: Size,
     channels: int,
     classes: int,
     seed: int | None,

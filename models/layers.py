@@ -22,6 +22,9 @@ EPSILON = 1e-5
 MOMENTUM = 0.9  # of the old value, as ONNX counts it
 
 
+Size = int | tuple[int, int]  # of an image: the side of a square, or height and width
+
+
 class Network(gs.Graph):
     """A gs.Graph that also knows the seed of its parameters (None: shapes only)."""
 
@@ -30,10 +33,10 @@ class Network(gs.Graph):
         self.seed = seed
 
 
-def start(name: str, batch: int, channels: int, image: int, seed: int | None) -> tuple[Network, gs.Variable]:
-    """An empty network and its input `data`, float32 [batch, channels, image, image]."""
+def start(name: str, batch: int, channels: int, image: Size, seed: int | None) -> tuple[Network, gs.Variable]:
+    """An empty network and its input `data`, float32 [batch, channels, *image]."""
     graph = Network(name, seed)
-    x = gs.Variable("data", np.float32, [batch, channels, image, image])
+    x = gs.Variable("data", np.float32, [batch, channels, *pair(image)])
     graph.inputs = [x]
     return graph, x
 
@@ -45,7 +48,7 @@ def finish(graph: Network, logits: gs.Variable) -> Network:
     return graph
 
 
-def pair(size: int | tuple[int, int]) -> tuple[int, int]:
+def pair(size: Size) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
 
 

@@ -6,14 +6,14 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, start
 
 # expansion, channels, blocks, stride of the first block (table 2 of the paper)
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
 
 def mobilenetv2(
-    batch: int, image: int, channels: int, classes: int, seed: int | None, *, width: float = 1.0, dropout: float = 0.2
+    batch: int, image: Size, channels: int, classes: int, seed: int | None, *, width: float = 1.0, dropout: float = 0.2
 ) -> Network:
     """`width` multiplies the channels of every layer, rounded to a multiple of 8."""
     if not 0.1 <= width <= 8:

@@ -9,14 +9,14 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, pair, start
 
 SMALL = 67  # below it the large form runs out of map
 
 
 def nin(
     batch: int,
-    image: int,
+    image: Size,
     channels: int,
     classes: int,
     seed: int | None,
@@ -28,7 +28,7 @@ def nin(
     if form not in ("auto", "large", "small"):
         raise BnfuseError(f"form={form} is unknown: it is auto, large or small")
     graph, x = start("nin", batch, channels, image, seed)
-    if form == "large" or (form == "auto" and image >= SMALL):
+    if form == "large" or (form == "auto" and min(pair(image)) >= SMALL):
         x = large(graph, x, classes, norm, dropout)
     else:
         x = small(graph, x, classes, norm, dropout)

@@ -14,7 +14,7 @@ from bnfuse.errors import BnfuseError
 
 from . import alexnet, densenet, googlenet, mobilenet, nin, resnet, squeezenet, vgg
 from .count import Counts, count
-from .layers import Network
+from .layers import Network, Size, pair
 
 MAX_SIDE = 1 << 14  # of an image, and the most classes, channels or images of a batch that make sense
 
@@ -80,13 +80,15 @@ def build_forward(
     name: str,
     *,
     batch: int | None = None,
-    image: int | None = None,
+    image: Size | None = None,
     channels: int = 3,
     classes: int | None = None,
     seed: int = 0,
     **metaparameters: Any,
 ) -> onnx.ModelProto:
-    """The forward graph of a zoo network: `data` [batch, channels, image, image] -> `logits` [batch, classes].
+    """The forward graph of a zoo network: `data` [batch, channels, *image] -> `logits` [batch, classes].
+
+    `image` is the side of a square, or (height, width).
 
     BatchNormalization is in training mode; parameters are initializers. Metaparameters may be strings (as `--set` has
     them): they are read as what their default is.
@@ -101,7 +103,7 @@ def count_forward(
     name: str,
     *,
     batch: int | None = None,
-    image: int | None = None,
+    image: Size | None = None,
     channels: int = 3,
     classes: int | None = None,
     **metaparameters: Any,
@@ -114,7 +116,7 @@ def build_graph(
     name: str,
     *,
     batch: int | None = None,
-    image: int | None = None,
+    image: Size | None = None,
     channels: int = 3,
     classes: int | None = None,
     seed: int | None = None,
@@ -122,18 +124,18 @@ def build_graph(
 ) -> Network:
     """`build_forward` as a gs.Graph; without a seed its weights are zeros that take no memory."""
     entry = entry_of(name)
+    image = entry.image if image is None else image
     sizes = {
         "batch": entry.batch if batch is None else batch,
-        "image": entry.image if image is None else image,
         "channels": channels,
         "classes": entry.classes if classes is None else classes,
     }
-    for what, size in sizes.items():
+    for what, size in (*sizes.items(), *(("image", side) for side in pair(image))):
         if not 1 <= size <= MAX_SIDE:
             raise BnfuseError(f"{name}: {what}={size} is out of range: it must be from 1 to {MAX_SIDE}")
     chosen = {**read_metaparameters(name, entry, metaparameters), **dict(entry.fixed)}
     try:
-        graph = entry.builder(sizes["batch"], sizes["image"], channels, sizes["classes"], seed, **chosen)
+        graph = entry.builder(sizes["batch"], image, channels, sizes["classes"], seed, **chosen)
     except BnfuseError as error:
         raise BnfuseError(f"{name}: {error}") from None
     graph.name = name

@@ -12,31 +12,31 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, start
 
 
-def resnet18(batch: int, image: int, channels: int, classes: int, seed: int | None, *, stem: str = "large") -> Network:
+def resnet18(batch: int, image: Size, channels: int, classes: int, seed: int | None, *, stem: str = "large") -> Network:
     graph, x = start("resnet18", batch, channels, image, seed)
     x = stages(graph, stem_of(graph, x, stem, 64), basic_branch, (2, 2, 2, 2), 64, 1)
     return head(graph, x, classes)
 
 
-def resnet50(batch: int, image: int, channels: int, classes: int, seed: int | None, *, stem: str = "large") -> Network:
+def resnet50(batch: int, image: Size, channels: int, classes: int, seed: int | None, *, stem: str = "large") -> Network:
     graph, x = start("resnet50", batch, channels, image, seed)
     x = stages(graph, stem_of(graph, x, stem, 64), bottleneck_branch, (3, 4, 6, 3), 64, 4)
     return head(graph, x, classes)
 
 
-def resnet20(batch: int, image: int, channels: int, classes: int, seed: int | None) -> Network:
+def resnet20(batch: int, image: Size, channels: int, classes: int, seed: int | None) -> Network:
     return cifar_resnet("resnet20", 3, batch, image, channels, classes, seed)
 
 
-def resnet56(batch: int, image: int, channels: int, classes: int, seed: int | None) -> Network:
+def resnet56(batch: int, image: Size, channels: int, classes: int, seed: int | None) -> Network:
     return cifar_resnet("resnet56", 9, batch, image, channels, classes, seed)
 
 
 def cifar_resnet(
-    name: str, depth: int, batch: int, image: int, channels: int, classes: int, seed: int | None
+    name: str, depth: int, batch: int, image: Size, channels: int, classes: int, seed: int | None
 ) -> Network:
     graph, x = start(name, batch, channels, image, seed)
     x = stages(graph, stem_of(graph, x, "small", 16), basic_branch, (depth,) * 3, 16, 1)

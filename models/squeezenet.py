@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, start
 
 FIRES = 8  # fire2 to fire9
 POOLED_AFTER = (4, 8)
@@ -20,7 +20,7 @@ POOLED_AFTER = (4, 8)
 
 def squeezenet(
     batch: int,
-    image: int,
+    image: Size,
     channels: int,
     classes: int,
     seed: int | None,

@@ -5,7 +5,7 @@ The name alone has a BN after every convolution, `-plain` has none. Convolutions
 
 from __future__ import annotations
 
-from .layers import Network, finish, start
+from .layers import Network, Size, finish, start
 
 WIDTHS = (64, 128, 256, 512, 512)
 DEPTHS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}  # convolutions of each stage
@@ -13,7 +13,7 @@ DEPTHS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}  # conv
 
 def vgg(
     batch: int,
-    image: int,
+    image: Size,
     channels: int,
     classes: int,
     seed: int | None,

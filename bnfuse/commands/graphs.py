@@ -18,6 +18,7 @@ from bnfuse.commands.options import (
     Seed,
     Settings,
     Threads,
+    image_size,
     opening,
     settings,
 )
@@ -87,7 +88,12 @@ def build(
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images in a batch; fixes a dynamic batch.", show_default=False)
     ] = None,
-    image: Annotated[int | None, typer.Option(min=1, help="Side of the images (zoo).", show_default=False)] = None,
+    image: Annotated[
+        Any,
+        typer.Option(
+            parser=image_size, metavar="S|HxW", help="Side of the images, or height x width (zoo).", show_default=False
+        ),
+    ] = None,
     channels: Annotated[
         int | None, typer.Option(min=1, help="Channels of the images (zoo).", show_default=False)
     ] = None,
@@ -110,6 +116,7 @@ def build(
 
     \b
     bnfuse build densenet121 --batch 16 --image 224 -o train.onnx
+    bnfuse build resnet18 --image 190x226 -o train.onnx
     bnfuse build densenet40 --set growth=24 --classes 10 -o train.onnx
     bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
     """

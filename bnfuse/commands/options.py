@@ -43,6 +43,14 @@ Settings = Annotated[
 ]
 
 
+def image_size(text: str) -> tuple[int, int]:
+    """224 -> (224, 224), 190x226 -> (190, 226): height, then width."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) for side in sides):
+        raise typer.BadParameter(f"'{text}' is no image size: write it as 224, or as 190x226 (height x width)")
+    return int(sides[0]), int(sides[-1])
+
+
 def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:
     """Keywords for opening a file that others wrote."""
     return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}

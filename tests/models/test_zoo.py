@@ -187,3 +187,11 @@ def test_bad_requests_are_one_line(name, settings, message):
     with pytest.raises(BnfuseError) as caught:
         build_forward(name, **settings)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_an_image_need_not_be_a_square():
+    graph = build_graph("resnet20", batch=2, image=(20, 36), classes=7)
+    assert graph.inputs[0].shape == [2, 3, 20, 36] and graph.outputs[0].shape == [2, 7]
+    assert build_graph("nin", image=(32, 300)).outputs[0].shape == [16, 1000]  # the short side decides on the form
+    with pytest.raises(BnfuseError, match="image=0 is out of range"):
+        build_graph("resnet20", image=(20, 0))
