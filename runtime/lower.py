@@ -27,6 +27,7 @@ from bnfuse.runtime.lower_generic import lower_generic
 from bnfuse.runtime.lower_source import SOURCE_OPS, find_clip_gradient
 from bnfuse.runtime.lower_values import FOLDED_ELEMENTS, Form, check_elements, evaluate, static_shape
 from bnfuse.runtime.lowering import Lowering
+from bnfuse.runtime.work import work_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,6 +312,7 @@ def assemble(low: Lowering) -> Lowered:
         report=_report(low, intervals, placement.bytes),
         ignored_label=low.notes.get("ignore_index"),
         initial=low.initial,
+        works=[work_of(low.made[request]) for request in low.requests],
     )
     return Lowered(program, low.requests)
 

@@ -88,6 +88,18 @@ class Tensor:
     dtype: str = "float32"
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one launch of a kernel does (work.py counts it). `kind` is a family of kernels, `op` the operator, `shape`
+    its sizes for people."""
+
+    kind: str
+    op: str
+    shape: str
+    flops: int
+    bytes: int
+
+
 @dataclasses.dataclass
 class Report:
     """What the planner did: bytes, and launches by phase. `copies` are launches that move data and compute nothing."""
@@ -122,6 +134,7 @@ class Program:
     report: Report
     ignored_label: int | None = None  # one that the loss leaves out, though it is no class
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
+    works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
 
     def phase(self, phase: Phase) -> list[Launch]:
         return [launch for launch in self.launches if launch.phase == phase]
@@ -135,6 +148,7 @@ def to_json(program: Program) -> str:
     for name in ("inputs", "outputs", "parameters", "gradients", "running", "new_running"):
         fields[name] = {key: [t.storage, list(t.shape), t.dtype] for key, t in fields[name].items()}
     fields["report"] = dataclasses.asdict(program.report)
+    fields["works"] = [dataclasses.astuple(work) for work in program.works]
     return json.dumps(fields)
 
 
@@ -147,6 +161,7 @@ def from_json(text: str, initial: dict[int, np.ndarray]) -> Program:
         for name in ("inputs", "outputs", "parameters", "gradients", "running", "new_running"):
             data[name] = {k: Tensor(storage, tuple(shape), dt) for k, (storage, shape, dt) in data[name].items()}
         data["report"] = Report(**data["report"])
+        data["works"] = [Work(*item) for item in data.get("works", ())]
         program = Program(**data, initial=initial)
         check(program)
         return program

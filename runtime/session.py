@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors
@@ -24,6 +24,8 @@ from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.memory import Memory
 from bnfuse.runtime.optim import Optimizer
 from bnfuse.runtime.targets import start_threads
+
+T = TypeVar("T")
 
 MOMENT_PREFIX = "optimizer."
 STEP_KEY = "optimizer.step"
@@ -45,6 +47,7 @@ class LaunchTime:
     node: str
     kernel: str
     seconds: float
+    work: p.Work | None = None  # None in a file of an earlier version
 
 
 class Runner:
@@ -86,7 +89,8 @@ class Runner:
             start = time.perf_counter()
             function(*arguments)
             seconds = time.perf_counter() - start
-            times.append(LaunchTime(phase, launch.node, self.program.kernels[launch.kernel], seconds))
+            work = self.program.works[launch.kernel] if self.program.works else None
+            times.append(LaunchTime(phase, launch.node, self.program.kernels[launch.kernel], seconds, work))
         return times
 
     def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> None:
@@ -176,13 +180,18 @@ class Step:
 
     def update(self) -> None:
         """The update phase, after `backward`: parameters, where there is an optimiser, and running statistics."""
+        self._update(self._train.run)
+
+    def _update(self, run: Callable[[p.Phase, Mapping[str, Any]], T]) -> T:
+        """The update phase, its launches by `run`, and what that gives."""
         self._follow("backward", "update needs a backward before it: it applies gradients once")
         start = time.perf_counter()
         self.steps += 1
-        self._train.run("update", self._scalars())
+        found = run("update", self._scalars())
         for name, tensor in self.program.new_running.items():
             np.copyto(self._running(name), self._train.memory.array(tensor))
         self.times["update"] = time.perf_counter() - start
+        return found
 
     def evaluate(self, *data: Any) -> np.ndarray:
         """Logits by the running statistics instead of the batch's, as after training."""
@@ -202,8 +211,7 @@ class Step:
         times = self._train.profile("forward", self._scalars())
         times += self._train.profile("backward", self._scalars())
         self._done = "backward"
-        self.update()
-        return times
+        return times + self._update(self._train.profile)
 
     def _follow(self, phase: p.Phase, otherwise: str) -> None:
         """Use up the results of a phase: backward writes over the maps that forward left in the arena."""
