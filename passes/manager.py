@@ -3,7 +3,8 @@
     none    nothing
     rcf     the ReLU into the following convolutions
     mvf     + mean and variance in one sweep: BN split into its halves
-    bnff    + fission and fusion of the BN halves inside composite layers, forward and backward
+    bnff    + fission and fusion of the BN halves inside composite layers, forward and backward;
+            no bias in a convolution that only BNs read
     icf     + across composite layers, through Concat; average pooling before 1x1 convolutions
 
 (papers/000, sections 3.2 and 3.3.) A pass that fails is named together with those that ran before it.
@@ -26,6 +27,7 @@ from bnfuse.passes.canonical import Canonicalize
 from bnfuse.passes.concat_gradient import ConcatGradient
 from bnfuse.passes.concat_sink import ConcatSink
 from bnfuse.passes.concat_statistics import ConcatStatistics
+from bnfuse.passes.drop_bias import DropBias
 from bnfuse.passes.fuse_batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fuse_gradient_sum import GradientSumFusion
 from bnfuse.passes.fuse_map import MapFusion, ReluConvFusion
@@ -101,6 +103,8 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         listed += [("pool-first", PoolFirst)]
     if rank >= LEVELS.index("rcf"):
         listed += [("canonical", Canonicalize), ("rcf", ReluConvFusion)]
+    if rank >= LEVELS.index("bnff"):
+        listed += [("bnff/drop-bias", DropBias)]
     if rank >= LEVELS.index("mvf"):
         listed += [("mvf", SplitBatchNorm)]
     if rank >= LEVELS.index("bnff"):

@@ -8,6 +8,7 @@ PAGES = {
     "Canonical form": "canonical",
     "Pool first": "pool_first",
     "RCF and the forward half of BNFF": "fuse_map",
+    "Bias before a BN": "drop_bias",
     "MVF": "batch_norm",
     "BNFF, splitting the gradient": "batch_norm_grad",
     "BNFF, sums of gradients": "fuse_gradient_sum",
