@@ -6,9 +6,9 @@
                                                     rm' = r + b
     dx, dw, db = ConvGrad(dz, x, w)                 dx, dw = ConvGrad(dz, x, w);  db = 0
 
-The running mean stays that of y, so a saved network means the same: with rm - b in place of the batch's mean, evaluation
-needs no bias either. db is the sum of a gradient that has the mean 0 in every channel; the source graph computes its
-rounding errors.
+The running mean stays that of y, so a saved network means the same: with rm - b in place of the batch's mean,
+evaluation needs no bias either. db is the sum of a gradient that has the mean 0 in every channel; the source graph
+computes its rounding errors.
 
 Refuses a convolution whose output has a reader that is no training BatchNorm, and one with no gradient of its own.
 """
@@ -68,7 +68,7 @@ def without(spec: OpSpec, step: str) -> OpSpec:
 
 
 def gradient_with_bias(conv: Op) -> Op | None:
-    """The convolution's gradient, if it computes one of the bias: it reads the same x and weight, and dy of y's shape."""
+    """The convolution's gradient, if it computes one of the bias."""
     for use in conv.operands["weight"].uses():
         op = read(use.node)
         if op is None or not isinstance(op.spec, OpSpec) or not op.spec.is_gradient or "dbias" not in op.results:
