@@ -16,7 +16,7 @@ import pathlib
 from bnfuse.errors import BnfuseError
 from bnfuse.io import write_atomically
 from bnfuse.runtime.kernels.kernel import Kernel
-from bnfuse.runtime.targets import features_of
+from bnfuse.runtime.targets import features_of, triple_of
 
 HASH_BYTES = hashlib.sha256().digest_size
 KERNEL_SOURCES = pathlib.Path(__file__).resolve().parent / "kernels"
@@ -35,7 +35,8 @@ def default_folder() -> pathlib.Path | None:
 
 def content_key(kernel: Kernel) -> str:
     """Hash of the kernel's problem and target, the generators' sources, the compiler's version, the CPU's features."""
-    parts = (kernel.key, sources_hash(), compiler_versions(), *features_of(kernel.target.mcpu))
+    mcpu = kernel.target.mcpu
+    parts = (kernel.key, sources_hash(), compiler_versions(), triple_of(mcpu), *features_of(mcpu))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -43,8 +44,8 @@ def content_key(kernel: Kernel) -> str:
 def sources_hash() -> str:
     """Hash of all files that make kernels: a changed generator never meets an object of its former self."""
     digest = hashlib.sha256()
-    for path in sorted(KERNEL_SOURCES.rglob("*.py")):
-        digest.update(path.relative_to(KERNEL_SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in (*sorted(KERNEL_SOURCES.rglob("*.py")), KERNEL_SOURCES.parent / "targets.py"):
+        digest.update(path.relative_to(KERNEL_SOURCES.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -16,10 +16,14 @@ LANES = ((16, "avx512f"), (8, "avx2"), (4, "neon"), (4, "sse2"))
 
 MAX_THREADS = 1024
 
+CROSS_TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu")  # what kernels can be made for on any host
+
+ALIASES = {"apple-m1": "apple-a14", "apple-m2": "apple-a15", "apple-m3": "apple-a16", "grace": "neoverse-v2"}
+
 # of the names that LLVM lists for a CPU, those of instructions that compiled arithmetic may contain; the rest is
 # tuning (`prefer-256-bit`) or for operating systems (`pku`)
 COMPUTING = re.compile(
-    r"(avx|sse|ssse|fma|bmi|f16c|popcnt|lzcnt|movbe|adx|gfni|sha|aes|vaes|v?pclmul|neon|fullfp16|dotprod|sve)"
+    r"(avx|sse|ssse|fma|bmi|f16c|popcnt|lzcnt|movbe|adx|gfni|sha|aes|vaes|v?pclmul|neon|fullfp16|dotprod|complxnum|sve)"
 )
 
 
@@ -34,7 +38,7 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None) -> Target:
         check_threads(threads)
     mcpu = mcpu or host_cpu()
     if not known_cpu(mcpu):
-        raise BnfuseError(f"target '{spec}': LLVM knows no CPU '{mcpu}' on this machine; use cpu for the host itself")
+        raise BnfuseError(f"target '{spec}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself")
     return Target("llvm", mcpu, lanes_of(features_of(mcpu)), threads or physical_cores())
 
 
@@ -45,21 +49,55 @@ def host_cpu() -> str:
 
 
 def known_cpu(mcpu: str) -> bool:
-    return mcpu in set(map(str, tvm.get_global_func("target.llvm_get_cpu_archlist")(tvm.target.Target("llvm"))))
+    """Whether LLVM can make code for this CPU. It ends the process when asked for code of a 32-bit one."""
+    if not any(mcpu in cpus_of(triple) for triple in ("", *CROSS_TRIPLES)):
+        return False
+    return bool({"64bit", "neon"} & _all_features(mcpu))
+
+
+@functools.cache
+def cpus_of(triple: str) -> frozenset[str]:
+    """LLVM's names of an architecture's CPUs; "" is the host's architecture."""
+    found = map(str, tvm.get_global_func("target.llvm_get_cpu_archlist")(_llvm(triple)))
+    known = frozenset(found)
+    return known | {name for name, same in ALIASES.items() if same in known}
+
+
+@functools.cache
+def triple_of(mcpu: str) -> str:
+    """The LLVM triple of code for this CPU: "" (the host's own) where the host's architecture has it."""
+    return next((triple for triple in ("", *CROSS_TRIPLES) if mcpu in cpus_of(triple)), "")
+
+
+def llvm_target(mcpu: str, **options: object) -> tvm.target.Target:
+    """TVM's target of this CPU, whatever its architecture is."""
+    return _llvm(triple_of(mcpu), mcpu=mcpu, **options)
+
+
+def _llvm(triple: str, **options: object) -> tvm.target.Target:
+    return tvm.target.Target({"kind": "llvm", **({"mtriple": triple} if triple else {}), **options})
 
 
 @functools.cache
 def features_of(mcpu: str) -> tuple[str, ...]:
     """The instruction sets (of the computing kind) that LLVM uses for this CPU."""
-    found = tvm.get_global_func("target.llvm_get_cpu_features")(tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
-    return tuple(sorted(str(name) for name in found if COMPUTING.match(str(name))))
+    return tuple(sorted(name for name in _all_features(mcpu) if COMPUTING.match(name)))
+
+
+@functools.cache
+def _all_features(mcpu: str) -> frozenset[str]:
+    return frozenset(map(str, tvm.get_global_func("target.llvm_get_cpu_features")(llvm_target(mcpu))))
 
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """What the processor that we run on really has, as LLVM names it."""
+    """What the processor that we run on really has, as LLVM names it.
+
+    Of an Arm processor LLVM asks the operating system, which does not name everything that its model is known to have.
+    """
     found = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
-    return frozenset(str(name) for name, present in found.items() if bool(present))
+    present = frozenset(str(name) for name, has in found.items() if bool(has))
+    return present | frozenset(features_of(host_cpu())) if is_arm(host_cpu()) else present
 
 
 def missing_features(required: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,6 +108,15 @@ def missing_features(required: tuple[str, ...]) -> tuple[str, ...]:
 def lanes_of(features: tuple[str, ...]) -> int:
     """float32 lanes of the widest vector."""
     return next((lanes for lanes, name in LANES if name in features), 4)
+
+
+def is_arm(mcpu: str) -> bool:
+    return "neon" in features_of(mcpu)
+
+
+def vector_registers(target: Target) -> int:
+    """32 with AVX-512 and on 64-bit Arm, 16 with older x86."""
+    return 32 if target.lanes >= 16 or is_arm(target.mcpu) else 16
 
 
 def physical_cores() -> int:

@@ -1,4 +1,4 @@
-"""Targets: the host, named processors, and what is refused."""
+"""Targets: the host, named processors of both architectures, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,34 @@ def test_the_host_is_the_default_and_has_what_its_code_uses():
     assert target == targets.resolve(f"cpu:{targets.host_cpu()}")
     assert target.threads == targets.physical_cores() >= 1
     assert targets.missing_features(targets.features_of(target.mcpu)) == ()
+    assert targets.triple_of(target.mcpu) == ""
 
 
-@pytest.mark.parametrize(("mcpu", "lanes"), [("znver4", 16), ("skylake-avx512", 16), ("haswell", 8), ("nehalem", 4)])
-def test_lanes_follow_the_instruction_set(mcpu, lanes):
-    assert targets.resolve(f"cpu:{mcpu}", threads=3) == targets.Target("llvm", mcpu, lanes, 3)
+@pytest.mark.parametrize(
+    ("mcpu", "lanes", "registers"),
+    [
+        ("znver4", 16, 32),
+        ("skylake-avx512", 16, 32),
+        ("haswell", 8, 16),
+        ("core-avx2", 8, 16),
+        ("nehalem", 4, 16),
+        ("x86-64", 4, 16),
+        ("cortex-a72", 4, 32),
+        ("neoverse-n1", 4, 32),
+        ("apple-m1", 4, 32),
+    ],
+)
+def test_lanes_and_registers_follow_the_instruction_set(mcpu, lanes, registers):
+    target = targets.resolve(f"cpu:{mcpu}", threads=3)
+    assert target == targets.Target("llvm", mcpu, lanes, 3)
+    assert targets.vector_registers(target) == registers
+
+
+@pytest.mark.parametrize(("mcpu", "triple"), [("neoverse-n1", "aarch64"), ("haswell", "x86_64")])
+def test_a_cpu_of_another_architecture_has_a_triple_and_lacks_instructions_here(mcpu, triple):
+    is_foreign = targets.is_arm(targets.host_cpu()) != targets.is_arm(mcpu)
+    assert targets.triple_of(mcpu).startswith(triple) == is_foreign
+    assert bool(targets.missing_features(targets.features_of(mcpu))) or not is_foreign
 
 
 def test_a_missing_instruction_set_is_told():
@@ -28,7 +51,12 @@ def test_a_missing_instruction_set_is_told():
 
 @pytest.mark.parametrize(
     ("spec", "threads", "message"),
-    [("cuda", None, "'cuda' is not supported"), ("cpu:z80", None, "no CPU 'z80'"), ("cpu", 0, "0 threads")],
+    [
+        ("cuda", None, "'cuda' is not supported"),
+        ("cpu:z80", None, "no 64-bit x86 or Arm CPU 'z80'"),
+        ("cpu:i486", None, "no 64-bit x86 or Arm CPU 'i486'"),  # LLVM would end the process
+        ("cpu", 0, "0 threads"),
+    ],
 )
 def test_what_cannot_be_is_refused_in_one_line(spec, threads, message):
     with pytest.raises(BnfuseError, match=message) as caught:

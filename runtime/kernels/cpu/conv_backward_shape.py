@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.kernel import Problem, Target
+from bnfuse.runtime.targets import vector_registers
 
 PIXELS = 448  # upper bound of the output pixels in a tile of a k x k convolution
 FLAT_PIXELS = 128  # the same for 1x1 convolutions, whose rows are cut at will
@@ -158,7 +159,7 @@ def _divisors(number: int) -> list[int]:
 
 def choose_tiles(shape: ConvShape, target: Target, *, vectors: int = 2) -> Tiles:
     """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
-    pixels, taps = (6, 6) if target.lanes == 8 else (14, 8)  # 16 vector registers, or 32
+    pixels, taps = (14, 8) if vector_registers(target) == 32 else (6, 6)
     lanes = target.lanes
     block = lanes * (vectors if shape.cin > lanes else 1)
     out_block = lanes * (vectors if shape.cout > lanes else 1)

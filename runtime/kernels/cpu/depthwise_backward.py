@@ -38,6 +38,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_leave import (
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+from bnfuse.runtime.targets import vector_registers
 
 NAME = "depthwise_backward"
 TILE_BYTES = 400 * 1024  # the three tiles together
@@ -61,7 +62,7 @@ def is_depthwise(shape: ConvShape, target: Target) -> bool:
 
 
 def _tap_limit(target: Target) -> int:
-    return 12 if target.lanes == 8 else 25
+    return 25 if vector_registers(target) == 32 else 12
 
 
 def choose_tiles(shape: ConvShape, target: Target) -> DepthwiseTiles:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.kernel import Problem, Target
+from bnfuse.runtime.targets import vector_registers
 
 TILE_BYTES = 384 << 10  # the second-level cache has at least 1 MiB on servers
 WEIGHT_BYTES = 192 << 10  # of packed weights that one micro tile sweeps
@@ -122,12 +123,6 @@ class Tiles:
     @property
     def micro(self) -> tuple[int, int, int]:
         return self.micro_images, self.micro_rows, self.micro_columns
-
-
-def vector_registers(target: Target) -> int:
-    """32 with AVX-512 and on 64-bit ARM, 16 with older x86."""
-    arm = ("cortex", "neoverse", "apple", "ampere", "a64fx", "arm")
-    return 32 if target.lanes >= 16 or target.mcpu.startswith(arm) else 16
 
 
 def micro_pixels(vectors: int, target: Target) -> int:

@@ -18,6 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.errors import BnfuseError
+from bnfuse.runtime import targets
 from bnfuse.runtime.kernels.kernel import Access, MapType, Param, Problem, Target
 
 INT32_LIMIT = 2**31
@@ -61,12 +62,15 @@ class Arguments:
 
 
 @contextlib.contextmanager
-def function(name: str, params: Sequence[Param]) -> Iterator[Arguments]:
-    """Open a PrimFunc of `params`, then the offsets of the maps among them. After the block, `result` has it."""
+def function(name: str, params: Sequence[Param], *, may_alias: bool = False) -> Iterator[Arguments]:
+    """Open a PrimFunc of `params`, then the offsets of the maps among them. After the block, `result` has it.
+
+    `may_alias`: what one parameter is written through may be read through another one.
+    """
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name(name)
-            T.func_attr({"tirx.noalias": True})
+            T.func_attr({"tirx.noalias": not may_alias})
             buffers = {p.name: T.arg(p.name, T.buffer((p.elements,), p.dtype)) for p in params}
             offsets = {p.name: T.arg(f"{p.name}_offset", T.int32()) for p in params if p.is_map}
             arguments = Arguments(buffers, offsets)
@@ -170,12 +174,8 @@ def at_most(value: Expr, bound: Expr) -> Expr:
     return tirx.Min(value, bound) if not (isinstance(value, int) and isinstance(bound, int)) else min(value, bound)
 
 
-def llvm_target(target: Target) -> tvm.target.Target:
-    return tvm.target.Target({"kind": target.kind, "mcpu": target.mcpu, "opt-level": 3})
-
-
 def compile_function(function: Any, target: Target) -> Any:
     """The executable of a PrimFunc. Storage rewrite is off: it would turn `registers` into heap memory (and there is
     nothing for it to share)."""
     with tvm.transform.PassContext(opt_level=3, config={"tirx.disable_storage_rewrite": True}):
-        return tvm.compile(function, target=llvm_target(target))
+        return tvm.compile(function, target=targets.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))
