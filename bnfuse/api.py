@@ -14,7 +14,7 @@ from bnfuse.io import load, require_writable, save
 from bnfuse.training_graph import open_graph
 
 if TYPE_CHECKING:
-    from bnfuse.benchmark import Benchmark
+    from bnfuse.benchmarking.results import Benchmark
     from bnfuse.diffing import Diff
     from bnfuse.inspection import Inspection
     from bnfuse.passes import Rewritten
@@ -219,21 +219,45 @@ def bench(
     against: Sequence[str] = (),
     repetitions: int = 9,
     warm_up: int = 2,
+    wait: float = 60.0,
+    profile: bool = False,
+    compile_time: bool = False,
+    memory: bool = True,
+    plot: str | Path | None = None,
     seed: int = 0,
     threads: int | None = None,
     progress: Progress = quiet,
     **roles: Any,
 ) -> Benchmark:
-    """Times of a step at several levels, in turns, and the peak memory of each in a process of its own."""
-    from bnfuse.benchmark import run_benchmark
+    """Times of a step at several levels and in other runtimes, in turns, and the peak memory of each.
 
-    return run_benchmark(
+    `levels` are none, rcf, mvf, bnff, icf, each also with +pool-first or +no-pool-first; `against` are ort, torch,
+    torch-cl, torch-compile; either may be empty. `wait` is the patience in seconds for an idle machine. `profile` adds
+    our steps kernel by kernel, `compile_time` compiling with empty caches; `memory=False` leaves peak memory out.
+    `plot` is the file of a picture. docs/bench.md
+    """
+    from bnfuse.benchmarking.run import run_benchmark
+
+    if plot is not None:
+        from bnfuse.benchmarking.plot import plot as draw
+        from bnfuse.benchmarking.plot import require_plotting
+
+        require_writable(plot)
+        require_plotting(plot)
+    found = run_benchmark(
         open_graph(source, **roles),
         levels=levels,
         against=against,
         repetitions=repetitions,
         warm_up=warm_up,
+        wait=wait,
+        profile=profile,
+        compile_time=compile_time,
+        memory=memory,
         seed=seed,
         threads=threads,
         progress=progress,
     )
+    if plot is not None:
+        draw(found, plot)
+    return found

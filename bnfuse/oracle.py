@@ -19,7 +19,16 @@ SILENT = 4  # onnxruntime's log level at which only fatal errors are printed; fa
 class OrtGraph:
     """One file in onnxruntime, unoptimised unless asked. State is fed with every run and never kept."""
 
-    def __init__(self, model: ir.Model, *, name: str, threads: int | None = None, optimize: bool = False) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        *,
+        name: str,
+        threads: int | None = None,
+        optimize: bool = False,
+        config: Mapping[str, str] | None = None,
+    ) -> None:
+        """`config` has onnxruntime's own session settings, by their keys."""
         ort = onnxruntime()
         self.name = name
         options = ort.SessionOptions()
@@ -28,6 +37,8 @@ class OrtGraph:
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
         if threads:
             options.intra_op_num_threads = threads
+        for key, value in (config or {}).items():
+            options.add_session_config_entry(key, value)
         try:
             self.session = ort.InferenceSession(
                 serialized(without_state(ir.to_proto(model)), name), options, providers=["CPUExecutionProvider"]

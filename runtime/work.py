@@ -83,7 +83,7 @@ def kind_of(problem: Any) -> str:
         return f"{core} {form}{'x'.join(map(str, window))}"
     named = ((GemmProblem, "Gemm"), (LossProblem, "loss"), (UpdateProblem, "update"), (CopyProblem, "copy"))
     return next((name for kind, name in named if isinstance(problem, kind)), None) or (
-        "generic" if hasattr(problem, "op_type") else "halves" if maps_of(problem) else "coefficients"
+        "generic" if hasattr(problem, "op_type") else "BatchNorm halves" if maps_of(problem) else "coefficients"
     )
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands.graphs import Level
 from bnfuse.commands.options import Checkpoint, DataInput, Json, LabelsInput, Model, Output, Seed, Threads, opening
 from bnfuse.commands.output import Progress, show, show_json
 from bnfuse.io import require_writable
@@ -21,10 +20,6 @@ Target = Annotated[str, typer.Option(help="cpu, or cpu:MCPU with an LLVM CPU nam
 class OptimizerName(str, enum.Enum):
     sgd = "sgd"
     adamw = "adamw"
-
-
-class Peer(str, enum.Enum):
-    ort = "ort"
 
 
 OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="The optimiser in the step.")]
@@ -190,14 +185,29 @@ def train(
 def bench(
     model: Model,
     level: Annotated[
-        list[Level] | None,
-        typer.Option(help="A level to time, repeatable (default: none and icf).", show_default=False),
+        list[str] | None,
+        typer.Option(
+            metavar="L,...",
+            help="Levels to time (default: none,icf); L+pool-first and L+no-pool-first choose that option.",
+            show_default=False,
+        ),
     ] = None,
     against: Annotated[
-        list[Peer] | None, typer.Option(help="Another runtime to time, repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="P,...", help="Peers to time: ort, torch, torch-cl, torch-compile.", show_default=False),
     ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed steps of each candidate.")] = 9,
     warm_up: Annotated[int, typer.Option(min=0, help="Steps of each candidate before those.")] = 2,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Patience for an idle machine before timing.")
+    ] = 60,
+    profile: Annotated[bool, typer.Option("--profile", help="Our steps kernel by kernel too.")] = False,
+    compile_time: Annotated[
+        bool, typer.Option("--compile-time", help="Compile time too, with an empty and a filled cache.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|svg", help="Write a picture.", show_default=False)
+    ] = None,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -205,20 +215,26 @@ def bench(
     data_input: DataInput = None,
     labels_input: LabelsInput = None,
 ) -> None:
-    """Time a step at several levels, alternating in one process, and the peak memory of each in a process of its own.
+    """Time a step at several levels and in other runtimes, alternating in one process; peak memory in one process each.
 
     \b
-    bnfuse bench train.onnx --level none --level icf
-    bnfuse bench train.onnx --level icf --against ort --json
+    bnfuse bench train.onnx --level none,icf
+    bnfuse bench train.onnx --level icf --against ort,torch,torch-cl,torch-compile --plot bench.png
+    bnfuse bench train.onnx --level none,none+pool-first,icf+no-pool-first,icf
+    bnfuse bench train.onnx --level icf --profile
     """
     from bnfuse import api
 
     found = api.bench(
         model,
-        levels=[x.value for x in level] if level else ["none", "icf"],
-        against=[x.value for x in against or ()],
+        levels=level or ["none", "icf"],
+        against=against or (),
         repetitions=repetitions,
         warm_up=warm_up,
+        wait=wait,
+        profile=profile,
+        compile_time=compile_time,
+        plot=plot,
         seed=seed,
         threads=threads,
         progress=Progress(),

@@ -1,0 +1,95 @@
+"""Candidates: our compiled step and onnxruntime on one batch. Those of torch are made by `bnfuse.peers`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.benchmarking.choices import Variant
+from bnfuse.benchmarking.times import Candidate, Times
+from bnfuse.oracle import Arrays, OrtGraph
+from bnfuse.training_graph import TrainingGraph
+
+# threads spin between the operators of a run, as by default, and no longer than that: they would tax the next candidate
+ORT_SPINNING = {"session.intra_op.allow_spinning": "1", "session.force_spinning_stop": "1"}
+
+
+class CompiledCandidate:
+    """A compiled step on one batch, its update included."""
+
+    def __init__(self, name: str, step: Any, feeds: Arrays) -> None:
+        self.name, self.step = name, step
+        self.feeds = [feeds[key] for key in step.inputs]
+
+    def run(self) -> Times:
+        start = time.perf_counter()
+        self.step(*self.feeds)
+        return Times(time.perf_counter() - start, self.step.times["forward"])
+
+
+class OrtCandidate:
+    """onnxruntime on the file as it is: its forward part alone, then the whole graph, which ends with the gradients.
+
+    The parts are two sessions, because onnxruntime runs every node, whatever outputs are asked for. The new running
+    statistics are among the outputs, so it leaves those it is fed as they are.
+    """
+
+    forward_apart = True
+
+    def __init__(self, graph: TrainingGraph, feeds: Arrays, threads: int, *, with_forward: bool = True) -> None:
+        self.name = "ort"
+        self.feeds = {**graph.state(), **feeds}
+        roles = graph.roles
+        outputs = [roles.loss, *roles.running.values()]
+        options: dict[str, Any] = {"name": graph.name, "threads": threads, "optimize": True, "config": ORT_SPINNING}
+        self.forward = OrtGraph(forward_part(graph.model, outputs), **options).session if with_forward else None
+        self.whole = OrtGraph(graph.model, **options).session
+        needed = [value.name for value in self.forward.get_inputs()] if self.forward else []
+        self.forward_feeds = {name: self.feeds[name] for name in needed}
+        self.outputs = [*outputs, *roles.gradients.values()]
+
+    def run(self) -> Times:
+        start = time.perf_counter()
+        if self.forward is not None:
+            self.forward.run(None, self.forward_feeds)
+        middle = time.perf_counter()
+        self.whole.run(self.outputs, self.feeds)
+        return Times(time.perf_counter() - middle, middle - start)
+
+
+def forward_part(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
+    """A copy of the graph with these outputs alone and what they need."""
+    part = model.clone()
+    part.graph.outputs[:] = [value for value in part.graph.outputs if value.name in outputs]
+    needed: set[ir.Node] = set()
+    pending = [value.producer() for value in part.graph.outputs]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in needed:
+            needed.add(node)
+            pending += [value.producer() for value in node.inputs if value is not None]
+    part.graph.remove([node for node in part.graph if node not in needed], safe=True)
+    return part
+
+
+def make_peer(graph: TrainingGraph, peer: str, feeds: Arrays, threads: int, *, with_forward: bool = True) -> Candidate:
+    """The step of another runtime. `with_forward=False` spares onnxruntime the second session."""
+    if peer == "ort":
+        return OrtCandidate(graph, feeds, threads, with_forward=with_forward)
+    from bnfuse.peers import torch_step
+
+    return torch_step(graph, peer, feeds, threads=threads)
+
+
+def compile_variant(
+    graph: TrainingGraph, variant: Variant, threads: int, bar: Callable[[int, int, str], None] | None = None
+) -> Any:
+    """Rewritten and compiled, with SGD and momentum in the step."""
+    from bnfuse import passes, runtime
+
+    rewritten = passes.rewrite(graph.model, level=variant.level, pool_first=variant.pool_first)
+    optimizer = runtime.SGD(lr=0.01, momentum=0.9)
+    return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, progress=bar)

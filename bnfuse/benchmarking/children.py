@@ -1,0 +1,38 @@
+"""Measurements in a fresh process: a module is run with a request in JSON, and its last line is the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bnfuse.errors import BnfuseError
+
+REFUSED = 3  # exit status: the last line on stderr is for the user
+
+
+def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Any:
+    """What `module` answers. A BnfuseError in there is one here."""
+    import bnfuse
+
+    command = [sys.executable, "-m", module, json.dumps(request)]
+    root = Path(bnfuse.__file__).resolve().parent.parent  # from where a fresh interpreter imports this very bnfuse
+    child = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, **(environment or {})})
+    if child.returncode:
+        said = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+        raise BnfuseError(said if child.returncode == REFUSED else f"{module} failed in a process of its own: {said}")
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def answer(function: Callable[[dict[str, Any]], Any]) -> None:
+    """In the child: the request from the command line, the answer on stdout."""
+    try:
+        found = function(json.loads(sys.argv[1]))
+    except BnfuseError as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)
+    print(json.dumps(found))

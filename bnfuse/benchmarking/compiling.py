@@ -1,0 +1,75 @@
+"""Compile time, in fresh processes: with empty caches, then with the filled ones.
+
+Ours is rewriting and compiling an opened training graph; torch.compile's the making of its module and its first step.
+Imports and opening the file are not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnfuse.benchmarking.children import answer, ask
+from bnfuse.benchmarking.choices import Variant
+
+CACHES = ("BNFUSE_CACHE", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileTimes:
+    """Seconds. `rewrite_s` is None for torch.compile."""
+
+    rewrite_s: float | None
+    cold_s: float
+    warm_s: float
+
+
+def measured_compile(file: Path, candidate: Variant | str, threads: int) -> CompileTimes:
+    """`file` is the training graph, `candidate` one of ours or torch-compile."""
+    request: dict[str, Any] = {"file": str(file.resolve()), "threads": threads}
+    request |= {"peer": candidate} if isinstance(candidate, str) else {"variant": dataclasses.astuple(candidate)}
+    with tempfile.TemporaryDirectory(prefix="bnfuse-cold-") as folder:
+        caches = dict.fromkeys(CACHES, folder)
+        cold, warm = (ask("bnfuse.benchmarking.compiling", request, caches) for _ in range(2))
+    return CompileTimes(cold["rewrite_s"], cold["compile_s"], warm["compile_s"])
+
+
+def measure(asked: dict[str, Any]) -> dict[str, float | None]:
+    """In the child."""
+    from bnfuse.training_graph import open_graph
+
+    graph = open_graph(asked["file"])
+    if "peer" in asked:
+        return measure_peer(graph, asked["peer"], asked["threads"])
+    from bnfuse import passes
+    from bnfuse.runtime import SGD
+    from bnfuse.runtime.compile import compile_step
+
+    variant = Variant(*asked["variant"])
+    start = time.perf_counter()
+    rewritten = passes.rewrite(graph.model, level=variant.level, pool_first=variant.pool_first)
+    middle = time.perf_counter()
+    compile_step(rewritten.model, optimizer=SGD(lr=0.01, momentum=0.9), threads=asked["threads"])
+    return {"rewrite_s": middle - start, "compile_s": time.perf_counter() - middle}
+
+
+def measure_peer(graph: Any, peer: str, threads: int) -> dict[str, float | None]:
+    from bnfuse.peers import torch_step
+    from bnfuse.peers.names import import_torch
+    from bnfuse.verification import draw_feeds
+
+    import_torch()
+    feeds = draw_feeds(graph, np.random.default_rng(0))
+    start = time.perf_counter()
+    step = torch_step(graph, peer, feeds, threads=threads)
+    step.run()
+    return {"rewrite_s": None, "compile_s": time.perf_counter() - start}
+
+
+if __name__ == "__main__":
+    answer(measure)

@@ -1,0 +1,87 @@
+"""What the machine could do at best, measured in a process of its own: FLOP/s of a matrix product, bytes/s of a copy.
+
+The best of several libraries counts, so that the floor of a step is nobody's in particular: numpy's BLAS, torch's where
+it is installed, and our own kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from bnfuse.benchmarking.children import answer, ask
+from bnfuse.errors import BnfuseError
+
+SIDE = 2048  # of the square matrices
+LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """FLOP/s by library, and the best of them; bytes/s, read and written together."""
+
+    flops_by: dict[str, float]
+    bytes_per_s: float
+
+    @property
+    def flops_per_s(self) -> float:
+        return max(self.flops_by.values())
+
+    @property
+    def library(self) -> str:
+        """Which was the fastest."""
+        return max(self.flops_by, key=lambda name: self.flops_by[name])
+
+    def floor(self, flops: int, moved: int) -> float:
+        """Seconds that work takes at least: the longer of computing and moving."""
+        return max(flops / self.flops_per_s, moved / self.bytes_per_s)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "flops_per_s": self.flops_per_s,
+            "library": self.library,
+            "flops_per_s_by_library": self.flops_by,
+            "bytes_per_s": self.bytes_per_s,
+        }
+
+
+def measured_limits(threads: int) -> Limits:
+    found = ask("bnfuse.benchmarking.limits", {"threads": threads}, dict.fromkeys(LIBRARIES, str(threads)))
+    return Limits(found["flops_by"], found["bytes_per_s"])
+
+
+def measure(asked: dict[str, Any]) -> dict[str, Any]:
+    """In the child."""
+    from bnfuse.runtime.limits import copy_rate, gemm_rates
+
+    threads = asked["threads"]
+    rates = {"numpy": numpy_rate()}
+    with contextlib.suppress(BnfuseError):  # torch is not installed
+        rates["torch"] = torch_rate(threads)
+    return {"flops_by": {**rates, **gemm_rates(threads)}, "bytes_per_s": copy_rate(threads)}
+
+
+def numpy_rate() -> float:
+    from bnfuse.runtime.limits import shortest
+
+    a, out = np.ones((SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
+    return 2 * SIDE**3 / shortest(lambda: np.matmul(a, a, out=out))
+
+
+def torch_rate(threads: int) -> float:
+    from bnfuse.peers.names import import_torch
+    from bnfuse.runtime.limits import shortest
+
+    torch = import_torch()
+    torch.set_num_threads(threads)
+    a = torch.ones((SIDE, SIDE))
+    out = torch.empty_like(a)
+    with torch.no_grad():
+        return 2 * SIDE**3 / shortest(lambda: torch.matmul(a, a, out=out))
+
+
+if __name__ == "__main__":
+    answer(measure)

@@ -1,0 +1,106 @@
+"""Peak memory of a step, in a process of its own for each candidate.
+
+    import  ->  open the file, draw the batch  ->  BASELINE  ->  make the step, run it once  ->  run it twice
+
+What counts is the high-water mark of resident memory above the baseline: what a step needs besides the interpreter, the
+libraries, the file and the batch, which stay in memory to the end. `peak_bytes` is that of the last two steps (whatever
+making the step took and gave back is left out, for all alike), `setup_peak_bytes` that from the baseline on.
+Of ours the compiled kernels' code, the parameters and the batch's copy in the step count; compiling is done before, in
+another process. torch.compile compiles here, so that its setup has the compiler in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnfuse.benchmarking.children import answer, ask
+from bnfuse.benchmarking.times import Candidate
+
+
+def measured_peak(file: Path, name: str, seed: int, threads: int) -> dict[str, int | None]:
+    """`file` is a compiled step, or for a peer (`name`) the training graph."""
+    return ask(
+        "bnfuse.benchmarking.memory", {"file": str(file.resolve()), "name": name, "seed": seed, "threads": threads}
+    )
+
+
+def measure(asked: dict[str, Any]) -> dict[str, int | None]:
+    """In the child. None where the system does not tell."""
+    file, rng = Path(asked["file"]), np.random.default_rng(asked["seed"])
+    prepare = prepare_own if file.suffix == ".bnf" else prepare_peer
+    make = prepare(file, asked["name"], rng, asked["threads"])
+    reset_peak()
+    before = peak_memory()
+    candidate = make()
+    candidate.run()
+    setup = peak_memory()
+    reset_peak()
+    candidate.run()
+    candidate.run()
+    peak = peak_memory()
+    if before is None or setup is None or peak is None:
+        return {"peak_bytes": None, "setup_peak_bytes": None}
+    return {"peak_bytes": peak - before, "setup_peak_bytes": max(setup, peak) - before}
+
+
+def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it, and its memory would be ours
+    from bnfuse.benchmarking.candidates import CompiledCandidate
+    from bnfuse.runtime import load_step
+    from bnfuse.training import random_feeds
+
+    def make() -> Candidate:
+        step = load_step(file, threads=threads)
+        return CompiledCandidate(name, step, random_feeds(step, rng))
+
+    return make
+
+
+def prepare_peer(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
+    from bnfuse.benchmarking.candidates import make_peer
+    from bnfuse.training_graph import open_graph
+    from bnfuse.verification import draw_feeds
+
+    if name == "ort":
+        from bnfuse.build.ort import onnxruntime
+
+        onnxruntime()
+    else:
+        from bnfuse.peers.names import import_torch
+
+        import_torch()
+    graph = open_graph(file)
+    feeds = draw_feeds(graph, rng)
+    return lambda: make_peer(graph, name, feeds, threads, with_forward=False)
+
+
+def reset_peak() -> None:
+    """Linux forgets the peak so far; elsewhere it stays in the figure."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def peak_memory() -> int | None:
+    """Peak resident bytes of this process."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+if __name__ == "__main__":
+    answer(measure)

@@ -1,0 +1,187 @@
+"""A step kernel by kernel: where its time goes, and how near each launch is to what the machine can do.
+
+Every launch is timed in some whole steps; its shortest time counts. Launches of one operator, one shape and one phase
+make a row. The floor of a launch is the longer of its FLOPs at the rate of the best matrix product and its bytes at
+that of a copy (limits.py); maps that fit into a cache move faster than that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from bnfuse.benchmarking.limits import Limits
+from bnfuse.errors import BnfuseError
+from bnfuse.text import Section
+
+SHOWN, ROWS = 0.97, 40  # share of the kernels' time, rows: what is beyond either is summed up in the table
+PHASES = ("forward", "backward", "update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Launches that are alike, in one step: their sums."""
+
+    phase: str
+    kind: str
+    op: str
+    shape: str
+    launches: int
+    seconds: float
+    flops: int
+    bytes: int
+    floor_s: float
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.flops / self.seconds if self.seconds else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """`rows` from the most to the least time. `outside_s` is what a step takes besides its kernels."""
+
+    name: str
+    rows: tuple[Row, ...]
+    outside_s: float
+    limits: Limits
+
+    @property
+    def total(self) -> Row:
+        return merged(self.rows, phase="all", kind="all", op="", shape="")
+
+    @property
+    def phases(self) -> list[Row]:
+        groups = grouped(self.rows, lambda row: row.phase)
+        return [merged(groups[phase], phase=phase, kind="all", op="", shape="") for phase in PHASES if phase in groups]
+
+    @property
+    def kinds(self) -> list[Row]:
+        groups = grouped(self.rows, lambda row: row.kind)
+        return by_time(merged(rows, phase="all", kind=kind, op="", shape="") for kind, rows in groups.items())
+
+    def to_json(self) -> dict[str, Any]:
+        seconds = self.total.seconds
+        return {
+            "name": self.name,
+            "kernels_s": seconds,
+            "outside_s": self.outside_s,
+            "floor_s": self.total.floor_s,
+            "flops": self.total.flops,
+            "bytes": self.total.bytes,
+            "launches": self.total.launches,
+            "limits": self.limits.to_json(),
+            "rows": [row_json(row, seconds) for row in self.rows],
+            "kinds": [row_json(row, seconds) for row in self.kinds],
+            "phases": [row_json(row, seconds) for row in self.phases],
+        }
+
+    def sections(self) -> list[Section]:
+        total, limits = self.total, self.limits
+        lines = [
+            f"kernels {milliseconds(total.seconds)} in {total.launches:,} launches, outside them "
+            f"{milliseconds(self.outside_s)} ({100 * self.outside_s / (total.seconds + self.outside_s):.1f} %)",
+            f"floor {milliseconds(total.floor_s)}: the kernels take {total.seconds / total.floor_s:.2f} times as long",
+            f"{total.flops / 1e9:.1f} GFLOP, {total.bytes / 1e9:.2f} GB; "
+            f"computing alone {milliseconds(total.flops / limits.flops_per_s)}, "
+            f"moving alone {milliseconds(total.bytes / limits.bytes_per_s)}",
+            f"machine {limits.flops_per_s / 1e9:.1f} GFLOP/s ({limits.library}; "
+            + ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in limits.flops_by.items() if name != limits.library)
+            + f"), copy {limits.bytes_per_s / 1e9:.1f} GB/s",
+        ]
+        return [
+            Section.lines(f"Profile of {self.name}", lines),
+            Section.table("Kernels", ("phase", "operator", "shape", *NUMBERS, "so far"), self._table()),
+            Section.table("Kinds", ("kind", *NUMBERS), [(row.kind, *numbers(row, total)) for row in self.kinds]),
+            Section.table("Phases", ("phase", *NUMBERS), [(row.phase, *numbers(row, total)) for row in self.phases]),
+        ]
+
+    def _table(self) -> list[tuple[str, ...]]:
+        total, so_far, lines = self.total, 0.0, []
+        for index, row in enumerate(self.rows):
+            if (so_far > SHOWN * total.seconds or index >= ROWS) and index + 1 < len(self.rows):
+                rest = merged(self.rows[index:], phase="all", kind="", op=f"{len(self.rows) - index} more", shape="")
+                lines.append((rest.phase, rest.op, "", *numbers(rest, total), "100.0 %"))
+                break
+            so_far += row.seconds
+            share = f"{100 * so_far / total.seconds:.1f} %"
+            lines.append((row.phase, row.op, row.shape, *numbers(row, total), share))
+        return lines
+
+
+NUMBERS = ("launches", "time", "GFLOP/s", "GB/s", "of floor", "share")
+
+
+def numbers(row: Row, total: Row) -> tuple[str, ...]:
+    return (
+        f"{row.launches}",
+        milliseconds(row.seconds),
+        f"{row.flops_per_s / 1e9:.1f}" if row.flops else "-",
+        f"{row.bytes_per_s / 1e9:.1f}",
+        f"{row.seconds / row.floor_s:.2f}x" if row.floor_s else "-",
+        f"{100 * row.seconds / total.seconds:.1f} %",
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms"
+
+
+def row_json(row: Row, seconds: float) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(row),
+        "flops_per_s": row.flops_per_s,
+        "bytes_per_s": row.bytes_per_s,
+        "share": row.seconds / seconds if seconds else 0.0,
+    }
+
+
+def profile_step(name: str, step: Any, feeds: Sequence[Any], limits: Limits, repetitions: int) -> Profile:
+    """Some whole steps, launch by launch; state changes as it does in training."""
+    runs, outside = [], []
+    step(*feeds)
+    for _ in range(max(repetitions, 1)):
+        start = time.perf_counter()
+        launches = step.profile(*feeds)
+        seconds = time.perf_counter() - start
+        runs.append(launches)
+        outside.append(seconds - sum(launch.seconds for launch in launches))
+    return Profile(name, rows_of(runs, limits), min(outside), limits)
+
+
+def rows_of(runs: Sequence[Sequence[Any]], limits: Limits) -> tuple[Row, ...]:
+    """The LaunchTimes of some runs of one step: the shortest time of each launch, then like launches together."""
+    rows = []
+    for launch, *again in zip(*runs, strict=True):
+        work, seconds = launch.work, min(entry.seconds for entry in (launch, *again))
+        if work is None:
+            raise BnfuseError("the compiled step does not say what its kernels do: compile the model again")
+        floor = limits.floor(work.flops, work.bytes)
+        rows.append(Row(launch.phase, work.kind, work.op, work.shape, 1, seconds, work.flops, work.bytes, floor))
+    groups = grouped(rows, lambda row: (row.phase, row.kind, row.op, row.shape))
+    return tuple(by_time(merged(alike) for alike in groups.values()))
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def merged(rows: Sequence[Row], **names: str) -> Row:
+    """The sums, under the first row's names or those given."""
+    fields = ("launches", "seconds", "flops", "bytes", "floor_s")
+    sums: dict[str, Any] = {field: sum(getattr(row, field) for row in rows) for field in fields}
+    first = {field: getattr(rows[0], field) if rows else "" for field in ("phase", "kind", "op", "shape")}
+    return Row(**{**first, **names, **sums})
+
+
+def by_time(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: -row.seconds)

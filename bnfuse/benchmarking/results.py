@@ -1,0 +1,161 @@
+"""What a benchmark found, as tables and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from bnfuse.benchmarking.compiling import CompileTimes
+from bnfuse.benchmarking.profiles import Profile
+from bnfuse.benchmarking.times import Summary
+from bnfuse.text import Section, join, scaled
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One candidate. `level` and `pool_first` are None for peers. `steps_s` has every timed step, in order."""
+
+    name: str
+    level: str | None
+    pool_first: bool | None
+    times: Summary
+    steps_s: tuple[float, ...]
+    settle_s: float  # the longest wait until its threads slept
+    peak_bytes: int | None
+    setup_peak_bytes: int | None
+    compiling: CompileTimes | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.level is not None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            **dataclasses.asdict(self.times),
+            "peak_bytes": self.peak_bytes,
+            "setup_peak_bytes": self.setup_peak_bytes,
+            "rewrite_s": self.compiling.rewrite_s if self.compiling else None,
+            "compile_s": self.compiling.cold_s if self.compiling else None,
+            "compile_warm_s": self.compiling.warm_s if self.compiling else None,
+            "level": self.level,
+            "pool_first": self.pool_first,
+            "steps_s": list(self.steps_s),
+            "settle_s": self.settle_s,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """How many times as long (and as much memory) `against` takes as `name`: above 1, `name` is better."""
+
+    name: str
+    against: str
+    min: float
+    median: float
+    forward: float
+    backward: float
+    peak: float | None
+
+
+def ratio(result: Result, other: Result) -> Ratio:
+    a, b = result.times, other.times
+    peaks = result.peak_bytes, other.peak_bytes
+    return Ratio(
+        result.name,
+        other.name,
+        min=b.min_s / a.min_s,
+        median=b.median_s / a.median_s,
+        forward=quotient(b.forward_min_s, a.forward_min_s),
+        backward=quotient(b.backward_min_s, a.backward_min_s),
+        peak=peaks[1] / peaks[0] if peaks[0] and peaks[1] else None,
+    )
+
+
+def quotient(a: float, b: float) -> float:
+    """NaN (null in JSON) where there is nothing to divide by: onnxruntime's backward may be lost in the noise."""
+    return a / b if b else float("nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    model: str
+    results: tuple[Result, ...]
+    machine: dict[str, Any]
+    repetitions: int
+    profiles: tuple[Profile, ...] = ()
+
+    def result(self, name: str) -> Result:
+        return next(result for result in self.results if result.name == name)
+
+    @property
+    def best(self) -> Result:
+        """Our fastest; where none of ours was asked for, the fastest."""
+        ours = [result for result in self.results if result.is_ours]
+        return min(ours or self.results, key=lambda result: result.times.min_s)
+
+    @property
+    def ratios(self) -> list[Ratio]:
+        """Each of ours against everything else."""
+        ours = [result for result in self.results if result.is_ours]
+        return [ratio(one, other) for one in ours for other in self.results if other is not one]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "repetitions": self.repetitions,
+            "results": [result.to_json() for result in self.results],
+            "ratios": [dataclasses.asdict(entry) for entry in self.ratios],
+            "machine": self.machine,
+            "profile": [profile.to_json() for profile in self.profiles],
+        }
+
+    def sections(self) -> list[Section]:
+        title = f"A training step of {self.model}, {self.repetitions} repetitions"
+        columns = ("candidate", "min", "median", "forward min", "backward min", "peak memory", "min against first")
+        rows = [(r.name, *cells(r), f"{ratio(r, self.results[0]).min:.2f}x") for r in self.results]
+        sections = [Section.table(title, columns, rows)]
+        if others := [r for r in self.results if r is not self.best]:
+            head = ("against", "min", "median", "forward", "backward", "memory")
+            sections.append(
+                Section.table(
+                    f"{self.best.name} is so many times as fast (as small)",
+                    head,
+                    [ratio_cells(ratio(self.best, other)) for other in others],
+                )
+            )
+        if compiled := [r for r in self.results if r.compiling]:
+            rows = [(r.name, *compile_cells(r.compiling)) for r in compiled if r.compiling]
+            sections.append(Section.table("Compiling", ("candidate", "rewrite", "cold", "warm"), rows))
+        for profile in self.profiles:
+            sections += profile.sections()
+        return [*sections, Section.lines("Machine", machine_lines(self.machine))]
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    times = result.times
+    seconds = (times.min_s, times.median_s, times.forward_min_s, times.backward_min_s)
+    peak = scaled(result.peak_bytes, "B") if result.peak_bytes is not None else "-"
+    return (*(f"{1000 * s:.1f} ms" for s in seconds), peak)
+
+
+def ratio_cells(found: Ratio) -> tuple[str, ...]:
+    values = (found.min, found.median, found.forward, found.backward, found.peak)
+    return (found.against, *(f"{value:.2f}x" if value is not None else "-" for value in values))
+
+
+def compile_cells(found: CompileTimes) -> tuple[str, ...]:
+    rewriting = f"{found.rewrite_s:.1f} s" if found.rewrite_s is not None else "-"
+    return rewriting, f"{found.cold_s:.1f} s", f"{found.warm_s:.1f} s"
+
+
+def machine_lines(machine: dict[str, Any]) -> list[str]:
+    return [f"{key}: {listed(value) if isinstance(value, dict) else value}" for key, value in machine.items()]
+
+
+def listed(values: dict[str, Any]) -> str:
+    """Name value, name value; a dictionary in a dictionary in parentheses."""
+    return ", ".join(f"{k} ({listed(v)})" if isinstance(v, dict) else f"{k} {v}" for k, v in values.items())

@@ -1,0 +1,180 @@
+"""The benchmark: every candidate in turns in one process, then what has to be measured in processes of its own.
+
+    compile or build each  ->  warm up  ->  wait for an idle machine  ->  step, settle, next candidate, ...
+        ->  profile ours  ->  peak memory, a process each  ->  compile times, two processes each
+
+Candidates take turns so that whatever else the machine does hits all of them alike, and each waits until the threads of
+the one before it sleep, since pools of threads spin for a while after their work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnfuse.benchmarking import choices, idle
+from bnfuse.benchmarking.candidates import CompiledCandidate, compile_variant, make_peer
+from bnfuse.benchmarking.choices import Variant
+from bnfuse.benchmarking.compiling import measured_compile
+from bnfuse.benchmarking.limits import measured_limits
+from bnfuse.benchmarking.machine import describe_machine
+from bnfuse.benchmarking.memory import measured_peak
+from bnfuse.benchmarking.profiles import Profile, profile_step
+from bnfuse.benchmarking.results import Benchmark, Result
+from bnfuse.benchmarking.times import Candidate, Times, summarize
+from bnfuse.errors import BnfuseError
+from bnfuse.training_graph import TrainingGraph
+from bnfuse.verification import draw_feeds
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure and how."""
+
+    variants: tuple[Variant, ...]
+    peers: tuple[str, ...]
+    repetitions: int = 9
+    warm_up: int = 2
+    wait: float = 60.0  # seconds of patience for an idle machine
+    profile: bool = False
+    compile_time: bool = False
+    memory: bool = True
+    seed: int = 0
+    threads: int = 1
+
+
+@dataclasses.dataclass
+class Record:
+    """What was found of a candidate. `apart`: its forward phase is a run of its own."""
+
+    name: str
+    file: Path
+    variant: Variant | None = None
+    apart: bool = False
+    times: list[Times] = dataclasses.field(default_factory=list)
+    settle_s: float = 0.0
+
+
+Entry = tuple[Candidate, Record]
+
+
+def run_benchmark(
+    graph: TrainingGraph,
+    *,
+    levels: Sequence[str],
+    against: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
+    **options: Any,
+) -> Benchmark:
+    """`options` are those of Plan. Names are checked before any work."""
+    plan = Plan(choices.variants(levels), choices.peers(against), **options)
+    if not plan.variants and not plan.peers:
+        raise BnfuseError("nothing to measure: name a level or a peer")
+    from bnfuse.runtime.targets import physical_cores
+
+    plan = dataclasses.replace(plan, threads=threads or physical_cores())
+    with tempfile.TemporaryDirectory(prefix="bnfuse-bench-") as folder:
+        return measure(graph, plan, Path(folder), progress)
+
+
+def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) -> Benchmark:
+    source = folder / "graph.onnx"
+    if plan.peers or plan.compile_time:
+        save_graph(graph, source)
+    records, profiles, machine = time_all(graph, plan, folder, source, progress)
+    results = [finish(record, plan, source, progress) for record in records]
+    return Benchmark(graph.name, tuple(results), machine, plan.repetitions, profiles)
+
+
+def time_all(
+    graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progress: Progress
+) -> tuple[list[Record], tuple[Profile, ...], dict[str, Any]]:
+    """All that is measured in this process. When it returns, the memory of the candidates is free again."""
+    entries = make_all(graph, plan, folder, source, progress)
+    for candidate, _ in entries:
+        for _ in range(plan.warm_up):
+            candidate.run()
+            idle.settle()
+    quiet = idle.wait_for_idle(plan.wait, progress)
+    before = idle.take_sample()
+    alternate(entries, plan.repetitions, progress)
+    during = idle.others_between(before, idle.take_sample())
+    machine = describe_machine(plan.threads, plan.peers, quiet, during)
+    profiles = profile_all(entries, plan, progress) if plan.profile else ()
+    return [record for _, record in entries], profiles, machine
+
+
+def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progress: Progress) -> list[Entry]:
+    feeds = draw_feeds(graph, np.random.default_rng(plan.seed))
+    peers: list[Entry] = []
+    for peer in plan.peers:  # before ours: a peer that is not installed is told of at once
+        progress(f"preparing {peer}")
+        candidate = make_peer(graph, peer, feeds, plan.threads)
+        apart = bool(getattr(candidate, "forward_apart", False))
+        peers.append((candidate, Record(candidate.name, source, apart=apart)))
+    ours: list[Entry] = []
+    for variant in plan.variants:
+        progress(f"rewriting and compiling at level {variant.name}")
+        step = compile_variant(graph, variant, plan.threads, getattr(progress, "bar", None))
+        file = folder / f"{variant.name}.bnf"
+        if plan.memory:
+            step.export(file)
+        ours.append((CompiledCandidate(variant.name, step, feeds), Record(variant.name, file, variant)))
+    return ours + peers
+
+
+def alternate(entries: Sequence[Entry], repetitions: int, progress: Progress) -> None:
+    """Each candidate once, and again, until all have `repetitions` times."""
+    for turn in range(repetitions):
+        for candidate, record in entries:
+            record.times.append(candidate.run())
+            record.settle_s = max(record.settle_s, idle.settle())
+        progress(f"repetition {turn + 1} of {repetitions}")
+
+
+def profile_all(entries: Sequence[Entry], plan: Plan, progress: Progress) -> tuple[Profile, ...]:
+    progress("measuring what the machine can do")
+    limits = measured_limits(plan.threads)
+    found = []
+    for candidate, _ in entries:
+        if isinstance(candidate, CompiledCandidate):
+            progress(f"profiling {candidate.name}")
+            found.append(profile_step(candidate.name, candidate.step, candidate.feeds, limits, plan.repetitions))
+    return tuple(found)
+
+
+def finish(record: Record, plan: Plan, source: Path, progress: Progress) -> Result:
+    """Peak memory and compile time, and everything together."""
+    peaks: dict[str, int | None] = {"peak_bytes": None, "setup_peak_bytes": None}
+    if plan.memory:
+        progress(f"measuring the peak memory of {record.name}")
+        peaks = measured_peak(record.file, record.name, plan.seed, plan.threads)
+    compiling = None
+    if plan.compile_time and (record.variant is not None or record.name == "torch-compile"):
+        progress(f"measuring the compile time of {record.name}")
+        compiling = measured_compile(source, record.variant or record.name, plan.threads)
+    return Result(
+        record.name,
+        record.variant.level if record.variant else None,
+        record.variant.pool_first if record.variant else None,
+        summarize(record.times, apart=record.apart),
+        tuple(times.step for times in record.times),
+        record.settle_s,
+        peaks["peak_bytes"],
+        peaks["setup_peak_bytes"],
+        compiling,
+    )
+
+
+def save_graph(graph: TrainingGraph, path: Path) -> None:
+    from bnfuse.io import save
+
+    save(graph.model, path)

@@ -1,0 +1,69 @@
+"""What the machine could do at best, measured with our own kernels: the limits that a profile compares with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+
+from bnfuse.runtime.build import Library, Request, objects
+from bnfuse.runtime.cache import Cache, default_folder
+from bnfuse.runtime.kernels.cpu.dense import GemmProblem
+from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
+from bnfuse.runtime.memory import aligned
+from bnfuse.runtime.targets import resolve, start_threads
+from bnfuse.runtime.work import work_of
+
+RUNS = 7
+
+
+def gemm_rates(threads: int) -> dict[str, float]:
+    """FLOP/s of our matrix product and of our plain 1x1 convolution, both of sizes at which they do best."""
+    target = resolve("cpu", threads)
+    x = MapType(16, 28, 28, 512, 512)
+    attributes = (
+        ("dilations", (1, 1)),
+        ("group", 1),
+        ("kernel_shape", (1, 1)),
+        ("pads", (0,) * 4),
+        ("strides", (1, 1)),
+    )
+    conv = Problem("Conv", (("x", x), ("y", x)), attributes, (512, 512, 1, 1))
+    requests = {
+        "bnfuse gemm": Request("cpu.dense:gemm", (GemmProblem(1536, 1536, 1536), target)),
+        "bnfuse convolution": Request("cpu.conv_forward:conv_forward", (conv, target)),
+    }
+    return {name: rate(request, target, "flops") for name, request in requests.items()}
+
+
+def copy_rate(threads: int, elements: int = 1 << 26) -> float:
+    """Bytes a second, read and written, of a copy between arrays of 256 MiB: more than most caches hold."""
+    target = resolve("cpu", threads)
+    return rate(Request("cpu.layout:copy", (elements, target, "float32")), target, "bytes")
+
+
+def rate(request: Request, target: Target, of: str) -> float:
+    """FLOPs or bytes of one launch by the shortest of some runs."""
+    kernel = request.kernel()
+    start_threads(target.threads)
+    library = Library([kernel.name], objects([request], Cache(default_folder())))
+    arrays = [aligned(param.elements * 4).view("float32") for param in kernel.params]
+    for array in arrays:
+        array[...] = 1
+    arguments: list[Any] = [tvm.runtime.from_dlpack(array) for array in arrays]
+    arguments += [0 for param in kernel.params if param.is_map]
+    seconds = shortest(lambda: library.functions[0](*arguments))
+    return float(getattr(work_of(kernel), of)) / seconds
+
+
+def shortest(run: Callable[[], object], runs: int = RUNS) -> float:
+    """Seconds, after a first run that does not count."""
+    run()
+    found = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
