@@ -20,6 +20,7 @@ from bnfuse.roles import Roles
 from bnfuse.runtime import plan
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Request
+from bnfuse.runtime.grouping import group_coefficients
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.layout import RESHAPES, assign_slots, assign_vector_slots
 from bnfuse.runtime.lower_bnfuse import lower_bnfuse
@@ -65,6 +66,7 @@ def lower(
     if finish is not None:
         low.phase, low.node = "update", "optimizer"
         finish(low)
+    group_coefficients(low)
     return assemble(low)
 
 

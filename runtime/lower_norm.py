@@ -14,7 +14,7 @@ from bnfuse.runtime.kernels.kernel import MapType
 from bnfuse.runtime.layout import MapRef
 from bnfuse.runtime.lower_steps import composed
 from bnfuse.runtime.lower_values import attributes_of
-from bnfuse.runtime.lowering import Lowering, Ref
+from bnfuse.runtime.lowering import COEFFICIENTS, Lowering, Ref
 
 Values = Mapping[str, ir.Value]
 Attributes = Mapping[str, Any]
@@ -54,8 +54,12 @@ def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attrib
 
 
 def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping[str, Ref]) -> None:
-    arguments = (channels, float(attributes["epsilon"]), float(attributes["momentum"]), low.target)
-    low.launch("cpu.norm:batch_norm_finalize", arguments, refs)
+    coefficients(low, "finalize", (channels, float(attributes["epsilon"]), float(attributes["momentum"])), refs)
+
+
+def coefficients(low: Lowering, name: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref]) -> None:
+    """A per-channel operator (kernels/cpu/coefficients.py)."""
+    low.launch(COEFFICIENTS, (((name, arguments),), low.target), refs)
 
 
 def batch_norm_grad_reduce(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -68,7 +72,7 @@ def batch_norm_grad_reduce(low: Lowering, operands: Values, results: Values, att
 def batch_norm_grad_terms(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
     channels = low.shape(operands["dbeta"])[0]
     refs = {**vectors(low, operands), **new_vectors(low, results, channels)}
-    low.launch("cpu.norm:batch_norm_grad_terms", (channels, low.target), refs)
+    coefficients(low, "grad_terms", (channels,), refs)
 
 
 def batch_norm_grad_terms_accumulate(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -77,7 +81,7 @@ def batch_norm_grad_terms_accumulate(low: Lowering, operands: Values, results: V
     for name in ("beta_acc", "gamma_acc"):
         refs[name] = vector_range(low, operands[name], start)
     total = low.shape(operands["beta_acc"])[0]
-    low.launch("cpu.norm:batch_norm_grad_terms_accumulate", (stop - start, total, low.target), refs)
+    coefficients(low, "grad_terms_accumulate", (stop - start, total), refs)
 
 
 def batch_norm_grad_finalize(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -85,8 +89,8 @@ def batch_norm_grad_finalize(low: Lowering, operands: Values, results: Values, a
     refs = {**vectors(low, operands), **new_vectors(low, results, stop - start)}
     for name in ("beta_term", "gamma_term"):
         refs[name] = vector_range(low, operands[name], start)
-    arguments = (stop - start, low.shape(operands["beta_term"])[0], int(attributes["count"]), low.target)
-    low.launch("cpu.norm:batch_norm_grad_finalize", arguments, refs)
+    arguments = (stop - start, low.shape(operands["beta_term"])[0], int(attributes["count"]))
+    coefficients(low, "grad_finalize", arguments, refs)
 
 
 # -- the source graph's operators ----------------------------------------------------------------------------------

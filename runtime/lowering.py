@@ -18,6 +18,8 @@ from bnfuse.runtime.lower_values import Form, check_elements, dtype_name, infer_
 
 Ref = MapRef | int  # a map, or the storage of a dense tensor
 
+COEFFICIENTS = "cpu.coefficients:coefficients"  # the generator of what is computed per channel
+
 
 class Lowering:
     """State of one lowering. Operators' functions read `node`, ask for operands, define results, launch."""

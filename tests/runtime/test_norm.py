@@ -2,13 +2,19 @@
 
 import numpy as np
 import pytest
+import tvm_ffi
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute, norm
+from bnfuse.runtime.kernels.cpu import coefficients, execute, norm
 from bnfuse.runtime.kernels.kernel import MapType
 
 TARGET = targets.resolve("cpu", 2)
+
+
+def one(name, *arguments):
+    """The kernel of one per-channel operator."""
+    return coefficients.coefficients(((name, arguments),), TARGET)
 
 
 def nhwc(x):
@@ -43,11 +49,11 @@ def test_statistics(sweeps, ratio):
 
 
 def test_finalize_serves_any_number_of_channels():
-    kernel = norm.batch_norm_finalize(24, 1e-5, 0.9, TARGET)
-    assert kernel.key == norm.batch_norm_finalize(7, 1e-5, 0.9, TARGET).key
+    kernel = one("finalize", 24, 1e-5, 0.9)
+    assert kernel.key == one("finalize", 7, 1e-5, 0.9).key
     function = execute.compile_kernel(kernel)
     for count in (24, 7):
-        kernel = norm.batch_norm_finalize(count, 1e-5, 0.9, TARGET)
+        kernel = one("finalize", count, 1e-5, 0.9)
         operands = vectors(np.random.default_rng(1), count, *spec.PLAIN_OPS["BatchNormFinalize"].operands)
         found = execute.call(kernel, operands, function=function)
         for name, value in expected("BatchNormFinalize", operands, epsilon=1e-5, momentum=0.9).items():
@@ -68,11 +74,11 @@ def test_grad_reduce():
 def test_grad_terms_and_their_accumulation():
     rng = np.random.default_rng(3)
     operands = vectors(rng, 19, "dbeta", "dgamma", "a", "inv_std")
-    found = execute.call(norm.batch_norm_grad_terms(19, TARGET), operands)
+    found = execute.call(one("grad_terms", 19), operands)
     for name, value in expected("BatchNormGradTerms", operands).items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
     operands |= vectors(rng, 44, "beta_acc", "gamma_acc")
-    kernel = norm.batch_norm_grad_terms_accumulate(19, 44, TARGET)
+    kernel = one("grad_terms_accumulate", 19, 44)
     found = execute.call(kernel, operands, {"beta_acc": 12, "gamma_acc": 12})
     for name, value in expected("BatchNormGradTermsAccumulate", operands, acc_start=12, acc_stop=31).items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
@@ -81,7 +87,24 @@ def test_grad_terms_and_their_accumulation():
 def test_grad_finalize_of_a_range_of_channels():
     rng = np.random.default_rng(4)
     operands = {**vectors(rng, 40, "beta_term", "gamma_term"), **vectors(rng, 17, "mean")}
-    kernel = norm.batch_norm_grad_finalize(17, 40, 98, TARGET)
+    kernel = one("grad_finalize", 17, 40, 98)
     found = execute.call(kernel, operands, {"beta_term": 20, "gamma_term": 20})
     for name, value in expected("BatchNormGradFinalize", operands, count=98, start=20, stop=37).items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+
+
+def test_a_group_reads_what_its_members_wrote():
+    rng = np.random.default_rng(5)
+    terms = vectors(rng, 19, "dbeta", "dgamma", "a", "inv_std")
+    kernel = coefficients.coefficients((("grad_terms", (19,)), ("grad_finalize", (19, 19, 98))), TARGET)
+    shared = {name: np.zeros(19, np.float32) for name in ("beta_term", "gamma_term")}
+    mean = rng.normal(size=19).astype(np.float32)
+    arrays = {f"{name}_0": value for name, value in {**terms, **shared}.items()}
+    arrays |= {f"{name}_1": value for name, value in {**shared, "mean": mean}.items()}
+    arrays |= {"q_1": np.empty(19, np.float32), "w_1": np.empty(19, np.float32)}
+    function = execute.compile_kernel(kernel)
+    function(*(tvm_ffi.from_dlpack(arrays[param.name]) for param in kernel.params), 0, 0)
+    results = expected("BatchNormGradTerms", terms)
+    wanted = expected("BatchNormGradFinalize", {**results, "mean": mean}, count=98, start=0, stop=19)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(arrays[f"{name}_1"], value, rtol=1e-5, err_msg=name)

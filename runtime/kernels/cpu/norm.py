@@ -1,21 +1,17 @@
-"""The halves of a BatchNorm that stand alone (PLAIN_OPS of bnfuse/opset/spec.py): over maps, and per channel.
+"""The halves of a BatchNorm that stand alone and sweep maps (PLAIN_OPS of bnfuse/opset/spec.py).
 
-Per-channel kernels are serial loops of microseconds. Their length is a run-time value taken from the buffers, so one
-compiled kernel serves every BN of a network; a range of channels of a longer vector is that vector and an offset,
-passed like a map's.
+What is computed per channel is in coefficients.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import (
     Args,
@@ -126,94 +122,3 @@ def _map_kernel(problem: NormProblem, target: Target, channels: int, emit: Calla
     )
     name = unique_name(problem.op, problem, target)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, maps, emit))
-
-
-# Per-channel work
-
-
-def batch_norm_finalize(channels: int, epsilon: float, momentum: float, target: Target) -> Kernel:
-    """scale, bias, mean, variance, running_mean, running_variance
-    -> a, b, inv_std, new_running_mean, new_running_variance.
-    """
-
-    def emit(get: Callable[[str], Expr], put: Callable[[str, Expr], None]) -> None:
-        inv_std = T.bind(f64(1.0) / tirx.sqrt(f64(get("variance")) + f64(epsilon)))
-        a = T.bind(f64(get("scale")) * inv_std)
-        put("a", to_f32(a))
-        put("b", to_f32(f64(get("bias")) - f64(get("mean")) * a))
-        put("inv_std", to_f32(inv_std))
-        for name in ("mean", "variance"):
-            running, batch = f64(get(f"running_{name}")), f64(get(name))
-            put(f"new_running_{name}", to_f32(running * f64(momentum) + batch * f64(1.0 - momentum)))
-
-    problem = NormProblem("BatchNormFinalize", constants=(("epsilon", epsilon), ("momentum", momentum)))
-    return _vector_kernel(problem, target, channels, emit)
-
-
-def batch_norm_grad_terms(channels: int, target: Target) -> Kernel:
-    """dbeta, dgamma, a, inv_std -> beta_term, gamma_term."""
-
-    def emit(get: Callable[[str], Expr], put: Callable[[str, Expr], None]) -> None:
-        put("beta_term", get("a") * get("dbeta"))
-        put("gamma_term", get("a") * get("inv_std") * get("dgamma"))
-
-    return _vector_kernel(NormProblem("BatchNormGradTerms"), target, channels, emit)
-
-
-def batch_norm_grad_terms_accumulate(channels: int, total: int, target: Target) -> Kernel:
-    """dbeta, dgamma, a, inv_std, beta_acc, gamma_acc -> beta_term, gamma_term; the accumulators have `total` channels
-    and the offset (of the first channel read) of a map.
-    """
-
-    def emit(get: Callable[[str], Expr], put: Callable[[str, Expr], None]) -> None:
-        put("beta_term", get("beta_acc") + get("a") * get("dbeta"))
-        put("gamma_term", get("gamma_acc") + get("a") * get("inv_std") * get("dgamma"))
-
-    problem = NormProblem("BatchNormGradTermsAccumulate")
-    return _vector_kernel(problem, target, channels, emit, {"beta_acc": total, "gamma_acc": total})
-
-
-def batch_norm_grad_finalize(channels: int, total: int, count: int, target: Target) -> Kernel:
-    """beta_term, gamma_term, mean -> q, w; the terms have `total` channels and the offset (`start`) of a map."""
-
-    def emit(get: Callable[[str], Expr], put: Callable[[str, Expr], None]) -> None:
-        q = T.bind(f64(0.0) - f64(get("gamma_term")) / f64(float(count)))
-        put("q", to_f32(q))
-        put("w", to_f32(f64(0.0) - f64(get("beta_term")) / f64(float(count)) - q * f64(get("mean"))))
-
-    problem = NormProblem("BatchNormGradFinalize", constants=(("count", count),))
-    return _vector_kernel(problem, target, channels, emit, {"beta_term": total, "gamma_term": total})
-
-
-EmitChannel = Callable[[Callable[[str], Expr], Callable[[str, Expr], None]], None]
-
-
-def _vector_kernel(
-    problem: NormProblem,
-    target: Target,
-    channels: int,
-    emit_channel: EmitChannel,
-    ranges: Mapping[str, int] | None = None,
-) -> Kernel:
-    """A loop over channels. `ranges` has the operands that are ranges of longer vectors, and those vectors' lengths."""
-    op, ranges = PLAIN_OPS[problem.op], ranges or {}
-    params = [Param(name, "in", ranges.get(name, channels), is_map=name in ranges) for name in op.operands]
-    params += [Param(name, "out", channels) for name in op.results]
-    name = unique_name(problem.op, problem, target)
-    return Kernel(name, problem, target, tuple(params), lambda: _vector_func(name, params, emit_channel))
-
-
-def _vector_func(name: str, params: Sequence[Param], emit_channel: EmitChannel) -> Any:
-    length, longer = tirx.Var("channels", "int32"), tirx.Var("total", "int32")
-    symbolic = [dataclasses.replace(p, elements=longer if p.is_map else length) for p in params]
-    with tir.function(name, symbolic) as args:
-
-        def place(param: str, channel: Expr) -> Expr:
-            return args.offsets[param] + channel if param in args.offsets else channel
-
-        with T.serial(0, length) as channel:
-            emit_channel(
-                lambda param: args[param][place(param, channel)],
-                lambda param, value: T.buffer_store(args[param], value, [channel]),
-            )
-    return args.result
