@@ -55,20 +55,38 @@ from bnfuse.runtime.kernels.cpu.conv_backward_pack import (
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is_depthwise
+from bnfuse.runtime.kernels.cpu.winograd_backward import winograd_backward
+from bnfuse.runtime.kernels.cpu.winograd_backward_shape import is_faster, is_possible
 from bnfuse.runtime.kernels.kernel import Access, Kernel, Param, Problem, Target
 
 NAME = "conv_backward"
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 
 
-def conv_backward(problem: Problem, target: Target) -> Kernel:
-    """The kernel of a convolution's gradients."""
+def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:
+    """The kernels that can make the gradients of a problem, the one of choice first."""
+    shape = conv_shape(problem, target.threads)
+    if is_depthwise(shape, target):
+        return ("depthwise",)
+    if not is_possible(shape):
+        return ("direct",)
+    return ("winograd", "direct") if is_faster(shape, target) else ("direct", "winograd")
+
+
+def conv_backward(problem: Problem, target: Target, algorithm: str | None = None) -> Kernel:
+    """The kernel of a convolution's gradients; `algorithm` is one of `algorithms`, the first by default."""
     spec = problem.spec
     if spec.core not in CONV_GRADS:
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
+    possible = algorithms(problem, target)
+    if algorithm is not None and algorithm not in possible:
+        raise BnfuseError(f"{problem.op} has no kernel '{algorithm}' for this shape; take {' or '.join(possible)}")
     shape, params = conv_shape(problem, target.threads), parameters(problem)
-    if is_depthwise(shape, target):
+    chosen = algorithm or possible[0]
+    if chosen == "depthwise":
         return depthwise_backward(problem, target, shape, params)
+    if chosen == "winograd":
+        return winograd_backward(problem, target, shape, params)
     return Kernel(NAME, problem, target, params, partial(build, problem, target))
 
 

@@ -1,0 +1,125 @@
+"""Both gradients of a 3x3 convolution by Winograd's F(2x2, 3x3) in one kernel: 16 multiplications instead of 36.
+
+    weights <- G w' G^T of the rotated weights                          [16][Cin/block][Cout][block]
+    parallel over threads, each a fixed share of the chunks (some rows of 2 x 2 tiles of dx and dy):
+        grad <- dy after BatchNormGrad, with a border of zeros          as the direct kernel
+        read <- x after Normalize and activation, with the padding
+        outputs <- A dy A^T, 2 x 2; windows <- B^T dy B, 4 x 4          [16][tile][Cout]
+        for blocks of 32 input channels:
+            inputs <- B^T x B, 4 x 4                                    [16][tile][32]
+            dweight: for place, out block:  8 x 32 registers += inputs[tile, 8] * outputs[tile, 32], over the tiles
+            dx:      for 14 tiles, place:  14 x 32 registers += windows[14, k] * weights[k, 32], over k in Cout
+                     A^T products A, then other, mask, sums, acc and the store, while the products are in cache
+    dweight <- G^T P G of the sum P of the threads' partials, in OIHW; dbeta, dgamma <- the sums
+
+Any padding; no stride, dilation or groups. conv_backward.py chooses between this and the direct kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, Expr, finish
+from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
+from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad, pack_read
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
+from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
+from bnfuse.runtime.kernels.cpu.winograd_backward_micro import input_gradient, weight_products
+from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
+from bnfuse.runtime.kernels.cpu.winograd_backward_shape import choose_tiles
+from bnfuse.runtime.kernels.cpu.winograd_backward_transform import (
+    transform_grad,
+    transform_read,
+    transform_weights,
+    unpack_weight_gradient,
+)
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+
+NAME = "winograd_backward"
+
+
+def winograd_backward(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
+    """The kernel of a 3x3 convolution's gradients. `conv_backward` has checked the problem."""
+    return Kernel(NAME, problem, target, params, partial(build, problem, target, shape, params))
+
+
+def build(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Any:
+    """The TIR function."""
+    with tir.function(NAME, params) as arguments:
+        tiles = choose_tiles(shape, target)
+        _body(WinogradNest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles))
+    return arguments.result
+
+
+def _body(nest: WinogradNest) -> None:
+    shape, threads = nest.shape, nest.threads
+    weights = tir.workspace(nest.weights_size) if nest.wants_input else None
+    partials = tir.workspace(threads * nest.partial_size) if nest.wants_weight else None
+    sums = tir.workspace(threads * nest.sums_size, "float64") if nest.sums_size else None
+    bias = tir.workspace(threads * shape.cout, "float64") if "BiasGrad" in nest.spec.epilogue else None
+    if weights is not None:
+        transform_weights(nest, weights)
+    with T.parallel(0, threads) as thread:
+        for buffer, each in ((sums, nest.sums_size), (bias, shape.cout)):
+            if buffer is not None:
+                tir.zero(buffer, thread * each, each, nest.tiles.lanes)
+        _chunks(nest, weights, partials, sums, bias, thread)
+    if partials is not None:
+        unpack_weight_gradient(nest, partials)
+    finish(nest, sums, bias)
+
+
+def _zeros(size: int, lanes: int) -> Buffer:
+    buffer = tir.workspace(size)
+    tir.zero(buffer, 0, size, lanes)
+    return buffer
+
+
+def _chunks(
+    nest: WinogradNest,
+    weights: Buffer | None,
+    partials: Buffer | None,
+    sums: Buffer | None,
+    bias: Buffer | None,
+    thread: Expr,
+) -> None:
+    """A thread's share of the chunks."""
+    sizes, lanes = nest.tiles, nest.tiles.lanes
+    grad = _zeros(nest.grad_size, lanes)
+    read = inputs = outputs = windows = products = None
+    if partials is not None:
+        read = _zeros(nest.read_size, lanes)
+        inputs, outputs = (tir.workspace(PLACES * size) for size in (nest.inputs_place, nest.outputs_place))
+    if weights is not None:
+        windows, products = (tir.workspace(PLACES * size) for size in (nest.windows_place, nest.products_place))
+    scratch = tir.workspace(OUT * OUT * sizes.block)
+    first, count = tir.share(nest.items, nest.threads, thread)
+    if partials is not None and nest.items < nest.threads:
+        with when(count == 0):
+            tir.zero(partials, thread * nest.partial_size, nest.partial_size, lanes)
+    with T.serial(0, count) as number:
+        item = T.bind(first + number)
+        image = T.bind(item // nest.tile_rows * sizes.images)
+        unit = T.bind(item % nest.tile_rows * sizes.rows)
+        place = Place(thread, 0, image, unit, scratch)
+        tiles = nest.active(unit)
+        rows = nest.active_rows(unit)
+        pack_grad(nest, grad, 0, image, unit)
+        if bias is not None:
+            bias_gradient(nest, grad, bias, place)
+        transform_grad(nest, grad, outputs, windows, rows)
+        if read is not None:
+            pack_read(nest, read, 0, image, unit)
+        with T.serial(0, nest.rounds) as turn:
+            block = T.bind(turn * sizes.in_blocks)
+            if read is not None:
+                with T.serial(0, nest.present(block)) as slot:
+                    transform_read(nest, read, inputs, block + slot, slot, rows)
+                weight_products(nest, inputs, outputs, partials, thread, block, tiles, number == 0)
+            if weights is not None:
+                input_gradient(nest, windows, weights, products, sums, place, block, tiles)

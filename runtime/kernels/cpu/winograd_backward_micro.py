@@ -1,0 +1,221 @@
+"""The multiplications of the backward Winograd convolution, and the way from their products to dx."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.conv_backward_leave import (
+    CACHE_LINE,
+    WRITE,
+    Buffer,
+    Expr,
+    Sums,
+    chunks,
+    leave,
+    prefetch,
+)
+from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, opaque
+from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
+from bnfuse.runtime.kernels.cpu.tir import registers, span, store
+from bnfuse.runtime.kernels.cpu.winograd import OUT, PATCH, PLACES, output_transform
+from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
+from bnfuse.runtime.kernels.cpu.winograd_backward_transform import load_block
+
+# The gradient of the weights
+
+
+def weight_products(
+    nest: WinogradNest,
+    inputs: Buffer,
+    outputs: Buffer,
+    partial: Buffer,
+    thread: Expr,
+    first_block: Expr,
+    tiles: Expr,
+    is_first: Expr,
+) -> None:
+    """partial += inputs^T * outputs, place by place; the first chunk of a thread stores."""
+    sizes, width = nest.tiles, nest.tiles.out_block
+    with (
+        T.serial(0, PLACES) as place,
+        T.serial(0, nest.present(first_block)) as slot,
+        T.serial(0, nest.out_padded // width) as out,
+        T.serial(0, sizes.block // sizes.taps) as taps,
+    ):
+        source = T.bind(place * nest.inputs_place + slot * (nest.count * sizes.block) + taps * sizes.taps)
+        dy = T.bind(place * nest.outputs_place + out * width)
+        channel = (first_block + slot) * sizes.block + taps * sizes.taps
+        target = thread * nest.partial_size + place * nest.partial_place + channel * nest.out_padded + out * width
+        acc = registers(sizes.taps * width)
+        for i in range(sizes.taps):
+            store(acc, span(i * width, width), tir.splat(0, width))
+        with T.serial(0, tiles) as tile:
+            row = T.bind(outputs[span(dy + tile * nest.out_padded, width)])
+            for i in range(sizes.taps):
+                cell = span(i * width, width)
+                value = T.Broadcast(inputs[source + tile * sizes.block + i], width)
+                store(acc, cell, acc[cell] + value * row)
+        _add_to_partial(nest, partial, T.bind(target), acc, is_first)
+
+
+def _add_to_partial(nest: WinogradNest, partial: Buffer, target: Expr, acc: Buffer, is_first: Expr) -> None:
+    width = nest.tiles.out_block
+    cells = [(span(i * width, width), span(target + i * nest.out_padded, width)) for i in range(nest.tiles.taps)]
+    with T.If(is_first):
+        with T.Then():
+            for cell, index in cells:
+                store(partial, index, acc[cell])
+        with T.Else():
+            for cell, index in cells:
+                store(partial, index, partial[index] + acc[cell])
+
+
+# The gradient of the input
+
+
+def input_gradient(
+    nest: WinogradNest,
+    windows: Buffer,
+    weights: Buffer,
+    products: Buffer,
+    sums: Buffer | None,
+    place: Place,
+    first_block: Expr,
+    tiles: Expr,
+) -> None:
+    """dx of the chunk for the blocks of input channels from `first_block` on: some micro-tiles at a time."""
+    micro, together = nest.tiles.micro, nest.tiles.together
+    present = nest.present(first_block)
+    micros = (tiles + micro - 1) // micro
+    with T.serial(0, (micros + together - 1) // together) as turn:
+        first = T.bind(turn * together)
+        groups = T.bind(tirx.Min(together, micros - first)) if together > 1 else 1
+        with T.serial(0, PLACES) as f, T.serial(0, present) as slot, T.serial(0, groups) as group:
+            if nest.tiles.micro <= PLACES:
+                with when(f < micro):
+                    _prefetch_tile(nest, place, first_block + slot, (first + group) * micro + f)
+            _multiply(nest, windows, weights, products, f, first_block + slot, slot, first + group, group)
+        with T.serial(0, present) as slot, T.serial(0, groups) as group:
+            start = T.bind((first + group) * micro)
+            count = T.bind(tirx.Min(micro, tiles - start))
+            _leave_tiles(nest, products, sums, place, first_block + slot, slot, start, group, count)
+
+
+def _pixel(nest: WinogradNest, place: Place, tile: Expr) -> tuple[Expr, Expr, Expr]:
+    """Number of a tile's first pixel in the map of x, its row and its column."""
+    rows, columns = nest.shape.rows, nest.shape.columns
+    image, row, column = nest.place_of(tile)
+    row, column = T.bind(place.unit + row * OUT), T.bind(column * OUT)
+    return T.bind(((place.image + image) * rows.size + row) * columns.size + column), row, column
+
+
+def _prefetch_tile(nest: WinogradNest, place: Place, block: Expr, tile: Expr) -> None:
+    """Ask for the lines of dx that the epilogue will write."""
+    pixel, _, _ = _pixel(nest, place, tile)
+    corner = T.bind(nest.index("dx", pixel, block * nest.tiles.block))
+    for i in range(OUT):
+        for j in range(OUT):
+            at = corner + (i * nest.shape.columns.size + j) * nest.problem.map("dx").stride
+            for v in range(0, nest.tiles.block, CACHE_LINE):
+                prefetch(nest.arguments["dx"], at + v, WRITE)
+
+
+def _multiply(
+    nest: WinogradNest,
+    windows: Buffer,
+    weights: Buffer,
+    products: Buffer,
+    f: Expr,
+    block: Expr,
+    slot: Expr,
+    number: Expr,
+    group: Expr,
+) -> None:
+    """products = windows * weights for one place, block and micro-tile, over the output channels, in registers."""
+    sizes, width = nest.tiles, nest.tiles.block
+    acc = registers(sizes.micro * width)
+    for i in range(sizes.micro):
+        store(acc, span(i * width, width), tir.splat(0, width))
+    line = opaque(f * nest.weights_place + block * (nest.shape.cout * width))
+    at = opaque(f * nest.windows_place + number * (sizes.micro * nest.out_pitch))
+    with T.serial(0, nest.shape.cout) as k:
+        row = T.bind(weights[span(line + k * width, width)])
+        for i in range(sizes.micro):
+            cell = span(i * width, width)
+            dy = T.Broadcast(windows[at + i * nest.out_pitch + k], width)
+            store(acc, cell, acc[cell] + dy * row)
+    target = T.bind(f * nest.products_place + (slot * nest.products_tiles + group * sizes.micro) * width)
+    for i in range(sizes.micro):
+        store(products, span(target + i * width, width), acc[span(i * width, width)])
+
+
+def _leave_tiles(
+    nest: WinogradNest,
+    products: Buffer,
+    sums: Buffer | None,
+    place: Place,
+    block: Expr,
+    slot: Expr,
+    start: Expr,
+    group: Expr,
+    count: Expr,
+) -> None:
+    """The epilogue of a micro-tile, for the channels that exist."""
+    whole, rest = divmod(nest.shape.cin, nest.tiles.block)
+    source = T.bind((slot * nest.products_tiles + group * nest.tiles.micro) * nest.tiles.block)
+
+    def channels(width: int) -> None:
+        _leave_channels(nest, products, sums, place, block, source, start, count, width)
+
+    if not rest:
+        channels(nest.tiles.block)
+    elif not whole:
+        channels(rest)
+    else:
+        with T.If(block < whole):
+            with T.Then():
+                channels(nest.tiles.block)
+            with T.Else():
+                channels(rest)
+
+
+def _leave_channels(
+    nest: WinogradNest,
+    products: Buffer,
+    sums: Buffer | None,
+    place: Place,
+    block: Expr,
+    source: Expr,
+    start: Expr,
+    count: Expr,
+    width: int,
+) -> None:
+    """Tile by tile: A^T m A into the scratch, then pixel by pixel out of it."""
+    sizes, rows, columns = nest.tiles, nest.shape.rows, nest.shape.columns
+    widths = {0: width} if width == sizes.block else chunks(width, sizes.lanes)
+    first = T.bind(block * sizes.block)
+    part = Sums.zero(nest, sizes.block, sizes.block)
+    with T.serial(0, count) as i:
+        for vector in range(0, width, sizes.lanes):
+
+            def at(row: int, column: int, vector: int = vector, i: Expr = i) -> Expr:
+                return source + i * sizes.block + (row * PATCH + column) * nest.products_place + vector
+
+            dx = output_transform(load_block(products, PATCH, at, sizes.lanes), T.bind)
+            for row in range(OUT):
+                for column in range(OUT):
+                    cell = (row * OUT + column) * sizes.block + vector
+                    store(place.scratch, span(cell, sizes.lanes), dx[row][column])
+        corner, row, column = _pixel(nest, place, start + i)
+        height, breadth = tirx.Min(OUT, rows.size - row), tirx.Min(OUT, columns.size - column)
+        with T.serial(0, height) as up, T.serial(0, breadth) as left:
+            pixel = T.bind(corner + up * columns.size + left)
+            for begin, lanes in widths.items():
+                with T.vectorized(0, lanes) as lane:
+                    inner = begin + lane
+                    index = (up * OUT + left) * sizes.block + inner
+                    where = (pixel, first + inner, inner)
+                    leave(nest, place.scratch[index], (place.scratch, index), part, where)
+    part.flush(sums, place.thread, first, widths)

@@ -1,0 +1,84 @@
+"""The sizes of the backward Winograd convolution: its tiles, and what each algorithm costs.
+
+Plain Python integers; `winograd_backward.py` has the loop nest that they fill. A *tile* is 2 x 2 pixels of dx and of
+dy at one place of the grid that covers both maps; a *chunk* is what a thread transforms at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis, ConvShape, Tiles
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles as choose_direct_tiles
+from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets import vector_registers
+
+
+@dataclasses.dataclass(frozen=True)
+class WinogradTiles(Tiles):
+    """Sizes of the loop nest. `rows` counts pixels: a chunk is `rows`/2 rows of tiles in each of `images` images.
+
+    `micro` tiles are multiplied at a time, `together` times as many wait for their inverse transform, and `in_blocks`
+    blocks of input channels are transformed before the multiplications.
+    """
+
+    micro: int
+    together: int
+    in_blocks: int
+
+
+def is_possible(shape: ConvShape) -> bool:
+    """3 x 3, without stride, dilation and groups; any padding."""
+    return shape.groups == 1 and all(a.kernel == 3 and a.stride == a.dilation == 1 for a in (shape.rows, shape.columns))
+
+
+def is_faster(shape: ConvShape, target: Target) -> bool:
+    """Whether it is worth it."""
+    return shape.cin >= 2 * target.lanes and shape.cout >= 2 * target.lanes
+
+
+def grid(axis: Axis) -> int:
+    """Tiles that cover the input and the output along an axis."""
+    return -(-axis.units // OUT)
+
+
+TILES = 128  # of a chunk, at most
+FEW_WEIGHTS = 1024 * 1024  # bytes of a block's transformed weights that may be read anew for every micro-tile
+
+
+def choose_tiles(shape: ConvShape, target: Target) -> WinogradTiles:
+    """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
+    direct = choose_direct_tiles(shape, target)
+    images, rows = _chunk(shape, target)
+    count = images * rows * grid(shape.columns)
+    pixels = 14 if vector_registers(target) == 32 else 6
+    micro = min(range(1, pixels + 1), key=lambda m: (-(-count // m) * (max(m, 4) + 0.6), -m))
+    taps = max(t for t in range(1, direct.taps + 1) if direct.block % t == 0)
+    chosen = dataclasses.replace(
+        direct, images=images, rows=OUT * rows, micro_images=1, micro_rows=OUT, micro_columns=OUT, taps=taps
+    )
+    blocks = -(-shape.cin // direct.block)
+    is_big = PLACES * 4 * direct.block * shape.cout > FEW_WEIGHTS // 2
+    return WinogradTiles(
+        **dataclasses.asdict(chosen),
+        micro=micro,
+        together=-(-count // micro) if is_big else 1,
+        in_blocks=blocks if is_big else 1,
+    )
+
+
+def _chunk(shape: ConvShape, target: Target) -> tuple[int, int]:
+    """Images and rows of tiles in a chunk: few halos, little dweight traffic, even shares."""
+    height, width = grid(shape.rows), grid(shape.columns)
+    choices = [(1, rows) for rows in range(1, height + 1)]
+    choices += [(images, height) for images in range(2, shape.n + 1) if shape.n % images == 0]
+    fitting = [(images, rows) for images, rows in choices if images * rows * width <= TILES] or [(1, 1)]
+
+    def cost(choice: tuple[int, int]) -> float:
+        images, rows = choice
+        items = shape.n // images * -(-height // rows)
+        busiest = -(-items // target.threads)
+        return busiest * (images * rows + 0.15 * images + 6 / width)
+
+    return min(fitting, key=cost)

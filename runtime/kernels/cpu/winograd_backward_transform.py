@@ -1,0 +1,179 @@
+"""The transforms of the backward Winograd convolution, from and to the layouts of `winograd_backward_nest.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, Expr
+from bnfuse.runtime.kernels.cpu.tir import span, store
+from bnfuse.runtime.kernels.cpu.winograd import (
+    OUT,
+    PATCH,
+    PLACES,
+    Block,
+    input_transform,
+    output_gradient_transform,
+    weight_gradient_transform,
+    weight_transform,
+)
+from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
+
+KERNEL = 3
+TAPS = KERNEL * KERNEL
+GATHERED = 16  # input channels that dweight takes at a time, so that its lines are reused
+
+
+def load_block(buffer: Buffer, size: int, index: Callable[[int, int], Expr], width: int) -> Block:
+    """size x size vectors of `width` elements, each from `index(row, column)` on."""
+    return [[T.bind(buffer[span(index(i, j), width)]) for j in range(size)] for i in range(size)]
+
+
+def store_places(buffer: Buffer, values: Block, start: Expr, apart: int, width: int) -> None:
+    """The 4 x 4 vectors of a transformed patch, `apart` elements from one place to the next."""
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            store(buffer, span(start + (i * PATCH + j) * apart, width), value)
+
+
+# Weights
+
+
+def transform_weights(nest: WinogradNest, weights: Buffer) -> None:
+    """G w' G^T of the rotated weights. The channels that fill up the last block are zeros."""
+    shape, block, lanes = nest.shape, nest.tiles.block, nest.tiles.lanes
+    weight = nest.arguments["weight"]
+    whole, rest = divmod(shape.cin, block)
+    with T.parallel(0, nest.threads) as thread:
+        first, count = tir.share(nest.blocks * shape.cout, nest.threads, thread)
+        with T.serial(0, count) as i:
+            item = T.bind(first + i)
+            number, out = item // shape.cout, item % shape.cout
+            source = T.bind((out * shape.cin + number * block) * TAPS)
+            target = T.bind(item * block)
+
+            def vector(start: Expr, width: int, source: Expr = source, target: Expr = target) -> None:
+                def tap(r: int, s: int) -> Expr:
+                    rotated = TAPS - 1 - (r * KERNEL + s)
+                    return weight[span(source + start * TAPS + rotated, width, TAPS)]
+
+                window = [[T.bind(tap(r, s)) for s in range(KERNEL)] for r in range(KERNEL)]
+                places = weight_transform(window, T.bind)
+                store_places(weights, places, target + start, nest.weights_place, width)
+
+            def short(target: Expr = target, vector: Callable[[Expr, int], None] = vector) -> None:
+                with T.serial(0, PLACES) as place:
+                    tir.zero(weights, target + place * nest.weights_place + rest, block - rest, lanes)
+                tir.vectors(rest, lanes, vector)
+
+            if not rest:
+                tir.vectors(block, lanes, vector)
+            elif not whole:
+                short()
+            else:
+                with T.If(number < whole):
+                    with T.Then():
+                        tir.vectors(block, lanes, vector)
+                    with T.Else():
+                        short()
+
+
+def unpack_weight_gradient(nest: WinogradNest, partial: Buffer) -> None:
+    """dweight (OIHW): G^T P G of the sum P of the threads' partials."""
+    shape, lanes = nest.shape, nest.tiles.lanes
+    chunk = min(GATHERED, nest.tiles.block)
+    chunks, vectors = -(-shape.cin // chunk), -(-shape.cout // lanes)
+    dweight = nest.arguments["dweight"]
+    with T.parallel(0, nest.threads) as thread:
+        first, count = tir.share(chunks * vectors, nest.threads, thread)
+        gathered = tir.workspace(chunk * TAPS * lanes)
+        with T.serial(0, count) as i:
+            item = T.bind(first + i)
+            start, out = T.bind(item // vectors * chunk), T.bind(item % vectors * lanes)
+            channels = T.bind(tirx.Min(chunk, shape.cin - start))
+            with T.serial(0, channels) as channel:
+                source = T.bind((start + channel) * nest.out_padded + out)
+
+                def total(row: int, column: int, source: Expr = source) -> Expr:
+                    at = source + (row * PATCH + column) * nest.partial_place
+                    parts = [partial[span(at + k * nest.partial_size, lanes)] for k in range(nest.threads)]
+                    return T.bind(sum(parts[1:], parts[0]))
+
+                sums = [[total(row, column) for column in range(PATCH)] for row in range(PATCH)]
+                for r, row in enumerate(weight_gradient_transform(sums, T.bind)):
+                    for s, value in enumerate(row):
+                        tap = channel * TAPS + r * KERNEL + s
+                        store(gathered, span(tap * lanes, lanes), value)
+            with T.serial(0, tirx.Min(lanes, shape.cout - out)) as lane:
+                target = T.bind(((out + lane) * shape.cin + start) * TAPS)
+                with T.serial(0, channels * TAPS) as j:
+                    store(dweight, target + j, gathered[j * lanes + lane])
+
+
+# Maps
+
+
+def each_tile(nest: WinogradNest, rows: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
+    """`body(image, row, column, tile)` for the tiles of a chunk, which has `rows` rows of them in each image."""
+    with (
+        T.serial(0, nest.tiles.images) as image,
+        T.serial(0, rows) as row,
+        T.serial(0, nest.tile_columns) as column,
+    ):
+        body(image, row, column, (image * nest.chunk_rows + row) * nest.tile_columns + column)
+
+
+def transform_read(nest: WinogradNest, read: Buffer, inputs: Buffer, block: Expr, slot: Expr, rows: Expr) -> None:
+    """B^T x B of a block of input channels, into its slot of the `in_blocks` that are taken together."""
+    width, apart = nest.read_width, nest.inputs_place
+
+    def tile(image: Expr, row: Expr, column: Expr, number: Expr) -> None:
+        corner = ((image * nest.read_rows + row * OUT) * nest.read_columns + column * OUT) * width
+        source = T.bind(block * nest.read_block + corner)
+        target = T.bind((slot * nest.count + number) * nest.tiles.block)
+
+        def vector(start: Expr, lanes: int) -> None:
+            def at(i: int, j: int) -> Expr:
+                return source + (i * nest.read_columns + j) * width + start
+
+            places = input_transform(load_block(read, PATCH, at, lanes), T.bind)
+            store_places(inputs, places, target + start, apart, lanes)
+
+        tir.vectors(width, nest.tiles.lanes, vector)
+
+    each_tile(nest, rows, tile)
+
+
+def transform_grad(
+    nest: WinogradNest, grad: Buffer, outputs: Buffer | None, windows: Buffer | None, rows: Expr
+) -> None:
+    """A dy A^T of the tiles, and B^T dy B of the windows that their dx reads."""
+    lows = nest.shape.rows.low, nest.shape.columns.low
+    offsets = nest.shape.rows.pad - PATCH + OUT, nest.shape.columns.pad - PATCH + OUT
+    pitch = nest.out_pitch
+
+    def tile(image: Expr, row: Expr, column: Expr, number: Expr) -> None:
+        def corner(up: int, left: int) -> Expr:
+            line = image * nest.grad_rows + row * OUT + up - lows[0]
+            return T.bind((line * nest.grad_columns + column * OUT + left - lows[1]) * pitch)
+
+        own = corner(0, 0) if outputs is not None else None
+        seen = corner(*offsets) if windows is not None else None
+
+        def vector(start: Expr, lanes: int) -> None:
+            def at(source: Expr) -> Callable[[int, int], Expr]:
+                return lambda i, j: source + (i * nest.grad_columns + j) * pitch + start
+
+            if outputs is not None:
+                places = output_gradient_transform(load_block(grad, OUT, at(own), lanes), T.bind)
+                store_places(outputs, places, number * nest.out_padded + start, nest.outputs_place, lanes)
+            if windows is not None:
+                places = input_transform(load_block(grad, PATCH, at(seen), lanes), T.bind)
+                store_places(windows, places, number * pitch + start, nest.windows_place, lanes)
+
+        tir.vectors(nest.shape.cout, nest.tiles.lanes, vector)
+
+    each_tile(nest, rows, tile)
