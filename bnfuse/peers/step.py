@@ -43,8 +43,8 @@ class TorchStep:
         torch.set_num_threads(threads or default_threads())
         self.name = peer
         layout = torch.contiguous_format if peer == "torch" else channels_last(torch, graph)
-        self.module: Any = torch_module(graph)
-        self.module.to(memory_format=layout)
+        self.module = torch_module(graph)
+        self.module.to(memory_format=layout)  # type: ignore[call-overload]  # in place
         self.criterion = torch_loss(graph)
         self.data = [laid_out(torch.from_numpy(np.array(feeds[name])), layout) for name in graph.roles.data]
         self.labels = [labels_tensor(torch, feeds[name]) for name in graph.roles.labels]
