@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
@@ -12,6 +12,9 @@ from bnfuse.benchmarking.choices import Variant
 from bnfuse.benchmarking.times import Candidate, Times
 from bnfuse.oracle import Arrays, OrtGraph
 from bnfuse.training_graph import TrainingGraph
+
+if TYPE_CHECKING:
+    from bnfuse.passes import Rewritten
 
 # threads spin between the operators of a run, as by default, and no longer than that: they would tax the next candidate
 ORT_SPINNING = {"session.intra_op.allow_spinning": "1", "session.force_spinning_stop": "1"}
@@ -84,12 +87,18 @@ def make_peer(graph: TrainingGraph, peer: str, feeds: Arrays, threads: int, *, w
     return torch_step(graph, peer, feeds, threads=threads)
 
 
+def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
+    from bnfuse import passes
+
+    return passes.rewrite(graph.model, level=variant.level, pool_first=variant.pool_first)
+
+
 def compile_variant(
     graph: TrainingGraph, variant: Variant, threads: int, bar: Callable[[int, int, str], None] | None = None
 ) -> Any:
     """Rewritten and compiled, with SGD and momentum in the step."""
-    from bnfuse import passes, runtime
+    from bnfuse import runtime
 
-    rewritten = passes.rewrite(graph.model, level=variant.level, pool_first=variant.pool_first)
+    rewritten = rewrite_variant(graph, variant)
     optimizer = runtime.SGD(lr=0.01, momentum=0.9)
     return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, progress=bar)

@@ -1,12 +1,12 @@
 """Peak memory of a step, in a process of its own for each candidate.
 
-    import  ->  open the file, draw the batch  ->  BASELINE  ->  make the step, run it once  ->  run it twice
+    import  ->  peers: open the file, draw the batch  ->  BASELINE  ->  make the step, run it once  ->  run it twice
 
 What counts is the high-water mark of resident memory above the baseline: what a step needs besides the interpreter, the
-libraries, the file and the batch, which stay in memory to the end. `peak_bytes` is that of the last two steps (whatever
-making the step took and gave back is left out, for all alike), `setup_peak_bytes` that from the baseline on.
-Of ours the compiled kernels' code, the parameters and the batch's copy in the step count; compiling is done before, in
-another process. torch.compile compiles here, so that its setup has the compiler in it.
+libraries, and a peer's file and batch, which stay in memory to the end. `peak_bytes` is that of the last two steps
+(whatever making the step took and gave back is left out, for all alike), `setup_peak_bytes` that from the baseline on.
+Of ours the compiled kernels' code, the parameters and the batch count; compiling is done before, in another process.
+torch.compile compiles here, so that its setup has the compiler in it.
 """
 
 from __future__ import annotations

@@ -160,17 +160,6 @@ def test_train_prints_epochs_and_can_be_resumed(run):
     assert second["epochs"][0]["loss"] < first["epochs"][0]["loss"]
 
 
-def test_bench_has_all_candidates_and_keys(run):
-    options = ("--repetitions", "2", "--warm-up", "1", "--against", "ort", "--json")
-    found = json.loads(run("bench", "train.onnx", "--level", "none", "--level", "icf", *options)[1])
-    assert [result["name"] for result in found["results"]] == ["none", "icf", "ort"]
-    for result in found["results"]:
-        assert 0 < result["min_s"] <= result["median_s"]
-        assert 0 < result["forward_min_s"] < result["min_s"] or result["name"] == "ort"
-        assert result["peak_bytes"] > 0
-    assert found["machine"]["threads"] >= 1
-
-
 def test_an_interrupt_is_one_line_and_status_130(monkeypatch, files, capsys):
     from bnfuse import api
 
