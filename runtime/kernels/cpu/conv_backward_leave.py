@@ -136,6 +136,15 @@ def chunks(count: int, lanes: int) -> dict[int, int]:
 def leave(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]) -> None:
     """The epilogue of one element: d lies in `cell` = (buffer, index), and belongs to `where` = (pixel, channel, place
     of the channel in its block). The buffer is written, so that d is computed once."""
+    pixel, channel, _ = where
+    last = outgoing(elements, d, cell, sums, where)
+    store(elements.arguments["dx"], elements.index("dx", pixel, channel), last)
+
+
+def outgoing(
+    elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]
+) -> Expr:
+    """`leave` without the store: what dx has to be."""
     (pixel, channel, inner), arguments = where, elements.arguments
     for step in elements.spec.epilogue:
         if step == "AddGradient":
@@ -147,12 +156,11 @@ def leave(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, wh
     store(buffer, index, d)
     d = buffer[index]
     sums.add(d, pixel, channel, inner)
-    target = elements.index("dx", pixel, channel)
     if "Scale" in elements.spec.epilogue:
         d = arguments["acc_p"][channel] * d
     elif "Accumulate" in elements.spec.epilogue:
-        d = steps.fma(arguments["acc_p"][channel], d, arguments["dx"][target])
-    store(arguments["dx"], target, d)
+        d = steps.fma(arguments["acc_p"][channel], d, elements.load("dx", pixel, channel))
+    return d
 
 
 def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None:

@@ -1,56 +1,64 @@
 """Both gradients of a depthwise convolution (one input and one output channel a group), vectors along the channels.
 
     parallel over threads, each a fixed share of (image, row tile, channel block):
-        grad <- dy after BatchNormGrad, with a border of zeros; read <- x after its prologue, with the padding's zeros
-        dweight: for each vector of the block:  R*S registers += read[pixel + tap] * grad[pixel], over the tile's pixels
-        dx:      for each residue, row, 6 pixels: 6 registers += grad[pixel + tap] * weight[tap], over the taps;
-                 into a row, from which other, mask, sums, acc and the store follow
+        grad <- dy after BatchNormGrad, with a border of zeros                      second-level cache
+        for a strip of rows, for a vector of channels:
+            for each input of the strip:
+                load x; y <- its prologue
+                for the taps that reach an output, one after the other:
+                    dweight[tap] (a register) += y * grad[output]
+                    d += grad[output] * weight[tap]
+                other, mask, sums (registers), acc; store dx
     dweight <- the sum of the threads' partials
 
-Where the kernel has more taps than registers, dweight goes row by row of the kernel.
-
-Bound by memory: one core (Sapphire Rapids) moves 10 to 15 GB/s here, which is 27 GFLOP/s for 3x3 with 144 channels at
-56 and 7 for 3x3 / 2 with 96 channels at 112 (torch in channels_last, the plain convolution: 37 and 9).
+Going by inputs, a gradient and an input are loaded once for both results, and the padding needs no tile: it adds
+nothing. A strided convolution visits one input of each residue by the stride at a time (conv_backward_shape.py).
+Where the kernel has more taps than registers, further passes over the strip make the rest of dweight. A large dx
+goes past the caches (stream.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_leave import (
+    READ,
     WRITE,
     Buffer,
     Elements,
     Expr,
     Sums,
-    chunks,
     finish,
     leave,
+    outgoing,
     prefetch,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
+from bnfuse.runtime.kernels.cpu.nest import block_vectors, loop
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
-from bnfuse.runtime.targets import vector_registers
 
 NAME = "depthwise_backward"
-TILE_BYTES = 400 * 1024  # the three tiles together
+TILE_BYTES = 400 * 1024  # the grad tile
 VECTORS = 8  # of a channel block, at most
-PIXELS = 6  # of a micro-tile of dx
+STRIP_PIXELS = 56  # of u, at least: the sums of a strip are loaded and stored once a strip
 
 
 @dataclasses.dataclass(frozen=True)
 class DepthwiseTiles:
-    """Values of u in a row tile (see conv_backward_shape.py), channels of a block, taps that dweight sums at a time."""
+    """Values of u in a row tile (see conv_backward_shape.py) and in a strip of it, channels of a block, taps whose
+    dweight a pass over a strip sums."""
 
     rows: int
+    strip: int
     lanes: int
     block: int
     taps: int
@@ -62,23 +70,26 @@ def is_depthwise(shape: ConvShape, target: Target) -> bool:
 
 
 def _tap_limit(target: Target) -> int:
-    return 25 if vector_registers(target) == 32 else 12
+    return 12 if target.lanes == 8 else 25
 
 
 def choose_tiles(shape: ConvShape, target: Target) -> DepthwiseTiles:
     vectors = -(-shape.groups // target.lanes)
     block = target.lanes * -(-vectors // -(-vectors // VECTORS))
     rows, columns = shape.rows, shape.columns
+    width = columns.units + columns.high - columns.low
 
     def size(count: int) -> int:
-        grad = (count + rows.high - rows.low) * (columns.units + columns.high - columns.low + PIXELS)
-        read = rows.reach(count) * columns.reach(columns.out)
-        return 4 * block * (grad + read + rows.stride * (columns.size + PIXELS * columns.stride))
+        return 4 * block * width * (count + rows.high - rows.low)
 
     most = max([1, *(count for count in range(1, rows.units + 1) if size(count) <= TILE_BYTES)])
     even = -(-rows.units // -(-rows.units // most))
+    strip = min(even, -(-STRIP_PIXELS // columns.units))
     taps = rows.kernel * columns.kernel
-    return DepthwiseTiles(even, target.lanes, block, taps if taps <= _tap_limit(target) else columns.kernel)
+    limit = _tap_limit(target)
+    return DepthwiseTiles(
+        even, strip, target.lanes, block, taps if taps <= limit else limit // columns.kernel * columns.kernel
+    )
 
 
 def depthwise_backward(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
@@ -89,19 +100,37 @@ def depthwise_backward(problem: Problem, target: Target, shape: ConvShape, param
 def _build(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Any:
     with tir.function(NAME, params) as arguments:
         tiles = choose_tiles(shape, target)
-        _Depthwise(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles).body()
+        nest = _Depthwise(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles)
+        if nest.is_streamed:
+            with stream.streaming(tiles.lanes):
+                nest.body()
+        else:
+            nest.body()
     return arguments.result
 
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """What a thread works on: an image, the first u of a row tile, a channel block and how many channels it has."""
+    """What a thread works on: an image, the first u of a row tile, a channel block and its first channel."""
 
     thread: Expr
     image: Expr
     unit: Expr
     block: Expr
-    first: Expr  # channel
+    first: Expr
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vector:
+    """A vector of channels, counted from the block's first, and what is kept of it during a pass over a strip."""
+
+    start: Expr
+    width: int
+    taps: range  # whose dweight this pass makes
+    leaves: bool  # whether this pass makes dx
+    weights: list[Expr]
+    dweight: Buffer  # [tap][width]
+    sums: Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,36 +157,25 @@ class _Depthwise(Elements):
         return -(-self.shape.rows.units // self.tiles.rows)
 
     @property
-    def micro_columns(self) -> int:
-        """Micro-tiles along a row of u."""
-        width = -(-self.shape.columns.size // self.shape.columns.stride)
-        return -(-width // PIXELS)
-
-    @property
     def grad_rows(self) -> int:
         return self.tiles.rows + self.shape.rows.high - self.shape.rows.low
 
     @property
     def grad_columns(self) -> int:
         axis = self.shape.columns
-        return max(self.micro_columns * PIXELS, axis.units) + axis.high - axis.low
+        return axis.units + axis.high - axis.low
 
     @property
-    def read_rows(self) -> int:
-        return self.shape.rows.reach(self.tiles.rows)
+    def grad_plane(self) -> int:
+        """Floats of a vector's part of the grad tile: [vector][row][column][lanes]."""
+        return self.grad_rows * self.grad_columns * self.tiles.lanes
 
     @property
-    def read_columns(self) -> int:
-        return self.shape.columns.reach(self.shape.columns.out)
-
-    @property
-    def leave_columns(self) -> int:
-        return self.micro_columns * PIXELS * self.shape.columns.stride
-
-    @property
-    def out_size(self) -> int:
-        """d of one u: all residues of the rows."""
-        return self.shape.rows.stride * self.leave_columns * self.tiles.block
+    def is_streamed(self) -> bool:
+        """Whether dx goes past the caches. One that is read first (Accumulate) is in them anyway."""
+        if not self.wants_input or "Accumulate" in self.spec.epilogue:
+            return False
+        return stream.is_streamed(self.problem.map("dx"), self.tiles.lanes)
 
     # The loop nest
 
@@ -169,35 +187,29 @@ class _Depthwise(Elements):
             "bias": (self.channels if "BiasGrad" in self.spec.epilogue else 0, "float64"),
         }
         space = {name: tir.workspace(self.threads * size, dtype) for name, (size, dtype) in sizes.items() if size}
-        packed = tir.workspace(self.taps * self.padded) if self.wants_input else None
-        if packed is not None:
-            self._pack_weights(packed)
+        if self.wants_input:
+            space["packed"] = tir.workspace(self.taps * self.padded)
+            self._pack_weights(space["packed"])
         with T.parallel(0, self.threads) as thread:
-            for name, buffer in space.items():
-                tir.zero(buffer, thread * sizes[name][0], sizes[name][0], tiles.lanes)
-            grad = _zeros(self.grad_rows * self.grad_columns * tiles.block, tiles.lanes)
-            read = _zeros(self.read_rows * self.read_columns * tiles.block, tiles.lanes) if self.wants_weight else None
-            out = (
-                _zeros(self.shape.rows.stride * self.leave_columns * tiles.block, tiles.lanes)
-                if self.wants_input
-                else None
-            )
+            for name, (size, _) in sizes.items():
+                if size:
+                    tir.zero(space[name], thread * size, size, tiles.lanes)
+            grad = tir.workspace(tiles.block // tiles.lanes * self.grad_plane)
+            tir.zero(grad, 0, tiles.block // tiles.lanes * self.grad_plane, tiles.lanes)
             first, count = tir.share(self.shape.n * self.row_tiles * self.blocks, self.threads, thread)
             with T.serial(0, count) as number:
-                index = first + number
-                tile, block = index // self.blocks, index % self.blocks
-                unit = tile % self.row_tiles * tiles.rows
-                item = _Item(thread, tile // self.row_tiles, unit, block, block * tiles.block)
+                index = T.bind(first + number)
+                tile, block = T.bind(index // self.blocks), T.bind(index % self.blocks)
+                unit = T.bind(tile % self.row_tiles * tiles.rows)
+                image = T.bind(tile // self.row_tiles)
+                item = _Item(thread, image, unit, block, T.bind(block * tiles.block))
                 self._pack_grad(item, grad)
                 if "bias" in space:
                     self._bias(item, grad, space["bias"])
-                if read is not None:
-                    self._pack_read(item, read)
-                    self._weight_gradient(item, read, grad, space["partial"])
-                if out is not None:
-                    with T.serial(0, tiles.rows) as row:
-                        self._input_gradient(item, grad, packed, out, row)
-                        self._leave(item, out, space.get("sums"), row)
+                with loop(-(-tiles.rows // tiles.strip)) as strip:
+                    self._strip(item, grad, space, strip * tiles.strip)
+            if self.is_streamed:
+                stream.fence()
         if self.wants_weight:
             self._unpack(space["partial"])
         finish(self, space.get("sums"), space.get("bias"))
@@ -207,9 +219,6 @@ class _Depthwise(Elements):
         weight = self.arguments["weight"]
         with T.serial(0, self.taps) as tap, T.serial(0, self.channels) as channel:
             store(packed, tap * self.padded + channel, weight[channel * self.taps + tap])
-        if self.padded > self.channels:
-            with T.serial(0, self.taps) as tap:
-                tir.zero(packed, tap * self.padded + self.channels, self.padded - self.channels, self.tiles.lanes)
 
     def _unpack(self, partials: Buffer) -> None:
         with T.serial(0, self.channels) as channel, T.serial(0, self.taps) as tap:
@@ -219,187 +228,175 @@ class _Depthwise(Elements):
                 total = total + partials[source + thread * (self.taps * self.padded)]
             store(self.arguments["dweight"], channel * self.taps + tap, total)
 
-    def _with_channels(self, item: _Item, body: Callable[[int], None]) -> None:
-        """`body(channels)` for a whole block, or for the last one, which may be short."""
-        whole, rest = divmod(self.channels, self.tiles.block)
-        if not (whole and rest):
-            body(rest or self.tiles.block)
-            return
-        with T.If(item.block < whole):
-            with T.Then():
-                body(self.tiles.block)
-            with T.Else():
-                body(rest)
+    def _vectors(self, item: _Item, body: Callable[[Expr, int], None]) -> None:
+        """`body(start, width)` for the vectors of a block of channels; `start` counts from the block's first."""
+        block_vectors(item.block, self.tiles.block, self.channels, self.tiles.lanes, body)
 
-    def _pack(
-        self,
-        tile: Buffer,
-        count: int,
-        size: tuple[int, int],
-        row: Callable[[Expr], tuple[Expr, int]],
-        columns: tuple[int, int],
-        element: Callable[[Expr, Expr, Expr], Expr],
-    ) -> None:
-        """Rows of a tile of `size` = (rows, columns): `element(row, column, channel)` in the `columns` = (first, count)
-        of those inside the map, zeros in the others."""
-        pitch = size[1] * self.tiles.block
-        with T.serial(0, size[0]) as r:
-            at, (place, axis_size) = r * pitch, row(r)
-            with T.If(tirx.And(place >= 0, place < axis_size)):
-                with T.Then(), T.serial(0, columns[1]) as c:
-                    start = at + (columns[0] + c) * self.tiles.block
-                    for lane, width in chunks(count, self.tiles.lanes).items():
-                        with T.vectorized(0, width) as j:
-                            store(tile, start + lane + j, element(place, c, lane + j))
-                with T.Else():
-                    tir.zero(tile, at, pitch, self.tiles.lanes)
+    # The gradients of the outputs
 
     def _pack_grad(self, item: _Item, grad: Buffer) -> None:
-        rows, columns = self.shape.rows, self.shape.columns
+        """Zeros stay where no output is, but for rows, which the tile before may have filled."""
+        rows, columns, lanes = self.shape.rows, self.shape.columns, self.tiles.lanes
+        with T.serial(0, self.grad_rows) as r:
+            row = T.bind(item.unit + r + rows.low)
+            with T.If(tirx.And(row >= 0, row < rows.out)):
+                with T.Then(), T.serial(0, columns.out) as column:
+                    pixel = T.bind((item.image * rows.out + row) * columns.out + column)
+                    at = T.bind((r * self.grad_columns + column - columns.low) * lanes)
 
-        def element(row: Expr, column: Expr, channel: Expr) -> Expr:
-            pixel = (item.image * rows.out + row) * columns.out + column
-            return self.gradient(pixel, item.first + channel)
+                    def fill(start: Expr, width: int) -> None:
+                        channel, target = T.bind(item.first + start), T.bind(self._plane(start) + at)
+                        with T.vectorized(0, width) as j:
+                            store(grad, target + j, self.gradient(pixel, channel + j))
 
-        def fill(count: int) -> None:
-            size = (self.grad_rows, self.grad_columns)
-            place = (-columns.low, columns.out)
-            self._pack(grad, count, size, lambda r: (item.unit + r + rows.low, rows.out), place, element)
+                    self._vectors(item, fill)
+                with T.Else(), T.serial(0, self.tiles.block // lanes) as v:
+                    at = v * self.grad_plane + r * (self.grad_columns * lanes)
+                    tir.zero(grad, at, self.grad_columns * lanes, lanes)
 
-        self._with_channels(item, fill)
-
-    def _pack_read(self, item: _Item, read: Buffer) -> None:
-        rows, columns = self.shape.rows, self.shape.columns
-        left, middle = columns.present(self.read_columns)
-
-        def element(row: Expr, column: Expr, channel: Expr) -> Expr:
-            pixel = (item.image * rows.size + row) * columns.size + (left + column) * columns.step - columns.pad
-            return self.activated(pixel, item.first + channel)[0]
-
-        def fill(count: int) -> None:
-            size = (self.read_rows, self.read_columns)
-            start = item.unit * rows.stride - rows.pad
-            self._pack(read, count, size, lambda r: (start + r * rows.step, rows.size), (left, middle), element)
-
-        if middle:
-            self._with_channels(item, fill)
-
-    def _valid_outputs(self, item: _Item) -> Expr:
-        return tirx.Min(self.tiles.rows, self.shape.rows.out - item.unit)
+    def _plane(self, start: Expr) -> Expr:
+        """Where the part of the grad tile of the vector of channels from `start` on begins."""
+        return start * (self.grad_plane // self.tiles.lanes)
 
     def _grad_at(self, row: Expr, column: Expr) -> Expr:
-        """Where output (row, column) of the tile starts in the grad tile."""
+        """Where output (row, column) of the tile starts in a vector's part of the grad tile."""
         rows, columns = self.shape.rows, self.shape.columns
-        return ((row - rows.low) * self.grad_columns + column - columns.low) * self.tiles.block
+        return ((row - rows.low) * self.grad_columns + column - columns.low) * self.tiles.lanes
 
     def _bias(self, item: _Item, grad: Buffer, bias: Buffer) -> None:
-        lanes = self.tiles.lanes
-        with T.serial(0, self._valid_outputs(item)) as h:
+        """A float32 sum for each row of outputs, added in float64."""
 
-            def rows(count: int) -> None:
-                for lane, width in chunks(count, lanes).items():
-                    total = registers(lanes)
-                    store(total, span(0, lanes), tir.splat(0, lanes))
-                    with T.serial(0, self.shape.columns.out) as w:
-                        dy = grad[span(self._grad_at(h, w) + lane, lanes)]
-                        store(total, span(0, lanes), total[span(0, lanes)] + dy)
-                    index = span(item.thread * self.channels + item.first + lane, width)
-                    store(bias, index, bias[index] + tir.widen(total[span(0, width)], width))
+        def rows(start: Expr, width: int) -> None:
+            lanes = span(0, width)
+            with T.serial(0, tirx.Min(self.tiles.rows, self.shape.rows.out - item.unit)) as h:
+                total = registers(width)
+                store(total, lanes, tir.splat(0, width))
+                with T.serial(0, self.shape.columns.out) as w:
+                    store(total, lanes, total[lanes] + grad[span(self._plane(start) + self._grad_at(h, w), width)])
+                index = span(item.thread * self.channels + item.first + start, width)
+                store(bias, index, bias[index] + tir.widen(total[lanes], width))
 
-            self._with_channels(item, rows)
+        self._vectors(item, rows)
 
-    def _weight_gradient(self, item: _Item, read: Buffer, grad: Buffer, partials: Buffer) -> None:
-        rows, columns, tiles = self.shape.rows, self.shape.columns, self.tiles
-        lanes = tiles.lanes
-        with T.serial(0, tiles.block // lanes) as v, T.serial(0, self.taps // tiles.taps) as group:
-            acc = registers(tiles.taps * lanes)
-            for tap in range(tiles.taps):
-                store(acc, span(tap * lanes, lanes), tir.splat(0, lanes))
-            with T.serial(0, self._valid_outputs(item)) as h, T.serial(0, columns.out) as w:
-                dy = grad[span(self._grad_at(h, w) + v * lanes, lanes)]
-                for tap in range(tiles.taps):
-                    r, s = group + tap // columns.kernel, tap % columns.kernel
-                    row = h * rows.tile_stride + r * rows.dilation
-                    column = w * columns.tile_stride + s * columns.dilation
-                    x = read[span((row * self.read_columns + column) * tiles.block + v * lanes, lanes)]
-                    store(acc, span(tap * lanes, lanes), acc[span(tap * lanes, lanes)] + x * dy)
-            for tap in range(tiles.taps):
-                at = (item.thread * self.taps + group * tiles.taps + tap) * self.padded + item.first + v * lanes
-                store(partials, span(at, lanes), partials[span(at, lanes)] + acc[span(tap * lanes, lanes)])
+    # The inputs
 
-    def _residues(self) -> Iterator[tuple[int, int]]:
-        for row in range(self.shape.rows.stride):
-            for column in range(self.shape.columns.stride):
-                yield row, column
+    def _strip(self, item: _Item, grad: Buffer, space: dict[str, Buffer], strip: Expr) -> None:
+        """All inputs of the rows of u from `strip` on."""
+        if not self.wants_weight:
+            passes = [range(0)]
+        else:
+            passes = [range(at, min(at + self.tiles.taps, self.taps)) for at in range(0, self.taps, self.tiles.taps)]
+        for number, taps in enumerate(passes):
+            leaves = self.wants_input and number == 0
+            self._vectors(item, partial(self._pass, item, grad, space, strip, taps, leaves))
 
-    def _input_gradient(self, item: _Item, grad: Buffer, packed: Buffer, out: Buffer, row: Expr) -> None:
-        """d of one u and all its residues; the taps that meet each residue are known here."""
-        with T.serial(0, self.tiles.block // self.tiles.lanes) as v, T.serial(0, self.micro_columns) as micro:
-            for residue in self._residues():
-                self._prefetch(item, residue, (row, micro * PIXELS), item.first + v * self.tiles.lanes)
-            for residue in self._residues():
-                self._micro(grad, packed, out, residue, (row, micro * PIXELS), item.first, v * self.tiles.lanes)
-
-    def _prefetch(self, item: _Item, residue: tuple[int, int], start: tuple[Expr, Expr], channel: Expr) -> None:
-        """Ask for the lines of dx that this micro-tile's d will be written to."""
-        rows, columns = self.shape.rows, self.shape.columns
-        row = (item.unit + start[0]) * rows.stride + residue[0]
-        pixel = (item.image * rows.size + row) * columns.size + start[1] * columns.stride + residue[1]
-        corner, stride = T.bind(self.index("dx", pixel, channel)), self.problem.map("dx").stride
-        for j in range(PIXELS):
-            prefetch(self.arguments["dx"], corner + j * columns.stride * stride, WRITE)
-
-    def _micro(
+    def _pass(
         self,
+        item: _Item,
         grad: Buffer,
-        packed: Buffer,
-        out: Buffer,
-        residue: tuple[int, int],
-        start: tuple[Expr, Expr],
-        first: Expr,
-        lane: Expr,
+        space: dict[str, Buffer],
+        strip: Expr,
+        taps: range,
+        leaves: bool,
+        start: Expr,
+        width: int,
     ) -> None:
-        rows, columns, lanes = self.shape.rows, self.shape.columns, self.tiles.lanes
-        acc = registers(PIXELS * lanes)
-        for j in range(PIXELS):
-            store(acc, span(j * lanes, lanes), tir.splat(0, lanes))
-        for r in range(rows.kernel):
-            for s in range(columns.kernel):
-                up, left = rows.offset(residue[0], r), columns.offset(residue[1], s)
-                if up is None or left is None:
-                    continue
-                weight = packed[span((r * columns.kernel + s) * self.padded + first + lane, lanes)]
-                for j in range(PIXELS):
-                    dy = grad[span(self._grad_at(start[0] + up, start[1] + left + j) + lane, lanes)]
-                    store(acc, span(j * lanes, lanes), acc[span(j * lanes, lanes)] + dy * weight)
-        for j in range(PIXELS):
-            column = (start[1] + j) * columns.stride + residue[1]
-            at = (residue[0] * self.leave_columns + column) * self.tiles.block + lane
-            store(out, span(at, lanes), acc[span(j * lanes, lanes)])
+        channel = T.bind(item.first + start)
+        weights = [
+            T.bind(space["packed"][span(tap * self.padded + channel, width)]) for tap in range(self.taps) if leaves
+        ]
+        dweight = registers(max(1, len(taps)) * width)
+        for tap in range(len(taps)):
+            store(dweight, span(tap * width, width), tir.splat(0, width))
+        sums = Sums.zero(self, width, width)
+        vector = _Vector(start, width, taps, leaves, weights, dweight, sums)
+        with loop(self.tiles.strip) as row:
+            self._row(item, grad, vector, T.bind(strip + row))
+        for number, tap in enumerate(taps):
+            at = span((item.thread * self.taps + tap) * self.padded + channel, width)
+            store(space["partial"], at, space["partial"][at] + dweight[span(number * width, width)])
+        if leaves:
+            sums.flush(space.get("sums"), item.thread, channel, {0: width})
 
-    def _leave(self, item: _Item, out: Buffer, sums: Buffer | None, unit: Expr) -> None:
-        rows, columns, tiles = self.shape.rows, self.shape.columns, self.tiles
-        first = (item.unit + unit) * rows.stride
-        valid = tirx.Min(rows.stride, rows.size - first)
+    def _row(self, item: _Item, grad: Buffer, vector: _Vector, row: Expr) -> None:
+        """The inputs of row `row` of u in the tile; at the end of the map some residues or all may lack."""
+        axis, tiles = self.shape.rows, self.tiles
+        whole, rest = divmod(axis.size, axis.stride)
+        unit = T.bind(item.unit + row)
+        inside = self.row_tiles * tiles.rows == whole and tiles.rows % tiles.strip == 0 and not rest
+        if inside:
+            self._columns(item, grad, vector, row, axis.stride)
+            return
+        mine = tirx.And(row < tiles.rows, unit < whole)
+        with T.If(mine), T.Then():
+            self._columns(item, grad, vector, row, axis.stride)
+        if rest:
+            with T.If(tirx.And(row < tiles.rows, unit == whole)), T.Then():
+                self._columns(item, grad, vector, row, rest)
 
-        def row(count: int) -> None:
-            with T.serial(0, valid) as r:
-                part = Sums.zero(self, tiles.block, tiles.lanes)
-                widths = chunks(count, tiles.lanes)
-                with T.serial(0, columns.size) as c:
-                    pixel = T.bind((item.image * rows.size + first + r) * columns.size + c)
-                    for start, width in widths.items():
-                        with T.vectorized(0, width) as j:
-                            inner = start + j
-                            at = (r * self.leave_columns + c) * tiles.block + inner
-                            leave(self, out[at], (out, at), part, (pixel, item.first + inner, inner))
-                part.flush(sums, item.thread, item.first, widths)
+    def _columns(self, item: _Item, grad: Buffer, vector: _Vector, row: Expr, residues: int) -> None:
+        axis = self.shape.columns
+        whole, rest = divmod(axis.size, axis.stride)
+        if whole:
+            with loop(whole) as column:
+                self._inputs(item, grad, vector, (row, column), (residues, axis.stride))
+        if rest:
+            self._inputs(item, grad, vector, (row, whole), (residues, rest))
 
-        self._with_channels(item, row)
+    def _inputs(
+        self, item: _Item, grad: Buffer, vector: _Vector, place: tuple[Expr, Expr], residues: tuple[int, int]
+    ) -> None:
+        """The inputs that belong to one u of rows and of columns."""
+        rows, columns = self.shape.rows, self.shape.columns
+        corner = (item.unit + place[0]) * rows.stride, place[1] * columns.stride
+        pixel = T.bind((item.image * rows.size + corner[0]) * columns.size + corner[1])
+        output = T.bind(self._plane(vector.start) + self._grad_at(*place))
+        for residue in product(range(residues[0]), range(residues[1])):
+            self._input(item, grad, vector, output, pixel + residue[0] * columns.size + residue[1], residue)
 
+    def _input(
+        self, item: _Item, grad: Buffer, vector: _Vector, output: Expr, pixel: Expr, residue: tuple[int, int]
+    ) -> None:
+        rows, columns, width = self.shape.rows, self.shape.columns, vector.width
+        channel = item.first + vector.start
+        self._prefetch(vector, pixel, channel)
+        y, d = registers(width), registers(width)
+        lanes = span(0, width)
+        store(d, lanes, tir.splat(0, width))
+        if vector.taps:
+            with T.vectorized(0, width) as j:
+                store(y, j, self.activated(pixel, channel + j)[0])
+        for tap in range(self.taps):
+            up = rows.offset(residue[0], tap // columns.kernel)
+            left = columns.offset(residue[1], tap % columns.kernel)
+            if up is None or left is None or not (vector.leaves or tap in vector.taps):
+                continue
+            offset = (up * self.grad_columns + left) * self.tiles.lanes
+            dy = T.bind(grad[span(output + offset, width)])
+            if tap in vector.taps:
+                at = span((tap - vector.taps.start) * width, width)
+                store(vector.dweight, at, vector.dweight[at] + y[lanes] * dy)
+            if vector.leaves:
+                store(d, lanes, d[lanes] + dy * vector.weights[tap])
+        if vector.leaves:
+            self._leave(d, vector, pixel, channel)
 
-def _zeros(size: int, lanes: int) -> Buffer:
-    """A thread's workspace, full of zeros."""
-    buffer = tir.workspace(size)
-    tir.zero(buffer, 0, size, lanes)
-    return buffer
+    def _leave(self, d: Buffer, vector: _Vector, pixel: Expr, channel: Expr) -> None:
+        streamed = self.is_streamed and vector.width == self.tiles.lanes
+        with T.vectorized(0, vector.width) as j:
+            where = (pixel, channel + j, j)
+            if streamed:
+                store(d, j, outgoing(self, d[j], (d, j), vector.sums, where))
+            else:
+                leave(self, d[j], (d, j), vector.sums, where)
+        if streamed:
+            stream.stream(
+                self.arguments["dx"], self.index("dx", pixel, channel), d[span(0, vector.width)], vector.width
+            )
+
+    def _prefetch(self, vector: _Vector, pixel: Expr, channel: Expr) -> None:
+        """Ask for the lines of x, and of dx unless it goes past the caches, that the next row of u needs."""
+        below = pixel + self.shape.columns.size * self.shape.rows.stride
+        prefetch(self.arguments["x"], self.index("x", below, channel), READ)
+        if vector.leaves and not self.is_streamed:
+            prefetch(self.arguments["dx"], self.index("dx", below, channel), WRITE)
