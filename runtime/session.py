@@ -23,7 +23,7 @@ from bnfuse.runtime.build import Library
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.memory import Memory
 from bnfuse.runtime.optim import Optimizer
-from bnfuse.runtime.targets import start_threads
+from bnfuse.runtime.targets import features_of, missing_features, start_threads
 
 T = TypeVar("T")
 
@@ -51,13 +51,15 @@ class LaunchTime:
 
 
 class Runner:
-    """Executes the launches of one program."""
+    """Executes the launches of one program. Code for another processor can be kept and exported, not run."""
 
-    def __init__(self, compiled: Compiled, shared: Mapping[str, np.ndarray] | None = None) -> None:
+    def __init__(self, compiled: Compiled, mcpu: str, shared: Mapping[str, np.ndarray] | None = None) -> None:
         self.program = compiled.program
         self.memory = Memory(compiled.program, shared)
-        self.library = Library(compiled.program.kernels, compiled.codes)
-        self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.PHASES}
+        self.mcpu, self.missing = mcpu, missing_features(features_of(mcpu))
+        if not self.missing:
+            self.library = Library(compiled.program.kernels, compiled.codes)
+            self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.PHASES}
 
     def _call(self, launch: p.Launch) -> tuple[Any, list[Any], list[tuple[int, str]]]:
         """Function, arguments, and which of them have to be filled in when the step runs."""
@@ -73,6 +75,7 @@ class Runner:
 
     def run(self, phase: p.Phase, scalars: Mapping[str, Any]) -> float:
         """All launches of a phase; the seconds that they took."""
+        self._check_cpu()
         start = time.perf_counter()
         for function, arguments, late in self.calls[phase]:
             for index, name in late:
@@ -82,6 +85,7 @@ class Runner:
 
     def profile(self, phase: p.Phase, scalars: Mapping[str, Any]) -> list[LaunchTime]:
         """The same, each launch timed."""
+        self._check_cpu()
         times = []
         for launch, (function, arguments, late) in zip(self.program.phase(phase), self.calls[phase], strict=True):
             for index, name in late:
@@ -92,6 +96,13 @@ class Runner:
             work = self.program.works[launch.kernel] if self.program.works else None
             times.append(LaunchTime(phase, launch.node, self.program.kernels[launch.kernel], seconds, work))
         return times
+
+    def _check_cpu(self) -> None:
+        if self.missing:
+            raise BnfuseError(
+                f"the step was compiled for {self.mcpu}; this CPU lacks {', '.join(self.missing[:4])}: "
+                f"export it and run it there, or compile it for cpu"
+            )
 
     def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> None:
         """Copy the inputs into the step's memory, checked against the types of the file."""
@@ -124,10 +135,10 @@ class Step:
         start_threads(target.threads)
         self.target, self.optimizer, self.model = target, optimizer, model
         self._compiled = (training, evaluation)
-        self._train = Runner(training)
+        self._train = Runner(training, target.mcpu)
         held = self._train.memory.regions
         shared = {name: held[name] for name in (p.PARAMETERS, p.RUNNING, p.ARENA) if name in held}
-        self._evaluate = Runner(evaluation, shared)
+        self._evaluate = Runner(evaluation, target.mcpu, shared)
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)

@@ -1,9 +1,10 @@
-"""Fixtures of all tests: golden graph texts, the float64 yardstick, and honest handling of tests that need torch."""
+"""Fixtures of all tests: golden texts, the float64 yardstick, honest handling of tests that need what is not here."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,16 @@ import onnx_ir as ir
 import pytest
 
 HERE = Path(__file__).resolve().parent
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-DESELECTED = pytest.StashKey[int]()
+EMULATION_TOOLS = ("aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objcopy", "qemu-aarch64")
+NEEDS = {  # by marker: whether it is here, and what to say where it is not
+    "torch": (importlib.util.find_spec("torch") is not None, "torch, which is not installed", "pip install torch"),
+    "emulation": (
+        all(shutil.which(tool) for tool in EMULATION_TOOLS),
+        "an Arm cross compiler and an emulator, which are not installed",
+        "docs/runtime.md",
+    ),
+}
+DESELECTED = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,21 +32,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `torch` run where torch is installed; elsewhere they are deselected, and the summary counts them."""
-    if HAS_TORCH:
-        return
-    out = [item for item in items if item.get_closest_marker("torch")]
-    if out:
-        items[:] = [item for item in items if item not in out]
-        config.hook.pytest_deselected(items=out)
-    config.stash[DESELECTED] = len(out)
+    """Tests run where what their marker names is there; elsewhere they are deselected, and the summary counts them."""
+    counts = config.stash.setdefault(DESELECTED, {})
+    for marker, (is_here, _, _) in NEEDS.items():
+        out = [] if is_here else [item for item in items if item.get_closest_marker(marker)]
+        if out:
+            items[:] = [item for item in items if item not in out]
+            config.hook.pytest_deselected(items=out)
+        counts[marker] = len(out)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if count := config.stash.get(DESELECTED, 0):
-        terminalreporter.write_line(
-            f"{count} tests need torch, which is not installed: they did not run (pip install torch)"
-        )
+    for marker, count in config.stash.get(DESELECTED, {}).items():
+        if count:
+            _, what, remedy = NEEDS[marker]
+            terminalreporter.write_line(f"{count} tests need {what}: they did not run ({remedy})")
 
 
 class Golden:
