@@ -107,6 +107,10 @@ def clip(w: Writer, node: ir.Node) -> Any:
     return w.layer(node, w.nn.Hardtanh(low, high), x)
 
 
+def gelu(w: Writer, node: ir.Node) -> Any:
+    return w.layer(node, w.nn.GELU(approximate=attribute(node, "approximate", "none")), w.value(node, 0))
+
+
 def quick_gelu(w: Writer, node: ir.Node) -> Any:
     """x*sigmoid(alpha*x), which for alpha 1 is SiLU."""
     alpha, x = attribute(node, "alpha", 1.702), w.value(node, 0)
@@ -205,6 +209,7 @@ LAYERS: dict[str, Callable[[Writer, ir.Node], Any]] = {
     "Conv": conv,
     "Dropout": dropout,
     "Elu": activation("ELU", alpha=1.0),
+    "Gelu": gelu,
     "Gemm": gemm,
     "GlobalAveragePool": global_pool("AdaptiveAvgPool"),
     "GlobalMaxPool": global_pool("AdaptiveMaxPool"),

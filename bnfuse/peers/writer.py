@@ -165,13 +165,15 @@ class Writer:
         """A name for an attribute of the root, and no other's."""
         base = identifier(name)
         found, count = base, 1
-        while found in self._taken or hasattr(self.nn.Module, found) or found in RESERVED or iskeyword(found):
+        while (
+            found in self._taken or hasattr(self.torch.fx.GraphModule, found) or found in RESERVED or iskeyword(found)
+        ):
             found, count = f"{base}_{count}", count + 1
         self._taken.add(found)
         return found
 
 
-RESERVED = frozenset(("self", "torch", "names", "training", "input", "graph", "code"))
+RESERVED = frozenset(("self", "torch", "names", "training", "input", "meta"))
 
 
 def identifier(name: str) -> str:

@@ -279,6 +279,21 @@ def test_batch_norm_numbers_and_running_statistics():
 
 
 @pytest.mark.torch
+def test_a_norm_for_inference_is_in_eval_mode():
+    """As in a file of others, whose first BN reads its running statistics."""
+    import torch
+
+    graph = zoo_graph("resnet20")
+    node = next(node for node in graph.model.graph if node.name == "stem/norm")
+    node.op_type, node.domain = "BatchNormalization", ""
+    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
+    module = torch_module(graph)
+    assert [m.training for m in module.modules() if isinstance(m, torch.nn.BatchNorm2d)] == [False] + [True] * 20
+    module(torch.randn(3, 3, 32, 32))
+    assert torch.equal(module.stem_norm.running_mean, torch.zeros(16))
+
+
+@pytest.mark.torch
 def test_frozen_parameters_stay():
     graph = graph_of(build_forward("resnet20", batch=2, image=32, classes=7), freeze=["stem/*"])
     feeds = draw_feeds(graph, np.random.default_rng(0))
