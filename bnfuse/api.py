@@ -128,18 +128,22 @@ def compile(
     threads: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     cache: bool | str | Path = True,
+    tune: bool = False,
     **roles: Any,
 ) -> Step:
     """The compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
 
     `threads` is one a physical core by default. `progress(done, total, kernel)` hears of each kernel that had to be
     compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.
+    `tune` measures kernels that can be made in several ways and remembers the fastest in that folder.
     """
     from bnfuse.runtime import compile_step
 
     graph = open_graph(source, **roles)
     graph.state()  # complains of values that are missing before the work, not after it
-    return compile_step(graph, target=target, optimizer=optimizer, threads=threads, progress=progress, cache=cache)
+    return compile_step(
+        graph, target=target, optimizer=optimizer, threads=threads, progress=progress, cache=cache, tune=tune
+    )
 
 
 def open_step(source: Source, *, threads: int | None = None, **options: Any) -> Step:
@@ -222,6 +226,7 @@ def bench(
     wait: float = 60.0,
     profile: bool = False,
     compile_time: bool = False,
+    tune: bool = False,
     memory: bool = True,
     plot: str | Path | None = None,
     seed: int = 0,
@@ -234,6 +239,7 @@ def bench(
     `levels` are none, rcf, mvf, bnff, icf, each also with +pool-first or +no-pool-first; `against` are ort, torch,
     torch-cl, torch-compile; either may be empty. `wait` is the patience in seconds for an idle machine. `profile` adds
     our steps kernel by kernel, `compile_time` compiling with empty caches; `memory=False` leaves peak memory out.
+    `tune` is that of `compile`.
     `plot` is the file of a picture. docs/bench.md
     """
     from bnfuse.benchmarking.run import run_benchmark
@@ -253,6 +259,7 @@ def bench(
         wait=wait,
         profile=profile,
         compile_time=compile_time,
+        tune=tune,
         memory=memory,
         seed=seed,
         threads=threads,

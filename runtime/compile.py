@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets
+from bnfuse.runtime import targets, tuning
 from bnfuse.runtime.build import Progress, objects
 from bnfuse.runtime.cache import Cache, default_folder
 from bnfuse.runtime.inference import inference_graph
@@ -30,16 +30,24 @@ def compile_step(
     threads: int | None = None,
     progress: Progress | None = None,
     cache: bool | str | pathlib.Path = True,
+    tune: bool = False,
 ) -> Step:
     """The compiled step of a training graph, rewritten or not.
 
     `target` is cpu or cpu:MCPU. Without an optimiser the step computes loss and gradients and changes only running
     statistics. `progress(done, total, kernel)` is told of each kernel that had to be compiled. `cache` may be a folder.
+    `tune` measures what nothing is remembered of (tuning.py); what is remembered is used with and without it.
     """
     graph = open_graph(model)
     machine = targets.resolve(target, threads)
     training, evaluation = lower_graph(graph, machine, optimizer)
-    codes = objects([*training.requests, *evaluation.requests], _cache(cache), progress=progress)
+    kept = _cache(cache)
+    memory = tuning.Memory(kept)
+    if tune:
+        tuning.tune(training, memory, kept, machine, progress=progress)
+    for part in (training, evaluation):
+        tuning.choose(part, memory)
+    codes = objects([*training.requests, *evaluation.requests], kept, progress=progress)
     count = len(training.requests)
     step = Step(
         Compiled(training.program, codes[:count]),

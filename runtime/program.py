@@ -111,6 +111,7 @@ class Report:
     launches: dict[str, int] = dataclasses.field(default_factory=dict)
     copies: list[str] = dataclasses.field(default_factory=list)
     kernels: int = 0
+    tuned: int = 0  # of the kernels, how many are made as a measurement chose, and not as the rule does
 
 
 @dataclasses.dataclass

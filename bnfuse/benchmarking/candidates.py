@@ -94,11 +94,16 @@ def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
 
 
 def compile_variant(
-    graph: TrainingGraph, variant: Variant, threads: int, bar: Callable[[int, int, str], None] | None = None
+    graph: TrainingGraph,
+    variant: Variant,
+    threads: int,
+    bar: Callable[[int, int, str], None] | None = None,
+    *,
+    tune: bool = False,
 ) -> Any:
     """Rewritten and compiled, with SGD and momentum in the step."""
     from bnfuse import runtime
 
     rewritten = rewrite_variant(graph, variant)
     optimizer = runtime.SGD(lr=0.01, momentum=0.9)
-    return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, progress=bar)
+    return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, progress=bar, tune=tune)

@@ -45,6 +45,7 @@ class Plan:
     wait: float = 60.0  # seconds of patience for an idle machine
     profile: bool = False
     compile_time: bool = False
+    tune: bool = False
     memory: bool = True
     seed: int = 0
     threads: int = 1
@@ -123,7 +124,7 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
     ours: list[Entry] = []
     for variant in plan.variants:
         progress(f"rewriting and compiling at level {variant.name}")
-        step = compile_variant(graph, variant, plan.threads, getattr(progress, "bar", None))
+        step = compile_variant(graph, variant, plan.threads, getattr(progress, "bar", None), tune=plan.tune)
         file = folder / f"{variant.name}.bnf"
         if plan.memory:
             step.export(file)

@@ -16,6 +16,9 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads; by default one a physical core.", show_default=False)
 ]
+Tune = Annotated[
+    bool, typer.Option("--tune", help="Measure kernels that can be made in several ways; the fastest are remembered.")
+]
 Checkpoint = Annotated[
     Path | None,
     typer.Option(help="onnxruntime checkpoint with the values of parameters.", metavar="FILE", show_default=False),

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands.options import Checkpoint, DataInput, Json, LabelsInput, Model, Output, Seed, Threads, opening
+from bnfuse.commands.options import (
+    Checkpoint,
+    DataInput,
+    Json,
+    LabelsInput,
+    Model,
+    Output,
+    Seed,
+    Threads,
+    Tune,
+    opening,
+)
 from bnfuse.commands.output import Progress, show, show_json
 from bnfuse.io import require_writable
 from bnfuse.text import Section, number, scaled
@@ -48,6 +59,7 @@ def compile(
     weight_decay: WeightDecay = 0.0,
     no_decay: NoDecay = None,
     threads: Threads = None,
+    tune: Tune = False,
     checkpoint: Checkpoint = None,
     data_input: DataInput = None,
     labels_input: LabelsInput = None,
@@ -58,6 +70,7 @@ def compile(
 
     \b
     bnfuse compile fused.onnx -o step.bnf
+    bnfuse compile fused.onnx -o step.bnf --tune
     bnfuse compile fused.onnx -o step.bnf --optimizer adamw --lr 0.001 --no-decay '*.bias'
     """
     from bnfuse import api
@@ -70,6 +83,7 @@ def compile(
         optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
         threads=threads,
         progress=progress.bar,
+        tune=tune,
         **opening(checkpoint, data_input, labels_input),
     )
     progress.clear()
@@ -85,6 +99,7 @@ def describe_step(step: Any, output: Path) -> Section:
         ("", ""),
         [
             ("kernels", number(report.kernels)),
+            ("of them by measurement", number(report.tuned)),
             *((f"launches, {phase}", number(launches)) for phase, launches in report.launches.items()),
             ("working memory", scaled(report.arena_bytes, "B")),
             ("parameters", scaled(report.parameter_bytes, "B")),
@@ -208,6 +223,7 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|svg", help="Write a picture.", show_default=False)
     ] = None,
+    tune: Tune = False,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -234,6 +250,7 @@ def bench(
         wait=wait,
         profile=profile,
         compile_time=compile_time,
+        tune=tune,
         plot=plot,
         seed=seed,
         threads=threads,

@@ -98,6 +98,19 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of the ways to do a problem, all of which compute the same: an algorithm and how it cuts up the work.
+
+    A generator that has several names them in a function `choices(problem, target)` of its module, that of its rule
+    first, and takes `algorithm` and `plan` as further arguments. `plan` is a frozen dataclass of the generator's; None
+    stands for the rule's.
+    """
+
+    algorithm: str
+    plan: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """A kernel to be compiled: `build()` makes the TIR function (a tvm PrimFunc named `name`)."""
 
@@ -106,8 +119,9 @@ class Kernel:
     target: Target
     params: tuple[Param, ...]
     build: Callable[[], Any]
+    plan: Any = None  # of a choice that is not the rule's
 
     @property
     def key(self) -> str:
         """Everything the generated code depends on, as text; the cache hashes it with the generators' sources."""
-        return f"{self.name} {self.problem!r} {self.target!r}"
+        return f"{self.name} {self.problem!r} {self.target!r}" + (f" {self.plan!r}" if self.plan is not None else "")

@@ -53,11 +53,11 @@ from bnfuse.runtime.kernels.cpu.conv_backward_pack import (
     pack_weights,
     unpack_weight_gradient,
 )
-from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import Plan, alternatives, choose_tiles, conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is_depthwise
 from bnfuse.runtime.kernels.cpu.winograd_backward import winograd_backward
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import is_faster, is_possible
-from bnfuse.runtime.kernels.kernel import Access, Kernel, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem, Target
 
 NAME = "conv_backward"
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
@@ -73,8 +73,18 @@ def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:
     return ("winograd", "direct") if is_faster(shape, target) else ("direct", "winograd")
 
 
-def conv_backward(problem: Problem, target: Target, algorithm: str | None = None) -> Kernel:
-    """The kernel of a convolution's gradients; `algorithm` is one of `algorithms`, the first by default."""
+def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+    """All ways to do a problem that are worth measuring, that of the rules first."""
+    possible = algorithms(problem, target)
+    plans = alternatives(problem, target) if "direct" in possible else []
+    return (*(Choice(name) for name in possible), *(Choice("direct", plan) for plan in plans))
+
+
+def conv_backward(problem: Problem, target: Target, algorithm: str | None = None, plan: Plan | None = None) -> Kernel:
+    """The kernel of a convolution's gradients; `algorithm` is one of `algorithms`, the first by default.
+
+    `plan` is of the direct algorithm alone.
+    """
     spec = problem.spec
     if spec.core not in CONV_GRADS:
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
@@ -87,7 +97,7 @@ def conv_backward(problem: Problem, target: Target, algorithm: str | None = None
         return depthwise_backward(problem, target, shape, params)
     if chosen == "winograd":
         return winograd_backward(problem, target, shape, params)
-    return Kernel(NAME, problem, target, params, partial(build, problem, target))
+    return Kernel(NAME, problem, target, params, partial(build, problem, target, plan), plan)
 
 
 def parameters(problem: Problem) -> tuple[Param, ...]:
@@ -111,12 +121,13 @@ def _elements(problem: Problem, name: str) -> int:
     return problem.map("dy" if name in GRADIENT_CHANNELS else "x").c
 
 
-def build(problem: Problem, target: Target) -> Any:
+def build(problem: Problem, target: Target, plan: Plan | None = None) -> Any:
     """The TIR function."""
-    shape = conv_shape(problem, target.threads)
+    if plan is None:
+        shape = conv_shape(problem, target.threads)
+        plan = Plan(shape, choose_tiles(shape, target))
     with tir.function(NAME, parameters(problem)) as arguments:
-        tiles = choose_tiles(shape, target)
-        _body(Nest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles))
+        _body(Nest(problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles))
     return arguments.result
 
 

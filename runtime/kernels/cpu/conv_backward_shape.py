@@ -126,8 +126,21 @@ class Tiles:
     out_block: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The shape as the kernel runs it, and its tiles."""
+
+    shape: ConvShape
+    tiles: Tiles
+
+
 def conv_shape(problem: Problem, threads: int) -> ConvShape:
     """The shape of a problem; a pointwise convolution has its pixels regrouped into rows of a convenient length."""
+    return conv_shapes(problem, threads)[0]
+
+
+def conv_shapes(problem: Problem, threads: int) -> list[ConvShape]:
+    """The ways to see a problem, the best first: a pointwise convolution has its pixels regrouped into rows."""
     x, dy = problem.map("x"), problem.map("dy")
     group = problem.attribute("group")
     pads, strides, dilations = (problem.attribute(name) for name in ("pads", "strides", "dilations"))
@@ -137,10 +150,10 @@ def conv_shape(problem: Problem, threads: int) -> ConvShape:
         for i, (size, size_out) in enumerate(((x.h, dy.h), (x.w, dy.w)))
     )
     shape = ConvShape(x.n, rows, columns, cin, out // group, group)
-    return _regrouped(shape, threads) if shape.is_pointwise else shape
+    return _regrouped(shape, threads) if shape.is_pointwise else [shape]
 
 
-def _regrouped(shape: ConvShape, threads: int) -> ConvShape:
+def _regrouped(shape: ConvShape, threads: int) -> list[ConvShape]:
     """Rows of a length that whole micro-tiles of 14 pixels fill and that share out evenly; each row is then a tile."""
     pixels = shape.n * shape.rows.size * shape.columns.size
 
@@ -148,8 +161,11 @@ def _regrouped(shape: ConvShape, threads: int) -> ConvShape:
         busiest = -(-(pixels // width) // threads)
         return busiest * (-(-width // 14) * 14 + TILE_OVERHEAD), -width
 
-    width = min((d for d in _divisors(pixels) if d <= FLAT_PIXELS), key=cost)
-    return dataclasses.replace(shape, n=1, rows=Axis(pixels // width, pixels // width), columns=Axis(width, width))
+    def rows_of(width: int) -> ConvShape:
+        count = pixels // width
+        return dataclasses.replace(shape, n=1, rows=Axis(count, count), columns=Axis(width, width))
+
+    return [rows_of(width) for width in sorted((d for d in _divisors(pixels) if d <= FLAT_PIXELS), key=cost)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -157,20 +173,33 @@ def _divisors(number: int) -> list[int]:
     return [*small, *(number // d for d in small)]
 
 
-def choose_tiles(shape: ConvShape, target: Target, *, vectors: int = 2) -> Tiles:
+def alternatives(problem: Problem, target: Target) -> list[Plan]:
+    """Plans that may beat that of the rule where it misjudges: other lengths of rows, and the next sizes of a tile."""
+    shape, *others = conv_shapes(problem, target.threads)
+    plans = [Plan(other, choose_tiles(other, target)) for other in others[:2]]
+    sizes = _ranked_sizes(shape, target)[1:3]
+    return plans + [Plan(shape, _tiles_of_size(shape, target, size)) for size in sizes]
+
+
+def choose_tiles(shape: ConvShape, target: Target) -> Tiles:
     """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
+    return _tiles_of_size(shape, target, _ranked_sizes(shape, target)[0])
+
+
+def _tiles_of_size(shape: ConvShape, target: Target, size: tuple[int, int], vectors: int = 2) -> Tiles:
+    """`size`: images and rows."""
     pixels, taps = (14, 8) if vector_registers(target) == 32 else (6, 6)
     lanes = target.lanes
     block = lanes * (vectors if shape.cin > lanes else 1)
     out_block = lanes * (vectors if shape.cout > lanes else 1)
-    images, rows = _tile_rows(shape, target)
+    images, rows = size
     micro_rows, micro_columns = _micro(rows, -(-shape.columns.size // shape.columns.stride), pixels)
     together = pixels // (micro_rows * micro_columns)
     micro_images = max(i for i in range(1, images + 1) if images % i == 0 and i <= max(1, together))
     return Tiles(images, rows, micro_images, micro_rows, micro_columns, taps, lanes, block, out_block)
 
 
-def _tile_rows(shape: ConvShape, target: Target) -> tuple[int, int]:
+def _ranked_sizes(shape: ConvShape, target: Target) -> list[tuple[int, int]]:
     """Images and rows in a tile: few halos, little dweight traffic, even shares, and both tiles in cache."""
     axis, width = shape.rows, shape.columns.units
     limit = FLAT_PIXELS if shape.is_pointwise else PIXELS
@@ -187,7 +216,7 @@ def _tile_rows(shape: ConvShape, target: Target) -> tuple[int, int]:
         halo = 0.2 * (axis.high - axis.low) * images
         return busiest * (images * rows + halo + TILE_OVERHEAD / width)
 
-    return min(fitting, key=cost)
+    return sorted(fitting, key=cost)
 
 
 def _fits(shape: ConvShape, images: int, rows: int) -> bool:

@@ -42,7 +42,7 @@ from bnfuse.runtime.kernels.cpu.nest import (
     micro_tiles,
     places,
 )
-from bnfuse.runtime.kernels.cpu.tiles import ConvShape, Tiles, choose_tiles, conv_shape, flatten
+from bnfuse.runtime.kernels.cpu.tiles import ConvShape, Tiles, alternatives, choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import (
     Arguments,
     Buffer,
@@ -59,10 +59,17 @@ from bnfuse.runtime.kernels.cpu.tir import (
     workspace,
     zero,
 )
-from bnfuse.runtime.kernels.kernel import Kernel, Problem, Target
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem, Target
 
 
-def conv_forward(problem: Problem, target: Target) -> Kernel:
+def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+    """All ways to do a problem that are worth measuring, that of the rule first."""
+    shape = conv_shape(problem)
+    plans = [] if shape.is_depthwise else alternatives(flatten(shape), target)
+    return (Choice("direct"), *(Choice("direct", plan) for plan in plans))
+
+
+def conv_forward(problem: Problem, target: Target, algorithm: str = "direct", plan: Tiles | None = None) -> Kernel:
     """The kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics."""
     shape = conv_shape(problem)
     name = f"{problem.op}_{hashlib.sha256(repr((problem, target)).encode()).hexdigest()[:12]}"
@@ -74,10 +81,10 @@ def conv_forward(problem: Problem, target: Target) -> Kernel:
                 DepthwiseNest(problem, target, arguments, shape).emit()
             else:
                 flat = flatten(shape)
-                ConvNest(problem, target, arguments, flat, choose_tiles(flat, target)).emit()
+                ConvNest(problem, target, arguments, flat, plan or choose_tiles(flat, target)).emit()
         return arguments.result
 
-    return Kernel(name, problem, target, params, build)
+    return Kernel(name, problem, target, params, build, plan)
 
 
 @dataclasses.dataclass(frozen=True)

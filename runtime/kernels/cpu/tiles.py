@@ -177,13 +177,26 @@ def row_stride(shape: ConvShape, channels: int, target: Target) -> int:
 
 
 def choose_tiles(shape: ConvShape, target: Target) -> Tiles:
-    vectors = choose_vectors(shape.group_cout, target)
+    return ranked_tiles(shape, target)[0]
+
+
+def ranked_tiles(shape: ConvShape, target: Target, vectors: int | None = None) -> list[Tiles]:
+    """All tiles that fit the cache for one number of vectors (that of the rule by default), the cheapest first."""
+    vectors = vectors or choose_vectors(shape.group_cout, target)
     micro = micro_tile(shape, micro_pixels(vectors, target))
     channels = reduction_block(shape, vectors, target)
     stride = row_stride(shape, channels, target)
     options = [Tiles(vectors, *micro, *block, channels, stride) for block in _blocks(shape, micro)]
     fitting = [t for t in options if tile_bytes(shape, t) <= TILE_BYTES] or options[:1]
-    return min(fitting, key=lambda t: cost(shape, t, target))
+    return sorted(fitting, key=lambda t: cost(shape, t, target))
+
+
+def alternatives(shape: ConvShape, target: Target) -> list[Tiles]:
+    """Tiles that may beat those of the rule where it misjudges: the next in its order, and other numbers of vectors."""
+    ranked = ranked_tiles(shape, target)
+    most = math.ceil(shape.group_cout / target.lanes)
+    others = [v for v in (1, 2, 3) if v != ranked[0].vectors and v <= most]
+    return ranked[1:3] + [ranked_tiles(shape, target, vectors)[0] for vectors in others]
 
 
 def _blocks(shape: ConvShape, micro: tuple[int, int, int]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,213 @@
+"""Measured choices: which of several ways to do a problem is the fastest on this machine, and remembering it.
+
+A generator's rule decides first (kernels/kernel.py, `Choice`); a remembered choice takes its place. A choice is
+remembered on disk beside the compiled kernels, one small JSON file a problem, under a hash of the problem, the target
+and the generators' sources. Files are moved into place as a whole, so that processes may share the folder; one that
+cannot be read, or names a choice that does not exist, is as good as none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import pathlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+
+from bnfuse.errors import BnfuseError
+from bnfuse.io import write_atomically
+from bnfuse.runtime import targets
+from bnfuse.runtime.build import Library, Progress, Request, objects
+from bnfuse.runtime.cache import Cache, content_key
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Target
+from bnfuse.runtime.lower import Lowered
+from bnfuse.runtime.memory import aligned
+
+BUDGET = 600.0  # seconds: what is not measured by then keeps the rule's choice until the next tuning
+TOGETHER = 12  # problems whose candidates are compiled at a time
+MARGIN = 0.97  # of the rule's time: less of a gain is taken for noise
+HOPELESS = 1.4  # times the best: dropped after the first round
+ROUNDS = 3, 12  # at least, at most
+SECONDS = 0.2  # of measuring a problem, after which no further round is begun
+
+Measure = Callable[[Sequence[Kernel], Sequence[bytes]], list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A kernel of the graph that has several choices. `request` is for that of the rule; `launches` of a step."""
+
+    request: Request
+    choices: tuple[Choice, ...]
+    launches: int
+    flops: int
+
+    @property
+    def key(self) -> str:
+        """Of the problem, the target and what makes its kernels."""
+        made = f"{self.request.generator} {content_key(self.request.kernel())}"
+        return hashlib.sha256(made.encode()).hexdigest()
+
+    def candidate(self, choice: Choice) -> Request:
+        """The request for a choice; for the rule's own it is the plain one, whose kernel may have been compiled."""
+        if choice == self.choices[0]:
+            return self.request
+        return Request(self.request.generator, (*self.request.arguments, choice.algorithm, choice.plan))
+
+
+class Memory:
+    """The remembered choices of a cache: names (texts of a `Choice`) by key. Without a folder, of this call alone."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.folder = cache.folder
+        self.known: dict[str, str] = {}
+
+    def choice(self, task: Task) -> Choice | None:
+        """The remembered choice, if there is one."""
+        name = self.known.get(task.key) or self._read(task.key)
+        return next((choice for choice in task.choices if repr(choice) == name), None)
+
+    def remember(self, task: Task, choice: Choice, seconds: Sequence[float]) -> None:
+        """`seconds` of the task's choices. A folder that cannot be written to costs speed next time, nothing else."""
+        self.known[task.key] = repr(choice)
+        if self.folder is None:
+            return
+        kernel = task.request.kernel()
+        times = {repr(c): s for c, s in zip(task.choices, seconds, strict=True)}
+        text = json.dumps({"choice": repr(choice), "kernel": kernel.name, "seconds": times}, indent=1)
+        path = self._path(task.key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text.encode())
+        except (OSError, BnfuseError):
+            return
+
+    def _read(self, key: str) -> str | None:
+        if self.folder is None:
+            return None
+        try:
+            name = json.loads(self._path(key).read_bytes())["choice"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return name if isinstance(name, str) else None
+
+    def _path(self, key: str) -> pathlib.Path:
+        assert self.folder is not None
+        return self.folder / "tuned" / f"{key}.json"
+
+
+def tasks_of(lowered: Lowered) -> dict[int, Task]:
+    """The kernels of a program that can be made in several ways, by their index."""
+    counts = Counter(launch.kernel for launch in lowered.program.launches)
+    works = lowered.program.works
+    found = {}
+    for index, request in enumerate(lowered.requests):
+        choices = choices_of(request)
+        if len(choices) > 1:
+            found[index] = Task(request, choices, counts[index], works[index].flops if works else 0)
+    return found
+
+
+def choices_of(request: Request) -> tuple[Choice, ...]:
+    """All ways to make a request, none where its generator knows one only."""
+    module = importlib.import_module(f"bnfuse.runtime.kernels.{request.generator.partition(':')[0]}")
+    choices = getattr(module, "choices", None)
+    return choices(*request.arguments) if choices is not None else ()
+
+
+def choose(lowered: Lowered, memory: Memory) -> None:
+    """Put the remembered choices in place of the rule's."""
+    for index, task in tasks_of(lowered).items():
+        choice = memory.choice(task)
+        if choice is not None and choice != task.choices[0]:
+            lowered.requests[index] = task.candidate(choice)
+            lowered.program.kernels[index] = lowered.requests[index].kernel().name
+            lowered.program.report.tuned += 1
+
+
+def tune(
+    lowered: Lowered,
+    memory: Memory,
+    cache: Cache,
+    target: Target,
+    *,
+    progress: Progress | None = None,
+    measure: Measure | None = None,
+    budget: float = BUDGET,
+) -> None:
+    """Measure the candidates of the problems that nothing is remembered of, those with the most work first."""
+    if missing := targets.missing_features(targets.features_of(target.mcpu)):
+        raise BnfuseError(
+            f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
+        )
+    tasks = [task for task in tasks_of(lowered).values() if memory.choice(task) is None]
+    tasks.sort(key=lambda task: task.launches * task.flops, reverse=True)
+    total, done, end = sum(len(task.choices) for task in tasks), 0, time.monotonic() + budget
+    for first in range(0, len(tasks), TOGETHER):
+        if time.monotonic() > end:
+            break
+        some = tasks[first : first + TOGETHER]
+        requests = [task.candidate(choice) for task in some for choice in task.choices]
+
+        def tell(count: int, _: int, name: str, done: int = done) -> None:
+            if progress:
+                progress(done, total, f"compiling candidates: {name}")
+
+        codes = iter(objects(requests, cache, progress=tell))
+        for task in some:
+            kernels = [task.candidate(choice).kernel() for choice in task.choices]
+            seconds = (measure or fastest_times)(kernels, [next(codes) for _ in kernels])
+            memory.remember(task, best(task.choices, seconds), seconds)
+            done += len(kernels)
+            if progress:
+                progress(done, total, f"measured {kernels[0].name}")
+
+
+def best(choices: Sequence[Choice], seconds: Sequence[float]) -> Choice:
+    """The fastest; that of the rule, the first, where none is clearly faster."""
+    index = min(range(len(choices)), key=lambda i: seconds[i])
+    return choices[index] if seconds[index] < MARGIN * seconds[0] else choices[0]
+
+
+def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[float]:
+    """Seconds of the fastest run of each kernel, in turns, on one set of buffers of random numbers.
+
+    All take the same parameters. What is hopeless after the first round is not run again.
+    """
+    targets.start_threads(kernels[0].target.threads)
+    library = Library([kernel.name for kernel in kernels], codes)
+    arguments = random_arguments(kernels[0])
+    for function in library.functions:
+        function(*arguments)
+    times = [float("inf")] * len(kernels)
+    start = time.perf_counter()
+    for round_ in range(ROUNDS[1]):
+        if round_ >= ROUNDS[0] and time.perf_counter() - start > SECONDS:
+            break
+        limit = HOPELESS * min(times)
+        for index, function in enumerate(library.functions):
+            if times[index] > limit and round_:
+                continue
+            begin = time.perf_counter()
+            function(*arguments)
+            times[index] = min(times[index], time.perf_counter() - begin)
+    return times
+
+
+def random_arguments(kernel: Kernel) -> list[Any]:
+    """Buffers of their real sizes, then offsets of zero."""
+    some = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
+    buffers = []
+    for param in kernel.params:
+        buffer = aligned(param.elements * np.dtype(param.dtype).itemsize).view(param.dtype)
+        if param.dtype == "float32":
+            buffer[:] = np.resize(some, param.elements)
+        buffers.append(tvm.runtime.from_dlpack(buffer))
+    return [*buffers, *(0 for param in kernel.params if param.is_map)]

@@ -1,0 +1,244 @@
+"""Tuning: what is measured, what is remembered, who uses it. Times are faked; the kernels are real."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime import compile_step, targets, tuning
+from bnfuse.runtime.build import Request, objects
+from bnfuse.runtime.cache import Cache
+from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward, execute
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, MapType, Problem
+
+TARGET = targets.resolve("cpu", 2)
+WINDOW = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (3, 3)), ("pads", (1, 1, 1, 1)), ("strides", (1, 1)))
+FLAT = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (1, 1)), ("pads", (0, 0, 0, 0)), ("strides", (1, 1)))
+
+
+def neighbour(name: str) -> types.ModuleType:
+    """A module beside this one, which is in no package."""
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"bnfuse_tuning_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+nets = neighbour("test_session")
+
+
+class Measurer:
+    """Says that the last candidate is the fastest, or (`fastest`) another, and keeps count."""
+
+    def __init__(self, fastest: int = -1) -> None:
+        self.fastest, self.calls = fastest, 0
+
+    def __call__(self, kernels: list[Kernel], codes: list[bytes]) -> list[float]:
+        self.calls += 1
+        times = [1.0] * len(kernels)
+        times[self.fastest] = 0.5
+        return times
+
+
+@pytest.fixture
+def measurer(monkeypatch: pytest.MonkeyPatch) -> Measurer:
+    found = Measurer()
+    monkeypatch.setattr(tuning, "fastest_times", found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return nets.graph_of(nets.dense_net, "icf")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> pathlib.Path:
+    """A cache that has the candidates' code, so that single tests compile little."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def forget(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Remove what is remembered; what it was."""
+    files = list(folder.glob("tuned/*"))
+    for file in files:
+        file.unlink()
+    return files
+
+
+def test_what_was_measured_is_used_and_remembered_with_and_without_the_option(graph, compiled, measurer):
+    forget(compiled)
+    plain = compile_step(graph, threads=2, cache=compiled)
+    assert (plain.report.tuned, measurer.calls) == (0, 0)
+    tuned = compile_step(graph, threads=2, cache=compiled, tune=True)
+    assert measurer.calls == tuned.report.tuned > 4
+    calls = measurer.calls
+    for again in (True, False):
+        later = compile_step(graph, threads=2, cache=compiled, tune=again)
+        assert later.report.tuned == tuned.report.tuned
+        assert later.program.kernels == tuned.program.kernels
+    assert measurer.calls == calls, "what is remembered is not measured again"
+    for seed in range(2):
+        assert tuned(*nets.batch(seed)) == pytest.approx(plain(*nets.batch(seed)), rel=1e-4)
+    for name, value in plain.gradients().items():
+        np.testing.assert_allclose(tuned.gradients()[name], value, rtol=1e-3, atol=1e-4 * np.abs(value).max())
+
+
+def test_what_the_rule_chose_is_remembered_too(graph, compiled, monkeypatch):
+    forget(compiled)
+    measurer = Measurer(fastest=0)
+    monkeypatch.setattr(tuning, "fastest_times", measurer)
+    for _ in range(2):
+        assert compile_step(graph, threads=2, cache=compiled, tune=True).report.tuned == 0
+    assert measurer.calls == len(list(compiled.glob("tuned/*.json")))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"choice": 3}',
+        b'{"choice": "Choice(algorithm=\'magic\')"}',
+        b"[" * 10**5,
+    ],
+)
+def test_a_damaged_memory_is_none(compiled, damage):
+    task = task_of(conv_forward.choices(forward(), TARGET), "cpu.conv_forward:conv_forward", forward())
+    memory = tuning.Memory(Cache(compiled))
+    memory.remember(task, task.choices[-1], [1.0] * len(task.choices))
+    assert tuning.Memory(Cache(compiled)).choice(task) == task.choices[-1]
+    (file,) = (f for f in compiled.glob("tuned/*.json") if f.stem == task.key)
+    file.write_bytes(damage)
+    assert tuning.Memory(Cache(compiled)).choice(task) is None
+
+
+def test_without_a_cache_a_measurement_serves_its_own_step(graph, measurer):
+    assert compile_step(graph, threads=2, cache=False, tune=True).report.tuned == measurer.calls > 0
+
+
+def test_the_budget_ends_it_and_the_rest_keeps_the_rule(graph, compiled, measurer, monkeypatch):
+    forget(compiled)
+    monkeypatch.setattr(tuning, "TOGETHER", 1)
+    now = iter(range(0, 10**6, 400))
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: next(now))
+    assert compile_step(graph, threads=2, cache=compiled, tune=True).report.tuned == measurer.calls == 1
+
+
+def test_another_processor_cannot_be_tuned_for(graph):
+    foreign = "haswell" if targets.is_arm(targets.host_cpu()) else "neoverse-n1"
+    with pytest.raises(BnfuseError, match=f"cannot tune for {foreign}: this CPU lacks") as caught:
+        compile_step(graph, target=f"cpu:{foreign}", cache=False, tune=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_small_gain_is_noise():
+    rule, other = Choice("direct"), Choice("winograd")
+    assert tuning.best((rule, other), (1.0, 0.99)) == rule
+    assert tuning.best((rule, other), (1.0, 0.9)) == other
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_tuning as t
+step = t.tuned_step({folder!r}, fastest={fastest})
+print(step.report.tuned)
+"""
+
+
+def tuned_step(folder: str, fastest: int):
+    tuning.fastest_times = Measurer(fastest)
+    return compile_step(nets.graph_of(nets.dense_net, "icf"), threads=2, cache=folder, tune=True)
+
+
+def test_processes_share_what_they_remember(graph, compiled):
+    forget(compiled)
+    scripts = [
+        SCRIPT.format(tests=str(pathlib.Path(__file__).parent), folder=str(compiled), fastest=fastest)
+        for fastest in (-1, 0)
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for process in [subprocess.Popen([sys.executable, "-c", script], **pipes) for script in scripts]:
+        printed, errors = process.communicate(timeout=300)
+        assert process.returncode == 0 and printed.strip().isdigit(), errors
+    files = list(compiled.glob("tuned/*"))
+    assert files and all(file.suffix == ".json" and json.loads(file.read_bytes())["choice"] for file in files)
+
+
+# -- candidates ----------------------------------------------------------------------------------------------------
+
+
+def forward(attributes=WINDOW) -> Problem:
+    x, y = MapType(3, 14, 14, 40, 40), MapType(3, 14, 14, 70, 70)
+    side = dict(attributes)["kernel_shape"]
+    return Problem("NormalizeReluConvStatistics", (("x", x), ("y", y)), attributes, (70, 40, *side))
+
+
+def backward(attributes=WINDOW) -> Problem:
+    x, y = MapType(3, 14, 14, 40, 40), MapType(3, 14, 14, 70, 70)
+    side = dict(attributes)["kernel_shape"]
+    maps = (("dy", y), ("grad_x", y), ("x", x), ("dx", x))
+    return Problem("BatchNormGradNormalizeReluConvGradReluGradReduce", maps, attributes, (70, 40, *side))
+
+
+def task_of(choices: tuple[Choice, ...], generator: str, problem: Problem) -> tuning.Task:
+    return tuning.Task(Request(generator, (problem, TARGET)), choices, 1, 1)
+
+
+CASES = [
+    pytest.param(conv_forward, "conv_forward", forward(), id="forward 3x3"),
+    pytest.param(conv_forward, "conv_forward", forward(FLAT), id="forward 1x1"),
+    pytest.param(conv_backward, "conv_backward", backward(), id="backward 3x3"),
+    pytest.param(conv_backward, "conv_backward", backward(FLAT), id="backward 1x1"),
+]
+
+
+@pytest.mark.parametrize(("module", "generator", "problem"), CASES)
+def test_all_candidates_compute_the_same(module, generator, problem):
+    """The rule's own kernels are compared with the reference by the tests of each generator."""
+    choices = module.choices(problem, TARGET)
+    assert len(choices) > 2 and len({repr(choice) for choice in choices}) == len(choices)
+    task = task_of(choices, f"cpu.{generator}:{generator}", problem)
+    kernels = [task.candidate(choice).kernel() for choice in choices]
+    assert len({kernel.key for kernel in kernels}) == len(kernels)
+    assert {kernel.params for kernel in kernels} == {kernels[0].params}
+    rng = np.random.default_rng(0)
+    arrays = {
+        param.name: rng.standard_normal(param.elements, np.float32)
+        for param in kernels[0].params
+        if param.access != "out"
+    }
+    first, *others = (execute.call(kernel, arrays) for kernel in kernels)
+    for other in others:
+        for name, value in first.items():
+            error = np.linalg.norm(other[name] - value) / np.linalg.norm(value)
+            assert error < 2e-5, (name, error)
+
+
+def test_real_measurements_are_seconds_of_every_candidate(compiled):
+    task = task_of(conv_forward.choices(forward(), TARGET), "cpu.conv_forward:conv_forward", forward())
+    requests = [task.candidate(choice) for choice in task.choices]
+    codes = objects(requests, Cache(compiled))
+    seconds = tuning.fastest_times([request.kernel() for request in requests], codes)
+    assert len(seconds) == len(task.choices) and all(0 < s < 1 for s in seconds)
+
+
+def test_kernels_with_one_way_only_have_no_choices():
+    kind = MapType(1, 2, 2, 4, 4)
+    relu = Request("cpu.map:map_forward", (Problem("ReluMap", (("x", kind), ("y", kind))), TARGET))
+    assert tuning.choices_of(relu) == ()
