@@ -83,19 +83,21 @@ class Case:
         return {name: rng.standard_normal(shapes.get(name, (self.cin,)), np.float32) for name in names}
 
 
-def run(case: Case, operands: dict[str, np.ndarray], target: Target = TARGET) -> tuple[dict, dict]:
-    """What the kernel finds and what the reference expects."""
+def run(
+    case: Case, operands: dict[str, np.ndarray], target: Target = TARGET, generator: Any = conv_forward
+) -> tuple[dict, dict]:
+    """What the generator's kernel finds and what the reference expects."""
     wide = {name: value.astype(np.float64) for name, value in operands.items()}
     expected = reference.run(parse(case.op), wide, case.attributes)
     shapes = {name: value.shape for name, value in expected.items()}
     channels = {"x": case.cin, "skip": case.cin, "stored": case.cin, "y": case.cout}
     slots = {name: (count + 2 * case.slots, case.slots) for name, count in channels.items()}
-    found = execute.operator(conv_forward, target, case.op, operands, shapes, case.attributes, slots)
+    found = execute.operator(generator, target, case.op, operands, shapes, case.attributes, slots)
     return found, expected
 
 
-def check(case: Case, target: Target = TARGET, tolerance: float = 2e-6) -> None:
-    found, expected = run(case, case.operands(np.random.default_rng(0)), target)
+def check(case: Case, target: Target = TARGET, tolerance: float = 2e-6, generator: Any = conv_forward) -> None:
+    found, expected = run(case, case.operands(np.random.default_rng(0)), target, generator)
     for name, value in expected.items():
         error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + 1e-30)
         assert error < tolerance, f"{name} of {case}: {error:.1e}"

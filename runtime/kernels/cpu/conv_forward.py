@@ -25,11 +25,13 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cpu import winograd_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import (
@@ -59,32 +61,57 @@ from bnfuse.runtime.kernels.cpu.tir import (
     workspace,
     zero,
 )
+from bnfuse.runtime.kernels.cpu.winograd_forward import WinogradNest, choose_winograd_tiles
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem, Target
 
 
+def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:
+    """The algorithms that can do a convolution, the one that the cost rule chooses first."""
+    shape = conv_shape(problem)
+    if not winograd_forward.takes(shape):
+        return ("direct",)
+    return ("winograd", "direct") if winograd_forward.wins(shape, target) else ("direct", "winograd")
+
+
 def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
-    """All ways to do a problem that are worth measuring, that of the rule first."""
+    """All ways to do a problem that are worth measuring, that of the rules first."""
+    able = algorithms(problem, target)
     shape = conv_shape(problem)
     plans = [] if shape.is_depthwise else alternatives(flatten(shape), target)
-    return (Choice("direct"), *(Choice("direct", plan) for plan in plans))
+    return (*(Choice(name) for name in able), *(Choice("direct", plan) for plan in plans))
 
 
-def conv_forward(problem: Problem, target: Target, algorithm: str = "direct", plan: Tiles | None = None) -> Kernel:
-    """The kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics."""
+def conv_forward(problem: Problem, target: Target, algorithm: str | None = None, plan: Tiles | None = None) -> Kernel:
+    """The kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics.
+
+    `algorithm` is one of `algorithms`, the first by default; `plan` has the tiles of the direct one.
+    """
+    able = algorithms(problem, target)
+    chosen = algorithm or able[0]
+    if chosen not in able:
+        raise BnfuseError(f"{problem.op}: no algorithm '{chosen}' for this convolution; choose from {', '.join(able)}")
     shape = conv_shape(problem)
-    name = f"{problem.op}_{hashlib.sha256(repr((problem, target)).encode()).hexdigest()[:12]}"
+    name = f"{problem.op}_{hashlib.sha256(repr((problem, target, chosen)).encode()).hexdigest()[:12]}"
     params = forward_params(problem)
 
     def build() -> Any:
         with function(name, params) as arguments:
-            if shape.is_depthwise:
-                DepthwiseNest(problem, target, arguments, shape).emit()
-            else:
-                flat = flatten(shape)
-                ConvNest(problem, target, arguments, flat, plan or choose_tiles(flat, target)).emit()
+            nest(problem, target, arguments, shape, chosen, plan).emit()
         return arguments.result
 
     return Kernel(name, problem, target, params, build, plan)
+
+
+def nest(
+    problem: Problem, target: Target, arguments: Arguments, shape: ConvShape, algorithm: str, plan: Tiles | None
+) -> ForwardNest:
+    """The loop nest of an algorithm for a shape."""
+    if algorithm == "winograd":
+        return WinogradNest(problem, target, arguments, shape, choose_winograd_tiles(shape, target))
+    if shape.is_depthwise:
+        return DepthwiseNest(problem, target, arguments, shape)
+    flat = flatten(shape)
+    return ConvNest(problem, target, arguments, flat, plan or choose_tiles(flat, target))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,20 +176,6 @@ class ConvNest(ForwardNest):
             values = weight[span(source + start * stride, part, stride)]
             store(self.weights, span(target + start, part), values)
         zero(self.weights, target + width, self.width - width, self.lanes)
-
-    def with_output_width(self, block: Expr, body: Callable[[int], None]) -> None:
-        """Call `body` with the channels of output block `block`, which are fewer in the last."""
-        tail = self.shape.group_cout % self.width
-        if tail == 0:
-            body(self.width)
-        elif self.out_blocks == 1:
-            body(tail)
-        else:
-            with T.If(block < self.out_blocks - 1):
-                with T.Then():
-                    body(self.width)
-                with T.Else():
-                    body(tail)
 
     # Tiles
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu.entry import Entry
@@ -14,6 +16,9 @@ from bnfuse.runtime.kernels.kernel import Problem, Target
 
 class ForwardNest:
     """The body of a forward convolution's function; subclasses fill in the packing of weights and the tiles."""
+
+    width: int  # output channels of a block of weights
+    out_blocks: int  # such blocks of a group
 
     def __init__(self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape) -> None:
         self.target, self.arguments, self.shape = target, arguments, shape
@@ -53,3 +58,17 @@ class ForwardNest:
         if statistics:
             count = shape.n * shape.oh * shape.ow
             self.partials.finish(count, self.arguments["mean"], self.arguments["variance"])
+
+    def with_output_width(self, block: Expr, body: Callable[[int], None]) -> None:
+        """Call `body` with the channels of output block `block`, which are fewer in the last."""
+        tail = self.shape.group_cout % self.width
+        if tail == 0:
+            body(self.width)
+        elif self.out_blocks == 1:
+            body(tail)
+        else:
+            with T.If(block < self.out_blocks - 1):
+                with T.Then():
+                    body(self.width)
+                with T.Else():
+                    body(tail)

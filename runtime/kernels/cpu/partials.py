@@ -37,12 +37,11 @@ class Partials:
 
     def add(self, thread: Expr, channel: Expr, values: Sequence[Expr], width: int) -> None:
         """Add the vectors `values`, one per pixel, of the `width` channels from `channel` on."""
-        total = T.bind(_sum(values))
-        mean = T.bind(total * splat(1 / len(values), width))
-        deviations = T.bind(_sum([(value - mean) * (value - mean) for value in values]))
-        wide = T.bind(widen(total, width))
-        square = wide * wide * splat(1 / len(values), width, "float64") + widen(deviations, width)
-        for moment, value in enumerate((wide, square)):
+        self.add_sums(thread, channel, moments(values, width), width)
+
+    def add_sums(self, thread: Expr, channel: Expr, sums: Sequence[Expr], width: int) -> None:
+        """Add float64 sums of y and y^2, of the `width` channels from `channel` on."""
+        for moment, value in enumerate(sums):
             index = span(self.at(thread, moment, channel), width)
             store(self.buffer, index, self.buffer[index] + value)
 
@@ -60,6 +59,15 @@ class Partials:
                 store(buffer, span(start, width), tirx.Cast("float32" if width == 1 else f"float32x{width}", value))
 
         vectors(self.channels, self.lanes, body)
+
+
+def moments(values: Sequence[Expr], width: int) -> tuple[Expr, Expr]:
+    """The float64 sums over `values` of y and of y^2, lane by lane."""
+    total = T.bind(_sum(values))
+    mean = T.bind(total * splat(1 / len(values), width))
+    deviations = T.bind(_sum([(value - mean) * (value - mean) for value in values]))
+    wide = T.bind(widen(total, width))
+    return wide, wide * wide * splat(1 / len(values), width, "float64") + widen(deviations, width)
 
 
 def _sum(values: Sequence[Expr]) -> Expr:

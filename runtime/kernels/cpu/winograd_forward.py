@@ -1,0 +1,382 @@
+"""Forward convolution of 3x3 windows by Winograd's F(2x2, 3x3) (winograd.py): 16 multiplications for every 36.
+
+    transform the weights: U [cout/NR][place 16][cin][NR], NR = vectors*lanes                   workspace
+    parallel over threads, for the thread's tiles (images x rows x all columns of output):
+        pack the activated input of the tile, with its zero border                          second-level cache
+        for a block of its 2x2 outputs ("squares", counted over images, rows and columns):
+            transform their 4x4 patches: V [place 16][squares][cin]                         second-level cache
+            for NR output channels:
+                for place, for a micro tile of squares: M [place 16][squares][NR] = V * U   registers, U in first-level
+                for squares: transform M; + bias; float64 sums of y and its squared deviations; store y
+
+Takes windows of 3x3, stride 1, dilation 1, one group; any padding. Where a size is odd the last squares hang over:
+their inputs are zeros of the packed tile, and what lies outside of y is neither stored nor counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
+from bnfuse.runtime.kernels.cpu.nest import PackedTile, Place, cut, loop, places
+from bnfuse.runtime.kernels.cpu.partials import moments
+from bnfuse.runtime.kernels.cpu.tiles import (
+    ConvShape,
+    Tiles,
+    balanced,
+    choose_tiles,
+    choose_vectors,
+    cost,
+    micro_pixels,
+)
+from bnfuse.runtime.kernels.cpu.tir import (
+    Arguments,
+    Buffer,
+    Expr,
+    prefetch_write,
+    registers,
+    share,
+    span,
+    splat,
+    store,
+    vectors,
+    workspace,
+    zero,
+)
+from bnfuse.runtime.kernels.cpu.winograd import (
+    OUT,
+    PATCH,
+    PLACES,
+    Block,
+    input_transform,
+    output_transform,
+    weight_transform,
+)
+from bnfuse.runtime.kernels.kernel import Problem, Target
+
+TILE_BYTES = 448 << 10  # of packed input
+NEAR_BYTES = 512 << 10  # of transformed weights that stay in the second-level cache, and of patches beside them
+FAR_BYTES = 1152 << 10  # of patches, where the weights come from afar: once for each block of squares
+
+# Cycles, measured with 16 lanes; a multiplication of two vectors is half a cycle
+PACK = 14  # a vector of a packed pixel
+TRANSFORM = 58  # a vector of a patch
+FINISH = 40  # a vector of a square's outputs
+WEIGHT = 80  # to transform the windows of a vector of output channels and an input channel, more than to pack them
+NEAR, FAR = 1 / 64, 1 / 12  # a byte of weights
+
+LINE = 16  # floats of a cache line
+
+Leave = Callable[[Sequence[Expr], Sequence[Expr]], None]  # (pixels of y, their values)
+
+
+def takes(shape: ConvShape) -> bool:
+    """Whether the algorithm can do it."""
+    window = (shape.r, shape.s, shape.stride_h, shape.stride_w, shape.dilation_h, shape.dilation_w)
+    return window == (3, 3, 1, 1, 1, 1) and shape.groups == 1
+
+
+def wins(shape: ConvShape, target: Target) -> bool:
+    """Whether it is estimated to be the faster one."""
+    direct = choose_tiles(shape, target)
+    return winograd_cost(shape, choose_winograd_tiles(shape, target), target) < 0.95 * direct_cost(
+        shape, direct, target
+    )
+
+
+def whole_squares(shape: ConvShape) -> ConvShape:
+    """The same convolution with sizes of y rounded up to what whole squares cover."""
+    return dataclasses.replace(shape, oh=math.ceil(shape.oh / OUT) * OUT, ow=math.ceil(shape.ow / OUT) * OUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class WinogradTiles:
+    """Sizes of the micro tile (vectors x squares), the block of squares, and the packed tile (images x rows)."""
+
+    vectors: int
+    micro: int
+    block: int
+    images: int
+    rows: int  # of output, even
+    pitch: int  # elements between pixels of the packed tile, and between squares of the transformed patches
+
+    def packed_bytes(self, even: ConvShape) -> int:
+        return 4 * self.images * even.packed_rows(self.rows) * even.packed_columns * self.pitch
+
+    def squares(self, even: ConvShape) -> int:
+        """Squares of a packed tile."""
+        return self.images * self.rows * even.ow // OUT**2
+
+    @property
+    def patch_bytes(self) -> int:
+        return 4 * PLACES * self.block * self.pitch
+
+
+def choose_winograd_tiles(shape: ConvShape, target: Target) -> WinogradTiles:
+    """The cheapest of those that fit."""
+    even = whole_squares(shape)
+    sizes = [(1, rows) for rows in range(OUT, even.oh + 1, OUT)] + [
+        (images, even.oh) for images in range(2, even.n + 1)
+    ]
+    options = [_tiles(shape, target, *size) for size in sizes]
+    fitting = [tiles for tiles in options if tiles.packed_bytes(even) <= TILE_BYTES]
+    return min(fitting or options[:1], key=lambda tiles: winograd_cost(shape, tiles, target))
+
+
+def _tiles(shape: ConvShape, target: Target, images: int, rows: int) -> WinogradTiles:
+    """The largest blocks of squares that the cache has room for, all of one size, in micro tiles of one size."""
+    vectors = choose_vectors(shape.cout, target)
+    pitch = math.ceil(shape.cin / target.lanes) * target.lanes + target.lanes
+    most = (NEAR_BYTES if weight_bytes(shape) <= NEAR_BYTES else FAR_BYTES) // (4 * PLACES * pitch)
+    block = balanced(images * rows * whole_squares(shape).ow // OUT**2, max(most, 1))
+    micro = balanced(block, micro_pixels(vectors, target))
+    return WinogradTiles(vectors, micro, math.ceil(block / micro) * micro, images, rows, pitch)
+
+
+def weight_bytes(shape: ConvShape) -> int:
+    """Bytes of the transformed weights."""
+    return 4 * PLACES * shape.cin * shape.cout
+
+
+def winograd_cost(shape: ConvShape, tiles: WinogradTiles, target: Target) -> float:
+    """Estimated cycles of the busiest thread."""
+    even = whole_squares(shape)
+    inputs, outputs = math.ceil(shape.cin / target.lanes), math.ceil(shape.cout / target.lanes / tiles.vectors)
+    outputs *= tiles.vectors
+    squares = tiles.squares(even)
+    blocks = math.ceil(squares / tiles.block)
+    multiply = blocks * tiles.block * PLACES * shape.cin * outputs / 2
+    pack = PACK * tiles.images * even.packed_rows(tiles.rows) * even.packed_columns * inputs
+    transforms = squares * (TRANSFORM * inputs + FINISH * outputs)
+    sweep = blocks * weight_bytes(shape) * (NEAR if weight_bytes(shape) <= NEAR_BYTES else FAR)
+    count = math.ceil(shape.n / tiles.images) * math.ceil(even.oh / tiles.rows)
+    weights = WEIGHT * shape.cin * outputs / target.threads
+    return math.ceil(count / target.threads) * (multiply + pack + transforms + sweep) + weights
+
+
+def direct_cost(shape: ConvShape, tiles: Tiles, target: Target) -> float:
+    """The same for the direct algorithm."""
+    count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
+    packed = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns
+    more = packed * math.ceil(shape.cin / target.lanes) * (PACK - 4)  # `cost` counts 4
+    return cost(shape, tiles, target) + math.ceil(count / target.threads) * more
+
+
+def odd_lines(elements: int) -> int:
+    """At least so many elements, an odd number of cache lines: 16 such strides meet 16 sets of a cache."""
+    return (math.ceil(elements / LINE) | 1) * LINE
+
+
+class WinogradNest(ForwardNest):
+    """The loop nest of the module's docstring."""
+
+    def __init__(
+        self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape, tiles: WinogradTiles
+    ) -> None:
+        super().__init__(problem, target, arguments, shape)
+        self.tiles, self.even = tiles, whole_squares(shape)
+        self.width = tiles.vectors * target.lanes
+        self.out_blocks = math.ceil(shape.cout / self.width)
+        self.weight_stride = odd_lines(shape.cin * self.width)  # from place to place
+        self.patch_stride = odd_lines(tiles.block * tiles.pitch)
+        self.product_stride = odd_lines(tiles.block * self.width)
+
+    # Weights
+
+    @property
+    def packed_weights(self) -> int:
+        return self.out_blocks * PLACES * self.weight_stride
+
+    def pack_weights(self, thread: Expr) -> None:
+        """A thread takes some (output block, input channel)s."""
+        shape = self.shape
+        first, count = share(self.out_blocks * shape.cin, self.target.threads, thread)
+        with T.serial(0, count) as i:
+            block = T.bind((first + i) // shape.cin)
+            channel = T.bind((first + i) % shape.cin)
+            source = T.bind((block * self.width * shape.cin + channel) * 9)
+            target = T.bind(block * (PLACES * self.weight_stride) + channel * self.width)
+            self.with_output_width(block, functools.partial(self.pack_weight, source, target))
+
+    def pack_weight(self, source: Expr, target: Expr, width: int) -> None:
+        """The transformed windows of `self.width` output channels, of which `width` exist."""
+        weight, stride = self.arguments["weight"], self.shape.cin * 9
+        for start, part in cut(width, self.lanes):
+            index = source + start * stride
+            window = [[T.bind(weight[span(index + 3 * i + j, part, stride)]) for j in range(3)] for i in range(3)]
+            for place, value in enumerate(itertools.chain(*weight_transform(window, T.bind))):
+                store(self.weights, span(target + place * self.weight_stride + start, part), value)
+        for place in range(PLACES):
+            zero(self.weights, target + place * self.weight_stride + width, self.width - width, self.lanes)
+
+    # Tiles
+
+    def work(self, thread: Expr) -> None:
+        """All tiles of a thread."""
+        tiles, even = self.tiles, self.even
+        self.tile = PackedTile(even, tiles.images, tiles.rows, tiles.pitch, self.lanes)
+        self.patches = workspace(PLACES * self.patch_stride)
+        self.products = workspace(PLACES * self.product_stride)
+        for place in places(even, tiles.images, tiles.rows, self.target.threads, thread):
+            self.tile.pack(place, self.stores_in_passing, self.pack_pixel)
+            squares = place.images * (place.rows // OUT) * (even.ow // OUT)
+            with loop(math.ceil(tiles.images * tiles.rows * even.ow // OUT**2 / tiles.block)) as block:
+                first = T.bind(block * tiles.block)
+                count = T.bind(tirx.Max(tirx.Min(tiles.block, squares - first), 0))
+                self.transform_input(place, first, count)
+                with loop(self.out_blocks) as out_block:
+                    self.multiply(place, first, count, out_block)
+                    self.finish(place, first, count, out_block)
+
+    def pack_pixel(self, index: Expr, pixel: Expr, stored: bool) -> None:
+        """All channels of one pixel."""
+
+        def pack(channel: Expr, width: int) -> None:
+            self.entry.pack(self.tile.buffer, index + channel, pixel, channel, width, stored)
+
+        vectors(self.shape.cin, self.lanes, pack)
+
+    def square(self, number: Expr) -> tuple[Expr, Expr, Expr]:
+        """Image of a square of the tile, and row and column of its first output."""
+        columns = self.even.ow // OUT
+        each = self.tiles.rows // OUT * columns
+        if self.tiles.images == 1:
+            image, inside = 0, number
+        else:
+            image, inside = T.bind(number // each), T.bind(number % each)
+        return image, T.bind(inside // columns * OUT), T.bind(inside % columns * OUT)
+
+    def transform_input(self, place: Place, first: Expr, count: Expr) -> None:
+        """The patches of `count` squares, whole vectors: past the last channel they hold what nothing reads."""
+        tile, pitch = self.tile, self.tiles.pitch
+        with T.serial(0, count) as i:
+            corner = T.bind(tile.at(*self.square(first + i)))
+            with T.serial(0, math.ceil(self.shape.cin / self.lanes)) as v:
+                source, target = T.bind(corner + v * self.lanes), T.bind(i * pitch + v * self.lanes)
+                patch = [
+                    [T.bind(tile.buffer[span(source + tile.tap(r, s), self.lanes)]) for s in range(PATCH)]
+                    for r in range(PATCH)
+                ]
+                for number, value in enumerate(itertools.chain(*input_transform(patch, T.bind))):
+                    store(self.patches, span(target + number * self.patch_stride, self.lanes), value)
+
+    # Products
+
+    def multiply(self, place: Place, first: Expr, count: Expr, block: Expr) -> None:
+        """M = V * U for a block of squares and a block of output channels."""
+        micro = self.tiles.micro
+        with T.serial(0, PLACES) as number, T.serial(0, (count + (micro - 1)) // micro) as m:
+            self.prefetch_output(place, first + m * micro, number, block)
+            accumulators = registers(micro * self.width)
+            for index, _ in self.accumulators():
+                store(accumulators, index, splat(0, self.lanes))
+            self.micro_tile(number, m, block, accumulators)
+            target = T.bind(number * self.product_stride + m * (micro * self.width))
+            for index, offset in self.accumulators():
+                store(self.products, span(target + offset, self.lanes), accumulators[index])
+
+    def accumulators(self) -> list[tuple[Expr, int]]:
+        """The vectors of the accumulators, and where each begins."""
+        starts = range(0, self.tiles.micro * self.width, self.lanes)
+        return [(span(start, self.lanes), start) for start in starts]
+
+    def micro_tile(self, number: Expr, m: Expr, block: Expr, accumulators: Buffer) -> None:
+        """accumulators += patches * weights, over the input channels."""
+        pitch = self.tiles.pitch
+        patches = T.bind(number * self.patch_stride + m * (self.tiles.micro * pitch))
+        weights = T.bind((block * PLACES + number) * self.weight_stride)
+        with T.serial(0, self.shape.cin) as k:
+            for p, v in itertools.product(range(self.tiles.micro), range(self.tiles.vectors)):
+                index = span(p * self.width + v * self.lanes, self.lanes)
+                row = self.weights[span(weights + k * self.width + v * self.lanes, self.lanes)]
+                store(accumulators, index, accumulators[index] + self.patches[patches + k + p * pitch] * row)
+
+    def prefetch_output(self, place: Place, first: Expr, number: Expr, block: Expr) -> None:
+        """Ask for the lines of y that a square of the micro tile will be written to: at each place, another square."""
+        with T.If(number < self.tiles.micro), T.Then():
+            corner = T.bind(self.output_pixel(place, *self.square(first + number)))
+            for i, j in itertools.product(range(OUT), repeat=2):
+                for start in range(0, self.width, self.lanes):
+                    channel = block * self.width + start
+                    prefetch_write(self.y.buffer, self.y.at(corner + i * self.shape.ow + j, channel))
+
+    # Outputs
+
+    def output_pixel(self, place: Place, image: Expr, row: Expr, column: Expr) -> Expr:
+        """The first pixel of a square, as the output map counts them."""
+        return ((place.image + image) * self.shape.oh + place.row + row) * self.shape.ow + column
+
+    def finish(self, place: Place, first: Expr, count: Expr, block: Expr) -> None:
+        """Transform, bias, statistics, y."""
+
+        def body(width: int) -> None:
+            for start, lanes in cut(width, self.lanes):
+                channel = T.bind(block * self.width + start)
+                sums = registers(2 * self.lanes, "float64")
+                cells = [span(moment * self.lanes, lanes) for moment in range(2)]
+                for cell in cells:
+                    store(sums, cell, splat(0, lanes, "float64"))
+
+                def leave(pixels: Sequence[Expr], values: Sequence[Expr]) -> None:
+                    for pixel, value in zip(pixels, values, strict=True):
+                        store(self.y.buffer, span(self.y.at(pixel, channel), lanes), value)  # noqa: B023
+                    if "Statistics" in self.epilogue:
+                        for cell, moment in zip(cells, moments(values, lanes), strict=True):  # noqa: B023
+                            store(sums, cell, sums[cell] + moment)  # noqa: B023
+
+                with T.serial(0, count) as i:
+                    outputs = self.outputs(i * self.width + start, channel, lanes)
+                    self.with_existing(place, self.square(first + i), outputs, leave)
+                if "Statistics" in self.epilogue:
+                    self.partials.add_sums(place.thread, channel, [sums[cell] for cell in cells], lanes)
+
+        self.with_output_width(block, body)
+
+    def outputs(self, source: Expr, channel: Expr, lanes: int) -> Block:
+        """The two by two outputs of a square: vectors of channels."""
+        at = T.bind(source)
+        products = [
+            [T.bind(self.products[span(at + (i * PATCH + j) * self.product_stride, lanes)]) for j in range(PATCH)]
+            for i in range(PATCH)
+        ]
+        outputs = output_transform(products, T.bind)
+        if "Bias" not in self.epilogue:
+            return outputs
+        bias = T.bind(self.arguments["bias"][span(channel, lanes)])
+        return [[T.bind(value + bias) for value in row] for row in outputs]
+
+    def with_existing(self, place: Place, square: tuple[Expr, Expr, Expr], outputs: Block, leave: Leave) -> None:
+        """Call `leave(pixels, values)` with the outputs of a square that lie inside of y."""
+        _, row, column = square
+        first = T.bind(self.output_pixel(place, *square))
+
+        def part(rows: int, columns: int) -> None:
+            inside = list(itertools.product(range(rows), range(columns)))
+            leave([first + i * self.shape.ow + j for i, j in inside], [outputs[i][j] for i, j in inside])
+
+        last_row = place.row + row + 1 == self.shape.oh
+        last_column = column + 1 == self.shape.ow
+        either(
+            self.shape.oh % OUT,
+            last_row,
+            lambda rows: either(self.shape.ow % OUT, last_column, lambda columns: part(rows, columns)),
+        )
+
+
+def either(odd: int, last: Expr, body: Callable[[int], None]) -> None:
+    """Call `body` with the rows (columns) of a square that exist: both but where the size is odd and it is the last."""
+    if not odd:
+        body(OUT)
+        return
+    with T.If(last):
+        with T.Then():
+            body(1)
+        with T.Else():
+            body(OUT)

@@ -1,0 +1,171 @@
+"""Winograd's forward convolution against the numpy reference in float64, and the rule that chooses it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
+from bnfuse.runtime.kernels.cpu.tiles import conv_shape
+from bnfuse.runtime.kernels.cpu.winograd_forward import FAR_BYTES, TILE_BYTES, choose_winograd_tiles, whole_squares
+from bnfuse.runtime.kernels.kernel import Target
+
+
+def load_direct_tests() -> Any:
+    """The module beside this one: its cases are ours."""
+    spec = importlib.util.spec_from_file_location(
+        "bnfuse_direct_tests", pathlib.Path(__file__).with_name("test_conv_forward.py")
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+direct = load_direct_tests()
+Case, FULL, AVX512 = direct.Case, direct.FULL, direct.AVX512
+winograd = functools.partial(conv_forward, algorithm="winograd")
+WINDOW = (3, 3)
+SAME = (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(FULL, 2, 14, 14, 64, 32, WINDOW, pads=SAME, slots=5), id="whole-micro-tiles"),
+        pytest.param(Case(FULL, 3, 7, 7, 20, 48, WINDOW, pads=SAME, slots=1), id="odd-sizes-several-images"),
+        pytest.param(Case(FULL, 1, 60, 50, 40, 36, WINDOW, pads=SAME), id="several-tiles-blocks-and-output-blocks"),
+        pytest.param(Case(FULL, 1, 5, 6, 600, 40, WINDOW, pads=SAME), id="many-channels"),
+        pytest.param(
+            Case("NormalizeReluConvBiasStoreInputStatistics", 2, 9, 30, 7, 5, WINDOW, pads=(1, 0, 0, 1)),
+            id="asymmetric",
+        ),
+        pytest.param(
+            Case("NormalizeReluConvStoreInput", 1, 6, 5, 9, 3, WINDOW, pads=(4, 3, 3, 4)), id="squares-in-the-padding"
+        ),
+        pytest.param(Case("ConvBiasStatistics", 5, 3, 3, 1, 1, WINDOW), id="one-output-an-image"),
+    ],
+)
+def test_convolution_is_that_of_the_reference(case):
+    direct.check(case, generator=winograd)
+
+
+@pytest.mark.parametrize(
+    "target", [Target("llvm", "haswell", 8, 2), Target("llvm", "x86-64", 4, 1)], ids=["avx2", "sse"]
+)
+def test_other_vector_lengths_and_thread_counts(target):
+    direct.check(Case(FULL, 2, 6, 5, 13, 21, WINDOW, pads=SAME), target, generator=winograd)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Any:
+    pads = draw(st.tuples(*(st.integers(0, 2) for _ in range(4))))
+    h = draw(st.integers(max(1, 3 - pads[0] - pads[2]), 17))
+    w = draw(st.integers(max(1, 3 - pads[1] - pads[3]), 33))
+    cin, cout = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    op = draw(st.sampled_from(direct.PROLOGUES)) + "Conv" + draw(st.sampled_from(direct.EPILOGUES))
+    return Case(op, draw(st.integers(1, 3)), h, w, cin, cout, WINDOW, pads=pads, slots=draw(st.integers(0, 17)))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(cases())
+def test_any_3x3_convolution(case):
+    direct.check(case, tolerance=5e-6, generator=winograd)
+
+
+def error(case: Any, operands: dict[str, np.ndarray], generator: Any) -> float:
+    found, expected = direct.run(case, operands, generator=generator)
+    return float(np.linalg.norm(found["y"] - expected["y"]) / np.linalg.norm(expected["y"]))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3], ids=["centred", "far-from-zero"])
+def test_error_is_of_the_order_of_that_of_the_direct_algorithm(offset):
+    case = Case("ReluConv", 1, 14, 14, 128, 32, WINDOW, pads=SAME)
+    operands = case.operands(np.random.default_rng(4))
+    operands["x"] += np.float32(offset)
+    assert error(case, operands, winograd) < 4 * error(case, operands, conv_forward_direct)
+
+
+conv_forward_direct = functools.partial(conv_forward, algorithm="direct")
+
+
+def test_variance_far_from_zero_is_accurate():
+    """Against the float64 variance of the float32 map that the kernel stored, where squares hang over."""
+    case = Case("ConvBiasStatistics", 3, 9, 11, 16, 33, WINDOW, pads=SAME)
+    operands = case.operands(np.random.default_rng(2))
+    operands["weight"] /= np.sqrt(np.prod(operands["weight"].shape[1:]))
+    operands["bias"] = np.full(case.cout, 1e3, np.float32)
+    found, _ = direct.run(case, operands, generator=winograd)
+    y = found["y"].astype(np.float64)
+    np.testing.assert_allclose(found["mean"], y.mean(axis=(0, 2, 3)), rtol=1e-7)
+    np.testing.assert_allclose(found["variance"], y.var(axis=(0, 2, 3)), rtol=1e-5)
+
+
+def test_inner_loop_is_multiplications_in_registers():
+    """14 squares x 2 vectors: 28 FMAs a channel, two loads of weights, no stack; one loop for all 16 places."""
+    case = Case(FULL, 1, 28, 28, 64, 128, WINDOW, pads=SAME)
+    kernel = conv_forward(direct.problem(case, (28, 28)), AVX512, "winograd")
+    assembly = tir.compile_function(kernel.build(), AVX512).mod.inspect_source("asm")
+    bodies = [b for b in direct.innermost_loops(assembly) if sum("vfmadd" in line for line in b) >= 20]
+    assert len(bodies) == 1
+    (body,) = bodies
+    unrolled, rest = divmod(sum("vfmadd" in line for line in body), 28)
+    assert rest == 0
+    assert not [line for line in body if "%rsp" in line]
+    assert len(body) <= unrolled * (28 + 14 + 2) + 8
+
+
+def problem(size: int, cin: int, cout: int, batch: int = 16, **changes: Any) -> Any:
+    case = Case(FULL, batch, size, size, cin, cout, WINDOW, **{"pads": SAME, **changes})
+    stride = case.strides[0]
+    return direct.problem(case, (-(-size // stride),) * 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "first"),
+    [
+        ((56, 128, 32), "winograd"),
+        ((14, 128, 32), "winograd"),
+        ((56, 64, 64), "winograd"),
+        ((28, 512, 512), "winograd"),
+        ((224, 3, 64), "direct"),
+    ],
+)
+def test_rule_chooses_the_faster_algorithm_and_offers_both(shape, first):
+    found = algorithms(problem(*shape), AVX512)
+    assert found[0] == first
+    assert set(found) == {"direct", "winograd"}
+
+
+@pytest.mark.parametrize("changes", [{"strides": (2, 2)}, {"group": 2}, {"dilations": (2, 2), "pads": (2, 2, 2, 2)}])
+def test_other_convolutions_are_direct_and_asking_for_more_is_an_error(changes):
+    other = problem(14, 64, 64, **changes)
+    assert algorithms(other, AVX512) == ("direct",)
+    with pytest.raises(BnfuseError, match="no algorithm 'winograd' for this convolution; choose from direct"):
+        conv_forward(other, AVX512, "winograd")
+
+
+def test_algorithms_make_kernels_of_different_names():
+    names = {conv_forward(problem(14, 64, 64), AVX512, name).name for name in ("direct", "winograd")}
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("shape", [(56, 128, 32), (7, 128, 32), (7, 512, 512), (14, 512, 512), (224, 64, 64)])
+def test_tiles_fit_the_cache(shape):
+    convolution = conv_shape(problem(*shape))
+    even, tiles = whole_squares(convolution), choose_winograd_tiles(convolution, AVX512)
+    assert tiles.packed_bytes(even) <= TILE_BYTES
+    assert tiles.patch_bytes <= FAR_BYTES
+    assert tiles.block % tiles.micro == 0
+    assert 8 <= tiles.micro <= 14
+    assert tiles.rows % 2 == 0
