@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from bnfuse.benchmarking import idle
 from bnfuse.benchmarking.limits import Limits
 from bnfuse.errors import BnfuseError
 from bnfuse.text import Section
@@ -45,12 +46,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """`rows` from the most to the least time. `outside_s` is what a step takes besides its kernels."""
+    """`rows` from the most to the least time. `outside_s` is what a step takes besides its kernels, `others` how many
+    cores other processes used meanwhile."""
 
     name: str
     rows: tuple[Row, ...]
     outside_s: float
     limits: Limits
+    others: float | None = None
 
     @property
     def total(self) -> Row:
@@ -76,6 +79,7 @@ class Profile:
             "flops": self.total.flops,
             "bytes": self.total.bytes,
             "launches": self.total.launches,
+            "others_cpu_during": self.others,
             "limits": self.limits.to_json(),
             "rows": [row_json(row, seconds) for row in self.rows],
             "kinds": [row_json(row, seconds) for row in self.kinds],
@@ -95,6 +99,8 @@ class Profile:
             + ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in limits.flops_by.items() if name != limits.library)
             + f"), copy {limits.bytes_per_s / 1e9:.1f} GB/s",
         ]
+        if self.others is not None:
+            lines.append(f"others used {self.others:.2f} cores meanwhile")
         return [
             Section.lines(f"Profile of {self.name}", lines),
             Section.table("Kernels", ("phase", "operator", "shape", *NUMBERS, "so far"), self._table()),
@@ -146,13 +152,15 @@ def profile_step(name: str, step: Any, feeds: Sequence[Any], limits: Limits, rep
     """Some whole steps, launch by launch; state changes as it does in training."""
     runs, outside = [], []
     step(*feeds)
+    before = idle.take_sample()
     for _ in range(max(repetitions, 1)):
         start = time.perf_counter()
         launches = step.profile(*feeds)
         seconds = time.perf_counter() - start
         runs.append(launches)
         outside.append(seconds - sum(launch.seconds for launch in launches))
-    return Profile(name, rows_of(runs, limits), min(outside), limits)
+    others = idle.others_between(before, idle.take_sample())
+    return Profile(name, rows_of(runs, limits), min(outside), limits, others)
 
 
 def rows_of(runs: Sequence[Sequence[Any]], limits: Limits) -> tuple[Row, ...]:

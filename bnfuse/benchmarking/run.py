@@ -143,11 +143,13 @@ def alternate(entries: Sequence[Entry], repetitions: int, progress: Progress) ->
 
 def profile_all(entries: Sequence[Entry], plan: Plan, progress: Progress) -> tuple[Profile, ...]:
     progress("measuring what the machine can do")
+    idle.wait_for_idle(plan.wait, progress)
     limits = measured_limits(plan.threads)
     found = []
     for candidate, _ in entries:
         if isinstance(candidate, CompiledCandidate):
             progress(f"profiling {candidate.name}")
+            idle.wait_for_idle(plan.wait, progress)
             found.append(profile_step(candidate.name, candidate.step, candidate.feeds, limits, plan.repetitions))
     return tuple(found)
 

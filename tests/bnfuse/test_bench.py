@@ -250,6 +250,7 @@ def test_a_profile_of_each_of_ours_has_every_launch(found):
         seconds = [row["seconds"] for row in profile["rows"]]
         assert seconds == sorted(seconds, reverse=True)
         assert profile["limits"]["flops_per_s"] == 100e9 and profile["outside_s"] > 0
+        assert profile["others_cpu_during"] >= 0
     assert icf["launches"] < none["launches"] and icf["bytes"] < none["bytes"]
     assert icf["flops"] == none["flops"]  # without pool-first the convolutions are the same
 
