@@ -48,7 +48,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
 
 NAME = "depthwise_backward"
 TILE_BYTES = 400 * 1024  # the grad tile
-VECTORS = 8  # of a channel block, at most
+VECTORS = 64  # of a channel block, at most: rows of whole pixels are read and written fastest
 STRIP_PIXELS = 56  # of u, at least: the sums of a strip are loaded and stored once a strip
 
 
@@ -125,6 +125,7 @@ class _Vector:
     """A vector of channels, counted from the block's first, and what is kept of it during a pass over a strip."""
 
     start: Expr
+    channel: Expr  # of the map
     width: int
     taps: range  # whose dweight this pass makes
     leaves: bool  # whether this pass makes dx
@@ -309,7 +310,7 @@ class _Depthwise(Elements):
         for tap in range(len(taps)):
             store(dweight, span(tap * width, width), tir.splat(0, width))
         sums = Sums.zero(self, width, width)
-        vector = _Vector(start, width, taps, leaves, weights, dweight, sums)
+        vector = _Vector(start, channel, width, taps, leaves, weights, dweight, sums)
         with loop(self.tiles.strip) as row:
             self._row(item, grad, vector, T.bind(strip + row))
         for number, tap in enumerate(taps):
@@ -352,14 +353,14 @@ class _Depthwise(Elements):
         pixel = T.bind((item.image * rows.size + corner[0]) * columns.size + corner[1])
         output = T.bind(self._plane(vector.start) + self._grad_at(*place))
         for residue in product(range(residues[0]), range(residues[1])):
+            self._prefetch(vector, (item.image, *corner), residue)
             self._input(item, grad, vector, output, pixel + residue[0] * columns.size + residue[1], residue)
 
     def _input(
         self, item: _Item, grad: Buffer, vector: _Vector, output: Expr, pixel: Expr, residue: tuple[int, int]
     ) -> None:
         rows, columns, width = self.shape.rows, self.shape.columns, vector.width
-        channel = item.first + vector.start
-        self._prefetch(vector, pixel, channel)
+        channel = vector.channel
         y, d = registers(width), registers(width)
         lanes = span(0, width)
         store(d, lanes, tir.splat(0, width))
@@ -394,9 +395,20 @@ class _Depthwise(Elements):
                 self.arguments["dx"], self.index("dx", pixel, channel), d[span(0, vector.width)], vector.width
             )
 
-    def _prefetch(self, vector: _Vector, pixel: Expr, channel: Expr) -> None:
-        """Ask for the lines of x, and of dx unless it goes past the caches, that the next row of u needs."""
-        below = pixel + self.shape.columns.size * self.shape.rows.stride
-        prefetch(self.arguments["x"], self.index("x", below, channel), READ)
+    def _prefetch(self, vector: _Vector, place: tuple[Expr, Expr, Expr], residue: tuple[int, int]) -> None:
+        """Ask for a line of x, and of dx unless it goes past the caches, of the next row of u.
+
+        Where the map is dense, a pass asks for its share of the row as one stretch: memory likes the order.
+        """
+        rows, columns, lanes = self.shape.rows, self.shape.columns, self.tiles.lanes
+        image, row, column = place
+        line = (image * rows.size + row + rows.stride + residue[0]) * columns.size
+
+        def index(name: str) -> Expr:
+            if self.blocks == 1 and self.problem.map(name).stride == self.channels and self.channels % lanes == 0:
+                return self.index(name, line, vector.start * columns.size + (column + residue[1]) * lanes)
+            return self.index(name, line + column + residue[1], vector.channel)
+
+        prefetch(self.arguments["x"], index("x"), READ)
         if vector.leaves and not self.is_streamed:
-            prefetch(self.arguments["dx"], self.index("dx", below, channel), WRITE)
+            prefetch(self.arguments["dx"], index("dx"), WRITE)

@@ -9,6 +9,8 @@ parallel over threads, for the thread's tiles (one image, rows x all columns of 
             for r, s: accumulators += pixels * weights
             + bias; sum and squared deviations to the thread's float64 partials; store y
 add up the threads' partials: mean and variance
+
+A large y goes past the caches (stream.py).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import math
 
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.cpu import stream
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import (
     MicroTile,
@@ -76,6 +79,14 @@ class DepthwiseNest(ForwardNest):
         super().__init__(problem, target, arguments, shape)
         self.tiles = choose_depthwise_tiles(shape, target)
         self.blocks = math.ceil(shape.cout / self.tiles.channels)
+        self.is_streamed = stream.is_streamed(problem.map("y"), target.lanes)
+
+    def emit(self) -> None:
+        if not self.is_streamed:
+            super().emit()
+            return
+        with stream.streaming(self.lanes):
+            super().emit()
 
     @property
     def packed_weights(self) -> int:
@@ -101,6 +112,8 @@ class DepthwiseNest(ForwardNest):
         for place in places(shape, 1, tiles.rows, self.target.threads, thread):
             with loop(self.blocks) as block:
                 self.sweep(place, block)
+        if self.is_streamed:
+            stream.fence()
 
     def sweep(self, place: Place, block: Expr) -> None:
         """One block of output channels of a tile."""
@@ -138,6 +151,9 @@ class DepthwiseNest(ForwardNest):
             bias = T.bind(self.arguments["bias"][span(target, width)])
             values = [T.bind(value + bias) for value in values]
         for pixel, value in zip(place.output_pixels(micro, shape), values, strict=True):
-            store(self.y.buffer, span(self.y.at(pixel, target), width), value)
+            if self.is_streamed and width == self.lanes:
+                stream.stream(self.y.buffer, self.y.at(pixel, target), value, width)
+            else:
+                store(self.y.buffer, span(self.y.at(pixel, target), width), value)
         if "Statistics" in self.epilogue:
             self.partials.add(place.thread, target, values, width)
