@@ -1,5 +1,7 @@
 """GFLOP/s of the forward convolution kernels on the shapes of DenseNet-121 and ResNet-50, next to torch channels_last.
 
+Every algorithm that can do a shape has its column, that of the rule first; FLOPs are those of the direct one for all.
+
     python benchmarks/conv_kernels.py [--batch 16] [--threads 2] [--repeats 9] [--only PATTERN] [--cpu-time]
 
 Ours run with prologue (a*x + b, ReLU) and statistics; torch runs the plain convolution alone. The candidates alternate
@@ -22,7 +24,7 @@ import tvm
 
 from bnfuse.runtime import targets
 from bnfuse.runtime.kernels.cpu import execute
-from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
+from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 FUSED = "NormalizeReluConvStatistics"
@@ -65,8 +67,8 @@ def problem(shape: Shape, batch: int) -> Problem:
     return Problem(op, maps, attributes, (cout, cin // groups, window, window))
 
 
-def ours(p: Problem, target: targets.Target) -> Callable[[], None]:
-    kernel = conv_forward(p, target)
+def ours(p: Problem, target: targets.Target, algorithm: str) -> Callable[[], None]:
+    kernel = conv_forward(p, target, algorithm)
     function = execute.compile_kernel(kernel)
     rng = np.random.default_rng(0)
     tensors = []
@@ -119,11 +121,13 @@ def main() -> None:
             continue
         p = problem(shape, arguments.batch)
         flops = 2 * p.map("y").pixels * np.prod(p.weight) / 1e9
+        candidates = {name: ours(p, target, name) for name in algorithms(p, target)} | {"torch": theirs(p)}
+        times = alternate(list(candidates.values()), arguments.repeats, clock)
         rates = [
-            f"{flops / min(seconds):6.1f} ({flops / statistics.median(seconds):6.1f})"
-            for seconds in alternate([ours(p, target), theirs(p)], arguments.repeats, clock)
+            f"{name} {flops / min(seconds):6.1f} ({flops / statistics.median(seconds):6.1f})"
+            for name, seconds in zip(candidates, times, strict=True)
         ]
-        print(f"{label:40} bnfuse {rates[0]}   torch {rates[1]}", flush=True)
+        print(f"{label:40} {'   '.join(rates)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,9 @@ def problem(size: int, cin: int, cout: int, batch: int = 16, **changes: Any) -> 
         ((14, 128, 32), "winograd"),
         ((56, 64, 64), "winograd"),
         ((28, 512, 512), "winograd"),
+        ((14, 512, 512), "winograd"),
+        ((7, 128, 32), "winograd"),
+        ((7, 512, 512), "direct"),
         ((224, 3, 64), "direct"),
     ],
 )

@@ -9,7 +9,7 @@
                 last block: + bias; sum and squared deviations to the thread's float64 partials; store y
     add up the threads' partials: mean and variance
 
-Takes every convolution; depthwise ones go to depthwise_forward.py. A 1x1 convolution of stride 1 sees one column of
+Takes every convolution; depthwise ones go to depthwise_forward.py, 3x3 ones to winograd_forward.py where that pays. A 1x1 convolution of stride 1 sees one column of
 n*h*w pixels. Where the input has fewer channels than a vector has lanes, a row of the window is one reduction over
 columns and channels. Groups are convolved one after the other: with few channels a group fills few lanes.
 
