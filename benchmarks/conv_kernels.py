@@ -48,6 +48,8 @@ SHAPES: list[Shape] = [
     ("depthwise", FUSED, 56, 144, 144, 3, 1, 144),
     ("depthwise", FUSED, 28, 192, 192, 3, 2, 192),
     ("depthwise", FUSED, 14, 384, 384, 3, 1, 384),
+    ("depthwise", FUSED, 56, 144, 144, 5, 1, 144),
+    ("depthwise", FUSED, 56, 144, 144, 5, 2, 144),
     ("grouped", FUSED, 28, 128, 128, 3, 1, 32),
 ]  # fmt: skip
 

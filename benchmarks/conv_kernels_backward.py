@@ -92,6 +92,8 @@ LAYERS = (
     Layer("grouped 3x3 at 14", STORING, 14, 512, 512, 3, 1, 32),
     Layer("depthwise 3x3 at 56", STORING, 56, 144, 144, 3, 1, 144),
     Layer("depthwise 3x3 / 2", STORING, 112, 96, 96, 3, 2, 96),
+    Layer("depthwise 5x5 at 56", STORING, 56, 144, 144, 5, 1, 144),
+    Layer("depthwise 5x5 / 2", STORING, 56, 144, 144, 5, 2, 144),
 )
 
 

@@ -15,6 +15,10 @@ Going by inputs, a gradient and an input are loaded once for both results, and t
 nothing. A strided convolution visits one input of each residue by the stride at a time (conv_backward_shape.py).
 Where the kernel has more taps than registers, further passes over the strip make the rest of dweight. A large dx
 goes past the caches (stream.py).
+
+GFLOP/s of one core (processor time, batch 16; ours with BatchNormGrad, Normalize, Clip, mask and sums, torch in
+channels_last the plain convolution): 3x3 36-54 (torch 22-46), 3x3 / 2 15-24 (4-19), 5x5 61-81 (13), 5x5 / 2 51-55 (9).
+That is 16 to 26 GB/s of maps read and written for 3x3, where one core copies at 14 to 18 and, past the caches, at 26.
 """
 
 from __future__ import annotations
