@@ -9,9 +9,10 @@
                 last block: + bias; sum and squared deviations to the thread's float64 partials; store y
     add up the threads' partials: mean and variance
 
-Takes every convolution; depthwise ones go to depthwise_forward.py, 3x3 ones to winograd_forward.py where that pays. A 1x1 convolution of stride 1 sees one column of
-n*h*w pixels. Where the input has fewer channels than a vector has lanes, a row of the window is one reduction over
-columns and channels. Groups are convolved one after the other: with few channels a group fills few lanes.
+Takes every convolution; depthwise ones go to depthwise_forward.py, 3x3 ones to winograd_forward.py where that pays. A
+1x1 convolution of stride 1 sees one column of n*h*w pixels. Where the input has fewer channels than a vector has
+lanes, a row of the window is one reduction over columns and channels. Groups are convolved one after the other: with
+few channels a group fills few lanes.
 
 Measured with prologue and statistics, one thread of a shared AVX-512 server core (sgemm there: 141-155 GFLOP/s):
 1x1 of DenseNet-121 121-166 GFLOP/s, its 3x3 150-194, its stem 133-153, 3x3 of ResNet-50 149-178, 32 groups of 4 23-34.
