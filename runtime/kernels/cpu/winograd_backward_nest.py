@@ -98,7 +98,7 @@ class WinogradNest(Nest):
 
     @property
     def weights_place(self) -> int:
-        return self.blocks * self.shape.cout * self.tiles.block
+        return self.blocks * self.shape.cout * self.tiles.block + APART
 
     @property
     def weights_size(self) -> int:
@@ -106,7 +106,7 @@ class WinogradNest(Nest):
 
     @property
     def partial_place(self) -> int:
-        return self.blocks * self.tiles.block * self.out_padded
+        return self.blocks * self.tiles.block * self.out_padded + APART
 
     @property
     def partial_size(self) -> int:

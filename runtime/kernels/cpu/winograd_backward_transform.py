@@ -21,10 +21,11 @@ from bnfuse.runtime.kernels.cpu.winograd import (
     weight_transform,
 )
 from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
+from bnfuse.runtime.kernels.cpu.winograd_backward_shape import KERNEL
 
-KERNEL = 3
 TAPS = KERNEL * KERNEL
-GATHERED = 16  # input channels that dweight takes at a time, so that its lines are reused
+GATHERED = 16  # input channels that dweight takes at a time, so that its lines are reused,
+SCATTERED = 64  # and output channels, so that the partials are read in runs
 
 
 def load_block(buffer: Buffer, size: int, index: Callable[[int, int], Expr], width: int) -> Block:
@@ -84,33 +85,37 @@ def transform_weights(nest: WinogradNest, weights: Buffer) -> None:
 def unpack_weight_gradient(nest: WinogradNest, partial: Buffer) -> None:
     """dweight (OIHW): G^T P G of the sum P of the threads' partials."""
     shape, lanes = nest.shape, nest.tiles.lanes
-    chunk = min(GATHERED, nest.tiles.block)
-    chunks, vectors = -(-shape.cin // chunk), -(-shape.cout // lanes)
+    chunk, width = min(GATHERED, nest.tiles.block), min(SCATTERED, nest.out_padded)
+    chunks, stripes = -(-shape.cin // chunk), -(-shape.cout // width)
     dweight = nest.arguments["dweight"]
     with T.parallel(0, nest.threads) as thread:
-        first, count = tir.share(chunks * vectors, nest.threads, thread)
-        gathered = tir.workspace(chunk * TAPS * lanes)
+        first, count = tir.share(chunks * stripes, nest.threads, thread)
+        gathered = tir.workspace(chunk * TAPS * width)
         with T.serial(0, count) as i:
             item = T.bind(first + i)
-            start, out = T.bind(item // vectors * chunk), T.bind(item % vectors * lanes)
+            start, out = T.bind(item // stripes * chunk), T.bind(item % stripes * width)
             channels = T.bind(tirx.Min(chunk, shape.cin - start))
-            with T.serial(0, channels) as channel:
-                source = T.bind((start + channel) * nest.out_padded + out)
-
-                def total(row: int, column: int, source: Expr = source) -> Expr:
-                    at = source + (row * PATCH + column) * nest.partial_place
-                    parts = [partial[span(at + k * nest.partial_size, lanes)] for k in range(nest.threads)]
-                    return T.bind(sum(parts[1:], parts[0]))
-
-                sums = [[total(row, column) for column in range(PATCH)] for row in range(PATCH)]
-                for r, row in enumerate(weight_gradient_transform(sums, T.bind)):
-                    for s, value in enumerate(row):
-                        tap = channel * TAPS + r * KERNEL + s
-                        store(gathered, span(tap * lanes, lanes), value)
-            with T.serial(0, tirx.Min(lanes, shape.cout - out)) as lane:
+            present = T.bind(tirx.Min(width, shape.cout - out))
+            with T.serial(0, channels) as channel, T.serial(0, (present + lanes - 1) // lanes) as v:
+                source = T.bind((start + channel) * nest.out_padded + out + v * lanes)
+                for tap, value in enumerate(_weight_gradient(nest, partial, source)):
+                    store(gathered, span((channel * TAPS + tap) * width + v * lanes, lanes), value)
+            with T.serial(0, present) as lane:
                 target = T.bind(((out + lane) * shape.cin + start) * TAPS)
                 with T.serial(0, channels * TAPS) as j:
-                    store(dweight, target + j, gathered[j * lanes + lane])
+                    store(dweight, target + j, gathered[j * width + lane])
+
+
+def _weight_gradient(nest: WinogradNest, partial: Buffer, source: Expr) -> list[Expr]:
+    """The 9 taps for one input channel and a vector of output channels, which lie at `source` in each place."""
+
+    def total(row: int, column: int) -> Expr:
+        at = source + (row * PATCH + column) * nest.partial_place
+        parts = [partial[span(at + k * nest.partial_size, nest.tiles.lanes)] for k in range(nest.threads)]
+        return T.bind(sum(parts[1:], parts[0]))
+
+    sums = [[total(row, column) for column in range(PATCH)] for row in range(PATCH)]
+    return [value for row in weight_gradient_transform(sums, T.bind) for value in row]
 
 
 # Maps
