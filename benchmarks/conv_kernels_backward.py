@@ -3,22 +3,25 @@
     python benchmarks/conv_kernels_backward.py [--batch 16] [--threads 2] [--torch] [--only NAME]
 
 Ours include the BatchNorm's gradient and the activation on the way in, the mask, the sums and the accumulation on the
-way out; torch's are the convolution alone. Minimum of the runs.
+way out; torch's are the convolution alone. Where a layer has several algorithms, they take turns; GFLOP/s count the
+multiplications of the direct one, so that the columns compare as times do. Minimum of the runs: of wall time, with
+--threads 1 of processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tvm
 
 from bnfuse.runtime import targets
 from bnfuse.runtime.kernels.cpu import execute
-from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
+from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 ACCUMULATING = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
@@ -85,6 +88,8 @@ LAYERS = (
     Layer("transition at 7", STORING, 7, 1024, 512),
     Layer("stem", STEM, 224, 3, 64, 7, 2),
     Layer("resnet 3x3 at 56", STORING, 56, 64, 64, 3),
+    Layer("resnet 3x3 at 28", STORING, 28, 128, 128, 3),
+    Layer("resnet 3x3 at 14", STORING, 14, 256, 256, 3),
     Layer("resnet 3x3 at 7", STORING, 7, 512, 512, 3),
     Layer("resnet 3x3 / 2", STORING, 56, 128, 128, 3, 2),
     Layer("resnet 1x1 / 2", STORING, 56, 256, 512, 1, 2),
@@ -97,29 +102,41 @@ LAYERS = (
 )
 
 
-def best(call: Callable[[], object], seconds: float = 0.4) -> float:
-    call()
-    shortest, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+def best(calls: Sequence[Callable[[], object]], threads: int, seconds: float = 0.4) -> list[float]:
+    """The shortest time of each call; they take turns, for `seconds` each."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    shortest = [float("inf")] * len(calls)
+    for call in calls:
         call()
-        shortest = min(shortest, time.perf_counter() - start)
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end:
+        for i, call in enumerate(calls):
+            start = clock()
+            call()
+            shortest[i] = min(shortest[i], clock() - start)
     return shortest
 
 
-def time_kernel(layer: Layer, batch: int, target: targets.Target) -> tuple[float, float]:
-    """Seconds of a call, and of making and compiling the kernel."""
-    kernel = conv_backward(layer.problem(batch), target)
+def time_kernels(layer: Layer, batch: int, target: targets.Target) -> dict[str, tuple[float, float]]:
+    """By algorithm, the one of choice first: seconds of a call, and of making and compiling the kernel."""
+    problem = layer.problem(batch)
     rng = np.random.default_rng(0)
-    start = time.perf_counter()
-    function = execute.compile_kernel(kernel)
-    compiling = time.perf_counter() - start
-    arrays = [execute.aligned(p.elements, p.dtype) for p in kernel.params]
-    for array in arrays:
-        array[...] = rng.standard_normal(array.size, dtype=np.float32)
-    tensors = [tvm.runtime.from_dlpack(array) for array in arrays]
-    offsets = [0 for p in kernel.params if p.is_map]
-    return best(lambda: function(*tensors, *offsets)), compiling
+    calls, compiling = {}, []
+    arrays: list[np.ndarray] = []
+    for algorithm in algorithms(problem, target):
+        kernel = conv_backward(problem, target, algorithm)
+        start = time.perf_counter()
+        function = execute.compile_kernel(kernel)
+        compiling.append(time.perf_counter() - start)
+        if not arrays:
+            arrays = [execute.aligned(p.elements, p.dtype) for p in kernel.params]
+            for array in arrays:
+                array[...] = rng.standard_normal(array.size, dtype=np.float32)
+        tensors = [tvm.runtime.from_dlpack(array) for array in arrays]
+        offsets = [0 for p in kernel.params if p.is_map]
+        calls[algorithm] = functools.partial(function, *tensors, *offsets)
+    seconds = best(list(calls.values()), target.threads)
+    return dict(zip(calls, zip(seconds, compiling, strict=True), strict=True))
 
 
 def time_torch(layer: Layer, batch: int, threads: int) -> float:
@@ -133,9 +150,8 @@ def time_torch(layer: Layer, batch: int, threads: int) -> float:
     pad = layer.kernel // 2
     wanted = [layer.halves == 2, True, False]
     backward = torch.ops.aten.convolution_backward
-    return best(
-        lambda: backward(dy, x, weight, None, [layer.stride] * 2, [pad] * 2, [1, 1], False, [0, 0], layer.group, wanted)
-    )
+    arguments = (dy, x, weight, None, [layer.stride] * 2, [pad] * 2, [1, 1], False, [0, 0], layer.group, wanted)
+    return best([lambda: backward(*arguments)], threads)[0]
 
 
 def main() -> None:
@@ -149,9 +165,10 @@ def main() -> None:
     for layer in LAYERS:
         if options.only not in layer.name:
             continue
-        seconds, compiling = time_kernel(layer, options.batch, target)
-        gflop = layer.gflop(options.batch)
-        line = f"{layer.name:22} {gflop / seconds:6.1f} GFLOP/s  {1e3 * seconds:7.2f} ms  compiled in {compiling:.2f} s"
+        gflop, line = layer.gflop(options.batch), f"{layer.name:22}"
+        for name, (seconds, compiling) in time_kernels(layer, options.batch, target).items():
+            rate = f"{gflop / seconds:6.1f} GFLOP/s {1e3 * seconds:7.2f} ms"
+            line += f"  {name} {rate}, compiled in {compiling:.2f} s"
         if options.torch:
             line += f"  torch {gflop / time_torch(layer, options.batch, options.threads):6.1f} GFLOP/s"
         print(line, flush=True)
