@@ -14,8 +14,8 @@ The micro-tile's sums of d and d*(x - mean) are taken in registers and added in 
 on whatever the tile holds and not stored; tails of channels are zeros in the packed weights.
 
 Takes every shape; groups run one after the other, so that groups of fewer channels than a vector has lanes waste the
-others. Depthwise convolutions have their own kernel (depthwise_backward.py), and so have 3x3 ones of stride 1 where fewer
-multiplications pay (winograd_backward.py); `algorithms` chooses.
+others. Depthwise convolutions have their own kernel (depthwise_backward.py), and so have 3x3 ones of stride 1 where
+fewer multiplications pay (winograd_backward.py); `algorithms` chooses.
 
 GFLOP/s of one core (Sapphire Rapids, processor time, batch 8; benchmarks/conv_kernels_backward.py has the layers).
 Ours with BatchNormGrad, Normalize, ReLU, mask and sums, torch in channels_last the plain convolution:

@@ -12,8 +12,9 @@
                      A^T products A, then other, mask, sums, acc and the store, while the products are in cache
     dweight <- G^T P G of the sum P of the threads' partials, in OIHW; dbeta, dgamma <- the sums
 
-Any padding; no stride, dilation or groups. conv_backward.py chooses between this and the direct kernel. With many weights
-all blocks of input channels, and all tiles of a chunk, go through a place before the next one (`in_blocks`, `together`).
+Any padding; no stride, dilation or groups. conv_backward.py chooses between this and the direct kernel. With many
+weights all blocks of input channels, and all tiles of a chunk, go through a place before the next one (`in_blocks`,
+`together`).
 
 Milliseconds with BatchNormGrad, Normalize, ReLU, mask and sums (Sapphire Rapids, two threads, batch 16, minimum):
 
