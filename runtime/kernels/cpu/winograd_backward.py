@@ -19,10 +19,10 @@ weights all blocks of input channels, and all tiles of a chunk, go through a pla
 Milliseconds with BatchNormGrad, Normalize, ReLU, mask and sums (Sapphire Rapids, two threads, batch 16, minimum):
 
     layer                  winograd   direct       layer                  winograd   direct
-    128 to 32 at 56           14.21    24.22       64 to 64 at 56            14.02    21.32
+    128 to 32 at 56           15.11    23.68       64 to 64 at 56            14.02    21.32
     128 to 32 at 28            3.35     5.52       256 to 256 at 14          12.32    19.95
     128 to 32 at 14            0.87     1.43       512 to 512 at 7           20.02    26.14
-    128 to 32 at 7             0.33     0.40
+    128 to 32 at 7             0.35     0.39
 
 Errors against float64, as multiples of the direct kernel's: dx 0.6 to 0.7, dweight 0.8 to 1.5 (docs/numerics.md).
 """
