@@ -16,14 +16,6 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 EMULATION_TOOLS = ("aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objcopy", "qemu-aarch64")
-NEEDS = {  # by marker: whether it is here, and what to say where it is not
-    "torch": (importlib.util.find_spec("torch") is not None, "torch, which is not installed", "pip install torch"),
-    "emulation": (
-        all(shutil.which(tool) for tool in EMULATION_TOOLS),
-        "an Arm cross compiler and an emulator, which are not installed",
-        "docs/runtime.md",
-    ),
-}
 DESELECTED = pytest.StashKey[dict[str, int]]()
 
 
@@ -31,11 +23,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden texts instead of comparing")
 
 
+def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
+    """By marker: whether its tests run, and what to say where they do not."""
+    tools = all(shutil.which(tool) for tool in EMULATION_TOOLS)
+    asked = "emulation" in str(config.getoption("markexpr"))
+    return {
+        "torch": (
+            importlib.util.find_spec("torch") is not None,
+            "need torch, which is not installed (pip install torch)",
+        ),
+        "emulation": (
+            tools and asked,
+            "run Arm code under emulation for minutes (pytest -m emulation)"
+            if tools
+            else "need an Arm cross compiler and an emulator, which are not installed (docs/runtime.md)",
+        ),
+    }
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests run where what their marker names is there; elsewhere they are deselected, and the summary counts them."""
     counts = config.stash.setdefault(DESELECTED, {})
-    for marker, (is_here, _, _) in NEEDS.items():
-        out = [] if is_here else [item for item in items if item.get_closest_marker(marker)]
+    for marker, (runs, _) in needs(config).items():
+        out = [] if runs else [item for item in items if item.get_closest_marker(marker)]
         if out:
             items[:] = [item for item in items if item not in out]
             config.hook.pytest_deselected(items=out)
@@ -45,8 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for marker, count in config.stash.get(DESELECTED, {}).items():
         if count:
-            _, what, remedy = NEEDS[marker]
-            terminalreporter.write_line(f"{count} tests need {what}: they did not run ({remedy})")
+            terminalreporter.write_line(f"{count} tests did not run: they {needs(config)[marker][1]}")
 
 
 class Golden:

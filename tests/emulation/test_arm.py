@@ -27,6 +27,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, Target
 pytestmark = pytest.mark.emulation
 
 HERE = pathlib.Path(__file__).resolve().parent
+BATCHES = {"densenet40": 2, "mobilenetv2": 4}  # a BN over a few elements divides rounding by next to nothing
 MODELS = {"cortex-a72": "cortex-a72", "neoverse-n1": "neoverse-n1", "apple-m1": "max"}  # as LLVM and as qemu calls them
 
 
@@ -184,8 +185,12 @@ def emulated_step(model: Any, mcpu: str, emulators: Emulators, monkeypatch: pyte
 
 
 def compare(model: Any, mcpu: str, emulators: Emulators, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Losses, gradients and logits of some steps here and there."""
-    here = compile_step(model, optimizer=SGD(0.1, momentum=0.9), threads=2)
+    """Losses, gradients and logits of some steps here and there.
+
+    Two correct implementations differ by more than rounding where a ReLU or a small variance makes much of it
+    (docs/numerics.md), so gradients of the last step may differ by what rounding of the images alone does to them.
+    """
+    here, shaken = (compile_step(model, optimizer=SGD(0.1, momentum=0.9), threads=2) for _ in range(2))
     there = emulated_step(model, mcpu, emulators, monkeypatch)
     rng = np.random.default_rng(0)
     data, labels = (here.program.inputs[here.program.roles[role][0]] for role in ("data", "labels"))
@@ -193,10 +198,18 @@ def compare(model: Any, mcpu: str, emulators: Emulators, monkeypatch: pytest.Mon
         images = rng.standard_normal(data.shape).astype(np.float32)
         classes = rng.integers(0, 5, labels.shape)
         assert there(images, classes) == pytest.approx(here(images, classes), rel=1e-4)
-    for name, value in here.gradients().items():
-        error = np.linalg.norm(there.gradients()[name] - value) / max(np.linalg.norm(value), 1e-3)
-        assert error < 1e-2, (name, error)
+        shaken((images * (1 + rng.choice([-1, 1], images.shape) * 2.0**-22)).astype(np.float32), classes)
+    errors, spread = (differences(other.gradients(), here.gradients()) for other in (there, shaken))
+    assert max(spread.values()) < 0.1, "a network that says nothing"
+    for name, error in errors.items():
+        assert error < 1e-4 + 4 * max(spread.values()), (name, error, spread[name])
     np.testing.assert_allclose(there.evaluate(images), here.evaluate(images), rtol=1e-2, atol=1e-2)
+
+
+def differences(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
+    """Relative to each norm, or to a thousandth of the largest: the gradient of a bias before a BN is noise."""
+    floor = 1e-3 * max(np.linalg.norm(value) for value in wanted.values())
+    return {n: float(np.linalg.norm(found[n] - v) / max(np.linalg.norm(v), floor)) for n, v in wanted.items()}
 
 
 @pytest.mark.parametrize("level", ["none", "icf"])
@@ -205,9 +218,16 @@ def test_a_step_of_a_small_network(net, level, emulators, monkeypatch):
     compare(session_tests.graph_of(session_tests.NETS[net], level), "cortex-a72", emulators, monkeypatch, steps=3)
 
 
-@pytest.mark.parametrize("mcpu", MODELS)
-@pytest.mark.parametrize("level", ["none", "icf"])
-@pytest.mark.parametrize(("name", "image"), [("densenet40", 16), ("mobilenetv2", 32)])
+@pytest.mark.parametrize(
+    ("name", "image", "level", "mcpu"),
+    [
+        ("densenet40", 16, "none", "cortex-a72"),
+        ("densenet40", 16, "icf", "neoverse-n1"),
+        ("densenet40", 16, "icf", "apple-m1"),
+        ("mobilenetv2", 64, "none", "apple-m1"),
+        ("mobilenetv2", 64, "icf", "cortex-a72"),
+    ],
+)
 def test_the_first_step_of_a_network_of_the_zoo(name, image, level, mcpu, emulators, monkeypatch):
-    model = build_training_graph(build_forward(name, batch=2, image=image, classes=10))
+    model = build_training_graph(build_forward(name, batch=BATCHES[name], image=image, classes=10))
     compare(api.rewrite(model, level), mcpu, emulators, monkeypatch, steps=1)

@@ -82,7 +82,7 @@ def test_what_was_measured_is_used_and_remembered_with_and_without_the_option(gr
     plain = compile_step(graph, threads=2, cache=compiled)
     assert (plain.report.tuned, measurer.calls) == (0, 0)
     tuned = compile_step(graph, threads=2, cache=compiled, tune=True)
-    assert measurer.calls == tuned.report.tuned > 4
+    assert measurer.calls == 2 * tuned.report.tuned > 8, "a winner wins twice"
     calls = measurer.calls
     for again in (True, False):
         later = compile_step(graph, threads=2, cache=compiled, tune=again)
@@ -128,7 +128,7 @@ def test_a_damaged_memory_is_none(compiled, damage):
 
 
 def test_without_a_cache_a_measurement_serves_its_own_step(graph, measurer):
-    assert compile_step(graph, threads=2, cache=False, tune=True).report.tuned == measurer.calls > 0
+    assert compile_step(graph, threads=2, cache=False, tune=True).report.tuned == measurer.calls // 2 > 0
 
 
 def test_the_budget_ends_it_and_the_rest_keeps_the_rule(graph, compiled, measurer, monkeypatch):
@@ -136,7 +136,7 @@ def test_the_budget_ends_it_and_the_rest_keeps_the_rule(graph, compiled, measure
     monkeypatch.setattr(tuning, "TOGETHER", 1)
     now = iter(range(0, 10**6, 400))
     monkeypatch.setattr(tuning.time, "monotonic", lambda: next(now))
-    assert compile_step(graph, threads=2, cache=compiled, tune=True).report.tuned == measurer.calls == 1
+    assert compile_step(graph, threads=2, cache=compiled, tune=True).report.tuned == measurer.calls // 2 == 1
 
 
 def test_another_processor_cannot_be_tuned_for(graph):
@@ -144,6 +144,13 @@ def test_another_processor_cannot_be_tuned_for(graph):
     with pytest.raises(BnfuseError, match=f"cannot tune for {foreign}: this CPU lacks") as caught:
         compile_step(graph, target=f"cpu:{foreign}", cache=False, tune=True)
     assert "\n" not in str(caught.value)
+
+
+def test_who_wins_once_only_does_not():
+    rule, other = choices = Choice("direct"), Choice("winograd")
+    answers = iter([[1.0, 0.5], [1.0, 1.1], [1.0, 0.5], [1.0, 0.5]])
+    results = [tuning.winner(choices, ["a", "b"], [b"", b""], lambda kernels, codes: next(answers)) for _ in range(2)]
+    assert [choice for choice, _ in results] == [rule, other]
 
 
 def test_a_small_gain_is_noise():
