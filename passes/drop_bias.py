@@ -10,7 +10,8 @@ The running mean stays that of y, so a saved network means the same: with rm - b
 evaluation needs no bias either. db is the sum of a gradient that has the mean 0 in every channel; the source graph
 computes its rounding errors.
 
-Refuses a convolution whose output has a reader that is no training BatchNorm, and one with no gradient of its own.
+Refuses a convolution whose output has a reader that is no training BatchNorm, and one whose batch mean is read by
+anything but the BatchNorm's gradient, or is a graph output.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bnfuse.passes.rewriting import Editor, FusionResult, Op
 from bnfuse.passes.source_ops import forward_of, read, sizes
 
 GRADIENTS = {"BatchNormalizationGrad": 1}  # op -> the input that is the BatchNorm's x
+MEANS = {"BatchNormalizationGrad": 3}  # op -> the input that is the batch's mean
 
 
 class DropBias(ir.passes.InPlacePass):
@@ -44,12 +46,27 @@ class DropBias(ir.passes.InPlacePass):
 
 def why_not(conv: Op) -> str | None:
     y = conv.results["y"]
+    norms = []
     for use in y.uses():
         if use.node.op_type == "BatchNormInternal" and use.idx == 0:
-            continue
-        if GRADIENTS.get(use.node.op_type) != use.idx:
+            norms.append(use.node)
+        elif GRADIENTS.get(use.node.op_type) != use.idx:
             return f"its bias stays: {use.node.op_type} '{use.node.name}' reads '{y.name}' as well"
-    return f"its bias stays: '{y.name}' is a graph output" if y.is_graph_output() else None
+    if y.is_graph_output():
+        return f"its bias stays: '{y.name}' is a graph output"
+    return next(filter(None, (mean_is_seen(norm) for norm in norms)), None)
+
+
+def mean_is_seen(norm: ir.Node) -> str | None:
+    """Why the batch's mean, which moves with the bias, cannot: something other than the gradient sees it."""
+    x, mean = norm.inputs[0], norm.outputs[3]
+    if mean.is_graph_output():
+        return f"its bias stays: '{mean.name}', the mean of its output, is a graph output"
+    for use in mean.uses():
+        op = use.node.op_type
+        if MEANS.get(op) != use.idx or use.node.inputs[GRADIENTS[op]] is not x:
+            return f"its bias stays: {op} '{use.node.name}' reads '{mean.name}', the mean of its output"
+    return None
 
 
 def drop(editor: Editor, conv: Op) -> None:

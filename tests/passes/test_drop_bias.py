@@ -75,6 +75,26 @@ def test_it_refuses(body, reason, training, rewritten):
     assert refused[0] == reason
 
 
+def test_it_refuses_where_the_mean_of_the_batch_is_a_graph_output(training, rewritten):
+    model = training("c = conv(x, 4, bias=1)\nn = bn(c)\nout = relu(n)")
+    (norm,) = (node for node in model.graph if node.op_type == "BatchNormInternal")
+    model.graph.outputs.append(norm.outputs[3])
+    result = rewritten(model, tolerance=NOISE)  # compares the mean too
+    assert changed(result) == 0
+
+
+def test_it_refuses_where_something_reads_the_mean_of_the_batch(training, rewritten):
+    model = training("c = conv(x, 4, bias=1)\nn = bn(c)\nout = relu(n)")
+    (norm,) = (node for node in model.graph if node.op_type == "BatchNormInternal")
+    seen = ir.node("Neg", [norm.outputs[3]], name="seen")
+    seen.outputs[0].name, seen.outputs[0].shape, seen.outputs[0].type = "seen", ir.Shape([4]), norm.outputs[3].type
+    model.graph.append(seen)
+    model.graph.outputs.append(seen.outputs[0])
+    result = rewritten(model, tolerance=NOISE)
+    refused = [r.reason for entry in result.report.passes if entry.name == "bnff/drop-bias" for r in entry.refused]
+    assert refused == ["its bias stays: Neg 'seen' reads 'n/batch_mean', the mean of its output"]
+
+
 def test_a_convolution_without_a_batch_norm_keeps_its_bias(training, rewritten):
     result = rewritten(
         training("a = conv(x, 4, bias=1)\nn = bn(a)\nc = conv(n, 4, bias=1)\nout = relu(c)"), tolerance=NOISE
