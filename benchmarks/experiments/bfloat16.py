@@ -29,7 +29,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 SHAPES = ((56, 128), (28, 256), (28, 480), (14, 512))  # rows of pixels, input channels
 ATTRIBUTES = {"dilations": (1, 1), "group": 1, "kernel_shape": (1, 1), "pads": (0,) * 4, "strides": (1, 1)}
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # a system call and its arguments: AMX has to be asked for
-TURNS = 1_000_000
+TURNS = 100_000
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
