@@ -14,8 +14,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import ancestors
 from bnfuse.diffing.match import label
-from bnfuse.diffing.traffic import ancestors, forward_nodes, node_maps
+from bnfuse.diffing.traffic import forward_nodes, node_maps
 from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, parse
 from bnfuse.text import Section, join, number, scaled
 from bnfuse.training_graph import TrainingGraph

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import ancestors
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.roles import Roles
@@ -138,17 +139,6 @@ def forward_nodes(graph: ir.Graph, roles: Roles) -> set[ir.Node]:
     """What outputs other than gradients need."""
     gradients = set(roles.gradients.values())
     return ancestors([v for v in graph.outputs if v.name not in gradients])
-
-
-def ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
-    found: set[ir.Node] = set()
-    pending = [node for v in values if (node := v.producer()) is not None]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [maker for v in node.inputs if v is not None and (maker := v.producer()) is not None]
-    return found
 
 
 def enter(low: Lowering) -> None:

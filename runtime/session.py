@@ -160,11 +160,6 @@ class Step:
         wanted = (*roles["data"], *roles["labels"], *roles["offsets"])
         return tuple(name for name in wanted if name in self.program.inputs)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all regions of training: arena, parameters, gradients, moments, inputs, outputs."""
-        return self._train.memory.bytes
-
     # -- running -----------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any) -> float:

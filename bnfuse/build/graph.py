@@ -65,16 +65,6 @@ class Forward:
         """`name`, or with a number where it is taken."""
         return fresh(name, self.names())
 
-    def replace_input(self, old: str, new: str) -> None:
-        """All readers of `old` read `new`, graph outputs too."""
-        for node in self.graph.node:
-            for index, name in enumerate(node.input):
-                if name == old:
-                    node.input[index] = new
-        for value in self.graph.output:
-            if value.name == old:
-                value.name = new
-
     def remove_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
         gone = {id(node) for node in nodes}
         kept = [node for node in self.graph.node if id(node) not in gone]

@@ -8,10 +8,10 @@ reported apart as `aliased`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import ancestors
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import Touched, maps_touched
 from bnfuse.training_graph import TrainingGraph
@@ -76,13 +76,3 @@ def forward_nodes(graph: TrainingGraph) -> set[ir.Node]:
     """Ancestors of the loss, the logits and the running statistics; all other nodes are the backward pass."""
     wanted = {graph.roles.loss, graph.roles.logits, *graph.roles.running.values()}
     return ancestors(value for value in graph.model.graph.outputs if value.name in wanted)
-
-
-def ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
-    pending, found = [value.producer() for value in values], set[ir.Node]()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            pending += [value.producer() for value in node.inputs if value is not None]
-    return found

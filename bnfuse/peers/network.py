@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import ancestors
 from bnfuse.errors import BnfuseError
 from bnfuse.peers.functions import FUNCTIONS
 from bnfuse.peers.in_place import write_in_place
 from bnfuse.peers.layers import LAYERS
 from bnfuse.peers.losses import LOSSES, written_mse
-from bnfuse.peers.writer import Writer, ancestors
+from bnfuse.peers.writer import Writer
 from bnfuse.training_graph import TrainingGraph, loss_inputs
 
 if TYPE_CHECKING:

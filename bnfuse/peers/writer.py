@@ -192,19 +192,6 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     return list(found.value) if isinstance(found.value, tuple | list) else found.value
 
 
-def ancestors(ends: Iterable[ir.Value], stop: Iterable[ir.Value] = ()) -> set[ir.Node]:
-    """The nodes that the values need, not looking beyond `stop`."""
-    stop = set(stop)
-    found: set[ir.Node] = set()
-    pending = [value for value in ends if value not in stop]
-    while pending:
-        node = pending.pop().producer()
-        if node is not None and node not in found:
-            found.add(node)
-            pending += [value for value in node.inputs if value is not None and value not in stop]
-    return found
-
-
 def torch_pads(begin: Sequence[int], end: Sequence[int]) -> list[int]:
     """torch's order: (left, right, top, bottom, ...)."""
     return [side for pair in zip(reversed(begin), reversed(end), strict=True) for side in pair]
