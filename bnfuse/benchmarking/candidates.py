@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import ancestors
 from bnfuse.benchmarking.choices import Variant
 from bnfuse.benchmarking.times import Candidate, Times
 from bnfuse.oracle import Arrays, OrtGraph
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 # threads spin between the operators of a run, as by default, and no longer than that: they would tax the next candidate
 ORT_SPINNING = {"session.intra_op.allow_spinning": "1", "session.force_spinning_stop": "1"}
+
+# the update is computed and changes nothing: a small network that learns its one batch by heart has subnormal gradients
+# in the end, and arithmetic on those takes 25 times as long
+LR, MOMENTUM = 0.0, 0.9
 
 
 class CompiledCandidate:
@@ -67,13 +72,7 @@ def forward_part(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
     """A copy of the graph with these outputs alone and what they need."""
     part = model.clone()
     part.graph.outputs[:] = [value for value in part.graph.outputs if value.name in outputs]
-    needed: set[ir.Node] = set()
-    pending = [value.producer() for value in part.graph.outputs]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in needed:
-            needed.add(node)
-            pending += [value.producer() for value in node.inputs if value is not None]
+    needed = ancestors(part.graph.outputs)
     part.graph.remove([node for node in part.graph if node not in needed], safe=True)
     return part
 
@@ -84,7 +83,7 @@ def make_peer(graph: TrainingGraph, peer: str, feeds: Arrays, threads: int, *, w
         return OrtCandidate(graph, feeds, threads, with_forward=with_forward)
     from bnfuse.peers import torch_step
 
-    return torch_step(graph, peer, feeds, threads=threads)
+    return torch_step(graph, peer, feeds, threads=threads, lr=LR, momentum=MOMENTUM)
 
 
 def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
@@ -101,9 +100,9 @@ def compile_variant(
     *,
     tune: bool = False,
 ) -> Any:
-    """Rewritten and compiled, with SGD and momentum in the step."""
+    """Rewritten and compiled, with SGD and momentum (of rate 0) in the step."""
     from bnfuse import runtime
 
     rewritten = rewrite_variant(graph, variant)
-    optimizer = runtime.SGD(lr=0.01, momentum=0.9)
+    optimizer = runtime.SGD(lr=LR, momentum=MOMENTUM)
     return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, progress=bar, tune=tune)

@@ -46,15 +46,15 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
     graph = open_graph(asked["file"])
     if "peer" in asked:
         return measure_peer(graph, asked["peer"], asked["threads"])
-    from bnfuse.benchmarking.candidates import rewrite_variant
-    from bnfuse.runtime import SGD
+    from bnfuse import runtime
+    from bnfuse.benchmarking.candidates import LR, MOMENTUM, rewrite_variant
     from bnfuse.runtime.compile import compile_step
 
     variant = Variant(*asked["variant"])
     start = time.perf_counter()
     rewritten = rewrite_variant(graph, variant)
     middle = time.perf_counter()
-    compile_step(rewritten.model, optimizer=SGD(lr=0.01, momentum=0.9), threads=asked["threads"])
+    compile_step(rewritten.model, optimizer=runtime.SGD(lr=LR, momentum=MOMENTUM), threads=asked["threads"])
     return {"rewrite_s": middle - start, "compile_s": time.perf_counter() - middle}
 
 

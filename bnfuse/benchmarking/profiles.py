@@ -149,7 +149,7 @@ def row_json(row: Row, seconds: float) -> dict[str, Any]:
 
 
 def profile_step(name: str, step: Any, feeds: Sequence[Any], limits: Limits, repetitions: int) -> Profile:
-    """Some whole steps, launch by launch; state changes as it does in training."""
+    """Some whole steps, launch by launch. Running statistics and momentum go on changing, as in training."""
     runs, outside = [], []
     step(*feeds)
     before = idle.take_sample()

@@ -20,6 +20,7 @@ from bnfuse.cli import main
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime.program import Work
 from bnfuse.runtime.session import LaunchTime
+from bnfuse.verification import draw_feeds
 
 LIMITS = Limits({"numpy": 100e9, "torch": 50e9}, 10e9)
 RESULT_KEYS = {
@@ -300,6 +301,29 @@ def test_the_command_passes_everything_on(train, capsys, monkeypatch):
 def test_nothing_to_measure_is_refused(train):
     with pytest.raises(BnfuseError, match="name a level or a peer"):
         api.bench(train, levels=[])
+
+
+def test_steps_that_are_timed_do_not_learn_the_batch_by_heart(train):
+    """Else a small network's gradients become subnormal, and the later steps many times as slow."""
+    graph = bnfuse.training_graph.open_graph(train)
+    feeds = draw_feeds(graph, np.random.default_rng(0))
+    step = candidates.compile_variant(graph, Variant("icf", True), 1)
+    before = step.state_dict()
+    for _ in range(3):
+        candidates.CompiledCandidate("icf", step, feeds).run()
+    after = step.state_dict()
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved == set(graph.roles.running)
+
+
+@pytest.mark.torch
+def test_torchs_peers_do_not_learn_either(train):
+    graph = bnfuse.training_graph.open_graph(train)
+    step = candidates.make_peer(graph, "torch", draw_feeds(graph, np.random.default_rng(0)), 1)
+    before = [parameter.detach().clone() for parameter in step.module.parameters()]
+    step.run()
+    step.run()
+    assert all((old == new).all() for old, new in zip(before, step.module.parameters(), strict=True))
 
 
 @pytest.mark.torch
