@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,7 +50,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         _check("AdamW", lr=self.lr, epsilon=self.epsilon, weight_decay=self.weight_decay)
-        if not all(0 <= beta < 1 for beta in self.betas):
+        if not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise BnfuseError(f"AdamW: betas {self.betas} must be at least 0 and below 1")
 
     @property
@@ -83,7 +84,12 @@ def from_data(data: dict[str, Any] | None) -> Optimizer | None:
     return {"SGD": SGD, "AdamW": AdamW}[data["kind"]](**fields)
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a real number, numpy's included, and no truth value."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _check(name: str, **values: float) -> None:
     for field, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise BnfuseError(f"{name}: {field}={value} must be a number of at least 0")
+        if not is_number(value) or not 0 <= value < float("inf"):
+            raise BnfuseError(f"{name}: {field}={value!r} must be a number of at least 0")

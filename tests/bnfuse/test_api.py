@@ -1,5 +1,6 @@
 """The Python API takes a model in every form and leaves it as it was."""
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import onnx_ir as ir
@@ -74,3 +75,22 @@ def test_the_version_is_that_of_the_distribution():
     from importlib.metadata import version
 
     assert bnfuse.__version__ == version("bnfuse")
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: SGD(lr="0.1"), "SGD: lr='0.1'"),
+        (lambda: SGD(lr=0.1, momentum=None), "SGD: momentum=None"),
+        (lambda: SGD(lr=True), "SGD: lr=True"),
+        (lambda: SGD(lr=float("nan")), "SGD: lr=nan"),
+        (lambda: AdamW(lr=0.1, betas=("a", 0.9)), "AdamW: betas"),
+    ],
+)
+def test_an_optimisers_rates_are_numbers(make, field):
+    with pytest.raises(BnfuseError, match=field):
+        make()
+
+
+def test_an_optimisers_rates_may_be_numpys():
+    assert SGD(lr=np.float32(0.5), momentum=np.float64(0.5)).lr == 0.5

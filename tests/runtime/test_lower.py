@@ -37,7 +37,7 @@ def lowered(signature: str, body: str, types: str = "") -> Lowered:
 
 def run(made: Lowered, step: int = 0, **feeds: np.ndarray) -> dict[str, np.ndarray]:
     start_threads(TARGET.threads)
-    runner = Runner(Compiled(made.program, objects(made.requests, Cache(default_folder()))))
+    runner = Runner(Compiled(made.program, objects(made.requests, Cache(default_folder()))), TARGET.mcpu)
     runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
     runner.feed(list(feeds), list(feeds.values()))
     runner.run("forward", {"seed": 1, "step": step})
