@@ -48,7 +48,7 @@ class Case:
     batch: int = 16
     image: int | tuple[int, int] = 224
     goals: tuple[Goal, ...] = ()
-    extra: tuple[str, ...] = ()  # of profile, compile_time
+    extra: tuple[str, ...] = ()  # of profile, compile_time, memory
 
 
 def result(found: Json, name: str) -> Json:
@@ -100,7 +100,12 @@ def ablation(title: str, none: str, bnff: str, icf: str) -> Case:
         Goal("icf's forward faster than none's", faster(icf, none, "forward"), 1.479),
     )
     return Case(
-        "densenet121", title, levels=(none, f"rcf{none[4:]}", f"mvf{none[4:]}", bnff, icf), against=(), goals=goals
+        "densenet121",
+        title,
+        levels=(none, f"rcf{none[4:]}", f"mvf{none[4:]}", bnff, icf),
+        against=(),
+        goals=goals,
+        extra=("memory",),
     )
 
 
@@ -109,7 +114,7 @@ CASES: dict[str, Case] = {
         "densenet121",
         "densenet121, batch 16, 224×224",
         against=("ort", *TORCH),
-        extra=("profile", "compile_time"),
+        extra=("profile", "compile_time", "memory"),
         goals=(
             *(Goal(f"faster than {p}, {f}", faster("icf", p, f), 1.4) for p in TORCH[1:] for f in ("min", "median")),
             Goal("faster than torch", faster("icf", "torch"), 1.8),
@@ -158,7 +163,7 @@ def run_case(name: str, args: argparse.Namespace) -> None:
         threads=args.threads,
         plot=args.folder / f"{name}.svg",
         progress=Progress(),
-        **dict.fromkeys(case.extra, True),
+        **{"memory": False, **dict.fromkeys(case.extra, True)},
     )
     (args.folder / f"{name}.json").write_text(to_json(found.to_json()) + "\n")
     (args.folder / f"{name}.txt").write_text(f"{found}\n")
