@@ -50,7 +50,7 @@ def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attrib
     refs = {**vectors(low, operands), **new_vectors(low, results, channels)}
     refs.setdefault("a", low.new_dense(None, (channels,)))
     finalize(low, channels, attributes, refs)
-    low.notes["a", operands["scale"], results.get("inv_std")] = refs["a"]
+    low.notes["a", results.get("inv_std")] = refs["a"]
 
 
 def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping[str, Ref]) -> None:
@@ -122,7 +122,7 @@ def batch_norm_source(low: Lowering, node: ir.Node) -> None:
         "new_running_variance": vector(new_variance),
     }
     finalize(low, channels, attributes_of(node), refs)
-    low.notes["a", scale, inv_std] = refs["a"]
+    low.notes["a", inv_std] = refs["a"]
     assert y is not None
     normalized = ir.Value(name=f"{y.name}/a"), ir.Value(name=f"{y.name}/b")
     for value, name in zip(normalized, "ab", strict=True):
@@ -157,7 +157,7 @@ def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
 
 def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int:
     """scale*inv_std: the one that the forward operator computed, else computed now."""
-    known = low.notes.get(("a", scale, inv_std))
+    known = low.notes.get(("a", inv_std))
     if known is not None:
         return known
     kind = (low.shape(scale), "float32")
