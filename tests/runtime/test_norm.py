@@ -97,11 +97,11 @@ def test_a_group_reads_what_its_members_wrote():
     rng = np.random.default_rng(5)
     terms = vectors(rng, 19, "dbeta", "dgamma", "a", "inv_std")
     kernel = coefficients.coefficients((("grad_terms", (19,)), ("grad_finalize", (19, 19, 98))), TARGET)
-    shared = {name: np.zeros(19, np.float32) for name in ("beta_term", "gamma_term")}
-    mean = rng.normal(size=19).astype(np.float32)
-    arrays = {f"{name}_0": value for name, value in {**terms, **shared}.items()}
-    arrays |= {f"{name}_1": value for name, value in {**shared, "mean": mean}.items()}
-    arrays |= {"q_1": np.empty(19, np.float32), "w_1": np.empty(19, np.float32)}
+    shared = {name: execute.aligned(19) for name in ("beta_term", "gamma_term")}
+    mean = execute.aligned_copy(rng.normal(size=19).astype(np.float32))
+    first = {name: execute.aligned_copy(value) for name, value in terms.items()} | shared
+    second = {**shared, "mean": mean, "q": execute.aligned(19), "w": execute.aligned(19)}
+    arrays = {f"{name}_{i}": value for i, member in enumerate((first, second)) for name, value in member.items()}
     function = execute.compile_kernel(kernel)
     function(*(tvm_ffi.from_dlpack(arrays[param.name]) for param in kernel.params), 0, 0)
     results = expected("BatchNormGradTerms", terms)
