@@ -22,7 +22,7 @@ from torch_densenet import DenseNet121
 
 from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
-from bnfuse.peers import torch_step
+from bnfuse.peers import TorchStep
 from bnfuse.training_graph import open_graph
 from bnfuse.verification import draw_feeds
 
@@ -53,7 +53,7 @@ def compare(name: str, args: argparse.Namespace) -> None:
     runs = {
         "by hand": hand_run(NETWORKS[name](), x, y, fused=True),
         "by hand, SGD not fused": hand_run(NETWORKS[name](), x, y, fused=False),
-        "peer": torch_step(graph, "torch-cl", feeds, threads=args.threads).run,
+        "peer": TorchStep(graph, "torch-cl", feeds, threads=args.threads).run,
     }
     times: dict[str, list[float]] = {kind: [] for kind in runs}
     for turn in range(args.repetitions + 2):

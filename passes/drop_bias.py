@@ -23,8 +23,8 @@ from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.rewriting import Editor, FusionResult, Op
 from bnfuse.passes.source_ops import forward_of, read, sizes
 
-GRADIENTS = {"BatchNormalizationGrad": 1}  # op -> the input that is the BatchNorm's x
-MEANS = {"BatchNormalizationGrad": 3}  # op -> the input that is the batch's mean
+GRADIENT = "BatchNormalizationGrad"
+X, MEAN = 1, 3  # its inputs that are the BatchNorm's x and the mean of the batch
 
 
 class DropBias(ir.passes.InPlacePass):
@@ -46,15 +46,16 @@ class DropBias(ir.passes.InPlacePass):
 
 def why_not(conv: Op) -> str | None:
     y = conv.results["y"]
-    norms = []
     for use in y.uses():
-        if use.node.op_type == "BatchNormInternal" and use.idx == 0:
-            norms.append(use.node)
-        elif GRADIENTS.get(use.node.op_type) != use.idx:
+        if (use.node.op_type, use.idx) not in (("BatchNormInternal", 0), (GRADIENT, X)):
             return f"its bias stays: {use.node.op_type} '{use.node.name}' reads '{y.name}' as well"
     if y.is_graph_output():
         return f"its bias stays: '{y.name}' is a graph output"
-    return next(filter(None, (mean_is_seen(norm) for norm in norms)), None)
+    return next(filter(None, (mean_is_seen(norm) for norm in batch_norms_of(y))), None)
+
+
+def batch_norms_of(y: ir.Value) -> list[ir.Node]:
+    return [use.node for use in y.uses() if use.node.op_type == "BatchNormInternal"]
 
 
 def mean_is_seen(norm: ir.Node) -> str | None:
@@ -63,17 +64,16 @@ def mean_is_seen(norm: ir.Node) -> str | None:
     if mean.is_graph_output():
         return f"its bias stays: '{mean.name}', the mean of its output, is a graph output"
     for use in mean.uses():
-        op = use.node.op_type
-        if MEANS.get(op) != use.idx or use.node.inputs[GRADIENTS[op]] is not x:
-            return f"its bias stays: {op} '{use.node.name}' reads '{mean.name}', the mean of its output"
+        node = use.node
+        if (node.op_type, use.idx) != (GRADIENT, MEAN) or node.inputs[X] is not x:
+            return f"its bias stays: {node.op_type} '{node.name}' reads '{mean.name}', the mean of its output"
     return None
 
 
 def drop(editor: Editor, conv: Op) -> None:
     y, bias = conv.results["y"], conv.operands["bias"]
-    norms = [use.node for use in y.uses() if use.node.op_type == "BatchNormInternal"]
     gradient = gradient_with_bias(conv)
-    for norm in norms:
+    for norm in batch_norms_of(y):
         shift_running_mean(editor, norm, bias, conv.node)
     if gradient is not None:
         without_bias_gradient(editor, gradient, conv.node)
@@ -100,8 +100,8 @@ def is_gradient_of(dy: ir.Value, y: ir.Value) -> bool:
     producer = dy.producer()
     if producer is None:
         return False
-    if producer.op_type in GRADIENTS:
-        return producer.inputs[GRADIENTS[producer.op_type]] is y
+    if producer.op_type == GRADIENT:
+        return producer.inputs[X] is y
     return producer.op_type in ("Sum", "Add") and all(v is not None and is_gradient_of(v, y) for v in producer.inputs)
 
 

@@ -92,6 +92,11 @@ class Rewritten:
     report: Report
 
 
+def is_pool_first(level: str) -> bool:
+    """Whether a level moves average poolings first where nothing else is asked for."""
+    return level == "icf"
+
+
 def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]]]:
     """The passes of a level, in stages: each stage runs until none of its passes finds anything more to do."""
     if level not in LEVELS:
@@ -134,7 +139,7 @@ def rewrite(model: ir.Model, *, level: str = "icf", pool_first: bool | None = No
 
     `pool_first` defaults to on at level icf and off below it. Raises BnfuseError for an unknown level.
     """
-    stages = passes_of(level, level == "icf" if pool_first is None else pool_first)
+    stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
     model = model.clone()
     names = batch_norms(model)
     before = model.graph.num_nodes()

@@ -25,6 +25,7 @@ from typing import Any
 import tvm_ffi_orcjit
 
 from bnfuse.errors import BnfuseError
+from bnfuse.interpreter import import_root
 from bnfuse.runtime.cache import Cache, content_key
 from bnfuse.runtime.kernels.cpu.tir import compile_function
 from bnfuse.runtime.kernels.kernel import Kernel
@@ -145,7 +146,7 @@ class _Worker:
             [sys.executable, "-m", "bnfuse.runtime.build"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=_import_root(),
+            cwd=import_root(),
             start_new_session=True,  # Ctrl-C on a terminal is for us, who stop it
         )
         threading.Thread(target=self._feed, daemon=True).start()
@@ -185,13 +186,6 @@ def _serve() -> None:
             status, data = b"failed", _first_line(error).encode()
         answers.buffer.write(status + b" " + base64.b64encode(data) + b"\n")
         answers.buffer.flush()
-
-
-def _import_root() -> str:
-    """The folder from which a fresh interpreter imports this very bnfuse."""
-    import bnfuse
-
-    return str(pathlib.Path(bnfuse.__file__).resolve().parent.parent)
 
 
 def _first_line(error: BaseException) -> str:

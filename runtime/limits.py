@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
-
-import tvm
 
 from bnfuse.runtime.build import Library, Request, objects
 from bnfuse.runtime.cache import Cache, default_folder
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
-from bnfuse.runtime.memory import aligned
 from bnfuse.runtime.targets import resolve, start_threads
+from bnfuse.runtime.tuning import random_arguments
 from bnfuse.runtime.work import work_of
 
 RUNS = 7
@@ -49,11 +46,7 @@ def rate(request: Request, target: Target, of: str) -> float:
     kernel = request.kernel()
     start_threads(target.threads)
     library = Library([kernel.name], objects([request], Cache(default_folder())))
-    arrays = [aligned(param.elements * 4).view("float32") for param in kernel.params]
-    for array in arrays:
-        array[...] = 1
-    arguments: list[Any] = [tvm.runtime.from_dlpack(array) for array in arrays]
-    arguments += [0 for param in kernel.params if param.is_map]
+    arguments = random_arguments(kernel)
     seconds = shortest(lambda: library.functions[0](*arguments))
     return float(getattr(work_of(kernel), of)) / seconds
 

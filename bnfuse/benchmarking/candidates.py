@@ -81,9 +81,9 @@ def make_peer(graph: TrainingGraph, peer: str, feeds: Arrays, threads: int, *, w
     """The step of another runtime. `with_forward=False` spares onnxruntime the second session."""
     if peer == "ort":
         return OrtCandidate(graph, feeds, threads, with_forward=with_forward)
-    from bnfuse.peers import torch_step
+    from bnfuse.peers import TorchStep
 
-    return torch_step(graph, peer, feeds, threads=threads, lr=LR, momentum=MOMENTUM)
+    return TorchStep(graph, peer, feeds, threads=threads, lr=LR, momentum=MOMENTUM)
 
 
 def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
@@ -101,8 +101,12 @@ def compile_variant(
     tune: bool = False,
 ) -> Any:
     """Rewritten and compiled, with SGD and momentum (of rate 0) in the step."""
+    return compile_rewritten(rewrite_variant(graph, variant), threads, progress=bar, tune=tune)
+
+
+def compile_rewritten(rewritten: Rewritten, threads: int, **options: Any) -> Any:
+    """`options` are further ones of `compile_step`."""
     from bnfuse import runtime
 
-    rewritten = rewrite_variant(graph, variant)
     optimizer = runtime.SGD(lr=LR, momentum=MOMENTUM)
-    return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, progress=bar, tune=tune)
+    return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, **options)

@@ -7,21 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from bnfuse.errors import BnfuseError
+from bnfuse.interpreter import import_root
 
 REFUSED = 3  # exit status: the last line on stderr is for the user
 
 
 def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Any:
     """What `module` answers. A BnfuseError in there is one here."""
-    import bnfuse
-
     command = [sys.executable, "-m", module, json.dumps(request)]
-    root = Path(bnfuse.__file__).resolve().parent.parent  # from where a fresh interpreter imports this very bnfuse
-    child = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, **(environment or {})})
+    settings = {**os.environ, **(environment or {})}
+    child = subprocess.run(command, capture_output=True, text=True, cwd=import_root(), env=settings)
     if child.returncode:
         said = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         raise BnfuseError(said if child.returncode == REFUSED else f"{module} failed in a process of its own: {said}")

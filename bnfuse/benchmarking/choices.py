@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from bnfuse.errors import BnfuseError
-from bnfuse.passes.manager import LEVELS
+from bnfuse.passes.manager import LEVELS, is_pool_first
 from bnfuse.peers.names import PEERS as TORCH_PEERS
 
 PEERS = ("ort", *TORCH_PEERS)
@@ -26,11 +26,6 @@ class Variant:
         if self.pool_first == is_pool_first(self.level):
             return self.level
         return self.level + (ON if self.pool_first else OFF)
-
-
-def is_pool_first(level: str) -> bool:
-    """Whether a level has it by default (`passes.rewrite`)."""
-    return level == "icf"
 
 
 def variants(texts: Iterable[str]) -> tuple[Variant, ...]:

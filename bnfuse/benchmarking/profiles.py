@@ -15,10 +15,10 @@ from typing import Any
 from bnfuse.benchmarking import idle
 from bnfuse.benchmarking.limits import Limits
 from bnfuse.errors import BnfuseError
+from bnfuse.runtime.program import PHASES
 from bnfuse.text import Section
 
 SHOWN, ROWS = 0.97, 40  # share of the kernels' time, rows: what is beyond either is summed up in the table
-PHASES = ("forward", "backward", "update")
 
 
 @dataclasses.dataclass(frozen=True)

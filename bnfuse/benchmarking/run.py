@@ -28,6 +28,7 @@ from bnfuse.benchmarking.profiles import Profile, profile_step
 from bnfuse.benchmarking.results import Benchmark, Result
 from bnfuse.benchmarking.times import Candidate, Times, summarize
 from bnfuse.errors import BnfuseError
+from bnfuse.io import save
 from bnfuse.training_graph import TrainingGraph
 from bnfuse.verification import draw_feeds
 
@@ -89,7 +90,7 @@ def run_benchmark(
 def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) -> Benchmark:
     source = folder / "graph.onnx"
     if plan.peers or plan.compile_time:
-        save_graph(graph, source)
+        save(graph.model, source)
     records, profiles, machine = time_all(graph, plan, folder, source, progress)
     results = [finish(record, plan, source, progress) for record in records]
     return Benchmark(graph.name, tuple(results), machine, plan.repetitions, profiles)
@@ -175,9 +176,3 @@ def finish(record: Record, plan: Plan, source: Path, progress: Progress) -> Resu
         peaks["setup_peak_bytes"],
         compiling,
     )
-
-
-def save_graph(graph: TrainingGraph, path: Path) -> None:
-    from bnfuse.io import save
-
-    save(graph.model, path)

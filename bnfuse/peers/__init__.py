@@ -1,7 +1,7 @@
 """The network of a training file in another framework, as its users write it: what a step is measured against.
 
     module = torch_module(graph)                  # idiomatic layers with the file's values; print(module.code)
-    step = torch_step(graph, "torch-cl", feeds)   # a whole training step on one batch
+    step = TorchStep(graph, "torch-cl", feeds)   # a whole training step on one batch
     step.run()                                    # Times(step, forward)
 
 This package alone imports torch, and only when one of its functions is called. docs/peers.md
@@ -9,6 +9,6 @@ This package alone imports torch, and only when one of its functions is called. 
 
 from bnfuse.peers.names import PEERS
 from bnfuse.peers.network import torch_module
-from bnfuse.peers.step import TorchStep, torch_step
+from bnfuse.peers.step import TorchStep
 
-__all__ = ["PEERS", "TorchStep", "torch_module", "torch_step"]
+__all__ = ["PEERS", "TorchStep", "torch_module"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.peers.layers import plain
-from bnfuse.peers.writer import Convert, Writer, attribute, present, product, torch_pads
+from bnfuse.peers.writer import Convert, Writer, attribute, present, torch_pads
 
 
 def named(name: str) -> Convert:
@@ -54,7 +55,7 @@ def flatten(w: Writer, node: ir.Node) -> Any:
     x = w.value(node, 0)
     if axis == 1:
         return w.call(w.torch.flatten, x, 1)
-    return w.call(w.torch.reshape, x, (product(shape[:axis]), product(shape[axis:])))
+    return w.call(w.torch.reshape, x, (math.prod(shape[:axis]), math.prod(shape[axis:])))
 
 
 def reshape(w: Writer, node: ir.Node) -> Any:

@@ -21,7 +21,11 @@ Arrays = dict[str, np.ndarray]
 
 
 class TorchStep:
-    """A peer's step on one batch: a candidate of the benchmark.
+    """The step of one of PEERS on one batch (data and labels by name): a candidate of the benchmark.
+
+    torch         the module as it is, NCHW
+    torch-cl      module and images in torch.channels_last
+    torch-compile the same through torch.compile
 
     The batch is a tensor in the network's memory format before the first step, and torch-compile has compiled both
     directions, so neither is in the times. `loss` is that of the last step, a torch scalar.
@@ -78,24 +82,6 @@ class TorchStep:
         for buffer, old in kept:
             buffer.copy_(old)
         self.optimizer.zero_grad(set_to_none=True)
-
-
-def torch_step(
-    graph: TrainingGraph,
-    peer: str,
-    feeds: Arrays,
-    *,
-    lr: float = 0.01,
-    momentum: float = 0.9,
-    threads: int | None = None,
-) -> TorchStep:
-    """A step of one of PEERS on these feeds (data and labels by name; others are not looked at).
-
-    torch         the module as it is, NCHW
-    torch-cl      module and images in torch.channels_last
-    torch-compile the same through torch.compile
-    """
-    return TorchStep(graph, peer, feeds, lr=lr, momentum=momentum, threads=threads)
 
 
 def channels_last(torch: Any, graph: TrainingGraph) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from keyword import iskeyword
 from typing import Any
 
@@ -195,7 +194,3 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
 def torch_pads(begin: Sequence[int], end: Sequence[int]) -> list[int]:
     """torch's order: (left, right, top, bottom, ...)."""
     return [side for pair in zip(reversed(begin), reversed(end), strict=True) for side in pair]
-
-
-def product(dims: Iterable[int]) -> int:
-    return math.prod(dims)

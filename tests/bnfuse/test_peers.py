@@ -18,7 +18,7 @@ from bnfuse.build import build, build_training_graph
 from bnfuse.errors import BnfuseError
 from bnfuse.models import MODELS, build_forward
 from bnfuse.oracle import OrtGraph
-from bnfuse.peers import PEERS, torch_module, torch_step
+from bnfuse.peers import PEERS, TorchStep, torch_module
 from bnfuse.peers.network import torch_loss
 from bnfuse.training_graph import TrainingGraph, open_graph, without_dropout
 from bnfuse.verification import draw_feeds
@@ -297,7 +297,7 @@ def test_a_norm_for_inference_is_in_eval_mode():
 def test_frozen_parameters_stay():
     graph = graph_of(build_forward("resnet20", batch=2, image=32, classes=7), freeze=["stem/*"])
     feeds = draw_feeds(graph, np.random.default_rng(0))
-    step = torch_step(graph, "torch-cl", feeds, threads=1)
+    step = TorchStep(graph, "torch-cl", feeds, threads=1)
     assert not step.module.stem_conv.weight.requires_grad and step.module.classifier.weight.requires_grad
     step.run()
     assert np.array_equal(step.module.stem_conv.weight.numpy(), graph.state()["stem/conv/weight"])
@@ -315,7 +315,7 @@ def test_a_step_is_the_files(peer):
     feeds = draw_feeds(graph, np.random.default_rng(0))
     wanted = [graph.roles.loss, *graph.roles.gradients.values()]
     expected = OrtGraph(graph.model, name="r", threads=1).run({**graph.state(), **feeds}, wanted)
-    step = torch_step(graph, peer, feeds, lr=0.5, threads=1)
+    step = TorchStep(graph, peer, feeds, lr=0.5, threads=1)
     assert step.name == peer
     assert step.data[0].is_contiguous(memory_format=torch.channels_last) == (peer == "torch-cl")
     times = step.run()
@@ -330,7 +330,7 @@ def test_a_step_is_the_files(peer):
 @pytest.mark.torch
 def test_steps_train():
     graph = zoo_graph("resnet20")
-    step = torch_step(graph, "torch-cl", draw_feeds(graph, np.random.default_rng(0)), lr=0.02, threads=1)
+    step = TorchStep(graph, "torch-cl", draw_feeds(graph, np.random.default_rng(0)), lr=0.02, threads=1)
     losses = []
     for _ in range(6):
         step.run()
@@ -354,7 +354,7 @@ def test_torch_compile_without_a_compiler(monkeypatch):
     graph = zoo_graph("resnet20")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BnfuseError, match=r"install g\+\+ or leave torch-compile out"):
-        torch_step(graph, "torch-compile", draw_feeds(graph, np.random.default_rng(0)))
+        TorchStep(graph, "torch-compile", draw_feeds(graph, np.random.default_rng(0)))
 
 
 # Refusals, and what needs no torch
@@ -386,7 +386,7 @@ def test_a_rewritten_graph_is_refused():
 @pytest.mark.torch
 def test_an_unknown_peer():
     with pytest.raises(BnfuseError, match="no torch peer 'jax': there is torch, torch-cl, torch-compile"):
-        torch_step(zoo_graph("resnet20"), "jax", {})
+        TorchStep(zoo_graph("resnet20"), "jax", {})
 
 
 def test_without_torch_one_line_says_what_to_install():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from functools import partial
 from itertools import product
 
 from tvm import tirx
@@ -230,18 +231,8 @@ class _Micro:
 
     def leave(self, acc: Buffer, sums: Buffer | None) -> None:
         """The epilogue, for the rows, columns and channels that exist."""
-        tiles, cin = self.nest.tiles, self.nest.shape.cin
-        whole, rest = divmod(cin, tiles.block)
-        if not rest:
-            self._leave_channels(acc, sums, tiles.block)
-        elif not whole:
-            self._leave_channels(acc, sums, rest)
-        else:
-            with T.If(self.block < whole):
-                with T.Then():
-                    self._leave_channels(acc, sums, tiles.block)
-                with T.Else():
-                    self._leave_channels(acc, sums, rest)
+        nest, leave_channels = self.nest, partial(self._leave_channels, acc, sums)
+        tir.with_width(self.block, nest.tiles.block, nest.shape.cin, leave_channels)
 
     def _leave_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
         """Pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over pixels."""

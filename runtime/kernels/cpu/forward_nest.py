@@ -10,7 +10,7 @@ from bnfuse.runtime.kernels.cpu.entry import Entry
 from bnfuse.runtime.kernels.cpu.nest import covers_input
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
-from bnfuse.runtime.kernels.cpu.tir import Arguments, Expr, workspace
+from bnfuse.runtime.kernels.cpu.tir import Arguments, Expr, with_width, workspace
 from bnfuse.runtime.kernels.kernel import Problem, Target
 
 
@@ -61,14 +61,4 @@ class ForwardNest:
 
     def with_output_width(self, block: Expr, body: Callable[[int], None]) -> None:
         """Call `body` with the channels of output block `block`, which are fewer in the last."""
-        tail = self.shape.group_cout % self.width
-        if tail == 0:
-            body(self.width)
-        elif self.out_blocks == 1:
-            body(tail)
-        else:
-            with T.If(block < self.out_blocks - 1):
-                with T.Then():
-                    body(self.width)
-                with T.Else():
-                    body(tail)
+        with_width(block, self.width, self.shape.group_cout, body)

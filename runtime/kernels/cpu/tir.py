@@ -138,6 +138,22 @@ def vectors(count: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
         body(full * lanes, count % lanes)
 
 
+def with_width(block: Expr, size: int, total: int, body: Callable[[int], None]) -> None:
+    """Call `body` with the elements of block `block`, where `total` are cut up into blocks of `size`: the last may have
+    fewer."""
+    whole, rest = divmod(total, size)
+    if not rest:
+        body(size)
+    elif not whole:
+        body(rest)
+    else:
+        with T.If(block < whole):
+            with T.Then():
+                body(size)
+            with T.Else():
+                body(rest)
+
+
 def elementwise(width: int, body: Callable[[Expr], None]) -> None:
     """Call `body(j)` with the lane index j of a vectorised loop, inside which expressions are scalar."""
     if width == 1:

@@ -9,8 +9,8 @@ each of the 16 places of a transformed patch. The gradients are the transposes o
 
     dg = G^T (M * (B^T d B)) G        dd = B (M * (G g G^T)) B^T, added up where patches overlap
 
-Functions here take and return rows of values: scalars or vectors, one lane a channel, of TIR or numpy. `bind` names
-what is used more than once.
+The transforms take and return rows of values: scalars or vectors, one lane a channel, of TIR or numpy. `bind` names
+what is used more than once. `load_block` and `store_places` are for TIR.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu.tir import Buffer, Expr, span, store
 
 Matrix = tuple[tuple[Fraction, ...], ...]
 Block = Sequence[Sequence[Any]]
@@ -101,3 +105,15 @@ def _signed_sum(terms: list[tuple[bool, Any]]) -> Any:
     for positive, value in rest:
         total = total + value if positive else total - value
     return total
+
+
+def load_block(buffer: Buffer, size: int, index: Callable[[int, int], Expr], width: int, stride: int = 1) -> Block:
+    """size x size vectors of `width` elements, each from `index(row, column)` on, `stride` apart."""
+    return [[T.bind(buffer[span(index(i, j), width, stride)]) for j in range(size)] for i in range(size)]
+
+
+def store_places(buffer: Buffer, values: Block, start: Expr, apart: int, width: int) -> None:
+    """The 4 x 4 vectors of a transformed patch, `apart` elements from one place to the next."""
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            store(buffer, span(start + (i * PATCH + j) * apart, width), value)

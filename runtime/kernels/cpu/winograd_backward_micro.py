@@ -19,9 +19,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_leave import (
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, opaque
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
-from bnfuse.runtime.kernels.cpu.winograd import OUT, PATCH, PLACES, output_transform
+from bnfuse.runtime.kernels.cpu.winograd import OUT, PATCH, PLACES, load_block, output_transform
 from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
-from bnfuse.runtime.kernels.cpu.winograd_backward_transform import load_block
 
 # The gradient of the weights
 
@@ -163,22 +162,12 @@ def _leave_tiles(
     count: Expr,
 ) -> None:
     """The epilogue of a micro-tile, for the channels that exist."""
-    whole, rest = divmod(nest.shape.cin, nest.tiles.block)
     source = T.bind((slot * nest.products_tiles + group * nest.tiles.micro) * nest.tiles.block)
 
     def channels(width: int) -> None:
         _leave_channels(nest, products, sums, place, block, source, start, count, width)
 
-    if not rest:
-        channels(nest.tiles.block)
-    elif not whole:
-        channels(rest)
-    else:
-        with T.If(block < whole):
-            with T.Then():
-                channels(nest.tiles.block)
-            with T.Else():
-                channels(rest)
+    tir.with_width(block, nest.tiles.block, nest.shape.cin, channels)
 
 
 def _leave_channels(

@@ -14,9 +14,10 @@ from bnfuse.runtime.kernels.cpu.winograd import (
     OUT,
     PATCH,
     PLACES,
-    Block,
     input_transform,
+    load_block,
     output_gradient_transform,
+    store_places,
     weight_gradient_transform,
     weight_transform,
 )
@@ -28,18 +29,6 @@ GATHERED = 16  # input channels that dweight takes at a time, so that its lines 
 SCATTERED = 64  # and output channels, so that the partials are read in runs
 
 
-def load_block(buffer: Buffer, size: int, index: Callable[[int, int], Expr], width: int) -> Block:
-    """size x size vectors of `width` elements, each from `index(row, column)` on."""
-    return [[T.bind(buffer[span(index(i, j), width)]) for j in range(size)] for i in range(size)]
-
-
-def store_places(buffer: Buffer, values: Block, start: Expr, apart: int, width: int) -> None:
-    """The 4 x 4 vectors of a transformed patch, `apart` elements from one place to the next."""
-    for i, row in enumerate(values):
-        for j, value in enumerate(row):
-            store(buffer, span(start + (i * PATCH + j) * apart, width), value)
-
-
 # Weights
 
 
@@ -47,7 +36,6 @@ def transform_weights(nest: WinogradNest, weights: Buffer) -> None:
     """G w' G^T of the rotated weights. The channels that fill up the last block are zeros."""
     shape, block, lanes = nest.shape, nest.tiles.block, nest.tiles.lanes
     weight = nest.arguments["weight"]
-    whole, rest = divmod(shape.cin, block)
     with T.parallel(0, nest.threads) as thread:
         first, count = tir.share(nest.blocks * shape.cout, nest.threads, thread)
         with T.serial(0, count) as i:
@@ -57,29 +45,19 @@ def transform_weights(nest: WinogradNest, weights: Buffer) -> None:
             target = T.bind(item * block)
 
             def vector(start: Expr, width: int, source: Expr = source, target: Expr = target) -> None:
-                def tap(r: int, s: int) -> Expr:
-                    rotated = TAPS - 1 - (r * KERNEL + s)
-                    return weight[span(source + start * TAPS + rotated, width, TAPS)]
+                def rotated(r: int, s: int) -> Expr:
+                    return source + start * TAPS + (TAPS - 1 - (r * KERNEL + s))
 
-                window = [[T.bind(tap(r, s)) for s in range(KERNEL)] for r in range(KERNEL)]
-                places = weight_transform(window, T.bind)
+                places = weight_transform(load_block(weight, KERNEL, rotated, width, TAPS), T.bind)
                 store_places(weights, places, target + start, nest.weights_place, width)
 
-            def short(target: Expr = target, vector: Callable[[Expr, int], None] = vector) -> None:
-                with T.serial(0, PLACES) as place:
-                    tir.zero(weights, target + place * nest.weights_place + rest, block - rest, lanes)
-                tir.vectors(rest, lanes, vector)
+            def channels(count: int, target: Expr = target, vector: Callable[[Expr, int], None] = vector) -> None:
+                if count < block:
+                    with T.serial(0, PLACES) as place:
+                        tir.zero(weights, target + place * nest.weights_place + count, block - count, lanes)
+                tir.vectors(count, lanes, vector)
 
-            if not rest:
-                tir.vectors(block, lanes, vector)
-            elif not whole:
-                short()
-            else:
-                with T.If(number < whole):
-                    with T.Then():
-                        tir.vectors(block, lanes, vector)
-                    with T.Else():
-                        short()
+            tir.with_width(number, block, shape.cin, channels)
 
 
 def unpack_weight_gradient(nest: WinogradNest, partial: Buffer) -> None:

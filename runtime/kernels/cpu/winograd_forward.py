@@ -72,7 +72,9 @@ from bnfuse.runtime.kernels.cpu.winograd import (
     PLACES,
     Block,
     input_transform,
+    load_block,
     output_transform,
+    store_places,
     weight_transform,
 )
 from bnfuse.runtime.kernels.kernel import Problem, Target
@@ -226,10 +228,9 @@ class WinogradNest(ForwardNest):
         """The transformed windows of `self.width` output channels, of which `width` exist."""
         weight, stride = self.arguments["weight"], self.shape.cin * 9
         for start, part in cut(width, self.lanes):
-            index = source + start * stride
-            window = [[T.bind(weight[span(index + 3 * i + j, part, stride)]) for j in range(3)] for i in range(3)]
-            for place, value in enumerate(itertools.chain(*weight_transform(window, T.bind))):
-                store(self.weights, span(target + place * self.weight_stride + start, part), value)
+            first = source + start * stride
+            window = load_block(weight, 3, lambda i, j: first + 3 * i + j, part, stride)  # noqa: B023
+            store_places(self.weights, weight_transform(window, T.bind), target + start, self.weight_stride, part)
         for place in range(PLACES):
             zero(self.weights, target + place * self.weight_stride + width, self.width - width, self.lanes)
 
@@ -277,12 +278,8 @@ class WinogradNest(ForwardNest):
             corner = T.bind(tile.at(*self.square(first + i)))
             with T.serial(0, math.ceil(self.shape.cin / self.lanes)) as v:
                 source, target = T.bind(corner + v * self.lanes), T.bind(i * pitch + v * self.lanes)
-                patch = [
-                    [T.bind(tile.buffer[span(source + tile.tap(r, s), self.lanes)]) for s in range(PATCH)]
-                    for r in range(PATCH)
-                ]
-                for number, value in enumerate(itertools.chain(*input_transform(patch, T.bind))):
-                    store(self.patches, span(target + number * self.patch_stride, self.lanes), value)
+                patch = load_block(tile.buffer, PATCH, lambda r, s: source + tile.tap(r, s), self.lanes)
+                store_places(self.patches, input_transform(patch, T.bind), target, self.patch_stride, self.lanes)
 
     # Products
 
@@ -359,10 +356,7 @@ class WinogradNest(ForwardNest):
     def outputs(self, source: Expr, channel: Expr, lanes: int) -> Block:
         """The two by two outputs of a square: vectors of channels."""
         at = T.bind(source)
-        products = [
-            [T.bind(self.products[span(at + (i * PATCH + j) * self.product_stride, lanes)]) for j in range(PATCH)]
-            for i in range(PATCH)
-        ]
+        products = load_block(self.products, PATCH, lambda i, j: at + (i * PATCH + j) * self.product_stride, lanes)
         outputs = output_transform(products, T.bind)
         if "Bias" not in self.epilogue:
             return outputs
