@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from source_files import load
 
 HERE = Path(__file__).resolve().parent
 EMULATION_TOOLS = ("aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objcopy", "qemu-aarch64")
@@ -109,8 +110,4 @@ def graph_text(model: ir.Model | onnx.ModelProto) -> str:
 @pytest.fixture(scope="session")
 def oracle() -> types.ModuleType:
     """tests/oracle.py: training graphs evaluated with torch (tests that use it are marked `torch`)."""
-    spec = importlib.util.spec_from_file_location("bnfuse_test_oracle", HERE / "oracle.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(HERE / "oracle.py")

@@ -1,7 +1,6 @@
 """The torch peer: the same network, the same values, the layers that people write."""
 
 import collections
-import importlib.util
 import subprocess
 import sys
 import types
@@ -12,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from source_files import load
 
 import bnfuse
 from bnfuse.build import build, build_training_graph
@@ -105,9 +105,7 @@ def test_a_bypass_reads_what_a_relu_must_not_overwrite(bypass, oracle):
 
 def by_hand(name: str):
     file = "torch_densenet" if name == "densenet121" else "torch_networks"
-    spec = importlib.util.spec_from_file_location(f"bnfuse_benchmark_{file}", BENCHMARKS / f"{file}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(BENCHMARKS / f"{file}.py")
     if name == "densenet121":
         return module.DenseNet121(7)
     return getattr(module, name)(7, **({"image": 32} if name == "vgg16" else {}))

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import pathlib
-import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from source_files import load
 
 from bnfuse import api
 from bnfuse.build import build_training_graph
@@ -27,25 +26,14 @@ from bnfuse.runtime.kernels.kernel import Kernel, Target
 pytestmark = pytest.mark.emulation
 
 HERE = pathlib.Path(__file__).resolve().parent
+RUNTIME = HERE.parent / "runtime"
 BATCHES = {"densenet40": 2, "mobilenetv2": 4}  # a BN over a few elements divides rounding by next to nothing
 MODELS = {"cortex-a72": "cortex-a72", "neoverse-n1": "neoverse-n1", "apple-m1": "max"}  # as LLVM and as qemu calls them
 
 
-@functools.cache
-def load(path: str) -> types.ModuleType:
-    """A module beside or below tests/, which is no package."""
-    file = HERE.parent / path
-    spec = importlib.util.spec_from_file_location(f"bnfuse_emulated_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-emulation = load("emulation/emulation.py")
-forward, backward = load("runtime/test_conv_forward.py"), load("runtime/test_conv_backward.py")
-session_tests = load("runtime/test_session.py")
+emulation = load(HERE / "emulation.py")
+forward, backward = load(RUNTIME / "test_conv_forward.py"), load(RUNTIME / "test_conv_backward.py")
+session_tests = load(RUNTIME / "test_session.py")
 
 
 class Emulators:
@@ -136,10 +124,10 @@ class Call:
 
 
 def calls() -> Iterator[Call]:
-    pool = load("runtime/test_pool.py")
+    pool = load(RUNTIME / "test_pool.py")
     for case in (*pool.MAX, *pool.AVERAGE, *pool.GLOBAL, *pool.MAX_GRAD, *pool.AVERAGE_GRAD):
         yield Call("pool", "test_equals_the_reference", case)
-    maps = load("runtime/test_map.py")
+    maps = load(RUNTIME / "test_map.py")
     for case in (*maps.FORWARD, *maps.BACKWARD):
         yield Call("map", "test_equals_the_reference", case)
     yield Call("norm", "test_statistics", (2, 1e3))
@@ -147,22 +135,22 @@ def calls() -> Iterator[Call]:
     yield Call("norm", "test_grad_reduce")
     yield Call("norm", "test_grad_terms_and_their_accumulation")
     yield Call("norm", "test_grad_finalize_of_a_range_of_channels")
-    for problem in load("runtime/test_dense.py").CASES:
+    for problem in load(RUNTIME / "test_dense.py").CASES:
         yield Call("dense", "test_equals_numpy", (problem,))
-    for problem in load("runtime/test_loss.py").CASES:
+    for problem in load(RUNTIME / "test_loss.py").CASES:
         yield Call("loss", "test_loss_and_gradient", (problem,))
-    for momentum, nesterov in load("runtime/test_optim_kernels.py").SGDS:
+    for momentum, nesterov in load(RUNTIME / "test_optim_kernels.py").SGDS:
         yield Call("optim_kernels", "test_sgd", (momentum, nesterov))
     yield Call("optim_kernels", "test_adamw")
     yield Call("layout_kernels", "test_from_slot_to_slot")
-    for op in load("runtime/test_generic.py").UNARY:
+    for op in load(RUNTIME / "test_generic.py").UNARY:
         yield Call("generic", "test_unary", (op,))
     yield Call("generic", "test_softmax_and_gradients", (1,))
 
 
 @pytest.mark.parametrize("call", list(calls()), ids=str)
 def test_other_kernels(target, monkeypatch, call):
-    module = load(f"runtime/test_{call.file}.py")
+    module = load(RUNTIME / f"test_{call.file}.py")
     monkeypatch.setattr(module, "TARGET", target)
     getattr(module, call.function)(*call.arguments)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conv_case import ConvCase, gradient_operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,37 +28,12 @@ FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A convolution in the terms of the ONNX file. `slots` widens every map's buffer and moves it inside."""
-
-    op: str
-    n: int
-    h: int
-    w: int
-    cin: int
-    cout: int
-    kernel: tuple[int, int] = (1, 1)
-    strides: tuple[int, int] = (1, 1)
-    pads: tuple[int, int, int, int] = (0, 0, 0, 0)
-    dilations: tuple[int, int] = (1, 1)
-    group: int = 1
-    slots: int = 0
+class Case(ConvCase):
+    """`slots` widens every map's buffer and moves it inside."""
 
     @property
-    def attributes(self) -> dict[str, Any]:
-        found = {
-            "dilations": self.dilations,
-            "group": self.group,
-            "kernel_shape": self.kernel,
-            "pads": self.pads,
-            "strides": self.strides,
-            "min": -0.5,
-            "max": 0.75,
-            "alpha": 1.702,
-            "acc_start": 0,
-            "acc_stop": self.cin,
-        }
-        return {name: found[name] for name in parse(self.op).attributes}
+    def ranges(self) -> dict[str, int]:
+        return {"acc_start": 0, "acc_stop": self.cin}
 
     @property
     def out(self) -> tuple[int, int]:
@@ -96,19 +72,6 @@ WEIGHTS = ("weight", "dweight")
 ACC = ("acc",)
 
 
-def operands(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """float32 values, as float64. The means are far from zero, and one channel has a = 0 (a BN's gamma)."""
-    values = {}
-    for name in parse(case.op).operands:
-        values[name] = rng.standard_normal(case.shape(name)).astype(np.float32).astype(np.float64)
-    if "a" in values:
-        values["a"][0] = 0
-    for name in values:
-        if name.startswith("inv_std"):
-            values[name] = np.abs(values[name]) + 0.5
-    return values
-
-
 def as_buffer(values: np.ndarray, kind: MapType, offset: int) -> np.ndarray:
     """An NCHW map in its slot of an NHWC buffer; what is around it is NaN, so that reading it shows."""
     buffer = np.full((kind.pixels, kind.stride), np.nan, np.float32)
@@ -142,7 +105,7 @@ def run(case: Case, kernel: Kernel, values: dict[str, np.ndarray], function: Any
 
 def check(case: Case, tolerance: float = 1e-5, target: Target = TARGET, seed: int = 0) -> None:
     kernel = conv_backward(case.problem(), target)
-    values = operands(case, np.random.default_rng(seed))
+    values = gradient_operands(case, np.random.default_rng(seed))
     expected = reference.run(parse(case.op), values, case.attributes)
     for name, found in run(case, kernel, values).items():
         error = np.linalg.norm(found - expected[name]) / np.linalg.norm(expected[name])
@@ -219,7 +182,7 @@ def test_more_threads_than_tiles() -> None:
 def test_a_bn_whose_gamma_is_zero_still_has_its_gradients() -> None:
     """a = 0 and a positive b: the activation passes everything on, and dgamma cannot be had from it."""
     case = Case("NormalizeReluConvGradReluGradReduce", 2, 6, 6, 17, 8, (3, 3), pads=(1, 1, 1, 1))
-    values = operands(case, np.random.default_rng(3))
+    values = gradient_operands(case, np.random.default_rng(3))
     values["a"][:], values["b"][:] = 0, 0.5
     found = run(case, conv_backward(case.problem(), TARGET), values)
     expected = reference.run(parse(case.op), values, case.attributes)
@@ -230,7 +193,7 @@ def test_a_bn_whose_gamma_is_zero_still_has_its_gradients() -> None:
 def test_sums_keep_their_digits_over_many_pixels() -> None:
     """One float32 chain over 25088 values of one sign would lose 1e-4 of dbeta."""
     case = Case("ConvGradReduce", 2, 112, 112, 4, 3)
-    values = operands(case, np.random.default_rng(5))
+    values = gradient_operands(case, np.random.default_rng(5))
     values["dy"], values["weight"] = np.abs(values["dy"]), np.abs(values["weight"])
     found = run(case, conv_backward(case.problem(), TARGET), values)
     expected = reference.run(parse(case.op), values, case.attributes)

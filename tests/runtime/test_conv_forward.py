@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from conv_case import ConvCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,35 +43,8 @@ EPILOGUES = ("", "Bias", "Statistics", "BiasStatistics", "StoreInput", "BiasStor
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A convolution in the terms of the ONNX file. Each map has `slots` channels before and after it in its buffer."""
-
-    op: str
-    n: int
-    h: int
-    w: int
-    cin: int
-    cout: int
-    kernel: tuple[int, int] = (1, 1)
-    strides: tuple[int, int] = (1, 1)
-    pads: tuple[int, int, int, int] = (0, 0, 0, 0)
-    dilations: tuple[int, int] = (1, 1)
-    group: int = 1
-    slots: int = 0
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        found = {
-            "dilations": self.dilations,
-            "group": self.group,
-            "kernel_shape": self.kernel,
-            "pads": self.pads,
-            "strides": self.strides,
-            "min": -0.5,
-            "max": 0.75,
-            "alpha": 1.702,
-        }
-        return {name: found[name] for name in parse(self.op).attributes}
+class Case(ConvCase):
+    """Each map has `slots` channels before and after it in its buffer."""
 
     def operands(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         shapes = {

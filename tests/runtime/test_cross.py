@@ -5,14 +5,12 @@ Arm code runs under emulation in tests/emulation.
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import re
-import sys
-import types
 
 import numpy as np
 import pytest
+from source_files import load
 
 from bnfuse import cli
 from bnfuse.build import build_training_graph
@@ -26,19 +24,7 @@ FOREIGN = "haswell" if targets.is_arm(targets.host_cpu()) else "neoverse-n1"
 SIZE, CIN, COUT = 14, 32, 48
 
 
-def neighbour(name: str) -> types.ModuleType:
-    """A module beside this one, which is in no package."""
-    spec = importlib.util.spec_from_file_location(
-        f"bnfuse_cross_{name}", pathlib.Path(__file__).with_name(f"{name}.py")
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-nets = neighbour("test_session")
+nets = load(pathlib.Path(__file__).with_name("test_session.py"))
 
 
 @pytest.mark.parametrize("level", ["none", "icf"])

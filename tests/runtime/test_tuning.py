@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
+from source_files import load
 
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime import compile_step, targets, tuning
@@ -24,18 +23,7 @@ WINDOW = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (3, 3)), ("pads"
 FLAT = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (1, 1)), ("pads", (0, 0, 0, 0)), ("strides", (1, 1)))
 
 
-def neighbour(name: str) -> types.ModuleType:
-    """A module beside this one, which is in no package."""
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"bnfuse_tuning_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-nets = neighbour("test_session")
+nets = load(pathlib.Path(__file__).with_name("test_session.py"))
 
 
 class Measurer:
@@ -161,7 +149,7 @@ def test_a_small_gain_is_noise():
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import test_tuning as t
 step = t.tuned_step({folder!r}, fastest={fastest})
 print(step.report.tuned)
@@ -175,10 +163,9 @@ def tuned_step(folder: str, fastest: int):
 
 def test_processes_share_what_they_remember(graph, compiled):
     forget(compiled)
-    scripts = [
-        SCRIPT.format(tests=str(pathlib.Path(__file__).parent), folder=str(compiled), fastest=fastest)
-        for fastest in (-1, 0)
-    ]
+    here = pathlib.Path(__file__).resolve().parent
+    tests = [str(here), str(here.parent / "helpers")]
+    scripts = [SCRIPT.format(tests=tests, folder=str(compiled), fastest=fastest) for fastest in (-1, 0)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     for process in [subprocess.Popen([sys.executable, "-c", script], **pipes) for script in scripts]:
         printed, errors = process.communicate(timeout=300)

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from conv_case import ConvCase, gradient_operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,35 +29,16 @@ ONES = (1, 1, 1, 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(ConvCase):
     """A 3x3 convolution of stride 1; `slots` widens the buffers of x, dx and dy and moves the maps inside."""
 
-    op: str
-    n: int
-    h: int
-    w: int
-    cin: int
-    cout: int
+    kernel: tuple[int, int] = (3, 3)
     pads: tuple[int, int, int, int] = ONES
-    slots: int = 0
 
     @property
-    def attributes(self) -> dict[str, object]:
-        found = {
-            "dilations": (1, 1),
-            "group": 1,
-            "kernel_shape": (3, 3),
-            "pads": self.pads,
-            "strides": (1, 1),
-            "min": -0.5,
-            "max": 0.75,
-            "alpha": 1.702,
-            "grad_start": self.slots,
-            "grad_stop": self.slots + self.cout,
-            "acc_start": self.slots,
-            "acc_stop": self.slots + self.cin,
-        }
-        return {name: found[name] for name in parse(self.op).attributes}
+    def ranges(self) -> dict[str, int]:
+        starts = {"grad_start": self.slots, "acc_start": self.slots}
+        return {**starts, "grad_stop": self.slots + self.cout, "acc_stop": self.slots + self.cin}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of an operand or a result in the file: dy and acc are wider than what is read of them."""
@@ -74,18 +56,7 @@ class Case:
 
 
 def operands(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 values, as float64. One channel has a = 0 (a BN's gamma)."""
-    rng = np.random.default_rng(seed)
-    values = {
-        name: rng.standard_normal(case.shape(name)).astype(np.float32).astype(np.float64)
-        for name in parse(case.op).operands
-    }
-    if "a" in values:
-        values["a"][0] = 0
-    for name in values:
-        if name.startswith("inv_std"):
-            values[name] = np.abs(values[name]) + 0.5
-    return values
+    return gradient_operands(case, np.random.default_rng(seed))
 
 
 def errors(
@@ -116,9 +87,9 @@ CASES = [
     Case(FULL, 3, 7, 7, 37, 33, slots=5),  # odd maps, a last block of 5 channels
     Case(PLAIN, 1, 5, 3, 3, 5),  # fewer channels than lanes
     Case(PLAIN, 1, 1, 1, 16, 16),  # one pixel
-    Case(PLAIN, 2, 6, 9, 40, 70, (0, 2, 1, 3)),  # pads beyond the window's reach
-    Case("ConvGradBiasGrad", 2, 16, 30, 17, 17, (0, 0, 0, 0)),
-    Case("ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther", 4, 7, 7, 40, 36, (2, 2, 2, 2)),
+    Case(PLAIN, 2, 6, 9, 40, 70, pads=(0, 2, 1, 3)),  # pads beyond the window's reach
+    Case("ConvGradBiasGrad", 2, 16, 30, 17, 17, pads=(0, 0, 0, 0)),
+    Case("ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther", 4, 7, 7, 40, 36, pads=(2, 2, 2, 2)),
     Case("NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale", 1, 9, 8, 20, 11),
     Case("NormalizeQuickGeluConvGradQuickGeluGrad", 1, 8, 8, 18, 16),
     Case("SliceBatchNormGradNormalizeReluConvGradReluGradReduce", 2, 10, 6, 24, 32, slots=7),
@@ -150,7 +121,7 @@ def cases(draw: st.DrawFn) -> Case:
     pads = draw(st.tuples(*(st.integers(0, 3),) * 4))
     h, w = (max(1, 3 - pads[i] - pads[i + 2]) + draw(st.integers(0, 17)) for i in (0, 1))
     cin, cout = (draw(st.integers(1, 70)) for _ in "io")
-    return Case(draw(st.sampled_from(OPERATORS)), draw(st.integers(1, 3)), h, w, cin, cout, pads)
+    return Case(draw(st.sampled_from(OPERATORS)), draw(st.integers(1, 3)), h, w, cin, cout, pads=pads)
 
 
 @settings(max_examples=10, derandomize=True, deadline=None, database=None)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from source_files import load
 
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import tir
@@ -20,19 +19,7 @@ from bnfuse.runtime.kernels.cpu.tiles import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_forward import FAR_BYTES, TILE_BYTES, choose_winograd_tiles, whole_squares
 from bnfuse.runtime.kernels.kernel import Target
 
-
-def load_direct_tests() -> Any:
-    """The module beside this one: its cases are ours."""
-    spec = importlib.util.spec_from_file_location(
-        "bnfuse_direct_tests", pathlib.Path(__file__).with_name("test_conv_forward.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-direct = load_direct_tests()
+direct = load(pathlib.Path(__file__).with_name("test_conv_forward.py"))
 Case, FULL, AVX512 = direct.Case, direct.FULL, direct.AVX512
 winograd = functools.partial(conv_forward, algorithm="winograd")
 WINDOW = (3, 3)
