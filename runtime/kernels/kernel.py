@@ -3,7 +3,8 @@
 A kernel is a TIR function and the list of its parameters. Its generator is a pure function of a frozen
 *problem* (shapes, strides, pads, steps) and a target, so the pair is the kernel's key in the cache.
 
-Feature maps are float32 in NHWC. A map may be a channel slot of a wider buffer: pixel (n, h, w), channel c lies
+Feature maps are NHWC, float32 or (on a GPU) bfloat16 or float16. A map may be a channel slot of a wider buffer: pixel
+(n, h, w), channel c lies
 at  offset + ((n*H + h)*W + w)*stride + c  of a flat buffer. The stride is part of the problem; the offset is an
 int32 argument, so that layers that differ only in their slot share one kernel. Other tensors are dense, in the
 layout of the ONNX file (weights OIHW), flat.
@@ -33,6 +34,8 @@ class MapType:
     w: int
     c: int
     stride: int
+    dtype: str = "float32"  # as stored
+    align: int = 0  # on a GPU: offset, stride and c are multiples of this power of two (at most 8)
 
     @property
     def pixels(self) -> int:
@@ -57,12 +60,23 @@ class Param:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where kernels run. `kind` is llvm or cuda; `mcpu` an LLVM CPU name; `lanes` the float32 lanes of a vector."""
+    """Where kernels run.
+
+    On a CPU (`kind` llvm) `mcpu` is an LLVM CPU name, `lanes` the float32 lanes of a vector. On a GPU (`kind` cuda)
+    `mcpu` is an architecture such as sm_90, `lanes` a warp, `threads` the multiprocessors, and `precision` is that of
+    the convolutions: fp32 (three products of TF32 for one of float32), tf32, bf16 or fp16.
+    """
 
     kind: str
     mcpu: str
     lanes: int
     threads: int
+    precision: str = "fp32"
+
+    @property
+    def map_dtype(self) -> str:
+        """The type in which feature maps are stored."""
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision, "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +126,11 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel to be compiled: `build()` makes the TIR function (a tvm PrimFunc named `name`)."""
+    """A kernel to be compiled.
+
+    For a CPU `build()` makes the TIR function (a tvm PrimFunc named `name`), for a GPU a tuple of stages
+    (kernels/cuda/device.py) that run one after the other. `scalars` are run-time arguments behind all others.
+    """
 
     name: str
     problem: Any
@@ -120,6 +138,7 @@ class Kernel:
     params: tuple[Param, ...]
     build: Callable[[], Any]
     plan: Any = None  # of a choice that is not the rule's
+    scalars: tuple[tuple[str, str], ...] = ()  # name and dtype, on a GPU
 
     @property
     def key(self) -> str:

@@ -9,8 +9,10 @@ from `normalize`, whose fused multiply-add leaves the compiler nothing to contra
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tvm import tirx
@@ -25,9 +27,29 @@ def f32(value: float) -> Expr:
     return tirx.const(value, "float32")
 
 
+Fused = Callable[[Expr, Expr, Expr], Expr]
+
+
+def llvm_fma(x: Expr, y: Expr, z: Expr) -> Expr:
+    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", x, y, z)
+
+
+_fused: contextvars.ContextVar[Fused] = contextvars.ContextVar("fused", default=llvm_fma)
+
+
+@contextlib.contextmanager
+def fused_by(function: Fused) -> Iterator[None]:
+    """Within the block, `fma` is written as another code generator has it."""
+    token = _fused.set(function)
+    try:
+        yield
+    finally:
+        _fused.reset(token)
+
+
 def fma(x: Expr, y: Expr, z: Expr) -> Expr:
     """x*y + z, rounded once."""
-    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", x, y, z)
+    return _fused.get()(x, y, z)
 
 
 def normalize(x: Expr, a: Expr, b: Expr) -> Expr:

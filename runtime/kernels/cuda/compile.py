@@ -1,0 +1,176 @@
+"""From the stages of a CUDA kernel to a cubin: TVM writes the CUDA, NVRTC (or nvcc) compiles it. No GPU is needed.
+
+What is kept of a kernel is one line of JSON, how its stages are launched, and then the cubin:
+
+    {"arch", "stages": [{"symbol", "grid", "threads", "shared", "arguments"}], "parameters": [[name, type]], "resources"}
+
+`parameters` are the arguments of a launch in order: buffers, then the offsets of maps (int32), then scalars.
+`arguments` are the names that a stage takes, in the order of its C signature: TVM leaves out what a stage does not use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cuda.device import Stage
+from bnfuse.runtime.kernels.kernel import Kernel
+
+REMEDY = "install bnfuse[cuda], or put nvcc on the PATH"
+
+
+def compile_kernel(kernel: Kernel) -> bytes:
+    """Header and cubin of a kernel."""
+    stages: Sequence[Stage] = kernel.build()
+    source = cuda_source(stages, kernel.target.mcpu)
+    cubin, log = compile_cuda(source, kernel.target.mcpu)
+    header = {
+        "arch": kernel.target.mcpu,
+        "stages": [
+            {
+                "symbol": symbol_of(stage),
+                "grid": stage.grid,
+                "threads": stage.threads,
+                "shared": stage.shared,
+                "arguments": signature(source, stage),
+            }
+            for stage in stages
+        ],
+        "parameters": [
+            *([param.name, "buffer"] for param in kernel.params),
+            *([f"{param.name}_offset", "int32"] for param in kernel.params if param.is_map),
+            *([name, dtype] for name, dtype in kernel.scalars),
+        ],
+        "resources": resources(log),
+    }
+    return json.dumps(header).encode() + b"\n" + cubin
+
+
+def symbol_of(stage: Stage) -> str:
+    return f"{stage.name}_kernel"
+
+
+def cuda_source(stages: Sequence[Stage], arch: str) -> str:
+    """The CUDA that TVM writes for some stages, as one source."""
+    # the host part is made too, and thrown away: launches are data here
+    target = tvm.target.Target(
+        {
+            "kind": "cuda",
+            "arch": arch,
+            "max_threads_per_block": 1024,
+            "max_shared_memory_per_block": 232448,
+            "thread_warp_size": 32,
+        },
+        host={"kind": "llvm"},
+    )
+    module = tvm.IRModule({stage.name: stage.function for stage in stages})
+    with target:
+        executable = tvm.compile(module, target=target, tir_pipeline="tirx")
+    return str(executable.mod.imports[0].inspect_source())
+
+
+def signature(source: str, stage: Stage) -> list[str]:
+    """Names of a device function's parameters, in order."""
+    found = re.search(rf"\b{symbol_of(stage)}\(([^)]*)\)", source)
+    assert found, symbol_of(stage)
+    names = [re.split(r"[\s*]+", part.strip())[-1] for part in found.group(1).split(",") if part.strip()]
+    return [name.removesuffix("_ptr") for name in names]
+
+
+@functools.cache
+def include_folders() -> tuple[str, ...]:
+    """Folders of NVIDIA's headers, as its PyPI packages have them, else as nvcc's installation has."""
+    spec = importlib.util.find_spec("nvidia")
+    homes = [pathlib.Path(p) for p in (spec.submodule_search_locations if spec else None) or ()]
+    found = [str(p) for home in homes for p in (*home.glob("cu*/include"), *home.glob("cuda_runtime/include"))]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        found.append(str(pathlib.Path(nvcc).resolve().parent.parent / "include"))
+    return tuple(path for one in found for path in (one, f"{one}/cccl"))
+
+
+def compile_cuda(source: str, arch: str) -> tuple[bytes, str]:
+    """The cubin of a source, and what ptxas says about its resources."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        nvrtc = None
+    if nvrtc is not None and include_folders():
+        return _by_nvrtc(nvrtc, source, arch)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise BnfuseError(f"there is no CUDA compiler: {REMEDY}")
+    return _by_nvcc(nvcc, source, arch)
+
+
+def _by_nvrtc(nvrtc: Any, source: str, arch: str) -> tuple[bytes, str]:
+    def check(result: tuple[Any, ...], log: str = "") -> Any:
+        if int(result[0]) != 0:
+            why = next((line for line in log.splitlines() if "error" in line), result[0].name)
+            raise BnfuseError(f"NVRTC does not compile for {arch}: {why}")
+        return result[1] if len(result) > 1 else None
+
+    try:
+        program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"bnfuse.cu", 0, [], []))
+    except RuntimeError as error:  # the library itself is missing
+        raise BnfuseError(f"NVRTC cannot be loaded ({str(error).splitlines()[0]}): {REMEDY}") from None
+    options = [f"--gpu-architecture={arch}", "--ptxas-options=-v", "-default-device", "-w", "-std=c++17"]
+    options += [f"-I{folder}" for folder in include_folders()]
+    result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    size = check(nvrtc.nvrtcGetProgramLogSize(program))
+    log = b" " * size
+    check(nvrtc.nvrtcGetProgramLog(program, log))
+    text = log.decode(errors="replace")
+    check(result, text)
+    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, cubin))
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin, text
+
+
+def _by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:
+    with tempfile.TemporaryDirectory(prefix="bnfuse-") as name:
+        folder = pathlib.Path(name)
+        (folder / "kernel.cu").write_text(source)
+        command = [
+            nvcc,
+            "-cubin",
+            f"-arch={arch}",
+            "-Xptxas",
+            "-v",
+            "-w",
+            "-std=c++17",
+            "kernel.cu",
+            "-o",
+            "kernel.cubin",
+        ]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = next((line for line in done.stderr.splitlines() if "error" in line), "it ended with an error")
+            raise BnfuseError(f"nvcc does not compile for {arch}: {why}")
+        return (folder / "kernel.cubin").read_bytes(), done.stderr
+
+
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """Registers, spilled bytes and stack of each function, from what ptxas says."""
+    found: dict[str, dict[str, int]] = {}
+    name = ""
+    for line in log.splitlines():
+        if match := re.search(r"entry function '(\w+)'", line):
+            name = match.group(1)
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", line):
+            found.setdefault(name, {}).update(stack=int(match.group(1)), spills=int(match.group(2)))
+        elif match := re.search(r"Used (\d+) registers", line):
+            found.setdefault(name, {})["registers"] = int(match.group(1))
+    return found
