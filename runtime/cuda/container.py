@@ -32,16 +32,15 @@ class Stage:
 @dataclasses.dataclass(frozen=True)
 class Code:
     """`parameters` are names and types. `slots` has, for maps that may be a slot of a wider buffer, the channels and
-    the buffer's: launches on disjoint slots need not wait for each other. `registers` and `spills` (bytes) are those
-    of the stages."""
+    the buffer's: launches on disjoint slots need not wait for each other. `resources` are what the compiler says of
+    registers and the like; nothing here reads them."""
 
     stages: tuple[Stage, ...]
     parameters: tuple[tuple[str, str], ...]
     arch: str
     cubin: bytes
-    registers: tuple[int, ...] = ()
-    spills: tuple[int, ...] = ()
     slots: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    resources: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = {name for name, _ in self.parameters}
@@ -77,9 +76,8 @@ def unpack(data: bytes, kernel: str) -> Code:
             tuple((str(name), str(kind)) for name, kind in fields["parameters"]),
             str(fields["arch"]),
             cubin,
-            tuple(fields.get("registers", ())),
-            tuple(fields.get("spills", ())),
             {name: (int(slot[0]), int(slot[1])) for name, slot in fields.get("slots", {}).items()},
+            fields.get("resources", {}),
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise BnfuseError(f"kernel '{kernel}' is no code for a GPU ({error}): compile the model again") from None

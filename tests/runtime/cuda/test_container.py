@@ -15,9 +15,8 @@ CODE = Code(
     (("x", "buffer"), ("work", "buffer"), ("x_offset", "int32"), ("lr", "float32")),
     "sm_90",
     b"\x7fELF\n\x00{}\n",
-    (96, 24),
-    (0, 0),
     {"x": (32, 256)},
+    {"partial": {"registers": 96}},
 )
 
 
