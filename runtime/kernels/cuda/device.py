@@ -116,15 +116,17 @@ def stage(
     shared: int = 0,
     min_blocks: int = 0,
     scalars: Sequence[tuple[str, str]] = (),
+    may_alias: bool = False,
 ) -> Iterator[Block]:
     """Open a stage of `params`, the offsets of the maps among them, and scalars (name, dtype). `block.stage` has it.
 
     `min_blocks` is the number of blocks a multiprocessor should hold at a time: it bounds the registers.
+    `may_alias`: what one parameter is written through may be read through another one.
     """
     with IRBuilder() as builder:
         with T.prim_func():
             T.func_name(name)
-            T.func_attr({"tirx.noalias": True})
+            T.func_attr({"tirx.noalias": not may_alias})
             buffers = {p.name: T.arg(p.name, T.buffer((p.elements,), RAW.get(p.dtype, p.dtype))) for p in params}
             offsets = {p.name: T.arg(f"{p.name}_offset", T.int32()) for p in params if p.is_map}
             known = {label: T.arg(label, getattr(T, dtype)()) for label, dtype in scalars}
