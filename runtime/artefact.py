@@ -1,7 +1,7 @@
 """`step.bnf`: a compiled step in one file, a zip of
 
     manifest.json        format version, target, the CPU features its code uses, optimiser, both programs
-    code/<hash>.o        object code of the kernels
+    code/<hash>.o        object code of the kernels; for a GPU a header and a cubin (cuda/container.py)
     state.safetensors    parameters, running statistics
     initial.safetensors  constants that launches read
     model.onnx           the graph that it was made of
@@ -27,8 +27,9 @@ from bnfuse.errors import BnfuseError
 from bnfuse.io import write_atomically
 from bnfuse.runtime import optim, targets
 from bnfuse.runtime import program as p
+from bnfuse.runtime.execution import Compiled
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.session import Compiled, Step
+from bnfuse.runtime.session import Step
 
 FORMAT = "bnfuse step"
 VERSION = 1
@@ -53,7 +54,7 @@ def export_step(step: Step, path: pathlib.Path) -> None:
             "format": FORMAT,
             "version": VERSION,
             "target": dataclasses.asdict(step.target),
-            "features": targets.features_of(step.target.mcpu),
+            "features": targets.features_of(step.target.mcpu) if step.target.kind == "llvm" else (),
             "optimizer": optim.to_data(step.optimizer),
             "kernels": hashes,
             "programs": {part: p.to_json(c.program) for part, c in zip(PARTS, step.compiled, strict=True)},
@@ -66,7 +67,10 @@ def export_step(step: Step, path: pathlib.Path) -> None:
 
 
 def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
-    """The step of a file that `Step.export` wrote, ready to run. Refuses one for another kind of CPU."""
+    """The step of a file that `Step.export` wrote, ready to run. Refuses one for another kind of CPU.
+
+    One for a GPU loads everywhere, without TVM; where it finds no such GPU, running it is refused.
+    """
     path = pathlib.Path(path)
     try:
         with zipfile.ZipFile(path) as file:
@@ -87,6 +91,8 @@ def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Step:
     check_format(manifest, path)
     check_cpu(manifest, path)
     target = Target(**manifest["target"])
+    if threads is not None and target.kind == "cuda":
+        raise BnfuseError(f"{path}: was compiled for a GPU, which takes no number of threads: leave it out")
     if threads is not None and threads != target.threads:
         raise BnfuseError(f"{path}: was compiled for {target.threads} threads, not {threads}: compile the model again")
     initial = safetensors.numpy.load(file.read("initial.safetensors"))
@@ -120,6 +126,8 @@ def check_format(manifest: Mapping[str, Any], path: str) -> None:
 
 def check_cpu(manifest: Mapping[str, Any], path: str) -> None:
     """Before any code is loaded: does this processor have what the code uses?"""
+    if manifest["target"]["kind"] != "llvm":
+        return
     missing = targets.missing_features(tuple(manifest["features"]))
     if missing:
         mcpu = manifest["target"]["mcpu"]

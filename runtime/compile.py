@@ -12,13 +12,14 @@ from bnfuse.errors import BnfuseError
 from bnfuse.runtime import targets, tuning
 from bnfuse.runtime.build import Progress, objects
 from bnfuse.runtime.cache import Cache, default_folder
+from bnfuse.runtime.execution import Compiled
 from bnfuse.runtime.inference import inference_graph
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.lower import Lowered, lower
 from bnfuse.runtime.lower_optim import update_phase
 from bnfuse.runtime.lowering import Lowering
 from bnfuse.runtime.optim import Optimizer
-from bnfuse.runtime.session import Compiled, Step
+from bnfuse.runtime.session import Step
 from bnfuse.training_graph import TrainingGraph, open_graph
 
 
@@ -31,15 +32,17 @@ def compile_step(
     progress: Progress | None = None,
     cache: bool | str | pathlib.Path = True,
     tune: bool = False,
+    precision: str | None = None,
 ) -> Step:
     """The compiled step of a training graph, rewritten or not.
 
-    `target` is cpu or cpu:MCPU. Without an optimiser the step computes loss and gradients and changes only running
-    statistics. `progress(done, total, kernel)` is told of each kernel that had to be compiled. `cache` may be a folder.
+    `target` is cpu, cpu:MCPU, cuda or cuda:ARCHITECTURE; for cuda `precision` is fp32, tf32, bf16 or fp16. Without an
+    optimiser the step computes loss and gradients and changes only running statistics. `progress(done, total, kernel)`
+    is told of each kernel that had to be compiled. `cache` may be a folder.
     `tune` measures what nothing is remembered of (tuning.py); what is remembered is used with and without it.
     """
     graph = open_graph(model)
-    machine = targets.resolve(target, threads)
+    machine = targets.resolve(target, threads, precision)
     training, evaluation = lower_graph(graph, machine, optimizer)
     kept = _cache(cache)
     memory = tuning.Memory(kept)

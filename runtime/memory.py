@@ -1,43 +1,75 @@
-"""The memory of a step: one aligned block a region, and views into it for numpy and for kernels."""
+"""The memory of a step: a block a region, and tensors of the file read from them and written to them.
+
+`Store` is what the memories of all targets have in common; `Memory` is that of the CPU, whose tensors are also views.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import abc
+from collections.abc import Collection, Mapping
 
 import numpy as np
-import tvm
 
-from bnfuse.runtime.program import ALIGNMENT, Program, Tensor
+from bnfuse.runtime.program import ALIGNMENT, Program, Storage, Tensor
 
 
-class Memory:
-    """Regions of a program. Those in `shared` belong to another memory, and are taken where they are large enough."""
+class Store(abc.ABC):
+    """The regions of a program, wherever they are."""
 
-    def __init__(self, program: Program, shared: Mapping[str, np.ndarray] | None = None) -> None:
+    program: Program
+
+    @abc.abstractmethod
+    def load(self, storage: Storage) -> np.ndarray:
+        """A copy of the elements of a storage, flat."""
+
+    @abc.abstractmethod
+    def store(self, storage: Storage, values: np.ndarray) -> None:
+        """Replace the elements of a storage; the values are cast to its type, in the order of C."""
+
+    def read(self, tensor: Tensor) -> np.ndarray:
+        """A copy of a tensor of the file."""
+        found = self.load(self.program.storages[tensor.storage]).reshape(tensor.shape)
+        return found.astype(tensor.dtype, copy=False)
+
+    def write(self, tensor: Tensor, values: np.ndarray) -> None:
+        """Replace a tensor of the file."""
+        self.store(self.program.storages[tensor.storage], values)
+
+
+class Memory(Store):
+    """Memory of the CPU. Regions in `shared` belong to another memory, and are taken where they are large enough;
+    those of `without` are left out."""
+
+    def __init__(
+        self, program: Program, shared: Mapping[str, np.ndarray] | None = None, *, without: Collection[str] = ()
+    ) -> None:
         self.program = program
         self.regions: dict[str, np.ndarray] = {}
         for name, size in program.regions.items():
             other = (shared or {}).get(name)
-            self.regions[name] = other if other is not None and other.nbytes >= size else aligned(size)
-        self._tensors: dict[int, Any] = {}
-        for storage, value in program.initial.items():
-            self.flat(storage)[:] = value
+            if name not in without:
+                self.regions[name] = other if other is not None and other.nbytes >= size else aligned(size)
+        for index, value in program.initial.items():
+            if program.storages[index].region in self.regions:
+                self.flat(index)[:] = value
 
-    def flat(self, storage: int) -> np.ndarray:
+    def view(self, storage: Storage) -> np.ndarray:
         """The elements of a storage."""
-        s = self.program.storages[storage]
-        return self.regions[s.region][s.offset : s.offset + s.bytes].view(s.dtype)
+        return self.regions[storage.region][storage.offset : storage.offset + storage.bytes].view(storage.dtype)
+
+    def flat(self, index: int) -> np.ndarray:
+        """The elements of a storage of the program."""
+        return self.view(self.program.storages[index])
 
     def array(self, tensor: Tensor) -> np.ndarray:
         """A tensor of the file, as a view."""
         return self.flat(tensor.storage).reshape(tensor.shape)
 
-    def tensor(self, storage: int) -> Any:
-        """A storage as kernels take it; no copy."""
-        if storage not in self._tensors:
-            self._tensors[storage] = tvm.runtime.from_dlpack(self.flat(storage))
-        return self._tensors[storage]
+    def load(self, storage: Storage) -> np.ndarray:
+        return self.view(storage).copy()
+
+    def store(self, storage: Storage, values: np.ndarray) -> None:
+        np.copyto(self.view(storage).reshape(values.shape), values, casting="same_kind")
 
     @property
     def bytes(self) -> int:

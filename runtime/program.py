@@ -13,6 +13,7 @@ import dataclasses
 import json
 from typing import Any, Literal
 
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
 from bnfuse.errors import BnfuseError

@@ -1,4 +1,7 @@
-"""The machine that kernels are made for, and the threads that run them."""
+"""The machine that kernels are made for, and the threads that run them.
+
+TVM is asked about CPUs, and only when something is asked: a step for a GPU runs where TVM is not.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import functools
 import os
 import pathlib
 import re
-
-import tvm
+from typing import TYPE_CHECKING, Any
 
 from bnfuse.errors import BnfuseError
+from bnfuse.runtime.cuda import arch
 from bnfuse.runtime.kernels.kernel import Target
+
+if TYPE_CHECKING:
+    import tvm
 
 LANES = ((16, "avx512f"), (8, "avx2"), (4, "neon"), (4, "sse2"))
 
@@ -27,25 +33,59 @@ COMPUTING = re.compile(
 )
 
 
-def resolve(spec: str | Target = "cpu", threads: int | None = None) -> Target:
-    """The target of `cpu` or `cpu:MCPU` (an LLVM CPU name). Threads default to the physical cores."""
+def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: str | None = None) -> Target:
+    """The target of `cpu`, `cpu:MCPU` (an LLVM CPU name), `cuda` or `cuda:ARCHITECTURE`.
+
+    Threads are of a CPU and default to the physical cores; the precision is of a GPU and defaults to fp32.
+    """
     if isinstance(spec, Target):
         return spec
-    kind, _, mcpu = spec.partition(":")
+    kind, _, model = spec.partition(":")
+    if kind == "cuda":
+        return _gpu(model, threads, precision)
     if kind != "cpu":
-        raise BnfuseError(f"target '{spec}' is not supported: use cpu, or cpu:MCPU with an LLVM CPU name")
+        raise BnfuseError(
+            f"target '{spec}' is not supported: use cpu, cpu:MCPU with an LLVM CPU name, cuda, or cuda:sm_90"
+        )
+    if precision not in (None, "fp32"):
+        raise BnfuseError(
+            f"precision {precision} is for a GPU, a CPU computes in fp32: leave it out, or compile for cuda"
+        )
     if threads is not None:
         check_threads(threads)
-    mcpu = mcpu or host_cpu()
+    mcpu = model or host_cpu()
     if not known_cpu(mcpu):
         raise BnfuseError(f"target '{spec}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself")
     return Target("llvm", mcpu, lanes_of(features_of(mcpu)), threads or physical_cores())
 
 
+def _gpu(model: str, threads: int | None, precision: str | None) -> Target:
+    """The target of an architecture; without one that of the GPU here, and where there is none the default."""
+    precision = precision or arch.PRECISIONS[0]
+    if precision not in arch.PRECISIONS:
+        raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(arch.PRECISIONS)}")
+    if threads is not None:
+        raise BnfuseError(f"{threads} threads are of a CPU; a GPU takes all of its own: leave them out")
+    if not model:
+        from bnfuse.runtime.cuda.driver import device_architecture
+
+        found = device_architecture()
+        model = arch.best_for(found) if found else arch.DEFAULT
+    arch.check(model)
+    return Target("cuda", model, arch.WARP, arch.MULTIPROCESSORS[model], precision)
+
+
+def _ask(name: str) -> Any:
+    """A function of TVM's."""
+    import tvm
+
+    return tvm.get_global_func(name)
+
+
 @functools.cache
 def host_cpu() -> str:
     """LLVM's name of the processor that we run on."""
-    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
+    return str(_ask("target.llvm_get_system_cpu")())
 
 
 def known_cpu(mcpu: str) -> bool:
@@ -58,7 +98,7 @@ def known_cpu(mcpu: str) -> bool:
 @functools.cache
 def cpus_of(triple: str) -> frozenset[str]:
     """LLVM's names of an architecture's CPUs; "" is the host's architecture."""
-    found = map(str, tvm.get_global_func("target.llvm_get_cpu_archlist")(_llvm(triple)))
+    found = map(str, _ask("target.llvm_get_cpu_archlist")(_llvm(triple)))
     known = frozenset(found)
     return known | {name for name, same in ALIASES.items() if same in known}
 
@@ -75,6 +115,8 @@ def llvm_target(mcpu: str, **options: object) -> tvm.target.Target:
 
 
 def _llvm(triple: str, **options: object) -> tvm.target.Target:
+    import tvm
+
     return tvm.target.Target({"kind": "llvm", **({"mtriple": triple} if triple else {}), **options})
 
 
@@ -86,7 +128,7 @@ def features_of(mcpu: str) -> tuple[str, ...]:
 
 @functools.cache
 def _all_features(mcpu: str) -> frozenset[str]:
-    return frozenset(map(str, tvm.get_global_func("target.llvm_get_cpu_features")(llvm_target(mcpu))))
+    return frozenset(map(str, _ask("target.llvm_get_cpu_features")(llvm_target(mcpu))))
 
 
 @functools.cache
@@ -95,7 +137,7 @@ def host_features() -> frozenset[str]:
 
     Of an Arm processor LLVM asks the operating system, which does not name everything that its model is known to have.
     """
-    found = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    found = _ask("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = frozenset(str(name) for name, has in found.items() if bool(has))
     return present | frozenset(features_of(host_cpu())) if is_arm(host_cpu()) else present
 
@@ -150,4 +192,4 @@ def start_threads(threads: int) -> None:
     check_threads(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")  # binding widens the spread on a busy machine
     os.environ["TVM_NUM_THREADS"] = str(max(threads, physical_cores()))
-    tvm.get_global_func("runtime.config_threadpool")(1, threads)
+    _ask("runtime.config_threadpool")(1, threads)

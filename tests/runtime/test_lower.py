@@ -14,9 +14,10 @@ from bnfuse.errors import BnfuseError
 from bnfuse.roles import Roles
 from bnfuse.runtime.build import objects
 from bnfuse.runtime.cache import Cache, default_folder
+from bnfuse.runtime.cpu import CpuRunner
+from bnfuse.runtime.execution import Compiled
 from bnfuse.runtime.lower import Lowered, lower
 from bnfuse.runtime.program import ARENA, Program
-from bnfuse.runtime.session import Compiled, Runner
 from bnfuse.runtime.targets import resolve, start_threads
 
 TARGET = resolve("cpu", 2)
@@ -37,10 +38,10 @@ def lowered(signature: str, body: str, types: str = "") -> Lowered:
 
 def run(made: Lowered, step: int = 0, **feeds: np.ndarray) -> dict[str, np.ndarray]:
     start_threads(TARGET.threads)
-    runner = Runner(Compiled(made.program, objects(made.requests, Cache(default_folder()))), TARGET.mcpu)
+    runner = CpuRunner(Compiled(made.program, objects(made.requests, Cache(default_folder()))), TARGET)
     runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
     runner.feed(list(feeds), list(feeds.values()))
-    runner.run("forward", {"seed": 1, "step": step})
+    runner.run(("forward",), {"forward": {"seed": 1, "step": step}})
     return {name: runner.memory.array(tensor).copy() for name, tensor in made.program.outputs.items()}
 
 

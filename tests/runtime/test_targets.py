@@ -52,7 +52,7 @@ def test_a_missing_instruction_set_is_told():
 @pytest.mark.parametrize(
     ("spec", "threads", "message"),
     [
-        ("cuda", None, "'cuda' is not supported"),
+        ("rocm", None, "'rocm' is not supported"),
         ("cpu:z80", None, "no 64-bit x86 or Arm CPU 'z80'"),
         ("cpu:i486", None, "no 64-bit x86 or Arm CPU 'i486'"),  # LLVM would end the process
         ("cpu", 0, "0 threads"),

@@ -1,0 +1,110 @@
+"""Running a compiled step on the CPU: its kernels are functions that take views of its memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime import program as p
+from bnfuse.runtime.build import Library
+from bnfuse.runtime.execution import Compiled, LaunchTime, Scalars, as_numpy, check_input, paired, shared_regions
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.memory import Memory
+from bnfuse.runtime.targets import features_of, missing_features, start_threads
+
+
+class CpuRunner:
+    """Executes the launches of one program. Code for another processor can be kept and exported, not run."""
+
+    def __init__(self, compiled: Compiled, target: Target, beside: CpuRunner | None = None) -> None:
+        start_threads(target.threads)
+        self.program = compiled.program
+        self.memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
+        self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))
+        if not self.missing:
+            self._tensors: dict[int, Any] = {}
+            self.library = Library(compiled.program.kernels, compiled.codes)
+            self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.PHASES}
+
+    def _call(self, launch: p.Launch) -> tuple[Any, list[Any], list[tuple[int, str]]]:
+        """Function, arguments, and which of them have to be filled in when the step runs."""
+        arguments: list[Any] = []
+        late = []
+        for argument in launch.arguments:
+            if isinstance(argument, p.Scalar):
+                late.append((len(arguments), argument.name))
+                arguments.append(0.0)
+            else:
+                arguments.append(self._tensor(argument.storage) if isinstance(argument, p.Buffer) else argument)
+        return self.library.functions[launch.kernel], arguments, late
+
+    def _tensor(self, storage: int) -> Any:
+        """A storage as kernels take it; no copy."""
+        if storage not in self._tensors:
+            self._tensors[storage] = tvm.runtime.from_dlpack(self.memory.flat(storage))
+        return self._tensors[storage]
+
+    def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        """All launches of some phases, and the seconds that each phase took."""
+        self._check_cpu()
+        seconds = {}
+        for phase in phases:
+            start, given = time.perf_counter(), scalars[phase]
+            for function, arguments, late in self.calls[phase]:
+                for index, name in late:
+                    arguments[index] = given[name]
+                function(*arguments)
+            self._finish(phase)
+            seconds[phase] = time.perf_counter() - start
+        return seconds
+
+    def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
+        """The same, each launch timed."""
+        self._check_cpu()
+        times = []
+        for phase in phases:
+            for launch, (function, arguments, late) in zip(self.program.phase(phase), self.calls[phase], strict=True):
+                for index, name in late:
+                    arguments[index] = scalars[phase][name]
+                start = time.perf_counter()
+                function(*arguments)
+                seconds = time.perf_counter() - start
+                work = self.program.works[launch.kernel] if self.program.works else None
+                times.append(LaunchTime(phase, launch.node, self.program.kernels[launch.kernel], seconds, work))
+            self._finish(phase)
+        return times
+
+    def _finish(self, phase: p.Phase) -> None:
+        """After an update, new running statistics take the place of the old ones."""
+        if phase == "update":
+            for name, tensor in self.program.new_running.items():
+                np.copyto(self.memory.array(self.program.running[name]), self.memory.array(tensor))
+
+    def _check_cpu(self) -> None:
+        if self.missing:
+            raise BnfuseError(
+                f"the step was compiled for {self.mcpu}; this CPU lacks {', '.join(self.missing[:4])}: "
+                f"export it and run it there, or compile it for cpu"
+            )
+
+    def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Copy the inputs into the step's memory; views of them there."""
+        found = {}
+        for name, given in paired(names, arrays):
+            tensor = self.program.inputs[name]
+            array = as_numpy(given, f"input '{name}'")
+            check_input(name, tensor, array.shape, array.dtype)
+            found[name] = self.memory.array(tensor)
+            np.copyto(found[name], array, casting="same_kind")
+        return found
+
+    def result(self, tensor: p.Tensor) -> np.ndarray:
+        return self.memory.array(tensor).copy()
+
+    def to_host(self, array: Any, what: str) -> np.ndarray:
+        return as_numpy(array, what)
