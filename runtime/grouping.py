@@ -31,6 +31,7 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
     bases = {part: base for part, (base, _) in low.parts.items()}
     done: list[p.Launch] = []
     waiting: list[p.Launch] = []
+    coefficients = low.generator(COEFFICIENTS)
 
     def flush() -> None:
         for start in range(0, len(waiting), MOST):
@@ -38,7 +39,7 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
         waiting.clear()
 
     for launch in launches:
-        if low.requests[launch.kernel].generator == COEFFICIENTS:
+        if low.requests[launch.kernel].generator == coefficients:
             waiting.append(launch)
             continue
         if any(_depends(launch, earlier, bases) for earlier in waiting):
@@ -61,7 +62,7 @@ def _together(low: Lowering, launches: Sequence[p.Launch]) -> p.Launch:
     if len(launches) == 1:
         return launches[0]
     members = tuple(member for launch in launches for member in low.requests[launch.kernel].arguments[0])
-    kernel = low.kernel(Request(COEFFICIENTS, (members, low.target)))
+    kernel = low.kernel(Request(low.generator(COEFFICIENTS), (members, low.target)))
     buffers = [b for launch in launches for b in launch.buffers]
     offsets = [a for launch in launches for a in launch.arguments if isinstance(a, int)]
     node = f"{launches[0].node} and {len(launches) - 1} more"

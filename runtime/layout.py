@@ -13,13 +13,16 @@ A tensor can lie in one place only. What a second root wants is copied there, as
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import Leaf, is_channel_concat, leaves
-from bnfuse.runtime.kernels.kernel import MapType
+from bnfuse.runtime.kernels.kernel import MapType, Target
 
+HALVES = ("bfloat16", "float16")  # the types in which a GPU stores maps that are float32 in the file
+ALIGN = 8  # elements: the most that a MapType's `align` promises
 LINE = 16  # float32 elements of a cache line: where a storage may start
 RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the result is the operand's storage
 VIEWS = ("Split", "SplitTraining", *RESHAPES)  # they produce no buffer
@@ -36,7 +39,8 @@ class MapRef:
     def channels(self, start: int, stop: int) -> MapRef:
         """The map of the channels [start, stop)."""
         assert 0 <= start < stop <= self.type.c, (start, stop, self)
-        return MapRef(self.storage, self.offset + start, dataclasses.replace(self.type, c=stop - start))
+        offset = self.offset + start
+        return MapRef(self.storage, offset, realigned(dataclasses.replace(self.type, c=stop - start), offset))
 
     @property
     def is_dense(self) -> bool:
@@ -45,8 +49,8 @@ class MapRef:
 
     @property
     def is_file_layout(self) -> bool:
-        """Whether NHWC and NCHW are the same sequence of elements."""
-        return self.is_dense and (self.type.h * self.type.w == 1 or self.type.c == 1)
+        """Whether this is the same sequence of elements as NCHW, in the type of the file."""
+        return self.is_dense and (self.type.h * self.type.w == 1 or self.type.c == 1) and self.type.dtype not in HALVES
 
     def overlaps(self, other: MapRef) -> bool:
         """Whether two maps of one storage share channels."""
@@ -154,6 +158,22 @@ def to_nhwc(shape: Sequence[int]) -> tuple[int, ...]:
     return n, h, w, c
 
 
-def map_type(shape: Sequence[int], stride: int | None = None) -> MapType:
+def map_type(shape: Sequence[int], dtype: str, target: Target) -> MapType:
+    """The map that fills its storage, for a tensor of the file. Only a GPU's kernels look at types and alignment."""
     n, c, h, w = shape
-    return MapType(n, h, w, c, c if stride is None else stride)
+    if target.kind != "cuda":
+        return MapType(n, h, w, c, c)
+    return realigned(MapType(n, h, w, c, c, stored_dtype(shape, dtype, target), ALIGN), 0)
+
+
+def stored_dtype(shape: Sequence[int], dtype: str, target: Target) -> str:
+    """The type in which a tensor of the file lies in memory: maps of more than one pixel in that of the target."""
+    is_map = len(shape) == 4 and shape[2] * shape[3] > 1
+    return target.map_dtype if target.kind == "cuda" and is_map and dtype == "float32" else dtype
+
+
+def realigned(kind: MapType, offset: int) -> MapType:
+    """The type with the alignment that it has at an offset; without, if it had none before."""
+    if not kind.align:
+        return kind
+    return dataclasses.replace(kind, align=math.gcd(ALIGN, offset, kind.stride, kind.c))

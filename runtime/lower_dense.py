@@ -42,7 +42,7 @@ def _gemm(low: Lowering, node: ir.Node, problem: GemmProblem, a: ir.Value, b: ir
     if c is not None:
         refs["c"] = low.dense(c)
     refs["y"] = low.new_dense(node.outputs[0], (problem.m, problem.n))
-    low.launch("cpu.dense:gemm", (problem, low.target), refs)
+    low.launch("dense:gemm", (problem, low.target), refs)
 
 
 def lower_softmax_loss(low: Lowering, node: ir.Node) -> None:
@@ -55,7 +55,7 @@ def lower_softmax_loss(low: Lowering, node: ir.Node) -> None:
     loss_shape = low.shape(labels) if problem.reduction == "none" else ()
     for name, value, shape in zip(("loss", "log_prob"), node.outputs, (loss_shape, low.shape(scores)), strict=False):
         refs[name] = low.new_dense(value if value.name else None, shape)
-    low.launch("cpu.loss:softmax_loss", (problem, low.target), refs)
+    low.launch("loss:softmax_loss", (problem, low.target), refs)
 
 
 def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
@@ -68,7 +68,7 @@ def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
     if weights is not None:
         refs["weights"] = low.dense(weights)
     refs["dscores"] = low.new_dense(node.outputs[0], low.shape(log_prob))
-    low.launch("cpu.loss:softmax_loss_grad", (problem, low.target), refs)
+    low.launch("loss:softmax_loss_grad", (problem, low.target), refs)
 
 
 def loss_problem(

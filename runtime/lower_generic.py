@@ -1,7 +1,8 @@
 """Lowering of the operators that have no kernel of their own (kernels/cpu/generic.py).
 
 Generic kernels know dense tensors and nothing of maps. Elementwise operators and reductions of maps are given the
-shapes as they lie in memory, NHWC; what depends on the order of axes gets its operands in the layout of the file.
+shapes as they lie in memory, NHWC. What depends on the order of axes gets its operands in the layout of the file, and
+so does everything that has to do with maps stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import onnx_ir as ir
 from bnfuse.runtime import program as p
 from bnfuse.runtime.kernels.cpu import generic_elementwise
 from bnfuse.runtime.kernels.cpu.generic import SCALARS, SUPPORTED, GenericProblem
-from bnfuse.runtime.kernels.kernel import MapType
-from bnfuse.runtime.layout import MapRef, map_type, to_nhwc
+from bnfuse.runtime.layout import MapRef, to_nhwc
 from bnfuse.runtime.lower_values import attributes_of
 from bnfuse.runtime.lowering import Lowering, Ref
 
@@ -98,8 +98,11 @@ def scalar_or_tuple(value: Any) -> Any:
 def in_memory_order(
     low: Lowering, node: ir.Node, operands: Sequence[ir.Value], types: Sequence[Any], attributes: Mapping[str, Any]
 ) -> bool:
-    """Whether a map among the operands can stay as it lies."""
+    """Whether a map among the operands can stay as it lies: generic kernels know the types of the file only."""
     if not any(is_map(low, value) for value in operands):
+        return False
+    of_file = [(low.shape(value), low.form(value).dtype) for value in operands] + list(types)
+    if any(low.stored(shape, dtype) != dtype for shape, dtype in of_file):
         return False
     if node.op_type in ELEMENTWISE:
         return all(len(shape) == 4 for shape, _ in types) and all(fits_nhwc(low, v) for v in operands)
@@ -114,7 +117,7 @@ def is_map(low: Lowering, value: ir.Value) -> bool:
     form = low.form(value)
     if len(form.shape) != 4 or form.constant is not None:
         return False
-    return form.map is not None or MapRef(0, 0, map_type(form.shape)).is_file_layout
+    return form.map is not None or MapRef(0, 0, low.map_type(form.shape, form.dtype)).is_file_layout
 
 
 def fits_nhwc(low: Lowering, value: ir.Value) -> bool:
@@ -147,12 +150,12 @@ def lower_as_maps(
         place = low.new_map(value, shape, dtype)
         refs[f"out{i}"] = place.storage
         if not place.is_dense:
-            aside = MapRef(low.storage(place.type.pixels * place.type.c, dtype), 0, map_type(shape))
+            aside = MapRef(low.storage(place.type.pixels * place.type.c, dtype), 0, low.map_type(shape, dtype))
             refs[f"out{i}"] = aside.storage
-            late.append((aside, place, dtype))
+            late.append((aside, place))
     launch(low, node, ins, outs, attributes, refs)
-    for aside, place, dtype in late:
-        low.copy_map(aside, place, dtype)
+    for aside, place in late:
+        low.copy_map(aside, place)
 
 
 def dense_map(low: Lowering, value: ir.Value) -> int:
@@ -163,9 +166,9 @@ def dense_map(low: Lowering, value: ir.Value) -> int:
     if ref.is_dense:
         return ref.storage
     dtype = low.form(value).dtype
-    kind = MapType(ref.type.n, ref.type.h, ref.type.w, ref.type.c, ref.type.c)
+    kind = low.map_type(low.shape(value), dtype)
     copy = MapRef(low.storage(kind.elements, dtype), 0, kind)
-    low.copy_map(ref, copy, dtype)
+    low.copy_map(ref, copy)
     return copy.storage
 
 
@@ -175,7 +178,7 @@ def launch(
     known = tuple(sorted((name, value) for name, value in attributes.items() if value is not None))
     problem = GenericProblem(node.op_type, tuple(ins), tuple(outs), known)
     scalars = [p.Scalar(name) for name in SCALARS.get(node.op_type, ())]
-    low.launch("cpu.generic:generic", (problem, low.target), refs, scalars)
+    low.launch("generic:generic", (problem, low.target), refs, scalars)
 
 
 def lower_sum(low: Lowering, node: ir.Node) -> None:
@@ -188,4 +191,4 @@ def lower_sum(low: Lowering, node: ir.Node) -> None:
     refs: dict[str, Ref] = {f"x{i}": low.map(value) for i, value in enumerate(values)}
     kinds = tuple(ref.type for ref in refs.values() if isinstance(ref, MapRef))
     refs["y"] = y = low.new_map(node.outputs[0], next(iter(shapes)))
-    low.launch("cpu.sum_maps:sum_maps", (kinds, y.type, low.target), refs)
+    low.launch("sum_maps:sum_maps", (kinds, y.type, low.target), refs)

@@ -42,7 +42,7 @@ def batch_norm_statistics(low: Lowering, operands: Values, results: Values, attr
 
 def statistics(low: Lowering, x: ir.Value, refs: Mapping[str, Ref], sweeps: int) -> None:
     ref = low.map(x)
-    low.launch("cpu.norm:batch_norm_statistics", (ref.type, low.target, sweeps), {"x": ref, **refs})
+    low.launch("norm:batch_norm_statistics", (ref.type, low.target, sweeps), {"x": ref, **refs})
 
 
 def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -66,7 +66,7 @@ def batch_norm_grad_reduce(low: Lowering, operands: Values, results: Values, att
     dz, x = low.map(operands["dz"]), low.map(operands["x"])
     refs = {**vectors(low, {name: operands[name] for name in ("mean", "inv_std")}), "dz": dz, "x": x}
     new = new_vectors(low, results, x.type.c)
-    low.launch("cpu.norm:batch_norm_grad_reduce", (dz.type, x.type, low.target), {**refs, **new})
+    low.launch("norm:batch_norm_grad_reduce", (dz.type, x.type, low.target), {**refs, **new})
 
 
 def batch_norm_grad_terms(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -163,7 +163,7 @@ def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int
     kind = (low.shape(scale), "float32")
     made = low.new_dense(None, low.shape(scale))
     refs = {"in0": low.dense(scale), "in1": low.dense(inv_std), "out0": made}
-    low.launch("cpu.generic:generic", (GenericProblem("Mul", (kind, kind), (kind,)), low.target), refs)
+    low.launch("generic:generic", (GenericProblem("Mul", (kind, kind), (kind,)), low.target), refs)
     return made
 
 

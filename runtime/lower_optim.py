@@ -33,10 +33,10 @@ def update_phase(low: Lowering, optimizer: Optimizer) -> None:
     }
     if isinstance(optimizer, SGD):
         arguments = (elements, optimizer.momentum, optimizer.nesterov, low.target)
-        low.launch("cpu.optim:sgd", arguments, refs, [p.Scalar("lr")])
+        low.launch("optim:sgd", arguments, refs, [p.Scalar("lr")])
     else:
         adam = (elements, optimizer.betas, optimizer.epsilon, low.target)
-        low.launch("cpu.optim:adamw", adam, refs, [p.Scalar("lr"), p.Scalar("step")])
+        low.launch("optim:adamw", adam, refs, [p.Scalar("lr"), p.Scalar("step")])
 
 
 def decay_by_block(optimizer: Optimizer, own: dict[str, p.Storage], elements: int) -> np.ndarray:

@@ -21,12 +21,12 @@ from bnfuse.runtime.lowering import Lowering, Ref
 
 POOL_GRADS = ("MaxPoolGrad", "AveragePoolGrad", "GlobalAveragePoolGrad")
 GENERATORS = {
-    "Conv": "cpu.conv_forward:conv_forward",
-    **dict.fromkeys(CONV_GRADS, "cpu.conv_backward:conv_backward"),
-    "Map": "cpu.map:map_forward",
-    "MapGrad": "cpu.map:map_backward",
-    **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), "cpu.pool:pool_forward"),
-    **dict.fromkeys(POOL_GRADS, "cpu.pool:pool_backward"),
+    "Conv": "conv_forward:conv_forward",
+    **dict.fromkeys(CONV_GRADS, "conv_backward:conv_backward"),
+    "Map": "map:map_forward",
+    "MapGrad": "map:map_backward",
+    **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), "pool:pool_forward"),
+    **dict.fromkeys(POOL_GRADS, "pool:pool_backward"),
 }
 MAP_OPERANDS = ("x", "skip", "dy", "grad_x", "other", "indices")
 RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
@@ -65,7 +65,7 @@ def composed(
     for name, value in results.items():
         if name not in refs:
             refs[name] = low.new_dense(value, weight if name == "dweight" else (channels(spec, name, weight, refs),))
-    low.launch(GENERATORS[spec.core], (problem(spec, refs, attributes, weight), low.target), refs)
+    low.launch(GENERATORS[spec.core], (problem(low, spec, refs, attributes, weight), low.target), refs)
 
 
 def unread_operands(spec: OpSpec) -> set[str]:
@@ -74,21 +74,24 @@ def unread_operands(spec: OpSpec) -> set[str]:
     return {"acc"} | ({"x"} if spec.core in POOL_GRADS and not reads_x else set())
 
 
-def problem(spec: OpSpec, refs: Mapping[str, Ref], attributes: Mapping[str, Any], weight: tuple[int, ...]) -> Problem:
+def problem(
+    low: Lowering, spec: OpSpec, refs: Mapping[str, Ref], attributes: Mapping[str, Any], weight: tuple[int, ...]
+) -> Problem:
     """What the kernel is made for: of a Slice nothing is left but the type of dy."""
     seen = dataclasses.replace(spec, prologue=tuple(step for step in spec.prologue if step != "Slice"))
     names = dict.fromkeys((*spec.operands, *spec.results))
     maps = {name: ref.type for name in names if isinstance(ref := refs.get(name), MapRef)}
     if spec.core == "MaxPool" and "indices" not in maps:
-        maps["indices"] = dense_type(maps["y"])
+        maps["indices"] = indices_type(low, maps["y"], attributes)
     for name in ("stored", "dx", "y"):
         assert name not in spec.results or name in maps, (spec.name, name)
     kept = tuple((name, attributes[name]) for name in spec.attributes if name not in RESOLVED)
     return Problem(seen.name, tuple(maps.items()), kept, weight)
 
 
-def dense_type(kind: MapType) -> MapType:
-    return dataclasses.replace(kind, stride=kind.c)
+def indices_type(low: Lowering, y: MapType, attributes: Mapping[str, Any]) -> MapType:
+    """A MaxPool's indices where nobody reads them."""
+    return low.map_type((y.n, y.c, y.h, y.w), index_dtype(attributes["kernel_shape"]))
 
 
 def channels(spec: OpSpec, result: str, weight: tuple[int, ...], refs: Mapping[str, Ref]) -> int:

@@ -13,12 +13,12 @@ from bnfuse.roles import Roles
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Request
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
-from bnfuse.runtime.layout import LINE, MapRef, Slot, Slots, map_type
+from bnfuse.runtime.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lower_values import Form, check_elements, dtype_name, infer_outputs, static_shape
 
 Ref = MapRef | int  # a map, or the storage of a dense tensor
 
-COEFFICIENTS = "cpu.coefficients:coefficients"  # the generator of what is computed per channel
+COEFFICIENTS = "coefficients:coefficients"  # the generator of what is computed per channel
 
 
 class Lowering:
@@ -93,7 +93,7 @@ class Lowering:
         form = self.form(value)
         if form.map is None:
             if len(form.shape) != 4:
-                return MapRef(self.dense(value), 0, rows_type(form.shape))
+                return MapRef(self.dense(value), 0, self.rows_type(form.shape, form.dtype))
             self.place(value, self._to_map(value, form))
         assert form.map is not None
         return form.map
@@ -106,14 +106,15 @@ class Lowering:
         return form.dense
 
     def _to_map(self, value: ir.Value, form: Form) -> MapRef:
-        kind = map_type(form.shape)
+        kind = self.map_type(form.shape, form.dtype)
         if form.constant is not None:
-            return MapRef(self.constant_storage(form.constant.transpose(0, 2, 3, 1)), 0, kind)
+            array = form.constant.transpose(0, 2, 3, 1).astype(self.stored(form.shape, form.dtype))
+            return MapRef(self.constant_storage(array), 0, kind)
         assert form.dense is not None, value.name
         dense = MapRef(form.dense, 0, kind)
         if dense.is_file_layout:
             return dense
-        target = self._slot_or_new(value, kind, form.dtype)
+        target = self._slot_or_new(value, kind, self.stored(form.shape, form.dtype))
         self.convert(form.dense, target, form.dtype, to_map=True)
         return target
 
@@ -136,8 +137,8 @@ class Lowering:
         A rank other than 4 gets a dense tensor, seen as rows.
         """
         if len(shape) != 4:
-            return MapRef(self.new_dense(value, shape, dtype), 0, rows_type(shape))
-        ref = self._slot_or_new(value, map_type(shape), dtype)
+            return MapRef(self.new_dense(value, shape, dtype), 0, self.rows_type(shape, dtype))
+        ref = self._slot_or_new(value, self.map_type(shape, dtype), self.stored(shape, dtype))
         if value is not None:
             self.forms[value] = Form(shape, dtype)
             self.place(value, ref)
@@ -196,8 +197,9 @@ class Lowering:
     def root(self, value: ir.Value) -> MapRef:
         """The buffer of a concatenation that has one."""
         if value not in self.roots:
-            kind = map_type(self.type_of(value)[0])
-            self.roots[value] = MapRef(self.storage(check_elements(value.name or "", kind_shape(kind))), 0, kind)
+            shape, _ = self.type_of(value)
+            kind, stored = self.map_type(shape), self.stored(shape)
+            self.roots[value] = MapRef(self.storage(check_elements(value.name or "", shape), stored), 0, kind)
             self.map_storages.add(self.roots[value].storage)
         return self.roots[value]
 
@@ -213,6 +215,10 @@ class Lowering:
 
     # -- launches ----------------------------------------------------------------------------------------------
 
+    def generator(self, name: str) -> str:
+        """A generator by its full name: the kernels of all targets have the same modules and functions."""
+        return f"{'cuda' if self.target.kind == 'cuda' else 'cpu'}.{name}"
+
     def kernel(self, request: Request) -> Kernel:
         """The kernel of a request. Where two kernels have the same code, the program has it once."""
         if request not in self.made:
@@ -226,8 +232,11 @@ class Lowering:
     def launch(
         self, generator: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref], scalars: Iterable[p.Argument] = ()
     ) -> None:
-        """Call the kernel that `generator(*arguments)` makes. A result that has no ref goes where nobody reads it."""
-        request = Request(generator, arguments)
+        """Call the kernel that `generator(*arguments)` makes, `module:function` in the folder of the target's kernels.
+
+        A result that has no ref goes where nobody reads it.
+        """
+        request = Request(self.generator(generator), arguments)
         kernel = self.kernel(request)
         buffers, offsets = [], []
         for param in kernel.params:
@@ -251,24 +260,38 @@ class Lowering:
     def convert(self, dense: int, ref: MapRef, dtype: str, *, to_map: bool) -> None:
         """Copy between the layout of the file and a map."""
         if to_map:
-            self.launch("cpu.layout:nchw_to_nhwc", (ref.type, self.target, dtype), {"x": dense, "y": ref})
+            self.launch("layout:nchw_to_nhwc", (ref.type, self.target, dtype), {"x": dense, "y": ref})
         else:
-            self.launch("cpu.layout:nhwc_to_nchw", (ref.type, self.target, dtype), {"x": ref, "y": dense})
+            self.launch("layout:nhwc_to_nchw", (ref.type, self.target, dtype), {"x": ref, "y": dense})
         self.copies.append(f"{self.node}: {'NCHW to NHWC' if to_map else 'NHWC to NCHW'}")
 
-    def copy_map(self, source: MapRef, target: MapRef, dtype: str = "float32") -> None:
+    def copy_map(self, source: MapRef, target: MapRef) -> None:
         """Copy channels to another place."""
-        arguments = (source.type, target.type, self.target, dtype)
-        self.launch("cpu.layout:copy_map", arguments, {"x": source, "y": target})
+        arguments = (source.type, target.type, self.target, self.storages[source.storage].dtype)
+        self.launch("layout:copy_map", arguments, {"x": source, "y": target})
         self.copies.append(f"{self.node}: {source.type.c} channels")
 
     def copy_dense(self, source: int, target: int) -> None:
         """Copy a dense tensor."""
         held = self.storages[source]
-        self.launch("cpu.layout:copy", (held.elements, self.target, held.dtype), {"x": source, "y": target})
+        self.launch("layout:copy", (held.elements, self.target, held.dtype), {"x": source, "y": target})
         self.copies.append(f"{self.node}: {held.elements} elements")
 
     # -- types -------------------------------------------------------------------------------------------------
+
+    def stored(self, shape: tuple[int, ...], dtype: str = "float32") -> str:
+        """The type in which a tensor of the file lies in memory as a map."""
+        return stored_dtype(shape, dtype, self.target)
+
+    def map_type(self, shape: tuple[int, ...], dtype: str = "float32") -> MapType:
+        """A tensor of rank 4 as a map that fills its storage."""
+        return map_type(shape, dtype, self.target)
+
+    def rows_type(self, shape: tuple[int, ...], dtype: str = "float32") -> MapType:
+        """A tensor of any rank as rows of its last axis."""
+        last = shape[-1] if shape else 1
+        count = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
+        return self.map_type((count, last, 1, 1), dtype)
 
     def type_of(self, value: ir.Value) -> tuple[tuple[int, ...], str]:
         """Shape and dtype: as lowered, else as the file has them."""
@@ -294,13 +317,6 @@ class Lowering:
 
     def _where(self) -> str:
         return f"{self.file}: node '{self.node}'" if self.file else f"node '{self.node}'"
-
-
-def rows_type(shape: tuple[int, ...]) -> MapType:
-    """A tensor of any rank as rows of its last axis."""
-    last = shape[-1] if shape else 1
-    count = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
-    return map_type((count, last, 1, 1))
 
 
 def kind_shape(kind: MapType) -> tuple[int, int, int, int]:

@@ -27,7 +27,7 @@ def lowered():
 def groups(made) -> list[int]:
     """How many operators each launch of coefficients stands for, in order."""
     requests = [made.requests[launch.kernel] for launch in made.program.launches]
-    return [len(request.arguments[0]) for request in requests if request.generator == COEFFICIENTS]
+    return [len(request.arguments[0]) for request in requests if request.generator == f"cpu.{COEFFICIENTS}"]
 
 
 def test_a_batch_norm_takes_one_launch_forward_and_one_backward(lowered):
