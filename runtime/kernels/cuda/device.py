@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +39,7 @@ class Stage:
     threads: int
     shared: int
     function: Any  # a tvm PrimFunc
+    may_alias: bool = False  # what one parameter is written through may be read through another one
 
 
 def size_of(dtype: str) -> int:
@@ -47,6 +50,13 @@ def size_of(dtype: str) -> int:
 def fma(x: Expr, y: Expr, z: Expr) -> Expr:
     """x*y + z, rounded once."""
     return tirx.call_pure_extern("float32", "__fmaf_rn", x, y, z)
+
+
+def wide(value: float) -> Expr:
+    """A float64 constant. TVM writes 15 decimals of them, so what needs more is given by its bits."""
+    if not math.isfinite(value) or float(f"{value:.15f}") == value:
+        return tirx.const(value, "float64")
+    return tirx.reinterpret("float64", tirx.const(struct.unpack("<q", struct.pack("<d", value))[0], "int64"))
 
 
 @dataclasses.dataclass
@@ -142,10 +152,10 @@ def stage(
                     stack.enter_context(T.attr({"tirx.launch_bounds_min_blocks_per_sm": min_blocks}))
                 dtypes = {p.name: p.dtype for p in params}
                 block = Block(buffers, dtypes, offsets, known, *axes, tid, threads)
-                with steps.fused_by(fma):
+                with steps.fused_by(fma, wide):
                     yield block
         function = builder.get()
-    block.stage = Stage(name, grid, threads, shared, function)
+    block.stage = Stage(name, grid, threads, shared, function, may_alias)
 
 
 # -- control -------------------------------------------------------------------------------------------------------
@@ -183,8 +193,8 @@ def below(value: Expr, bound: int, always: bool) -> Expr:
 
 
 def within(value: Expr, bound: int) -> Expr:
-    """0 <= value < bound, in one comparison."""
-    return tirx.Cast("uint32", value) < T.uint32(bound)
+    """0 <= value < bound."""
+    return tirx.And(value >= 0, value < bound)
 
 
 def unrolled(count: int, body: Callable[[Any], None]) -> None:

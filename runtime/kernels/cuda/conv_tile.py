@@ -1,0 +1,512 @@
+"""The matrix product inside a convolution: a tile of destination pixels by output channels, on the tensor cores.
+
+    for each chunk of channels (and tap):
+        source pixels:   global -> registers -> prologue -> shared      (the next chunk is on its way meanwhile)
+        packed weights:  global -> shared, in the background
+        shared -> tensor cores, accumulators in registers
+    accumulators -> shared -> outlet: a vector of channels of a pixel at a time
+
+Two ways to read the source. A *gathering* tile takes one tap at a time: any stride, size and padding. A *halo* tile
+holds a run of pixels of the flattened map and those around it that taps reach, so that the prologue is applied once and
+all taps read from shared memory; it needs source and destination of the same size. A tap outside of the image reads a
+row of zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.correlation import Axis, Correlation
+from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
+from bnfuse.runtime.kernels.cuda.operand import (
+    Loader,
+    Operand,
+    chunks_of,
+    element_size,
+    swizzled,
+    vector_width,
+)
+
+BUFFERS = 2  # of shared memory: one is read while the other is filled
+FAR = -(1 << 20)  # a coordinate outside of every map
+
+
+class Outlet(Protocol):
+    """What becomes of the convolution's result."""
+
+    def visit(self, values: Buffer, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
+        """Use a vector of float32 registers: the channels from `channel` on of a destination pixel."""
+
+    def close(self, row: Expr) -> None:
+        """The tile is done: its sums become row `row` of the partials."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TilePlan:
+    """How a tile is cut up: `pixels` by `outputs`, rows of `row_bytes` a chunk, warps along both, blocks at a time."""
+
+    pixels: int
+    outputs: int
+    row_bytes: int
+    warps: tuple[int, int]
+    halo: bool
+    min_blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return self.warps[0] * self.warps[1] * d.WARP
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile's sizes, which follow from the correlation, the plan and the precision."""
+
+    correlation: Correlation
+    plan: TilePlan
+    precision: str
+
+    @property
+    def channels(self) -> int:
+        """Source channels of a chunk."""
+        return self.plan.row_bytes // element_size(self.precision)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.correlation.inputs // self.channels)
+
+    @property
+    def taps(self) -> int:
+        """Taps that one chunk in shared memory serves."""
+        return self.correlation.taps if self.plan.halo else 1
+
+    @property
+    def source_rows(self) -> int:
+        return self.plan.pixels + (2 * self.correlation.halo if self.plan.halo else 0)
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source_rows * self.plan.row_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.taps * self.plan.outputs * self.plan.row_bytes
+
+    @property
+    def zeros_at(self) -> int:
+        """Where the row of zeros is."""
+        return BUFFERS * (self.source_bytes + self.weight_bytes)
+
+    @property
+    def leading(self) -> int:
+        """Floats between rows of the accumulators in shared memory: 4 more than a multiple of 8 avoids conflicts."""
+        return self.plan.outputs + 4
+
+    @property
+    def shared(self) -> int:
+        operands = self.zeros_at + (self.plan.row_bytes if self.plan.halo else 0)
+        return max(operands, self.plan.pixels * self.leading * 4)
+
+    @property
+    def pixel_tiles(self) -> int:
+        return -(-self.correlation.rows // self.plan.pixels)
+
+    @property
+    def output_tiles(self) -> int:
+        return -(-self.correlation.outputs // self.plan.outputs)
+
+    @property
+    def rows_of_partials(self) -> int:
+        return self.correlation.phases * self.pixel_tiles
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        c = self.correlation
+        return c.phases * self.pixel_tiles * self.output_tiles * c.groups, 1, 1
+
+    @property
+    def packed_row(self) -> int:
+        """Elements of one tap of a packed weight's row."""
+        return -(-self.correlation.inputs // 8) * 8
+
+
+def emit(block: Block, tile: Tile, operand: Operand, make_outlet: Callable[[d.Shared], Outlet]) -> None:
+    """The whole stage."""
+    Emitter(block, tile, operand).run(make_outlet)
+
+
+class Emitter:
+    """The stage under construction: where this block and thread are, and the registers they hold."""
+
+    def __init__(self, block: Block, tile: Tile, operand: Operand) -> None:
+        c, plan = tile.correlation, tile.plan
+        self.block, self.tile, self.plan, self.c = block, tile, plan, c
+        self.fragments = plan.pixels // plan.warps[0] // 16, plan.outputs // plan.warps[1] // 8
+        self.shared = d.shared_memory(tile.shared)
+        self.store = self.shared.view("uint32")
+        # output tiles of the same pixels are neighbours in the grid: they share the source through the cache
+        inner = tile.output_tiles * c.groups
+        self.output_tile = T.bind(block.x % tile.output_tiles)
+        self.group = T.bind(block.x // tile.output_tiles % c.groups) if c.groups > 1 else 0
+        self.row = T.bind(block.x // inner)  # of the partials
+        self.phase = T.bind(self.row // tile.pixel_tiles) if c.phases > 1 else 0
+        self.first = T.bind((self.row % tile.pixel_tiles if c.phases > 1 else self.row) * plan.pixels)
+        self.first_output = self.output_tile * plan.outputs
+        self.chunk_lanes = chunks_of(plan.row_bytes)
+        self.source_lane, self.source_row = block.tid % self.chunk_lanes, block.tid // self.chunk_lanes
+        self.stride = plan.threads // self.chunk_lanes  # rows that one pass of all threads brings
+        self.passes = -(-tile.source_rows // self.stride)
+        self.loader = Loader.make(operand, block, tile.precision, self.passes)
+        self.acc = d.registers(self.fragments[0] * self.fragments[1] * 4)
+        self.warp_pixel = T.bind(block.warp // plan.warps[1])
+        self.warp_output = T.bind(block.warp % plan.warps[1])
+
+    def run(self, make_outlet: Callable[[d.Shared], Outlet]) -> None:
+        with T.serial(0, self.fragments[0] * self.fragments[1] * 4, unroll=True) as i:
+            d.put(self.acc, i, T.float32(0))
+        if self.plan.halo:
+            self.prepare_halo()
+            steps: Expr = self.tile.chunks
+            taps = None
+        else:
+            self.prepare_gather()
+            taps = self.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
+            steps = taps * self.tile.chunks
+        if self.plan.halo or self.every_phase_has_taps:
+            self.fill(0)
+        else:
+            d.when(steps > 0, lambda: self.fill(0))
+        with T.serial(0, steps) as step:
+            side = T.bind(step % BUFFERS)
+            self.finish(step, side)
+            d.wait(0)
+            d.sync()
+            d.when(step + 1 < steps, lambda: self.fill(step + 1))
+            self.multiply(side)
+        d.wait(0)
+        d.sync()
+        self.leave(make_outlet)
+
+    # -- where pixels and taps are ---------------------------------------------------------------------------------
+
+    @property
+    def every_phase_has_taps(self) -> bool:
+        return all(p.count for axis in (self.c.vertical, self.c.horizontal) for p in axis.phases)
+
+    def phase_value(self, vertical: Axis, horizontal: Axis, of: Callable[[Any, Any], int]) -> Expr:
+        """A number that depends on the block's phase."""
+        numbers = [of(v, h) for v in vertical.phases for h in horizontal.phases]
+        found: Expr = numbers[-1]
+        for i, number in reversed(list(enumerate(numbers[:-1]))):
+            if number != found:
+                found = tirx.Select(self.phase == i, T.int32(number), found if not isinstance(found, int) else T.int32(found))
+        return found
+
+    def destination(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+        """Image, row and column of a destination pixel of the phase, and whether there is such a pixel.
+
+        Row and column are those before `scale` and phase.
+        """
+        v, h = self.c.vertical, self.c.horizontal
+        image, rest = row // (v.rows * h.rows), row % (v.rows * h.rows)
+        return image, rest // h.rows, rest % h.rows, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
+
+    def destination_pixel(self, row: Expr) -> tuple[Expr, Expr]:
+        """The pixel's index in the destination map, and whether it exists."""
+        v, h = self.c.vertical, self.c.horizontal
+        if v.scale == 1 and h.scale == 1:
+            return row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
+        image, y, x, valid = self.destination(row)
+        phases = len(h.phases)
+        y = T.bind(y * v.scale + (self.phase // phases if phases > 1 else self.phase))
+        x = T.bind(x * h.scale + (self.phase % phases if phases > 1 else 0))
+        pixel = (image * v.destination + y) * h.destination + x
+        inside = d.all_of(
+            valid,
+            d.below(y, v.destination, v.destination % v.scale == 0),
+            d.below(x, h.destination, h.destination % h.scale == 0),
+        )
+        return pixel, inside
+
+    # -- shared memory ---------------------------------------------------------------------------------------------
+
+    def source_at(self, side: Expr) -> Expr:
+        return side * self.tile.source_bytes
+
+    def weight_at(self, side: Expr) -> Expr:
+        return BUFFERS * self.tile.source_bytes + side * self.tile.weight_bytes
+
+    def chunk_at(self, row: Expr, chunk: Expr) -> Expr:
+        """Byte offset of a 16-byte chunk of a row."""
+        return row * self.plan.row_bytes + swizzled(row, chunk, self.chunk_lanes) * d.VECTOR_BYTES
+
+    # -- filling ---------------------------------------------------------------------------------------------------
+
+    def prepare_halo(self) -> None:
+        """Zero the row of zeros; find out which taps of this thread's rows lie in the image."""
+        self.block.each(self.plan.row_bytes // 4, lambda i: d.put(self.store, self.tile.zeros_at // 4 + i, T.uint32(0)))
+        v, h = self.c.vertical, self.c.horizontal
+        self.inside = d.registers(self.fragments[0], "uint32")
+
+        def rows(i: Expr) -> None:
+            row = T.bind(self.first + self.fragment_row(i))
+            y, x = T.bind(row // h.destination % v.destination), T.bind(row % h.destination)
+            mask: Expr = T.uint32(0)
+            for tap in range(self.tile.taps):
+                dy, dx = self.tap_distance(tap)
+                ok = tirx.And(d.within(y + dy, v.source), d.within(x + dx, h.source))
+                mask = tirx.bitwise_or(mask, tirx.Select(ok, T.uint32(1 << tap), T.uint32(0)))
+            d.put(self.inside, i, mask)
+
+        d.unrolled(self.fragments[0], rows)
+
+    def tap_distance(self, tap: int) -> tuple[int, int]:
+        """Rows and columns from a destination pixel to the source pixel of a tap (`same` axes)."""
+        v, h = self.c.vertical, self.c.horizontal
+        # taps are numbered as in the window: towards the input, later ones are further up and left
+        return v.phases[0].base + tap // h.window * v.step, h.phases[0].base + tap % h.window * h.step
+
+    def prepare_gather(self) -> None:
+        """For each pass: the image's first source pixel, and the source row and column of the first tap."""
+        if self.c.is_pointwise:
+            return
+        v, h = self.c.vertical, self.c.horizontal
+        self.images, self.ys, self.xs = (d.registers(self.passes, "int32") for _ in range(3))
+        base_y = self.phase_value(v, h, lambda p, _: p.base)
+        base_x = self.phase_value(v, h, lambda _, p: p.base)
+
+        def one(i: Expr) -> None:
+            image, y, x, valid = self.destination(T.bind(self.first + self.source_row + i * self.stride))
+            d.put(self.images, i, image * (v.source * h.source))
+            start = y * v.mult + base_y
+            d.put(self.ys, i, start if valid is True else tirx.Select(valid, start, T.int32(FAR)))
+            d.put(self.xs, i, x * h.mult + base_x)
+
+        d.unrolled(self.passes, one)
+
+    def fill(self, step: Expr) -> None:
+        """Start bringing the source and the weights of a step."""
+        side = step % BUFFERS
+        if self.plan.halo:
+            self.fill_weights(step, 0, self.weight_at(side))
+            self.fetch(step, lambda i: self.halo_pixel(i))
+            return
+        tap, chunk = step // self.tile.chunks, step % self.tile.chunks
+        v, h = self.c.vertical, self.c.horizontal
+        across = self.phase_value(v, h, lambda _, p: max(p.count, 1))
+        down, right = T.bind(tap // across), T.bind(tap % across)
+        first = self.phase_value(v, h, lambda p, q: p.tap * h.window + q.tap)
+        window_tap = first + down * (v.tap_step * h.window) + right * h.tap_step
+        self.fill_weights(chunk, window_tap, self.weight_at(side))
+        self.fetch(chunk, lambda i: self.gathered_pixel(i, down * v.step, right * h.step))
+
+    def halo_pixel(self, i: Expr) -> tuple[Expr, Expr]:
+        row = self.source_row + i * self.stride
+        pixel = T.bind(self.first - self.c.halo + row)
+        inside = d.within(pixel, self.c.rows)
+        return pixel, d.all_of(inside, d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0))
+
+    def gathered_pixel(self, i: Expr, down: Expr, right: Expr) -> tuple[Expr, Expr]:
+        v, h = self.c.vertical, self.c.horizontal
+        row = self.source_row + i * self.stride
+        own = d.below(row, self.plan.pixels, self.plan.pixels % self.stride == 0)
+        if self.c.is_pointwise:
+            pixel = self.first + row
+            return pixel, d.all_of(own, d.below(pixel, self.c.rows, self.c.rows % self.plan.pixels == 0))
+        y, x = T.bind(self.ys[i] + down), T.bind(self.xs[i] + right)
+        return self.images[i] + y * h.source + x, d.all_of(own, d.within(y, v.source), d.within(x, h.source))
+
+    def channel_of(self, chunk: Expr) -> tuple[Expr, Expr | None]:
+        """First channel (of the whole map) that this thread brings of a chunk, and how many of its group are left."""
+        inner = chunk * self.tile.channels + self.source_lane * self.loader.width
+        whole = self.c.inputs % self.tile.channels == 0
+        return self.group * self.c.inputs + inner, None if whole else self.c.inputs - inner
+
+    def fetch(self, chunk: Expr, pixel_of: Callable[[Expr], tuple[Expr, Expr]]) -> None:
+        channel, left = self.channel_of(chunk)
+        channel = T.bind(channel)
+        left = None if left is None else T.bind(left)
+
+        def one(i: Expr) -> None:
+            pixel, valid = pixel_of(i)
+            self.loader.fetch(i, pixel, channel, valid, left)
+
+        d.unrolled(self.passes, one)
+
+    def fill_weights(self, chunk: Expr, tap: Expr, at: Expr) -> None:
+        """Copy [taps][outputs] rows of a chunk from the packed weights [outputs][taps][channels]."""
+        c, tile = self.c, self.tile
+        size = element_size(tile.precision)
+        per_row, vector = self.chunk_lanes, vector_width(tile.precision)
+        weight = self.block["weight"]
+        first = self.group * c.outputs + self.first_output
+
+        def one(i: Expr) -> None:
+            lane, row = i % per_row, i // per_row
+            output, own_tap = (row % self.plan.outputs, row // self.plan.outputs) if tile.taps > 1 else (row, tap)
+            channel = chunk * tile.channels + lane * vector
+            valid = d.all_of(
+                d.below(self.first_output + output, c.outputs, c.outputs % self.plan.outputs == 0),
+                d.below(channel, tile.packed_row, tile.packed_row % tile.channels == 0),
+            )
+            index = ((first + output) * c.taps + own_tap) * tile.packed_row + channel
+            place = self.shared.address + tirx.Cast("uint32", at + self.chunk_at(row, lane))
+            if valid is not True:
+                index = tirx.Select(valid, index, 0)
+            d.copy_async(place, weight.ptr_to([index]), valid=valid)
+
+        assert size * vector == d.VECTOR_BYTES
+        self.block.each(tile.taps * self.plan.outputs * per_row, one)
+        d.commit()
+
+    def finish(self, step: Expr, side: Expr) -> None:
+        """The prologue of what has been fetched, into shared memory."""
+        chunk = step if self.plan.halo else step % self.tile.chunks
+        channel, left = self.channel_of(chunk)
+        aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
+        self.loader.load_coefficients(T.bind(channel), aligned, None if left is None else T.bind(left))
+        base = T.bind(self.source_at(side) // 4)
+        v, h = self.c.vertical, self.c.horizontal
+        down: Expr = 0
+        right: Expr = 0
+        if not self.plan.halo and not self.c.is_pointwise:
+            tap = step // self.tile.chunks
+            across = self.phase_value(v, h, lambda _, p: max(p.count, 1))
+            down, right = T.bind(tap // across * v.step), T.bind(tap % across * h.step)
+
+        def one(i: Expr) -> None:
+            row = T.bind(self.source_row + i * self.stride)
+            made = self.loader.finish(i)
+            if not self.plan.halo and not self.c.is_pointwise:  # padding is zero behind the prologue
+                _, valid = self.gathered_pixel(i, down, right)
+                for word in range(4):
+                    d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
+
+            def write() -> None:
+                place = base + self.chunk_at(row, self.source_lane) // 4
+                T.buffer_store(self.store, made[T.ramp(0, 1, 4)], [T.ramp(place, 1, 4)])
+
+            d.when(d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0), write)
+
+        d.unrolled(self.passes, one)
+
+    # -- multiplying -----------------------------------------------------------------------------------------------
+
+    def fragment_row(self, i: Expr) -> Expr:
+        """The tile's row whose address this lane gives for the i-th 16 rows of its warp."""
+        return self.warp_pixel * (self.plan.pixels // self.plan.warps[0]) + i * 16 + self.block.lane % 16
+
+    def multiply(self, side: Expr) -> None:
+        source = T.bind(self.shared.address + tirx.Cast("uint32", self.source_at(side)))
+        weight = T.bind(self.shared.address + tirx.Cast("uint32", self.weight_at(side)))
+        steps = self.plan.row_bytes // d.STEP_BYTES
+        a = d.registers(self.fragments[0] * 4, "uint32")
+        b = d.registers(4, "uint32")
+        if not self.plan.halo:
+
+            def plain(k: Expr) -> None:
+                self.products(k, weight, lambda i: source + self.address(self.fragment_row(i), k), a, b)
+
+            d.unrolled(steps, plain)
+            return
+        zeros = self.shared.address + T.uint32(self.tile.zeros_at)
+
+        def tap_of(tap: int, bit: int) -> None:
+            dy, dx = self.tap_distance(tap)
+            distance = self.c.halo + dy * self.c.horizontal.source + dx
+
+            def k_step(k: Expr) -> None:
+                def at(i: Expr) -> Expr:
+                    inside = tirx.bitwise_and(self.inside[i], T.uint32(1 << bit)) != T.uint32(0)
+                    return tirx.Select(inside, source + self.address(self.fragment_row(i) + distance, k), zeros)
+
+                self.products(k, weight + T.uint32(tap * self.plan.outputs * self.plan.row_bytes), at, a, b)
+
+            d.unrolled(steps, k_step)
+
+        for tap in range(self.tile.taps):
+            tap_of(tap, tap)
+
+    def address(self, row: Expr, k: Expr) -> Expr:
+        """Of the chunk that this lane gives to ldmatrix for a row of the source."""
+        return tirx.Cast("uint32", self.chunk_at(row, k * 2 + self.block.lane // 16))
+
+    def products(self, k: Expr, weight: Expr, source: Callable[[Expr], Expr], a: Buffer, b: Buffer) -> None:
+        """One step of 32 bytes along the channels: all fragments of this warp."""
+        lane = self.block.lane
+        d.unrolled(self.fragments[0], lambda i: d.ldmatrix(a, i * 4, source(i)))
+        precision = self.tile.precision
+        columns = self.plan.outputs // self.plan.warps[1]
+        if precision == "fp32":
+            low_a = d.registers(self.fragments[0] * 4, "uint32")
+            low_b = d.registers(4, "uint32")
+            d.unrolled(self.fragments[0] * 4, lambda i: split_in_place(a, low_a, i))
+
+        def pair(j: Expr) -> None:
+            row = self.warp_output * columns + j * 16 + lane // 16 * 8 + lane % 8
+            d.ldmatrix(b, 0, weight + tirx.Cast("uint32", self.chunk_at(row, k * 2 + lane // 8 % 2)))
+            if precision == "fp32":
+                for i in range(4):
+                    split_in_place(b, low_b, i)
+
+            def fragment(i: Expr) -> None:
+                for half in range(2):
+                    at = (i * self.fragments[1] + j * 2 + half) * 4
+                    if precision == "fp32":
+                        d.mma("tf32", self.acc, at, low_a, i * 4, b, half * 2)
+                        d.mma("tf32", self.acc, at, a, i * 4, low_b, half * 2)
+                        d.mma("tf32", self.acc, at, a, i * 4, b, half * 2)
+                    else:
+                        d.mma(precision, self.acc, at, a, i * 4, b, half * 2)
+
+            d.unrolled(self.fragments[0], fragment)
+
+        d.unrolled(self.fragments[1] // 2, pair)
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def leave(self, make_outlet: Callable[[d.Shared], Outlet]) -> None:
+        """Accumulators into shared memory, then vectors of channels to the outlet."""
+        plan, lane, leading = self.plan, self.block.lane, self.tile.leading
+        floats = self.shared.view("float32")
+
+        def fragment(i: Expr) -> None:
+            def column(j: Expr) -> None:
+                for half in range(2):
+                    row = self.warp_pixel * (plan.pixels // plan.warps[0]) + i * 16 + half * 8 + lane // 4
+                    at = self.warp_output * (plan.outputs // plan.warps[1]) + j * 8 + lane % 4 * 2
+                    source = (i * self.fragments[1] + j) * 4 + half * 2
+                    T.buffer_store(floats, self.acc[T.ramp(source, 1, 2)], [T.ramp(row * leading + at, 1, 2)])
+
+            d.unrolled(self.fragments[1], column)
+
+        d.unrolled(self.fragments[0], fragment)
+        d.sync()
+        outlet = make_outlet(self.shared)
+        width = self.loader.width
+        across = plan.outputs // width
+        rows = plan.threads // across
+        vector, first_row = self.block.tid % across, self.block.tid // across
+        inner = T.bind(self.first_output + vector * width)
+        left = None if self.c.outputs % plan.outputs == 0 else T.bind(self.c.outputs - inner)
+        channel = T.bind(self.group * self.c.outputs + inner)
+        values = d.registers(width)
+        with T.serial(0, plan.pixels // rows) as i:
+            row = T.bind(first_row + i * rows)
+            pixel, valid = self.destination_pixel(T.bind(self.first + row))
+            for start in range(0, width, 4):
+                index = row * leading + vector * width + start
+                T.buffer_store(values, floats[T.ramp(index, 1, 4)], [T.ramp(start, 1, 4)])
+            outlet.visit(values, pixel, channel, valid, left)
+        outlet.close(self.row)
+
+
+def split_in_place(words: Buffer, low: Buffer, i: Expr) -> None:
+    high, rest = d.split(words[i])
+    d.put(low, i, rest)
+    d.put(words, i, high)

@@ -1,0 +1,132 @@
+"""A convolution, forward or towards its input, as one form: sums over taps and channels of a source map.
+
+    y[n, h, w, o] = sum over taps (r, s) and channels c of  source[n, h(r), w(s), c] * weight[o, tap, c]
+
+Along each axis a destination index is  index*scale + phase, and its taps are at  index*mult + base[phase] + i*step.
+Forward there is one phase. Towards the input of a convolution of stride s there are s phases, each with those taps of
+the window that meet it: nothing is multiplied by zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """The taps of one phase: `count` of them, the i-th is `tap + i*tap_step` of the window, `base + i*step` away."""
+
+    tap: int
+    count: int
+    base: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One axis of a correlation: destination and source pixels, and how taps move."""
+
+    destination: int
+    source: int
+    window: int
+    scale: int
+    mult: int
+    step: int
+    tap_step: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def rows(self) -> int:
+        """Destination indices of the largest phase."""
+        return -(-self.destination // self.scale)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether source and destination have the same pixels, so that a tap is a constant distance."""
+        return self.scale == 1 and self.mult == 1 and self.destination == self.source
+
+    @property
+    def reach(self) -> int:
+        """How far the taps of a `same` axis reach to either side."""
+        phase = self.phases[0]
+        return max(abs(phase.base), abs(phase.base + (phase.count - 1) * self.step))
+
+
+def forward_axis(source: int, destination: int, window: int, stride: int, dilation: int, pad: int) -> Axis:
+    return Axis(destination, source, window, 1, stride, dilation, 1, (Phase(0, window, -pad),))
+
+
+def gradient_axis(destination: int, source: int, window: int, stride: int, dilation: int, pad: int) -> Axis:
+    """Towards the input: destination is the forward convolution's input, source its output."""
+    common = math.gcd(stride, dilation)
+    tap_step, step = stride // common, -(dilation // common)
+    phases = []
+    for phase in range(stride):
+        taps = [r for r in range(min(window, tap_step)) if (phase + pad - r * dilation) % stride == 0]
+        if not taps:
+            phases.append(Phase(0, 0, 0))
+            continue
+        count = len(range(taps[0], window, tap_step))
+        phases.append(Phase(taps[0], count, (phase + pad - taps[0] * dilation) // stride))
+    return Axis(destination, source, window, stride, 1, step, tap_step, tuple(phases))
+
+
+@dataclasses.dataclass(frozen=True)
+class Correlation:
+    """`outputs` and `inputs` are channels of one group."""
+
+    images: int
+    vertical: Axis
+    horizontal: Axis
+    groups: int
+    outputs: int
+    inputs: int
+
+    @property
+    def taps(self) -> int:
+        return self.vertical.window * self.horizontal.window
+
+    @property
+    def phases(self) -> int:
+        return len(self.vertical.phases) * len(self.horizontal.phases)
+
+    @property
+    def rows(self) -> int:
+        """Destination pixels of a phase, in order of image, row, column."""
+        return self.images * self.vertical.rows * self.horizontal.rows
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether destination and source pixels are the same and there is one tap."""
+        one = all(p == Phase(0, 1, 0) for axis in (self.vertical, self.horizontal) for p in axis.phases)
+        return self.taps == 1 and one and self.vertical.is_same and self.horizontal.is_same
+
+    @property
+    def is_same(self) -> bool:
+        return self.vertical.is_same and self.horizontal.is_same
+
+    @property
+    def halo(self) -> int:
+        """Pixels before the first and behind the last of a run of destination pixels that its taps reach."""
+        return self.vertical.reach * self.horizontal.source + self.horizontal.reach
+
+
+def forward_correlation(problem: Problem) -> Correlation:
+    return _correlation(problem, problem.map("x"), problem.map("y"), forward=True)
+
+
+def gradient_correlation(problem: Problem) -> Correlation:
+    return _correlation(problem, problem.map("dx"), problem.map("dy"), forward=False)
+
+
+def _correlation(problem: Problem, x: MapType, y: MapType, *, forward: bool) -> Correlation:
+    outputs, per_group, *window = problem.weight
+    group, strides, dilations, pads = (problem.attribute(n) for n in ("group", "strides", "dilations", "pads"))
+    axes = []
+    for i, (inner, outer) in enumerate(((x.h, y.h), (x.w, y.w))):
+        given = window[i], strides[i], dilations[i], pads[i]
+        axes.append(forward_axis(inner, outer, *given) if forward else gradient_axis(inner, outer, *given))
+    channels = (outputs // group, per_group) if forward else (per_group, outputs // group)
+    return Correlation(x.n, axes[0], axes[1], group, *channels)

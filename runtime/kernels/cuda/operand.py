@@ -1,0 +1,204 @@
+"""What a convolution reads: a map after its prologue, brought from global to shared memory by way of registers.
+
+    fetch(i, pixel)      raw vectors of channels into registers, for pass i
+    finish(i) -> words   the prologue in float32, rounded to what the tensor cores take
+
+Between the two lies the product of the tile before, so that memory and tensor cores work at the same time. The prologue
+is applied once to each element of a tile, however many taps read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+
+FORWARD_MAPS, FORWARD_VECTORS = ("x", "skip"), ("a", "b", "skip_a", "skip_b")
+GRADIENT_MAPS, GRADIENT_VECTORS = ("dy", "grad_x"), ("grad_p", "grad_q", "grad_w")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """The maps and per-channel vectors of one prologue, and what it computes."""
+
+    problem: Problem
+    gradient: bool  # of dy, and not of x
+
+    @property
+    def maps(self) -> dict[str, MapType]:
+        """The maps that are read, by name."""
+        known = dict(self.problem.maps)
+        wanted = [name for name in (GRADIENT_MAPS if self.gradient else FORWARD_MAPS) if name in self._operands]
+        return {name: known[name] for name in wanted}
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        names = GRADIENT_VECTORS if self.gradient else FORWARD_VECTORS
+        return tuple(name for name in names if name in self._operands)
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.maps, *self.vectors}
+
+    @property
+    def _operands(self) -> tuple[str, ...]:
+        return self.problem.spec.operands
+
+    @property
+    def kind(self) -> MapType:
+        """The type of the map that the convolution works on."""
+        return self.problem.map("dy" if self.gradient else "x")
+
+    def value(self, load: steps.Load) -> Expr:
+        spec = self.problem.spec
+        if self.gradient:
+            return steps.gradient_prologue(spec, load)
+        return steps.forward_prologue(spec, dict(self.problem.attributes), load)[0]
+
+
+@dataclasses.dataclass
+class Loader:
+    """The registers through which a thread brings `passes` vectors of channels."""
+
+    operand: Operand
+    block: Block
+    precision: str
+    passes: int
+    raw: dict[str, Buffer]
+    unpacked: dict[str, Buffer]
+    coefficients: dict[str, Buffer]
+    result: Buffer  # float32
+    packed: Buffer  # words
+    lanes: Lanes
+
+    @staticmethod
+    def make(operand: Operand, block: Block, precision: str, passes: int) -> Loader:
+        width = vector_width(precision)
+        lanes = Lanes.of(width, *operand.maps.values())
+        return Loader(
+            operand,
+            block,
+            precision,
+            passes,
+            {name: d.registers(passes * words_of(kind, width), "uint32") for name, kind in operand.maps.items()},
+            {name: d.registers(width) for name in operand.maps},
+            {name: d.registers(width) for name in operand.vectors},
+            d.registers(width),
+            d.registers(4, "uint32"),
+            lanes,
+        )
+
+    @property
+    def width(self) -> int:
+        return self.lanes.count
+
+    def fetch(self, index: Expr, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
+        """Start loading pass `index`. Where not `valid` nothing is loaded, and what `finish` gives is of no use."""
+
+        def load() -> None:
+            for name, kind in self.operand.maps.items():
+                source = self.block.map(name, kind)
+                at = index * words_of(kind, self.width)
+                d.fetch(source, source.at(pixel, channel), self.lanes, self.raw[name], at, left)
+
+        def clear() -> None:
+            for name, kind in self.operand.maps.items():
+                count = words_of(kind, self.width)
+                d.zeros(self.raw[name], index * count, count)
+
+        d.when(valid, load, clear)
+
+    def load_coefficients(self, channel: Expr, aligned: bool, left: Expr | None) -> None:
+        """The per-channel vectors of the channels from `channel` on, for the passes that follow."""
+        for name, held in self.coefficients.items():
+            load_vector(self.block[name], channel, self.width, held, aligned, left)
+
+    def finish(self, index: Expr) -> Buffer:
+        """Four words: what the tensor cores read of pass `index`."""
+        for name, kind in self.operand.maps.items():
+            count = words_of(kind, self.width)
+            for i in range(count):
+                d.unpack(self.raw[name][index * count + i], kind.dtype, self.unpacked[name], i * self.width // count)
+        for j in range(self.width):
+
+            def load(name: str, is_vector: bool, j: int = j) -> Expr:
+                return (self.coefficients if is_vector else self.unpacked)[name][j]
+
+            d.put(self.result, j, self.operand.value(load))
+        round_words(self.precision, self.result, self.packed)
+        return self.packed
+
+
+def vector_width(precision: str) -> int:
+    """Channels of 16 bytes as the tensor cores read them."""
+    return 8 if precision in ("bf16", "fp16") else 4
+
+
+def element_size(precision: str) -> int:
+    return 16 // vector_width(precision)
+
+
+def words_of(kind: MapType, width: int) -> int:
+    """Words of `width` channels as stored."""
+    return max(width * d.size_of(kind.dtype) // 4, 1)
+
+
+def round_words(precision: str, values: Buffer, into: Buffer) -> None:
+    """Float32 registers as the four words that go into a row of shared memory."""
+    for i in range(4):
+        if precision in ("bf16", "fp16"):
+            d.pack(into, i, values[2 * i], values[2 * i + 1], "bfloat16" if precision == "bf16" else "float16")
+        elif precision == "tf32":
+            T.evaluate(T.ptx["cvt.rna.tf32.f32"](into[i], values[i]))
+        else:
+            d.put(into, i, d.bits(values[i]))
+
+
+def load_vector(source: Any, channel: Expr, width: int, into: Buffer, aligned: bool, left: Expr | None) -> None:
+    """`width` elements of a per-channel vector; zeros from `left` on. `aligned`: channel is a multiple of 4."""
+    step = 4 if aligned else 1
+    for first in range(0, width, step):
+
+        def load(first: int = first) -> None:
+            if step == 1:
+                d.put(into, first, source[channel + first])
+            else:
+                T.buffer_store(into, source[T.ramp(channel + first, 1, 4)], [T.ramp(first, 1, 4)])
+
+        def clear(first: int = first) -> None:
+            for i in range(step):
+                d.put(into, first + i, T.float32(0))
+
+        if left is None:
+            load()
+        else:
+            d.when(first + step <= left, load, clear if step == 1 else lambda first=first: _edge(first))
+
+    def _edge(first: int) -> None:
+        for i in range(step):
+            value = tirx.if_then_else(first + i < left, source[channel + first + i], T.float32(0))
+            d.put(into, first + i, value)
+
+
+def chunks_of(row_bytes: int) -> int:
+    return row_bytes // d.VECTOR_BYTES
+
+
+def swizzled(row: Expr, chunk: Expr, chunks: int) -> Expr:
+    """Where in its row a 16-byte chunk lies, so that eight rows' equal chunks are in different banks."""
+    if chunks >= 8:
+        return tirx.bitwise_xor(chunk, row % 8)
+    if chunks == 4:
+        return tirx.bitwise_xor(chunk, row // 2 % 4)
+    return tirx.bitwise_xor(chunk, row // 4 % 2)
+
+
+Attributes = Mapping[str, Any]
