@@ -21,10 +21,10 @@ import torch_networks
 from torch_densenet import DenseNet121
 
 from bnfuse.build import build_training_graph
+from bnfuse.feeds import draw_feeds
 from bnfuse.models import build_forward
 from bnfuse.peers import TorchStep
 from bnfuse.training_graph import open_graph
-from bnfuse.verification import draw_feeds
 
 NETWORKS: dict[str, Callable[[], torch.nn.Module]] = {
     "densenet121": DenseNet121,

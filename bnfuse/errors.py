@@ -7,6 +7,12 @@ class BnfuseError(Exception):
     """Bad use or bad input. The message names the file (where known), the node and its op, and says what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def at_node(name: str, op: str, what: str, *, file: str | None = None) -> BnfuseError:
     """An error about one node: `file: node 'name' (Op) what`."""
     prefix = f"{file}: " if file else ""

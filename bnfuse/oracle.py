@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from bnfuse.build.ort import onnxruntime
-from bnfuse.errors import BnfuseError
+from bnfuse.errors import BnfuseError, first_line
 
 Arrays = dict[str, np.ndarray]
 
@@ -70,9 +70,3 @@ def serialized(model: onnx.ModelProto, name: str) -> bytes:
         return model.SerializeToString()
     except Exception:  # protobuf's error class depends on its version
         raise BnfuseError(f"{name}: larger than the 2 GiB that onnxruntime takes in one piece") from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

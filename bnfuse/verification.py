@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError
+from bnfuse.feeds import draw_feeds
 from bnfuse.oracle import Arrays, OrtGraph
 from bnfuse.roles import Roles
 from bnfuse.text import Section, join
@@ -301,20 +302,6 @@ def shape(value: ir.Value) -> list[Any]:
 
 def compared(roles: Roles) -> list[str]:
     return [roles.loss, *roles.gradients.values(), *roles.running.values()]
-
-
-def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
-    """Standard normal images, labels over all classes, and zeros for sampling offsets."""
-    feeds: Arrays = {}
-    for name in (*graph.roles.data, *graph.roles.labels, *graph.roles.offsets):
-        dims, dtype = graph.shape_of(name), graph.dtype_of(name)
-        if name in graph.roles.offsets:
-            feeds[name] = np.zeros(dims, dtype)
-        elif np.issubdtype(dtype, np.floating):
-            feeds[name] = rng.standard_normal(dims).astype(dtype)
-        else:
-            feeds[name] = rng.integers(0, graph.classes(), dims).astype(dtype)
-    return feeds
 
 
 def disturbed(feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generator) -> tuple[Arrays, Arrays]:

@@ -59,8 +59,8 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
 
 def measure_peer(graph: Any, peer: str, threads: int) -> dict[str, float | None]:
     from bnfuse.benchmarking.candidates import make_peer
+    from bnfuse.feeds import draw_feeds
     from bnfuse.peers.names import import_torch
-    from bnfuse.verification import draw_feeds
 
     import_torch()
     feeds = draw_feeds(graph, np.random.default_rng(0))

@@ -63,8 +63,8 @@ def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -
 
 def prepare_peer(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
     from bnfuse.benchmarking.candidates import make_peer
+    from bnfuse.feeds import draw_feeds
     from bnfuse.training_graph import open_graph
-    from bnfuse.verification import draw_feeds
 
     if name == "ort":
         from bnfuse.build.ort import onnxruntime

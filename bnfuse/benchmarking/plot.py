@@ -57,7 +57,7 @@ def draw_times(axis: Any, results: tuple[Result, ...]) -> None:
     right = 1.3 * max(1000 * result.times.min_s for result in results)
     for index, result in enumerate(results):
         dark, light = OURS if result.is_ours else PEER
-        forward = 1000 * result.times.forward_min_s
+        forward = 1000 * (result.times.forward_min_s or 0.0)
         whole = max(1000 * result.times.min_s, forward)
         axis.barh(index, forward, color=dark, height=0.62)
         axis.barh(index, whole - forward, left=forward, color=light, height=0.62)

@@ -53,8 +53,8 @@ class Ratio:
     against: str
     min: float
     median: float
-    forward: float
-    backward: float
+    forward: float | None
+    backward: float | None
     peak: float | None
 
 
@@ -72,8 +72,13 @@ def ratio(result: Result, other: Result) -> Ratio:
     )
 
 
-def quotient(a: float, b: float) -> float:
-    """NaN (null in JSON) where there is nothing to divide by: onnxruntime's backward may be lost in the noise."""
+def quotient(a: float | None, b: float | None) -> float | None:
+    """NaN (null in JSON) where there is nothing to divide by: onnxruntime's backward may be lost in the noise.
+
+    None where one of them was not measured.
+    """
+    if a is None or b is None:
+        return None
     return a / b if b else float("nan")
 
 
@@ -139,7 +144,14 @@ def cells(result: Result) -> tuple[str, ...]:
     times = result.times
     seconds = (times.min_s, times.median_s, times.forward_min_s, times.backward_min_s)
     peak = scaled(result.peak_bytes, "B") if result.peak_bytes is not None else "-"
-    return (*(f"{1000 * s:.1f} ms" for s in seconds), peak)
+    return (*(milliseconds(s) for s in seconds), peak)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Two decimals where a step is short, as on a GPU."""
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.{1 if seconds >= 0.1 else 2}f} ms"
 
 
 def ratio_cells(found: Ratio) -> tuple[str, ...]:

@@ -28,9 +28,9 @@ from bnfuse.benchmarking.profiles import Profile, profile_step
 from bnfuse.benchmarking.results import Benchmark, Result
 from bnfuse.benchmarking.times import Candidate, Times, summarize
 from bnfuse.errors import BnfuseError
+from bnfuse.feeds import draw_feeds
 from bnfuse.io import save
 from bnfuse.training_graph import TrainingGraph
-from bnfuse.verification import draw_feeds
 
 Progress = Callable[[str], None]
 

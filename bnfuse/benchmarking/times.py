@@ -7,13 +7,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Protocol
 
+STEPS_A_RUN = 10  # on a GPU: steps in a row between two events
+
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of one step, and of its forward phase. The rest is backward, and where there is one the update."""
+    """Seconds of one step, and of its forward phase. The rest is backward, and where there is one the update.
+
+    On a GPU a step is one piece: `forward` is None.
+    """
 
     step: float
-    forward: float
+    forward: float | None
 
 
 class Candidate(Protocol):
@@ -31,16 +36,19 @@ class Summary:
 
     min_s: float
     median_s: float
-    forward_min_s: float
-    forward_median_s: float
-    backward_min_s: float
-    backward_median_s: float
+    forward_min_s: float | None = None
+    forward_median_s: float | None = None
+    backward_min_s: float | None = None
+    backward_median_s: float | None = None
 
 
 def summarize(times: Sequence[Times], *, apart: bool = False) -> Summary:
     """`apart`: forward was a run of its own, not a part of the step, so minima and medians are subtracted."""
-    steps, forward = [t.step for t in times], [t.forward for t in times]
-    backward = [t.step - t.forward for t in times]
+    steps = [t.step for t in times]
+    forward = [t.forward for t in times if t.forward is not None]
+    if not forward:
+        return Summary(min(steps), statistics.median(steps))
+    backward = [t.step - t.forward for t in times if t.forward is not None]
     shortest, middle = min(backward), statistics.median(backward)
     if apart:
         shortest = max(0.0, min(steps) - min(forward))
