@@ -28,28 +28,38 @@ def f32(value: float) -> Expr:
 
 
 Fused = Callable[[Expr, Expr, Expr], Expr]
+Wide = Callable[[float], Expr]
 
 
 def llvm_fma(x: Expr, y: Expr, z: Expr) -> Expr:
     return tirx.call_llvm_pure_intrin("float32", "llvm.fma", x, y, z)
 
 
-_fused: contextvars.ContextVar[Fused] = contextvars.ContextVar("fused", default=llvm_fma)
+def llvm_wide(value: float) -> Expr:
+    return tirx.const(value, "float64")
+
+
+_written: contextvars.ContextVar[tuple[Fused, Wide]] = contextvars.ContextVar("written", default=(llvm_fma, llvm_wide))
 
 
 @contextlib.contextmanager
-def fused_by(function: Fused) -> Iterator[None]:
-    """Within the block, `fma` is written as another code generator has it."""
-    token = _fused.set(function)
+def fused_by(function: Fused, wide: Wide = llvm_wide) -> Iterator[None]:
+    """Within the block, `fma` and float64 constants are written as another code generator has them."""
+    token = _written.set((function, wide))
     try:
         yield
     finally:
-        _fused.reset(token)
+        _written.reset(token)
 
 
 def fma(x: Expr, y: Expr, z: Expr) -> Expr:
     """x*y + z, rounded once."""
-    return _fused.get()(x, y, z)
+    return _written.get()[0](x, y, z)
+
+
+def wide(value: float) -> Expr:
+    """A float64 constant."""
+    return _written.get()[1](value)
 
 
 def normalize(x: Expr, a: Expr, b: Expr) -> Expr:

@@ -23,7 +23,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem, Target
 
@@ -32,7 +32,7 @@ INT32_LIMIT = 2**31
 
 
 def f64(value: Any) -> Expr:
-    return tirx.const(value, "float64") if isinstance(value, int | float) else tirx.Cast("float64", value)
+    return steps.wide(float(value)) if isinstance(value, int | float) else tirx.Cast("float64", value)
 
 
 def to_f32(value: Expr) -> Expr:

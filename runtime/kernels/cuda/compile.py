@@ -77,7 +77,11 @@ def cuda_source(stages: Sequence[Stage], arch: str) -> str:
     module = tvm.IRModule({stage.name: stage.function for stage in stages})
     with target:
         executable = tvm.compile(module, target=target, tir_pipeline="tirx")
-    return str(executable.mod.imports[0].inspect_source())
+    source = str(executable.mod.imports[0].inspect_source())
+    for stage in stages:
+        if stage.may_alias:  # TVM takes device functions' parameters for distinct, whatever their attributes say
+            source = re.sub(rf"\b{symbol_of(stage)}\([^)]*\)", lambda m: m[0].replace(" __restrict__", ""), source)
+    return source
 
 
 def signature(source: str, stage: Stage) -> list[str]:

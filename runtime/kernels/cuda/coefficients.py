@@ -1,0 +1,126 @@
+"""What a BatchNorm computes per channel, on a GPU: the operators of kernels/cpu/coefficients.py, one thread a channel.
+
+These launches are tiny and there are hundreds of them in a step, so what counts is how few they are and how little each
+waits. Operators of a group form *waves*: those of a wave read nothing that another one of it may have written.
+
+    one wave:                      a block has 128 channels of one operator
+    several, of few channels:      one block does all of them, with a barrier between waves
+    several, of many channels:     a stage for each wave
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.runtime.kernels.cpu.coefficients import LOOPS, Loop, Member, param_name
+from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+
+CHANNELS = 128  # of a block that has one operator
+ONE_BLOCK = 1024  # threads of the block that has a whole group
+ROUNDS = 4  # of channels that it may take in a wave
+
+# results, and the operands that may be the same buffers
+READERS: dict[str, tuple[str, ...]] = {
+    "beta_term": ("beta_term", "beta_acc"),
+    "gamma_term": ("gamma_term", "gamma_acc"),
+    "new_running_mean": ("running_mean",),
+    "new_running_variance": ("running_variance",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CoefficientsProblem:
+    """The operators of a launch and their arguments: unlike a CPU's, a GPU's launch has its channel counts built in."""
+
+    op: str
+    members: tuple[Member, ...]
+
+
+def coefficients(members: tuple[Member, ...], target: Target) -> Kernel:
+    """The kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
+    loops = [LOOPS[name](*arguments) for name, arguments in members]
+    params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]
+    problem = CoefficientsProblem("_".join(loop.problem.op for loop in loops), members)
+    name = unique_name(problem.op, problem, target)
+    return Kernel(name, problem, target, tuple(params), lambda: _stages(name, params, loops))
+
+
+def waves_of(loops: Sequence[Loop]) -> list[list[int]]:
+    """Indices of operators, wave by wave."""
+    level: list[int] = []
+    for i, loop in enumerate(loops):
+        level.append(max((level[j] + 1 for j in range(i) if _may_read(loop, loops[j])), default=0))
+    return [[i for i, at in enumerate(level) if at == wave] for wave in range(max(level) + 1)]
+
+
+def _may_read(later: Loop, earlier: Loop) -> bool:
+    results = PLAIN_OPS[earlier.problem.op].results
+    readers = {reader for result in results for reader in READERS.get(result, (result,))}
+    return bool(readers & set(PLAIN_OPS[later.problem.op].operands))
+
+
+def _stages(name: str, params: Sequence[Param], loops: Sequence[Loop]) -> tuple[Stage, ...]:
+    waves = waves_of(loops)
+    most = max(sum(loops[i].channels for i in wave) for wave in waves)
+    if len(waves) > 1 and most <= ROUNDS * ONE_BLOCK:
+        return (_one_block(name, params, loops, waves, most),)
+    return tuple(_spread(f"{name}_{w}" if w else name, params, loops, wave) for w, wave in enumerate(waves))
+
+
+def _one_block(name: str, params: Sequence[Param], loops: Sequence[Loop], waves: list[list[int]], most: int) -> Stage:
+    threads = min(ONE_BLOCK, -(-most // 32) * 32)
+    with stage(name, params, grid=(1, 1, 1), threads=threads, may_alias=True) as block:
+        for w, wave in enumerate(waves):
+            if w:
+                sync()
+            first = 0
+            for i in wave:
+                for channel, known in _rounds(loops[i].channels, threads, first, block.tid):
+                    _channel(block, loops, i, channel, known)
+                first += loops[i].channels
+    return block.stage
+
+
+def _rounds(channels: int, threads: int, first: int, tid: Expr) -> list[tuple[Expr, bool]]:
+    """The channels of a thread, and whether it is known that they exist.
+
+    The operators of a wave lie behind one another, so the second one starts with threads that the first left idle.
+    """
+    start = first % threads
+    found = []
+    for base in range(-start, channels, threads):
+        found.append((tid + base, base >= 0 and base + threads <= channels))
+    return found
+
+
+def _spread(name: str, params: Sequence[Param], loops: Sequence[Loop], wave: list[int]) -> Stage:
+    blocks = -(-max(loops[i].channels for i in wave) // CHANNELS)
+    with stage(name, params, grid=(blocks, len(wave), 1), threads=CHANNELS, may_alias=True) as block:
+        channel = T.bind(block.x * CHANNELS + block.tid)
+        for y, i in enumerate(wave):
+            known = len(wave) == 1 and loops[i].channels == blocks * CHANNELS
+            own = True if len(wave) == 1 else block.y == y
+            when(own, lambda i=i, known=known: _channel(block, loops, i, channel, known))
+    return block.stage
+
+
+def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, known: bool) -> None:
+    """One channel of a member, if it has it. `known`: it does."""
+    loop = loops[member]
+    names: Mapping[str, str] = {p.name: param_name(p.name, member, loops) for p in loop.params}
+
+    def get(param: str) -> Any:
+        name = names[param]
+        return block[name][block.offsets[name] + channel if name in block.offsets else channel]
+
+    def emit() -> None:
+        loop.emit(get, lambda param, value: put(block[names[param]], channel, value))
+
+    when(True if known else all_of(channel >= 0, below(channel, loop.channels, False)), emit)
