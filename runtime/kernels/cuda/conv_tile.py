@@ -6,17 +6,17 @@
         shared -> tensor cores, accumulators in registers
     accumulators -> shared -> outlet: a vector of channels of a pixel at a time
 
-Two ways to read the source. A *gathering* tile takes one tap at a time: any stride, size and padding. A *halo* tile
+Three ways to read the source. A *gathering* tile takes one tap at a time: any stride, size and padding. A *halo* tile
 holds a run of pixels of the flattened map and those around it that taps reach, so that the prologue is applied once and
 all taps read from shared memory; it needs source and destination of the same size. A tap outside of the image reads a
-row of zeros.
+row of zeros. A *flat* tile, for maps of a few channels such as images, takes taps and channels as one axis.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -55,8 +55,12 @@ class TilePlan:
     outputs: int
     row_bytes: int
     warps: tuple[int, int]
-    halo: bool
+    read: Literal["gather", "halo", "flat"]
     min_blocks: int = 1
+
+    @property
+    def halo(self) -> bool:
+        return self.read == "halo"
 
     @property
     def threads(self) -> int:
@@ -77,8 +81,13 @@ class Tile:
         return self.plan.row_bytes // element_size(self.precision)
 
     @property
+    def depth(self) -> int:
+        """Channels of a group, or taps and channels where they are one axis."""
+        return self.correlation.inputs * (self.correlation.taps if self.plan.read == "flat" else 1)
+
+    @property
     def chunks(self) -> int:
-        return -(-self.correlation.inputs // self.channels)
+        return -(-self.depth // self.channels)
 
     @property
     def taps(self) -> int:
@@ -131,8 +140,8 @@ class Tile:
 
     @property
     def packed_row(self) -> int:
-        """Elements of one tap of a packed weight's row."""
-        return -(-self.correlation.inputs // 8) * 8
+        """Elements of one tap of a packed weight's row (or of all taps where they are one axis)."""
+        return -(-self.depth // 8) * 8
 
 
 def emit(block: Block, tile: Tile, operand: Operand, make_outlet: Callable[[d.Shared], Outlet]) -> None:
@@ -169,15 +178,15 @@ class Emitter:
     def run(self, make_outlet: Callable[[d.Shared], Outlet]) -> None:
         with T.serial(0, self.fragments[0] * self.fragments[1] * 4, unroll=True) as i:
             d.put(self.acc, i, T.float32(0))
+        steps: Expr = self.tile.chunks
         if self.plan.halo:
             self.prepare_halo()
-            steps: Expr = self.tile.chunks
-            taps = None
         else:
             self.prepare_gather()
+        if self.plan.read == "gather":
             taps = self.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
             steps = taps * self.tile.chunks
-        if self.plan.halo or self.every_phase_has_taps:
+        if self.plan.read != "gather" or self.every_phase_has_taps:
             self.fill(0)
         else:
             d.when(steps > 0, lambda: self.fill(0))
@@ -296,6 +305,10 @@ class Emitter:
             self.fill_weights(step, 0, self.weight_at(side))
             self.fetch(step, lambda i: self.halo_pixel(i))
             return
+        if self.plan.read == "flat":
+            self.fill_weights(step, 0, self.weight_at(side))
+            d.unrolled(self.passes, lambda i: self.loader.fetch_flat(i, lambda j: self.flat_element(step, i, j)))
+            return
         tap, chunk = step // self.tile.chunks, step % self.tile.chunks
         v, h = self.c.vertical, self.c.horizontal
         across = self.phase_value(v, h, lambda _, p: max(p.count, 1))
@@ -320,6 +333,17 @@ class Emitter:
             return pixel, d.all_of(own, d.below(pixel, self.c.rows, self.c.rows % self.plan.pixels == 0))
         y, x = T.bind(self.ys[i] + down), T.bind(self.xs[i] + right)
         return self.images[i] + y * h.source + x, d.all_of(own, d.within(y, v.source), d.within(x, h.source))
+
+    def flat_element(self, chunk: Expr, i: Expr, j: int) -> tuple[Expr, Expr, Expr]:
+        """Pixel and channel of an element of a flat row, and whether it lies in the image."""
+        v, h, c = self.c.vertical, self.c.horizontal, self.c.inputs
+        k = T.bind(chunk * self.tile.channels + self.source_lane * self.loader.width + j)
+        tap = T.bind(k // c)
+        y, x = T.bind(self.ys[i] + tap // h.window * v.step), T.bind(self.xs[i] + tap % h.window * h.step)
+        row = self.source_row + i * self.stride
+        own = d.below(row, self.plan.pixels, self.plan.pixels % self.stride == 0)
+        valid = d.all_of(own, k < self.tile.depth, d.within(y, v.source), d.within(x, h.source))
+        return self.images[i] + y * h.source + x, self.group * c + k % c, valid
 
     def channel_of(self, chunk: Expr) -> tuple[Expr, Expr | None]:
         """First channel (of the whole map) that this thread brings of a chunk, and how many of its group are left."""
@@ -354,7 +378,8 @@ class Emitter:
                 d.below(self.first_output + output, c.outputs, c.outputs % self.plan.outputs == 0),
                 d.below(channel, tile.packed_row, tile.packed_row % tile.channels == 0),
             )
-            index = ((first + output) * c.taps + own_tap) * tile.packed_row + channel
+            taps = 1 if self.plan.read == "flat" else c.taps
+            index = ((first + output) * taps + own_tap) * tile.packed_row + channel
             place = self.shared.address + tirx.Cast("uint32", at + self.chunk_at(row, lane))
             if valid is not True:
                 index = tirx.Select(valid, index, 0)
@@ -366,6 +391,9 @@ class Emitter:
 
     def finish(self, step: Expr, side: Expr) -> None:
         """The prologue of what has been fetched, into shared memory."""
+        if self.plan.read == "flat":
+            self.finish_flat(step, side)
+            return
         chunk = step if self.plan.halo else step % self.tile.chunks
         channel, left = self.channel_of(chunk)
         aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
@@ -387,13 +415,28 @@ class Emitter:
                 for word in range(4):
                     d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
 
-            def write() -> None:
-                place = base + self.chunk_at(row, self.source_lane) // 4
-                T.buffer_store(self.store, made[T.ramp(0, 1, 4)], [T.ramp(place, 1, 4)])
-
-            d.when(d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0), write)
+            self.put_row(made, row, base)
 
         d.unrolled(self.passes, one)
+
+    def finish_flat(self, step: Expr, side: Expr) -> None:
+        first = T.bind(step * self.tile.channels + self.source_lane * self.loader.width)
+        self.loader.load_flat_coefficients(lambda j: self.group * self.c.inputs + (first + j) % self.c.inputs)
+        base = T.bind(self.source_at(side) // 4)
+
+        def one(i: Expr) -> None:
+            self.put_row(self.loader.finish(i, flat=True), T.bind(self.source_row + i * self.stride), base)
+
+        d.unrolled(self.passes, one)
+
+    def put_row(self, made: Buffer, row: Expr, base: Expr) -> None:
+        """Store this thread's chunk of a row of the source."""
+
+        def write() -> None:
+            place = base + self.chunk_at(row, self.source_lane) // 4
+            T.buffer_store(self.store, made[T.ramp(0, 1, 4)], [T.ramp(place, 1, 4)])
+
+        d.when(d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0), write)
 
     # -- multiplying -----------------------------------------------------------------------------------------------
 

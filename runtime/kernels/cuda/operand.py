@@ -10,8 +10,7 @@ is applied once to each element of a tile, however many taps read it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -77,6 +76,7 @@ class Loader:
     coefficients: dict[str, Buffer]
     result: Buffer  # float32
     packed: Buffer  # words
+    masks: Buffer  # of a flat source: which elements of each pass lie in the image
     lanes: Lanes
 
     @staticmethod
@@ -93,6 +93,7 @@ class Loader:
             {name: d.registers(width) for name in operand.vectors},
             d.registers(width),
             d.registers(4, "uint32"),
+            d.registers(passes, "uint32"),
             lanes,
         )
 
@@ -116,12 +117,36 @@ class Loader:
 
         d.when(valid, load, clear)
 
+    def fetch_flat(self, index: Expr, element_of: Callable[[int], tuple[Expr, Expr, Expr]]) -> None:
+        """The same where the elements of a vector are not neighbours: each has its own pixel, channel and validity."""
+        places = [element_of(j) for j in range(self.width)]
+        mask: Expr = T.uint32(0)
+        for j, (_, _, valid) in enumerate(places):
+            mask = tirx.bitwise_or(mask, tirx.Select(valid, T.uint32(1 << j), T.uint32(0)))
+        d.put(self.masks, index, mask)
+        for name, kind in self.operand.maps.items():
+            source, per_word = self.block.map(name, kind), 4 // d.size_of(kind.dtype)
+            for word in range(words_of(kind, self.width)):
+                found: Expr = T.uint32(0)
+                for half in range(per_word):
+                    pixel, channel, valid = places[word * per_word + half]
+                    raw = source.buffer[source.at(pixel, channel)]
+                    raw = d.bits(raw) if per_word == 1 else tirx.Cast("uint32", raw)
+                    raw = tirx.if_then_else(valid, raw, T.uint32(0))
+                    found = raw if per_word == 1 else tirx.bitwise_or(found, raw << T.uint32(16 * half))
+                d.put(self.raw[name], index * words_of(kind, self.width) + word, found)
+
+    def load_flat_coefficients(self, channel_of: Callable[[int], Expr]) -> None:
+        for name, held in self.coefficients.items():
+            for j in range(self.width):
+                d.put(held, j, self.block[name][channel_of(j)])
+
     def load_coefficients(self, channel: Expr, aligned: bool, left: Expr | None) -> None:
         """The per-channel vectors of the channels from `channel` on, for the passes that follow."""
         for name, held in self.coefficients.items():
             load_vector(self.block[name], channel, self.width, held, aligned, left)
 
-    def finish(self, index: Expr) -> Buffer:
+    def finish(self, index: Expr, *, flat: bool = False) -> Buffer:
         """Four words: what the tensor cores read of pass `index`."""
         for name, kind in self.operand.maps.items():
             count = words_of(kind, self.width)
@@ -132,7 +157,11 @@ class Loader:
             def load(name: str, is_vector: bool, j: int = j) -> Expr:
                 return (self.coefficients if is_vector else self.unpacked)[name][j]
 
-            d.put(self.result, j, self.operand.value(load))
+            value = self.operand.value(load)
+            if flat:  # padding is zero behind the prologue
+                inside = tirx.bitwise_and(self.masks[index], T.uint32(1 << j)) != T.uint32(0)
+                value = tirx.Select(inside, value, T.float32(0))
+            d.put(self.result, j, value)
         round_words(self.precision, self.result, self.packed)
         return self.packed
 
@@ -162,7 +191,7 @@ def round_words(precision: str, values: Buffer, into: Buffer) -> None:
             d.put(into, i, d.bits(values[i]))
 
 
-def load_vector(source: Any, channel: Expr, width: int, into: Buffer, aligned: bool, left: Expr | None) -> None:
+def load_vector(source: Buffer, channel: Expr, width: int, into: Buffer, aligned: bool, left: Expr | None) -> None:
     """`width` elements of a per-channel vector; zeros from `left` on. `aligned`: channel is a multiple of 4."""
     step = 4 if aligned else 1
     for first in range(0, width, step):
@@ -199,6 +228,3 @@ def swizzled(row: Expr, chunk: Expr, chunks: int) -> Expr:
     if chunks == 4:
         return tirx.bitwise_xor(chunk, row // 2 % 4)
     return tirx.bitwise_xor(chunk, row // 4 % 2)
-
-
-Attributes = Mapping[str, Any]

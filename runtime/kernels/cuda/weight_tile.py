@@ -1,0 +1,481 @@
+"""The matrix product inside a convolution's weight gradient: pixels are what is summed over.
+
+    dweight[o, tap, c] = sum over pixels of  dy[pixel, o] * x[pixel(tap), c]
+
+A block has a tile of output by input channels (of all taps, or of one) and a share of the pixels:
+
+    for each chunk of its pixels:
+        dy, x:  global -> registers -> prologues -> shared, pixel by pixel     (the next chunk is on its way meanwhile)
+        shared -> tensor cores, read across: fragments are transposed on the way
+    accumulators -> a row of `partials` of its share
+
+How x is read (gathering, with a halo, flat) is as in conv_tile.py. A second stage adds the shares in a fixed order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.conv_tile import BUFFERS, split_in_place
+from bnfuse.runtime.kernels.cuda.correlation import Correlation
+from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
+from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, chunks_of, element_size, swizzled
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPlan:
+    """`outputs` by `inputs` channels, `pixels` a chunk, warps along both channels; `splits` shares of the pixels."""
+
+    outputs: int
+    inputs: int
+    pixels: int
+    warps: tuple[int, int]
+    read: Literal["gather", "halo", "flat"]
+    splits: int
+    min_blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return self.warps[0] * self.warps[1] * d.WARP
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTile:
+    """Sizes that follow from the (forward) correlation, the plan and the precision."""
+
+    correlation: Correlation
+    plan: WeightPlan
+    precision: str
+
+    @property
+    def taps(self) -> int:
+        """Taps that a block serves."""
+        return self.correlation.taps if self.plan.read == "halo" else 1
+
+    @property
+    def tap_blocks(self) -> int:
+        return self.correlation.taps if self.plan.read == "gather" else 1
+
+    @property
+    def depth(self) -> int:
+        """Columns of the weight gradient that tiles of `inputs` cut up."""
+        return self.correlation.inputs * (self.correlation.taps if self.plan.read == "flat" else 1)
+
+    @property
+    def halo(self) -> int:
+        return self.correlation.halo if self.plan.read == "halo" else 0
+
+    @property
+    def source_rows(self) -> int:
+        return self.plan.pixels + 2 * self.halo
+
+    @property
+    def gradient_row(self) -> int:
+        """Bytes of a row of dy in shared memory."""
+        return self.plan.outputs * element_size(self.precision)
+
+    @property
+    def source_row(self) -> int:
+        return self.plan.inputs * element_size(self.precision)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.plan.pixels * self.gradient_row
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source_rows * self.source_row
+
+    @property
+    def zeros_at(self) -> int:
+        return BUFFERS * (self.gradient_bytes + self.source_bytes)
+
+    @property
+    def shared(self) -> int:
+        return self.zeros_at + (self.source_row if self.plan.read == "halo" else 0)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Along outputs and inputs of a group."""
+        return -(-self.correlation.outputs // self.plan.outputs), -(-self.depth // self.plan.inputs)
+
+    @property
+    def steps(self) -> int:
+        """Chunks of pixels, all of them."""
+        return -(-self.correlation.rows // self.plan.pixels)
+
+    @property
+    def share(self) -> int:
+        """Chunks of a block; the last share may have fewer."""
+        return -(-self.steps // self.plan.splits)
+
+    @property
+    def shares(self) -> int:
+        return -(-self.steps // self.share)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        outputs, inputs = self.tiles
+        return outputs * inputs * self.tap_blocks * self.correlation.groups * self.shares, 1, 1
+
+    @property
+    def elements(self) -> int:
+        """Of the weight."""
+        c = self.correlation
+        return c.groups * c.outputs * c.taps * c.inputs
+
+
+class WeightEmitter:
+    """The stage under construction."""
+
+    def __init__(self, block: Block, tile: WeightTile, gradient: Operand, source: Operand) -> None:
+        self.block, self.tile, self.plan, self.c = block, tile, tile.plan, tile.correlation
+        plan, c = self.plan, self.c
+        outputs, inputs = tile.tiles
+        self.narrow = element_size(tile.precision) == 2  # two-byte elements: ldmatrix can transpose
+        self.fragments = plan.outputs // plan.warps[0] // 16, plan.inputs // plan.warps[1] // 8
+        self.shared = d.shared_memory(tile.shared)
+        self.store = self.shared.view("uint32")
+        rest: Expr = block.x
+        self.input_tile, rest = T.bind(rest % inputs), rest // inputs
+        self.tap, rest = (T.bind(rest % tile.tap_blocks), rest // tile.tap_blocks) if tile.tap_blocks > 1 else (0, rest)
+        self.output_tile, rest = T.bind(rest % outputs), rest // outputs
+        self.group, rest = (T.bind(rest % c.groups), rest // c.groups) if c.groups > 1 else (0, rest)
+        self.split = T.bind(rest)
+        self.first_output = T.bind(self.output_tile * plan.outputs)
+        self.first_input = T.bind(self.input_tile * plan.inputs)
+        self.gradient = Rows(block, gradient, tile.precision, plan.threads, tile.gradient_row, plan.pixels)
+        self.source = Rows(block, source, tile.precision, plan.threads, tile.source_row, tile.source_rows)
+        self.columns = self.fragments[1] * tile.taps
+        self.acc = d.registers(self.fragments[0] * self.columns * 4)
+        self.warp_output = T.bind(block.warp // plan.warps[1])
+        self.warp_input = T.bind(block.warp % plan.warps[1])
+
+    def run(self) -> None:
+        with T.serial(0, self.fragments[0] * self.columns * 4, unroll=True) as i:
+            d.put(self.acc, i, T.float32(0))
+        if self.plan.read == "halo":
+            zeros = self.tile.zeros_at // 4
+            self.block.each(self.tile.source_row // 4, lambda i: d.put(self.store, zeros + i, T.uint32(0)))
+        first = T.bind(self.split * self.tile.share)
+        steps: Expr = self.tile.share
+        if self.tile.steps % self.tile.share:
+            steps = T.bind(tirx.Min(T.int32(self.tile.share), self.tile.steps - first))
+        self.fill(first)
+        with T.serial(0, steps) as i:
+            step = T.bind(first + i)
+            side = T.bind(i % BUFFERS)
+            self.finish(step, side)
+            d.sync()
+            d.when(i + 1 < steps, lambda: self.fill(step + 1))
+            self.multiply(step, side)
+        self.leave()
+
+    # -- filling ---------------------------------------------------------------------------------------------------
+
+    def gradient_place(self) -> tuple[Expr, Expr | None]:
+        return place_of(self.first_output, self.gradient, self.group, self.c.outputs, self.plan.outputs)
+
+    def source_place(self) -> tuple[Expr, Expr | None]:
+        return place_of(self.first_input, self.source, self.group, self.c.inputs, self.plan.inputs)
+
+    def fill(self, step: Expr) -> None:
+        pixel = T.bind(step * self.plan.pixels)
+        exact = self.c.rows % self.plan.pixels == 0
+        self.gradient.fetch(lambda row: (pixel + row, d.below(pixel + row, self.c.rows, exact)), *self.gradient_place())
+        if self.plan.read == "flat":
+            self.source.fetch_flat(lambda row, j: self.flat_element(pixel, row, j))
+        elif self.plan.read == "halo":
+
+            def around(row: Expr) -> tuple[Expr, Expr]:
+                index = T.bind(pixel - self.tile.halo + row)
+                return index, d.within(index, self.c.rows)
+
+            self.source.fetch(around, *self.source_place())
+        else:
+            self.source.fetch(lambda row: self.gathered(pixel + row), *self.source_place())
+
+    def coordinates(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+        """First source pixel of the image, source row and column of the first tap, whether there is such a pixel."""
+        v, h = self.c.vertical, self.c.horizontal
+        image, rest = T.bind(row // (v.rows * h.rows)), T.bind(row % (v.rows * h.rows))
+        y, x = rest // h.rows * v.mult + v.phases[0].base, rest % h.rows * h.mult + h.phases[0].base
+        return image * (v.source * h.source), y, x, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
+
+    def gathered(self, row: Expr) -> tuple[Expr, Expr]:
+        if self.c.is_pointwise:
+            return row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
+        v, h = self.c.vertical, self.c.horizontal
+        image, y, x, valid = self.coordinates(row)
+        y = T.bind(y + self.tap // h.window * v.step)
+        x = T.bind(x + self.tap % h.window * h.step)
+        return image + y * h.source + x, d.all_of(valid, d.within(y, v.source), d.within(x, h.source))
+
+    def flat_element(self, pixel: Expr, row: Expr, j: int) -> tuple[Expr, Expr, Expr]:
+        v, h, c = self.c.vertical, self.c.horizontal, self.c.inputs
+        image, y, x, valid = self.coordinates(pixel + row)
+        k = T.bind(self.flat_index(j))
+        tap = T.bind(k // c)
+        y, x = T.bind(y + tap // h.window * v.step), T.bind(x + tap % h.window * h.step)
+        inside = d.all_of(valid, k < self.tile.depth, d.within(y, v.source), d.within(x, h.source))
+        return image + y * h.source + x, self.group * c + k % c, inside
+
+    def flat_index(self, j: int) -> Expr:
+        return self.first_input + self.source.lane * self.source.width + j
+
+    def finish(self, step: Expr, side: Expr) -> None:
+        """Both prologues, into shared memory."""
+        pixel = T.bind(step * self.plan.pixels)
+        exact = self.c.rows % self.plan.pixels == 0
+        needs = exact or not self.gradient.loader.operand.vectors  # zeros stay zeros where nothing is added
+        inside = None if needs else (lambda row: pixel + row < self.c.rows)
+        base = side * self.tile.gradient_bytes
+        self.gradient.finish(self.store, base, self.place, self.group, self.c.outputs, *self.gradient_place(), inside)
+        base = BUFFERS * self.tile.gradient_bytes + side * self.tile.source_bytes
+        if self.plan.read == "flat":
+            channel = self.group * self.c.inputs
+            self.source.finish_flat(self.store, base, self.place, lambda j: channel + self.flat_index(j) % self.c.inputs)
+            return
+        pads = self.plan.read == "gather" and not self.c.is_pointwise
+        inside = (lambda row: self.gathered(pixel + row)[1]) if pads else None
+        self.source.finish(self.store, base, self.place, self.group, self.c.inputs, *self.source_place(), inside)
+
+    def place(self, row: Expr, chunk: Expr, row_bytes: int) -> Expr:
+        """Byte offset of a chunk of a row: so that what a warp reads at once lies in different banks."""
+        chunks = chunks_of(row_bytes)
+        if self.narrow:
+            return row * row_bytes + swizzled(row, chunk, chunks) * d.VECTOR_BYTES
+        spread = max(min(chunks // 2, 4), 1)
+        return row * row_bytes + tirx.bitwise_xor(chunk, row % spread * 2) * d.VECTOR_BYTES
+
+    # -- multiplying -----------------------------------------------------------------------------------------------
+
+    def multiply(self, step: Expr, side: Expr) -> None:
+        gradient = T.bind(side * self.tile.gradient_bytes)
+        source = T.bind(BUFFERS * self.tile.gradient_bytes + side * self.tile.source_bytes)
+        deep = 16 if self.narrow else 8  # pixels of one product
+        a = d.registers(self.fragments[0] * 4, "uint32")
+        b = d.registers(4, "uint32")
+        low_a, low_b = d.registers(self.fragments[0] * 4, "uint32"), d.registers(4, "uint32")
+        exact = self.tile.precision == "fp32"
+        with T.serial(0, self.plan.pixels // deep) as k:
+            d.unrolled(self.fragments[0], lambda i: self.read_gradient(a, i, gradient, k * deep))
+            if exact:
+                d.unrolled(self.fragments[0] * 4, lambda i: split_in_place(a, low_a, i))
+            inside = self.masks(step, k * deep)
+            for tap in range(self.tile.taps):
+                distance = self.distance(tap)
+
+                def pair(j: Expr, tap: int = tap, distance: int = distance) -> None:
+                    self.read_source(b, j, source, k * deep, tap, distance, inside)
+                    if exact:
+                        for i in range(4):
+                            split_in_place(b, low_b, i)
+
+                    def fragment(i: Expr) -> None:
+                        for half in range(2):
+                            at = (i * self.columns + tap * self.fragments[1] + j * 2 + half) * 4
+                            if exact:
+                                d.mma("tf32", self.acc, at, low_a, i * 4, b, half * 2)
+                                d.mma("tf32", self.acc, at, a, i * 4, low_b, half * 2)
+                                d.mma("tf32", self.acc, at, a, i * 4, b, half * 2)
+                            else:
+                                d.mma(self.tile.precision, self.acc, at, a, i * 4, b, half * 2)
+
+                    d.unrolled(self.fragments[0], fragment)
+
+                d.unrolled(self.fragments[1] // 2, pair)
+
+    def distance(self, tap: int) -> int:
+        if self.plan.read != "halo":
+            return 0
+        down, right = self.tap_distance(tap)
+        return self.tile.halo + down * self.c.horizontal.source + right
+
+    def tap_distance(self, tap: int) -> tuple[int, int]:
+        v, h = self.c.vertical, self.c.horizontal
+        return v.phases[0].base + tap // h.window * v.step, h.phases[0].base + tap % h.window * h.step
+
+    def masks(self, step: Expr, first: Expr) -> list[Buffer]:
+        """Which taps of the pixels that this lane addresses lie in the image: bits, for each of its pixels."""
+        if self.plan.read != "halo":
+            return []
+        v, h = self.c.vertical, self.c.horizontal
+        rows = [self.narrow_row(first)] if self.narrow else [first + self.block.lane % 4 + 4 * i for i in range(2)]
+        found = []
+        for row in rows:
+            pixel = T.bind(step * self.plan.pixels + row)
+            y, x = T.bind(pixel // h.destination % v.destination), T.bind(pixel % h.destination)
+            mask: Expr = T.uint32(0)
+            for tap in range(self.tile.taps):
+                down, right = self.tap_distance(tap)
+                ok = tirx.And(d.within(y + down, v.source), d.within(x + right, h.source))
+                mask = tirx.bitwise_or(mask, tirx.Select(ok, T.uint32(1 << tap), T.uint32(0)))
+            held = d.registers(1, "uint32")
+            d.put(held, 0, mask)
+            found.append(held)
+        return found
+
+    def narrow_row(self, first: Expr) -> Expr:
+        """The pixel whose row this lane gives to ldmatrix for x."""
+        return first + self.block.lane // 8 % 2 * 8 + self.block.lane % 8
+
+    def read_gradient(self, a: Buffer, i: Expr, base: Expr, first: Expr) -> None:
+        """A fragment of dy, transposed: 16 output channels by the pixels of one product."""
+        lane, row_bytes = self.block.lane, self.tile.gradient_row
+        channel = self.warp_output * (self.plan.outputs // self.plan.warps[0]) + i * 16
+        if self.narrow:
+            row = first + lane // 16 * 8 + lane % 8
+            at = base + self.place(row, channel // 8 + lane // 8 % 2, row_bytes)
+            d.ldmatrix(a, i * 4, self.shared.address + tirx.Cast("uint32", at), transposed=True)
+            return
+        for word in range(4):
+            own, row = channel + lane // 4 + word % 2 * 8, first + lane % 4 + word // 2 * 4
+            d.put(a, i * 4 + word, self.store[(base + self.place(row, own // 4, row_bytes)) // 4 + own % 4])
+
+    def read_source(
+        self, b: Buffer, j: Expr, base: Expr, first: Expr, tap: int, distance: int, inside: list[Buffer]
+    ) -> None:
+        """Two fragments of x: the pixels of one product, seen through a tap, by 16 input channels."""
+        lane, row_bytes = self.block.lane, self.tile.source_row
+        channel = self.warp_input * (self.plan.inputs // self.plan.warps[1]) + j * 16
+        bit = T.uint32(1 << tap)
+        if self.narrow:
+            at = base + self.place(self.narrow_row(first) + distance, channel // 8 + lane // 16, row_bytes)
+            if inside:
+                at = tirx.Select(tirx.bitwise_and(inside[0][0], bit) != T.uint32(0), at, T.int32(self.tile.zeros_at))
+            d.ldmatrix(b, 0, self.shared.address + tirx.Cast("uint32", at), transposed=True)
+            return
+        for word in range(4):
+            own, row = channel + lane // 4 + word // 2 * 8, first + lane % 4 + word % 2 * 4 + distance
+            at = (base + self.place(row, own // 4, row_bytes)) // 4 + own % 4
+            if inside:
+                known = tirx.bitwise_and(inside[word % 2][0], bit) != T.uint32(0)
+                at = tirx.Select(known, at, T.int32(self.tile.zeros_at // 4))
+            d.put(b, word, self.store[at])
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Accumulators to partials [share][output][tap][input]."""
+        c, plan, lane = self.c, self.plan, self.block.lane
+        partials = self.block["partials"]
+        taps, depth = (1, self.tile.depth) if plan.read == "flat" else (c.taps, c.inputs)
+
+        def fragment(i: Expr) -> None:
+            for half in range(2):
+                output = self.warp_output * (plan.outputs // plan.warps[0]) + i * 16 + half * 8 + lane // 4
+                output = T.bind(self.first_output + output)
+
+                def rows(output: Expr = output, half: int = half) -> None:
+                    row = T.bind((self.split * c.groups + self.group) * c.outputs + output)
+
+                    def column(j: Expr, tap: int) -> None:
+                        inner = self.first_input + self.warp_input * (plan.inputs // plan.warps[1]) + j * 8
+                        inner = T.bind(inner + lane % 4 * 2)
+                        own = self.tap if plan.read == "gather" else tap
+                        at = (i * self.columns + tap * self.fragments[1] + j) * 4 + half * 2
+                        for k in range(2):
+                            index = (row * taps + own) * depth + inner + k
+                            value = self.acc[at + k]
+                            inside = d.below(inner + k, depth, depth % plan.inputs == 0)
+                            d.when(inside, lambda index=index, value=value: d.put(partials, index, value))
+
+                    for tap in range(self.tile.taps):
+                        d.unrolled(self.fragments[1], lambda j, tap=tap: column(j, tap))
+
+                d.when(d.below(output, c.outputs, c.outputs % plan.outputs == 0), rows)
+
+        d.unrolled(self.fragments[0], fragment)
+
+
+def place_of(first: Expr, rows: Rows, group: Expr, total: int, tile: int) -> tuple[Expr, Expr | None]:
+    """The first channel (of the whole map) that this thread brings, and how many of its group are left."""
+    inner = T.bind(first + rows.lane * rows.width)
+    return T.bind(group * total + inner), None if total % tile == 0 else T.bind(total - inner)
+
+
+Inside = Callable[[Expr], Expr]
+Place = Callable[[Expr, Expr, int], Expr]
+
+
+class Rows:
+    """Rows of one operand on their way into shared memory: passes of all threads, a 16-byte chunk each."""
+
+    def __init__(
+        self, block: Block, operand: Operand, precision: str, threads: int, row_bytes: int, rows: int
+    ) -> None:
+        self.row_bytes, self.rows = row_bytes, rows
+        lanes = chunks_of(row_bytes)
+        self.lane, self.first, self.stride = block.tid % lanes, block.tid // lanes, threads // lanes
+        self.passes = -(-rows // self.stride)
+        self.loader = Loader.make(operand, block, precision, self.passes)
+
+    @property
+    def width(self) -> int:
+        return self.loader.width
+
+    def row(self, i: Expr) -> Expr:
+        return self.first + i * self.stride
+
+    def own(self, i: Expr) -> Expr:
+        """Whether the pass has a row for this thread."""
+        return d.below(self.row(i), self.rows, self.rows % self.stride == 0)
+
+    def fetch(self, pixel_of: Callable[[Expr], tuple[Expr, Expr]], channel: Expr, left: Expr | None) -> None:
+        def one(i: Expr) -> None:
+            pixel, valid = pixel_of(self.row(i))
+            self.loader.fetch(i, pixel, channel, d.all_of(self.own(i), valid), left)
+
+        d.unrolled(self.passes, one)
+
+    def fetch_flat(self, element_of: Callable[[Expr, int], tuple[Expr, Expr, Expr]]) -> None:
+        def one(i: Expr) -> None:
+            def element(j: int) -> tuple[Expr, Expr, Expr]:
+                pixel, channel, valid = element_of(self.row(i), j)
+                return pixel, channel, d.all_of(self.own(i), valid)
+
+            self.loader.fetch_flat(i, element)
+
+        d.unrolled(self.passes, one)
+
+    def finish(
+        self,
+        store: Buffer,
+        base: Expr,
+        place: Place,
+        group: Expr,
+        total: int,
+        channel: Expr,
+        left: Expr | None,
+        inside: Inside | None,
+    ) -> None:
+        aligned = total % 4 == 0
+        self.loader.load_coefficients(channel, aligned, left)
+
+        def one(i: Expr) -> None:
+            made = self.loader.finish(i)
+            if inside is not None:
+                valid = inside(self.row(i))
+                for word in range(4):
+                    d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
+            self._put(made, store, base, place, i)
+
+        d.unrolled(self.passes, one)
+
+    def finish_flat(self, store: Buffer, base: Expr, place: Place, channel_of: Callable[[int], Expr]) -> None:
+        self.loader.load_flat_coefficients(channel_of)
+        d.unrolled(self.passes, lambda i: self._put(self.loader.finish(i, flat=True), store, base, place, i))
+
+    def _put(self, made: Buffer, store: Buffer, base: Expr, place: Place, i: Expr) -> None:
+        def write() -> None:
+            at = (base + place(self.row(i), self.lane, self.row_bytes)) // 4
+            T.buffer_store(store, made[T.ramp(0, 1, 4)], [T.ramp(at, 1, 4)])
+
+        d.when(self.own(i), write)
