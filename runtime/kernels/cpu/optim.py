@@ -8,7 +8,7 @@ Scalar arguments follow the buffers: the learning rate, and for AdamW the number
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvm import tirx
@@ -22,6 +22,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
 BLOCK = 16  # elements that share one weight decay
 
 Update = Callable[[Expr, Expr], None]  # (element, its weight decay)
+Buffers = Mapping[str, Any]  # by parameter name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,31 +36,38 @@ class UpdateProblem:
         return -(-self.elements // BLOCK)
 
 
+def sgd_problem(elements: int, momentum: float, nesterov: bool) -> UpdateProblem:
+    return UpdateProblem("SGD", elements, (("momentum", momentum), ("nesterov", float(nesterov))))
+
+
 def sgd(elements: int, momentum: float, nesterov: bool, target: Target) -> Kernel:
     """parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32.
 
     g <- g + decay*w;  v <- momentum*v + g;  w <- w - lr*v, or with Nesterov  w - lr*(g + momentum*v).
     """
-    constants = (("momentum", momentum), ("nesterov", float(nesterov)))
-    problem = UpdateProblem("SGD", elements, constants)
-    moments = ("momentum",) if momentum else ()
+    return _kernel(sgd_problem(elements, momentum, nesterov), target)
 
-    def build(args: tir.Arguments, lr: Expr) -> Update:
-        def update(i: Expr, decay: Expr) -> None:
-            g = fma(decay, args["parameters"][i], args["gradients"][i])
-            if momentum:
-                g = _momentum(args["momentum"], i, g, momentum, nesterov)
-            T.buffer_store(args["parameters"], fma(f32(0.0) - lr, g, args["parameters"][i]), [i])
 
-        return update
+def sgd_update(problem: UpdateProblem, buffers: Buffers, scalars: Sequence[Expr]) -> Update:
+    constants, (lr,) = dict(problem.constants), scalars
 
-    return _kernel(problem, target, moments, lambda args, scalars: build(args, scalars[0]), ("float32",))
+    def update(i: Expr, decay: Expr) -> None:
+        g = fma(decay, buffers["parameters"][i], buffers["gradients"][i])
+        if constants["momentum"]:
+            g = _momentum(buffers["momentum"], i, g, constants["momentum"], bool(constants["nesterov"]))
+        T.buffer_store(buffers["parameters"], fma(f32(0.0) - lr, g, buffers["parameters"][i]), [i])
+
+    return update
 
 
 def _momentum(buffer: Any, i: Expr, g: Expr, momentum: float, nesterov: bool) -> Expr:
     """Update v and return the direction of the step. `g` is read from memory that the store of v leaves alone."""
     T.buffer_store(buffer, fma(f32(momentum), buffer[i], g), [i])
     return fma(f32(momentum), buffer[i], g) if nesterov else buffer[i]
+
+
+def adamw_problem(elements: int, betas: tuple[float, float], epsilon: float) -> UpdateProblem:
+    return UpdateProblem("AdamW", elements, (("beta1", betas[0]), ("beta2", betas[1]), ("epsilon", epsilon)))
 
 
 def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Target) -> Kernel:
@@ -69,47 +77,65 @@ def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Tar
     w <- w*(1 - lr*decay);  m <- m + (1 - beta1)*(g - m);  v <- beta2*v + (1 - beta2)*g*g;
     w <- w - lr/(1 - beta1^step) * m/(sqrt(v)/sqrt(1 - beta2^step) + epsilon).
     """
-    constants = (("beta1", betas[0]), ("beta2", betas[1]), ("epsilon", epsilon))
-    problem = UpdateProblem("AdamW", elements, constants)
-
-    def build(args: tir.Arguments, lr: Expr, step: Expr) -> Update:
-        w, g, m, v = (args[name] for name in ("parameters", "gradients", "first_moment", "second_moment"))
-        rate = T.bind(to_f32(f64(lr) / (f64(1.0) - tirx.pow(f64(betas[0]), f64(step)))))
-        root = T.bind(to_f32(f64(1.0) / tirx.sqrt(f64(1.0) - tirx.pow(f64(betas[1]), f64(step)))))
-
-        def update(i: Expr, decay: Expr) -> None:
-            T.buffer_store(m, fma(f32(1.0 - betas[0]), g[i] - m[i], m[i]), [i])
-            T.buffer_store(v, fma(f32(1.0 - betas[1]) * g[i], g[i], f32(betas[1]) * v[i]), [i])
-            shrunk = w[i] * (f32(1.0) - lr * decay)
-            divisor = fma(tirx.sqrt(v[i]), root, f32(epsilon))
-            T.buffer_store(w, shrunk - rate * m[i] / divisor, [i])
-
-        return update
-
-    moments = ("first_moment", "second_moment")
-    return _kernel(problem, target, moments, lambda args, scalars: build(args, *scalars), ("float32", "int64"))
+    return _kernel(adamw_problem(elements, betas, epsilon), target)
 
 
-Build = Callable[[tir.Arguments, list[Expr]], Update]
+def adamw_factors(problem: UpdateProblem, lr: Expr, step: Expr) -> tuple[Expr, Expr]:
+    """lr/(1 - beta1^step) and 1/sqrt(1 - beta2^step)."""
+    constants = dict(problem.constants)
+    rate = to_f32(f64(lr) / (f64(1.0) - tirx.pow(f64(constants["beta1"]), f64(step))))
+    return rate, to_f32(f64(1.0) / tirx.sqrt(f64(1.0) - tirx.pow(f64(constants["beta2"]), f64(step))))
 
 
-def _kernel(
-    problem: UpdateProblem, target: Target, moments: tuple[str, ...], build: Build, scalar_types: tuple[str, ...]
-) -> Kernel:
-    params = (
+def adamw_update(problem: UpdateProblem, buffers: Buffers, scalars: Sequence[Expr]) -> Update:
+    """`scalars`: lr and the two of `adamw_factors`."""
+    constants, (lr, rate, root) = dict(problem.constants), scalars
+    w, g, m, v = (buffers[name] for name in ("parameters", "gradients", "first_moment", "second_moment"))
+    beta1, beta2, epsilon = (constants[name] for name in ("beta1", "beta2", "epsilon"))
+
+    def update(i: Expr, decay: Expr) -> None:
+        T.buffer_store(m, fma(f32(1.0 - beta1), g[i] - m[i], m[i]), [i])
+        T.buffer_store(v, fma(f32(1.0 - beta2) * g[i], g[i], f32(beta2) * v[i]), [i])
+        shrunk = w[i] * (f32(1.0) - lr * decay)
+        divisor = fma(tirx.sqrt(v[i]), root, f32(epsilon))
+        T.buffer_store(w, shrunk - rate * m[i] / divisor, [i])
+
+    return update
+
+
+def moments_of(problem: UpdateProblem) -> tuple[str, ...]:
+    """The optimiser's state."""
+    if problem.op == "AdamW":
+        return ("first_moment", "second_moment")
+    return ("momentum",) if dict(problem.constants)["momentum"] else ()
+
+
+def scalars_of(problem: UpdateProblem) -> tuple[tuple[str, str], ...]:
+    return (("lr", "float32"), ("step", "int64"))[: 2 if problem.op == "AdamW" else 1]
+
+
+def update_params(problem: UpdateProblem) -> tuple[Param, ...]:
+    return (
         Param("parameters", "inout", problem.elements),
         Param("gradients", "in", problem.elements),
         Param("decay", "in", problem.blocks),
-        *(Param(name, "inout", problem.elements) for name in moments),
+        *(Param(name, "inout", problem.elements) for name in moments_of(problem)),
     )
+
+
+def _kernel(problem: UpdateProblem, target: Target) -> Kernel:
+    params = update_params(problem)
     name = unique_name(problem.op, problem, target)
 
     def make() -> Any:
         with tir.function(name, params) as args:
-            scalars = [
-                T.arg(label, getattr(T, dtype)()) for label, dtype in zip(("lr", "step"), scalar_types, strict=False)
-            ]
-            _sweep(problem, target, args, build(args, scalars))
+            scalars = [T.arg(label, getattr(T, dtype)()) for label, dtype in scalars_of(problem)]
+            if problem.op == "AdamW":
+                factors = [T.bind(factor) for factor in adamw_factors(problem, *scalars)]
+                update = adamw_update(problem, args.buffers, [scalars[0], *factors])
+            else:
+                update = sgd_update(problem, args.buffers, scalars)
+            _sweep(problem, target, args, update)
         return args.result
 
     return Kernel(name, problem, target, params, make)
