@@ -24,7 +24,7 @@ class CpuRunner:
     def __init__(self, compiled: Compiled, target: Target, beside: CpuRunner | None = None) -> None:
         start_threads(target.threads)
         self.program = compiled.program
-        self.memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
+        self.memory: Memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
         self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))
         if not self.missing:
             self._tensors: dict[int, Any] = {}

@@ -121,7 +121,8 @@ class Step:
         self._check_labels(self._train.feed(self.inputs, inputs))
 
     def _run(self, phases: tuple[p.Phase, ...]) -> None:
-        self.times.update(self._train.run(phases, self._scalars(phases)))
+        for phase, seconds in self._train.run(phases, self._scalars(phases)).items():
+            self.times[phase] = seconds
 
     def _loss(self) -> Any:
         """A float; on the device an array of rank 0."""
@@ -136,7 +137,7 @@ class Step:
 
     def _scalars(self, phases: tuple[p.Phase, ...]) -> dict[p.Phase, Scalars]:
         """What launches of the phases take. The update that begins is counted."""
-        found = {}
+        found: dict[p.Phase, Scalars] = {}
         for phase in phases:
             self.steps += phase == "update"
             found[phase] = {"lr": self.lr, "step": self.steps, "seed": self.seed, "loss_scale": self.loss_scale}

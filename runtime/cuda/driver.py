@@ -24,7 +24,7 @@ FREE_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel has witho
 Handle = Any
 Stream = int  # the address of a CUstream; 0 is the legacy default stream
 
-CTYPES = {
+CTYPES: dict[str, Any] = {
     "buffer": ctypes.c_uint64,
     "int32": ctypes.c_int32,
     "uint32": ctypes.c_uint32,
@@ -41,6 +41,7 @@ class Arguments:
         self._values = [CTYPES[kind]() for kind in types]
         self._pointers = (ctypes.c_void_p * max(len(types), 1))(*(ctypes.addressof(v) for v in self._values))
         self.version = 0  # grows whenever a value changes
+        self.is_late = False  # whether values change after the first ones
 
     def set(self, index: int, value: float) -> None:
         """One value, converted to the parameter's type."""

@@ -1,0 +1,313 @@
+"""A stand-in for cuda.bindings.driver: device memory is memory of the host, device kernels are Python functions.
+
+What is enqueued runs at once; a graph runs its nodes in a random one of the orders that its edges allow: an edge
+that is missing shows. Kernels are looked up by their symbol: `fake.kernels[symbol] = FakeKernel(types, call)`, where
+`call(*values)` gets addresses for buffers. `fake.log` has the names of all calls, `fake.launched` the symbols that ran.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver as real
+
+from bnfuse.runtime.cuda import container
+from bnfuse.runtime.cuda import driver as own
+
+OK = real.CUresult.CUDA_SUCCESS
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeKernel:
+    types: tuple[str, ...]
+    call: Callable[..., None]
+
+
+@dataclasses.dataclass
+class Node:
+    after: list[int]
+    run: Callable[[], None]
+    symbol: str  # "copy" for a copy
+    values: tuple[Any, ...]
+
+
+class FakeCuda:
+    """The functions of the bindings that `Driver` calls. `fail[name]` is the error that a function answers with."""
+
+    CUDA_KERNEL_NODE_PARAMS = real.CUDA_KERNEL_NODE_PARAMS
+    CUDA_MEMCPY3D = real.CUDA_MEMCPY3D
+    CUdevice_attribute = real.CUdevice_attribute
+    CUevent_flags = real.CUevent_flags
+    CUfunction_attribute = real.CUfunction_attribute
+    CUmemorytype = real.CUmemorytype
+    CUstream_flags = real.CUstream_flags
+
+    def __init__(self, arch: str = "sm_90", memory: int = 1 << 30, seed: int = 0) -> None:
+        self.major, self.minor = int(arch[3:-1]), int(arch[-1])
+        self.memory, self.rng = memory, random.Random(seed)
+        self.kernels: dict[str, FakeKernel] = {}
+        self.fail: dict[str, Any] = {}
+        self.log: list[str] = []
+        self.launched: list[str] = []
+        self.updates: list[str] = []  # symbols of nodes that got new arguments
+        self.waits: list[tuple[int, int]] = []  # stream, and the stream that it waits for
+        self.blocks: dict[int, Any] = {}  # device memory by address
+        self.host_blocks: dict[int, Any] = {}
+        self.functions: dict[int, str] = {}
+        self.shared: dict[str, int] = {}
+        self.graphs: dict[int, list[Node]] = {}
+        self.executables: dict[int, list[Node]] = {}
+        self.events: dict[int, int] = {}
+        self.contexts: list[int] = []
+        self._handles = itertools.count(0x1000)
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith("cu"):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self.log.append(name)
+            return (self.fail[name],) if name in self.fail else found(*arguments)
+
+        return call
+
+    # -- for tests ---------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        return sum(ctypes.sizeof(block) for block in self.blocks.values())
+
+    def count(self, name: str) -> int:
+        return Counter(self.log)[name]
+
+    def serve(
+        self, names: Iterable[str], codes: Iterable[bytes], make: Callable[[str, int], Callable[..., None]]
+    ) -> None:
+        """The device kernels of compiled kernels. `make(kernel, stage)` gives the function of a stage."""
+        for name, code in zip(names, codes, strict=True):
+            found = container.unpack(code, name)
+            types = dict(found.parameters)
+            for index, stage in enumerate(found.stages):
+                kinds = tuple(types[argument] for argument in stage.arguments)
+                self.kernels[stage.symbol] = FakeKernel(kinds, make(name, index))
+
+    # -- the bindings ------------------------------------------------------------------------------------------
+
+    def cuInit(self, flags: int) -> Any:
+        return (OK,)
+
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        return OK, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> Any:
+        return OK, 7 + device
+
+    def cuDeviceGetName(self, size: int, device: int) -> Any:
+        return OK, b"Fake GPU\0\0"
+
+    def cuDeviceGetAttribute(self, attribute: Any, device: int) -> Any:
+        names = {"MAJOR": self.major, "MINOR": self.minor, "MULTIPROCESSOR_COUNT": 132, "OPTIN": 232448}
+        return OK, next(value for end, value in names.items() if attribute.name.endswith(end))
+
+    def cuCtxGetCurrent(self) -> Any:
+        return OK, self.contexts[-1] if self.contexts else 0
+
+    def cuCtxGetDevice(self) -> Any:
+        return OK, self.contexts[-1] - 7
+
+    def cuCtxPushCurrent(self, context: int) -> Any:
+        self.contexts.append(context)
+        return (OK,)
+
+    def cuCtxPopCurrent(self) -> Any:
+        return OK, self.contexts.pop()
+
+    def cuMemAlloc(self, size: int) -> Any:
+        if self.used + size > self.memory:
+            return (real.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        address = self._allocate(self.blocks, size)
+        ctypes.memset(address, 0xFF, size)  # NaNs: nothing may be read that was not written
+        return OK, address
+
+    def _allocate(self, blocks: dict[int, Any], size: int) -> int:
+        raw = (ctypes.c_uint8 * (size + 256))()
+        address = -(-ctypes.addressof(raw) // 256) * 256
+        block = (ctypes.c_uint8 * size).from_buffer(raw, address - ctypes.addressof(raw))
+        blocks[address] = block
+        return address
+
+    def cuMemGetInfo(self) -> Any:
+        return OK, self.memory - self.used, self.memory
+
+    def cuMemFree(self, address: int) -> Any:
+        del self.blocks[address]
+        return (OK,)
+
+    def cuMemAllocHost(self, size: int) -> Any:
+        return OK, self._allocate(self.host_blocks, size)
+
+    def cuMemFreeHost(self, address: int) -> Any:
+        del self.host_blocks[address]
+        return (OK,)
+
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> Any:
+        self._check_context()
+        ctypes.memset(address, value, size)
+        return (OK,)
+
+    def _copy(self, target: int, source: int, size: int, stream: int) -> Any:
+        self._check_context()
+        ctypes.memmove(target, source, size)
+        return (OK,)
+
+    cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = cuMemcpyDtoDAsync = _copy
+
+    def _check_context(self) -> None:
+        assert self.contexts, "no context is current"
+
+    def cuStreamCreate(self, flags: int) -> Any:
+        return OK, next(self._handles)
+
+    def cuStreamDestroy(self, stream: int) -> Any:
+        return (OK,)
+
+    def cuStreamSynchronize(self, stream: int) -> Any:
+        self._check_context()
+        return (OK,)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> Any:
+        self.waits.append((stream, self.events[event]))
+        return (OK,)
+
+    def cuEventCreate(self, flags: int) -> Any:
+        event = next(self._handles)
+        self.events[event] = -1
+        return OK, event
+
+    def cuEventDestroy(self, event: int) -> Any:
+        del self.events[event]
+        return (OK,)
+
+    def cuEventRecord(self, event: int, stream: int) -> Any:
+        self.events[event] = stream
+        return (OK,)
+
+    def cuEventSynchronize(self, event: int) -> Any:
+        assert event in self.events
+        return (OK,)
+
+    def cuEventQuery(self, event: int) -> Any:
+        return (OK,)
+
+    def cuEventElapsedTime(self, start: int, end: int) -> Any:
+        return OK, 0.5
+
+    def cuModuleLoadData(self, cubin: bytes) -> Any:
+        return OK, next(self._handles)
+
+    def cuModuleUnload(self, module: int) -> Any:
+        return (OK,)
+
+    def cuModuleGetFunction(self, module: int, symbol: bytes) -> Any:
+        if symbol.decode() not in self.kernels:
+            return (real.CUresult.CUDA_ERROR_NOT_FOUND,)
+        function = next(self._handles)
+        self.functions[function] = symbol.decode()
+        return OK, function
+
+    def cuFuncSetAttribute(self, function: int, attribute: Any, value: int) -> Any:
+        self.shared[self.functions[function]] = value
+        return (OK,)
+
+    def cuLaunchKernel(self, function: int, *rest: Any) -> Any:
+        parameters = rest[-2]
+        self._kernel(function, parameters, []).run()
+        return (OK,)
+
+    def _kernel(self, function: int, parameters: int, after: Sequence[int]) -> Node:
+        """A node with its arguments as they are now."""
+        self._check_context()
+        symbol = self.functions[function]
+        kernel = self.kernels[symbol]
+        pointers = (ctypes.c_void_p * max(len(kernel.types), 1)).from_address(parameters)
+        kinds = [own.CTYPES[kind] for kind in kernel.types]
+        values = tuple(kind.from_address(pointers[i]).value for i, kind in enumerate(kinds))
+
+        def run() -> None:
+            self.launched.append(symbol)
+            kernel.call(*values)
+
+        return Node(list(after), run, symbol, values)
+
+    def cuGraphCreate(self, flags: int) -> Any:
+        graph = next(self._handles)
+        self.graphs[graph] = []
+        return OK, graph
+
+    def cuGraphDestroy(self, graph: int) -> Any:
+        del self.graphs[graph]
+        return (OK,)
+
+    def cuGraphAddKernelNode(self, graph: int, after: list[int], count: int, node: Any) -> Any:
+        return OK, self._add(graph, self._kernel(int(node.func), node.kernelParams, after), count)
+
+    def cuGraphAddMemcpyNode(self, graph: int, after: list[int], count: int, node: Any, context: int) -> Any:
+        assert node.Height == node.Depth == 1
+        values = int(node.dstDevice), int(node.srcDevice), int(node.WidthInBytes)
+        return OK, self._add(graph, Node(list(after), lambda: self._copy(*values, 0) and None, "copy", values), count)
+
+    def _add(self, graph: int, node: Node, count: int) -> int:
+        assert len(set(node.after)) == len(node.after) == count
+        self.graphs[graph].append(node)
+        return len(self.graphs[graph]) - 1
+
+    def cuGraphInstantiate(self, graph: int, flags: int) -> Any:
+        executable = next(self._handles)
+        self.executables[executable] = list(self.graphs[graph])
+        return OK, executable
+
+    def cuGraphExecDestroy(self, executable: int) -> Any:
+        del self.executables[executable]
+        return (OK,)
+
+    def cuGraphExecKernelNodeSetParams(self, executable: int, node: int, params: Any) -> Any:
+        former = self.executables[executable][node]
+        self.executables[executable][node] = self._kernel(int(params.func), params.kernelParams, former.after)
+        self.updates.append(former.symbol)
+        return (OK,)
+
+    def cuGraphLaunch(self, executable: int, stream: int) -> Any:
+        """In a random order that the edges allow."""
+        self._check_context()
+        nodes = self.executables[executable]
+        waiting, done = set(range(len(nodes))), set[int]()
+        while waiting:
+            ready = [index for index in sorted(waiting) if done.issuperset(nodes[index].after)]
+            chosen = self.rng.choice(ready)
+            nodes[chosen].run()
+            waiting.remove(chosen)
+            done.add(chosen)
+        return (OK,)
+
+
+def floats(address: int, count: int, dtype: str = "float32") -> np.ndarray:
+    """Elements of device memory, as a view."""
+    raw: Any = (ctypes.c_uint8 * (count * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: Any) -> Any:
+    """Put a fake in the place of the bindings."""
+    monkeypatch.setattr(own, "bindings", lambda: fake)
+    own._driver.cache_clear()
+    monkeypatch.setattr(own, "_driver", own.functools.cache(own._driver.__wrapped__))
+    return fake
