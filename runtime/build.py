@@ -27,7 +27,6 @@ import tvm_ffi_orcjit
 from bnfuse.errors import BnfuseError
 from bnfuse.interpreter import import_root
 from bnfuse.runtime.cache import Cache, content_key
-from bnfuse.runtime.kernels.cpu.tir import compile_function
 from bnfuse.runtime.kernels.kernel import Kernel
 
 KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
@@ -70,12 +69,24 @@ def objects(
 
 
 def compile_kernel(kernel: Kernel) -> bytes:
-    """The object code of one kernel. Its symbol is the kernel's name."""
+    """The object code of one kernel. For a CPU its symbol is the kernel's name; kernels/cuda/compile.py has a GPU's."""
     try:
-        executable = compile_function(kernel.build(), kernel.target)
+        return _for_gpu(kernel) if kernel.target.kind == "cuda" else _for_cpu(kernel)
     except Exception as error:
         what = _first_line(error)
         raise BnfuseError(f"kernel {kernel.name} does not compile: {what} ({kernel.problem!r})") from error
+
+
+def _for_gpu(kernel: Kernel) -> bytes:
+    from bnfuse.runtime.kernels.cuda.compile import compile_kernel as compile_cubin
+
+    return compile_cubin(kernel)
+
+
+def _for_cpu(kernel: Kernel) -> bytes:
+    from bnfuse.runtime.kernels.cpu.tir import compile_function
+
+    executable = compile_function(kernel.build(), kernel.target)
     with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
         path = pathlib.Path(folder) / "kernel.o"
         executable.mod.write_to_file(str(path), "o")

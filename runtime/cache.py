@@ -34,19 +34,31 @@ def default_folder() -> pathlib.Path | None:
 
 
 def content_key(kernel: Kernel) -> str:
-    """Hash of the kernel's problem and target, the generators' sources, the compiler's version, the CPU's features."""
-    mcpu = kernel.target.mcpu
-    parts = (kernel.key, sources_hash(), compiler_versions(), triple_of(mcpu), *features_of(mcpu))
+    """Hash of the kernel's problem and target, the generators' sources, the compilers, and a CPU's features."""
+    kind, mcpu = kernel.target.kind, kernel.target.mcpu
+    machine = cuda_compiler() if kind == "cuda" else (triple_of(mcpu), *features_of(mcpu))
+    parts = (kernel.key, sources_hash(kind), compiler_versions(), *machine)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @functools.cache
-def sources_hash() -> str:
-    """Hash of all files that make kernels: a changed generator never meets an object of its former self."""
+def sources_hash(kind: str = "llvm") -> str:
+    """Hash of all files that make kernels for a kind of target: a changed generator never meets an object of its
+    former self. Those of a GPU build on those of the CPU; the CPU's know nothing of a GPU.
+    """
     digest = hashlib.sha256()
-    for path in (*sorted(KERNEL_SOURCES.rglob("*.py")), KERNEL_SOURCES.parent / "targets.py"):
+    own = [path for path in sorted(KERNEL_SOURCES.rglob("*.py")) if kind == "cuda" or path.parent.name != "cuda"]
+    for path in (*own, KERNEL_SOURCES.parent / "targets.py"):
         digest.update(path.relative_to(KERNEL_SOURCES.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+@functools.cache
+def cuda_compiler() -> tuple[str, ...]:
+    """The version of what compiles CUDA, as far as there is one: what is cached can be used without."""
+    from bnfuse.runtime.kernels.cuda.compile import compiler_version
+
+    return (compiler_version(),)
 
 
 @functools.cache

@@ -25,9 +25,11 @@ from bnfuse.runtime.grouping import group_coefficients
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.layout import RESHAPES, assign_slots, assign_vector_slots
 from bnfuse.runtime.lower_bnfuse import lower_bnfuse
+from bnfuse.runtime.lower_dense import check_scaled
 from bnfuse.runtime.lower_generic import lower_generic
 from bnfuse.runtime.lower_source import SOURCE_OPS, find_clip_gradient
 from bnfuse.runtime.lower_values import FOLDED_ELEMENTS, Form, check_elements, evaluate, static_shape
+from bnfuse.runtime.lower_weights import pack_parameters
 from bnfuse.runtime.lowering import Lowering
 from bnfuse.runtime.work import work_of
 
@@ -64,9 +66,11 @@ def lower(
         low.phase = "forward" if node in forward else "backward"
         lower_node(low, node)
     leave(low)
+    check_scaled(low)
     if finish is not None:
         low.phase, low.node = "update", "optimizer"
         finish(low)
+    pack_parameters(low)
     group_coefficients(low)
     return assemble(low)
 
@@ -305,6 +309,7 @@ def assemble(low: Lowering) -> Lowered:
         ignored_label=low.notes.get("ignore_index"),
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
+        finite=low.finite,
     )
     return Lowered(program, low.requests)
 

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime import program as p
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.cpu.loss import LossProblem
 from bnfuse.runtime.lower_values import attributes_of
@@ -68,7 +70,19 @@ def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
     if weights is not None:
         refs["weights"] = low.dense(weights)
     refs["dscores"] = low.new_dense(node.outputs[0], low.shape(log_prob))
-    low.launch("loss:softmax_loss_grad", (problem, low.target), refs)
+    low.launch("loss:softmax_loss_grad", (problem, low.target), refs, loss_scale(low))
+    low.notes["scaled"] = True
+
+
+def loss_scale(low: Lowering) -> list[p.Argument]:
+    """The factor of all gradients between the loss and the optimiser, where small ones would else be lost."""
+    return [p.Scalar("loss_scale")] if low.target.precision == "fp16" else []
+
+
+def check_scaled(low: Lowering) -> None:
+    """In fp16 gradients start from a loss that scales them: the optimiser takes the factor out of all."""
+    if low.target.precision == "fp16" and low.roles.gradients and not low.notes.get("scaled"):
+        raise BnfuseError("precision fp16 scales the gradient of SoftmaxCrossEntropyLoss, and there is none: use bf16")
 
 
 def loss_problem(

@@ -7,6 +7,7 @@ import numpy as np
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime import program as p
 from bnfuse.runtime.kernels.cpu.optim import BLOCK
+from bnfuse.runtime.lower_dense import loss_scale
 from bnfuse.runtime.lowering import Lowering, Ref
 from bnfuse.runtime.optim import SGD, Optimizer, decays, unused_globs
 
@@ -31,12 +32,15 @@ def update_phase(low: Lowering, optimizer: Optimizer) -> None:
         "decay": low.constant_storage(decay_by_block(optimizer, own, elements)),
         **{moment: low.storage(elements, region=p.OPTIMIZER) for moment in optimizer.moments},
     }
+    if low.target.precision == "fp16":
+        low.finite = low.storage(1, "int32", p.OUTPUTS)
+        refs["finite"] = low.finite
     if isinstance(optimizer, SGD):
         arguments = (elements, optimizer.momentum, optimizer.nesterov, low.target)
-        low.launch("optim:sgd", arguments, refs, [p.Scalar("lr")])
+        low.launch("optim:sgd", arguments, refs, [p.Scalar("lr"), *loss_scale(low)])
     else:
         adam = (elements, optimizer.betas, optimizer.epsilon, low.target)
-        low.launch("optim:adamw", adam, refs, [p.Scalar("lr"), p.Scalar("step")])
+        low.launch("optim:adamw", adam, refs, [p.Scalar("lr"), p.Scalar("step"), *loss_scale(low)])
 
 
 def decay_by_block(optimizer: Optimizer, own: dict[str, p.Storage], elements: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, DOMAIN, PLAIN_OPS, O
 from bnfuse.runtime.kernels.cpu.pool import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.layout import MapRef
+from bnfuse.runtime.lower_weights import weight_ref
 from bnfuse.runtime.lowering import Lowering, Ref
 
 POOL_GRADS = ("MaxPoolGrad", "AveragePoolGrad", "GlobalAveragePoolGrad")
@@ -47,8 +48,10 @@ def composed(
     refs: dict[str, Ref] = {
         name: low.map(value) if is_map(name) else low.dense(value)
         for name, value in operands.items()
-        if name not in unread
+        if name not in unread and name != "weight"
     }
+    if "weight" in operands:
+        refs["weight"] = weight_ref(low, spec.core, operands["weight"], attributes["group"])
     if "Slice" in spec.prologue:
         dy = refs["dy"]
         assert isinstance(dy, MapRef)

@@ -42,6 +42,8 @@ class Lowering:
         self.slots = Slots()
         self.vector_slots = Slots()
         self.vector_roots: dict[ir.Value, int] = {}
+        self.packed: dict[tuple[int, tuple[int, ...], int, str], int] = {}  # weights, by source and form: storage
+        self.finite: int | None = None  # storage: whether all gradients were, and so the update was made
         self.parts: dict[int, tuple[int, int]] = {}  # storage -> the storage that it is a part of, byte offset
         self.roots: dict[ir.Value, MapRef] = {}
         self.phase: p.Phase = "forward"

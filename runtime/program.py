@@ -137,6 +137,7 @@ class Program:
     ignored_label: int | None = None  # one that the loss leaves out, though it is no class
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
     works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
+    finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
 
     def phase(self, phase: Phase) -> list[Launch]:
         return [launch for launch in self.launches if launch.phase == phase]

@@ -2,7 +2,8 @@
 
 What is kept of a kernel is one line of JSON, how its stages are launched, and then the cubin:
 
-    {"arch", "stages": [{"symbol", "grid", "threads", "shared", "arguments"}], "parameters": [[name, type]], "resources"}
+    {"arch", "stages": [{"symbol", "grid", "threads", "shared", "arguments"}],
+     "parameters": [[name, type]], "resources": {symbol: {"registers", "stack", "spills"}}}
 
 `parameters` are the arguments of a launch in order: buffers, then the offsets of maps (int32), then scalars.
 `arguments` are the names that a stage takes, in the order of its C signature: TVM leaves out what a stage does not use.
@@ -10,6 +11,7 @@ What is kept of a kernel is one line of JSON, how its stages are launched, and t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -102,6 +104,21 @@ def include_folders() -> tuple[str, ...]:
     if nvcc:
         found.append(str(pathlib.Path(nvcc).resolve().parent.parent / "include"))
     return tuple(path for one in found for path in (one, f"{one}/cccl"))
+
+
+@functools.cache
+def compiler_version() -> str:
+    """What `compile_cuda` compiles with, and its version; "none" where there is no compiler."""
+    with contextlib.suppress(ImportError, RuntimeError):  # the package, the library
+        from cuda.bindings import nvrtc
+
+        if include_folders():
+            return "nvrtc " + ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return "none"
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    return f"nvcc {told.strip().splitlines()[-1] if told.strip() else ''}"
 
 
 def compile_cuda(source: str, arch: str) -> tuple[bytes, str]:

@@ -1,0 +1,199 @@
+"""Weights as the tensor cores read them, made from the file's OIHW once a step, all in one launch.
+
+    forward    [O][taps][I/group, in eights]              a row is an output channel
+    backward   [I of all groups][taps][O/group, in eights]   a row is an input channel
+
+in the type of the maps (TF32 is rounded here, once), filled up with zeros. The product runs along the innermost axis,
+so a chunk of a row is a run of bytes that goes to shared memory as it is.
+
+A block takes `RUN` vectors of eight elements of one member; a table of integers says which member, and what that looks
+like. Threads are dealt so that their reads lie side by side: forward along the row, backward along rows and taps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.cuda.device import (
+    Block,
+    Buffer,
+    Expr,
+    Stage,
+    bits,
+    pack,
+    put,
+    registers,
+    stage,
+    when,
+    words,
+)
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+
+FORWARD, BACKWARD = "forward", "backward"
+VECTOR = 8  # elements that a thread writes at a time; rows are filled up to a multiple of it
+THREADS = 256
+RUN = 4 * THREADS  # vectors of a block
+LINE = 64  # elements: where a packed weight may start
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One weight, OIHW, from element `source` of the parameters to element `target` of the packed ones."""
+
+    weight: tuple[int, ...]
+    group: int
+    form: str
+    source: int
+    target: int
+
+    @property
+    def vectors(self) -> int:
+        return packed_elements(self.weight, self.group, self.form) // VECTOR
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.vectors // RUN)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackProblem:
+    """What the code depends on: the members themselves are in the table."""
+
+    op: str
+    members: int
+    blocks: int
+    source: int  # elements of the buffers
+    packed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """A member in the table. Packed element e of tap t of row r comes from
+
+    source + (r // per)*outer + (r % per)*inner + t + e*step, for e < valid
+
+    and the vectors are counted along `fast` first: the vectors of a row, or (`across`) all taps of all rows.
+    """
+
+    first_block: int
+    source: int
+    target: int
+    vectors: int
+    fast: int
+    across: int
+    taps: int
+    padded: int
+    valid: int
+    per: int
+    outer: int
+    inner: int
+    step: int
+
+
+WIDTH = len(dataclasses.fields(Fields))
+
+
+def is_packed(weight: Sequence[int]) -> bool:
+    """Whether the kernels of a convolution read a packed weight: all do but those of one input channel a group."""
+    return weight[1] != 1
+
+
+def packed_elements(weight: Sequence[int], group: int, form: str) -> int:
+    """Elements of a packed OIHW weight, a multiple of eight."""
+    outputs, per_group, *window = weight
+    rows, inner = (outputs, per_group) if form == FORWARD else (group * per_group, outputs // group)
+    return rows * math.prod(window) * filled(inner)
+
+
+def filled(channels: int) -> int:
+    return -(-channels // VECTOR) * VECTOR
+
+
+def fields_of(member: Member, first_block: int) -> Fields:
+    outputs, per_group, *window = member.weight
+    taps, per_output = math.prod(window), outputs // member.group
+    if member.form == FORWARD:
+        padded, valid, across, fast = filled(per_group), per_group, 0, filled(per_group) // VECTOR
+        per, outer, inner, step = 1, per_group * taps, 0, taps
+    else:
+        padded, valid, across, fast = filled(per_output), per_output, 1, member.group * per_group * taps
+        per, outer, inner, step = per_group, per_output * per_group * taps, taps, per_group * taps
+    places = first_block, member.source, member.target, member.vectors
+    return Fields(*places, fast, across, taps, padded, valid, per, outer, inner, step)
+
+
+def table(members: Sequence[Member]) -> np.ndarray:
+    """The constants that the kernel reads, int32: the fields of each member, then the member of each block."""
+    rows: list[int] = []
+    owners: list[int] = []
+    for index, member in enumerate(members):
+        rows += dataclasses.astuple(fields_of(member, len(owners)))
+        owners += [index] * member.blocks
+    return np.array(rows + owners, np.int32)
+
+
+def pack_weights(members: tuple[Member, ...], source: int, packed: int, target: Target) -> Kernel:
+    """`parameters` (float32, `source` elements), `table` -> `packed` (`packed` elements of the maps' type)."""
+    blocks = sum(member.blocks for member in members)
+    problem = PackProblem("PackWeights", len(members), blocks, source, packed)
+    params = (
+        Param("parameters", "in", source),
+        Param("table", "in", len(members) * WIDTH + blocks, "int32"),
+        Param("packed", "out", packed, target.map_dtype),
+    )
+    name = unique_name(problem.op, problem, target)
+    return Kernel(name, problem, target, params, lambda: (_stage(name, params, problem, target),))
+
+
+def _stage(name: str, params: Sequence[Param], problem: PackProblem, target: Target) -> Stage:
+    with stage(name, params, grid=(problem.blocks, 1, 1), threads=THREADS) as block:
+        numbers = block["table"]
+        owner = T.bind(numbers[problem.members * WIDTH + block.x])
+        names = [field.name for field in dataclasses.fields(Fields)]
+        known = {label: T.bind(numbers[owner * WIDTH + i]) for i, label in enumerate(names)}
+        first = T.bind((block.x - known["first_block"]) * RUN + block.tid)
+        with T.serial(0, RUN // THREADS) as turn:
+            vector = T.bind(first + turn * THREADS)
+            when(vector < known["vectors"], lambda: _vector(block, known, vector, target))
+    return block.stage
+
+
+def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: Target) -> None:
+    """Eight elements of one tap of one row."""
+    slow, fast = T.bind(tirx.truncdiv(vector, member["fast"])), T.bind(tirx.truncmod(vector, member["fast"]))
+    place = T.bind(tirx.Select(member["across"] == 1, fast, slow))  # row*taps + tap
+    start = T.bind(tirx.Select(member["across"] == 1, slow, fast) * VECTOR)
+    row, tap = T.bind(tirx.truncdiv(place, member["taps"])), T.bind(tirx.truncmod(place, member["taps"]))
+    outer, inner = tirx.truncdiv(row, member["per"]), tirx.truncmod(row, member["per"])
+    source = T.bind(member["source"] + outer * member["outer"] + inner * member["inner"] + tap)
+    values = registers(VECTOR)
+    for i in range(VECTOR):
+        there = source + (start + i) * member["step"]
+        value = tirx.if_then_else(start + i < member["valid"], block["parameters"][there], T.float32(0))
+        put(values, i, value)
+    _store(block["packed"], member["target"] + place * member["padded"] + start, values, target)
+
+
+def _store(packed: Buffer, index: Expr, values: Buffer, target: Target) -> None:
+    """Store eight floats, rounded to what the tensor cores take, as vectors of 16 bytes."""
+    dtype = target.map_dtype
+    per_word = 2 if dtype != "float32" else 1
+    made = registers(VECTOR // per_word, "uint32")
+    for i in range(VECTOR // per_word):
+        if per_word == 2:
+            pack(made, i, values[2 * i], values[2 * i + 1], dtype)
+        elif target.precision == "tf32":
+            T.evaluate(T.ptx["cvt.rna.tf32.f32"](made[i], values[i]))
+        else:
+            put(made, i, bits(values[i]))
+    raw = words(packed, int(packed.shape[0]), dtype)
+    first = tirx.truncdiv(index, per_word)
+    for i in range(0, VECTOR // per_word, 4):
+        T.buffer_store(raw, made[T.ramp(i, 1, 4)], [T.ramp(first + i, 1, 4)])
