@@ -22,6 +22,9 @@ from lockstep_ops import BFLOAT16, FUNCTIONS, Run, ptx, shuffle
 __all__ = ["LockstepError", "run"]
 
 
+_EXTERNS = {"__fmaf_rn": "fma", "fmaf": "fma"}
+
+
 def run(function: Any, arguments: Mapping[str, Any], *, lanes: int = 1 << 13, races: bool = True) -> None:
     """Run a kernel over its whole grid. Arrays, flat or not, are by parameter name and changed in place.
 
@@ -345,9 +348,12 @@ class _Compiler:
             return _CALLS[last](self, node)
         if last.startswith("__shfl"):
             return shuffle(self, last.removeprefix("__shfl_").removesuffix("sync").removesuffix("_"), node.args)
+        args = list(node.args)
+        if last in ("call_pure_extern", "call_extern"):
+            last = _EXTERNS.get(args.pop(0).value, "unknown")
         if last not in FUNCTIONS:
             raise NotImplementedError(f"call {name} is not interpreted: add it to lockstep_ops.FUNCTIONS")
-        function, operands = FUNCTIONS[last], [self.value(arg) for arg in node.args]
+        function, operands = FUNCTIONS[last], [self.value(arg) for arg in args]
         return lambda: function(*(operand() for operand in operands))
 
     def _sync(self, scope: str) -> Run:
