@@ -143,7 +143,9 @@ def tune(
     budget: float = BUDGET,
 ) -> None:
     """Measure the candidates of the problems that nothing is remembered of, those with the most work first."""
-    if missing := targets.missing_features(targets.features_of(target.mcpu)):
+    if target.kind == "cuda" and measure is None:
+        raise BnfuseError(f"cannot tune for {target.mcpu} here: nothing measures its kernels")
+    if target.kind != "cuda" and (missing := targets.missing_features(targets.features_of(target.mcpu))):
         raise BnfuseError(
             f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
         )

@@ -2,8 +2,9 @@
 
 FLOPs are those of convolutions (2 x pixels of the output x elements of the weight, once for each gradient) and matrix
 products; what is elementwise counts as none. Bytes are what one launch cannot but move: every operand read once, every
-result written once, one updated in place both. Of a map only its own channels count, not the wider buffer that they
-lie in; a strided 1x1 convolution counts the whole of a map that it reads a part of.
+result written once, one updated in place both, each in the type in which it is stored. Of a map only its own channels
+count, not the wider buffer that they lie in; a strided 1x1 convolution counts the whole of a map that it reads a part
+of.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.cpu.layout import CopyProblem
 from bnfuse.runtime.kernels.cpu.loss import LossProblem
 from bnfuse.runtime.kernels.cpu.optim import UpdateProblem
+from bnfuse.runtime.kernels.cuda.weights import PackProblem
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.program import Work
 
+SCRATCH = ("found",)
+NAMES = (
+    (GemmProblem, "Gemm"),
+    (LossProblem, "loss"),
+    (UpdateProblem, "update"),
+    (CopyProblem, "copy"),
+    (PackProblem, "weights"),
+)
 TIMES = {"in": 1, "out": 1, "inout": 2}
 
 
@@ -30,7 +40,7 @@ def work_of(kernel: Kernel) -> Work:
     kind, op = kind_of(problem), op_of(kernel)
     maps = maps_of(problem)
     unread = {"x"} if isinstance(problem, Problem) and only_shape_of_x(problem) else set()
-    moved = sum(bytes_of(param, maps) for param in kernel.params if param.name not in unread)
+    moved = sum(bytes_of(param, maps) for param in kernel.params if param.name not in unread and not is_scratch(param))
     return Work(kind, op, shape_of(problem, kernel), flops_of(problem), moved)
 
 
@@ -46,6 +56,11 @@ def maps_of(problem: Any) -> dict[str, MapType]:
         elif isinstance(value, tuple) and value and all(isinstance(item, MapType) for item in value):
             found |= {f"{field.name.removesuffix('s')}{i}": item for i, item in enumerate(value)}
     return found
+
+
+def is_scratch(param: Param) -> bool:
+    """Whether it is memory that the stages of a GPU's kernel hand results on in."""
+    return param.name in SCRATCH or param.name.startswith("partials")
 
 
 def bytes_of(param: Param, maps: dict[str, MapType]) -> int:
@@ -81,8 +96,7 @@ def kind_of(problem: Any) -> str:
         groups = problem.attribute("group")
         form = "depthwise " if groups > 1 and per_group == 1 else "grouped " if groups > 1 else ""
         return f"{core} {form}{'x'.join(map(str, window))}"
-    named = ((GemmProblem, "Gemm"), (LossProblem, "loss"), (UpdateProblem, "update"), (CopyProblem, "copy"))
-    return next((name for kind, name in named if isinstance(problem, kind)), None) or (
+    return next((name for kind, name in NAMES if isinstance(problem, kind)), None) or (
         "generic" if hasattr(problem, "op_type") else "BatchNorm halves" if maps_of(problem) else "coefficients"
     )
 

@@ -1,0 +1,68 @@
+"""Packed weights: every element where the convolutions look for it, in their type, and zeros behind."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_kernels import assert_no_spills, gpu, run_kernel
+
+from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, LINE, RUN, VECTOR, Member, pack_weights, table
+
+FORMS = (FORWARD, BACKWARD)
+CASES = (  # OIHW, groups
+    ((7, 5, 3, 3), 1),
+    ((16, 16, 1, 1), 1),
+    ((24, 3, 1, 2), 4),
+    ((3, 33, 7, 7), 1),
+    ((40, 70, 3, 3), 1),  # more than one block
+)
+ROUNDED = {
+    "bf16": lambda x: x.astype(ml_dtypes.bfloat16),
+    "fp16": lambda x: x.astype(np.float16),
+    "tf32": lambda x: ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32),  # to nearest, ties away from zero
+    "fp32": lambda x: x,
+}
+
+
+def members() -> tuple[Member, ...]:
+    found, source, target = [], 11, 0
+    for weight, group in CASES:
+        for form in FORMS:
+            found.append(Member(weight, group, form, source, target))
+            target += -(-found[-1].vectors * VECTOR // LINE) * LINE
+        source += int(np.prod(weight)) + 3
+    return tuple(found)
+
+
+def packed(weight: np.ndarray, group: int, form: str) -> np.ndarray:
+    """The definition, in numpy."""
+    outputs, per_group, h, w = weight.shape
+    if form == BACKWARD:
+        split = weight.reshape(group, outputs // group, per_group, h * w)
+        rows = split.transpose(0, 2, 3, 1).reshape(group * per_group, h * w, outputs // group)
+    else:
+        rows = weight.reshape(outputs, per_group, h * w).transpose(0, 2, 1)
+    return np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % VECTOR))).reshape(-1)
+
+
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_every_element_is_where_kernels_read_it(precision):
+    all_of_them = members()
+    last = all_of_them[-1]
+    source = np.random.default_rng(1).standard_normal(last.source + int(np.prod(last.weight)) + 1, np.float32)
+    size = last.target + last.vectors * VECTOR
+    kernel = pack_weights(all_of_them, source.size, size, gpu(precision))
+    assert max(member.vectors for member in all_of_them) > RUN
+    found = run_kernel(kernel, {"parameters": source, "table": table(all_of_them)})["packed"]
+    for m in all_of_them:
+        weight = source[m.source : m.source + int(np.prod(m.weight))].reshape(m.weight)
+        wanted = ROUNDED[precision](packed(weight, m.group, m.form))
+        own = found[m.target : m.target + m.vectors * VECTOR]
+        np.testing.assert_array_equal(own.view(np.uint8), np.ascontiguousarray(wanted).view(np.uint8), str(m))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_registers_suffice(arch, precision):
+    assert_no_spills(pack_weights(members(), 100_000, 1 << 20, gpu(precision, arch)))
