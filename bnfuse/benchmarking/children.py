@@ -15,11 +15,22 @@ from bnfuse.interpreter import import_root
 REFUSED = 3  # exit status: the last line on stderr is for the user
 
 
-def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Any:
-    """What `module` answers. A BnfuseError in there is one here."""
+def ask(
+    module: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    *,
+    timeout: float | None = None,
+) -> Any:
+    """What `module` answers. A BnfuseError in there is one here. After `timeout` seconds it is ended."""
     command = [sys.executable, "-m", module, json.dumps(request)]
     settings = {**os.environ, **(environment or {})}
-    child = subprocess.run(command, capture_output=True, text=True, cwd=import_root(), env=settings)
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, cwd=import_root(), env=settings, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise BnfuseError(f"{module} took longer than {timeout:.0f} s in a process of its own") from None
     if child.returncode:
         said = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         raise BnfuseError(said if child.returncode == REFUSED else f"{module} failed in a process of its own: {said}")

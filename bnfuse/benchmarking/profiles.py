@@ -148,8 +148,13 @@ def row_json(row: Row, seconds: float) -> dict[str, Any]:
     }
 
 
-def profile_step(name: str, step: Any, feeds: Sequence[Any], limits: Limits, repetitions: int) -> Profile:
-    """Some whole steps, launch by launch. Running statistics and momentum go on changing, as in training."""
+def profile_step(
+    name: str, step: Any, feeds: Sequence[Any], limits: Limits, repetitions: int, step_s: float | None = None
+) -> Profile:
+    """Some whole steps, launch by launch. Running statistics and momentum go on changing, as in training.
+
+    `step_s` are the seconds of a step that is not profiled, where those of the profiled one say nothing: on a GPU.
+    """
     runs, outside = [], []
     step(*feeds)
     before = idle.take_sample()
@@ -160,7 +165,9 @@ def profile_step(name: str, step: Any, feeds: Sequence[Any], limits: Limits, rep
         runs.append(launches)
         outside.append(seconds - sum(launch.seconds for launch in launches))
     others = idle.others_between(before, idle.take_sample())
-    return Profile(name, rows_of(runs, limits), min(outside), limits, others)
+    rows = rows_of(runs, limits)
+    apart = min(outside) if step_s is None else step_s - sum(row.seconds for row in rows)
+    return Profile(name, rows, apart, limits, others)
 
 
 def rows_of(runs: Sequence[Sequence[Any]], limits: Limits) -> tuple[Row, ...]:

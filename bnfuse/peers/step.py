@@ -81,7 +81,7 @@ class TorchStep:
         if self.device == "cuda":
             return Times(cuda.seconds_a_step(self.torch, self.step, STEPS_A_RUN), None)
         start = time.perf_counter()
-        loss = self._forward()
+        loss = self.forward()
         middle = time.perf_counter()
         self._backward(loss)
         end = time.perf_counter()
@@ -103,11 +103,12 @@ class TorchStep:
             held.copy_(given)
 
     def _step(self) -> Any:
-        loss = self._forward()
+        loss = self.forward()
         self._backward(loss)
         return loss.detach()
 
-    def _forward(self) -> Any:
+    def forward(self) -> Any:
+        """The loss, with what its gradient needs; gradients are cleared."""
         self.optimizer.zero_grad(set_to_none=True)
         with cuda.autocast(self.torch, self.precision):
             return self.loss_of(self.data, self.labels)
@@ -131,7 +132,7 @@ class TorchStep:
         """Runs both directions once, which compiles them, and takes back what that did to the running statistics."""
         kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         try:
-            self._forward().backward()
+            self.forward().backward()
         except Exception as error:  # torch's compiler has a class per stage and no common one of its own
             raise BnfuseError(f"{file}: torch.compile failed: {first_line(error)}. Leave torch-compile out.") from None
         for buffer, old in kept:
