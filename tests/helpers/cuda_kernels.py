@@ -27,8 +27,8 @@ def run_kernel(
     offsets: Mapping[str, int] | None = None,
     scalars: Mapping[str, float | int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Run all stages on arrays by parameter name; 16-bit floats are raw uint16. Outputs that are not among them are made
-    here, filled with NaN (or -1).
+    """Run all stages on arrays by parameter name; 16-bit floats are raw uint16. Outputs that are not among them are
+    made here, filled with NaN (or -1).
 
     Returns all parameters' arrays by name, flat. They are copies; one array given under two names stays one.
     """
