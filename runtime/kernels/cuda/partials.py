@@ -166,13 +166,21 @@ def _not_negative(value: Expr) -> Expr:
 
 
 def write_row(
-    partials: Buffer, row: Expr, quantities: int, channels: int, channel: Expr, width: int, values: Buffer
+    partials: Buffer,
+    row: Expr,
+    quantities: int,
+    channels: int,
+    channel: Expr,
+    width: int,
+    values: Buffer,
+    left: Expr | None,
+    aligned: bool,
 ) -> None:
     """Write registers [quantities][width] as the channels from `channel` on of a row of [tiles][quantities][channels].
 
-    Channels from `channels` on do not exist and are not written.
+    `left` of them exist (None: all); the others are not written. `aligned`: channel and channels are multiples of 4.
     """
-    step = next(s for s in (4, 2, 1) if channels % s == 0 and width % s == 0)
+    step = 4 if aligned else 1
     for q in range(quantities):
         base = T.bind((row * quantities + q) * channels + channel)
         for first in range(0, width, step):
@@ -181,7 +189,7 @@ def write_row(
                 span = (lambda i: i) if step == 1 else (lambda i: T.ramp(i, 1, step))
                 T.buffer_store(partials, values[span(q * width + first)], [span(base + first)])
 
-            d.when(d.below(channel + first, channels, channels % width == 0 and first == 0), store)
+            d.when(True if left is None else first < left, store)
 
 
 # -- merging the rows of all tiles ---------------------------------------------------------------------------------

@@ -95,8 +95,13 @@ def tile_kernel(team, rows, channels):
             made = moments.join(block.tid, view)
 
             def leave():
-                partials.write_row(block["sums"], 0, 1, channels, channel, team.width, sums)
-                partials.write_row(block["moments"], 0, 2, channels, channel, team.width, made)
+                aligned = channels % 4 == 0
+                partials.write_row(
+                    block["sums"], 0, 1, channels, channel, team.width, sums, channels - channel, aligned
+                )
+                partials.write_row(
+                    block["moments"], 0, 2, channels, channel, team.width, made, channels - channel, aligned
+                )
 
             d.when(team.lane(block.tid) == 0, leave)
         return (block.stage,)

@@ -1,0 +1,163 @@
+"""One sweep over the pixels of a map: the skeleton of the kernels that memory bounds.
+
+    block (tile, column):               `rows` pixels by `across` vectors of channels
+        for group of pixels in tile:    `down` * `unroll` of them
+            for i in unroll:            fetch(i)     loads only
+            for i in unroll:            finish(i)
+        close(tile)                     the tile's sums
+
+Threads next to each other take vectors next to each other, then pixels, so that memory is read in runs. Without sums a
+tile is one group; with sums tiles are as many as keep the multiprocessors busy, for their rows must be merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu.sweep import map_params, unique_name
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
+from bnfuse.runtime.kernels.cuda.partials import Team
+from bnfuse.runtime.kernels.cuda.vector import Outlet, Reductions, outlet_of, width_of
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem, Target
+
+THREADS = 256
+MOST_ACROSS = 128
+LONGEST = 128  # pixels whose float32 sum one thread makes
+BLOCKS = 8  # of each multiprocessor, where there are sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """How a map's pixels and channels are dealt to blocks and threads."""
+
+    pixels: int
+    channels: int
+    team: Team
+    columns: int  # blocks along the channels
+    unroll: int
+    groups: int  # of a tile
+
+    @staticmethod
+    def of(pixels: int, channels: int, width: int, target: Target, *, reads: int, sums: bool) -> Sweep:
+        """`reads` is the number of maps read at a pixel."""
+        vectors = -(-channels // width)
+        columns = -(-vectors // MOST_ACROSS)
+        across = -(-vectors // columns)
+        down = max(1, THREADS // across)
+        unroll = {0: 1, 1: 4, 2: 4, 3: 2, 4: 2}.get(reads, 1)
+        while unroll > 1 and pixels * columns < down * unroll * target.threads:
+            unroll //= 2
+        groups = 1
+        if sums:
+            groups = -(-pixels // max(1, down * unroll * target.threads * BLOCKS // columns))
+            groups = max(1, min(groups, LONGEST // unroll))
+        return Sweep(pixels, channels, Team(across, down, width), columns, unroll, groups)
+
+    @property
+    def rows(self) -> int:
+        """Pixels of a tile."""
+        return self.team.down * self.unroll * self.groups
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.pixels // self.rows)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.tiles, self.columns, 1
+
+    @property
+    def merging(self) -> dict[str, int]:
+        """Arguments of the stage that merges the tiles."""
+        return {"tiles": self.tiles, "rows": self.rows, "total": self.pixels, "channels": self.channels}
+
+    def channel(self, block: Block) -> tuple[Expr, Expr | None]:
+        """The thread's first channel, and how many are left from there on (None: its vector is whole)."""
+        vector = self.team.vector(block.tid)
+        if self.columns > 1:
+            vector = block.y * self.team.across + vector
+        channel = T.bind(vector * self.team.width)
+        whole = self.columns * self.team.across * self.team.width == self.channels
+        return channel, None if whole else T.bind(self.channels - channel)
+
+    def run(
+        self,
+        block: Block,
+        left: Expr | None,
+        fetch: Callable[[int, Expr, Expr], None],
+        finish: Callable[[int, Expr, Expr], None],
+    ) -> None:
+        """The loops: `fetch(i, pixel, valid)` for each i of a group, then `finish(i, pixel, valid)`."""
+        exact = self.pixels % self.rows == 0
+        within: Expr = True
+        if left is not None and (self.columns * self.team.across - 1) * self.team.width >= self.channels:
+            within = T.bind(left > 0)
+        lane = self.team.lane(block.tid)
+
+        def group(number: Expr) -> None:
+            base = T.bind((block.x * self.groups + number) * (self.team.down * self.unroll) + lane)
+            pixels = [base + i * self.team.down for i in range(self.unroll)]
+            valid = [d.all_of(within, d.below(pixel, self.pixels, exact)) for pixel in pixels]
+            for i in range(self.unroll):
+                fetch(i, pixels[i], valid[i])
+            for i in range(self.unroll):
+                finish(i, pixels[i], valid[i])
+
+        if self.groups == 1:
+            group(0)
+        else:
+            with T.serial(0, self.groups) as number:
+                group(number)
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+def operator_params(problem: Problem, channels: int, dtypes: Mapping[str, str] | None = None) -> tuple[Param, ...]:
+    """The parameters of an operator on maps; `dtypes` of what is no feature map (a pool's indices)."""
+    known = {name: kind.dtype for name, kind in problem.maps} | dict(dtypes or {})
+    return map_params(problem, lambda name: channels, known)
+
+
+def operator_kernel(
+    problem: Problem,
+    target: Target,
+    sweep: Sweep,
+    params: Sequence[Param],
+    emit: Callable[[Block, Outlet], None],
+    *,
+    min_blocks: int = 0,
+) -> Kernel:
+    """The kernel of an operator of steps. `emit(block, outlet)` writes the tile, all but `outlet.close`."""
+    reductions = Reductions.of(problem.spec)
+    params = (*params, *reductions.scratch(sweep.tiles, sweep.channels))
+    name = unique_name(problem.op, problem, target)
+
+    def build() -> tuple[Stage, ...]:
+        shared = reductions.shared_bytes(sweep.team) if reductions else 0
+        with d.stage(
+            name,
+            reductions.first_stage(params),
+            grid=sweep.grid,
+            threads=sweep.team.threads,
+            shared=shared,
+            min_blocks=min_blocks,
+        ) as block:
+            memory = d.shared_memory(shared).view("float32") if shared else None
+            outlet = outlet_of(problem)(block, problem, sweep.team, memory, sweep.unroll)
+            emit(block, outlet)
+            outlet.close(block.x)
+        return (block.stage, *reductions.merge(f"{name}_merge", params, **sweep.merging))
+
+    return Kernel(name, problem, target, tuple(params), build)
+
+
+def operator_sweep(problem: Problem, target: Target, result: MapType, reads: int) -> Sweep:
+    """The sweep over the pixels of an operator's result."""
+    width = width_of(kind for name, kind in problem.maps if name != "indices")
+    sums = bool(Reductions.of(problem.spec))
+    return Sweep.of(result.pixels, result.c, width, target, reads=reads, sums=sums)

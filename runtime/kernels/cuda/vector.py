@@ -1,0 +1,401 @@
+"""An operator's elementwise steps at a pixel and a vector of channels, for every kernel of the GPU target.
+
+    open(channel, left)           once a thread: its per-channel vectors, into registers
+    fetch(i, pixel, valid)        the maps' channels at a pixel, raw, into the registers of pass i: only loads
+    finish(i, values, ...)        the steps of bnfuse/opset/spec.py in float32, the store, the sums
+    close(row)                    the tile's sums become a row of the partials
+
+Several passes are fetched before the first is finished, so that many bytes are on their way. What the core of the
+operator made (a convolution's sums, a pool's window, or nothing but the map) comes as float32 registers `values`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
+from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda import partials
+from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Map, Stage
+from bnfuse.runtime.kernels.cuda.operand import load_vector, words_of
+from bnfuse.runtime.kernels.cuda.partials import Team
+from bnfuse.runtime.kernels.kernel import MapType, Param, Problem
+
+
+def width_of(kinds: Iterable[MapType]) -> int:
+    """Channels that a thread takes at a time: 16 bytes of the narrowest of the maps."""
+    return 8 if any(d.size_of(kind.dtype) == 2 for kind in kinds) else 4
+
+
+class Reader:
+    """Registers for vectors of channels of some maps, at `passes` pixels, and of per-channel vectors."""
+
+    def __init__(
+        self, block: Block, maps: Mapping[str, MapType], vectors: Sequence[str], width: int, passes: int = 1
+    ) -> None:
+        self.block, self.kinds, self.width = block, dict(maps), width
+        self.raw = {n: d.registers(passes * words_of(kind, width), "uint32") for n, kind in maps.items()}
+        self.values = {n: d.registers(width) for n in maps}
+        self.vectors = {n: d.registers(width) for n in vectors}
+        self.channel: Expr = 0
+        self.left: Expr | None = None
+
+    def open(self, channel: Expr, left: Expr | None, aligned: bool) -> None:
+        """This thread's channels are those from `channel` on, of which `left` exist (None: all).
+
+        `aligned`: `channel` and the number of channels are multiples of 4.
+        """
+        self.channel, self.left = channel, left
+        for name, held in self.vectors.items():
+            load_vector(self.block[name], channel, self.width, held, aligned, left)
+
+    def fetch(self, index: Expr, pixel: Expr, valid: Expr = True) -> None:
+        """Load the maps' channels at a pixel, raw, for pass `index`; nothing where not `valid`."""
+
+        def load() -> None:
+            for name, kind in self.kinds.items():
+                source, count = self.block.map(name, kind), words_of(kind, self.width)
+                lanes = Lanes.of(self.width, kind)
+                d.fetch(source, source.at(pixel, self.channel), lanes, self.raw[name], index * count, self.left)
+
+        d.when(valid, load)
+
+    def unpack(self, index: Expr) -> None:
+        """Pass `index` as float32, for `load`."""
+        for name, kind in self.kinds.items():
+            unpack_words(self.raw[name], index * words_of(kind, self.width), kind, self.width, self.values[name])
+
+    def load(self, j: int) -> steps.Load:
+        """The `load` of kernels/cpu/steps.py at channel j of the vector."""
+        return lambda name, is_vector: (self.vectors if is_vector else self.values)[name][j]
+
+
+def unpack_words(words: Buffer, at: Expr, kind: MapType, width: int, into: Buffer) -> None:
+    """`width` channels of a map, from words as stored to float32."""
+    count = words_of(kind, width)
+    for i in range(count):
+        d.unpack(words[at + i], kind.dtype, into, i * width // count)
+
+
+def round_words(values: Buffer, kind: MapType, width: int, into: Buffer) -> None:
+    """`width` float32 as words as a map stores them."""
+    if d.size_of(kind.dtype) == 4:
+        for j in range(width):
+            d.put(into, j, d.bits(values[j]))
+    else:
+        for j in range(0, width, 2):
+            d.pack(into, j // 2, values[j], values[j + 1], kind.dtype)
+
+
+def store_words(target: Map, index: Expr, lanes: Lanes, words: Buffer, left: Expr | None) -> None:
+    """Store `lanes.count` channels, given as words, from `index` on; none from `left` on."""
+    per_word = 4 // d.size_of(target.type.dtype)
+    view = d.words(target.buffer, target.type.elements, target.type.dtype) if lanes.access >= per_word else None
+    for first in range(0, lanes.count, lanes.access):
+
+        def store(first: int = first) -> None:
+            if view is None:
+                half = words[first // per_word] >> T.uint32(16 * (first % per_word))
+                d.put(target.buffer, index + first, tirx.Cast("uint16", tirx.bitwise_and(half, T.uint32(0xFFFF))))
+                return
+            count = lanes.access // per_word
+            place = (index + first) // per_word if per_word > 1 else index + first
+            span = (lambda i: i) if count == 1 else (lambda i: T.ramp(i, 1, count))
+            T.buffer_store(view, words[span(first // per_word)], [span(place)])
+
+        d.when(True if left is None else first < left, store)
+
+
+class Writer:
+    """Rounds vectors of channels to what a map stores, and stores them."""
+
+    def __init__(self, block: Block, name: str, kind: MapType, width: int) -> None:
+        self.target, self.kind, self.width = block.map(name, kind), kind, width
+        self.words = d.registers(words_of(kind, width), "uint32")
+
+    def store(self, values: Buffer, pixel: Expr, channel: Expr, left: Expr | None) -> None:
+        round_words(values, self.kind, self.width, self.words)
+        index = self.target.at(pixel, channel)
+        store_words(self.target, index, Lanes.of(self.width, self.kind), self.words, left)
+
+    def stored(self, into: Buffer) -> None:
+        """What has just been stored, as float32."""
+        unpack_words(self.words, 0, self.kind, self.width, into)
+
+
+# -- reductions ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """A sum over pixels: of dx, or of dx*(x - mean)*inv_std of one BN. Its results are all equal."""
+
+    results: tuple[str, ...]
+    suffix: str | None = None  # of the BN whose x, mean and inv_std it takes
+    of_bias: bool = False  # of dy, before the steps of the epilogue
+
+
+@dataclasses.dataclass(frozen=True)
+class Reductions:
+    """What an operator reduces over pixels, per channel."""
+
+    statistics: bool
+    totals: tuple[Total, ...]
+
+    @staticmethod
+    def of(spec: OpSpec) -> Reductions:
+        if not spec.is_gradient:
+            return Reductions("Statistics" in spec.epilogue, ())
+        suffixes = [""] if "Reduce" in spec.epilogue else []
+        suffixes += [f"_{i}" for i in range(1, spec.others + 1)]
+        totals = [Total(("dbias",), of_bias=True)] if "BiasGrad" in spec.epilogue else []
+        if suffixes:  # the sum of dx is the dbeta of every BN that shares dx
+            totals.append(Total(tuple(f"dbeta{s}" for s in suffixes)))
+        return Reductions(False, (*totals, *(Total((f"dgamma{s}",), s) for s in suffixes)))
+
+    def __bool__(self) -> bool:
+        return self.quantities > 0
+
+    @property
+    def quantities(self) -> int:
+        return 2 if self.statistics else len(self.totals)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("mean", "variance") if self.statistics else tuple(r for total in self.totals for r in total.results)
+
+    def shared_bytes(self, team: Team) -> int:
+        """Shared memory that `close` takes."""
+        return team.statistics_bytes if self.statistics else team.sums_bytes(self.quantities)
+
+    def scratch(self, tiles: int, channels: int) -> tuple[Param, ...]:
+        """The parameter behind all others through which the stages talk, where there is something to reduce."""
+        return (partials.partials_param(tiles, self.quantities, channels),) if self else ()
+
+    def first_stage(self, params: Sequence[Param]) -> tuple[Param, ...]:
+        """Those of a kernel's parameters that its tiles take."""
+        return tuple(p for p in params if p.name not in self.results)
+
+    def merge(
+        self, name: str, params: Sequence[Param], *, tiles: int, rows: int, total: int, channels: int
+    ) -> tuple[Stage, ...]:
+        """The stage that merges the rows of partials, where there are any: `total` pixels in tiles of `rows`."""
+        taken = [p for p in params if p.name == "partials" or p.name in self.results]
+        if self.statistics:
+            stage = partials.statistics_stage(name, taken, tiles=tiles, rows=rows, total=total, channels=channels)
+            return (stage,)
+        if not self:
+            return ()
+        results = [total.results for total in self.totals]
+        return (partials.sums_stage(name, taken, tiles=tiles, channels=channels, results=results),)
+
+
+# -- epilogues -----------------------------------------------------------------------------------------------------
+
+
+class Outlet:
+    """What becomes of what the core made: the epilogue, the store, the sums.
+
+    `team` is how the block's threads share its channel vectors; `shared` a float32 view of at least
+    `Reductions.shared_bytes(team)`, used by `close` alone.
+    """
+
+    maps: tuple[str, ...] = ()  # that are read
+    vectors: tuple[str, ...] = ()
+    result = ""  # the map that is written
+
+    def __init__(self, block: Block, problem: Problem, team: Team, shared: Buffer | None, passes: int = 1) -> None:
+        self.block, self.problem, self.team, self.shared = block, problem, team, shared
+        self.spec, self.attributes, self.width = problem.spec, dict(problem.attributes), team.width
+        self.reductions = Reductions.of(problem.spec)
+        known = dict(problem.maps)
+        self.channels = known[self.result].c
+        maps = {name: known[name] for name in type(self).reads(self.spec)}
+        self.reader = Reader(block, maps, type(self).per_channel(self.spec), team.width, passes)
+        self.writer = Writer(block, self.result, known[self.result], team.width)
+
+    @classmethod
+    def reads(cls, spec: OpSpec) -> tuple[str, ...]:
+        """The maps that the epilogue reads."""
+        raise NotImplementedError
+
+    @classmethod
+    def per_channel(cls, spec: OpSpec) -> tuple[str, ...]:
+        """The per-channel vectors that it takes."""
+        raise NotImplementedError
+
+    def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        """This thread's channels are those from `channel` on, `left` of which exist (None: all). Sums are cleared."""
+        self.channel, self.left = channel, left
+        self.aligned = self.channels % 4 == 0 if aligned is None else aligned
+        self.reader.open(channel, left, self.aligned)
+
+    def fetch(self, index: Expr, pixel: Expr, valid: Expr = True) -> None:
+        """Start loading what pass `index` needs at a pixel."""
+        self.reader.fetch(index, pixel, valid)
+
+    def finish(self, index: Expr, values: Buffer, pixel: Expr, valid: Expr = True) -> None:
+        """Take `values`, `width` float32 registers that are overwritten, through the epilogue; nothing if not `valid`."""
+
+        def run() -> None:
+            self.reader.unpack(index)
+            self.steps(values)
+            self.writer.store(values, pixel, self.channel, self.left)
+            self.account(values)
+
+        d.when(valid, run)
+
+    def visit(self, values: Buffer, pixel: Expr, valid: Expr = True) -> None:
+        """`fetch` and `finish` at one pixel."""
+        self.fetch(0, pixel, valid)
+        self.finish(0, values, pixel, valid)
+
+    def steps(self, values: Buffer) -> None:
+        raise NotImplementedError
+
+    def account(self, values: Buffer) -> None:
+        """What the reductions take of a vector that has just been stored."""
+
+    def close(self, row: Expr) -> None:
+        """Join the block's sums and write row `row` of the partials. All threads of the block take part."""
+        if not self.reductions:
+            return
+        made = self.joined()
+
+        def leave() -> None:
+            self.scale(made)
+            partials.write_row(
+                self.block["partials"],
+                row,
+                self.reductions.quantities,
+                self.channels,
+                self.channel,
+                self.width,
+                made,
+                self.left,
+                self.aligned,
+            )
+
+        lane = self.team.lane(self.block.tid)
+        d.when(True if self.team.down == 1 else lane == 0, leave)
+
+    def joined(self) -> Buffer:
+        raise NotImplementedError
+
+    def scale(self, made: Buffer) -> None:
+        """Factors of the joined sums."""
+
+
+class ForwardOutlet(Outlet):
+    """[Bias][Statistics] and the store of y. The statistics are those of y as stored."""
+
+    result = "y"
+
+    @classmethod
+    def reads(cls, spec: OpSpec) -> tuple[str, ...]:
+        return ()
+
+    @classmethod
+    def per_channel(cls, spec: OpSpec) -> tuple[str, ...]:
+        return ("bias",) if "Bias" in spec.epilogue else ()
+
+    def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        super().open(channel, left, aligned)
+        if self.reductions:
+            self.moments = partials.Moments(self.team)
+            self.moments.clear()
+
+    def steps(self, values: Buffer) -> None:
+        if "Bias" in self.spec.epilogue:
+            for j in range(self.width):
+                d.put(values, j, values[j] + self.reader.vectors["bias"][j])
+
+    def account(self, values: Buffer) -> None:
+        if self.reductions:
+            self.writer.stored(values)
+            self.moments.add(values)
+
+    def joined(self) -> Buffer:
+        return self.moments.join(self.block.tid, self.shared)
+
+
+class BackwardOutlet(Outlet):
+    """[BiasGrad][AddGradient][mask][Reduce][ReduceOther]*[Scale|Accumulate] and the store of dx.
+
+    z, which the mask needs, is recomputed from x by the expression of the forward pass.
+    """
+
+    result = "dx"
+
+    @classmethod
+    def masks(cls, spec: OpSpec) -> bool:
+        return bool({*ACTIVATION_GRADS} & {*spec.epilogue})
+
+    @classmethod
+    def reads(cls, spec: OpSpec) -> tuple[str, ...]:
+        names = ["other"] if "AddGradient" in spec.epilogue else []
+        names += ["x"] if cls.masks(spec) or "Reduce" in spec.epilogue else []
+        names += [f"x_{i}" for i in range(1, spec.others + 1)]
+        return (*names, "dx") if "Accumulate" in spec.epilogue else tuple(names)
+
+    @classmethod
+    def per_channel(cls, spec: OpSpec) -> tuple[str, ...]:
+        names = ["a", "b"] if cls.masks(spec) and "Normalize" in spec.prologue else []
+        names += [f"mean{t.suffix}" for t in Reductions.of(spec).totals if t.suffix is not None]
+        return (*names, "acc_p") if {"Scale", "Accumulate"} & {*spec.epilogue} else tuple(names)
+
+    def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        super().open(channel, left, aligned)
+        if self.reductions:
+            self.sums = d.registers(self.reductions.quantities * self.width)
+            for k in range(self.reductions.quantities * self.width):
+                d.put(self.sums, k, T.float32(0))
+
+    def steps(self, values: Buffer) -> None:
+        for j in range(self.width):
+            load = self.reader.load(j)
+            self._add(values, j, lambda total: total.of_bias)
+            if "AddGradient" in self.spec.epilogue:
+                d.put(values, j, values[j] + load("other", False))
+            for step in self.spec.epilogue:
+                if step in ACTIVATION_GRADS:
+                    _, z = steps.forward_prologue(self.spec, self.attributes, load)
+                    d.put(values, j, steps.activation_grad(step, values[j], T.bind(z), self.attributes))
+            self._add(values, j, lambda total: not total.of_bias)
+            if "Scale" in self.spec.epilogue:
+                d.put(values, j, load("acc_p", True) * values[j])
+            if "Accumulate" in self.spec.epilogue:
+                d.put(values, j, steps.fma(load("acc_p", True), values[j], load("dx", False)))
+
+    def _add(self, values: Buffer, j: int, wanted: Callable[[Total], bool]) -> None:
+        load = self.reader.load(j)
+        for q, total in enumerate(self.reductions.totals):
+            if wanted(total):
+                at = q * self.width + j
+                if total.suffix is None:
+                    d.put(self.sums, at, self.sums[at] + values[j])
+                else:
+                    centred = load(f"x{total.suffix}", False) - load(f"mean{total.suffix}", True)
+                    d.put(self.sums, at, d.fma(values[j], centred, self.sums[at]))
+
+    def joined(self) -> Buffer:
+        partials.join_sums(self.team, self.block.tid, self.shared, self.sums, self.reductions.quantities)
+        return self.sums
+
+    def scale(self, made: Buffer) -> None:
+        factor = d.registers(self.width)
+        for q, total in enumerate(self.reductions.totals):
+            if total.suffix is not None:
+                source = self.block[f"inv_std{total.suffix}"]
+                load_vector(source, self.channel, self.width, factor, self.aligned, self.left)
+                for j in range(self.width):
+                    d.put(made, q * self.width + j, made[q * self.width + j] * factor[j])
+
+
+def outlet_of(problem: Problem) -> type[Outlet]:
+    return BackwardOutlet if problem.spec.is_gradient else ForwardOutlet
