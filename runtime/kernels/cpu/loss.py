@@ -58,27 +58,36 @@ class LossProblem:
 
 def softmax_loss(problem: LossProblem, target: Target) -> Kernel:
     """scores, labels, [weights] -> loss, log_prob."""
+    return _kernel(
+        "SoftmaxCrossEntropyLoss", problem, target, loss_params(problem), lambda args: _emit_loss(problem, target, args)
+    )
+
+
+def softmax_loss_grad(problem: LossProblem, target: Target) -> Kernel:
+    """dloss, log_prob, labels, [weights] -> dscores."""
+    params = grad_params(problem)
+    return _kernel(
+        "SoftmaxCrossEntropyLossGrad", problem, target, params, lambda args: _emit_grad(problem, target, args)
+    )
+
+
+def loss_params(problem: LossProblem) -> tuple[Param, ...]:
     elements = problem.rows * problem.classes
-    params = (
+    return (
         Param("scores", "in", elements),
         *_label_params(problem),
         Param("loss", "out", problem.losses),
         Param("log_prob", "out", elements),
     )
-    return _kernel("SoftmaxCrossEntropyLoss", problem, target, params, lambda args: _emit_loss(problem, target, args))
 
 
-def softmax_loss_grad(problem: LossProblem, target: Target) -> Kernel:
-    """dloss, log_prob, labels, [weights] -> dscores."""
+def grad_params(problem: LossProblem) -> tuple[Param, ...]:
     elements = problem.rows * problem.classes
-    params = (
+    return (
         Param("dloss", "in", problem.losses),
         Param("log_prob", "in", elements),
         *_label_params(problem),
         Param("dscores", "out", elements),
-    )
-    return _kernel(
-        "SoftmaxCrossEntropyLossGrad", problem, target, params, lambda args: _emit_grad(problem, target, args)
     )
 
 
@@ -94,20 +103,12 @@ def _kernel(op: str, problem: LossProblem, target: Target, params: tuple[Param, 
 
 def _emit_loss(problem: LossProblem, target: Target, args: Args) -> None:
     losses, weights = (tir.workspace(problem.rows, "float64") for _ in range(2))
-    scores, rows = args["scores"], problem.along_classes
+    rows = problem.along_classes
 
     def emit(row: Expr, at: At) -> None:
-        top = rows.fold(target, "float32", float("-inf"), lambda top, c: steps.maximum(scores[at(c)], top), tirx.Max)
-        total = rows.fold(
-            target, "float64", 0.0, lambda total, c: total + f64(steps.exp(scores[at(c)] - top)), tirx.Add
-        )
-        log_total = T.bind(tirx.log(total))
-        log_prob = lambda c: to_f32(f64(scores[at(c)] - top) - log_total)  # noqa: E731
-        rows.along(target, lambda c: T.buffer_store(args["log_prob"], log_prob(c), [at(c)]))
-        label = Label(problem, args, row)
-        loss = label.when_used(label.weight * (f64(0.0) - f64(args["log_prob"][at(label.index)])))
+        loss, weight = row_loss(problem, target, args, rows, row, at)
         T.buffer_store(losses, loss, [row])
-        T.buffer_store(weights, label.weight, [row])
+        T.buffer_store(weights, weight, [row])
         if problem.reduction == "none":
             T.buffer_store(args["loss"], to_f32(losses[row]), [row])
 
@@ -119,23 +120,44 @@ def _emit_loss(problem: LossProblem, target: Target, args: Args) -> None:
         T.buffer_store(args["loss"], to_f32(total_loss / total_weight if total_weight is not None else total_loss), [0])
 
 
+def row_loss(problem: LossProblem, target: Target, args: Any, rows: Any, row: Expr, at: At) -> tuple[Expr, Expr]:
+    """Write a row's log_prob; its loss and its weight, as float64. `rows` walks along it (rows.py)."""
+    scores = args["scores"]
+    top = rows.fold(target, "float32", float("-inf"), lambda top, c: steps.maximum(scores[at(c)], top), tirx.Max)
+    total = rows.fold(target, "float64", 0.0, lambda total, c: total + f64(steps.exp(scores[at(c)] - top)), tirx.Add)
+    log_total = T.bind(tirx.log(total))
+
+    def log_prob(c: Expr) -> Expr:
+        return to_f32(f64(scores[at(c)] - top) - log_total)
+
+    rows.along(target, lambda c: T.buffer_store(args["log_prob"], log_prob(c), [at(c)]))
+    label = Label(problem, args, row)
+    return label.when_used(label.weight * (f64(0.0) - f64(log_prob(label.index)))), label.weight
+
+
 def _emit_grad(problem: LossProblem, target: Target, args: Args) -> None:
     count = None
     if problem.reduction == "mean":
         count = _sum_rows(problem, lambda row: Label(problem, args, row).weight)
+    rows = problem.along_classes
+    rows.each(target, lambda row, at: row_gradient(problem, target, args, rows, row, at, count))
 
-    def emit(row: Expr, at: At) -> None:
-        label = Label(problem, args, row)
-        scale = label.weight * f64(args["dloss"][row if problem.reduction == "none" else 0])
-        scale = T.bind(to_f32(label.when_used(scale if count is None else scale / count)))
 
-        def gradient(c: Expr) -> None:
-            own = tirx.Select(c == label.index, f32(1.0), f32(0.0))
-            T.buffer_store(args["dscores"], (steps.exp(args["log_prob"][at(c)]) - own) * scale, [at(c)])
+def row_gradient(
+    problem: LossProblem, target: Target, args: Any, rows: Any, row: Expr, at: At, count: Expr | None, factor: Any = 1.0
+) -> None:
+    """Write a row's dscores, times `factor`. `count` is the sum of all rows' weights that the mean divides by."""
+    label = Label(problem, args, row)
+    scale = label.weight * f64(args["dloss"][row if problem.reduction == "none" else 0])
+    if not isinstance(factor, float):
+        scale = scale * f64(factor)
+    scale = T.bind(to_f32(label.when_used(scale if count is None else scale / count)))
 
-        problem.along_classes.along(target, gradient)
+    def gradient(c: Expr) -> None:
+        own = tirx.Select(c == label.index, f32(1.0), f32(0.0))
+        T.buffer_store(args["dscores"], (steps.exp(args["log_prob"][at(c)]) - own) * scale, [at(c)])
 
-    problem.along_classes.each(target, emit)
+    rows.along(target, gradient)
 
 
 class Label:

@@ -1,0 +1,94 @@
+"""Softmax cross-entropy and its gradient on a GPU, interpreted, against float64 numpy."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
+
+from bnfuse.runtime.kernels.cpu.loss import LossProblem
+from bnfuse.runtime.kernels.cuda import loss as cuda_loss
+from bnfuse.runtime.kernels.cuda.loss import softmax_loss, softmax_loss_grad
+
+CASES = [
+    LossProblem(16, 10),
+    LossProblem(3, 1000, reduction="sum", label_dtype="int32"),
+    LossProblem(5, 37, reduction="none"),
+    LossProblem(4, 21, 6, weighted=True, ignore_index=-1),
+    LossProblem(2, 5, 9, "none", ignore_index=2),
+    LossProblem(300, 3, ignore_index=1),
+    LossProblem(1, 1),
+]
+
+
+def reference(scores, labels, dloss, reduction, weights, ignore):
+    """scores [n, classes, inner], labels [n, inner]."""
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    log_prob = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    used = labels != ignore
+    index = np.where(used, labels, 0)
+    weight = (weights[index] if weights is not None else np.ones(labels.shape)) * used
+    own = np.arange(scores.shape[1])[None, :, None] == index[:, None]
+    loss = -weight * np.take_along_axis(log_prob, index[:, None], 1)[:, 0]
+    if reduction == "none":
+        scale = weight * dloss.reshape(labels.shape)
+    else:
+        count = weight.sum() if reduction == "mean" else 1
+        scale = weight * dloss / count
+        loss = loss.sum() / count
+    return loss, log_prob, (np.exp(log_prob) - own) * scale[:, None]
+
+
+@pytest.mark.parametrize("many_blocks", [False, True])
+@pytest.mark.parametrize("problem", CASES, ids=str)
+def test_loss_and_gradient(problem, many_blocks, monkeypatch):
+    if many_blocks:
+        monkeypatch.setattr(cuda_loss, "SUM_ROWS", 7)
+    rng = np.random.default_rng(0)
+    scores = (5 * rng.normal(size=(problem.n, problem.classes, problem.inner))).astype(np.float32)
+    labels = rng.integers(0, problem.classes, size=(problem.n, problem.inner))
+    if problem.ignore_index is not None:
+        labels[0, 0] = problem.ignore_index
+    weights = rng.uniform(0.5, 2, size=problem.classes).astype(np.float32) if problem.weighted else None
+    dloss = rng.uniform(0.5, 2, size=problem.losses).astype(np.float32)
+    wide = scores.astype(np.float64)
+    loss, log_prob, grad = reference(wide, labels, dloss, problem.reduction, weights, problem.ignore_index)
+    operands = {"scores": scores, "labels": labels, "dloss": dloss, "weights": weights}
+    found = run_kernel(softmax_loss(problem, gpu()), operands)
+    np.testing.assert_allclose(found["loss"], np.ravel(loss), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found["log_prob"], log_prob.ravel(), rtol=1e-6, atol=1e-6)
+    operands["log_prob"] = found["log_prob"]
+    found = run_kernel(softmax_loss_grad(problem, gpu()), operands)
+    np.testing.assert_allclose(found["dscores"], grad.ravel(), rtol=1e-5, atol=2e-7)
+    scaled = run_kernel(softmax_loss_grad(problem, gpu("fp16")), operands, scalars={"loss_scale": 1024.0})
+    np.testing.assert_array_equal(scaled["dscores"], 1024 * found["dscores"])
+
+
+def test_large_scores_neither_overflow_nor_underflow():
+    scores = np.array([[1e4, -1e4, 0], [0, 200, 100]], np.float32)
+    found = run_kernel(softmax_loss(LossProblem(2, 3), gpu()), {"scores": scores, "labels": np.array([1, 2])})
+    np.testing.assert_allclose(found["loss"], [(2e4 + 100) / 2], rtol=1e-6)
+
+
+def test_a_score_that_is_nan_shows():
+    scores = np.zeros((2, 300), np.float32)
+    scores[1, 77] = np.nan
+    found = run_kernel(softmax_loss(LossProblem(2, 300), gpu()), {"scores": scores, "labels": np.array([1, 2])})
+    assert np.isnan(found["loss"]).all()
+
+
+@pytest.mark.parametrize("label", [3, -1, 2**40, -(2**63)])
+def test_a_label_that_is_no_class_reads_nothing_and_shows_as_nan(label):
+    problem = dataclasses.replace(LossProblem(2, 3), weighted=True)
+    operands = {"scores": np.zeros((2, 3), np.float32), "labels": np.array([0, label]), "weights": np.ones(3)}
+    found = run_kernel(softmax_loss(problem, gpu()), operands)
+    assert np.isnan(found["loss"]).all()
+    operands |= {"dloss": np.ones(1, np.float32), "log_prob": found["log_prob"]}
+    assert np.isnan(run_kernel(softmax_loss_grad(problem, gpu()), operands)["dscores"][3:]).all()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles_without_spills(arch):
+    for problem in (LossProblem(64, 1000), LossProblem(8, 21, 5000, weighted=True, ignore_index=-1)):
+        assert_no_spills(softmax_loss(problem, gpu(arch=arch)))
+        assert_no_spills(softmax_loss_grad(problem, gpu("fp16", arch)))
