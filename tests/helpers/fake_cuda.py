@@ -54,6 +54,8 @@ class FakeCuda:
         self.major, self.minor = int(arch[3:-1]), int(arch[-1])
         self.memory, self.rng = memory, random.Random(seed)
         self.kernels: dict[str, FakeKernel] = {}
+        self.served: dict[tuple[bytes, str], FakeKernel] = {}  # by cubin too: names of kernels are not unique
+        self.modules: dict[int, bytes] = {}
         self.fail: dict[str, Any] = {}
         self.log: list[str] = []
         self.launched: list[str] = []
@@ -61,7 +63,7 @@ class FakeCuda:
         self.waits: list[tuple[int, int]] = []  # stream, and the stream that it waits for
         self.blocks: dict[int, Any] = {}  # device memory by address
         self.host_blocks: dict[int, Any] = {}
-        self.functions: dict[int, str] = {}
+        self.functions: dict[int, tuple[str, FakeKernel]] = {}
         self.shared: dict[str, int] = {}
         self.graphs: dict[int, list[Node]] = {}
         self.executables: dict[int, list[Node]] = {}
@@ -89,16 +91,14 @@ class FakeCuda:
     def count(self, name: str) -> int:
         return Counter(self.log)[name]
 
-    def serve(
-        self, names: Iterable[str], codes: Iterable[bytes], make: Callable[[str, int], Callable[..., None]]
-    ) -> None:
-        """The device kernels of compiled kernels. `make(kernel, stage)` gives the function of a stage."""
-        for name, code in zip(names, codes, strict=True):
-            found = container.unpack(code, name)
+    def serve(self, codes: Iterable[bytes], make: Callable[[int, int], Callable[..., None]]) -> None:
+        """The device kernels of compiled kernels. `make` gives the function of a stage, both by index."""
+        for kernel, code in enumerate(codes):
+            found = container.unpack(code, str(kernel))
             types = dict(found.parameters)
             for index, stage in enumerate(found.stages):
                 kinds = tuple(types[argument] for argument in stage.arguments)
-                self.kernels[stage.symbol] = FakeKernel(kinds, make(name, index))
+                self.served[found.cubin, stage.symbol] = FakeKernel(kinds, make(kernel, index))
 
     # -- the bindings ------------------------------------------------------------------------------------------
 
@@ -212,20 +212,24 @@ class FakeCuda:
         return OK, 0.5
 
     def cuModuleLoadData(self, cubin: bytes) -> Any:
-        return OK, next(self._handles)
+        module = next(self._handles)
+        self.modules[module] = cubin
+        return OK, module
 
     def cuModuleUnload(self, module: int) -> Any:
         return (OK,)
 
     def cuModuleGetFunction(self, module: int, symbol: bytes) -> Any:
-        if symbol.decode() not in self.kernels:
+        name = symbol.decode()
+        kernel = self.served.get((self.modules.get(module, b""), name)) or self.kernels.get(name)
+        if kernel is None:
             return (real.CUresult.CUDA_ERROR_NOT_FOUND,)
         function = next(self._handles)
-        self.functions[function] = symbol.decode()
+        self.functions[function] = name, kernel
         return OK, function
 
     def cuFuncSetAttribute(self, function: int, attribute: Any, value: int) -> Any:
-        self.shared[self.functions[function]] = value
+        self.shared[self.functions[function][0]] = value
         return (OK,)
 
     def cuLaunchKernel(self, function: int, *rest: Any) -> Any:
@@ -236,8 +240,7 @@ class FakeCuda:
     def _kernel(self, function: int, parameters: int, after: Sequence[int]) -> Node:
         """A node with its arguments as they are now."""
         self._check_context()
-        symbol = self.functions[function]
-        kernel = self.kernels[symbol]
+        symbol, kernel = self.functions[function]
         pointers = (ctypes.c_void_p * max(len(kernel.types), 1)).from_address(parameters)
         kinds = [own.CTYPES[kind] for kind in kernel.types]
         values = tuple(kind.from_address(pointers[i]).value for i, kind in enumerate(kinds))

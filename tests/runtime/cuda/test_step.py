@@ -1,8 +1,9 @@
-"""A whole step on the host side of the GPU target. Its device kernels are the CPU's, run by a stand-in for the driver."""
+"""A whole step on the host side of the GPU target: the CPU's kernels, run by a stand-in for the driver."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import json
 import pathlib
@@ -29,6 +30,7 @@ from bnfuse.runtime.cuda.container import Code, pack
 from bnfuse.runtime.cuda.container import Stage as Part
 from bnfuse.runtime.execution import Compiled
 from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.session import read_safetensors
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 
@@ -48,39 +50,38 @@ def parameters_of(launch: p.Launch) -> tuple[tuple[str, str], ...]:
 
 
 def contained(compiled: Compiled) -> Compiled:
-    """The program with code for a GPU. Each kernel has two stages; the first does nothing."""
-    first = {launch.kernel: launch for launch in reversed(compiled.program.launches)}
-    codes = []
-    for index, name in enumerate(compiled.program.kernels):
-        parameters = parameters_of(first[index])
+    """The program with code for a GPU: a kernel for each launch, for some of the CPU's ask how long their buffers are.
+    Each kernel has two stages; the first does nothing."""
+    program, codes = compiled.program, []
+    for index, launch in enumerate(program.launches):
+        parameters = parameters_of(launch)
         names = tuple(name for name, _ in parameters)
-        stages = (Part(f"{name}_0", (2, 1, 1), 64, 0, names[:1]), Part(f"{name}_1", (9, 1, 1), 256, 64 << 10, names))
-        codes.append(pack(Code(stages, parameters, "sm_90", name.encode())))
-    return Compiled(compiled.program, codes)
+        stages = (Part("first", (2, 1, 1), 64, 0, names[:1]), Part("second", (9, 1, 1), 256, 64 << 10, names))
+        codes.append(pack(Code(stages, parameters, "sm_90", f"{index} of {len(program.launches)}".encode())))
+    launches = [dataclasses.replace(launch, kernel=index) for index, launch in enumerate(program.launches)]
+    names = [program.kernels[launch.kernel] for launch in program.launches]
+    return Compiled(dataclasses.replace(program, kernels=names, launches=launches, works=[]), codes)
 
 
 def serve(fake: FakeCuda, compiled: Compiled, codes: Compiled) -> None:
     """Let the stand-in run the CPU's kernels on its memory."""
     library = Library(compiled.program.kernels, compiled.codes)
-    storages = compiled.program.storages
-    first = {launch.kernel: launch for launch in reversed(compiled.program.launches)}
-    indices = {name: index for index, name in enumerate(compiled.program.kernels)}
 
-    def make(kernel: str, stage: int) -> Callable[..., None]:
-        launch = first[indices[kernel]]
+    def make(index: int, stage: int) -> Callable[..., None]:
+        launch = compiled.program.launches[index]
 
         def call(*values: Any) -> None:
             arguments = []
             for argument, value in zip(launch.arguments, values, strict=True):
                 if isinstance(argument, p.Buffer):
-                    s = storages[argument.storage]
+                    s = compiled.program.storages[argument.storage]
                     value = tvm.runtime.from_dlpack(floats(value, s.elements, s.dtype))
                 arguments.append(value)
-            library.functions[indices[kernel]](*arguments)
+            library.functions[launch.kernel](*arguments)
 
         return call if stage else lambda _: None
 
-    fake.serve(codes.program.kernels, codes.codes, make)
+    fake.serve(codes.codes, make)
 
 
 def on_cpu(optimizer: Any = None, level: str = "icf") -> Step:
@@ -112,6 +113,7 @@ def made() -> Step:
 def cpu(made: Step) -> Step:
     state = made.state_dict()
     made.reset_optimizer()
+    made.lr = 0.1
     yield made
     made.load_state_dict(state)
 
@@ -168,7 +170,7 @@ def test_phases_by_themselves_and_profiles_do_the_same(fake, cpu):
     cpu.backward(), cpu.update()
     times = gpu.profile(*b)
     assert [(t.phase, t.node, t.kernel) for t in times] == [(t.phase, t.node, t.kernel) for t in cpu.profile(*b)]
-    assert all(t.seconds == 0.5 for t in times)
+    assert all(t.seconds == 0.0005 for t in times)
     same_state(cpu, gpu)
     for name, value in cpu.outputs.items():
         np.testing.assert_array_equal(gpu.outputs[name], value)
@@ -181,8 +183,8 @@ def test_learning_rate_and_count_reach_their_nodes_and_nothing_else_is_updated(f
         gpu.lr = cpu.lr = 0.01 / (i + 1)
         assert gpu(*nets.batch(i)) == cpu(*nets.batch(i))
     same_state(cpu, gpu)
-    update = {gpu.program.kernels[launch.kernel] for launch in gpu.program.phase("update")}
-    assert fake.updates and {symbol.rpartition("_")[0] for symbol in fake.updates} <= update
+    assert len(gpu.program.phase("update")) == 1
+    assert fake.updates == ["second"] * 3
 
 
 def test_arrays_on_the_device_are_read_where_they_lie(fake, cpu):
@@ -239,21 +241,17 @@ def test_strided_misaligned_and_foreign_types_are_copied(fake, cpu):
         assert float(gpu(given, OnDevice(labels.astype(np.int32)))) == wanted
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (np.zeros((4, 3, 8, 9), np.float32), r"'image' has the shape \[4, 3, 8, 9\]"),
-        (np.zeros((4, 3, 8, 8), np.complex64), "'image' "),
-    ],
-)
 @pytest.mark.parametrize("place", [OnDevice, np.asarray])
-def test_inputs_that_do_not_fit_are_one_line(fake, cpu, images, message, place):
-    if place is OnDevice and images.dtype.kind == "c":
-        images = images.astype(np.float32)[:3]
+def test_inputs_that_do_not_fit_are_one_line(fake, cpu, place):
     gpu = on_gpu(cpu, fake)
-    with pytest.raises(BnfuseError, match=message) as caught:
-        gpu(place(images), nets.batch()[1])
-    assert "\n" not in str(caught.value)
+    images, labels = nets.batch()
+    for given, message in (
+        ((place(images[:3]), labels), r"'image' has the shape \[3, 3, 8, 8\], the graph takes"),
+        ((place(images), place(labels.astype(np.float32))), "is float32, the graph takes int64"),
+    ):
+        with pytest.raises(BnfuseError, match=message) as caught:
+            gpu(*given)
+        assert "\n" not in str(caught.value)
     with pytest.raises(BnfuseError, match="takes 2 inputs"):
         gpu(place(images))
     with pytest.raises(BnfuseError, match="labels from 7 to 7"):
@@ -273,11 +271,12 @@ def test_results_stay_on_the_device_for_whoever_wants_them(fake, cpu):
     gpu = on_gpu(cpu, fake)
     assert gpu(*nets.batch()) == cpu(*nets.batch())
     logits, gradient = cpu.program.roles["logits"], next(iter(cpu.program.gradients))
-    for mine, theirs in (
-        (gpu.device_output(logits), cpu.outputs[logits]),
-        (gpu.device_gradient(gradient), cpu.gradients()[gradient]),
-        (gpu.device_state(gradient), cpu.state_dict()[gradient]),
+    for find, wanted in (
+        (lambda: gpu.device_output(logits), lambda: cpu.outputs[logits]),
+        (lambda: gpu.device_gradient(gradient), lambda: cpu.gradients()[gradient]),
+        (lambda: gpu.device_state(gradient), lambda: cpu.state_dict()[gradient]),
     ):
+        mine, theirs = find(), wanted()
         np.testing.assert_array_equal(np.asarray(mine), theirs)
         assert (mine.shape, mine.dtype, mine.__dlpack_device__()) == (theirs.shape, theirs.dtype, (dlpack.CUDA, 0))
         fake.waits.clear()
@@ -285,13 +284,10 @@ def test_results_stay_on_the_device_for_whoever_wants_them(fake, cpu):
         assert fake.waits == [(55, gpu.stream)]  # the consumer waits for us,
         np.testing.assert_array_equal(floats(view.address, mine.numpy().size).reshape(mine.shape), theirs)
         fake.waits.clear()
-        gpu.lr = 0.0
-        gpu(*nets.batch())
+        assert gpu(*nets.batch()) == cpu(*nets.batch())
         assert (gpu.stream, 55) in fake.waits  # and the next step for the consumer
         interface = mine.__cuda_array_interface__
         assert interface["data"][0] == mine.address and interface["stream"] == gpu.stream
-        cpu.lr = 0.0
-        cpu(*nets.batch())
     with pytest.raises(BnfuseError, match="no gradient of a parameter 'nobody'"):
         gpu.device_gradient("nobody")
     with pytest.raises(BufferError):
@@ -313,7 +309,7 @@ def test_memory_of_results_is_used_again_behind_their_readers(fake, cpu):
     del view
     gc.collect()
     assert fake.waits == [(gpu.stream, 55)]
-    assert address in {gpu(*arrays).address for _ in range(1)} | {gpu(*arrays).address}
+    assert gpu(*arrays).address == address or gpu(*arrays).address == address
 
 
 def test_another_stream_goes_on_where_the_first_one_is(fake, cpu):
@@ -349,7 +345,9 @@ def test_state_goes_to_files_and_back(fake, cpu, tmp_path):
         gpu(*nets.batch(i)), cpu(*nets.batch(i))
     gpu.save(tmp_path / "gpu.safetensors")
     cpu.save(tmp_path / "cpu.safetensors")
-    assert (tmp_path / "gpu.safetensors").read_bytes() == (tmp_path / "cpu.safetensors").read_bytes()
+    mine, theirs = (read_safetensors(tmp_path / f"{name}.safetensors") for name in ("gpu", "cpu"))
+    assert mine[1] == theirs[1] and mine[0].keys() == theirs[0].keys()
+    assert all(np.array_equal(mine[0][name], value) for name, value in theirs[0].items())
     other = on_gpu(cpu, fake)
     other.load(tmp_path / "cpu.safetensors")
     assert other.steps == 2 and other(*nets.batch(5)) == cpu(*nets.batch(5))
@@ -372,7 +370,7 @@ def test_memory_is_one_block_a_region_and_is_given_back(fake, cpu):
 def test_too_little_memory_is_one_line_and_loses_no_state(monkeypatch, cpu):
     fake = install(monkeypatch, FakeCuda(memory=50_000))
     gpu = on_gpu(cpu, fake)
-    with pytest.raises(BnfuseError, match="the GPU's memory does not suffice: the step's .* takes .* are free"):
+    with pytest.raises(BnfuseError, match=r"the GPU's memory does not suffice: the step's .* takes .* are free"):
         gpu(*nets.batch())
     same_state(cpu, gpu)
     gc.collect()
@@ -382,7 +380,7 @@ def test_too_little_memory_is_one_line_and_loses_no_state(monkeypatch, cpu):
 
 def test_a_wrong_architecture_and_no_gpu_show_when_it_runs(monkeypatch, cpu, tmp_path):
     gpu = on_gpu(cpu, install(monkeypatch, FakeCuda("sm_80")))
-    with pytest.raises(BnfuseError, match="compiled for sm_90; the GPU here .Fake GPU. is sm_80"):
+    with pytest.raises(BnfuseError, match=r"compiled for sm_90; the GPU here .Fake GPU. is sm_80"):
         gpu(*nets.batch())
     fake = install(monkeypatch, FakeCuda())
     fake.fail["cuInit"] = CUresult.CUDA_ERROR_NO_DEVICE
