@@ -1,0 +1,93 @@
+"""Statistics whose rows of partial results stand for different numbers of pixels.
+
+The threads of a depthwise stage have strips and tiles that end where the map ends, so a row of `partials` says of how
+many pixels it is: [tiles][count, mean, M2][channels], float32. The rest is as in partials.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.depthwise_shape import Plan
+from bnfuse.runtime.kernels.cuda.device import Buffer, Expr, Stage
+from bnfuse.runtime.kernels.cuda.partials import COLUMNS, Columns, Moments, Team
+from bnfuse.runtime.kernels.kernel import Param
+
+LANES = 32  # rows that a merging block reads side by side
+
+
+def zeroed(count: int) -> Buffer:
+    held = d.registers(count)
+    d.unrolled(count, lambda i: d.put(held, i, T.float32(0)))
+    return held
+
+
+def team_of(plan: Plan) -> Team:
+    return Team(plan.vectors, plan.items, plan.lanes)
+
+
+def add_first(moments: Moments, values: Buffer) -> None:
+    """Shift by the first value that a thread has ever seen."""
+    is_first = T.bind(moments.count[0] == T.float32(0))
+    d.unrolled(
+        moments.width, lambda j: d.put(moments.shift, j, tirx.Select(is_first, values[j], moments.shift[j]))
+    )
+
+
+def add_value(moments: Moments, values: Buffer, at: int) -> None:
+    """Take in the pixel whose channels are values[at:]; `add_first` has been called."""
+
+    def one(j: Expr) -> None:
+        apart = T.bind(values[at + j] - moments.shift[j])
+        d.put(moments.first, j, moments.first[j] + apart)
+        d.put(moments.second, j, d.fma(apart, apart, moments.second[j]))
+
+    d.unrolled(moments.width, one)
+
+
+def counted_row(moments: Moments, tid: Expr, shared: Buffer) -> Buffer:
+    """Lane 0 of the block gets [count, mean, M2][width] of all lanes."""
+    width = moments.width
+    made, row = moments.join(tid, shared), d.registers(3 * width)
+    for j in range(width):
+        d.put(row, j, moments.count[0])
+        d.put(row, width + j, made[j])
+        d.put(row, 2 * width + j, made[width + j])
+    return row
+
+
+def counted_statistics_stage(name: str, params: Sequence[Param], *, tiles: int, total: int, channels: int) -> Stage:
+    """Merge `partials` into "mean" and "variance" (biased), [channels] float32 each, of `total` pixels in all."""
+    shared = LANES // 2 * COLUMNS * 3 * 8
+    grid = -(-channels // COLUMNS), 1, 1
+    with d.stage(name, params, grid=grid, threads=LANES * COLUMNS, shared=shared) as block:
+        columns = Columns(block, tiles, channels, LANES, d.shared_memory(shared).view("float64"))
+        sums = d.registers(3, "float64")  # n*e, n*e*e, M2 where e is a row's mean less the first row's
+        for k in range(3):
+            d.put(sums, k, tirx.const(0, "float64"))
+        shift = T.bind(tirx.Cast("float64", block["partials"][channels + columns.held_channel]))
+
+        def add(_: Expr, values: Callable[[int], Expr]) -> None:
+            gap = T.bind(values(1) - shift)
+            weighted = T.bind(values(0) * gap)
+            d.put(sums, 0, sums[0] + weighted)
+            d.put(sums, 1, sums[1] + weighted * gap)
+            d.put(sums, 2, sums[2] + values(2))
+
+        columns.sweep(block["partials"], 3, add)
+        columns.join(sums, 3)
+
+        def store() -> None:
+            count = tirx.const(float(total), "float64")
+            gap = T.bind(sums[0] / count)
+            m2 = T.bind(sums[2] + (sums[1] - sums[0] * gap))
+            m2 = tirx.Select(m2 < tirx.const(0, "float64"), tirx.const(0, "float64"), m2)
+            d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
+            d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
+
+        columns.first_lane(store)
+    return block.stage
