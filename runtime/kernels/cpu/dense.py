@@ -65,6 +65,13 @@ class GemmProblem:
 
 def gemm(problem: GemmProblem, target: Target) -> Kernel:
     """a, b, [c] -> y."""
+    params = gemm_params(problem)
+    name = unique_name("Gemm", problem, target)
+    nest = Dots if problem.trans_b and not problem.trans_a else OuterProducts
+    return Kernel(name, problem, target, params, lambda: prim_func(name, params, {}, nest(problem, target).emit))
+
+
+def gemm_params(problem: GemmProblem) -> tuple[Param, ...]:
     largest = max(problem.m * problem.k, problem.k * problem.n, problem.m * problem.n)
     if min(problem.m, problem.n, problem.k) < 1 or largest >= INT32_LIMIT:
         raise BnfuseError(f"Gemm: [{problem.m}, {problem.k}] times [{problem.k}, {problem.n}] is empty or too large")
@@ -72,10 +79,7 @@ def gemm(problem: GemmProblem, target: Target) -> Kernel:
     params = [Param("a", "in", problem.m * problem.k), Param("b", "in", problem.k * problem.n)]
     if problem.bias is not None and problem.beta:
         params.append(Param("c", "in", (problem.m if strides[0] else 1) * (problem.n if strides[1] else 1)))
-    params.append(Param("y", "out", problem.m * problem.n))
-    name = unique_name("Gemm", problem, target)
-    nest = Dots if problem.trans_b and not problem.trans_a else OuterProducts
-    return Kernel(name, problem, target, tuple(params), lambda: prim_func(name, params, {}, nest(problem, target).emit))
+    return (*params, Param("y", "out", problem.m * problem.n))
 
 
 @dataclasses.dataclass(frozen=True)
