@@ -231,16 +231,18 @@ def bench(
     plot: str | Path | None = None,
     seed: int = 0,
     threads: int | None = None,
+    target: str = "cpu",
+    precision: str | None = None,
     progress: Progress = quiet,
     **roles: Any,
 ) -> Benchmark:
     """Times of a step at several levels and in other runtimes, in turns, and the peak memory of each.
 
     `levels` are none, rcf, mvf, bnff, icf, each also with +pool-first or +no-pool-first; `against` are ort, torch,
-    torch-cl, torch-compile; either may be empty. `wait` is the patience in seconds for an idle machine. `profile` adds
-    our steps kernel by kernel, `compile_time` compiling with empty caches; `memory=False` leaves peak memory out.
-    `tune` is that of `compile`.
-    `plot` is the file of a picture. docs/bench.md
+    torch-cl, torch-compile; either may be empty. With a `target` of cuda or cuda:ARCHITECTURE all run on the GPU in
+    `precision` (fp32, tf32, bf16, fp16), and `against` are torch's, each also with +graph. `wait` is the patience in
+    seconds for an idle machine. `profile` adds our steps kernel by kernel, `compile_time` compiling with empty caches;
+    `memory=False` leaves peak memory out. `tune` is that of `compile`. `plot` is the file of a picture. docs/bench.md
     """
     from bnfuse.benchmarking.run import run_benchmark
 
@@ -263,6 +265,8 @@ def bench(
         memory=memory,
         seed=seed,
         threads=threads,
+        target=target,
+        precision=precision,
         progress=progress,
     )
     if plot is not None:

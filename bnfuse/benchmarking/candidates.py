@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
-from bnfuse.benchmarking.choices import Variant
+from bnfuse.benchmarking.choices import Variant, is_gpu
 from bnfuse.benchmarking.times import Candidate, Times
 from bnfuse.oracle import Arrays, OrtGraph
 from bnfuse.training_graph import TrainingGraph
@@ -77,12 +77,23 @@ def forward_part(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
     return part
 
 
-def make_peer(graph: TrainingGraph, peer: str, feeds: Arrays, threads: int, *, with_forward: bool = True) -> Candidate:
-    """The step of another runtime. `with_forward=False` spares onnxruntime the second session."""
+def make_peer(
+    graph: TrainingGraph,
+    peer: str,
+    feeds: Arrays,
+    threads: int,
+    *,
+    with_forward: bool = True,
+    precision: str | None = None,
+) -> Candidate:
+    """The step of another runtime; on the GPU where there is a `precision`. `with_forward=False` spares onnxruntime the
+    second session."""
     if peer == "ort":
         return OrtCandidate(graph, feeds, threads, with_forward=with_forward)
     from bnfuse.peers import TorchStep
 
+    if precision is not None:
+        return TorchStep(graph, peer, feeds, lr=LR, momentum=MOMENTUM, device="cuda", precision=precision)
     return TorchStep(graph, peer, feeds, threads=threads, lr=LR, momentum=MOMENTUM)
 
 
@@ -99,14 +110,17 @@ def compile_variant(
     bar: Callable[[int, int, str], None] | None = None,
     *,
     tune: bool = False,
+    **options: Any,
 ) -> Any:
     """Rewritten and compiled, with SGD and momentum (of rate 0) in the step."""
-    return compile_rewritten(rewrite_variant(graph, variant), threads, progress=bar, tune=tune)
+    return compile_rewritten(rewrite_variant(graph, variant), threads, progress=bar, tune=tune, **options)
 
 
-def compile_rewritten(rewritten: Rewritten, threads: int, **options: Any) -> Any:
-    """`options` are further ones of `compile_step`."""
+def compile_rewritten(rewritten: Rewritten, threads: int | None, **options: Any) -> Any:
+    """`options` are further ones of `compile_step`. Threads are a CPU's."""
     from bnfuse import runtime
 
     optimizer = runtime.SGD(lr=LR, momentum=MOMENTUM)
+    if is_gpu(options.get("target", "cpu")):
+        threads = None
     return runtime.compile_step(rewritten.model, optimizer=optimizer, threads=threads, **options)

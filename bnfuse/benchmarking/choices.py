@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from bnfuse.errors import BnfuseError
 from bnfuse.passes.manager import LEVELS, is_pool_first
+from bnfuse.peers.names import CUDA_PEERS
 from bnfuse.peers.names import PEERS as TORCH_PEERS
+from bnfuse.runtime.cuda.arch import PRECISIONS
 
 PEERS = ("ort", *TORCH_PEERS)
 ON, OFF = "+pool-first", "+no-pool-first"
@@ -42,13 +44,28 @@ def variant(text: str) -> Variant:
     return Variant(level, plus + option == ON if plus else is_pool_first(level))
 
 
-def peers(texts: Iterable[str]) -> tuple[str, ...]:
+def peers(texts: Iterable[str], target: str = "cpu") -> tuple[str, ...]:
     """["ort,torch", "torch-cl"] -> the three, each once, in this order."""
     named = tuple(dict.fromkeys(split(texts)))
+    known, where = (CUDA_PEERS, " on a GPU") if is_gpu(target) else (PEERS, "")
     for name in named:
-        if name not in PEERS:
-            raise BnfuseError(f"cannot measure against '{name}': there are {', '.join(PEERS)}")
+        if name not in known:
+            raise BnfuseError(f"cannot measure against '{name}'{where}: there are {', '.join(known)}")
     return named
+
+
+def is_gpu(target: str) -> bool:
+    return target.partition(":")[0] == "cuda"
+
+
+def precision(text: str | None, target: str) -> str:
+    """What a target computes in: float32 by default, and on a CPU always."""
+    chosen = text or "fp32"
+    if chosen not in PRECISIONS:
+        raise BnfuseError(f"there is no precision '{chosen}': there is {', '.join(PRECISIONS)}")
+    if chosen != "fp32" and not is_gpu(target):
+        raise BnfuseError(f"precision {chosen} is for a GPU: add --target cuda")
+    return chosen
 
 
 def split(texts: Iterable[str]) -> Iterator[str]:

@@ -29,9 +29,10 @@ class CompileTimes:
     warm_s: float
 
 
-def measured_compile(file: Path, candidate: Variant | str, threads: int) -> CompileTimes:
-    """`file` is the training graph, `candidate` one of ours or torch-compile."""
-    request: dict[str, Any] = {"file": str(file.resolve()), "threads": threads}
+def measured_compile(file: Path, candidate: Variant | str, threads: int, how: dict[str, str]) -> CompileTimes:
+    """`file` is the training graph, `candidate` one of ours or torch-compile; `how` has target and precision where
+    they are not the CPU's."""
+    request: dict[str, Any] = {"file": str(file.resolve()), "threads": threads, "how": how}
     request |= {"peer": candidate} if isinstance(candidate, str) else {"variant": dataclasses.astuple(candidate)}
     with tempfile.TemporaryDirectory(prefix="bnfuse-cold-") as folder:
         caches = dict.fromkeys(CACHES, folder)
@@ -45,7 +46,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
 
     graph = open_graph(asked["file"])
     if "peer" in asked:
-        return measure_peer(graph, asked["peer"], asked["threads"])
+        return measure_peer(graph, asked["peer"], asked["threads"], asked["how"].get("precision"))
     import bnfuse.runtime.compile  # noqa: F401  # its import is not in the time
     from bnfuse.benchmarking.candidates import compile_rewritten, rewrite_variant
 
@@ -53,11 +54,12 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
     start = time.perf_counter()
     rewritten = rewrite_variant(graph, variant)
     middle = time.perf_counter()
-    compile_rewritten(rewritten, asked["threads"])
+    compile_rewritten(rewritten, asked["threads"], **asked["how"])
     return {"rewrite_s": middle - start, "compile_s": time.perf_counter() - middle}
 
 
-def measure_peer(graph: Any, peer: str, threads: int) -> dict[str, float | None]:
+def measure_peer(graph: Any, peer: str, threads: int, precision: str | None) -> dict[str, float | None]:
+    """`precision` is a GPU's, None for the CPU."""
     from bnfuse.benchmarking.candidates import make_peer
     from bnfuse.feeds import draw_feeds
     from bnfuse.peers.names import import_torch
@@ -65,7 +67,7 @@ def measure_peer(graph: Any, peer: str, threads: int) -> dict[str, float | None]
     import_torch()
     feeds = draw_feeds(graph, np.random.default_rng(0))
     start = time.perf_counter()
-    make_peer(graph, peer, feeds, threads).run()
+    make_peer(graph, peer, feeds, threads, precision=precision).run()
     return {"rewrite_s": None, "compile_s": time.perf_counter() - start}
 
 

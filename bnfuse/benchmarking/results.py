@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from bnfuse.benchmarking.choices import is_gpu
 from bnfuse.benchmarking.compiling import CompileTimes
 from bnfuse.benchmarking.profiles import Profile
 from bnfuse.benchmarking.times import Summary
+from bnfuse.peers.names import is_graph
 from bnfuse.text import Section, join, scaled
 
 
@@ -24,6 +26,8 @@ class Result:
     peak_bytes: int | None
     setup_peak_bytes: int | None
     compiling: CompileTimes | None = None
+    reserved_bytes: int | None = None  # on a GPU: what an allocator took, and what the driver counts
+    driver_bytes: int | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -35,6 +39,8 @@ class Result:
             **dataclasses.asdict(self.times),
             "peak_bytes": self.peak_bytes,
             "setup_peak_bytes": self.setup_peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "driver_bytes": self.driver_bytes,
             "rewrite_s": self.compiling.rewrite_s if self.compiling else None,
             "compile_s": self.compiling.cold_s if self.compiling else None,
             "compile_warm_s": self.compiling.warm_s if self.compiling else None,
@@ -89,6 +95,8 @@ class Benchmark:
     machine: dict[str, Any]
     repetitions: int
     profiles: tuple[Profile, ...] = ()
+    target: str = "cpu"
+    floors: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # convolutions alone, on a GPU
 
     def result(self, name: str) -> Result:
         return next(result for result in self.results if result.name == name)
@@ -101,9 +109,14 @@ class Benchmark:
 
     @property
     def ratios(self) -> list[Ratio]:
-        """Each of ours against everything else."""
+        """Each of ours against everything else that it may be compared with."""
         ours = [result for result in self.results if result.is_ours]
-        return [ratio(one, other) for one in ours for other in self.results if other is not one]
+        return [ratio(one, other) for one in ours for other in self.comparable if other is not one]
+
+    @property
+    def comparable(self) -> list[Result]:
+        """On a GPU, peers without a graph wait for their launches: nothing is said against those."""
+        return [r for r in self.results if r.is_ours or is_graph(r.name) or not is_gpu(self.target)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -113,14 +126,15 @@ class Benchmark:
             "ratios": [dataclasses.asdict(entry) for entry in self.ratios],
             "machine": self.machine,
             "profile": [profile.to_json() for profile in self.profiles],
+            **({"convolutions": self.floors} if self.floors else {}),
         }
 
     def sections(self) -> list[Section]:
         title = f"A training step of {self.model}, {self.repetitions} repetitions"
         columns = ("candidate", "min", "median", "forward min", "backward min", "peak memory", "min against first")
-        rows = [(r.name, *cells(r), f"{ratio(r, self.results[0]).min:.2f}x") for r in self.results]
+        rows = [(r.name, *cells(r), self._against_first(r)) for r in self.results]
         sections = [Section.table(title, columns, rows)]
-        if others := [r for r in self.results if r is not self.best]:
+        if others := [r for r in self.comparable if r is not self.best]:
             head = ("against", "min", "median", "forward", "backward", "memory")
             sections.append(
                 Section.table(
@@ -134,10 +148,22 @@ class Benchmark:
             sections.append(Section.table("Compiling", ("candidate", "rewrite", "cold", "warm"), rows))
         for profile in self.profiles:
             sections += profile.sections()
+        if self.floors:
+            sections.append(floors_section(self.floors))
         return [*sections, Section.lines("Machine", machine_lines(self.machine))]
+
+    def _against_first(self, result: Result) -> str:
+        pair = (result, self.results[0])
+        return f"{ratio(*pair).min:.2f}x" if all(r in self.comparable for r in pair) else "-"
 
     def __str__(self) -> str:
         return join(self.sections())
+
+
+def floors_section(floors: list[dict[str, Any]]) -> Section:
+    from bnfuse.benchmarking.cuda.cudnn import section
+
+    return section(floors)
 
 
 def cells(result: Result) -> tuple[str, ...]:

@@ -50,6 +50,17 @@ class Plan:
     memory: bool = True
     seed: int = 0
     threads: int = 1
+    target: str = "cpu"
+    precision: str = "fp32"
+
+    @property
+    def is_gpu(self) -> bool:
+        return choices.is_gpu(self.target)
+
+    @property
+    def how(self) -> dict[str, str]:
+        """Options of compiling that are not the CPU's defaults."""
+        return {"target": self.target, "precision": self.precision} if self.is_gpu else {}
 
 
 @dataclasses.dataclass
@@ -73,13 +84,20 @@ def run_benchmark(
     levels: Sequence[str],
     against: Sequence[str] = (),
     threads: int | None = None,
+    target: str = "cpu",
+    precision: str | None = None,
     progress: Progress = lambda _: None,
     **options: Any,
 ) -> Benchmark:
     """`options` are those of Plan. Names are checked before any work."""
-    plan = Plan(choices.variants(levels), choices.peers(against), **options)
+    options |= {"target": target, "precision": choices.precision(precision, target)}
+    plan = Plan(choices.variants(levels), choices.peers(against, target), **options)
     if not plan.variants and not plan.peers:
         raise BnfuseError("nothing to measure: name a level or a peer")
+    if plan.is_gpu:
+        from bnfuse.benchmarking.cuda.bench import require_gpu
+
+        require_gpu()
     from bnfuse.runtime.targets import physical_cores
 
     plan = dataclasses.replace(plan, threads=threads or physical_cores())
@@ -91,14 +109,14 @@ def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) 
     source = folder / "graph.onnx"
     if plan.peers or plan.compile_time:
         save(graph.model, source)
-    records, profiles, machine = time_all(graph, plan, folder, source, progress)
+    records, profiles, floors, machine = time_all(graph, plan, folder, source, progress)
     results = [finish(record, plan, source, progress) for record in records]
-    return Benchmark(graph.name, tuple(results), machine, plan.repetitions, profiles)
+    return Benchmark(graph.name, tuple(results), machine, plan.repetitions, profiles, plan.target, floors)
 
 
 def time_all(
     graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progress: Progress
-) -> tuple[list[Record], tuple[Profile, ...], dict[str, Any]]:
+) -> tuple[list[Record], tuple[Profile, ...], list[dict[str, Any]], dict[str, Any]]:
     """All that is measured in this process. When it returns, the memory of the candidates is free again."""
     entries = make_all(graph, plan, folder, source, progress)
     for candidate, _ in entries:
@@ -110,8 +128,20 @@ def time_all(
     alternate(entries, plan.repetitions, progress)
     during = idle.others_between(before, idle.take_sample())
     machine = describe_machine(plan.threads, plan.peers, quiet, during)
-    profiles = profile_all(entries, plan, progress) if plan.profile else ()
-    return [record for _, record in entries], profiles, machine
+    floors: list[dict[str, Any]] = []
+    if plan.is_gpu:
+        from bnfuse.benchmarking.cuda import bench
+
+        machine |= bench.machine_of(plan.precision)
+        if plan.profile:
+            progress("profiling on the GPU")
+            ours = [candidate for candidate, record in entries if record.variant is not None]
+            profiles, floors = bench.profiles_of(graph, ours, plan.precision, plan.repetitions)
+        else:
+            profiles = ()
+    else:
+        profiles = profile_all(entries, plan, progress) if plan.profile else ()
+    return [record for _, record in entries], profiles, floors, machine
 
 
 def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progress: Progress) -> list[Entry]:
@@ -119,18 +149,27 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
     peers: list[Entry] = []
     for peer in plan.peers:  # before ours: a peer that is not installed is told of at once
         progress(f"preparing {peer}")
-        candidate = make_peer(graph, peer, feeds, plan.threads)
+        candidate = make_peer(graph, peer, feeds, plan.threads, precision=plan.precision if plan.is_gpu else None)
         apart = bool(getattr(candidate, "forward_apart", False))
         peers.append((candidate, Record(candidate.name, source, apart=apart)))
     ours: list[Entry] = []
     for variant in plan.variants:
         progress(f"rewriting and compiling at level {variant.name}")
-        step = compile_variant(graph, variant, plan.threads, getattr(progress, "bar", None), tune=plan.tune)
+        bar = getattr(progress, "bar", None)
+        step = compile_variant(graph, variant, plan.threads, bar, tune=plan.tune, **plan.how)
         file = folder / f"{variant.name}.bnf"
         if plan.memory:
             step.export(file)
-        ours.append((CompiledCandidate(variant.name, step, feeds), Record(variant.name, file, variant)))
+        ours.append((own_candidate(variant.name, step, feeds, plan), Record(variant.name, file, variant)))
     return ours + peers
+
+
+def own_candidate(name: str, step: Any, feeds: dict[str, np.ndarray], plan: Plan) -> Candidate:
+    if plan.is_gpu:
+        from bnfuse.benchmarking.cuda.step import CudaCandidate
+
+        return CudaCandidate(name, step, feeds)
+    return CompiledCandidate(name, step, feeds)
 
 
 def alternate(entries: Sequence[Entry], repetitions: int, progress: Progress) -> None:
@@ -160,11 +199,11 @@ def finish(record: Record, plan: Plan, source: Path, progress: Progress) -> Resu
     peaks: dict[str, int | None] = {"peak_bytes": None, "setup_peak_bytes": None}
     if plan.memory:
         progress(f"measuring the peak memory of {record.name}")
-        peaks = measured_peak(record.file, record.name, plan.seed, plan.threads)
+        peaks |= peaks_of(record, plan)
     compiling = None
-    if plan.compile_time and (record.variant is not None or record.name == "torch-compile"):
+    if plan.compile_time and (record.variant is not None or record.name.startswith("torch-compile")):
         progress(f"measuring the compile time of {record.name}")
-        compiling = measured_compile(source, record.variant or record.name, plan.threads)
+        compiling = measured_compile(source, record.variant or record.name, plan.threads, plan.how)
     return Result(
         record.name,
         record.variant.level if record.variant else None,
@@ -172,7 +211,14 @@ def finish(record: Record, plan: Plan, source: Path, progress: Progress) -> Resu
         summarize(record.times, apart=record.apart),
         tuple(times.step for times in record.times),
         record.settle_s,
-        peaks["peak_bytes"],
-        peaks["setup_peak_bytes"],
-        compiling,
+        compiling=compiling,
+        **peaks,
     )
+
+
+def peaks_of(record: Record, plan: Plan) -> dict[str, int | None]:
+    if plan.is_gpu:
+        from bnfuse.benchmarking.cuda import bench
+
+        return bench.peaks_of(record.file, record.name, plan.precision, plan.seed)
+    return measured_peak(record.file, record.name, plan.seed, plan.threads)

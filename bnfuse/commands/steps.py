@@ -28,6 +28,14 @@ Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_defa
 Target = Annotated[str, typer.Option(help="cpu, or cpu:MCPU with an LLVM CPU name.", metavar="cpu[:MCPU]")]
 
 
+BenchPrecision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision", metavar="P", help="On a GPU: fp32, tf32, bf16 or fp16 (default: fp32).", show_default=False
+    ),
+]
+
+
 class OptimizerName(str, enum.Enum):
     sgd = "sgd"
     adamw = "adamw"
@@ -209,8 +217,14 @@ def bench(
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="P,...", help="Peers to time: ort, torch, torch-cl, torch-compile.", show_default=False),
+        typer.Option(
+            metavar="P,...",
+            help="Peers to time: ort, torch, torch-cl, torch-compile; on a GPU torch's, each also P+graph.",
+            show_default=False,
+        ),
     ] = None,
+    target: Target = "cpu",
+    precision: BenchPrecision = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed steps of each candidate.")] = 9,
     warm_up: Annotated[int, typer.Option(min=0, help="Steps of each candidate before those.")] = 2,
     wait: Annotated[
@@ -238,6 +252,7 @@ def bench(
     bnfuse bench train.onnx --level icf --against ort,torch,torch-cl,torch-compile --plot bench.png
     bnfuse bench train.onnx --level none,none+pool-first,icf+no-pool-first,icf
     bnfuse bench train.onnx --level icf --profile
+    bnfuse bench train.onnx --target cuda --precision bf16 --against torch-cl+graph,torch-compile+graph
     """
     from bnfuse import api
 
@@ -254,6 +269,8 @@ def bench(
         plot=plot,
         seed=seed,
         threads=threads,
+        target=target,
+        precision=precision,
         progress=Progress(),
         **opening(checkpoint, data_input, labels_input),
     )

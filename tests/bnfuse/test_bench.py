@@ -26,7 +26,7 @@ LIMITS = Limits({"numpy": 100e9, "torch": 50e9}, 10e9)
 RESULT_KEYS = {
     *("name", "min_s", "median_s", "forward_min_s", "backward_min_s", "peak_bytes"),  # stable
     *("forward_median_s", "backward_median_s", "setup_peak_bytes", "rewrite_s", "compile_s", "compile_warm_s"),
-    *("level", "pool_first", "steps_s", "settle_s"),
+    *("level", "pool_first", "steps_s", "settle_s", "reserved_bytes", "driver_bytes"),
 }
 
 

@@ -1,0 +1,51 @@
+"""The parts of run.py that a GPU does otherwise: what the machine is, peaks, profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnfuse.benchmarking.cuda import cudnn
+from bnfuse.benchmarking.cuda.card import describe_card
+from bnfuse.benchmarking.cuda.limits import measured_limits
+from bnfuse.benchmarking.cuda.memory import measured_peak
+from bnfuse.benchmarking.profiles import Profile, profile_step
+from bnfuse.runtime.cuda.driver import open_driver
+from bnfuse.training_graph import TrainingGraph
+
+
+def require_gpu() -> None:
+    """Before any work: is there a GPU, and does torch reach it? Candidates need both."""
+    from bnfuse.peers.cuda import set_precision
+    from bnfuse.peers.names import import_torch
+
+    open_driver()
+    set_precision(import_torch(), "fp32")
+
+
+def peaks_of(file: Path, name: str, precision: str, seed: int) -> dict[str, int | None]:
+    """As Result has them; None where it does not fit beside what else is on the GPU."""
+    found = measured_peak(file, name, precision, seed)
+    return {
+        "peak_bytes": found.get("allocated_bytes"),
+        "setup_peak_bytes": None,
+        "reserved_bytes": found.get("reserved_bytes"),
+        "driver_bytes": found.get("driver_bytes"),
+    }
+
+
+def machine_of(precision: str) -> dict[str, Any]:
+    return {"precision": precision, **describe_card()}
+
+
+def profiles_of(
+    graph: TrainingGraph, candidates: list[Any], precision: str, repetitions: int
+) -> tuple[tuple[Profile, ...], list[dict[str, Any]]]:
+    """Of ours, each launch between two events; and the convolutions alone by cuDNN, beside the last of ours."""
+    limits = measured_limits(precision)
+    found = []
+    for candidate in candidates:
+        seconds = min(candidate.run().step for _ in range(repetitions))
+        found.append(profile_step(candidate.name, candidate.step, candidate.feeds, limits, repetitions, seconds))
+    rows = found[-1].to_json()["rows"] if found else []
+    return tuple(found), cudnn.beside(cudnn.measured_floors(graph, precision), rows)
