@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -32,19 +32,13 @@ from bnfuse.runtime.kernels.cuda.operand import (
     swizzled,
     vector_width,
 )
+from bnfuse.runtime.kernels.cuda.partials import Team
+from bnfuse.runtime.kernels.cuda.vector import outlet_of
+from bnfuse.runtime.kernels.kernel import Problem
 
-BUFFERS = 2  # of shared memory: one is read while the other is filled
+BUFFERS = 2  # of shared memory, where there is more than one step: one is read while the other is filled
 FAR = -(1 << 20)  # a coordinate outside of every map
-
-
-class Outlet(Protocol):
-    """What becomes of the convolution's result."""
-
-    def visit(self, values: Buffer, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
-        """Use a vector of float32 registers: the channels from `channel` on of a destination pixel."""
-
-    def close(self, row: Expr) -> None:
-        """The tile is done: its sums become row `row` of the partials."""
+PASSES = 2  # pixels whose epilogue's operands a thread has on their way at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +101,13 @@ class Tile:
         return self.taps * self.plan.outputs * self.plan.row_bytes
 
     @property
+    def buffers(self) -> int:
+        return 1 if self.chunks == 1 and (self.plan.read != "gather" or self.correlation.taps == 1) else BUFFERS
+
+    @property
     def zeros_at(self) -> int:
         """Where the row of zeros is."""
-        return BUFFERS * (self.source_bytes + self.weight_bytes)
+        return self.buffers * (self.source_bytes + self.weight_bytes)
 
     @property
     def leading(self) -> int:
@@ -120,6 +118,13 @@ class Tile:
     def shared(self) -> int:
         operands = self.zeros_at + (self.plan.row_bytes if self.plan.halo else 0)
         return max(operands, self.plan.pixels * self.leading * 4)
+
+    @property
+    def team(self) -> Team:
+        """How the threads share the result."""
+        width = vector_width(self.precision)
+        across = self.plan.outputs // width
+        return Team(across, self.plan.threads // across, width)
 
     @property
     def pixel_tiles(self) -> int:
@@ -144,9 +149,9 @@ class Tile:
         return -(-self.depth // 8) * 8
 
 
-def emit(block: Block, tile: Tile, operand: Operand, make_outlet: Callable[[d.Shared], Outlet]) -> None:
-    """The whole stage."""
-    Emitter(block, tile, operand).run(make_outlet)
+def emit(block: Block, tile: Tile, operand: Operand, problem: Problem) -> None:
+    """The whole stage; the epilogue is that of `problem`."""
+    Emitter(block, tile, operand).run(problem)
 
 
 class Emitter:
@@ -175,7 +180,7 @@ class Emitter:
         self.warp_pixel = T.bind(block.warp // plan.warps[1])
         self.warp_output = T.bind(block.warp % plan.warps[1])
 
-    def run(self, make_outlet: Callable[[d.Shared], Outlet]) -> None:
+    def run(self, problem: Problem) -> None:
         with T.serial(0, self.fragments[0] * self.fragments[1] * 4, unroll=True) as i:
             d.put(self.acc, i, T.float32(0))
         steps: Expr = self.tile.chunks
@@ -191,7 +196,7 @@ class Emitter:
         else:
             d.when(steps > 0, lambda: self.fill(0))
         with T.serial(0, steps) as step:
-            side = T.bind(step % BUFFERS)
+            side = T.bind(step % self.tile.buffers)
             self.finish(step, side)
             d.wait(0)
             d.sync()
@@ -199,7 +204,7 @@ class Emitter:
             self.multiply(side)
         d.wait(0)
         d.sync()
-        self.leave(make_outlet)
+        self.leave(problem)
 
     # -- where pixels and taps are ---------------------------------------------------------------------------------
 
@@ -248,7 +253,7 @@ class Emitter:
         return side * self.tile.source_bytes
 
     def weight_at(self, side: Expr) -> Expr:
-        return BUFFERS * self.tile.source_bytes + side * self.tile.weight_bytes
+        return self.tile.buffers * self.tile.source_bytes + side * self.tile.weight_bytes
 
     def chunk_at(self, row: Expr, chunk: Expr) -> Expr:
         """Byte offset of a 16-byte chunk of a row."""
@@ -300,7 +305,7 @@ class Emitter:
 
     def fill(self, step: Expr) -> None:
         """Start bringing the source and the weights of a step."""
-        side = step % BUFFERS
+        side = step % self.tile.buffers
         if self.plan.halo:
             self.fill_weights(step, 0, self.weight_at(side))
             self.fetch(step, lambda i: self.halo_pixel(i))
@@ -336,14 +341,14 @@ class Emitter:
 
     def flat_element(self, chunk: Expr, i: Expr, j: int) -> tuple[Expr, Expr, Expr]:
         """Pixel and channel of an element of a flat row, and whether it lies in the image."""
-        v, h, c = self.c.vertical, self.c.horizontal, self.c.inputs
+        v, h, c, taps = self.c.vertical, self.c.horizontal, self.c.inputs, self.c.taps
         k = T.bind(chunk * self.tile.channels + self.source_lane * self.loader.width + j)
-        tap = T.bind(k // c)
+        tap = T.bind(k % taps)
         y, x = T.bind(self.ys[i] + tap // h.window * v.step), T.bind(self.xs[i] + tap % h.window * h.step)
         row = self.source_row + i * self.stride
         own = d.below(row, self.plan.pixels, self.plan.pixels % self.stride == 0)
         valid = d.all_of(own, k < self.tile.depth, d.within(y, v.source), d.within(x, h.source))
-        return self.images[i] + y * h.source + x, self.group * c + k % c, valid
+        return self.images[i] + y * h.source + x, self.group * c + k // taps, valid
 
     def channel_of(self, chunk: Expr) -> tuple[Expr, Expr | None]:
         """First channel (of the whole map) that this thread brings of a chunk, and how many of its group are left."""
@@ -421,7 +426,10 @@ class Emitter:
 
     def finish_flat(self, step: Expr, side: Expr) -> None:
         first = T.bind(step * self.tile.channels + self.source_lane * self.loader.width)
-        self.loader.load_flat_coefficients(lambda j: self.group * self.c.inputs + (first + j) % self.c.inputs)
+        last = T.int32(self.c.inputs - 1)  # of what lies behind it nothing is used, but it has to be there
+        self.loader.load_flat_coefficients(
+            lambda j: self.group * self.c.inputs + tirx.Min((first + j) // self.c.taps, last)
+        )
         base = T.bind(self.source_at(side) // 4)
 
         def one(i: Expr) -> None:
@@ -513,9 +521,9 @@ class Emitter:
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
-    def leave(self, make_outlet: Callable[[d.Shared], Outlet]) -> None:
-        """Accumulators into shared memory, then vectors of channels to the outlet."""
-        plan, lane, leading = self.plan, self.block.lane, self.tile.leading
+    def leave(self, problem: Problem) -> None:
+        """Accumulators into shared memory, then vectors of channels through the epilogue."""
+        plan, lane, leading, team = self.plan, self.block.lane, self.tile.leading, self.tile.team
         floats = self.shared.view("float32")
 
         def fragment(i: Expr) -> None:
@@ -530,22 +538,25 @@ class Emitter:
 
         d.unrolled(self.fragments[0], fragment)
         d.sync()
-        outlet = make_outlet(self.shared)
-        width = self.loader.width
-        across = plan.outputs // width
-        rows = plan.threads // across
-        vector, first_row = self.block.tid % across, self.block.tid // across
-        inner = T.bind(self.first_output + vector * width)
+        rounds = plan.pixels // team.down
+        passes = PASSES if rounds % PASSES == 0 else 1
+        outlet = outlet_of(problem)(self.block, problem, team, floats, passes)
+        vector, first_row = team.vector(self.block.tid), team.lane(self.block.tid)
+        inner = T.bind(self.first_output + vector * team.width)
         left = None if self.c.outputs % plan.outputs == 0 else T.bind(self.c.outputs - inner)
-        channel = T.bind(self.group * self.c.outputs + inner)
-        values = d.registers(width)
-        with T.serial(0, plan.pixels // rows) as i:
-            row = T.bind(first_row + i * rows)
-            pixel, valid = self.destination_pixel(T.bind(self.first + row))
-            for start in range(0, width, 4):
-                index = row * leading + vector * width + start
-                T.buffer_store(values, floats[T.ramp(index, 1, 4)], [T.ramp(start, 1, 4)])
-            outlet.visit(values, pixel, channel, valid, left)
+        outlet.open(T.bind(self.group * self.c.outputs + inner), left, self.c.outputs % 4 == 0)
+        values = d.registers(team.width)
+        with T.serial(0, rounds // passes) as turn:
+            rows = [T.bind(first_row + (turn * passes + i) * team.down) for i in range(passes)]
+            places = [self.destination_pixel(T.bind(self.first + row)) for row in rows]
+            for i, (pixel, valid) in enumerate(places):
+                outlet.fetch(i, pixel, valid)
+            for i, (pixel, valid) in enumerate(places):
+                for start in range(0, team.width, 4):
+                    index = rows[i] * leading + vector * team.width + start
+                    T.buffer_store(values, floats[T.ramp(index, 1, 4)], [T.ramp(start, 1, 4)])
+                outlet.finish(i, values, pixel, valid)
+        d.sync()
         outlet.close(self.row)
 
 

@@ -121,6 +121,11 @@ def gradient_correlation(problem: Problem) -> Correlation:
     return _correlation(problem, problem.map("dx"), problem.map("dy"), forward=False)
 
 
+def weight_correlation(problem: Problem) -> Correlation:
+    """The forward geometry of a gradient's problem: what the weight gradient sums over."""
+    return _correlation(problem, problem.map("x"), problem.map("dy"), forward=True)
+
+
 def _correlation(problem: Problem, x: MapType, y: MapType, *, forward: bool) -> Correlation:
     outputs, per_group, *window = problem.weight
     group, strides, dilations, pads = (problem.attribute(n) for n in ("group", "strides", "dilations", "pads"))

@@ -202,19 +202,15 @@ def load_vector(source: Buffer, channel: Expr, width: int, into: Buffer, aligned
             else:
                 T.buffer_store(into, source[T.ramp(channel + first, 1, 4)], [T.ramp(first, 1, 4)])
 
-        def clear(first: int = first) -> None:
+        def edge(first: int = first) -> None:
             for i in range(step):
-                d.put(into, first + i, T.float32(0))
+                value = tirx.if_then_else(first + i < left, source[channel + first + i], T.float32(0))
+                d.put(into, first + i, value)
 
         if left is None:
             load()
         else:
-            d.when(first + step <= left, load, clear if step == 1 else lambda first=first: _edge(first))
-
-    def _edge(first: int) -> None:
-        for i in range(step):
-            value = tirx.if_then_else(first + i < left, source[channel + first + i], T.float32(0))
-            d.put(into, first + i, value)
+            d.when(first + step <= left, load, edge)
 
 
 def chunks_of(row_bytes: int) -> int:

@@ -201,9 +201,15 @@ def partials_param(tiles: int, quantities: int, channels: int, access: str = "ou
 
 
 def sums_stage(
-    name: str, params: Sequence[Param], *, tiles: int, channels: int, results: Sequence[str | Sequence[str]]
+    name: str,
+    params: Sequence[Param],
+    *,
+    tiles: int,
+    channels: int,
+    results: Sequence[str | Sequence[str]],
+    held: str = "partials",
 ) -> Stage:
-    """Merge `partials` [tiles][len(results)][channels], sums, into the results: [channels] float32 each.
+    """Merge the buffer `held`, [tiles][len(results)][channels], sums, into the results: [channels] float32 each.
 
     A quantity that is the result of several names is given as a sequence of them.
     """
@@ -218,7 +224,7 @@ def sums_stage(
             for q in range(quantities):
                 d.put(sums, q, sums[q] + values(q))
 
-        columns.sweep(block["partials"], quantities, add)
+        columns.sweep(block[held], quantities, add)
         columns.join(sums, quantities)
 
         def store() -> None:

@@ -7,7 +7,7 @@ A block has a tile of output by input channels (of all taps, or of one) and a sh
     for each chunk of its pixels:
         dy, x:  global -> registers -> prologues -> shared, pixel by pixel     (the next chunk is on its way meanwhile)
         shared -> tensor cores, read across: fragments are transposed on the way
-    accumulators -> a row of `partials` of its share
+    accumulators -> a row of `weight_partials` of its share
 
 How x is read (gathering, with a halo, flat) is as in conv_tile.py. A second stage adds the shares in a fixed order.
 """
@@ -93,8 +93,12 @@ class WeightTile:
         return self.source_rows * self.source_row
 
     @property
+    def buffers(self) -> int:
+        return 1 if self.share == 1 else BUFFERS
+
+    @property
     def zeros_at(self) -> int:
-        return BUFFERS * (self.gradient_bytes + self.source_bytes)
+        return self.buffers * (self.gradient_bytes + self.source_bytes)
 
     @property
     def shared(self) -> int:
@@ -170,7 +174,7 @@ class WeightEmitter:
         self.fill(first)
         with T.serial(0, steps) as i:
             step = T.bind(first + i)
-            side = T.bind(i % BUFFERS)
+            side = T.bind(i % self.tile.buffers)
             self.finish(step, side)
             d.sync()
             d.when(i + 1 < steps, lambda: self.fill(step + 1))
@@ -218,13 +222,13 @@ class WeightEmitter:
         return image + y * h.source + x, d.all_of(valid, d.within(y, v.source), d.within(x, h.source))
 
     def flat_element(self, pixel: Expr, row: Expr, j: int) -> tuple[Expr, Expr, Expr]:
-        v, h, c = self.c.vertical, self.c.horizontal, self.c.inputs
+        v, h, c, taps = self.c.vertical, self.c.horizontal, self.c.inputs, self.c.taps
         image, y, x, valid = self.coordinates(pixel + row)
         k = T.bind(self.flat_index(j))
-        tap = T.bind(k // c)
+        tap = T.bind(k % taps)
         y, x = T.bind(y + tap // h.window * v.step), T.bind(x + tap % h.window * h.step)
         inside = d.all_of(valid, k < self.tile.depth, d.within(y, v.source), d.within(x, h.source))
-        return image + y * h.source + x, self.group * c + k % c, inside
+        return image + y * h.source + x, self.group * c + k // taps, inside
 
     def flat_index(self, j: int) -> Expr:
         return self.first_input + self.source.lane * self.source.width + j
@@ -237,10 +241,15 @@ class WeightEmitter:
         inside = None if needs else (lambda row: pixel + row < self.c.rows)
         base = side * self.tile.gradient_bytes
         self.gradient.finish(self.store, base, self.place, self.group, self.c.outputs, *self.gradient_place(), inside)
-        base = BUFFERS * self.tile.gradient_bytes + side * self.tile.source_bytes
+        base = self.tile.buffers * self.tile.gradient_bytes + side * self.tile.source_bytes
         if self.plan.read == "flat":
             channel = self.group * self.c.inputs
-            self.source.finish_flat(self.store, base, self.place, lambda j: channel + self.flat_index(j) % self.c.inputs)
+            last = T.int32(self.c.inputs - 1)  # of what lies behind it nothing is used, but it has to be there
+
+            def channel_of(j: int) -> Expr:
+                return channel + tirx.Min(self.flat_index(j) // self.c.taps, last)
+
+            self.source.finish_flat(self.store, base, self.place, channel_of)
             return
         pads = self.plan.read == "gather" and not self.c.is_pointwise
         inside = (lambda row: self.gathered(pixel + row)[1]) if pads else None
@@ -258,7 +267,7 @@ class WeightEmitter:
 
     def multiply(self, step: Expr, side: Expr) -> None:
         gradient = T.bind(side * self.tile.gradient_bytes)
-        source = T.bind(BUFFERS * self.tile.gradient_bytes + side * self.tile.source_bytes)
+        source = T.bind(self.tile.buffers * self.tile.gradient_bytes + side * self.tile.source_bytes)
         deep = 16 if self.narrow else 8  # pixels of one product
         a = d.registers(self.fragments[0] * 4, "uint32")
         b = d.registers(4, "uint32")
@@ -365,7 +374,7 @@ class WeightEmitter:
     def leave(self) -> None:
         """Accumulators to partials [share][output][tap][input]."""
         c, plan, lane = self.c, self.plan, self.block.lane
-        partials = self.block["partials"]
+        partials = self.block["weight_partials"]
         taps, depth = (1, self.tile.depth) if plan.read == "flat" else (c.taps, c.inputs)
 
         def fragment(i: Expr) -> None:

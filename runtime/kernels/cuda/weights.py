@@ -2,6 +2,7 @@
 
     forward    [O][taps][I/group, in eights]              a row is an output channel
     backward   [I of all groups][taps][O/group, in eights]   a row is an input channel
+    forward of a few channels, such as an image's: [O][I/group*taps, in eights], in the order of the file
 
 in the type of the maps (TF32 is rounded here, once), filled up with zeros. The product runs along the innermost axis,
 so a chunk of a row is a run of bytes that goes to shared memory as it is.
@@ -105,9 +106,16 @@ def is_packed(weight: Sequence[int]) -> bool:
     return weight[1] != 1
 
 
+def is_flat(weight: Sequence[int]) -> bool:
+    """Whether the forward kernel takes channels and taps as one axis: else most of each chunk would be zeros."""
+    return 1 < weight[1] < VECTOR and math.prod(weight[2:]) > 1
+
+
 def packed_elements(weight: Sequence[int], group: int, form: str) -> int:
     """Elements of a packed OIHW weight, a multiple of eight."""
     outputs, per_group, *window = weight
+    if form == FORWARD and is_flat(weight):
+        return outputs * filled(per_group * math.prod(window))
     rows, inner = (outputs, per_group) if form == FORWARD else (group * per_group, outputs // group)
     return rows * math.prod(window) * filled(inner)
 
@@ -119,6 +127,8 @@ def filled(channels: int) -> int:
 def fields_of(member: Member, first_block: int) -> Fields:
     outputs, per_group, *window = member.weight
     taps, per_output = math.prod(window), outputs // member.group
+    if member.form == FORWARD and is_flat(member.weight):
+        per_group, taps = per_group * taps, 1
     if member.form == FORWARD:
         padded, valid, across, fast = filled(per_group), per_group, 0, filled(per_group) // VECTOR
         per, outer, inner, step = 1, per_group * taps, 0, taps

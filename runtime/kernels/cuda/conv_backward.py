@@ -1,0 +1,269 @@
+"""Both gradients of a convolution. Stages: towards the input and its sums, towards the weight and its shares, the bias.
+
+The input gradient is the forward convolution's tile with source and destination exchanged (conv_tile.py), the weight
+gradient a product over pixels (weight_tile.py). Both bring dy through BatchNormGrad on the way in, so that the input
+gradient of the BN that follows is never in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.errors import BnfuseError
+from bnfuse.opset.spec import CONV_GRADS, OpSpec
+from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda import partials
+from bnfuse.runtime.kernels.cuda.conv_forward import checked, shared_bytes
+from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
+from bnfuse.runtime.kernels.cuda.conv_tile import Tile, emit
+from bnfuse.runtime.kernels.cuda.correlation import Correlation, gradient_correlation, weight_correlation
+from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
+from bnfuse.runtime.kernels.cuda.device import Expr, Stage
+from bnfuse.runtime.kernels.cuda.operand import Operand
+from bnfuse.runtime.kernels.cuda.partials import Team
+from bnfuse.runtime.kernels.cuda.vector import BackwardOutlet, Reader, Reductions, width_of
+from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter, WeightTile
+from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
+from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem, Target
+
+GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
+MERGE_THREADS = 256
+BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most
+
+
+def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+    """All ways to do a problem that are worth measuring, that of the rule first: a plan for each of the two tiles."""
+    if not is_packed(problem.weight):
+        return (Choice("depthwise"),)
+    inputs = list(tile_plans(gradient_correlation(problem), target, forward=False)) if wants_input(problem) else [None]
+    weights = list(weight_plans(weight_correlation(problem), target)) if wants_weight(problem) else [None]
+    pairs = [(inputs[0], weight) for weight in weights] + [(plan, weights[0]) for plan in inputs[1:]]
+    return tuple(Choice("tile", pair) for pair in pairs)
+
+
+def wants_input(problem: Problem) -> bool:
+    return "dx" in problem.spec.results
+
+
+def wants_weight(problem: Problem) -> bool:
+    return "dweight" in problem.spec.results
+
+
+def conv_backward(problem: Problem, target: Target, algorithm: str | None = None, plan: Any = None) -> Kernel:
+    """The kernel of a convolution's gradients. `weight` is packed (weights.py), but for depthwise ones."""
+    spec = problem.spec
+    if spec.core not in CONV_GRADS:
+        raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
+    if not is_packed(problem.weight):
+        return depthwise_backward(problem, target)
+    made = Stages(problem, target, plan)
+    name = unique_name(problem.op, (problem, plan), target)
+    return Kernel(name, problem, target, made.params, lambda: made.build(name), plan)
+
+
+def parameters(problem: Problem, target: Target) -> tuple[Param, ...]:
+    """Operands, then results; under Accumulate dx is both, and `acc` is neither."""
+    spec, maps = problem.spec, dict(problem.maps)
+    outputs, per_group, *window = problem.weight
+    params = []
+    for name in (*(name for name in spec.operands if name != "acc"), *spec.results):
+        accumulates = name == "dx" and "Accumulate" in spec.epilogue
+        access: Access = "in" if name in spec.operands else "inout" if accumulates else "out"
+        if name in maps:
+            params.append(Param(name, access, maps[name].elements, maps[name].dtype, is_map=True))
+        elif name == "weight":
+            elements = packed_elements(problem.weight, problem.attribute("group"), BACKWARD)
+            params.append(Param(name, access, elements, target.map_dtype))
+        elif name == "dweight":
+            params.append(Param(name, access, outputs * per_group * window[0] * window[1]))
+        else:
+            params.append(Param(name, access, maps["dy" if name in GRADIENT_CHANNELS else "x"].c))
+    return checked(problem, params)
+
+
+class Stages:
+    """The stages of a problem, and the scratch memory between them."""
+
+    def __init__(self, problem: Problem, target: Target, plan: Any) -> None:
+        self.problem, self.target = problem, target
+        input_plan, weight_plan = plan or (None, None)
+        self.input = self.weight = None
+        scratch: list[Param] = []
+        self.own = parameters(problem, target)
+        if wants_input(problem):
+            c = gradient_correlation(problem)
+            chosen = input_plan or next(tile_plans(c, target, forward=False))
+            self.input = Tile(c, chosen, target.precision)
+            scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map("dx").c)
+        if wants_weight(problem):
+            c = weight_correlation(problem)
+            self.weight = WeightTile(c, weight_plan or next(weight_plans(c, target)), target.precision)
+            scratch.append(Param("weight_partials", "out", self.weight.shares * self.weight.elements))
+        if "BiasGrad" in problem.spec.epilogue:
+            scratch.append(partials.partials_param(self.bias_rows, 1, problem.map("dy").c, name="bias_partials"))
+        self.params = (*self.own, *scratch)
+
+    @property
+    def epilogue(self) -> Problem:
+        """The problem as the input gradient's epilogue sees it: the bias is not its business."""
+        return without(self.problem, "BiasGrad")
+
+    @property
+    def reductions(self) -> Reductions:
+        return Reductions.of(self.epilogue.spec)
+
+    def taken(self, *names: str) -> list[Param]:
+        return [param for param in self.params if param.name in names]
+
+    def build(self, name: str) -> tuple[Stage, ...]:
+        stages: list[Stage] = []
+        # the weight gradient reads dy and x, which the input gradient may share its accumulator's buffer with
+        if self.weight is not None:
+            stages += self.weight_stages(name, self.weight)
+        if "BiasGrad" in self.problem.spec.epilogue:
+            stages += self.bias_stages(name)
+        if self.input is not None:
+            stages += self.input_stages(name, self.input)
+        return tuple(stages)
+
+    def input_stages(self, name: str, tile: Tile) -> tuple[Stage, ...]:
+        operand = Operand(self.problem, True)
+        spec = self.epilogue.spec
+        names = {*operand.names, "weight", "dx", "partials", *BackwardOutlet.reads(spec)}
+        names |= {*BackwardOutlet.per_channel(spec)}
+        names |= {n for n in spec.operands if n.startswith("inv_std")}
+        launch: dict[str, Any] = {"grid": tile.grid, "threads": tile.plan.threads, "min_blocks": tile.plan.min_blocks}
+        shared = shared_bytes(tile, self.reductions)
+        with d.stage(f"{name}_input", self.taken(*names), **launch, shared=shared) as block:
+            emit(block, tile, operand, self.epilogue)
+        sizes = {"rows": tile.plan.pixels, "total": tile.correlation.rows, "channels": self.problem.map("dx").c}
+        merge = self.reductions.merge(f"{name}_merge", self.params, tiles=tile.rows_of_partials, **sizes)
+        return (block.stage, *merge)
+
+    def weight_stages(self, name: str, tile: WeightTile) -> tuple[Stage, ...]:
+        gradient, source = Operand(self.problem, True), Operand(self.problem, False)
+        taken = self.taken(*gradient.names, *source.names, "weight_partials")
+        plan = tile.plan
+        launch: dict[str, Any] = {"grid": tile.grid, "threads": plan.threads, "min_blocks": plan.min_blocks}
+        with d.stage(f"{name}_weight", taken, **launch, shared=tile.shared) as block:
+            WeightEmitter(block, tile, gradient, source).run()
+        return block.stage, merge_weight(f"{name}_shares", self.taken("weight_partials", "dweight"), tile)
+
+    # -- the bias --------------------------------------------------------------------------------------------------
+
+    @property
+    def bias_team(self) -> Team:
+        kinds = Operand(self.problem, True).maps.values()
+        width = width_of(kinds)
+        across = min(-(-self.problem.map("dy").c // width), 64)
+        return Team(across, max(256 // across, 1), width)
+
+    @property
+    def bias_rows(self) -> int:
+        pixels = self.problem.map("dy").pixels
+        return max(1, min(BIAS_ROWS * self.target.threads, pixels // (4 * self.bias_team.down)))
+
+    def bias_stages(self, name: str) -> tuple[Stage, ...]:
+        """dbias, the sum of dy behind BatchNormGrad: a sweep of its own."""
+        operand, team, rows = Operand(self.problem, True), self.bias_team, self.bias_rows
+        kind = self.problem.map("dy")
+        columns = -(-kind.c // (team.across * team.width))
+        share = -(-kind.pixels // rows)
+        shared = max(team.sums_bytes(1), 16)
+        taken = self.taken(*operand.names, "bias_partials")
+        launch: dict[str, Any] = {"grid": (rows * columns, 1, 1), "threads": team.threads, "shared": shared}
+        with d.stage(f"{name}_bias", taken, **launch) as block:
+            row = T.bind(block.x // columns)
+            channel = T.bind((block.x % columns * team.across + team.vector(block.tid)) * team.width)
+            left = None if kind.c % (team.across * team.width) == 0 else T.bind(kind.c - channel)
+            reader = Reader(block, operand.maps, operand.vectors, team.width)
+            reader.open(channel, left, kind.c % 4 == 0)
+            sums = d.registers(team.width)
+            for j in range(team.width):
+                d.put(sums, j, T.float32(0))
+            with T.serial(0, -(-share // team.down)) as i:
+                inner = T.bind(i * team.down + team.lane(block.tid))
+                pixel = T.bind(row * share + inner)
+
+                def add(pixel: Expr = pixel) -> None:
+                    reader.fetch(0, pixel)
+                    reader.unpack(0)
+                    for j in range(team.width):
+                        d.put(sums, j, sums[j] + operand.value(reader.load(j)))
+
+                d.when(d.all_of(inner < share, pixel < kind.pixels), add)
+            partials.join_sums(team, block.tid, d.shared_memory(shared).view("float32"), sums, 1)
+            target = block["bias_partials"]
+
+            def leave() -> None:
+                partials.write_row(target, row, 1, kind.c, channel, team.width, sums, left)
+
+            d.when(True if team.down == 1 else team.lane(block.tid) == 0, leave)
+        merge = partials.sums_stage(
+            f"{name}_bias_merge",
+            self.taken("bias_partials", "dbias"),
+            tiles=rows,
+            channels=kind.c,
+            results=["dbias"],
+            held="bias_partials",
+        )
+        return block.stage, merge
+
+
+def without(problem: Problem, step: str) -> Problem:
+    """The problem with one step of its epilogue left out."""
+    spec = problem.spec
+    if step not in spec.epilogue:
+        return problem
+    kept = OpSpec(spec.prologue, spec.core, tuple(s for s in spec.epilogue if s != step))
+    return Problem(kept.name, problem.maps, problem.attributes, problem.weight)
+
+
+def merge_weight(name: str, params: list[Param], tile: WeightTile) -> Stage:
+    """Add the shares [share][output][tap][input] in their order, into OIHW."""
+    c = tile.correlation
+    taps, depth = (1, tile.depth) if tile.plan.read == "flat" else (c.taps, c.inputs)
+    # a thread an element fills the GPU with large weights; of small ones several threads take shares each
+    lanes = 1
+    while lanes < 32 and lanes * 2 <= tile.shares and tile.elements * lanes < 1 << 17:
+        lanes *= 2
+    columns = MERGE_THREADS // lanes
+    grid = -(-tile.elements // columns), 1, 1
+    shared = MERGE_THREADS * 4
+    with d.stage(name, params, grid=grid, threads=MERGE_THREADS, shared=shared) as block:
+        held, result = block["weight_partials"], block["dweight"]
+        column, lane = block.tid % columns, block.tid // columns
+        index = T.bind(block.x * columns + column)
+        total = d.registers(1)
+        d.put(total, 0, T.float32(0))
+
+        def add() -> None:
+            count = -(-tile.shares // lanes)
+            with T.serial(0, count, annotations={"pragma_unroll": 8}) as i:
+                share = lane + i * lanes
+                value = held[share * tile.elements + index]
+                if tile.shares % lanes:
+                    d.when(share < tile.shares, lambda: d.put(total, 0, total[0] + value))
+                else:
+                    d.put(total, 0, total[0] + value)
+
+        d.when(d.below(index, tile.elements, tile.elements % columns == 0), add)
+        if lanes > 1:
+            space = d.shared_memory(shared).view("float32")
+            d.put(space, block.tid, total[0])
+            d.sync()
+
+        def store() -> None:
+            if lanes > 1:
+                with T.serial(1, lanes) as i:
+                    d.put(total, 0, total[0] + space[i * columns + column])
+            output, rest = T.bind(index // (taps * depth)), T.bind(index % (taps * depth))
+            place = (output * depth + rest % depth) * taps + rest // depth
+            d.put(result, place, total[0])
+
+        first = True if lanes == 1 else lane == 0
+        d.when(d.all_of(first, d.below(index, tile.elements, tile.elements % columns == 0)), store)
+    return block.stage

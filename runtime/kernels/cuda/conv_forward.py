@@ -1,0 +1,117 @@
+"""The forward convolution: prologue, product on the tensor cores, epilogue; its statistics are merged by a second stage."""
+
+from __future__ import annotations
+
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, unique_name
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
+from bnfuse.runtime.kernels.cuda.conv_tile import Tile, TilePlan, emit
+from bnfuse.runtime.kernels.cuda.correlation import forward_correlation
+from bnfuse.runtime.kernels.cuda.depthwise_forward import depthwise_forward
+from bnfuse.runtime.kernels.cuda.device import Stage
+from bnfuse.runtime.kernels.cuda.operand import Operand
+from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, Writer, width_of
+from bnfuse.runtime.kernels.cuda.weights import FORWARD, is_packed, packed_elements
+from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem, Target
+
+STORE_THREADS = 256
+
+
+def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+    """All ways to do a problem that are worth measuring, that of the rule first."""
+    if not is_packed(problem.weight):
+        return (Choice("depthwise"),)
+    return tuple(Choice("tile", plan) for plan in tile_plans(forward_correlation(problem), target, forward=True))
+
+
+def conv_forward(problem: Problem, target: Target, algorithm: str | None = None, plan: TilePlan | None = None) -> Kernel:
+    """The kernel of a forward convolution. `weight` is packed (weights.py), but for depthwise ones."""
+    if not is_packed(problem.weight):
+        return depthwise_forward(problem, target)
+    c = forward_correlation(problem)
+    chosen = plan or next(tile_plans(c, target, forward=True))
+    tile = Tile(c, chosen, target.precision)
+    channels = problem.map("y").c
+    scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
+    params = (*forward_params(problem, target), *scratch)
+    name = unique_name(problem.op, (problem, plan), target)
+    return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, target, tile), plan)
+
+
+def forward_params(problem: Problem, target: Target) -> tuple[Param, ...]:
+    """Operands, then results. Coefficients of the prologue have x's channels, others y's."""
+    spec, maps = problem.spec, dict(problem.maps)
+    weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD)
+    params = []
+    sides: tuple[tuple[Access, tuple[str, ...]], ...] = (("in", spec.operands), ("out", spec.results))
+    for access, names in sides:
+        for name in names:
+            if name in maps:
+                params.append(Param(name, access, maps[name].elements, maps[name].dtype, is_map=True))
+            elif name == "weight":
+                params.append(Param(name, access, weight, target.map_dtype))
+            else:
+                side = "y" if name in ("bias", "mean", "variance") else "x"
+                params.append(Param(name, access, maps[side].c))
+    return checked(problem, params)
+
+
+def checked(problem: Problem, params: list[Param]) -> tuple[Param, ...]:
+    for param in params:
+        if param.elements >= INT32_LIMIT:
+            what = f"{param.name} has {param.elements} elements, more than int32 can index"
+            raise BnfuseError(f"{problem.op}: {what}: use a smaller batch")
+    return tuple(params)
+
+
+def _stages(name: str, params: tuple[Param, ...], problem: Problem, target: Target, tile: Tile) -> tuple[Stage, ...]:
+    c, reductions = tile.correlation, Reductions.of(problem.spec)
+    first = [p for p in reductions.first_stage(params) if p.name != "stored"]
+    plan = tile.plan
+    launch = {"grid": tile.grid, "threads": plan.threads, "shared": shared_bytes(tile, reductions)}
+    with d.stage(name, first, **launch, min_blocks=plan.min_blocks) as block:  # type: ignore[arg-type]
+        emit(block, tile, Operand(problem, False), problem)
+    merge = reductions.merge(
+        f"{name}_merge",
+        params,
+        tiles=tile.rows_of_partials,
+        rows=plan.pixels,
+        total=c.rows,
+        channels=problem.map("y").c,
+    )
+    return (*_stored(name, params, problem), block.stage, *merge)
+
+
+def shared_bytes(tile: Tile, reductions: Reductions) -> int:
+    return max(tile.shared, reductions.shared_bytes(tile.team) if reductions else 0)
+
+
+def _stored(name: str, params: tuple[Param, ...], problem: Problem) -> tuple[Stage, ...]:
+    """StoreInput: the activated input in a sweep of its own, since tiles read it more than once or not at all."""
+    if "StoreInput" not in problem.spec.epilogue:
+        return ()
+    operand, kind = Operand(problem, False), problem.map("stored")
+    width = width_of([*operand.maps.values(), kind])
+    vectors = -(-kind.c // width)
+    taken = [p for p in params if p.name in {*operand.names, "stored"}]
+    grid = -(-kind.pixels * vectors // STORE_THREADS), 1, 1
+    with d.stage(f"{name}_store", taken, grid=grid, threads=STORE_THREADS) as block:
+        index = T.bind(block.x * STORE_THREADS + block.tid)
+        pixel, channel = T.bind(index // vectors), T.bind(index % vectors * width)
+        left = None if kind.c % width == 0 else T.bind(kind.c - channel)
+        reader = Reader(block, operand.maps, operand.vectors, width)
+        writer, values = Writer(block, "stored", kind, width), d.registers(width)
+
+        def sweep() -> None:
+            reader.open(channel, left, kind.c % 4 == 0)
+            reader.fetch(0, pixel)
+            reader.unpack(0)
+            for j in range(width):
+                d.put(values, j, operand.value(reader.load(j)))
+            writer.store(values, pixel, channel, left)
+
+        d.when(pixel < kind.pixels, sweep)
+    return (block.stage,)

@@ -1,0 +1,119 @@
+"""How tiles of convolutions are cut up: a rule by shape, and the choices near it that are worth measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from bnfuse.runtime.kernels.cuda.conv_tile import Tile, TilePlan
+from bnfuse.runtime.kernels.cuda.correlation import Correlation
+from bnfuse.runtime.kernels.cuda.device import shared_limit
+from bnfuse.runtime.kernels.cuda.operand import element_size
+from bnfuse.runtime.kernels.cuda.weight_tile import WeightPlan, WeightTile
+from bnfuse.runtime.kernels.cuda.weights import VECTOR
+from bnfuse.runtime.kernels.kernel import Target
+
+Read = Literal["gather", "halo", "flat"]
+
+MOST_TAPS = 32  # of a halo tile: a bit each
+WARPS = {(128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1), (64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
+WARPS |= {(256, 32): (8, 1), (256, 64): (8, 1)}
+PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
+
+
+def read_of(c: Correlation, *, forward: bool) -> Read:
+    """How the source is read."""
+    if forward and c.taps > 1 and 1 < c.inputs < VECTOR:
+        return "flat"
+    return "halo" if c.taps > 1 and c.taps <= MOST_TAPS and c.is_same else "gather"
+
+
+def tile_plans(c: Correlation, target: Target, *, forward: bool) -> Iterator[TilePlan]:
+    """Plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor."""
+    seen = set()
+    for plan in _tile_plans(c, target, forward):
+        tile = Tile(c, plan, target.precision)
+        if plan not in seen and tile.shared <= shared_limit(target.mcpu):
+            seen.add(plan)
+            yield plan
+
+
+def _tile_plans(c: Correlation, target: Target, forward: bool) -> Iterator[TilePlan]:
+    read = read_of(c, forward=forward)
+    depth = c.inputs * (c.taps if read == "flat" else 1) * element_size(target.precision)
+    wide = 128 if depth > 64 else 64
+    outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
+    if read == "halo":
+        outputs, wide = min(outputs, 64), 64
+    pixels = 128
+    # a small map has few tiles: smaller ones, until each multiprocessor has one
+    while _tiles(c, pixels, outputs) < target.threads and (pixels, outputs) != (64, 32):
+        if outputs > 32 and outputs >= pixels:
+            outputs //= 2
+        elif pixels > 64:
+            pixels //= 2
+        else:
+            outputs //= 2
+    yield _plan(pixels, outputs, min(wide, 64), read)
+    for other in ((pixels, outputs, wide), (128, 128, 64), (128, 64, 64), (64, 64, 128), (64, 128, 64), (64, 32, 64)):
+        yield _plan(*other, read)
+    if read == "halo":
+        yield _plan(256, min(outputs, 64), 64, read)
+        for size in (128, 64):
+            yield _plan(size, min(outputs, 64), 64, "gather")
+            yield _plan(size, 32, 64, "gather")
+
+
+def _tiles(c: Correlation, pixels: int, outputs: int) -> int:
+    return -(-c.rows // pixels) * -(-c.outputs // outputs) * c.groups * c.phases
+
+
+def _plan(pixels: int, outputs: int, row_bytes: int, read: Read) -> TilePlan:
+    warps = WARPS[pixels, outputs]
+    return TilePlan(pixels, outputs, row_bytes, warps, read, 1)
+
+
+def weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
+    """Plans of the weight gradient's tile, that of the rule first."""
+    seen = set()
+    for plan in _weight_plans(c, target):
+        shared = WeightTile(c, plan, target.precision).shared
+        if plan not in seen and shared <= shared_limit(target.mcpu):
+            seen.add(plan)
+            yield plan
+
+
+def _weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
+    read = read_of(c, forward=True)
+    narrow = element_size(target.precision) == 2
+    pixels = 64 if narrow else 32
+    outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
+    depth = c.inputs * (c.taps if read == "flat" else 1)
+    if read == "halo":
+        sizes = [(32, 32), (64, 32)] if outputs == 32 else [(64, 32), (32, 32)]
+    elif read == "flat":
+        sizes = [(64, 64), (32, 64), (64, 32)]
+    else:
+        inputs = next((n for n in (32, 64) if depth <= n), 128)
+        sizes = [(outputs, min(inputs, 64) if not narrow else inputs), (64, 64), (32, 32)]
+    for out, inner in sizes:
+        for waves in (2, 4, 1):
+            for chunk in (pixels, pixels // 2):
+                yield with_splits(c, target, WeightPlan(out, inner, chunk, _weight_warps(out, inner, read), read, 1), waves)
+
+
+def _weight_warps(outputs: int, inputs: int, read: Read) -> tuple[int, int]:
+    if read == "halo":
+        return {(32, 32): (2, 2), (64, 32): (4, 2)}[outputs, inputs]
+    return min(outputs // 32, 4), 2
+
+
+def with_splits(c: Correlation, target: Target, plan: WeightPlan, waves: int) -> WeightPlan:
+    """As many shares of the pixels as make `waves` blocks for each multiprocessor, if there are enough pixels."""
+    tile = WeightTile(c, plan, target.precision)
+    outputs, inputs = tile.tiles
+    blocks = outputs * inputs * tile.tap_blocks * c.groups
+    most = max(1, PARTIAL_BYTES // (tile.elements * 4))
+    splits = max(1, min(-(-waves * target.threads // blocks), tile.steps, most))
+    return dataclasses.replace(plan, splits=splits)
