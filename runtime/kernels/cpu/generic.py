@@ -35,12 +35,16 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 
 def generic(problem: GenericProblem, target: Target) -> Kernel:
     """in0, in1, ... -> out0, out1, ..."""
+    params = generic_params(problem)
+    name = unique_name(problem.op_type, problem, target)
+    return Kernel(name, problem, target, params, lambda: _build(name, params, problem, target))
+
+
+def generic_params(problem: GenericProblem) -> tuple[Param, ...]:
     _check(problem)
     inputs = [Param(f"in{i}", "in", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.inputs)]
     outputs = [Param(f"out{i}", "out", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.outputs)]
-    name = unique_name(problem.op_type, problem, target)
-    params = (*inputs, *outputs)
-    return Kernel(name, problem, target, params, lambda: _build(name, params, problem, target))
+    return (*inputs, *outputs)
 
 
 def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: Target) -> Any:
@@ -73,31 +77,42 @@ def dropout(problem: GenericProblem, target: Target, args: Args, seed: Expr, ste
 
     Attributes: ratio, training_mode (1 unless given), node (a number that no other Dropout of the graph has).
     """
+    key = dropout_key(problem, seed, step)
+    shape = problem.out_shape
+    nest(shape, [dense_view(shape)], target, lambda at: dropout_point(problem, args, key, at))
+
+
+def dropout_key(problem: GenericProblem, seed: Expr, step: Expr) -> Expr:
+    """What is hashed besides the element."""
+    key = _u32(int(problem.attribute("node", 0)) % 2**32)
+    for scalar in (seed, step):
+        key = T.bind(mixed(key ^ tirx.Cast("uint32", scalar)) + _u32(0x9E3779B9))
+    return key
+
+
+def dropout_ratio(problem: GenericProblem) -> float:
     ratio = float(problem.number("ratio", 0.5)) if problem.number("training_mode", 1) else 0.0
     if not 0 <= ratio <= 1:
         raise BnfuseError(f"Dropout: ratio {ratio} is not between 0 and 1")
+    return ratio
+
+
+def dropout_point(problem: GenericProblem, args: Any, key: Expr, at: Expr) -> None:
+    """Element `at` of y, and of the mask if there is one."""
+    ratio = dropout_ratio(problem)
     scale = tirx.const(1 / (1 - ratio) if ratio < 1 else 0.0, "float32")
-    key = tirx.const(int(problem.attribute("node", 0)) % 2**32, "uint32")
-    for scalar in (seed, step):
-        key = T.bind(mixed(key ^ tirx.Cast("uint32", scalar)) + _u32(0x9E3779B9))
     # of 2**32 hashes, how many keep their element. An odd number: LLVM 22 compiles the comparison of a hash with one
     # whose low bits are all 0 (as of ratio 0.25) to false.
     limit = min(round((1 - ratio) * 2**32) | 1, 2**32 - 1)
-    shape = problem.out_shape
-
-    def point(at: Expr) -> None:
-        x = args["in0"][at]
-        if ratio == 0:
-            kept: Expr = tirx.const(True, "bool")
-        elif ratio == 1:
-            kept = tirx.const(False, "bool")
-        else:
-            kept = mixed(mixed(tirx.Cast("uint32", at)) ^ key) < _u32(limit)
-        store(args, "out0", at, tirx.Select(kept, x * scale, tirx.const(0.0, "float32")))
-        if len(problem.outputs) > 1:
-            store(args, "out1", at, kept)
-
-    nest(shape, [dense_view(shape)], target, point)
+    if ratio == 0:
+        kept: Expr = tirx.const(True, "bool")
+    elif ratio == 1:
+        kept = tirx.const(False, "bool")
+    else:
+        kept = mixed(mixed(tirx.Cast("uint32", at)) ^ key) < _u32(limit)
+    store(args, "out0", at, tirx.Select(kept, args["in0"][at] * scale, tirx.const(0.0, "float32")))
+    if len(problem.outputs) > 1:
+        store(args, "out1", at, kept)
 
 
 def mixed(x: Expr) -> Expr:

@@ -130,28 +130,30 @@ def constant_of_shape(problem: GenericProblem, target: Target, args: Args) -> No
 
 def gather(problem: GenericProblem, target: Target, args: Args) -> None:
     """data, indices -> y. Indices beyond the data are clamped to it."""
-    outer, length, inner, count = _gather_sizes(problem, problem.shape(0), problem.shape(1))
+    outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
 
     def row(at: Expr) -> None:
-        image, place = tirx.floordiv(at, count), tirx.floormod(at, count)
-        index = T.bind(_index(problem, args["in1"][place], length))
-        _along(
-            inner,
-            target,
-            lambda k: store(args, "out0", at * inner + k, args["in0"][(image * length + index) * inner + k]),
-        )
+        base = T.bind(gathered(problem, args, at))
+        _along(inner, target, lambda k: store(args, "out0", at * inner + k, args["in0"][base + k]))
 
     _rows_or_nothing(outer * count * inner, outer * count, target, row)
 
 
+def gathered(problem: GenericProblem, args: Any, row: Expr) -> Expr:
+    """Where in the data a row of the result (its elements behind the axis) begins."""
+    _, length, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
+    image, place = tirx.floordiv(row, count), tirx.floormod(row, count)
+    return (image * length + gather_index(args["in1"][place], length)) * inner
+
+
 def gather_grad(problem: GenericProblem, target: Target, args: Args) -> None:
     """indices, dy -> dx. The threads share what lies before the axis, or nothing: an index may come twice."""
-    outer, length, inner, count = _gather_sizes(problem, problem.out_shape, problem.shape(0))
+    outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
     fill(args, target, "out0", problem.out_shape, 0, problem.out_dtype)
 
     def image(outer_at: Expr) -> None:
         with T.serial(0, count) as i:
-            index = T.bind(_index(problem, args["in0"][i], length))
+            index = T.bind(gather_index(args["in0"][i], length))
 
             def add(k: Expr) -> None:
                 to = (outer_at * length + index) * inner + k
@@ -162,13 +164,14 @@ def gather_grad(problem: GenericProblem, target: Target, args: Args) -> None:
     _rows_or_nothing(outer * count * inner, outer, target, image)
 
 
-def _gather_sizes(problem: GenericProblem, data: Shape, indices: Shape) -> tuple[int, int, int, int]:
+def gather_sizes(problem: GenericProblem, data: Shape, indices: Shape) -> tuple[int, int, int, int]:
     """Elements before the axis, along it, behind it, and the number of indices."""
     axis = int(problem.attribute("axis", 0)) % len(data)
     return math.prod(data[:axis]), data[axis], math.prod(data[axis + 1 :]), math.prod(indices)
 
 
-def _index(problem: GenericProblem, value: Expr, length: int) -> Expr:
+def gather_index(value: Expr, length: int) -> Expr:
+    """An index as ONNX has it, as one of the data."""
     zero, size = tirx.const(0, dtype_of(value)), tirx.const(length, dtype_of(value))
     value = tirx.Select(value < zero, value + size, value)
     return tirx.Cast("int32", tirx.Max(zero, tirx.Min(value, size - tirx.const(1, dtype_of(value)))))

@@ -8,9 +8,11 @@ Broadcasting is a stride of 0, a transposition permutes strides, a slice has an 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tvm import tirx
@@ -108,8 +110,26 @@ def collapse(space: Shape, views: Sequence[View]) -> tuple[Shape, list[View]]:
     return tuple(sizes), [View(tuple(own), view.base) for own, view in zip(strides, views, strict=True)]
 
 
+Nest = Callable[[Shape, Sequence[View], Callable[..., None]], None]
+_other: contextvars.ContextVar[Nest | None] = contextvars.ContextVar("other", default=None)
+
+
+@contextlib.contextmanager
+def nested_by(other: Nest) -> Iterator[None]:
+    """Within the block, `nest` is what another code generator makes of a space, its views and `emit`."""
+    token = _other.set(other)
+    try:
+        yield
+    finally:
+        _other.reset(token)
+
+
 def nest(space: Shape, views: Sequence[View], target: Target, emit: Callable[..., None]) -> None:
     """`emit(index of each view)` for every point of the space, inside a vectorised loop."""
+    other = _other.get()
+    if other is not None:
+        other(space, views, emit)
+        return
     if math.prod(space) == 0:
         T.evaluate(tirx.const(0, "int32"))
         return
@@ -117,7 +137,7 @@ def nest(space: Shape, views: Sequence[View], target: Target, emit: Callable[...
     if not space:
         emit(*(tirx.const(view.base, "int32") for view in views))
     elif len(space) == 1:
-        flat(space[0], target, lambda i: emit(*(_at(view.base, i, view.strides[0]) for view in views)))
+        flat(space[0], target, lambda i: emit(*(at_stride(view.base, i, view.strides[0]) for view in views)))
     else:
         _rows(space, views, target, emit)
 
@@ -128,24 +148,24 @@ def _rows(space: Shape, views: Sequence[View], target: Target, emit: Callable[..
     with T.parallel(0, threads) as thread:
         first, own = tir.share(count, threads, thread)
         with T.serial(0, own) as i:
-            starts = [T.bind(start) for start in _starts(first + i, space[:-1], views)]
+            starts = [T.bind(start) for start in starts_of(first + i, space[:-1], views)]
             for vector in vectors(inner, target.lanes):
                 with vector.each() as j:
                     ends = zip(starts, views, strict=True)
-                    emit(*(_at(start, vector.base + j, view.strides[-1]) for start, view in ends))
+                    emit(*(at_stride(start, vector.base + j, view.strides[-1]) for start, view in ends))
 
 
-def _starts(row: Expr, outer: Shape, views: Sequence[View]) -> list[Expr]:
+def starts_of(row: Expr, outer: Shape, views: Sequence[View]) -> list[Expr]:
     """Where each view has the first element of a row."""
     starts: list[Expr] = [tirx.const(view.base, "int32") for view in views]
     for axis in reversed(range(len(outer))):
         place = row if axis == 0 else tirx.floormod(row, outer[axis])
         row = tirx.floordiv(row, outer[axis])
-        starts = [_at(start, place, view.strides[axis]) for start, view in zip(starts, views, strict=True)]
+        starts = [at_stride(start, place, view.strides[axis]) for start, view in zip(starts, views, strict=True)]
     return starts
 
 
-def _at(base: Expr, place: Expr, stride: int) -> Expr:
+def at_stride(base: Expr, place: Expr, stride: int) -> Expr:
     if stride == 0:
         return base if not isinstance(base, int) else tirx.const(base, "int32")
     return base + place * stride

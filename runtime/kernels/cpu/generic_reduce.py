@@ -115,14 +115,21 @@ def place(index: Expr, axes: tuple[tuple[int, int], ...]) -> Expr:
     return at
 
 
+def reduced_axes(problem: GenericProblem) -> Axes:
+    """The axes of the operand of a reduction."""
+    shape, axes = problem.shape(), problem.attribute("axes")
+    if axes is None or (len(axes) == 0 and not problem.attribute("noop_with_empty_axes", 0)):
+        axes = range(len(shape))
+    return axes_of(shape, {axis % len(shape) for axis in axes} if shape else set())
+
+
+def accumulator_of(folding: Folding, problem: GenericProblem) -> str:
+    return "float64" if folding.is_sum and problem.out_dtype.startswith("float") else problem.out_dtype
+
+
 def reduction(folding: Folding) -> Emit:
     def emit(problem: GenericProblem, target: Target, args: Args) -> None:
-        shape = problem.shape()
-        axes = problem.attribute("axes")
-        if axes is None or (len(axes) == 0 and not problem.attribute("noop_with_empty_axes", 0)):
-            axes = range(len(shape))
-        split = axes_of(shape, {axis % len(shape) for axis in axes} if shape else set())
-        accumulator = "float64" if folding.is_sum and problem.out_dtype.startswith("float") else problem.out_dtype
+        shape, split, accumulator = problem.shape(), reduced_axes(problem), accumulator_of(folding, problem)
 
         def take(at: Expr) -> Expr:
             return folding.take(tirx.Cast(accumulator, args["in0"][at]))
@@ -208,16 +215,17 @@ def div_grad(problem: GenericProblem, target: Target, args: Args) -> None:
         T.evaluate(tirx.const(0, "int32"))
         return
 
-    def da(dy: Expr, a: Expr, b: Expr) -> Expr:
-        return f64(dy) / f64(b)
-
-    def db(dy: Expr, a: Expr, b: Expr) -> Expr:
-        return f64(0.0) - f64(dy) * f64(a) / (f64(b) * f64(b))
-
     for name, shape, term in zip(
-        (p for p in ("out0", "out1") if p in args), (a_shape, b_shape), (da, db), strict=False
+        (p for p in ("out0", "out1") if p in args), (a_shape, b_shape), DIV_GRADS, strict=False
     ):
         _sum_to(shape, space, (dy_view, a_view, b_view), target, args, name, term)
+
+
+# at a point, from dy, a and b: what adds to da and to db
+DIV_GRADS: tuple[Callable[[Expr, Expr, Expr], Expr], ...] = (
+    lambda dy, a, b: f64(dy) / f64(b),
+    lambda dy, a, b: f64(0.0) - f64(dy) * f64(a) / (f64(b) * f64(b)),
+)
 
 
 def _sum_to(
@@ -264,49 +272,53 @@ def softmax_rows(problem: GenericProblem) -> Rows:
     return Rows(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
 
 
-def softmax(logarithm: bool) -> Emit:
+def softmax_row(problem: GenericProblem, target: Target, args: Any, rows: Any, logarithm: bool, at: At) -> None:
+    """One row of Softmax or LogSoftmax. `rows` walks along it (rows.py)."""
+    x = args["in0"]
+    top = rows.fold(target, "float32", float("-inf"), lambda top, k: steps.maximum(x[at(k)], top), tirx.Max)
+    weight = lambda k: steps.exp(x[at(k)] - top)  # noqa: E731
+    total = rows.fold(target, "float64", 0.0, lambda total, k: total + f64(weight(k)), tirx.Add)
+    if logarithm:
+        shift = T.bind(tirx.log(total))
+        rows.along(target, lambda k: store(args, "out0", at(k), to_f32(f64(x[at(k)] - top) - shift)))
+    else:
+        scale = T.bind(to_f32(f64(1.0) / total))
+        rows.along(target, lambda k: store(args, "out0", at(k), weight(k) * scale))
+
+
+def softmax_grad_row(problem: GenericProblem, target: Target, args: Any, rows: Any, logarithm: bool, at: At) -> None:
+    """One row of dy, y -> dx = y*(dy - sum dy*y), or dy - exp(y)*sum dy for the logarithm."""
+    dy, y = args["in0"], args["in1"]
+
+    def term(at: Expr) -> Expr:
+        return f64(dy[at]) if logarithm else f64(dy[at]) * f64(y[at])
+
+    total = rows.fold(target, "float64", 0.0, lambda total, k: total + term(at(k)), tirx.Add)
+    total = T.bind(to_f32(total))
+
+    def gradient(k: Expr) -> None:
+        if logarithm:
+            value = dy[at(k)] - steps.exp(y[at(k)]) * total
+        else:
+            value = y[at(k)] * (dy[at(k)] - total)
+        store(args, "out0", at(k), value)
+
+    rows.along(target, gradient)
+
+
+Row = Callable[[GenericProblem, Target, Any, Any, bool, At], None]
+BY_ROWS: dict[str, tuple[Row, bool]] = {
+    "Softmax": (softmax_row, False),
+    "LogSoftmax": (softmax_row, True),
+    "SoftmaxGrad_13": (softmax_grad_row, False),
+    "LogSoftmaxGrad_13": (softmax_grad_row, True),
+}
+
+
+def by_rows(row: Row, logarithm: bool) -> Emit:
     def emit(problem: GenericProblem, target: Target, args: Args) -> None:
-        rows, x = softmax_rows(problem), args["in0"]
-
-        def row(index: Expr, at: At) -> None:
-            top = rows.fold(target, "float32", float("-inf"), lambda top, k: steps.maximum(x[at(k)], top), tirx.Max)
-            weight = lambda k: steps.exp(x[at(k)] - top)  # noqa: E731
-            total = rows.fold(target, "float64", 0.0, lambda total, k: total + f64(weight(k)), tirx.Add)
-            if logarithm:
-                shift = T.bind(tirx.log(total))
-                rows.along(target, lambda k: store(args, "out0", at(k), to_f32(f64(x[at(k)] - top) - shift)))
-            else:
-                scale = T.bind(to_f32(f64(1.0) / total))
-                rows.along(target, lambda k: store(args, "out0", at(k), weight(k) * scale))
-
-        rows.each(target, row)
-
-    return emit
-
-
-def softmax_grad(logarithm: bool) -> Emit:
-    """dy, y -> dx = y*(dy - sum dy*y), or dy - exp(y)*sum dy for the logarithm."""
-
-    def emit(problem: GenericProblem, target: Target, args: Args) -> None:
-        rows, dy, y = softmax_rows(problem), args["in0"], args["in1"]
-
-        def term(at: Expr) -> Expr:
-            return f64(dy[at]) if logarithm else f64(dy[at]) * f64(y[at])
-
-        def row(index: Expr, at: At) -> None:
-            total = rows.fold(target, "float64", 0.0, lambda total, k: total + term(at(k)), tirx.Add)
-            total = T.bind(to_f32(total))
-
-            def gradient(k: Expr) -> None:
-                if logarithm:
-                    value = dy[at(k)] - steps.exp(y[at(k)]) * total
-                else:
-                    value = y[at(k)] * (dy[at(k)] - total)
-                store(args, "out0", at(k), value)
-
-            rows.along(target, gradient)
-
-        rows.each(target, row)
+        rows = softmax_rows(problem)
+        rows.each(target, lambda index, at: row(problem, target, args, rows, logarithm, at))
 
     return emit
 
@@ -314,8 +326,5 @@ def softmax_grad(logarithm: bool) -> Emit:
 OPS: dict[str, Emit] = {
     **{name: reduction(folding) for name, folding in FOLDINGS.items()},
     "DivGrad": div_grad,
-    "Softmax": softmax(False),
-    "LogSoftmax": softmax(True),
-    "SoftmaxGrad_13": softmax_grad(False),
-    "LogSoftmaxGrad_13": softmax_grad(True),
+    **{name: by_rows(*row) for name, row in BY_ROWS.items()},
 }
