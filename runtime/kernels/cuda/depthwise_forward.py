@@ -44,6 +44,7 @@ from bnfuse.runtime.kernels.cuda.depthwise_sums import (
     add_value,
     counted_row,
     counted_statistics_stage,
+    round_as_stored,
     team_of,
 )
 from bnfuse.runtime.kernels.cuda.depthwise_window import (
@@ -197,7 +198,8 @@ class _Forward:
         if bias is not None:
             for j in range(plan.strip):
                 self.channels.each(lambda e, j=j: d.put(sums, j * count + e, sums[j * count + e] + bias[e]))  # type: ignore[misc]
-        if self.moments is not None:
+        if self.moments is not None:  # of y as it is stored
+            round_as_stored(sums, plan.strip * count, y.dtype)
             add_first(self.moments, sums)
         for j in range(plan.strip):
 

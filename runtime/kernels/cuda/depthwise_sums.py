@@ -1,7 +1,8 @@
-"""Statistics whose rows of partial results stand for different numbers of pixels.
+"""What partials.py lacks for depthwise convolutions.
 
-The threads of a depthwise stage have strips and tiles that end where the map ends, so a row of `partials` says of how
-many pixels it is: [tiles][count, mean, M2][channels], float32. The rest is as in partials.py.
+Statistics whose rows of partial results stand for different numbers of pixels: the threads have strips and tiles that
+end where the map ends, so a row says of how many pixels it is, [tiles][count, mean, M2][channels], float32. And the
+merge of a weight gradient, whose result has its channels outside: [channel][tap].
 """
 
 from __future__ import annotations
@@ -24,6 +25,19 @@ def zeroed(count: int) -> Buffer:
     held = d.registers(count)
     d.unrolled(count, lambda i: d.put(held, i, T.float32(0)))
     return held
+
+
+def round_as_stored(values: Buffer, count: int, dtype: str) -> None:
+    """Round float32 registers to what a map of this type holds."""
+    if dtype == "float32":
+        return
+    word, pair = d.registers(1, "uint32"), d.registers(2)
+    for i in range(0, count, 2):
+        last = min(i + 1, count - 1)
+        d.pack(word, 0, values[i], values[last], dtype)
+        d.unpack(word[0], dtype, pair, 0)
+        d.put(values, i, pair[0])
+        d.put(values, last, pair[last - i])
 
 
 def team_of(plan: Plan) -> Team:
@@ -88,6 +102,40 @@ def counted_statistics_stage(name: str, params: Sequence[Param], *, tiles: int, 
             m2 = tirx.Select(m2 < tirx.const(0, "float64"), tirx.const(0, "float64"), m2)
             d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
             d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
+
+        columns.first_lane(store)
+    return block.stage
+
+
+def weights_stage(name: str, params: Sequence[Param], *, tiles: int, taps: int, channels: int) -> Stage:
+    """Merge `weight_partials` [tiles][quantities][channels], sums, into "dweight" [channel][tap] and "dbias".
+
+    The quantities are the taps, if any, and behind them the sum of dy if "dbias" is among `params`.
+    """
+    quantities = taps + any(p.name == "dbias" for p in params)
+    total = quantities * channels
+    shared = LANES // 2 * COLUMNS * 8
+    with d.stage(name, params, grid=(-(-total // COLUMNS), 1, 1), threads=LANES * COLUMNS, shared=shared) as block:
+        columns = Columns(block, tiles, total, LANES, d.shared_memory(shared).view("float64"))
+        sums = d.registers(1, "float64")
+        d.put(sums, 0, tirx.const(0, "float64"))
+        columns.sweep(block["weight_partials"], 1, lambda _, values: d.put(sums, 0, sums[0] + values(0)))
+        columns.join(sums, 1)
+
+        def store() -> None:
+            channel, tap = T.bind(columns.channel % channels), T.bind(columns.channel // channels)
+            value = tirx.Cast("float32", sums[0])
+
+            def leave_weight() -> None:
+                d.put(block["dweight"], channel * taps + tap, value)
+
+            def leave_bias() -> None:
+                d.put(block["dbias"], channel, value)
+
+            if quantities > taps > 0:
+                d.when(tap < taps, leave_weight, leave_bias)
+            else:
+                (leave_weight if taps else leave_bias)()
 
         columns.first_lane(store)
     return block.stage

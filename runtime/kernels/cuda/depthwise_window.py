@@ -22,20 +22,28 @@ from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes
 from bnfuse.runtime.kernels.cuda.operand import Operand, load_vector, words_of
 from bnfuse.runtime.kernels.kernel import MapType
 
+Visit = Callable[["Tile", Expr], None]
+Ask = Callable[["Tile", Expr, Expr], None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """The channels of a thread: the first, how many, where the map's end is when they may pass it."""
+    """The channels of a thread: the first, how many, and `left`, how many of the map's there are from there on.
+
+    `left` is None where none of them lacks, once a thread has any; `guard` is None where every thread has all.
+    """
 
     first: Expr
     count: int
     left: Expr | None
+    guard: Expr | None = None
 
     @staticmethod
     def of(block: Block, plan: Plan, channels: int) -> Channels:
         first = T.bind((block.y * plan.vectors + block.tid % plan.vectors) * plan.lanes)
-        left = T.bind(channels - first) if channels % plan.lanes else None
-        return Channels(first, plan.lanes, left)
+        left = T.bind(channels - first)
+        whole = channels % (plan.vectors * plan.lanes) == 0
+        return Channels(first, plan.lanes, left if channels % plan.lanes else None, None if whole else left)
 
     def is_any(self, plan: Plan, channels: int) -> Expr:
         """Whether the thread has any channel."""
@@ -187,15 +195,23 @@ class Window:
             return True
         return d.within(tile.column * line.step + low, line.source)
 
-    def sweep(self, tile: Tile, units: int, visit: Callable[[Tile, Expr], None]) -> None:
-        """`visit(tile, row)` for the rows of units of a tile, with the window in place."""
+    def sweep(self, tile: Tile, units: int, visit: Visit, ask: Ask | None = None) -> None:
+        """`visit(tile, row)` for the rows of units of a tile, with the window in place.
+
+        `ask(tile, row, wanted)` may start loads for a visit: it is called before the slide that leads to it.
+        """
         lead = self.rows.lead
         count = T.bind(tirx.Min(units - tile.row, tirx.const(self.plan.rows, "int32")) + lead)
         self.prefetch(tile, T.int32(0))
+        if ask is not None and not lead:
+            ask(tile, tile.row, True)
         with T.serial(0, count) as number:
             self.slide(tile, number)
             self.prefetch(tile, number + 1, number + 1 < count)
             d.when(number >= lead if lead else True, lambda: visit(tile, T.bind(tile.row + number - lead)))
+            if ask is not None:
+                wanted = d.all_of(number + 1 >= lead if lead > 1 else True, number + 1 < count)
+                ask(tile, T.bind(tile.row + number + (1 - lead)), wanted)
 
     def prefetch(self, tile: Tile, number: Expr, wanted: Expr = True) -> None:
         """Ask for what slide `number` brings."""
