@@ -77,10 +77,15 @@ def verify(
     seed: int = 0,
     lr: float = 0.01,
     threads: int | None = None,
+    target: str = "cpu",
+    precision: str | None = None,
     progress: Progress = quiet,
     **roles: Any,
 ) -> Verification:
-    """Whether both graphs compute the same loss, gradients and running statistics (docs/numerics.md)."""
+    """Whether both graphs compute the same loss, gradients and running statistics (docs/numerics.md).
+
+    `target` and `precision` are those of `compile`, for the runtime tvm.
+    """
     from bnfuse.verification import verify_graphs
 
     return verify_graphs(
@@ -91,6 +96,8 @@ def verify(
         seed=seed,
         lr=lr,
         threads=threads,
+        target=target,
+        precision=precision,
         progress=progress,
     )
 
@@ -129,9 +136,13 @@ def compile(
     progress: Callable[[int, int, str], None] | None = None,
     cache: bool | str | Path = True,
     tune: bool = False,
+    precision: str | None = None,
     **roles: Any,
 ) -> Step:
     """The compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
+
+    `target` is cpu, cpu:MCPU with an LLVM CPU name, cuda for the GPU that is here, or cuda:ARCHITECTURE such as
+    cuda:sm_90. For a GPU `precision` is fp32 (the default), tf32, bf16 or fp16. docs/runtime.md
 
     `threads` is one a physical core by default. `progress(done, total, kernel)` hears of each kernel that had to be
     compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.
@@ -142,17 +153,33 @@ def compile(
     graph = open_graph(source, **roles)
     graph.state()  # complains of values that are missing before the work, not after it
     return compile_step(
-        graph, target=target, optimizer=optimizer, threads=threads, progress=progress, cache=cache, tune=tune
+        graph,
+        target=target,
+        optimizer=optimizer,
+        threads=threads,
+        progress=progress,
+        cache=cache,
+        tune=tune,
+        precision=precision,
     )
 
 
-def open_step(source: Source, *, threads: int | None = None, **options: Any) -> Step:
+def open_step(
+    source: Source,
+    *,
+    threads: int | None = None,
+    target: str | None = None,
+    precision: str | None = None,
+    **options: Any,
+) -> Step:
     """The step of a file that `step.export` wrote (it has its own target and optimiser), or of a graph compiled now."""
     from bnfuse.runtime import load_step
 
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf":
+        if target is not None or precision is not None:
+            raise BnfuseError(f"{source}: is compiled already: leave target and precision out, or give it a graph")
         return load_step(Path(source), threads=threads)
-    return compile(source, threads=threads, **options)
+    return compile(source, target or "cpu", threads=threads, precision=precision, **options)
 
 
 def run(
@@ -164,11 +191,14 @@ def run(
     save_to: str | Path | None = None,
     seed: int = 0,
     threads: int | None = None,
+    target: str | None = None,
+    precision: str | None = None,
     progress: Progress = quiet,
 ) -> list[float]:
     """The losses of some training steps: on shuffled batches of `data`, or on one random batch.
 
-    A graph is compiled with SGD, momentum 0.9; a compiled step has its own optimiser. `lr` overrules both.
+    A graph is compiled for `target` (the CPU by default) with SGD, momentum 0.9; a compiled step has its own target and
+    optimiser. `lr` overrules both.
     """
     from bnfuse.training import run_steps
 
@@ -176,7 +206,12 @@ def run(
         require_writable(save_to)
     progress(f"preparing {source}")
     step = open_step(
-        source, threads=threads, optimizer=optimizer("sgd", lr=0.1, momentum=0.9), progress=bar_of(progress)
+        source,
+        threads=threads,
+        target=target,
+        precision=precision,
+        optimizer=optimizer("sgd", lr=0.1, momentum=0.9),
+        progress=bar_of(progress),
     )
     if lr is not None:
         step.lr = lr
@@ -197,6 +232,7 @@ def train(
     resume: str | Path | None = None,
     seed: int = 0,
     threads: int | None = None,
+    precision: str | None = None,
     progress: Progress = quiet,
     **roles: Any,
 ) -> History:
@@ -208,11 +244,18 @@ def train(
         require_writable(save_to)
     progress(f"preparing {source}")
     step = compile(
-        source, target, optimizer or SGD(lr=0.1, momentum=0.9), threads=threads, progress=bar_of(progress), **roles
+        source,
+        target,
+        optimizer or SGD(lr=0.1, momentum=0.9),
+        threads=threads,
+        progress=bar_of(progress),
+        precision=precision,
+        **roles,
     )
     if resume is not None:
         step.load(resume)
-    progress(f"{step.report.kernels} kernels, {step.target.threads} threads")
+    where = f"GPU {step.target.mcpu}" if step.target.kind == "cuda" else f"{step.target.threads} threads"
+    progress(f"{step.report.kernels} kernels, {where}")
     return train_step(step, data_for(step, data), epochs=epochs, seed=seed, save_to=save_to, progress=progress)
 
 

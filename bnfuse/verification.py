@@ -154,6 +154,15 @@ class Runner(Protocol):
         """The losses of `steps` steps of SGD on one batch."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Threads of the CPU, and for what the compiled step is made."""
+
+    threads: int | None = None
+    target: str = "cpu"
+    precision: str | None = None
+
+
 def verify_graphs(
     before: TrainingGraph,
     after: TrainingGraph,
@@ -163,6 +172,8 @@ def verify_graphs(
     seed: int = 0,
     lr: float = 0.01,
     threads: int | None = None,
+    target: str = "cpu",
+    precision: str | None = None,
     progress: Progress = lambda _: None,
 ) -> Verification:
     """Compares at the initial state of `before`, on random images and labels.
@@ -173,10 +184,13 @@ def verify_graphs(
     """
     if runtime not in RUNTIMES:
         raise BnfuseError(f"runtime '{runtime}' is unknown: it is {' or '.join(RUNTIMES)}")
+    if runtime == "ort" and (target, precision) != ("cpu", None):
+        raise BnfuseError(f"onnxruntime takes no target or precision ({target}, {precision}): say --runtime tvm")
     check_same_interface(before, after)
+    where = Where(threads, target, precision)
     refused: list[Verification] = []
     for attempt in range(SEEDS):
-        found = verify_once(before, after, runtime, steps, seed + attempt, lr, threads, progress)
+        found = verify_once(before, after, runtime, steps, seed + attempt, lr, where, progress)
         if found.equal:
             return dataclasses.replace(found, notes=(*found.notes, *(refusal_note(no) for no in refused)))
         refused.append(found)
@@ -200,7 +214,7 @@ def verify_once(
     steps: int,
     seed: int,
     lr: float,
-    threads: int | None,
+    where: Where,
     progress: Progress,
 ) -> Verification:
     """The verdict on the images and labels of one seed."""
@@ -208,13 +222,13 @@ def verify_once(
     feeds, state = draw_feeds(before, rng), before.state()
 
     progress(f"running {before.name} in onnxruntime")
-    reference = Reference(before, threads, feeds, state, lr, steps, rng)
+    reference = Reference(before, where.threads, feeds, state, lr, steps, rng)
     reference.draw(DRAWS)
     reference.close()
 
     progress(f"running {after.name} in {'onnxruntime' if runtime == 'ort' else 'the compiled step'}")
     bar = getattr(progress, "bar", None)
-    second = OrtRunner(after, threads) if runtime == "ort" else CompiledRunner(after, threads, bar)
+    second = OrtRunner(after, where.threads) if runtime == "ort" else CompiledRunner(after, where, bar)
     result, losses = second.evaluate(feeds, state), second.train(feeds, state, lr, steps)
     del second
 
@@ -380,17 +394,22 @@ class OrtRunner:
 class CompiledRunner:
     """`after` in our runtime. Its gradients and running statistics are given the names they have in the file."""
 
-    def __init__(
-        self, graph: TrainingGraph, threads: int | None, bar: Callable[[int, int, str], None] | None = None
-    ) -> None:
+    def __init__(self, graph: TrainingGraph, where: Where, bar: Callable[[int, int, str], None] | None = None) -> None:
         self.graph = dataclasses.replace(graph, model=without_dropout(graph.model))
-        self.threads, self.bar = threads, bar
+        self.where, self.bar = where, bar
 
     def compiled(self, lr: float | None, state: Arrays) -> Any:
         from bnfuse.runtime import SGD, compile_step
 
         optimizer = None if lr is None else SGD(lr=lr)
-        step = compile_step(self.graph, optimizer=optimizer, threads=self.threads, progress=self.bar)
+        step = compile_step(
+            self.graph,
+            target=self.where.target,
+            precision=self.where.precision,
+            threads=None if self.where.target.startswith("cuda") else self.where.threads,
+            optimizer=optimizer,
+            progress=self.bar,
+        )
         step.load_state_dict(state)
         return step
 

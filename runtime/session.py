@@ -166,14 +166,16 @@ class Step:
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients by the names of the parameters: copies."""
-        return {name: self._train.memory.read(tensor) for name, tensor in self.program.gradients.items()}
+        found = {name: self._train.memory.read(tensor) for name, tensor in self.program.gradients.items()}
+        return found if self.loss_scale == 1 else {name: value / self.loss_scale for name, value in found.items()}
 
     def device_output(self, name: str) -> DeviceArray:
         """An output of the file where it lies on the GPU. The next step writes over it."""
         return self._on_device(self.program.outputs, name, "output")
 
     def device_gradient(self, name: str) -> DeviceArray:
-        """The gradient of a parameter where it lies on the GPU. The next step writes over it."""
+        """The gradient of a parameter where it lies on the GPU, with fp16 times `loss_scale`. The next step writes over
+        it."""
         return self._on_device(self.program.gradients, name, "gradient of a parameter")
 
     def device_state(self, name: str) -> DeviceArray:

@@ -16,6 +16,17 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads; by default one a physical core.", show_default=False)
 ]
+Target = Annotated[
+    str,
+    typer.Option(
+        help="cpu, or cpu:MCPU with an LLVM CPU name; cuda, or cuda:ARCHITECTURE such as cuda:sm_90.",
+        metavar="cpu[:MCPU]|cuda[:sm_XX]",
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(metavar="P", help="On a GPU: fp32, tf32, bf16 or fp16 (default: fp32).", show_default=False),
+]
 Tune = Annotated[
     bool, typer.Option("--tune", help="Measure kernels that can be made in several ways; the fastest are remembered.")
 ]

@@ -15,7 +15,9 @@ from bnfuse.commands.options import (
     LabelsInput,
     Model,
     Output,
+    Precision,
     Seed,
+    Target,
     Threads,
     Tune,
     opening,
@@ -25,15 +27,6 @@ from bnfuse.io import require_writable
 from bnfuse.text import Section, number, scaled
 
 Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
-Target = Annotated[str, typer.Option(help="cpu, or cpu:MCPU with an LLVM CPU name.", metavar="cpu[:MCPU]")]
-
-
-BenchPrecision = Annotated[
-    str | None,
-    typer.Option(
-        "--precision", metavar="P", help="On a GPU: fp32, tf32, bf16 or fp16 (default: fp32).", show_default=False
-    ),
-]
 
 
 class OptimizerName(str, enum.Enum):
@@ -60,6 +53,7 @@ def compile(
     model: Model,
     output: Output,
     target: Target = "cpu",
+    precision: Precision = None,
     optimizer: OptimizerOption = OptimizerName.sgd,
     lr: LearningRate = 0.1,
     momentum: Momentum = 0.9,
@@ -79,6 +73,7 @@ def compile(
     \b
     bnfuse compile fused.onnx -o step.bnf
     bnfuse compile fused.onnx -o step.bnf --tune
+    bnfuse compile fused.onnx -o step.bnf --target cuda:sm_90 --precision bf16
     bnfuse compile fused.onnx -o step.bnf --optimizer adamw --lr 0.001 --no-decay '*.bias'
     """
     from bnfuse import api
@@ -88,6 +83,7 @@ def compile(
     step = api.compile(
         model,
         target=target,
+        precision=precision,
         optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
         threads=threads,
         progress=progress.bar,
@@ -111,9 +107,16 @@ def describe_step(step: Any, output: Path) -> Section:
             *((f"launches, {phase}", number(launches)) for phase, launches in report.launches.items()),
             ("working memory", scaled(report.arena_bytes, "B")),
             ("parameters", scaled(report.parameter_bytes, "B")),
-            ("target", f"{step.target.kind} {step.target.mcpu}, {step.target.threads} threads"),
+            ("memory and code, in all", scaled(step.device_bytes, "B")),
+            ("target", describe_target(step.target)),
         ],
     )
+
+
+def describe_target(target: Any) -> str:
+    """llvm znver4, 8 threads; or cuda sm_90, bf16."""
+    what = target.precision if target.kind == "cuda" else f"{target.threads} threads"
+    return f"{target.kind} {target.mcpu}, {what}"
 
 
 def run(
@@ -131,6 +134,11 @@ def run(
     save: Annotated[
         Path | None, typer.Option(metavar="CKPT.safetensors", help="Write the state at the end.", show_default=False)
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="cpu[:MCPU]|cuda[:sm_XX]", help="Where a graph runs (default: cpu).", show_default=False),
+    ] = None,
+    precision: Precision = None,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -140,11 +148,21 @@ def run(
     \b
     bnfuse run step.bnf --steps 20
     bnfuse run fused.onnx --data digits --steps 100 --save state.safetensors
+    bnfuse run fused.onnx --target cuda --precision bf16
     """
     from bnfuse import api
 
     losses = api.run(
-        source, data=data, steps=steps, lr=lr, save_to=save, seed=seed, threads=threads, progress=Progress()
+        source,
+        data=data,
+        steps=steps,
+        lr=lr,
+        save_to=save,
+        target=target,
+        precision=precision,
+        seed=seed,
+        threads=threads,
+        progress=Progress(),
     )
     if json:
         show_json({"losses": losses})
@@ -161,6 +179,7 @@ def train(
     data: Data,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 10,
     target: Target = "cpu",
+    precision: Precision = None,
     optimizer: OptimizerOption = OptimizerName.sgd,
     lr: LearningRate = 0.1,
     momentum: Momentum = 0.9,
@@ -194,6 +213,7 @@ def train(
         data,
         epochs=epochs,
         target=target,
+        precision=precision,
         optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
         save_to=save,
         resume=resume,
@@ -224,7 +244,7 @@ def bench(
         ),
     ] = None,
     target: Target = "cpu",
-    precision: BenchPrecision = None,
+    precision: Precision = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed steps of each candidate.")] = 9,
     warm_up: Annotated[int, typer.Option(min=0, help="Steps of each candidate before those.")] = 2,
     wait: Annotated[

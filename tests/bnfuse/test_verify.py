@@ -17,6 +17,7 @@ from bnfuse.verification import (
     CompiledRunner,
     Curves,
     OrtRunner,
+    Where,
     compare,
     curve_tolerances,
     distance,
@@ -203,7 +204,8 @@ def test_errors_against_float64_are_no_worse_than_torchs_own(oracle, name):
     exact = oracle.evaluate(model, {**feeds, **state}, "float64")
     torch32 = oracle.evaluate(model, {**feeds, **state}, "float32")
     fused = open_graph(bnfuse.rewrite(model, level="icf"))
-    for runner in (OrtRunner(graph, None), OrtRunner(fused, None), CompiledRunner(graph, 2), CompiledRunner(fused, 2)):
+    where = Where(threads=2)
+    for runner in (*(OrtRunner(g, None) for g in (graph, fused)), *(CompiledRunner(g, where) for g in (graph, fused))):
         result = runner.evaluate(feeds, state)
         floor = FLOOR * max(np.linalg.norm(exact[key]) for key in graph.roles.gradients.values())
         for key, value in result.items():
