@@ -1,20 +1,10 @@
-"""From the stages of a CUDA kernel to a cubin: TVM writes the CUDA, NVRTC (or nvcc) compiles it. No GPU is needed.
-
-What is kept of a kernel is one line of JSON, how its stages are launched, and then the cubin:
-
-    {"arch", "stages": [{"symbol", "grid", "threads", "shared", "arguments"}],
-     "parameters": [[name, type]], "resources": {symbol: {"registers", "stack", "spills"}}}
-
-`parameters` are the arguments of a launch in order: buffers, then the offsets of maps (int32), then scalars.
-`arguments` are the names that a stage takes, in the order of its C signature: TVM leaves out what a stage does not use.
-"""
+"""From the stages of a CUDA kernel to a cubin: TVM writes the CUDA, NVRTC (or nvcc) compiles it. No GPU is needed."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.util
-import json
 import pathlib
 import re
 import shutil
@@ -26,37 +16,39 @@ from typing import Any
 import tvm
 
 from bnfuse.errors import BnfuseError
+from bnfuse.runtime.cuda import container
 from bnfuse.runtime.kernels.cuda.device import Stage
-from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.kernels.kernel import Kernel, MapType
 
 REMEDY = "install bnfuse[cuda], or put nvcc on the PATH"
 
 
 def compile_kernel(kernel: Kernel) -> bytes:
-    """Header and cubin of a kernel."""
+    """The code of a kernel as it is kept (runtime/cuda/container.py)."""
     stages: Sequence[Stage] = kernel.build()
-    source = cuda_source(stages, kernel.target.mcpu)
-    cubin, log = compile_cuda(source, kernel.target.mcpu)
-    header = {
-        "arch": kernel.target.mcpu,
-        "stages": [
-            {
-                "symbol": symbol_of(stage),
-                "grid": stage.grid,
-                "threads": stage.threads,
-                "shared": stage.shared,
-                "arguments": signature(source, stage),
-            }
-            for stage in stages
-        ],
-        "parameters": [
-            *([param.name, "buffer"] for param in kernel.params),
-            *([f"{param.name}_offset", "int32"] for param in kernel.params if param.is_map),
-            *([name, dtype] for name, dtype in kernel.scalars),
-        ],
-        "resources": resources(log),
-    }
-    return json.dumps(header).encode() + b"\n" + cubin
+    arch = kernel.target.mcpu
+    source = cuda_source(stages, arch)
+    cubin, log = compile_cuda(source, arch)
+    parameters = [
+        *((param.name, container.BUFFER) for param in kernel.params),
+        *((f"{param.name}_offset", "int32") for param in kernel.params if param.is_map),
+        *kernel.scalars,
+    ]
+    launches = [
+        container.Stage(symbol_of(stage), stage.grid, stage.threads, stage.shared, tuple(signature(source, stage)))
+        for stage in stages
+    ]
+    return container.pack(
+        container.Code(tuple(launches), tuple(parameters), arch, cubin, slots_of(kernel), resources(log))
+    )
+
+
+def slots_of(kernel: Kernel) -> dict[str, tuple[int, int]]:
+    """Channels of the maps that a kernel works on, and of the buffers that they are slots of."""
+    maps = getattr(kernel.problem, "maps", ())
+    named = {entry[0]: entry[1] for entry in maps if isinstance(entry, tuple) and isinstance(entry[1], MapType)}
+    names = {param.name for param in kernel.params if param.is_map}
+    return {name: (kind.c, kind.stride) for name, kind in named.items() if name in names and kind.stride != kind.c}
 
 
 def symbol_of(stage: Stage) -> str:
