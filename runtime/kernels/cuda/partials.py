@@ -208,10 +208,11 @@ def sums_stage(
     channels: int,
     results: Sequence[str | Sequence[str]],
     held: str = "partials",
+    count: int = 1,
 ) -> Stage:
     """Merge the buffer `held`, [tiles][len(results)][channels], sums, into the results: [channels] float32 each.
 
-    A quantity that is the result of several names is given as a sequence of them.
+    A quantity that is the result of several names is given as a sequence of them. Results are divided by `count`.
     """
     quantities = len(results)
 
@@ -229,8 +230,9 @@ def sums_stage(
 
         def store() -> None:
             for q, names in enumerate(results):
+                value = sums[q] if count == 1 else sums[q] / tirx.const(float(count), "float64")
                 for result in (names,) if isinstance(names, str) else names:
-                    d.put(block[result], columns.channel, tirx.Cast("float32", sums[q]))
+                    d.put(block[result], columns.channel, tirx.Cast("float32", value))
 
         columns.first_lane(store)
 

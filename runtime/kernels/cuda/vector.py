@@ -240,7 +240,7 @@ class Outlet:
         self.reader.fetch(index, pixel, valid)
 
     def finish(self, index: Expr, values: Buffer, pixel: Expr, valid: Expr = True) -> None:
-        """Take `values`, `width` float32 registers that are overwritten, through the epilogue; nothing if not `valid`."""
+        """Take `values`, `width` registers that are overwritten, through the epilogue; nothing if not `valid`."""
 
         def run() -> None:
             self.reader.unpack(index)
