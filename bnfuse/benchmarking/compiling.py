@@ -29,10 +29,12 @@ class CompileTimes:
     warm_s: float
 
 
-def measured_compile(file: Path, candidate: Variant | str, threads: int, how: dict[str, str]) -> CompileTimes:
+def measured_compile(
+    file: Path, candidate: Variant | str, threads: int, how: dict[str, str] | None = None
+) -> CompileTimes:
     """`file` is the training graph, `candidate` one of ours or torch-compile; `how` has target and precision where
     they are not the CPU's."""
-    request: dict[str, Any] = {"file": str(file.resolve()), "threads": threads, "how": how}
+    request: dict[str, Any] = {"file": str(file.resolve()), "threads": threads, "how": how or {}}
     request |= {"peer": candidate} if isinstance(candidate, str) else {"variant": dataclasses.astuple(candidate)}
     with tempfile.TemporaryDirectory(prefix="bnfuse-cold-") as folder:
         caches = dict.fromkeys(CACHES, folder)
@@ -46,7 +48,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
 
     graph = open_graph(asked["file"])
     if "peer" in asked:
-        return measure_peer(graph, asked["peer"], asked["threads"], asked["how"].get("precision"))
+        return measure_peer(graph, asked["peer"], asked["threads"], asked.get("how", {}).get("precision"))
     import bnfuse.runtime.compile  # noqa: F401  # its import is not in the time
     from bnfuse.benchmarking.candidates import compile_rewritten, rewrite_variant
 
@@ -54,7 +56,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
     start = time.perf_counter()
     rewritten = rewrite_variant(graph, variant)
     middle = time.perf_counter()
-    compile_rewritten(rewritten, asked["threads"], **asked["how"])
+    compile_rewritten(rewritten, asked["threads"], **asked.get("how", {}))
     return {"rewrite_s": middle - start, "compile_s": time.perf_counter() - middle}
 
 
