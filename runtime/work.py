@@ -24,7 +24,7 @@ from bnfuse.runtime.kernels.cuda.weights import PackProblem
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.program import Work
 
-SCRATCH = ("found",)
+SCRATCH = ("found", "sums")
 NAMES = (
     (GemmProblem, "Gemm"),
     (LossProblem, "loss"),
@@ -60,7 +60,7 @@ def maps_of(problem: Any) -> dict[str, MapType]:
 
 def is_scratch(param: Param) -> bool:
     """Whether it is memory that the stages of a GPU's kernel hand results on in."""
-    return param.name in SCRATCH or param.name.startswith("partials")
+    return param.name in SCRATCH or param.name.endswith("partials")
 
 
 def bytes_of(param: Param, maps: dict[str, MapType]) -> int:

@@ -19,7 +19,7 @@ from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.conv_forward import checked, shared_bytes
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
 from bnfuse.runtime.kernels.cuda.conv_tile import Tile, emit
-from bnfuse.runtime.kernels.cuda.correlation import Correlation, gradient_correlation, weight_correlation
+from bnfuse.runtime.kernels.cuda.correlation import gradient_correlation, weight_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
@@ -59,6 +59,7 @@ def conv_backward(problem: Problem, target: Target, algorithm: str | None = None
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
     if not is_packed(problem.weight):
         return depthwise_backward(problem, target)
+    problem = with_groups_aligned(problem)
     made = Stages(problem, target, plan)
     name = unique_name(problem.op, (problem, plan), target)
     return Kernel(name, problem, target, made.params, lambda: made.build(name), plan)
@@ -69,7 +70,8 @@ def parameters(problem: Problem, target: Target) -> tuple[Param, ...]:
     spec, maps = problem.spec, dict(problem.maps)
     outputs, per_group, *window = problem.weight
     params = []
-    for name in (*(name for name in spec.operands if name != "acc"), *spec.results):
+    unread = {"acc"} if wants_input(problem) else {"acc", "weight"}
+    for name in (*(name for name in spec.operands if name not in unread), *spec.results):
         accumulates = name == "dx" and "Accumulate" in spec.epilogue
         access: Access = "in" if name in spec.operands else "inout" if accumulates else "out"
         if name in maps:
