@@ -17,8 +17,8 @@ from bnfuse.runtime.kernels.kernel import Target
 Read = Literal["gather", "halo", "flat"]
 
 MOST_TAPS = 32  # of a halo tile: a bit each
-WARPS = {(128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1), (64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
-WARPS |= {(256, 32): (8, 1), (256, 64): (8, 1)}
+WARPS = {(256, 64): (8, 1), (256, 32): (8, 1), (128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1)}
+WARPS |= {(64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 
 
@@ -55,14 +55,19 @@ def _tile_plans(c: Correlation, target: Target, forward: bool) -> Iterator[TileP
             pixels //= 2
         else:
             outputs //= 2
-    yield _plan(pixels, outputs, min(wide, 64), read)
-    for other in ((pixels, outputs, wide), (128, 128, 64), (128, 64, 64), (64, 64, 128), (64, 128, 64), (64, 32, 64)):
-        yield _plan(*other, read)
+    first = _plan(pixels, outputs, 64, read)
+    yield first
+    yield dataclasses.replace(first, min_blocks=1)
+    sizes = [(pixels, outputs, wide), (128, 128, 64), (128, 128, 128), (128, 64, 64), (128, 64, 128), (64, 128, 64)]
+    sizes += [(64, 64, 64), (64, 64, 128), (64, 32, 64), (128, 32, 64)]
     if read == "halo":
-        yield _plan(256, min(outputs, 64), 64, read)
+        sizes = [(256, min(outputs, 64), 64), *((size, width, 64) for size in (128, 64) for width in (64, 32))]
+    for size in sizes:
+        if size[1] < 2 * c.outputs and size[2] <= wide:
+            yield _plan(*size, read)
+    if read == "halo":
         for size in (128, 64):
             yield _plan(size, min(outputs, 64), 64, "gather")
-            yield _plan(size, 32, 64, "gather")
 
 
 def _tiles(c: Correlation, pixels: int, outputs: int) -> int:
@@ -71,7 +76,7 @@ def _tiles(c: Correlation, pixels: int, outputs: int) -> int:
 
 def _plan(pixels: int, outputs: int, row_bytes: int, read: Read) -> TilePlan:
     warps = WARPS[pixels, outputs]
-    return TilePlan(pixels, outputs, row_bytes, warps, read, 1)
+    return TilePlan(pixels, outputs, row_bytes, warps, read, 2 if warps[0] * warps[1] == 8 else 3)
 
 
 def weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
@@ -91,16 +96,19 @@ def _weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
     depth = c.inputs * (c.taps if read == "flat" else 1)
     if read == "halo":
-        sizes = [(32, 32), (64, 32)] if outputs == 32 else [(64, 32), (32, 32)]
+        sizes = [(32, 32)] if outputs == 32 else [(64, 32), (32, 32)]
     elif read == "flat":
         sizes = [(64, 64), (32, 64), (64, 32)]
     else:
         inputs = next((n for n in (32, 64) if depth <= n), 128)
-        sizes = [(outputs, min(inputs, 64) if not narrow else inputs), (64, 64), (32, 32)]
+        sizes = [(outputs, min(inputs, 64)), (outputs, inputs), (64, 64), (64, 128)]
+        sizes = [size for size in sizes if size[0] < 2 * max(c.outputs, 32) and size[1] < 2 * max(depth, 32)]
     for out, inner in sizes:
-        for waves in (2, 4, 1):
-            for chunk in (pixels, pixels // 2):
-                yield with_splits(c, target, WeightPlan(out, inner, chunk, _weight_warps(out, inner, read), read, 1), waves)
+        for chunk, waves in ((pixels, 2), (pixels, 4), (pixels // 2, 4)):
+            made = WeightPlan(out, inner, chunk, _weight_warps(out, inner, read), read, 1)
+            made = with_splits(c, target, made, waves)
+            yield made
+            yield dataclasses.replace(made, min_blocks=2 if made.threads == 256 else 4)
 
 
 def _weight_warps(outputs: int, inputs: int, read: Read) -> tuple[int, int]:
