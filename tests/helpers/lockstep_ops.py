@@ -64,6 +64,8 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "sqrt": np.sqrt,
     "rsqrt": _wide(lambda x: 1 / np.sqrt(x)),
     "tanh": _wide(np.tanh),
+    "sin": _wide(np.sin),
+    "cos": _wide(np.cos),
     "sigmoid": _wide(lambda x: 1 / (1 + np.exp(-x))),
     "erf": _wide(_erf),
     "pow": _wide(np.power),

@@ -1,0 +1,169 @@
+"""Every operator that has no kernel of its own, on a GPU: the formulas of kernels/cpu/generic.py.
+
+Each loop nest of the CPU's operator is a stage here, with a thread for each point of its space, so that what a nest
+writes is there for the next one (a fill, then a copy into it). Reductions are in generic_reduce.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import generic as cpu
+from bnfuse.runtime.kernels.cpu import generic_moves
+from bnfuse.runtime.kernels.cpu.generic_nest import (
+    GenericProblem,
+    Shape,
+    View,
+    collapse,
+    nested_by,
+    starts_of,
+    store,
+)
+from bnfuse.runtime.kernels.cpu.generic_reduce import BY_ROWS, FOLDINGS
+from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, stage, when
+from bnfuse.runtime.kernels.cuda.generic_reduce import fold_stages, folds_of, softmax_stage
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+
+THREADS = 256
+BLOCKS = 16  # for each multiprocessor, at most
+
+
+def generic(problem: GenericProblem, target: Target) -> Kernel:
+    """in0, in1, ... -> out0, out1, ...; scalars: SCALARS; scratch: the partials of large reductions."""
+    params = cpu.generic_params(problem)
+    scalars = tuple((name, "int64") for name in cpu.SCALARS.get(problem.op_type, ()))
+    if _folds(problem):
+        for i, fold in enumerate(folds_of(problem)):
+            if (shares := fold.shares(target)) > 1:
+                params += (Param(f"partials{i}", "out", shares * fold.results, fold.dtype),)
+    name = unique_name(problem.op_type, problem, target)
+    return Kernel(
+        name, problem, target, params, lambda: _stages(name, problem, target, params, scalars), scalars=scalars
+    )
+
+
+def _folds(problem: GenericProblem) -> bool:
+    return problem.op_type in FOLDINGS or problem.op_type == "DivGrad"
+
+
+def _stages(
+    name: str, problem: GenericProblem, target: Target, params: tuple[Param, ...], scalars: Any
+) -> tuple[Stage, ...]:
+    stages: list[Stage] = []
+    if _folds(problem):
+        for i, fold in enumerate(folds_of(problem)):
+            stages += fold_stages(f"{name}_{i}", fold, params, f"partials{i}", target)
+    elif problem.op_type in BY_ROWS:
+        if math.prod(problem.shape()):
+            stages.append(softmax_stage(name, problem, params, target))
+    else:
+        nests = Nests(name, params, scalars, target)
+        with nested_by(nests.nest):
+            OWN.get(problem.op_type, _as_on_cpu)(problem, target, nests)
+        stages += nests.stages
+    return tuple(stages) or (_nothing(name, params),)
+
+
+def _nothing(name: str, params: Sequence[Param]) -> Stage:
+    """A stage for tensors that have no elements."""
+    with stage(name, params, grid=(1, 1, 1), threads=32) as block:
+        T.evaluate(tirx.const(0, "int32"))
+    return block.stage
+
+
+class Nests:
+    """Nests, each made a stage. To the operators it also is their arguments: those of the stage that is open."""
+
+    def __init__(self, name: str, params: Sequence[Param], scalars: Any, target: Target) -> None:
+        self.name, self.params, self.scalars, self.target = name, params, scalars, target
+        self.stages: list[Stage] = []
+        self.block: Block | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        assert self.block is not None
+        return self.block[name]
+
+    def __contains__(self, name: str) -> bool:
+        return any(param.name == name for param in self.params)
+
+    def scalar(self, name: str) -> Expr:
+        assert self.block is not None
+        return self.block.scalars[name]
+
+    def nest(self, space: Shape, views: Sequence[View], emit: Callable[..., None]) -> None:
+        """`emit(index of each view)` for every point of the space."""
+        if math.prod(space) == 0:
+            return
+        space, views = collapse(space, views)
+        self.flat(math.prod(space), lambda i: emit(*(T.bind(at) for at in starts_of(i, space, views))))
+
+    def flat(self, count: int, emit: Callable[[Expr], None]) -> None:
+        """`emit(i)` for i < count."""
+        if count == 0:
+            return
+        blocks = min(-(-count // THREADS), BLOCKS * self.target.threads)
+        turns = -(-count // (blocks * THREADS))
+        name = f"{self.name}_{len(self.stages)}"
+        with stage(name, self.params, grid=(blocks, 1, 1), threads=THREADS, scalars=self.scalars) as block:
+            self.block = block
+            own = T.bind(block.x * THREADS + block.tid)
+            with T.serial(0, turns) as turn:
+                i = T.bind(turn * (blocks * THREADS) + own)
+                when(True if count == turns * blocks * THREADS else i < count, lambda: emit(i))
+        self.block = None
+        self.stages.append(block.stage)
+
+
+def _as_on_cpu(problem: GenericProblem, target: Target, nests: Nests) -> None:
+    cpu.OPS[problem.op_type](problem, target, nests)  # type: ignore[arg-type]
+
+
+def _dropout(problem: GenericProblem, target: Target, nests: Nests) -> None:
+    def point(at: Expr) -> None:
+        key = cpu.dropout_key(problem, nests.scalar("seed"), nests.scalar("step"))
+        cpu.dropout_point(problem, nests, key, at)
+
+    cpu.dropout_ratio(problem)
+    nests.flat(math.prod(problem.out_shape), point)
+
+
+def _gather(problem: GenericProblem, target: Target, nests: Nests) -> None:
+    """data, indices -> y."""
+    outer, _, inner, count = generic_moves.gather_sizes(problem, problem.shape(0), problem.shape(1))
+
+    def point(at: Expr) -> None:
+        row = T.bind(tirx.floordiv(at, inner))
+        base = T.bind(generic_moves.gathered(problem, nests, row))
+        store(nests, "out0", at, nests["in0"][base + (at - row * inner)])  # type: ignore[arg-type]
+
+    nests.flat(outer * count * inner, point)
+
+
+def _gather_grad(problem: GenericProblem, target: Target, nests: Nests) -> None:
+    """indices, dy -> dx. A thread has a place before and behind the axis, and adds there what each index brings."""
+    outer, length, inner, count = generic_moves.gather_sizes(problem, problem.out_shape, problem.shape(0))
+    generic_moves.fill(nests, target, "out0", problem.out_shape, 0, problem.out_dtype)  # type: ignore[arg-type]
+
+    def point(at: Expr) -> None:
+        image = T.bind(tirx.floordiv(at, inner))
+        k = T.bind(at - image * inner)
+        with T.serial(0, count) as i:
+            index = T.bind(generic_moves.gather_index(nests["in0"][i], length))
+            to = T.bind((image * length + index) * inner + k)
+            added = nests["out0"][to] + nests["in1"][(image * count + i) * inner + k]
+            store(nests, "out0", to, added)  # type: ignore[arg-type]
+
+    nests.flat(outer * inner if count else 0, point)
+
+
+OWN: dict[str, Callable[[GenericProblem, Target, Nests], None]] = {
+    "Dropout": _dropout,
+    "Gather": _gather,
+    "GatherGrad": _gather_grad,
+}

@@ -1,0 +1,184 @@
+"""Reductions over any axes on a GPU, softmax and its relatives: the formulas of kernels/cpu/generic_reduce.py.
+
+Every result is a fold over `reduced` elements, always in the same order:
+
+    thread:   a thread folds one result (neighbouring threads read neighbouring elements where the last axis stays)
+    block:    a block folds one result; its threads stride over the elements and are joined at the end
+
+Where the results are too few to fill the GPU, the elements are cut up into shares: partials [shares][results], and a
+second stage joins the shares in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem, Shape, View, broadcast_view, dense_view, store
+from bnfuse.runtime.kernels.cpu.generic_reduce import (
+    BY_ROWS,
+    DIV_GRADS,
+    FOLDINGS,
+    Folding,
+    accumulator_of,
+    place,
+    reduced_axes,
+    softmax_rows,
+)
+from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32
+from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
+from bnfuse.runtime.kernels.cuda.rows import BlockRows, join_threads
+from bnfuse.runtime.kernels.kernel import Param, Target
+
+THREADS = 128
+LEAST = 64  # elements that are worth a share of a thread, or two warps of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """`results` results of `reduced` elements each, as accumulators of `dtype`.
+
+    `take(args, result, element)` reads one, `put(args, result, value)` writes a result. `by_block`: neighbouring
+    elements of a result lie together, rather than neighbouring results.
+    """
+
+    results: int
+    reduced: int
+    by_block: bool
+    dtype: str
+    start: Any
+    join: Callable[[Expr, Expr], Expr]
+    take: Callable[[Any, Expr, Expr], Expr]
+    put: Callable[[Any, Expr, Expr], None]
+
+    def shares(self, target: Target) -> int:
+        """Into how many parts the elements of a result are cut."""
+        blocks = self.results if self.by_block else -(-self.results // THREADS)
+        most = self.reduced // (LEAST * (THREADS if self.by_block else 1))
+        return max(1, min(4 * target.threads // blocks, most))
+
+
+def fold_stages(name: str, fold: Fold, params: tuple[Param, ...], partials: str, target: Target) -> Iterator[Stage]:
+    """The stages of a fold. `partials` names the scratch that it needs where it has several shares."""
+    shares = fold.shares(target)
+    blocks = fold.results if fold.by_block else -(-fold.results // THREADS)
+    with stage(name, params, grid=(blocks, shares, 1), threads=THREADS) as block:
+        result = block.x if fold.by_block else T.bind(block.x * THREADS + block.tid)
+
+        def each() -> None:
+            value = _part(block, fold, result, shares)
+
+            def leave() -> None:
+                if shares > 1:
+                    put(block[partials], block.y * fold.results + result, value)
+                else:
+                    fold.put(block, result, value)
+
+            when(block.tid == 0 if fold.by_block else True, leave)
+
+        when(True if fold.by_block or fold.results % THREADS == 0 else result < fold.results, each)
+    yield block.stage
+    if shares > 1:
+        yield _join(f"{name}_join", fold, params, partials, shares)
+
+
+def _part(block: Block, fold: Fold, result: Expr, shares: int) -> Expr:
+    """What this thread, or its block, folds."""
+    most = -(-fold.reduced // shares)
+    first = T.bind(block.y * most) if shares > 1 else 0
+    stop = T.bind(tirx.Min(first + most, fold.reduced)) if shares > 1 else fold.reduced
+    total = registers(1, fold.dtype)
+    put(total, 0, fold.start)
+    if not fold.by_block:
+        with T.serial(0, tirx.Max(stop - first, 0) if shares > 1 else stop) as i:
+            put(total, 0, fold.join(total[0], fold.take(block, result, first + i)))
+        return total[0]
+    turns = (most + THREADS - 1) // THREADS
+    with T.serial(0, turns) as turn:
+        element = T.bind(first + turn * THREADS + block.tid)
+        when(element < stop, lambda: put(total, 0, fold.join(total[0], fold.take(block, result, element))))
+    return join_threads(block, total[0], fold.dtype, fold.join)
+
+
+def _join(name: str, fold: Fold, params: tuple[Param, ...], partials: str, shares: int) -> Stage:
+    with stage(name, params, grid=(-(-fold.results // THREADS), 1, 1), threads=THREADS) as block:
+        result = T.bind(block.x * THREADS + block.tid)
+
+        def join() -> None:
+            total = registers(1, fold.dtype)
+            put(total, 0, block[partials][result])
+            with T.serial(1, shares) as share:
+                put(total, 0, fold.join(total[0], block[partials][share * fold.results + result]))
+            fold.put(block, result, total[0])
+
+        when(True if fold.results % THREADS == 0 else result < fold.results, join)
+    return block.stage
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+def folds_of(problem: GenericProblem) -> list[Fold]:
+    """The folds that an operator is: none where its operand is empty."""
+    if problem.op_type in FOLDINGS:
+        return [_reduction(problem, FOLDINGS[problem.op_type])] if math.prod(problem.shape()) else []
+    return _div_grad(problem)
+
+
+def _reduction(problem: GenericProblem, folding: Folding) -> Fold:
+    axes, dtype = reduced_axes(problem), accumulator_of(folding, problem)
+
+    def take(args: Any, result: Expr, element: Expr) -> Expr:
+        return folding.take(tirx.Cast(dtype, args["in0"][place(result, axes.kept) + place(element, axes.reduced)]))
+
+    def finish(args: Any, result: Expr, value: Expr) -> None:
+        value = folding.finish(value, axes.reduced_count)
+        store(args, "out0", result, tirx.Cast(problem.out_dtype, value))
+
+    by_block = not axes.last_is_kept and axes.reduced_count >= LEAST
+    return Fold(axes.kept_count, axes.reduced_count, by_block, dtype, folding.start(dtype), folding.join, take, finish)
+
+
+def _div_grad(problem: GenericProblem) -> list[Fold]:
+    """dy, a, b -> da, [db]: sums over the axes that a or b was broadcast along."""
+    space = problem.shape()
+    if math.prod(space) == 0:
+        return []
+    views = [dense_view(space), *(broadcast_view(shape, space) for shape, _ in problem.inputs[1:])]
+    shapes = [shape for shape, _ in problem.inputs[1:]][: len(problem.outputs)]
+    return [_sum_to(f"out{i}", shape, space, views, DIV_GRADS[i]) for i, shape in enumerate(shapes)]
+
+
+def _sum_to(out: str, shape: Shape, space: Shape, views: list[View], term: Callable[..., Expr]) -> Fold:
+    """out[i] = the sum of `term` over the points of the space that broadcasting maps to i."""
+    aligned = (1,) * (len(space) - len(shape)) + shape
+    gone = [i for i, (size, whole) in enumerate(zip(aligned, space, strict=True)) if size != whole]
+    kept = [i for i in range(len(space)) if i not in gone]
+
+    def offset(view: View, index: Expr, axes: list[int]) -> Expr:
+        return place(index, tuple((space[i], view.strides[i]) for i in axes))
+
+    def take(args: Any, result: Expr, element: Expr) -> Expr:
+        places = [offset(view, result, kept) + offset(view, element, gone) for view in views]
+        return term(*(args[f"in{i}"][at] for i, at in enumerate(places)))
+
+    reduced = math.prod(space[i] for i in gone)
+    by_block = bool(gone) and gone[-1] == len(space) - 1 and reduced >= LEAST
+    finish = lambda args, result, value: store(args, out, result, to_f32(value))  # noqa: E731
+    return Fold(math.prod(shape), reduced, by_block, "float64", f64(0.0), tirx.Add, take, finish)
+
+
+def softmax_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: Target) -> Stage:
+    """Softmax, LogSoftmax or the gradient of one."""
+    row, logarithm = BY_ROWS[problem.op_type]
+    sizes = softmax_rows(problem)
+    rows = BlockRows(sizes.n, sizes.length, sizes.inner)
+    with stage(name, params, grid=rows.grid, threads=rows.threads) as block:
+        own = rows.within(block)
+        own.each(target, lambda index, at: row(problem, target, block, own, logarithm, at))
+    return block.stage
