@@ -201,7 +201,7 @@ class Stages:
             target = block["bias_partials"]
 
             def leave() -> None:
-                partials.write_row(target, row, 1, kind.c, channel, team.width, sums, left)
+                partials.write_row(target, row, 1, kind.c, channel, team.width, sums, left, kind.c % 4 == 0)
 
             d.when(True if team.down == 1 else team.lane(block.tid) == 0, leave)
         merge = partials.sums_stage(

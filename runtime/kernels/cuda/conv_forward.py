@@ -1,4 +1,4 @@
-"""The forward convolution: prologue, product on the tensor cores, epilogue; its statistics are merged by a second stage."""
+"""The forward convolution: prologue, product on the tensor cores, epilogue; a second stage merges its statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_tile import Tile, TilePlan, emit
-from bnfuse.runtime.kernels.cuda.correlation import forward_correlation
+from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_forward import depthwise_forward
 from bnfuse.runtime.kernels.cuda.device import Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
@@ -27,10 +27,13 @@ def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
     return tuple(Choice("tile", plan) for plan in tile_plans(forward_correlation(problem), target, forward=True))
 
 
-def conv_forward(problem: Problem, target: Target, algorithm: str | None = None, plan: TilePlan | None = None) -> Kernel:
+def conv_forward(
+    problem: Problem, target: Target, algorithm: str | None = None, plan: TilePlan | None = None
+) -> Kernel:
     """The kernel of a forward convolution. `weight` is packed (weights.py), but for depthwise ones."""
     if not is_packed(problem.weight):
         return depthwise_forward(problem, target)
+    problem = with_groups_aligned(problem)
     c = forward_correlation(problem)
     chosen = plan or next(tile_plans(c, target, forward=True))
     tile = Tile(c, chosen, target.precision)

@@ -218,7 +218,8 @@ class Emitter:
         found: Expr = numbers[-1]
         for i, number in reversed(list(enumerate(numbers[:-1]))):
             if number != found:
-                found = tirx.Select(self.phase == i, T.int32(number), found if not isinstance(found, int) else T.int32(found))
+                rest = T.int32(found) if isinstance(found, int) else found
+                found = tirx.Select(self.phase == i, T.int32(number), rest)
         return found
 
     def destination(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:

@@ -14,6 +14,8 @@ import math
 
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
+OUTPUT_MAPS = ("y", "dy", "grad_x")  # of a convolution's output; all others are of its input
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -111,6 +113,18 @@ class Correlation:
     def halo(self) -> int:
         """Pixels before the first and behind the last of a run of destination pixels that its taps reach."""
         return self.vertical.reach * self.horizontal.source + self.horizontal.reach
+
+
+def with_groups_aligned(problem: Problem) -> Problem:
+    """The problem with maps whose `align` holds at the first channel of every group, too."""
+    outputs, per_group, *_ = problem.weight
+    group = problem.attribute("group")
+    sides = dict.fromkeys(OUTPUT_MAPS, outputs // group)
+    maps = tuple(
+        (name, dataclasses.replace(kind, align=math.gcd(kind.align, sides.get(name, per_group))))
+        for name, kind in problem.maps
+    )
+    return problem if group == 1 else dataclasses.replace(problem, maps=maps)
 
 
 def forward_correlation(problem: Problem) -> Correlation:

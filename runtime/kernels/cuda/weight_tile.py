@@ -417,9 +417,7 @@ Place = Callable[[Expr, Expr, int], Expr]
 class Rows:
     """Rows of one operand on their way into shared memory: passes of all threads, a 16-byte chunk each."""
 
-    def __init__(
-        self, block: Block, operand: Operand, precision: str, threads: int, row_bytes: int, rows: int
-    ) -> None:
+    def __init__(self, block: Block, operand: Operand, precision: str, threads: int, row_bytes: int, rows: int) -> None:
         self.row_bytes, self.rows = row_bytes, rows
         lanes = chunks_of(row_bytes)
         self.lane, self.first, self.stride = block.tid % lanes, block.tid // lanes, threads // lanes
