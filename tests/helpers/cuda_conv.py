@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import cuda_kernels
 import ml_dtypes
 import numpy as np
+import rounded_reference
 from conv_case import ConvCase
+from packed_weights import packed_raw
 
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
+from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
 
 NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -21,9 +25,10 @@ MAPS = ("x", "skip", "stored", "other", "dx", "acc", *OUTPUT_SIDE)
 
 @dataclasses.dataclass(frozen=True)
 class CudaCase(ConvCase):
-    """`slots` channels lie before and after those of each map; maps are stored as `dtype`."""
+    """`slots` channels lie before and after those of each map; maps are stored as `dtype`, but those of `others`."""
 
     dtype: str = "float32"
+    others: tuple[tuple[str, str], ...] = ()  # maps of another type, by name
 
     @property
     def ranges(self) -> dict[str, int]:
@@ -32,12 +37,15 @@ class CudaCase(ConvCase):
     def is_map(self, name: str) -> bool:
         return name in MAPS or name.startswith("x_")
 
+    def dtype_of(self, name: str) -> str:
+        return dict(self.others).get(name, self.dtype)
+
     def kind(self, name: str) -> MapType:
         """The type of a map."""
         n, c, h, w = self.shape(name)
         stride = c + 2 * self.slots
         align = next(a for a in (8, 4, 2, 1) if not (c % a or stride % a or self.slots % a))
-        return MapType(n, h, w, c, stride, self.dtype, align)
+        return MapType(n, h, w, c, stride, self.dtype_of(name), align)
 
     def shape(self, name: str) -> tuple[int, ...]:
         out = reference.window_counts((self.h, self.w), self.geometry)
@@ -73,16 +81,22 @@ class CudaCase(ConvCase):
             value = rng.standard_normal(self.shape(name)).astype(np.float32)
             if name.startswith("inv_std"):
                 value = np.abs(value) + np.float32(0.5)
-            values[name] = (value.astype(NUMPY[self.dtype]) if self.is_map(name) else value).astype(np.float64)
+            values[name] = (value.astype(NUMPY[self.dtype_of(name)]) if self.is_map(name) else value).astype(np.float64)
         return values
 
 
 def run_case(
     case: CudaCase, generator: Any, target: Target, operands: dict[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Kernel]:
-    """What the kernel finds (NCHW, float64), what the reference says, and the kernel."""
+    """What the kernel finds (NCHW, float64), what the reference says, and the kernel.
+
+    On tensor cores the reference rounds what they read as they do.
+    """
     operands = operands or case.operands()
-    expected = reference.run(parse(case.op), operands, case.attributes)
+    weight = operands["weight"]
+    on_tensor_cores = is_packed(weight.shape)
+    precision = target.precision if on_tensor_cores else "fp32"
+    expected = rounded_reference.run(parse(case.op), operands, case.attributes, precision)
     kernel = generator(case.problem(), target)
     arrays, offsets = {}, {}
     for param in kernel.params:
@@ -90,6 +104,9 @@ def run_case(
             source = operands.get("acc" if param.name == "dx" and "acc" in operands else param.name)
             arrays[param.name] = in_slot(case, param.name, source)
             offsets[param.name] = case.slots
+        elif param.name == "weight" and on_tensor_cores:
+            form = BACKWARD if parse(case.op).is_gradient else FORWARD
+            arrays["weight"] = packed_raw(weight.astype(np.float32), case.group, form, precision)
         elif param.name in operands:
             arrays[param.name] = operands[param.name].astype(np.float32)
     found = cuda_kernels.run_kernel(kernel, arrays, offsets)
@@ -107,25 +124,27 @@ def run_case(
 def in_slot(case: CudaCase, name: str, value: np.ndarray | None) -> np.ndarray:
     """A buffer with a map in its slot, raw; the rest, and a map that is yet to be written, is not a number."""
     kind = case.kind(name)
-    buffer = np.full((kind.n, kind.h, kind.w, kind.stride), np.nan, NUMPY[case.dtype])
+    buffer = np.full((kind.n, kind.h, kind.w, kind.stride), np.nan, NUMPY[case.dtype_of(name)])
     if value is not None:
-        buffer[..., case.slots : case.slots + kind.c] = value.transpose(0, 2, 3, 1).astype(NUMPY[case.dtype])
-    return buffer if case.dtype == "float32" else buffer.view(np.uint16)
+        buffer[..., case.slots : case.slots + kind.c] = value.transpose(0, 2, 3, 1).astype(NUMPY[case.dtype_of(name)])
+    return buffer if case.dtype_of(name) == "float32" else buffer.view(np.uint16)
 
 
 def from_slot(case: CudaCase, name: str, buffer: np.ndarray) -> np.ndarray:
     """A map as NCHW; what lies around its slot must not have been touched."""
     kind = case.kind(name)
-    values = buffer.view(NUMPY[case.dtype]).reshape(kind.n, kind.h, kind.w, kind.stride)
+    values = buffer.view(NUMPY[case.dtype_of(name)]).reshape(kind.n, kind.h, kind.w, kind.stride)
     outside = [values[..., : case.slots], values[..., case.slots + kind.c :]]
     assert all(np.isnan(part.astype(np.float32)).all() for part in outside), f"{name}: written beside its slot"
     return values[..., case.slots : case.slots + kind.c].transpose(0, 3, 1, 2)
 
 
-def assert_close(found: dict, expected: dict, dtype: str, tolerance: float = 2e-6) -> None:
-    """Norms of errors; maps of 16 bits are rounded once."""
-    rounding = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-12}[dtype]
+def assert_close(found: dict, expected: dict, dtype: str | Callable[[str], str], tolerance: float = 2e-6) -> None:
+    """Norms of errors; maps of 16 bits are rounded once. `dtype` is that of the maps, or of each by name."""
+    rounding = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-12}
     for name, value in expected.items():
-        bound = tolerance + (1.2 * rounding if value.ndim == 4 and name in MAPS else 0.0)
+        is_map = value.ndim == 4 and name in MAPS
+        once = rounding[dtype if isinstance(dtype, str) else dtype(name)] if is_map else 0.0
+        bound = tolerance + 1.2 * once
         error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + 1e-30)
         assert error < bound, f"{name}: {error:.2e}, allowed {bound:.2e}"

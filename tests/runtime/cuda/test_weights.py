@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 from cuda_kernels import assert_no_spills, gpu, run_kernel
+from packed_weights import ROUNDED, packed
 
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, LINE, RUN, VECTOR, Member, pack_weights, table
 
@@ -13,16 +13,13 @@ FORMS = (FORWARD, BACKWARD)
 CASES = (  # OIHW, groups
     ((7, 5, 3, 3), 1),
     ((16, 16, 1, 1), 1),
-    ((24, 3, 1, 2), 4),
+    ((24, 3, 1, 2), 4),  # few channels: flat
+    ((10, 3, 7, 7), 1),
+    ((6, 5, 1, 1), 2),
+    ((16, 8, 2, 2), 2),
     ((3, 33, 7, 7), 1),
     ((40, 70, 3, 3), 1),  # more than one block
 )
-ROUNDED = {
-    "bf16": lambda x: x.astype(ml_dtypes.bfloat16),
-    "fp16": lambda x: x.astype(np.float16),
-    "tf32": lambda x: ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32),  # to nearest, ties away from zero
-    "fp32": lambda x: x,
-}
 
 
 def members() -> tuple[Member, ...]:
@@ -33,17 +30,6 @@ def members() -> tuple[Member, ...]:
             target += -(-found[-1].vectors * VECTOR // LINE) * LINE
         source += int(np.prod(weight)) + 3
     return tuple(found)
-
-
-def packed(weight: np.ndarray, group: int, form: str) -> np.ndarray:
-    """The definition, in numpy."""
-    outputs, per_group, h, w = weight.shape
-    if form == BACKWARD:
-        split = weight.reshape(group, outputs // group, per_group, h * w)
-        rows = split.transpose(0, 2, 3, 1).reshape(group * per_group, h * w, outputs // group)
-    else:
-        rows = weight.reshape(outputs, per_group, h * w).transpose(0, 2, 1)
-    return np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % VECTOR))).reshape(-1)
 
 
 @pytest.mark.parametrize("precision", ROUNDED)
