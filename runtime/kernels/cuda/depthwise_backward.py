@@ -40,7 +40,6 @@ from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     backward_line,
     choose_plan,
     gathering_plan,
-    lanes_for,
     words_per_channel,
 )
 from bnfuse.runtime.kernels.cuda.depthwise_sums import team_of, weights_stage, zeroed
@@ -66,9 +65,7 @@ def depthwise_backward(problem: Problem, target: Target) -> Kernel:
     dx) and `weight_partials` (dweight and the sum of dy) where there are such.
     """
     spec = problem.spec
-    if spec.core not in CONV_GRADS or not is_depthwise(
-        problem.weight, problem.attribute("group"), problem.map("x").c
-    ):
+    if spec.core not in CONV_GRADS or not is_depthwise(problem.weight, problem.attribute("group"), problem.map("x").c):
         raise BnfuseError(f"{problem.op} is no depthwise convolution's gradient; ask for it from another generator")
     maps = dict(problem.maps)
     params = tuple(
@@ -120,6 +117,7 @@ def work_of(problem: Problem) -> Work:
         per_unit=halves * rows.kernel * columns.kernel + 4 * inputs * (1 + len(inlets)),
         bytes_per_source=sum(d.size_of(kind.dtype) for kind in gradient.maps.values()),
         bytes_per_unit=inputs * sum(d.size_of(kind.dtype) for kind in (*inlets.values(), x)),
+        base=48,
     )
 
 
@@ -129,7 +127,7 @@ def plan_of(problem: Problem, target: Target) -> Plan | None:
     if x.c != dy.c:
         return None
     size = d.size_of(dy.dtype)
-    return choose_plan(work_of(problem), target, lanes_for(size, False), 32 // size)
+    return choose_plan(work_of(problem), target, size)
 
 
 def plans_of(problem: Problem, target: Target) -> tuple[Plan, Plan]:
@@ -162,9 +160,7 @@ def _stages(name: str, problem: Problem, target: Target, params: tuple[Param, ..
             stages.append(weight_stage(f"{name}_weight", problem, weights, used))
     reductions = reductions_of(spec)
     x = problem.map("x")
-    stages += reductions.merge(
-        f"{name}_merge", params, tiles=inputs.blocks, rows=1, total=inputs.blocks, channels=x.c
-    )
+    stages += reductions.merge(f"{name}_merge", params, tiles=inputs.blocks, rows=1, total=inputs.blocks, channels=x.c)
     if quantities_of(problem):
         taken = [p for p in params if p.name in ("weight_partials", "dweight", "dbias")]
         sizes = {"tiles": weights.blocks, "taps": own_taps(problem), "channels": problem.map("dy").c}
@@ -182,7 +178,7 @@ def _main_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
         reductions_of(spec).shared_bytes(team),
     )
     grid = (plan.blocks, plan.chunks(work), 1)
-    with d.stage(name, params, grid=grid, threads=plan.threads, shared=shared, min_blocks=1) as block:
+    with d.stage(name, params, grid=grid, threads=plan.threads, shared=shared, min_blocks=plan.resident) as block:
         memory = d.shared_memory(shared).view("float32") if shared else None
         channels = Channels.of(block, plan, work.channels)
         aligned = plan.lanes % 4 == 0 and work.channels % 4 == 0

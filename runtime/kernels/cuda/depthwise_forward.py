@@ -34,9 +34,9 @@ from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Work,
     axes,
     choose_plan,
+    choose_single,
     forward_line,
     gathering_plan,
-    lanes_for,
     words_per_channel,
 )
 from bnfuse.runtime.kernels.cuda.depthwise_sums import (
@@ -101,13 +101,14 @@ def work_of(problem: Problem) -> Work:
         per_unit=rows.kernel * columns.kernel + 5,
         bytes_per_source=size * len(operand.maps),
         bytes_per_unit=d.size_of(y.dtype),
+        base=24,
     )
 
 
 def plan_of(problem: Problem, work: Work, target: Target) -> Plan | None:
     many = problem.map("y").c != problem.map("x").c
     size = d.size_of(problem.map("x").dtype)
-    return choose_plan(work, target, lanes_for(size, many), 32 // size)
+    return (choose_single if many else choose_plan)(work, target, size)
 
 
 def _stages(name: str, problem: Problem, target: Target, params: tuple[Param, ...]) -> tuple[Stage, ...]:
@@ -135,7 +136,7 @@ def _main_stage(name: str, problem: Problem, target: Target, params: tuple[Param
     sums_bytes = team_of(plan).statistics_bytes if "Statistics" in spec.epilogue else 0
     shared = max(weight_bytes, sums_bytes)
     grid = (plan.blocks, plan.chunks(work), 1)
-    with d.stage(name, used, grid=grid, threads=plan.threads, shared=shared, min_blocks=1) as block:
+    with d.stage(name, used, grid=grid, threads=plan.threads, shared=shared, min_blocks=plan.resident) as block:
         memory = d.shared_memory(shared).view("float32") if shared else None
         nest = _Forward.make(problem, work, plan, block, memory if plan.shared else None)
         nest.sweep(_gather if gathers else _slide)
@@ -233,9 +234,7 @@ def _slide(nest: _Forward) -> Callable[[Tile], None]:
         def column(j: Expr) -> None:
             at = window.at(r * rows.dilation, j * columns.stride + s * columns.dilation)
             place = j * channels.count
-            channels.each(
-                lambda e: d.put(sums, place + e, d.fma(window.values[at + e], weight[e], sums[place + e]))
-            )
+            channels.each(lambda e: d.put(sums, place + e, d.fma(window.values[at + e], weight[e], sums[place + e])))
 
         d.unrolled(plan.strip, column)
 

@@ -1,7 +1,7 @@
 """The gradients of a depthwise convolution of any geometry, element by element from memory: right, and slow.
 
-    dx:       a thread has one input channel and one input at a time; loops over its outputs' channels and the taps
-    dweight:  a thread has one output channel and one tap; loops over outputs, dweight += dy * prologue of x
+dx:       a thread has one input channel and one input at a time; loops over its outputs' channels and the taps
+dweight:  a thread has one output channel and one tap; loops over outputs, dweight += dy * prologue of x
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
             d.put(made, 0, T.float32(0))
             with T.serial(0, repeat) as m, T.serial(0, rows.kernel) as r, T.serial(0, columns.kernel) as s:
                 k = T.bind(channels.first * repeat + m)
-                i, j = T.bind(h + rows.pad - r * rows.dilation), T.bind(tile.column + columns.pad - s * columns.dilation)
+                i, j = (
+                    T.bind(h + rows.pad - r * rows.dilation),
+                    T.bind(tile.column + columns.pad - s * columns.dilation),
+                )
                 meets = tirx.And(tirx.truncmod(i, rows.stride) == 0, tirx.truncmod(j, columns.stride) == 0)
                 o, p = T.bind(tirx.truncdiv(i, rows.stride)), T.bind(tirx.truncdiv(j, columns.stride))
                 inside = d.all_of(i >= 0, j >= 0, d.within(o, dy.h), d.within(p, dy.w))
@@ -136,8 +139,6 @@ def weight_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) -
         row = block.x * own + block.z
         d.when(
             block.tid < plan.vectors,
-            lambda: write_row(
-                block["weight_partials"], row, 1, dy.c, channels.first, 1, sums, channels.guard, False
-            ),
+            lambda: write_row(block["weight_partials"], row, 1, dy.c, channels.first, 1, sums, channels.guard, False),
         )
     return block.stage

@@ -18,7 +18,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
 from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
 
 REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 255  # of a thread
+MOST_REGISTERS = 220  # of a thread, as estimated: 255 are real
 MOST_THREADS = 192
 WIDEST_STRIP = 8
 LOAD = 5  # instructions of an access to memory
@@ -94,12 +94,14 @@ class Work:
     per_unit: int
     bytes_per_source: float
     bytes_per_unit: float
+    base: int = 32  # registers for addresses and all else
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """`lanes` channels of a thread, `strip` units of columns, `rows` units of a tile; a block takes `vectors` of
-    channels of `items` tiles at a time; `blocks` share the tiles. `shared`: weights are in shared memory."""
+    channels of `items` tiles at a time; `blocks` share the tiles, `resident` of them to a multiprocessor. `shared`:
+    weights are in shared memory."""
 
     lanes: int
     strip: int
@@ -107,6 +109,7 @@ class Plan:
     vectors: int
     items: int
     blocks: int
+    resident: int
     shared: bool
 
     @property
@@ -137,7 +140,8 @@ def registers_of(work: Work, lanes: int, strip: int, shared: bool) -> int:
     width = work.columns.width(strip)
     window = work.rows.extent * width + work.rows.fresh * width * work.raw
     weights = 0 if shared else work.taps
-    return 32 + math.ceil(lanes * (window + weights + work.stored + strip * work.unit))
+    ahead = 16 if shared else 0  # weights on their way from shared memory
+    return work.base + ahead + math.ceil(lanes * (window + weights + work.stored + strip * work.unit))
 
 
 def instructions(work: Work, lanes: int, strip: int, shared: bool) -> float:
@@ -149,13 +153,22 @@ def instructions(work: Work, lanes: int, strip: int, shared: bool) -> float:
     return 20 + sources + moves + units + (work.taps if shared else 0)
 
 
-def choose_plan(work: Work, target: Target, lanes: tuple[int, ...], sector: int) -> Plan | None:
+def choose_plan(work: Work, target: Target, size: int) -> Plan | None:
     """The plan that takes the fewest cycles by the estimates; None where nothing fits the registers.
 
-    `lanes`: the channels that a thread can take. `sector`: channels of 32 bytes.
+    Channels are of `size` bytes. A thread has at least 4 bytes of them where that fits.
     """
-    best = min(_plans(work, target, lanes, sector), key=lambda found: found[0], default=None)
-    return best[1] if best else None
+    for lanes in ((4 // size, 8 // size), (1,)):
+        found = min(_plans(work, target, lanes, 32 // size), key=lambda found: found[0], default=None)
+        if found is not None:
+            return found[1]
+    return None
+
+
+def choose_single(work: Work, target: Target, size: int) -> Plan | None:
+    """The same for threads of one channel."""
+    found = min(_plans(work, target, (1,), 32 // size), key=lambda found: found[0], default=None)
+    return found[1] if found else None
 
 
 def _plans(work: Work, target: Target, lanes: tuple[int, ...], sector: int) -> Iterator[tuple[float, Plan]]:
@@ -164,20 +177,21 @@ def _plans(work: Work, target: Target, lanes: tuple[int, ...], sector: int) -> I
         for strip in range(1, min(WIDEST_STRIP, work.columns.units) + 1):
             for shared in (False, True):
                 needed = registers_of(work, count, strip, shared)
-                if needed > MOST_REGISTERS - 16:
+                if needed > MOST_REGISTERS:
                     continue
-                resident = max(1, REGISTERS // (-(-needed // 8) * 8 * -(-vectors * items // 32) * 32))
+                # the compiler counts a block's warps in pairs when it bounds registers
+                resident = max(1, REGISTERS // (-(-needed // 8) * 8 * -(-vectors * items // 64) * 64))
                 for rows in _heights(work.rows.units):
-                    plan = Plan(count, strip, rows, vectors, items, 1, shared)
-                    yield _cost(work, target, plan, min(resident, 8))
+                    plan = Plan(count, strip, rows, vectors, items, 1, min(resident, 8), shared)
+                    yield _cost(work, target, plan)
 
 
 def _heights(units: int) -> list[int]:
     return sorted({-(-units // parts) for parts in range(1, units + 1)})
 
 
-def _cost(work: Work, target: Target, plan: Plan, resident: int) -> tuple[float, Plan]:
-    slots = max(1, target.threads * resident // plan.chunks(work))
+def _cost(work: Work, target: Target, plan: Plan) -> tuple[float, Plan]:
+    slots = max(1, target.threads * plan.resident // plan.chunks(work))
     blocks = min(slots, -(-plan.total(work) // plan.items))
     rounds = -(-plan.total(work) // (blocks * plan.items))
     blocks = -(-plan.total(work) // (rounds * plan.items))  # no block idles in the last round
@@ -209,14 +223,9 @@ def _block(vectors: int, sector: int) -> tuple[int, int]:
 def gathering_plan(work: Work, target: Target) -> Plan:
     """A thread has one channel and one unit at a time, and keeps nothing from one to the next."""
     vectors, items = _block(work.channels, 16)
-    plan = Plan(1, 1, -(-work.rows.units // min(4, work.rows.units)), vectors, items, 1, False)
+    plan = Plan(1, 1, -(-work.rows.units // min(4, work.rows.units)), vectors, items, 1, 1, False)
     blocks = min(-(-plan.total(work) // items), max(1, 8 * target.threads // plan.chunks(work)))
     return dataclasses.replace(plan, blocks=blocks)
-
-
-def lanes_for(size: int, multiplied: bool) -> tuple[int, ...]:
-    """How many channels of `size` bytes a thread can take; one where several outputs share an input channel."""
-    return (1,) if multiplied else (2, 4, 1) if size == 2 else (1, 2, 4)
 
 
 def words_per_channel(kind: MapType) -> float:

@@ -47,9 +47,7 @@ def team_of(plan: Plan) -> Team:
 def add_first(moments: Moments, values: Buffer) -> None:
     """Shift by the first value that a thread has ever seen."""
     is_first = T.bind(moments.count[0] == T.float32(0))
-    d.unrolled(
-        moments.width, lambda j: d.put(moments.shift, j, tirx.Select(is_first, values[j], moments.shift[j]))
-    )
+    d.unrolled(moments.width, lambda j: d.put(moments.shift, j, tirx.Select(is_first, values[j], moments.shift[j])))
 
 
 def add_value(moments: Moments, values: Buffer, at: int) -> None:
