@@ -163,7 +163,7 @@ def row_gradient(
 class Label:
     """The label of a row: its class (0 where it is none), its weight as float64, and whether it counts."""
 
-    def __init__(self, problem: LossProblem, args: Args, row: Expr) -> None:
+    def __init__(self, problem: LossProblem, args: Any, row: Expr) -> None:
         label = args["labels"][row]
         dtype = problem.label_dtype
         valid = tirx.And(label >= tirx.const(0, dtype), label < tirx.const(problem.classes, dtype))

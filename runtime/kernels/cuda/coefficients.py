@@ -11,6 +11,7 @@ waits. Operators of a group form *waves*: those of a wave read nothing that anot
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,10 +105,13 @@ def _spread(name: str, params: Sequence[Param], loops: Sequence[Loop], wave: lis
     blocks = -(-max(loops[i].channels for i in wave) // CHANNELS)
     with stage(name, params, grid=(blocks, len(wave), 1), threads=CHANNELS, may_alias=True) as block:
         channel = T.bind(block.x * CHANNELS + block.tid)
-        for y, i in enumerate(wave):
+
+        def member(i: int) -> None:
             known = len(wave) == 1 and loops[i].channels == blocks * CHANNELS
-            own = True if len(wave) == 1 else block.y == y
-            when(own, lambda i=i, known=known: _channel(block, loops, i, channel, known))
+            _channel(block, loops, i, channel, known)
+
+        for y, i in enumerate(wave):
+            when(True if len(wave) == 1 else block.y == y, functools.partial(member, i))
     return block.stage
 
 

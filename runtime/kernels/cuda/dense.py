@@ -17,6 +17,7 @@ k is one 16-byte access a lane. No access has two lanes in one bank: where an op
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -351,6 +352,9 @@ def _put_pair(
     def exists(offset: int) -> Expr:
         return all_of(row_exists, True if problem.n % tiles.columns == 0 else column + offset < problem.n)
 
+    def one(i: int) -> None:
+        put(target, index + i, finish(row, column + i, acc[at + i]))
+
     def both() -> None:
         made = registers(2)
         for i in range(2):
@@ -361,7 +365,7 @@ def _put_pair(
         when(exists(0), both)
     else:
         for i in range(2):
-            when(exists(i), lambda i=i: put(target, index + i, finish(row, column + i, acc[at + i])))
+            when(exists(i), functools.partial(one, i))
 
 
 def _merge(name: str, problem: GemmProblem, tiles: Tiles, params: list[Param]) -> Stage:

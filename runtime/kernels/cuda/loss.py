@@ -78,7 +78,8 @@ def _loss_stages(name: str, problem: LossProblem, target: Target, params: Sequen
     blocks = _blocks(problem)
     used = _named(params, "row_losses", "row_weights", "sums" if blocks > 1 else "loss")
     with stage(f"{name}_sum", used, grid=(blocks, 1, 1), threads=SUM_THREADS) as block:
-        loss, weight = (_sum(block, problem, lambda row, n=n: block[n][row]) for n in ("row_losses", "row_weights"))
+        loss = _sum(block, problem, lambda row: block["row_losses"][row])
+        weight = _sum(block, problem, lambda row: block["row_weights"][row])
 
         def finish() -> None:
             if blocks == 1:
