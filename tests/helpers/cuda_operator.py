@@ -10,7 +10,9 @@ import cuda_kernels
 import ml_dtypes
 import numpy as np
 
+from bnfuse.runtime.kernels.cpu.pool import index_dtype
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.layout import stored_dtype
 
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 NOT_MAPS = ("weight", "dweight")
@@ -76,7 +78,11 @@ def operator(
             continue
         n, c, h, w = shape
         stride, offsets[name] = slots.get(name, (c, 0))
-        dtype = "int32" if name == "indices" else dtypes.get(name, target.map_dtype)
+        dtype = (
+            index_dtype(attributes["kernel_shape"])
+            if name == "indices"
+            else dtypes.get(name, stored_dtype(shape, "float32", target))
+        )
         kinds[name] = MapType(n, h, w, c, stride, dtype, alignment(c, stride, offsets[name]))
         if name not in buffers and (name in operands or stride != c):
             fill = np.full((n, h, w, stride), 7, np.float32 if name != "indices" else np.int32)

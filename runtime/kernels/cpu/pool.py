@@ -154,7 +154,7 @@ def _max_pixel(
         T.buffer_store(place, first_row * windows.columns.kernel + first_column, [j])
     for r in _span(first_row, stop_row):
         for s in _span(first_column, stop_column):
-            read = _source(windows, image, row, column, r, s)
+            read = source_pixel(windows, image, row, column, r, s)
             with vector.each() as j:
                 T.buffer_store(value, _activated(problem, args, read, vector.base + j), [j])
                 # a NaN is a maximum; of equal values the first stays
@@ -181,11 +181,11 @@ def _average_pixel(
         T.buffer_store(total, f32(0.0), [j])
     for r in _span(*windows.rows.inside(row)):
         for s in _span(*windows.columns.inside(column)):
-            read = _source(windows, image, row, column, r, s)
+            read = source_pixel(windows, image, row, column, r, s)
             with vector.each() as j:
                 T.buffer_store(total, total[j] + _activated(problem, args, read, vector.base + j), [j])
     with vector.each() as j:
-        output.store(pixel, vector.base + j, total[j] * _weight(problem, windows, row, column), is_first)
+        output.store(pixel, vector.base + j, total[j] * weight_of(problem, windows, row, column), is_first)
 
 
 def _global_forward(problem: Problem, target: Target) -> Kernel:
@@ -216,14 +216,14 @@ def _activated(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr
     return value
 
 
-def _source(windows: Windows, image: Expr, row: Expr, column: Expr, r: Expr, s: Expr) -> Expr:
+def source_pixel(windows: Windows, image: Expr, row: Expr, column: Expr, r: Expr, s: Expr) -> Expr:
     """The pixel of x at position (r, s) of the window of y's (row, column)."""
     h = windows.rows.start(row) + r * windows.rows.dilation
     w = windows.columns.start(column) + s * windows.columns.dilation
     return (image * windows.x.h + h) * windows.x.w + w
 
 
-def _weight(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Expr:
+def weight_of(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Expr:
     """What an average pool multiplies the sum of this window by: 1/elements."""
     if problem.attribute("count_include_pad"):
         elements = windows.rows.padded_elements(row) * windows.columns.padded_elements(column)
@@ -297,7 +297,7 @@ def _share(
     if problem.spec.core == "MaxPoolGrad":
         index = tirx.Cast("int32", args.read("indices", window, channel))
         return tirx.Select(index == place, dy, f32(0.0))
-    return dy * _weight(problem, windows, *window_at)
+    return dy * weight_of(problem, windows, *window_at)
 
 
 def _reached(windows: Windows, r: Expr, s: Expr) -> Any:

@@ -130,24 +130,22 @@ def operator_kernel(
     params: Sequence[Param],
     emit: Callable[[Block, Outlet], None],
     *,
-    min_blocks: int = 0,
+    shared: int = 0,
 ) -> Kernel:
-    """The kernel of an operator of steps. `emit(block, outlet)` writes the tile, all but `outlet.close`."""
+    """The kernel of an operator of steps. `emit(block, outlet)` writes the tile, all but `outlet.close`.
+
+    `shared` are the bytes of shared memory that `emit` uses, as `outlet.shared`.
+    """
     reductions = Reductions.of(problem.spec)
     params = (*params, *reductions.scratch(sweep.tiles, sweep.channels))
     name = unique_name(problem.op, problem, target)
 
+    size = max(shared, reductions.shared_bytes(sweep.team) if reductions else 0)
+
     def build() -> tuple[Stage, ...]:
-        shared = reductions.shared_bytes(sweep.team) if reductions else 0
-        with d.stage(
-            name,
-            reductions.first_stage(params),
-            grid=sweep.grid,
-            threads=sweep.team.threads,
-            shared=shared,
-            min_blocks=min_blocks,
-        ) as block:
-            memory = d.shared_memory(shared).view("float32") if shared else None
+        first = reductions.first_stage(params)
+        with d.stage(name, first, grid=sweep.grid, threads=sweep.team.threads, shared=size) as block:
+            memory = d.shared_memory(size).view("float32") if size else None
             outlet = outlet_of(problem)(block, problem, sweep.team, memory, sweep.unroll)
             emit(block, outlet)
             outlet.close(block.x)
