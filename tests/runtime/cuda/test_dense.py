@@ -84,7 +84,7 @@ def test_a_bias_that_does_not_broadcast_is_refused():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiles_without_spills(arch, precision):
     target = Target("cuda", arch, 32, 108, precision)
     for problem in (GemmProblem(64, 4096, 2508, trans_b=True, bias=(4096,)), GemmProblem(4096, 2508, 64, trans_a=True)):
