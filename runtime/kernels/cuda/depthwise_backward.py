@@ -22,7 +22,6 @@ import dataclasses
 from functools import partial
 from itertools import product
 
-from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.errors import BnfuseError
@@ -233,7 +232,7 @@ class _Backward:
     values: dict[str, Buffer]  # of the inlets' maps at an input
     coefficients: dict[str, Buffer]  # of the prologue of x
     outlet: DepthwiseOutlet | None
-    own_sums: Buffer | None  # [tap, then the sum of dy][lane]
+    own_sums: Buffer  # [tap, then the sum of dy][lane], where there are any
     weights: Weights | None
     read: Buffer  # the prologue of x at an input
     made: Buffer  # dx at an input
@@ -246,7 +245,7 @@ class _Backward:
         block: Block,
         channels: Channels,
         outlet: DepthwiseOutlet | None,
-        own_sums: Buffer | None,
+        own_sums: Buffer,
         weights: Weights | None,
     ) -> _Backward:
         rows, columns = axes(problem)
@@ -280,8 +279,7 @@ class _Backward:
 
     def _number(self, j: Expr, e: tuple[int, int]) -> Expr:
         """Of an input among those that are loaded ahead."""
-        rows, columns = axes(self.problem)
-        return (e[0] * self.plan.strip + j) * columns.stride + e[1]
+        return (e[0] * self.plan.strip + j) * axes(self.problem)[1].stride + e[1]
 
     def _place(self, tile: Tile, row: Expr, j: Expr, e: tuple[int, int]) -> tuple[Expr, Expr]:
         """Pixel of an input, and whether it exists."""

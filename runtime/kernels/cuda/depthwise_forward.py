@@ -12,8 +12,8 @@ Neighbouring threads have neighbouring vectors of channels, then neighbouring st
 strips come from the first-level cache. Where a window does not fit in registers (large kernels, large dilations),
 each output loads and activates what its taps need. With several outputs a channel a thread has one output channel.
 
-Depthwise convolutions are bound by memory. A source costs 6 to 10 instructions and an output 9 fused multiply-adds for
-3x3, which is about what a multiprocessor can do while 16-bit maps stream by.
+By count of instructions a 3x3 output costs 25 to 30, which a multiprocessor can just do while 16-bit maps stream by;
+so the plan (depthwise_shape.py) weighs instructions against bytes. Its constants are estimates, not yet measured.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ WIDEST_STRIP = 8
 LOAD = 5  # instructions of an access to memory
 LATENCY = 700  # cycles of a read from memory
 ISSUE = 2.8  # instructions of a multiprocessor in a cycle, as reached
-WARP_ISSUE = 0.25  # instructions of a warp in a cycle
+WARP_ISSUE = 0.2  # instructions of a warp in a cycle
 BYTES = 14.0  # that a multiprocessor moves from and to memory in a cycle
 
 

@@ -266,7 +266,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The weights of a thread's channels, [tap][channel], in registers or in shared memory [tap][channel of the block]."""
+    """The weights of a thread's channels: registers [tap][channel], or shared memory [tap][channel of the block]."""
 
     buffer: Buffer
     row: int
