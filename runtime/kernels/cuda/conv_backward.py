@@ -18,14 +18,14 @@ from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.conv_forward import checked, shared_bytes
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
-from bnfuse.runtime.kernels.cuda.conv_tile import Tile, emit
+from bnfuse.runtime.kernels.cuda.conv_tile import Tile, emit, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import gradient_correlation, weight_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import BackwardOutlet, Reader, Reductions, width_of
-from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter, WeightTile
+from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
 from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem, Target
 
@@ -38,8 +38,12 @@ def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
     """All ways to do a problem that are worth measuring, that of the rule first: a plan for each of the two tiles."""
     if not is_packed(problem.weight):
         return (Choice("depthwise"),)
-    inputs = list(tile_plans(gradient_correlation(problem), target, forward=False)) if wants_input(problem) else [None]
-    weights = list(weight_plans(weight_correlation(problem), target)) if wants_weight(problem) else [None]
+    inputs = (
+        list(tile_plans(gradient_correlation(problem), Operand(problem, True), target, forward=False))
+        if wants_input(problem)
+        else [None]
+    )
+    weights = list(weight_plans(weight_correlation(problem), problem, target)) if wants_weight(problem) else [None]
     pairs = [(inputs[0], weight) for weight in weights] + [(plan, weights[0]) for plan in inputs[1:]]
     return tuple(Choice("tile", pair) for pair in pairs)
 
@@ -97,12 +101,15 @@ class Stages:
         self.own = parameters(problem, target)
         if wants_input(problem):
             c = gradient_correlation(problem)
-            chosen = input_plan or next(tile_plans(c, target, forward=False))
-            self.input = Tile(c, chosen, target.precision)
+            operand = Operand(problem, True)
+            chosen = input_plan or next(tile_plans(c, operand, target, forward=False))
+            self.input = tile_of(c, chosen, target.precision, operand)
             scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map("dx").c)
         if wants_weight(problem):
             c = weight_correlation(problem)
-            self.weight = WeightTile(c, weight_plan or next(weight_plans(c, target)), target.precision)
+            planned = weight_plan or next(weight_plans(c, problem, target))
+            operands = Operand(problem, True), Operand(problem, False)
+            self.weight = weight_tile_of(c, planned, target.precision, *operands)
             scratch.append(Param("weight_partials", "out", self.weight.shares * self.weight.elements))
         if "BiasGrad" in problem.spec.epilogue:
             scratch.append(partials.partials_param(self.bias_rows, 1, problem.map("dy").c, name="bias_partials"))

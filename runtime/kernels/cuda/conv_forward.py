@@ -8,7 +8,7 @@ from bnfuse.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
-from bnfuse.runtime.kernels.cuda.conv_tile import Tile, TilePlan, emit
+from bnfuse.runtime.kernels.cuda.conv_tile import Tile, TilePlan, emit, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_forward import depthwise_forward
 from bnfuse.runtime.kernels.cuda.device import Stage
@@ -24,7 +24,10 @@ def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
     """All ways to do a problem that are worth measuring, that of the rule first."""
     if not is_packed(problem.weight):
         return (Choice("depthwise"),)
-    return tuple(Choice("tile", plan) for plan in tile_plans(forward_correlation(problem), target, forward=True))
+    return tuple(
+        Choice("tile", plan)
+        for plan in tile_plans(forward_correlation(problem), Operand(problem, False), target, forward=True)
+    )
 
 
 def conv_forward(
@@ -35,8 +38,9 @@ def conv_forward(
         return depthwise_forward(problem, target)
     problem = with_groups_aligned(problem)
     c = forward_correlation(problem)
-    chosen = plan or next(tile_plans(c, target, forward=True))
-    tile = Tile(c, chosen, target.precision)
+    operand = Operand(problem, False)
+    chosen = plan or next(tile_plans(c, operand, target, forward=True))
+    tile = tile_of(c, chosen, target.precision, operand)
     channels = problem.map("y").c
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
     params = (*forward_params(problem, target), *scratch)

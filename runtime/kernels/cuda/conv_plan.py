@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from bnfuse.runtime.kernels.cuda.conv_tile import Tile, TilePlan
+from bnfuse.runtime.kernels.cuda.conv_tile import TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import shared_limit
-from bnfuse.runtime.kernels.cuda.operand import element_size
-from bnfuse.runtime.kernels.cuda.weight_tile import WeightPlan, WeightTile
+from bnfuse.runtime.kernels.cuda.operand import Operand, element_size
+from bnfuse.runtime.kernels.cuda.weight_tile import WeightPlan, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.kernels.kernel import Problem, Target
 
 Read = Literal["gather", "halo", "flat"]
 
@@ -29,11 +29,13 @@ def read_of(c: Correlation, *, forward: bool) -> Read:
     return "halo" if c.taps > 1 and c.taps <= MOST_TAPS and c.is_same else "gather"
 
 
-def tile_plans(c: Correlation, target: Target, *, forward: bool) -> Iterator[TilePlan]:
+def tile_plans(c: Correlation, operand: Operand, target: Target, *, forward: bool) -> Iterator[TilePlan]:
     """Plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor."""
     seen = set()
     for plan in _tile_plans(c, target, forward):
-        tile = Tile(c, plan, target.precision)
+        tile = tile_of(c, plan, target.precision, operand)
+        if not tile.ring or tile.steps == 1:
+            plan = dataclasses.replace(plan, ahead=1)
         if plan not in seen and tile.shared <= shared_limit(target.mcpu):
             seen.add(plan)
             yield plan
@@ -55,36 +57,38 @@ def _tile_plans(c: Correlation, target: Target, forward: bool) -> Iterator[TileP
             pixels //= 2
         else:
             outputs //= 2
-    first = _plan(pixels, outputs, 64, read)
-    yield first
-    yield dataclasses.replace(first, min_blocks=1)
-    sizes = [(pixels, outputs, wide), (128, 128, 64), (128, 128, 128), (128, 64, 64), (128, 64, 128), (64, 128, 64)]
-    sizes += [(64, 64, 64), (64, 64, 128), (64, 32, 64), (128, 32, 64)]
     if read == "halo":
-        sizes = [(256, min(outputs, 64), 64), *((size, width, 64) for size in (128, 64) for width in (64, 32))]
+        sizes = [(pixels, outputs, 64, 1), (256, outputs, 64, 1), (128, outputs, 64, 1), (64, outputs, 64, 1)]
+        sizes += [(*size[:3], 2) for size in sizes]
+        sizes += [(128, 32, 64, 1), (64, 32, 64, 1)]
+    elif read == "flat":
+        sizes = [(pixels, outputs, 64, 1), (64, outputs, 64, 1), (128, outputs, 64, 1)]
+    else:
+        sizes = [(pixels, outputs, 64, 3), (pixels, outputs, 64, 2), (pixels, outputs, wide, 2)]
+        sizes += [(128, 128, 64, 3), (128, 128, 128, 1), (128, 64, 64, 3), (128, 64, 128, 2), (64, 128, 64, 3)]
+        sizes += [(64, 128, 128, 2), (64, 64, 64, 3), (64, 64, 128, 2), (64, 64, 128, 3), (64, 32, 128, 2)]
     for size in sizes:
-        if size[1] < 2 * c.outputs and size[2] <= wide:
-            yield _plan(*size, read)
-    if read == "halo":
-        for size in (128, 64):
-            yield _plan(size, min(outputs, 64), 64, "gather")
+        if size[1] < 2 * max(c.outputs, 32) and size[2] <= wide:
+            yield _plan(*size[:3], read, size[3])
 
 
 def _tiles(c: Correlation, pixels: int, outputs: int) -> int:
     return -(-c.rows // pixels) * -(-c.outputs // outputs) * c.groups * c.phases
 
 
-def _plan(pixels: int, outputs: int, row_bytes: int, read: Read) -> TilePlan:
+def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int) -> TilePlan:
     warps = WARPS[pixels, outputs]
-    return TilePlan(pixels, outputs, row_bytes, warps, read, 2 if warps[0] * warps[1] == 8 else 3)
+    return TilePlan(pixels, outputs, row_bytes, warps, read, 2 if warps[0] * warps[1] == 8 else 3, ahead)
 
 
-def weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
+def weight_plans(c: Correlation, problem: Problem, target: Target) -> Iterator[WeightPlan]:
     """Plans of the weight gradient's tile, that of the rule first."""
     seen = set()
     for plan in _weight_plans(c, target):
-        shared = WeightTile(c, plan, target.precision).shared
-        if plan not in seen and shared <= shared_limit(target.mcpu):
+        tile = weight_tile_of(c, plan, target.precision, Operand(problem, True), Operand(problem, False))
+        if not tile.ring:
+            plan = dataclasses.replace(plan, ahead=1)
+        if plan not in seen and tile.shared <= shared_limit(target.mcpu):
             seen.add(plan)
             yield plan
 
@@ -96,19 +100,23 @@ def _weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
     depth = c.inputs * (c.taps if read == "flat" else 1)
     if read == "halo":
-        sizes = [(32, 32)] if outputs == 32 else [(64, 32), (32, 32)]
+        out = 32 if outputs == 32 else 64
+        sizes = [(out, 32, pixels, 1), (out, 32, pixels, 2), (out, 32, 2 * pixels, 1), (out, 32, pixels // 2, 2)]
     elif read == "flat":
-        sizes = [(64, 64), (32, 64), (64, 32)]
+        sizes = [(64, 64, pixels // 2, 1), (64, 64, pixels, 1), (64, 32, pixels, 1)]
     else:
         inputs = next((n for n in (32, 64) if depth <= n), 128)
-        sizes = [(outputs, min(inputs, 64)), (outputs, inputs), (64, 64), (64, 128)]
-        sizes = [size for size in sizes if size[0] < 2 * max(c.outputs, 32) and size[1] < 2 * max(depth, 32)]
-    for out, inner in sizes:
-        for chunk, waves in ((pixels, 2), (pixels, 4), (pixels // 2, 4)):
-            made = WeightPlan(out, inner, chunk, _weight_warps(out, inner, read), read, 1)
+        half = min(inputs, 64)
+        sizes = [(outputs, half, pixels, 1), (outputs, half, pixels // 2, 2), (outputs, half, pixels // 2, 3)]
+        sizes += [(outputs, inputs, pixels // 2, 2), (outputs, inputs, pixels, 1)]
+        sizes += [(min(outputs, 64), half, pixels, 1), (min(outputs, 64), half, pixels, 2)]
+    for out, inner, chunk, ahead in sizes:
+        for waves in (2, 4):
+            warps = _weight_warps(out, inner, read)
+            made = WeightPlan(out, inner, chunk, warps, read, 1, ahead=ahead)
             made = with_splits(c, target, made, waves)
-            yield made
-            yield dataclasses.replace(made, min_blocks=2 if made.threads == 256 else 4)
+            few = out * inner * (c.taps if read == "halo" else 1) < 128 * 128
+            yield dataclasses.replace(made, min_blocks=(2 if few else 1) if made.threads == 256 else 2)
 
 
 def _weight_warps(outputs: int, inputs: int, read: Read) -> tuple[int, int]:
@@ -119,7 +127,7 @@ def _weight_warps(outputs: int, inputs: int, read: Read) -> tuple[int, int]:
 
 def with_splits(c: Correlation, target: Target, plan: WeightPlan, waves: int) -> WeightPlan:
     """As many shares of the pixels as make `waves` blocks for each multiprocessor, if there are enough pixels."""
-    tile = WeightTile(c, plan, target.precision)
+    tile = WeightTile(c, plan, target.precision, False, (0, 0))
     outputs, inputs = tile.tiles
     blocks = outputs * inputs * tile.tap_blocks * c.groups
     most = max(1, PARTIAL_BYTES // (tile.elements * 4))

@@ -1,7 +1,7 @@
 """The matrix product inside a convolution: a tile of destination pixels by output channels, on the tensor cores.
 
-    for each chunk of channels (and tap):
-        source pixels:   global -> registers -> prologue -> shared      (the next chunk is on its way meanwhile)
+    for each step, a chunk of channels (of a tap):
+        source pixels:   global -> prologue -> shared (operand.py)      `ahead` steps are on their way meanwhile
         packed weights:  global -> shared, in the background
         shared -> tensor cores, accumulators in registers
     accumulators -> shared -> outlet: a vector of channels of a pixel at a time
@@ -27,6 +27,8 @@ from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import (
     Loader,
     Operand,
+    Slot,
+    can_ring,
     chunks_of,
     element_size,
     swizzled,
@@ -36,9 +38,8 @@ from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import outlet_of
 from bnfuse.runtime.kernels.kernel import Problem
 
-BUFFERS = 2  # of shared memory, where there is more than one step: one is read while the other is filled
 FAR = -(1 << 20)  # a coordinate outside of every map
-PASSES = 2  # pixels whose epilogue's operands a thread has on their way at a time
+PASSES = 4  # pixels whose epilogue's operands a thread has on their way at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class TilePlan:
     warps: tuple[int, int]
     read: Literal["gather", "halo", "flat"]
     min_blocks: int = 1
+    ahead: int = 1  # steps; more than 1 only where vectors can be copied asynchronously
 
     @property
     def halo(self) -> bool:
@@ -68,6 +70,8 @@ class Tile:
     correlation: Correlation
     plan: TilePlan
     precision: str
+    ring: bool  # whether vectors are copied asynchronously
+    further: int  # maps of the operand beside the first
 
     @property
     def channels(self) -> int:
@@ -101,13 +105,38 @@ class Tile:
         return self.taps * self.plan.outputs * self.plan.row_bytes
 
     @property
+    def steps(self) -> int:
+        """At most; a phase may have fewer."""
+        return self.chunks * (self.correlation.taps if self.plan.read == "gather" else 1)
+
+    @property
+    def ahead(self) -> int:
+        return min(self.plan.ahead if self.ring else 1, self.steps)
+
+    @property
     def buffers(self) -> int:
-        return 1 if self.chunks == 1 and (self.plan.read != "gather" or self.correlation.taps == 1) else BUFFERS
+        """Of shared memory: one is read while `ahead` are filled."""
+        return min(self.ahead + 1, self.steps)
+
+    @property
+    def passes(self) -> int:
+        """Vectors of a step that a thread brings."""
+        return -(-self.source_rows // (self.plan.threads // chunks_of(self.plan.row_bytes)))
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the places that threads have for themselves, for one map and step."""
+        return self.passes * self.plan.threads * d.VECTOR_BYTES
+
+    @property
+    def own_at(self) -> int:
+        """Where those are: [step][further map][pass][thread]."""
+        return self.buffers * (self.source_bytes + self.weight_bytes)
 
     @property
     def zeros_at(self) -> int:
         """Where the row of zeros is."""
-        return self.buffers * (self.source_bytes + self.weight_bytes)
+        return self.own_at + (self.ahead * self.further * self.own_bytes if self.ring else 0)
 
     @property
     def leading(self) -> int:
@@ -174,8 +203,8 @@ class Emitter:
         self.chunk_lanes = chunks_of(plan.row_bytes)
         self.source_lane, self.source_row = block.tid % self.chunk_lanes, block.tid // self.chunk_lanes
         self.stride = plan.threads // self.chunk_lanes  # rows that one pass of all threads brings
-        self.passes = -(-tile.source_rows // self.stride)
-        self.loader = Loader.make(operand, block, tile.precision, self.passes)
+        self.passes = tile.passes
+        self.loader = Loader.make(operand, block, tile.precision, self.passes, self.shared if tile.ring else None)
         self.acc = d.registers(self.fragments[0] * self.fragments[1] * 4)
         self.warp_pixel = T.bind(block.warp // plan.warps[1])
         self.warp_output = T.bind(block.warp % plan.warps[1])
@@ -191,16 +220,18 @@ class Emitter:
         if self.plan.read == "gather":
             taps = self.phase_value(self.c.vertical, self.c.horizontal, lambda v, h: v.count * h.count)
             steps = taps * self.tile.chunks
-        if self.plan.read != "gather" or self.every_phase_has_taps:
-            self.fill(0)
-        else:
-            d.when(steps > 0, lambda: self.fill(0))
+        certain = self.plan.read != "gather" or self.every_phase_has_taps
+        for step in range(self.tile.ahead):
+            known = (step == 0 and certain) or (isinstance(steps, int) and step < steps)
+            d.when(True if known else step < steps, lambda step=step: self.fill(step))  # type: ignore[misc]
+            d.commit()
         with T.serial(0, steps) as step:
             side = T.bind(step % self.tile.buffers)
+            d.wait(self.tile.ahead - 1)
             self.finish(step, side)
-            d.wait(0)
             d.sync()
-            d.when(step + 1 < steps, lambda: self.fill(step + 1))
+            d.when(step + self.tile.ahead < steps, lambda: self.fill(step + self.tile.ahead))
+            d.commit()
             self.multiply(side)
         d.wait(0)
         d.sync()
@@ -309,7 +340,7 @@ class Emitter:
         side = step % self.tile.buffers
         if self.plan.halo:
             self.fill_weights(step, 0, self.weight_at(side))
-            self.fetch(step, lambda i: self.halo_pixel(i))
+            self.fetch(step, step, lambda i: self.halo_pixel(i))
             return
         if self.plan.read == "flat":
             self.fill_weights(step, 0, self.weight_at(side))
@@ -322,7 +353,7 @@ class Emitter:
         first = self.phase_value(v, h, lambda p, q: p.tap * h.window + q.tap)
         window_tap = first + down * (v.tap_step * h.window) + right * h.tap_step
         self.fill_weights(chunk, window_tap, self.weight_at(side))
-        self.fetch(chunk, lambda i: self.gathered_pixel(i, down * v.step, right * h.step))
+        self.fetch(step, chunk, lambda i: self.gathered_pixel(i, down * v.step, right * h.step))
 
     def halo_pixel(self, i: Expr) -> tuple[Expr, Expr]:
         row = self.source_row + i * self.stride
@@ -357,14 +388,32 @@ class Emitter:
         whole = self.c.inputs % self.tile.channels == 0
         return self.group * self.c.inputs + inner, None if whole else self.c.inputs - inner
 
-    def fetch(self, chunk: Expr, pixel_of: Callable[[Expr], tuple[Expr, Expr]]) -> None:
+    def slot(self, step: Expr, i: Expr) -> Slot:
+        """Where pass `i` of a step goes."""
+        place = self.source_at(step % self.tile.buffers) + self.chunk_at(
+            self.source_row + i * self.stride, self.source_lane
+        )
+        tile = self.tile
+        base = tile.own_at + step % tile.ahead * (tile.further * tile.own_bytes)
+        return Slot(place, base + (i * self.plan.threads + self.block.tid) * d.VECTOR_BYTES, tile.own_bytes)
+
+    def own_row(self, i: Expr) -> Expr:
+        """Whether pass `i` has a row of the tile for this thread."""
+        row = self.source_row + i * self.stride
+        return d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0)
+
+    def fetch(self, step: Expr, chunk: Expr, pixel_of: Callable[[Expr], tuple[Expr, Expr]]) -> None:
         channel, left = self.channel_of(chunk)
         channel = T.bind(channel)
         left = None if left is None else T.bind(left)
 
         def one(i: Expr) -> None:
             pixel, valid = pixel_of(i)
-            self.loader.fetch(i, pixel, channel, valid, left)
+            if self.tile.ring:
+                copy = lambda: self.loader.copy(self.slot(step, i), pixel, channel, valid, left)  # noqa: E731
+                d.when(self.own_row(i), copy)
+            else:
+                self.loader.fetch(i, pixel, channel, valid, left)
 
         d.unrolled(self.passes, one)
 
@@ -393,13 +442,14 @@ class Emitter:
 
         assert size * vector == d.VECTOR_BYTES
         self.block.each(tile.taps * self.plan.outputs * per_row, one)
-        d.commit()
 
     def finish(self, step: Expr, side: Expr) -> None:
         """The prologue of what has been fetched, into shared memory."""
         if self.plan.read == "flat":
             self.finish_flat(step, side)
             return
+        if self.tile.ring and self.loader.is_plain:
+            return  # it lies there, and zeros where there is padding
         chunk = step if self.plan.halo else step % self.tile.chunks
         channel, left = self.channel_of(chunk)
         aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
@@ -413,15 +463,18 @@ class Emitter:
             across = self.phase_value(v, h, lambda _, p: max(p.count, 1))
             down, right = T.bind(tap // across * v.step), T.bind(tap % across * h.step)
 
-        def one(i: Expr) -> None:
+        def take(i: Expr) -> None:
             row = T.bind(self.source_row + i * self.stride)
-            made = self.loader.finish(i)
+            made = self.loader.take(self.slot(step, i)) if self.tile.ring else self.loader.finish(i)
             if not self.plan.halo and not self.c.is_pointwise:  # padding is zero behind the prologue
                 _, valid = self.gathered_pixel(i, down, right)
                 for word in range(4):
                     d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
 
             self.put_row(made, row, base)
+
+        def one(i: Expr) -> None:
+            d.when(self.own_row(i) if self.tile.ring else True, lambda: take(i))
 
         d.unrolled(self.passes, one)
 
@@ -540,7 +593,7 @@ class Emitter:
         d.unrolled(self.fragments[0], fragment)
         d.sync()
         rounds = plan.pixels // team.down
-        passes = PASSES if rounds % PASSES == 0 else 1
+        passes = next(n for n in (PASSES, 2, 1) if rounds % n == 0)
         outlet = outlet_of(problem)(self.block, problem, team, floats, passes)
         vector, first_row = team.vector(self.block.tid), team.lane(self.block.tid)
         inner = T.bind(self.first_output + vector * team.width)
@@ -559,6 +612,11 @@ class Emitter:
                 outlet.finish(i, values, pixel, valid)
         d.sync()
         outlet.close(self.row)
+
+
+def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) -> Tile:
+    ring = plan.read != "flat" and can_ring(operand, precision)
+    return Tile(c, plan, precision, ring, len(operand.maps) - 1)
 
 
 def split_in_place(words: Buffer, low: Buffer, i: Expr) -> None:

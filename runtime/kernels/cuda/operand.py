@@ -1,10 +1,14 @@
-"""What a convolution reads: a map after its prologue, brought from global to shared memory by way of registers.
+"""What a convolution reads: a map after its prologue, brought from global to shared memory.
 
-    fetch(i, pixel)      raw vectors of channels into registers, for pass i
+    fetch(i, pixel)      start loading the vector of channels of pass i
     finish(i) -> words   the prologue in float32, rounded to what the tensor cores take
 
-Between the two lies the product of the tile before, so that memory and tensor cores work at the same time. The prologue
-is applied once to each element of a tile, however many taps read it.
+Between the two lie the products of tiles before, so that memory and tensor cores work at the same time. The prologue is
+applied once to each element of a tile, however many taps read it.
+
+Vectors that are stored as the tensor cores take them are copied asynchronously, several steps ahead (`ring`): the first
+map of the operand to where the product will read it, where `finish` replaces it by what the prologue makes of it,
+further maps to places that each thread has for itself. Others come one step ahead, by way of registers.
 """
 
 from __future__ import annotations
@@ -63,9 +67,27 @@ class Operand:
         return steps.forward_prologue(spec, dict(self.problem.attributes), load)[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a vector goes: byte offsets in shared memory of its place in the tile, and of the thread's own place for
+    the vectors of further maps, which lie `apart` bytes from each other."""
+
+    place: Expr
+    own: Expr
+    apart: int
+
+
+def can_ring(operand: Operand, precision: str) -> bool:
+    """Whether vectors can be copied asynchronously: stored as tensor cores take them, 4 bytes or more a time."""
+    size = element_size(precision)
+    kinds = operand.maps.values()
+    lanes = Lanes.of(vector_width(precision), *kinds)
+    return all(d.size_of(kind.dtype) == size for kind in kinds) and lanes.access * size >= 4
+
+
 @dataclasses.dataclass
 class Loader:
-    """The registers through which a thread brings `passes` vectors of channels."""
+    """The registers through which a thread brings `passes` vectors of channels; with `ring` those of one."""
 
     operand: Operand
     block: Block
@@ -78,10 +100,12 @@ class Loader:
     packed: Buffer  # words
     masks: Buffer  # of a flat source: which elements of each pass lie in the image
     lanes: Lanes
+    ring: d.Shared | None = None
 
     @staticmethod
-    def make(operand: Operand, block: Block, precision: str, passes: int) -> Loader:
+    def make(operand: Operand, block: Block, precision: str, passes: int, ring: d.Shared | None = None) -> Loader:
         width = vector_width(precision)
+        passes = 1 if ring else passes
         lanes = Lanes.of(width, *operand.maps.values())
         return Loader(
             operand,
@@ -95,11 +119,43 @@ class Loader:
             d.registers(4, "uint32"),
             d.registers(passes, "uint32"),
             lanes,
+            ring,
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is copied needs nothing done to it."""
+        spec = self.operand.problem.spec
+        steps_of = {"BatchNormGrad"} if self.operand.gradient else {*spec.prologue} - {"BatchNormGrad", "Slice"}
+        return not steps_of & {*spec.prologue} and self.precision != "tf32"
 
     @property
     def width(self) -> int:
         return self.lanes.count
+
+    def copy(self, slot: Slot, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
+        """Start copying a vector to its places; zeros where not `valid`, and from `left` on."""
+        assert self.ring is not None
+        access = self.lanes.access
+        for n, (name, kind) in enumerate(self.operand.maps.items()):
+            source, size = self.block.map(name, kind), d.size_of(kind.dtype)
+            start = slot.place if n == 0 else slot.own + (n - 1) * slot.apart
+            start = T.bind(self.ring.address + tirx.Cast("uint32", start))
+            index = source.at(pixel, channel)
+            for first in range(0, self.width, access):
+                there = valid if left is None else d.all_of(valid, first < left)
+                at = index + first if there is True else tirx.Select(there, index + first, T.int32(0))
+                address = start + T.uint32(first * size)
+                d.copy_async(address, source.buffer.ptr_to([at]), access * size, there)
+
+    def take(self, slot: Slot) -> Buffer:
+        """The prologue of what has been copied: four words to be put in its place."""
+        assert self.ring is not None
+        store = self.ring.view("uint32")
+        for n, name in enumerate(self.operand.maps):
+            start = slot.place if n == 0 else slot.own + (n - 1) * slot.apart
+            T.buffer_store(self.raw[name], store[T.ramp(start // 4, 1, 4)], [T.ramp(0, 1, 4)])
+        return self.finish(0)
 
     def fetch(self, index: Expr, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
         """Start loading pass `index`. Where not `valid` nothing is loaded, and what `finish` gives is of no use."""

@@ -4,8 +4,8 @@
 
 A block has a tile of output by input channels (of all taps, or of one) and a share of the pixels:
 
-    for each chunk of its pixels:
-        dy, x:  global -> registers -> prologues -> shared, pixel by pixel     (the next chunk is on its way meanwhile)
+    for each step, a chunk of its pixels:
+        dy, x:  global -> prologues -> shared, pixel by pixel (operand.py)     `ahead` steps are on their way meanwhile
         shared -> tensor cores, read across: fragments are transposed on the way
     accumulators -> a row of `weight_partials` of its share
 
@@ -22,10 +22,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.conv_tile import BUFFERS, split_in_place
+from bnfuse.runtime.kernels.cuda.conv_tile import split_in_place
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
-from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, chunks_of, element_size, swizzled
+from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, can_ring, chunks_of, element_size, swizzled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,7 @@ class WeightPlan:
     read: Literal["gather", "halo", "flat"]
     splits: int
     min_blocks: int = 1
+    ahead: int = 1  # steps; more than 1 only where vectors can be copied asynchronously
 
     @property
     def threads(self) -> int:
@@ -52,6 +53,12 @@ class WeightTile:
     correlation: Correlation
     plan: WeightPlan
     precision: str
+    ring: bool  # whether vectors are copied asynchronously
+    further: tuple[int, int]  # maps of dy's and of x's operand beside the first
+
+    @property
+    def ahead(self) -> int:
+        return min(self.plan.ahead if self.ring else 1, self.share)
 
     @property
     def taps(self) -> int:
@@ -94,11 +101,29 @@ class WeightTile:
 
     @property
     def buffers(self) -> int:
-        return 1 if self.share == 1 else BUFFERS
+        return min(self.ahead + 1, self.share)
+
+    @property
+    def own_bytes(self) -> tuple[int, int]:
+        """Of the places that threads have for themselves, for a map of dy's and of x's operand, in one step."""
+        sizes = (self.plan.pixels, self.gradient_row), (self.source_rows, self.source_row)
+        return tuple(  # type: ignore[return-value]
+            -(-rows // (self.plan.threads // chunks_of(row))) * self.plan.threads * d.VECTOR_BYTES
+            for rows, row in sizes
+        )
+
+    @property
+    def own_at(self) -> int:
+        """Where those are: [step]([further map of dy] [further map of x])[pass][thread]."""
+        return self.buffers * (self.gradient_bytes + self.source_bytes)
+
+    @property
+    def own_step(self) -> int:
+        return sum(count * size for count, size in zip(self.further, self.own_bytes, strict=True)) if self.ring else 0
 
     @property
     def zeros_at(self) -> int:
-        return self.buffers * (self.gradient_bytes + self.source_bytes)
+        return self.own_at + self.ahead * self.own_step
 
     @property
     def shared(self) -> int:
@@ -154,8 +179,9 @@ class WeightEmitter:
         self.split = T.bind(rest)
         self.first_output = T.bind(self.output_tile * plan.outputs)
         self.first_input = T.bind(self.input_tile * plan.inputs)
-        self.gradient = Rows(block, gradient, tile.precision, plan.threads, tile.gradient_row, plan.pixels)
-        self.source = Rows(block, source, tile.precision, plan.threads, tile.source_row, tile.source_rows)
+        ring = self.shared if tile.ring else None
+        self.gradient = Rows(block, gradient, tile.precision, plan.threads, tile.gradient_row, plan.pixels, ring)
+        self.source = Rows(block, source, tile.precision, plan.threads, tile.source_row, tile.source_rows, ring)
         self.columns = self.fragments[1] * tile.taps
         self.acc = d.registers(self.fragments[0] * self.columns * 4)
         self.warp_output = T.bind(block.warp // plan.warps[1])
@@ -171,13 +197,19 @@ class WeightEmitter:
         steps: Expr = self.tile.share
         if self.tile.steps % self.tile.share:
             steps = T.bind(tirx.Min(T.int32(self.tile.share), self.tile.steps - first))
-        self.fill(first)
+        ahead = self.tile.ahead
+        for i in range(ahead):
+            known = i == 0 or isinstance(steps, int)
+            d.when(True if known else i < steps, lambda i=i: self.fill(first + i, i))  # type: ignore[misc]
+            d.commit()
         with T.serial(0, steps) as i:
             step = T.bind(first + i)
             side = T.bind(i % self.tile.buffers)
-            self.finish(step, side)
+            d.wait(ahead - 1)
+            self.finish(step, i, side)
             d.sync()
-            d.when(i + 1 < steps, lambda: self.fill(step + 1))
+            d.when(i + ahead < steps, lambda: self.fill(step + ahead, i + ahead))
+            d.commit()
             self.multiply(step, side)
         self.leave()
 
@@ -189,10 +221,31 @@ class WeightEmitter:
     def source_place(self) -> tuple[Expr, Expr | None]:
         return place_of(self.first_input, self.source, self.group, self.c.inputs, self.plan.inputs)
 
-    def fill(self, step: Expr) -> None:
+    def slots(self, turn: Expr, base: Expr, rows: Rows, before: int) -> Callable[[Expr], Slot]:
+        """Where the passes of the block's step `turn` go: in the tile at `base`; own places behind `before` bytes."""
+        own = self.tile.own_at + turn % self.tile.ahead * self.tile.own_step + before
+        apart = rows.passes * self.plan.threads * d.VECTOR_BYTES
+
+        def slot(i: Expr) -> Slot:
+            place = base + self.place(rows.row(i), rows.lane, rows.row_bytes)
+            return Slot(place, own + (i * self.plan.threads + self.block.tid) * d.VECTOR_BYTES, apart)
+
+        return slot
+
+    def gradient_slots(self, turn: Expr) -> Callable[[Expr], Slot]:
+        return self.slots(turn, turn % self.tile.buffers * self.tile.gradient_bytes, self.gradient, 0)
+
+    def source_slots(self, turn: Expr) -> Callable[[Expr], Slot]:
+        base = self.tile.buffers * self.tile.gradient_bytes + turn % self.tile.buffers * self.tile.source_bytes
+        return self.slots(turn, base, self.source, self.tile.further[0] * self.tile.own_bytes[0])
+
+    def fill(self, step: Expr, turn: Expr) -> None:
+        """Start bringing a step of the pixels, the block's own number `turn`."""
         pixel = T.bind(step * self.plan.pixels)
+        slots, source_slots = self.gradient_slots(turn), self.source_slots(turn)
         exact = self.c.rows % self.plan.pixels == 0
-        self.gradient.fetch(lambda row: (pixel + row, d.below(pixel + row, self.c.rows, exact)), *self.gradient_place())
+        own = lambda row: (pixel + row, d.below(pixel + row, self.c.rows, exact))  # noqa: E731
+        self.gradient.fetch(slots, own, *self.gradient_place())
         if self.plan.read == "flat":
             self.source.fetch_flat(lambda row, j: self.flat_element(pixel, row, j))
         elif self.plan.read == "halo":
@@ -201,9 +254,9 @@ class WeightEmitter:
                 index = T.bind(pixel - self.tile.halo + row)
                 return index, d.within(index, self.c.rows)
 
-            self.source.fetch(around, *self.source_place())
+            self.source.fetch(source_slots, around, *self.source_place())
         else:
-            self.source.fetch(lambda row: self.gathered(pixel + row), *self.source_place())
+            self.source.fetch(source_slots, lambda row: self.gathered(pixel + row), *self.source_place())
 
     def coordinates(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
         """First source pixel of the image, source row and column of the first tap, whether there is such a pixel."""
@@ -233,14 +286,14 @@ class WeightEmitter:
     def flat_index(self, j: int) -> Expr:
         return self.first_input + self.source.lane * self.source.width + j
 
-    def finish(self, step: Expr, side: Expr) -> None:
+    def finish(self, step: Expr, turn: Expr, side: Expr) -> None:
         """Both prologues, into shared memory."""
         pixel = T.bind(step * self.plan.pixels)
         exact = self.c.rows % self.plan.pixels == 0
         needs = exact or not self.gradient.loader.operand.vectors  # zeros stay zeros where nothing is added
         inside = None if needs else (lambda row: pixel + row < self.c.rows)
-        base = side * self.tile.gradient_bytes
-        self.gradient.finish(self.store, base, self.place, self.group, self.c.outputs, *self.gradient_place(), inside)
+        slots = self.gradient_slots(turn)
+        self.gradient.finish(self.store, slots, self.c.outputs, *self.gradient_place(), inside)
         base = self.tile.buffers * self.tile.gradient_bytes + side * self.tile.source_bytes
         if self.plan.read == "flat":
             channel = self.group * self.c.inputs
@@ -253,7 +306,7 @@ class WeightEmitter:
             return
         pads = self.plan.read == "gather" and not self.c.is_pointwise
         inside = (lambda row: self.gathered(pixel + row)[1]) if pads else None
-        self.source.finish(self.store, base, self.place, self.group, self.c.inputs, *self.source_place(), inside)
+        self.source.finish(self.store, self.source_slots(turn), self.c.inputs, *self.source_place(), inside)
 
     def place(self, row: Expr, chunk: Expr, row_bytes: int) -> Expr:
         """Byte offset of a chunk of a row: so that what a warp reads at once lies in different banks."""
@@ -417,12 +470,21 @@ Place = Callable[[Expr, Expr, int], Expr]
 class Rows:
     """Rows of one operand on their way into shared memory: passes of all threads, a 16-byte chunk each."""
 
-    def __init__(self, block: Block, operand: Operand, precision: str, threads: int, row_bytes: int, rows: int) -> None:
-        self.row_bytes, self.rows = row_bytes, rows
+    def __init__(
+        self,
+        block: Block,
+        operand: Operand,
+        precision: str,
+        threads: int,
+        row_bytes: int,
+        rows: int,
+        ring: d.Shared | None,
+    ) -> None:
+        self.row_bytes, self.rows, self.ring = row_bytes, rows, ring is not None
         lanes = chunks_of(row_bytes)
         self.lane, self.first, self.stride = block.tid % lanes, block.tid // lanes, threads // lanes
         self.passes = -(-rows // self.stride)
-        self.loader = Loader.make(operand, block, precision, self.passes)
+        self.loader = Loader.make(operand, block, precision, self.passes, ring)
 
     @property
     def width(self) -> int:
@@ -435,10 +497,19 @@ class Rows:
         """Whether the pass has a row for this thread."""
         return d.below(self.row(i), self.rows, self.rows % self.stride == 0)
 
-    def fetch(self, pixel_of: Callable[[Expr], tuple[Expr, Expr]], channel: Expr, left: Expr | None) -> None:
+    def fetch(
+        self,
+        slots: Callable[[Expr], Slot],
+        pixel_of: Callable[[Expr], tuple[Expr, Expr]],
+        channel: Expr,
+        left: Expr | None,
+    ) -> None:
         def one(i: Expr) -> None:
             pixel, valid = pixel_of(self.row(i))
-            self.loader.fetch(i, pixel, channel, d.all_of(self.own(i), valid), left)
+            if self.ring:
+                d.when(self.own(i), lambda: self.loader.copy(slots(i), pixel, channel, valid, left))
+            else:
+                self.loader.fetch(i, pixel, channel, d.all_of(self.own(i), valid), left)
 
         d.unrolled(self.passes, one)
 
@@ -455,34 +526,39 @@ class Rows:
     def finish(
         self,
         store: Buffer,
-        base: Expr,
-        place: Place,
-        group: Expr,
+        slots: Callable[[Expr], Slot],
         total: int,
         channel: Expr,
         left: Expr | None,
         inside: Inside | None,
     ) -> None:
-        aligned = total % 4 == 0
-        self.loader.load_coefficients(channel, aligned, left)
+        """The prologue, into the tile; zeros where not `inside`."""
+        if self.ring and self.loader.is_plain:
+            return  # it lies there, and zeros where there is padding
+        self.loader.load_coefficients(channel, total % 4 == 0, left)
 
-        def one(i: Expr) -> None:
-            made = self.loader.finish(i)
+        def take(i: Expr) -> None:
+            slot = slots(i)
+            made = self.loader.take(slot) if self.ring else self.loader.finish(i)
             if inside is not None:
                 valid = inside(self.row(i))
                 for word in range(4):
                     d.put(made, word, tirx.Select(valid, made[word], T.uint32(0)))
-            self._put(made, store, base, place, i)
+            T.buffer_store(store, made[T.ramp(0, 1, 4)], [T.ramp(slot.place // 4, 1, 4)])
 
-        d.unrolled(self.passes, one)
+        d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: take(i)))
 
     def finish_flat(self, store: Buffer, base: Expr, place: Place, channel_of: Callable[[int], Expr]) -> None:
         self.loader.load_flat_coefficients(channel_of)
-        d.unrolled(self.passes, lambda i: self._put(self.loader.finish(i, flat=True), store, base, place, i))
 
-    def _put(self, made: Buffer, store: Buffer, base: Expr, place: Place, i: Expr) -> None:
-        def write() -> None:
+        def write(i: Expr) -> None:
+            made = self.loader.finish(i, flat=True)
             at = (base + place(self.row(i), self.lane, self.row_bytes)) // 4
             T.buffer_store(store, made[T.ramp(0, 1, 4)], [T.ramp(at, 1, 4)])
 
-        d.when(self.own(i), write)
+        d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: write(i)))
+
+
+def weight_tile_of(c: Correlation, plan: WeightPlan, precision: str, gradient: Operand, source: Operand) -> WeightTile:
+    ring = plan.read != "flat" and can_ring(gradient, precision) and can_ring(source, precision)
+    return WeightTile(c, plan, precision, ring, (len(gradient.maps) - 1, len(source.maps) - 1))
