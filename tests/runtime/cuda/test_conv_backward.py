@@ -1,0 +1,135 @@
+"""Gradients of convolutions on tensor cores, in the interpreter, against the reference in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from cuda_conv import CudaCase, assert_close, run_case
+from cuda_kernels import gpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bnfuse.runtime.kernels.cuda.conv_backward import choices, conv_backward
+from bnfuse.runtime.kernels.kernel import Choice
+
+FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
+CLIP = "NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale"
+OTHERS = "ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther"
+MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# of norms, over what rounding the map costs: few elements of what the tensor cores read round to the other side
+TOLERANCES = {"fp32": 3e-6, "tf32": 2e-6, "bf16": 5e-5, "fp16": 5e-5}
+
+
+def check(case: CudaCase, precision: str, choice: Choice | None = None) -> None:
+    case = dataclasses.replace(case, dtype=MAPS[precision])
+    plan = choice and choice.plan
+    operands = case.operands()
+    if "a" in operands:
+        operands["a"][0] = 0  # a BN's gamma
+    generator = lambda problem, target: conv_backward(problem, target, "tile", plan)  # noqa: E731
+    found, expected, _ = run_case(case, generator, gpu(precision), operands)
+    assert_close(found, expected, case.dtype_of, TOLERANCES[precision])
+
+
+CASES = {
+    "pointwise": CudaCase(FULL, 2, 7, 7, 40, 24, slots=3),
+    "pointwise-of-many-chunks": CudaCase(FULL, 2, 9, 9, 40, 150),
+    "pointwise-strided": CudaCase(FULL, 2, 8, 7, 33, 17, (1, 1), (2, 2)),
+    "pointwise-padded": CudaCase("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
+    "halo": CudaCase(FULL, 2, 8, 8, 64, 32, (3, 3), pads=(1, 1, 1, 1), slots=8),
+    "halo-of-odd-slots": CudaCase(FULL, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
+    "halo-dilated": CudaCase(
+        "NormalizeQuickGeluConvGradQuickGeluGrad", 1, 8, 8, 18, 16, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)
+    ),
+    "halo-input-alone": CudaCase(OTHERS, 2, 7, 6, 36, 34, (3, 3), (1, 1), (1, 1, 1, 1)),
+    "strided": CudaCase(FULL, 2, 9, 11, 20, 35, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
+    "asymmetric": CudaCase(CLIP, 2, 6, 8, 9, 11, (3, 2), (2, 1), (0, 1, 2, 0)),
+    "phases-without-taps": CudaCase("ConvGrad", 1, 6, 10, 70, 34, (2, 3), (1, 3), (3, 0, 1, 4), (2, 3)),
+    "few-channels": CudaCase("ConvGrad", 1, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),
+    "stem": CudaCase("BatchNormGradConvGradWeight", 1, 13, 11, 3, 24, (7, 7), (2, 2), (3, 3, 3, 3)),
+    "stem-with-bias": CudaCase("ConvGradWeightBiasGrad", 2, 23, 24, 3, 20, (11, 11), (4, 4), (2, 2, 2, 2)),
+    "bias-behind-a-norm": CudaCase("BatchNormGradConvGradBiasGrad", 1, 19, 18, 3, 7, (11, 11), (4, 4), (2, 2, 2, 2)),
+    "groups-of-8": CudaCase(
+        "NormalizeReluConvGradReluGradReduce", 2, 6, 6, 24, 36, (3, 3), (1, 1), (1, 1, 1, 1), group=3
+    ),
+    "groups-of-few": CudaCase(FULL, 2, 6, 6, 32, 16, (3, 3), (1, 1), (1, 1, 1, 1), group=8),
+    "groups-pointwise": CudaCase(FULL, 2, 6, 6, 32, 32, group=8, slots=8),
+    "groups-weight-alone": CudaCase("ConvGradWeight", 2, 7, 5, 32, 16, (3, 3), (1, 2), (3, 3, 3, 3), (2, 1), group=8),
+    "one-pixel": CudaCase(FULL, 3, 1, 1, 17, 21),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_gradients_are_those_of_the_reference(case, precision):
+    check(case, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+@pytest.mark.parametrize("name", ["pointwise", "halo", "asymmetric", "stem", "groups-of-few"])
+def test_other_precisions(name, precision):
+    check(CASES[name], precision)
+
+
+@pytest.mark.parametrize(
+    ("case", "float32"),
+    [
+        (CudaCase(FULL, 3, 4, 4, 24, 20, (4, 4)), ("dy", "grad_x")),  # up from a pixel
+        (CudaCase(FULL, 3, 1, 1, 24, 20), ("x", "dx", "acc", "dy", "grad_x")),
+        (CudaCase("BatchNormGradConvGradWeight", 1, 9, 9, 3, 16, (3, 3), (2, 2), (1, 1, 1, 1)), ("x",)),  # of an image
+        (CudaCase(OTHERS, 2, 5, 5, 24, 16, (3, 3), pads=(1, 1, 1, 1)), ("other", "x_1")),
+    ],
+    ids=["from-a-pixel", "of-a-pixel", "image", "others"],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_maps_of_several_types(case, float32, precision):
+    check(dataclasses.replace(case, others=tuple((name, "float32") for name in float32)), precision)
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        (CudaCase(FULL, 1, 9, 8, 40, 70, slots=8), "bf16"),
+        (CudaCase("BatchNormGradConvGrad", 1, 9, 8, 40, 36, (3, 3), pads=(1, 1, 1, 1), slots=8), "bf16"),
+        (CudaCase("ConvGradReduce", 1, 9, 8, 34, 40, (3, 3), (2, 2), (1, 1, 1, 1)), "fp32"),
+        (CudaCase("BatchNormGradConvGradWeight", 1, 13, 14, 3, 70, (7, 7), (2, 2), (3, 3, 3, 3)), "bf16"),
+    ],
+    ids=["pointwise", "halo", "strided", "flat"],
+)
+def test_all_choices_compute_the_same(case, precision):
+    problem = dataclasses.replace(case, dtype=MAPS[precision]).problem()
+    offered = choices(problem, gpu(precision))
+    assert len({choice.plan for choice in offered}) == len(offered) > 1
+    tiles = {}
+    for choice in offered:  # how many blocks are to run side by side does not change what they do
+        tiles.setdefault(tuple(plan and dataclasses.replace(plan, min_blocks=1) for plan in choice.plan), choice)
+    for choice in tiles.values():
+        check(case, precision, choice)
+
+
+EPILOGUES = (
+    "ConvGrad",
+    "ConvGradBiasGradReluGradScale",
+    "NormalizeReluConvGradAddGradientReluGradReduceReduceOtherAccumulate",
+    "BatchNormGradNormalizeClipConvGradClipGradReduce",
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> CudaCase:
+    """Convolutions of any geometry but depthwise ones."""
+    group = draw(st.sampled_from([1, 1, 2, 3]))
+    kernel, strides, dilations = (draw(st.tuples(*(st.integers(1, k),) * 2)) for k in (4, 3, 2))
+    pads = draw(st.tuples(*(st.integers(0, 3),) * 4))
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    h, w = (max(1, reach[i] - pads[i] - pads[i + 2]) + draw(st.integers(0, 8)) for i in (0, 1))
+    cin, cout = group * draw(st.integers(2, 20)), group * draw(st.integers(1, 20))
+    op, n = draw(st.sampled_from(EPILOGUES)), draw(st.integers(1, 2))
+    return CudaCase(op, n, h, w, cin, cout, kernel, strides, pads, dilations, group, draw(st.integers(0, 8)))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(cases(), st.sampled_from(["bf16", "fp32"]))
+def test_gradients_of_any_convolution(case, precision):
+    check(case, precision)
