@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
         for i, entry in enumerate(entries):
             code = container.unpack(file.read(f"{i}.bin"), str(i))
             if state.get("problem") != entry["problem"]:
-                state = {"problem": entry["problem"], "buffers": {}, "first": None}
+                state = {"problem": entry["problem"], "buffers": {}, "first": None, "once": arguments.once}
                 torch.cuda.empty_cache()
             try:
                 found = measure(torch, driver, entry, code, state)
@@ -145,7 +145,7 @@ def measure(torch: Any, driver: Any, entry: dict[str, Any], code: Any, state: di
         for n, v in outputs.items():
             norm = state["first"][n].norm()
             distances[n] = float((v - state["first"][n]).norm() / norm) if norm > 0 else 0.0
-        times = [stage_time(torch, driver, call) for call in calls]
+        times = [] if state["once"] else [stage_time(torch, driver, call) for call in calls]
         driver.unload(module)
     return {"us": times, "total_us": sum(times), "distances": distances, "resources": resources_of(code)}
 
@@ -173,6 +173,8 @@ def stage_time(torch: Any, driver: Any, call: Any) -> float:
 
 
 def show(result: dict[str, Any]) -> None:
+    if not result.get("us", [1]):
+        return
     name = f"{result['kind']} {result['shape']}"
     if "error" in result:
         print(f"{name:60} {result['choice'][-90:]} FAILED {result['error']}", flush=True)
@@ -201,6 +203,7 @@ def main() -> None:
     measured = commands.add_parser("run")
     measured.add_argument("file")
     measured.add_argument("-o", "--output", default="times.json")
+    measured.add_argument("--once", action="store_true", help="launch each stage once and time nothing: for a profiler")
     measured.set_defaults(call=run)
     arguments = parser.parse_args()
     arguments.call(arguments)

@@ -20,10 +20,14 @@ from bnfuse.runtime.execution import Scalars
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a launch stands for: device kernels one after the other. Or a copy: target, source, bytes."""
+    """What a launch stands for: device kernels one after the other. Or a copy: target, source, bytes.
+
+    `accesses` has what each of the kernels touches (or the copy): a graph orders them one by one, so that whoever waits
+    for a convolution's input gradient does not wait for its weight gradient.
+    """
 
     phase: p.Phase
-    accesses: tuple[Access, ...]
+    accesses: tuple[tuple[Access, ...], ...]
     calls: tuple[Call, ...] = ()
     copy: tuple[int, int, int] | None = None
     launch: p.Launch | None = None
@@ -83,9 +87,9 @@ class Calls:
             for index, name in enumerate(stage.arguments):
                 self._fill(arguments, index, values[name][1], launch.phase)
             calls.append(Call(function, stage.grid, stage.threads, stage.shared, arguments))
-        names = [name for name, _ in code.parameters]
-        accesses = accesses_of(launch, self._program.storages, names, code.slots)
-        return Task(launch.phase, tuple(accesses), tuple(calls), launch=launch)
+        arguments = {name: argument for name, (_, argument) in values.items()}
+        touched = [accesses_of(arguments, stage.arguments, self._program.storages, code.slots) for stage in code.stages]
+        return Task(launch.phase, tuple(map(tuple, touched)), tuple(calls), launch=launch)
 
     def _fill(self, arguments: Arguments, index: int, value: p.Argument, phase: p.Phase) -> None:
         """Give an argument its value, or remember that it has none yet."""
@@ -128,7 +132,7 @@ def running_copies(program: p.Program, memory: DeviceMemory) -> list[Task]:
             Access(p.NEW_RUNNING, source, source + size, reads=True, writes=False),
             Access(p.RUNNING, target, target + size, reads=False, writes=True),
         )
-        found.append(Task("update", accesses, copy=(memory.address(old), memory.address(new), size)))
+        found.append(Task("update", (accesses,), copy=(memory.address(old), memory.address(new), size)))
     return found
 
 

@@ -61,16 +61,22 @@ class _Segment:
     readers: list[_Seen] = dataclasses.field(default_factory=list)
 
 
-def accesses_of(launch: p.Launch, storages: Sequence[p.Storage], names: Sequence[str], slots: Slots) -> list[Access]:
-    """What a launch touches. `names` are those of its arguments; `slots` the kernel's channels of maps."""
-    values = dict(zip(names, launch.arguments, strict=True))
+def accesses_of(
+    arguments: Mapping[str, p.Argument], taken: Sequence[str], storages: Sequence[p.Storage], slots: Slots
+) -> list[Access]:
+    """What a stage of a launch touches: of the launch's `arguments` by name those `taken`.
+
+    What one stage of a kernel writes another one may read: a result counts as read, too. `slots` are the kernel's
+    channels of maps.
+    """
     found = []
-    for name, argument in values.items():
+    for name in taken:
+        argument = arguments[name]
         if isinstance(argument, p.Buffer):
             s = storages[argument.storage]
-            slot = slot_of(slots.get(name), values.get(f"{name}_offset"))
-            reads, writes = argument.access != "out", argument.access != "in"
-            found.append(Access(s.region, s.offset, s.offset + s.bytes, reads, writes, argument.storage, slot))
+            slot = slot_of(slots.get(name), arguments.get(f"{name}_offset"))
+            writes = argument.access != "in"
+            found.append(Access(s.region, s.offset, s.offset + s.bytes, True, writes, argument.storage, slot))
     return found
 
 

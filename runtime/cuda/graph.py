@@ -19,22 +19,22 @@ class Graph:
         self._driver = driver
         self._late: list[tuple[Handle, Call]] = []  # nodes whose arguments may change
         self._graph = driver.new_graph()
-        ends: list[Handle] = []  # the last node of each task
-        for task, before in zip(tasks, dependencies([task.accesses for task in tasks]), strict=True):
-            ends.append(self._add(task, [ends[index] for index in before]))
+        nodes: list[Handle] = []
+        parts = [(task, index) for task in tasks for index in range(len(task.accesses))]
+        for (task, index), before in zip(parts, dependencies(t.accesses[i] for t, i in parts), strict=True):
+            nodes.append(self._add(task, index, [nodes[earlier] for earlier in before]))
         self._executable = driver.instantiate(self._graph)
         self._versions = [call.arguments.version for _, call in self._late]
         weakref.finalize(self, release, driver, self._graph, self._executable)
 
-    def _add(self, task: Task, after: list[Handle]) -> Handle:
+    def _add(self, task: Task, index: int, after: list[Handle]) -> Handle:
         if task.copy is not None:
             return self._driver.add_copy(self._graph, after, *task.copy)
-        for call in task.calls:
-            node = self._driver.add_kernel(self._graph, after, call)
-            if call.arguments.is_late:
-                self._late.append((node, call))
-            after = [node]
-        return after[0]
+        call = task.calls[index]
+        node = self._driver.add_kernel(self._graph, after, call)
+        if call.arguments.is_late:
+            self._late.append((node, call))
+        return node
 
     def launch(self, stream: Stream) -> None:
         for index, (node, call) in enumerate(self._late):

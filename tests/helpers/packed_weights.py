@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import ml_dtypes
 import numpy as np
 
@@ -30,7 +28,7 @@ def packed(weight: np.ndarray, group: int, form: str) -> np.ndarray:
         split = weight.reshape(group, outputs // group, per_group, h * w)
         rows = split.transpose(0, 2, 3, 1).reshape(group * per_group, h * w, outputs // group)
     elif is_flat(weight.shape):
-        rows = weight.reshape(outputs, 1, math.prod(weight.shape[1:]))
+        rows = weight.transpose(0, 2, 3, 1).reshape(outputs, h, w * per_group)
     else:
         rows = weight.reshape(outputs, per_group, h * w).transpose(0, 2, 1)
     return np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % VECTOR))).reshape(-1)

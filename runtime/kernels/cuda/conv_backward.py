@@ -232,9 +232,8 @@ def without(problem: Problem, step: str) -> Problem:
 
 
 def merge_weight(name: str, params: list[Param], tile: WeightTile) -> Stage:
-    """Add the shares [share][output][tap][input] in their order, into OIHW."""
-    c = tile.correlation
-    taps, depth = (1, tile.depth) if tile.plan.read == "flat" else (c.taps, c.inputs)
+    """Add the shares, rows of [tap][input] or flat ones, in their order, into OIHW."""
+    c, flat = tile.correlation, tile.plan.read == "flat"
     # a thread an element fills the GPU with large weights; of small ones several threads take shares each
     lanes = 1
     while lanes < 32 and lanes * 2 <= tile.shares and tile.elements * lanes < 1 << 17:
@@ -269,9 +268,15 @@ def merge_weight(name: str, params: list[Param], tile: WeightTile) -> Stage:
             if lanes > 1:
                 with T.serial(1, lanes) as i:
                     d.put(total, 0, total[0] + space[i * columns + column])
-            output, rest = T.bind(index // (taps * depth)), T.bind(index % (taps * depth))
-            place = (output * depth + rest % depth) * taps + rest // depth
-            d.put(result, place, total[0])
+            output, rest = T.bind(index // tile.row), T.bind(index % tile.row)
+            if flat:
+                down, element = T.bind(rest // c.flat_row), T.bind(rest % c.flat_row)
+                tap, channel = down * c.horizontal.window + element // c.inputs, element % c.inputs
+            else:
+                tap, channel = rest // c.inputs, rest % c.inputs
+            place = (output * c.inputs + channel) * c.taps + tap
+            exists = element < c.horizontal.window * c.inputs if flat else True
+            d.when(exists, lambda: d.put(result, place, total[0]))
 
         first = True if lanes == 1 else lane == 0
         d.when(d.all_of(first, d.below(index, tile.elements, tile.elements % columns == 0)), store)

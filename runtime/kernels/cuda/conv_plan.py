@@ -8,7 +8,7 @@ from typing import Literal
 
 from bnfuse.runtime.kernels.cuda.conv_tile import TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
-from bnfuse.runtime.kernels.cuda.device import shared_limit
+from bnfuse.runtime.kernels.cuda.device import WARP, shared_limit
 from bnfuse.runtime.kernels.cuda.operand import Operand, element_size
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightPlan, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
@@ -19,6 +19,9 @@ Read = Literal["gather", "halo", "flat"]
 MOST_TAPS = 32  # of a halo tile: a bit each
 WARPS = {(256, 64): (8, 1), (256, 32): (8, 1), (128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1)}
 WARPS |= {(64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
+FILLED = 0.7  # of the multiprocessors, with a tile each, are enough
+MANY = 50_000  # pixels: from there on a weight gradient's shares are better smaller
+REGISTERS = 1 << 16  # of a multiprocessor
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 
 
@@ -43,42 +46,40 @@ def tile_plans(c: Correlation, operand: Operand, target: Target, *, forward: boo
 
 def _tile_plans(c: Correlation, target: Target, forward: bool) -> Iterator[TilePlan]:
     read = read_of(c, forward=forward)
-    depth = c.inputs * (c.taps if read == "flat" else 1) * element_size(target.precision)
+    depth = c.inputs * element_size(target.precision)
     wide = 128 if depth > 64 else 64
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
+    sizes: list[tuple[int, ...]]
     if read == "halo":
-        outputs, wide = min(outputs, 64), 64
-    pixels = 128
-    # a small map has few tiles: smaller ones, until each multiprocessor has one
-    while _tiles(c, pixels, outputs) < target.threads and (pixels, outputs) != (64, 32):
-        if outputs > 32 and outputs >= pixels:
-            outputs //= 2
-        elif pixels > 64:
-            pixels //= 2
-        else:
-            outputs //= 2
-    if read == "halo":
-        sizes = [(pixels, outputs, 64, 1), (256, outputs, 64, 1), (128, outputs, 64, 1), (64, outputs, 64, 1)]
-        sizes += [(*size[:3], 2) for size in sizes]
-        sizes += [(128, 32, 64, 1), (64, 32, 64, 1)]
+        outputs = min(outputs, 64)
+        sizes = [(256, outputs, 64, 1, 8, 1), (128, outputs, 64, 1), (64, outputs, 64, 1), (64, 32, 64, 1)]
+        sizes += [(256, outputs, 64, 1, 4, 1), (128, outputs, 64, 1, 2, 1), (128, 32, 64, 1)]
     elif read == "flat":
-        sizes = [(pixels, outputs, 64, 1), (64, outputs, 64, 1), (128, outputs, 64, 1)]
+        sizes = [(128, outputs, 64, 1), (64, outputs, 64, 1)]
     else:
-        sizes = [(pixels, outputs, 64, 3), (pixels, outputs, 64, 2), (pixels, outputs, wide, 2)]
-        sizes += [(128, 128, 64, 3), (128, 128, 128, 1), (128, 64, 64, 3), (128, 64, 128, 2), (64, 128, 64, 3)]
-        sizes += [(64, 128, 128, 2), (64, 64, 64, 3), (64, 64, 128, 2), (64, 64, 128, 3), (64, 32, 128, 2)]
-    for size in sizes:
-        if size[1] < 2 * max(c.outputs, 32) and size[2] <= wide:
-            yield _plan(*size[:3], read, size[3])
+        # an epilogue that reads maps wants more warps, one that only stores larger fragments
+        warps = (2, 2) if forward else (4, 2)
+        large = [(128, outputs, wide, 1, *warps)] if outputs == 128 else [(128, outputs, wide, 1, 2, outputs // 32)]
+        sizes = [*large, (64, 64, wide, 2), (64, 32, wide, 2), (128, 128, 64, 3, 2, 2), (128, 128, wide, 1, 2, 2)]
+        sizes += [(128, 64, wide, 1, 2, 2), (128, 64, 64, 2, 2, 2), (64, 128, wide, 1, 2, 2), (64, 64, 64, 3)]
+    sizes = [size for size in sizes if size[1] < 2 * max(c.outputs, 32)]
+    # the rule takes the first that has tiles for most of the multiprocessors, else the one that has the most
+    enough = [size for size in sizes if _tiles(c, size[0], size[1]) >= FILLED * target.threads]
+    first = (enough or sorted(sizes, key=lambda size: -_tiles(c, size[0], size[1])))[0]
+    for pixels, width, row, ahead, *given in (first, *sizes):
+        yield _plan(pixels, width, row, read, ahead, (given[0], given[1]) if given else WARPS[pixels, width])
 
 
 def _tiles(c: Correlation, pixels: int, outputs: int) -> int:
     return -(-c.rows // pixels) * -(-c.outputs // outputs) * c.groups * c.phases
 
 
-def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int) -> TilePlan:
-    warps = WARPS[pixels, outputs]
-    return TilePlan(pixels, outputs, row_bytes, warps, read, 2 if warps[0] * warps[1] == 8 else 3, ahead)
+def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int, warps: tuple[int, int]) -> TilePlan:
+    """Blocks beside each other as registers allow: a thread has that many accumulators, and some 60 more."""
+    threads = warps[0] * warps[1] * WARP
+    accumulators = pixels * outputs // threads
+    blocks = max(1, min(4, REGISTERS // (threads * (accumulators + 60))))
+    return TilePlan(pixels, outputs, row_bytes, warps, read, blocks, ahead)
 
 
 def weight_plans(c: Correlation, problem: Problem, target: Target) -> Iterator[WeightPlan]:
@@ -98,31 +99,30 @@ def _weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
     narrow = element_size(target.precision) == 2
     pixels = 64 if narrow else 32
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
-    depth = c.inputs * (c.taps if read == "flat" else 1)
+    sizes: list[tuple[int, ...]]
+    first_waves = 2
     if read == "halo":
-        out = 32 if outputs == 32 else 64
-        sizes = [(out, 32, pixels, 1), (out, 32, pixels, 2), (out, 32, 2 * pixels, 1), (out, 32, pixels // 2, 2)]
+        out = min(outputs, 64)
+        first_waves = 4 if c.rows > MANY else 2
+        sizes = [(32, 32, 2 * pixels, 1, 1, 2), (out, 64, 2 * pixels, 1, 1, 4), (32, 32, 2 * pixels, 1, 2, 2)]
+        if out == 64:
+            sizes = [(64, 32, pixels, 1, 2, 2), *sizes, (64, 32, pixels, 1, 4, 2), (64, 64, pixels, 1, 2, 4)]
     elif read == "flat":
-        sizes = [(64, 64, pixels // 2, 1), (64, 64, pixels, 1), (64, 32, pixels, 1)]
+        first_waves = 4
+        sizes = [(64, 64, pixels, 1, 2, 2), (64, 64, pixels // 2, 1, 2, 2), (64, 32, pixels, 1, 2, 2)]
     else:
-        inputs = next((n for n in (32, 64) if depth <= n), 128)
-        half = min(inputs, 64)
-        sizes = [(outputs, half, pixels, 1), (outputs, half, pixels // 2, 2), (outputs, half, pixels // 2, 3)]
-        sizes += [(outputs, inputs, pixels // 2, 2), (outputs, inputs, pixels, 1)]
-        sizes += [(min(outputs, 64), half, pixels, 1), (min(outputs, 64), half, pixels, 2)]
-    for out, inner, chunk, ahead in sizes:
-        for waves in (2, 4):
-            warps = _weight_warps(out, inner, read)
-            made = WeightPlan(out, inner, chunk, warps, read, 1, ahead=ahead)
-            made = with_splits(c, target, made, waves)
-            few = out * inner * (c.taps if read == "halo" else 1) < 128 * 128
-            yield dataclasses.replace(made, min_blocks=(2 if few else 1) if made.threads == 256 else 2)
-
-
-def _weight_warps(outputs: int, inputs: int, read: Read) -> tuple[int, int]:
-    if read == "halo":
-        return {(32, 32): (2, 2), (64, 32): (4, 2)}[outputs, inputs]
-    return min(outputs // 32, 4), 2
+        inputs = next((n for n in (32, 64) if c.inputs <= n), 128)
+        half, low, down = min(inputs, 64), min(outputs, 64), max(outputs // 64, 1)
+        sizes = [(outputs, half, pixels, 1, down, 2), (low, half, pixels, 1, low // 32, 2)]
+        sizes += [(outputs, inputs, pixels // 2, 2, down, 2), (outputs, half, pixels // 2, 2, down, 2)]
+        if c.rows > MANY:
+            sizes = [sizes[2], *sizes]
+    for out, inner, chunk, ahead, rows, columns in sizes:
+        for waves in (first_waves, 6 - first_waves):
+            made = with_splits(c, target, WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead), waves)
+            accumulators = out * inner * (c.taps if read == "halo" else 1) // made.threads
+            blocks = max(1, min(4, REGISTERS // (made.threads * (accumulators + 80))))
+            yield dataclasses.replace(made, min_blocks=blocks)
 
 
 def with_splits(c: Correlation, target: Target, plan: WeightPlan, waves: int) -> WeightPlan:

@@ -9,7 +9,8 @@
 Three ways to read the source. A *gathering* tile takes one tap at a time: any stride, size and padding. A *halo* tile
 holds a run of pixels of the flattened map and those around it that taps reach, so that the prologue is applied once and
 all taps read from shared memory; it needs source and destination of the same size. A tap outside of the image reads a
-row of zeros. A *flat* tile, for maps of a few channels such as images, takes taps and channels as one axis.
+row of zeros. A *flat* tile, for maps of a few channels such as images, takes a row of taps with their channels as one
+axis.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.correlation import Axis, Correlation
+from bnfuse.runtime.kernels.cuda.correlation import Axis, Correlation, FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import (
     Loader,
@@ -35,7 +36,7 @@ from bnfuse.runtime.kernels.cuda.operand import (
     vector_width,
 )
 from bnfuse.runtime.kernels.cuda.partials import Team
-from bnfuse.runtime.kernels.cuda.vector import outlet_of
+from bnfuse.runtime.kernels.cuda.vector import ForwardOutlet, outlet_of
 from bnfuse.runtime.kernels.kernel import Problem
 
 FAR = -(1 << 20)  # a coordinate outside of every map
@@ -80,8 +81,9 @@ class Tile:
 
     @property
     def depth(self) -> int:
-        """Channels of a group, or taps and channels where they are one axis."""
-        return self.correlation.inputs * (self.correlation.taps if self.plan.read == "flat" else 1)
+        """Channels of a group, or the elements of all rows of the window where taps and channels are one axis."""
+        c = self.correlation
+        return c.vertical.window * c.flat_row if self.plan.read == "flat" else c.inputs
 
     @property
     def chunks(self) -> int:
@@ -140,8 +142,8 @@ class Tile:
 
     @property
     def leading(self) -> int:
-        """Floats between rows of the accumulators in shared memory: 4 more than a multiple of 8 avoids conflicts."""
-        return self.plan.outputs + 4
+        """Floats between rows of the accumulators in shared memory: 8 more than a multiple of 32 avoids conflicts."""
+        return self.plan.outputs + 8
 
     @property
     def shared(self) -> int:
@@ -205,6 +207,7 @@ class Emitter:
         self.stride = plan.threads // self.chunk_lanes  # rows that one pass of all threads brings
         self.passes = tile.passes
         self.loader = Loader.make(operand, block, tile.precision, self.passes, self.shared if tile.ring else None)
+        self.flat = FlatView.of(c, operand.kind)
         self.acc = d.registers(self.fragments[0] * self.fragments[1] * 4)
         self.warp_pixel = T.bind(block.warp // plan.warps[1])
         self.warp_output = T.bind(block.warp % plan.warps[1])
@@ -344,7 +347,7 @@ class Emitter:
             return
         if self.plan.read == "flat":
             self.fill_weights(step, 0, self.weight_at(side))
-            d.unrolled(self.passes, lambda i: self.loader.fetch_flat(i, lambda j: self.flat_element(step, i, j)))
+            d.unrolled(self.passes, lambda i: self.loader.fetch_flat(i, self.flat_elements(step, i)))
             return
         tap, chunk = step // self.tile.chunks, step % self.tile.chunks
         v, h = self.c.vertical, self.c.horizontal
@@ -371,16 +374,12 @@ class Emitter:
         y, x = T.bind(self.ys[i] + down), T.bind(self.xs[i] + right)
         return self.images[i] + y * h.source + x, d.all_of(own, d.within(y, v.source), d.within(x, h.source))
 
-    def flat_element(self, chunk: Expr, i: Expr, j: int) -> tuple[Expr, Expr, Expr]:
-        """Pixel and channel of an element of a flat row, and whether it lies in the image."""
-        v, h, c, taps = self.c.vertical, self.c.horizontal, self.c.inputs, self.c.taps
-        k = T.bind(chunk * self.tile.channels + self.source_lane * self.loader.width + j)
-        tap = T.bind(k % taps)
-        y, x = T.bind(self.ys[i] + tap // h.window * v.step), T.bind(self.xs[i] + tap % h.window * h.step)
+    def flat_elements(self, chunk: Expr, i: Expr) -> Callable[[int], tuple[Expr, Expr, Expr]]:
+        """Of each element of a flat vector a pixel, the channel counted from it, and whether it lies in the image."""
+        first = T.bind(chunk * self.tile.channels + self.source_lane * self.loader.width)
         row = self.source_row + i * self.stride
         own = d.below(row, self.plan.pixels, self.plan.pixels % self.stride == 0)
-        valid = d.all_of(own, k < self.tile.depth, d.within(y, v.source), d.within(x, h.source))
-        return self.images[i] + y * h.source + x, self.group * c + k // taps, valid
+        return flat_elements(self.flat, first, self.images[i], self.ys[i], self.xs[i], own, self.group)
 
     def channel_of(self, chunk: Expr) -> tuple[Expr, Expr | None]:
         """First channel (of the whole map) that this thread brings of a chunk, and how many of its group are left."""
@@ -480,10 +479,8 @@ class Emitter:
 
     def finish_flat(self, step: Expr, side: Expr) -> None:
         first = T.bind(step * self.tile.channels + self.source_lane * self.loader.width)
-        last = T.int32(self.c.inputs - 1)  # of what lies behind it nothing is used, but it has to be there
-        self.loader.load_flat_coefficients(
-            lambda j: self.group * self.c.inputs + tirx.Min((first + j) // self.c.taps, last)
-        )
+        inputs = self.c.inputs
+        self.loader.load_flat_coefficients(lambda j: self.group * inputs + (first % self.c.flat_row + j) % inputs)
         base = T.bind(self.source_at(side) // 4)
 
         def one(i: Expr) -> None:
@@ -600,6 +597,14 @@ class Emitter:
         left = None if self.c.outputs % plan.outputs == 0 else T.bind(self.c.outputs - inner)
         outlet.open(T.bind(self.group * self.c.outputs + inner), left, self.c.outputs % 4 == 0)
         values = d.registers(team.width)
+        if isinstance(outlet, ForwardOutlet):  # the tile's first pixel exists
+            shift, first = d.registers(team.width), vector * team.width
+            for start in range(0, team.width, 4):
+                T.buffer_store(shift, floats[T.ramp(first + start, 1, 4)], [T.ramp(start, 1, 4)])
+            left_over = self.c.rows % plan.pixels
+            outlet.share(
+                shift, T.bind(tirx.Min(T.int32(plan.pixels), self.c.rows - self.first)) if left_over else plan.pixels
+            )
         with T.serial(0, rounds // passes) as turn:
             rows = [T.bind(first_row + (turn * passes + i) * team.down) for i in range(passes)]
             places = [self.destination_pixel(T.bind(self.first + row)) for row in rows]
@@ -612,6 +617,28 @@ class Emitter:
                 outlet.finish(i, values, pixel, valid)
         d.sync()
         outlet.close(self.row)
+
+
+def flat_elements(
+    view: FlatView, first: Expr, image: Expr, y: Expr, x: Expr, own: Expr, group: Expr
+) -> Callable[[int], tuple[Expr, Expr, Expr]]:
+    """The elements from `first` on of a flat row: `y` and `x` are those of its first tap, `image` its first pixel."""
+    v, h, inputs = view.correlation.vertical, view.correlation.horizontal, view.correlation.inputs
+    row = T.bind(first // view.correlation.flat_row)
+    start = T.bind(first % view.correlation.flat_row)
+    y = T.bind(y + row * v.step)
+    inside = T.bind(d.all_of(own, row < v.window, d.within(y, v.source)))
+    pixel = T.bind(image + y * h.source + x)
+    across = T.bind(x * inputs + start)
+
+    def element(j: int) -> tuple[Expr, Expr, Expr]:
+        exists = d.all_of(inside, start + j < h.window * inputs)
+        if view.is_dense:
+            return pixel, start + j, d.all_of(exists, d.within(across + j, h.source * inputs))
+        tap, channel = (start + j) // inputs * h.step, (start + j) % inputs
+        return pixel + tap, group * inputs + channel, d.all_of(exists, d.within(x + tap, h.source))
+
+    return element
 
 
 def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) -> Tile:

@@ -91,6 +91,11 @@ class Correlation:
         return self.vertical.window * self.horizontal.window
 
     @property
+    def flat_row(self) -> int:
+        """Elements of a row of the window, taps and channels as one axis, filled up to eights (weights.py)."""
+        return -(-self.horizontal.window * self.inputs // 8) * 8
+
+    @property
     def phases(self) -> int:
         return len(self.vertical.phases) * len(self.horizontal.phases)
 
@@ -125,6 +130,25 @@ def with_groups_aligned(problem: Problem) -> Problem:
         for name, kind in problem.maps
     )
     return problem if group == 1 else dataclasses.replace(problem, maps=maps)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatView:
+    """Rows of a window as one axis of taps and channels: column s of row r, channel c at  r*flat_row + s*channels + c.
+
+    `is_dense`: pixels of the source lie side by side and so do the taps, so that a row is a run of memory.
+    """
+
+    correlation: Correlation
+    is_dense: bool
+
+    @property
+    def depth(self) -> int:
+        return self.correlation.vertical.window * self.correlation.flat_row
+
+    @staticmethod
+    def of(correlation: Correlation, x: MapType) -> FlatView:
+        return FlatView(correlation, x.stride == x.c and correlation.groups == 1 and correlation.horizontal.step == 1)
 
 
 def forward_correlation(problem: Problem) -> Correlation:

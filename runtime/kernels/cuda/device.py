@@ -270,9 +270,9 @@ def unpack(word: Expr, dtype: str, into: Buffer, at: Expr) -> None:
             T.evaluate(T.ptx["cvt.f32.f16"](into[at + half], bits16))
 
 
-def pack(into: Buffer, at: Expr, low: Expr, high: Expr, dtype: str) -> None:
-    """Two float32 as one word of a 16-bit type."""
-    name = "cvt.rn.bf16x2.f32" if dtype == "bfloat16" else "cvt.rn.f16x2.f32"
+def pack(into: Buffer, at: Expr, low: Expr, high: Expr, dtype: str, *, relu: bool = False) -> None:
+    """Two float32 as one word of a 16-bit type; with `relu` what is below 0 is 0, and NaN stays."""
+    name = f"cvt.rn.{'relu.' if relu else ''}{'bf16x2' if dtype == 'bfloat16' else 'f16x2'}.f32"
     T.evaluate(T.ptx[name](into[at], high, low))
 
 

@@ -60,10 +60,17 @@ class Operand:
         """The type of the map that the convolution works on."""
         return self.problem.map("dy" if self.gradient else "x")
 
-    def value(self, load: steps.Load) -> Expr:
+    @property
+    def ends_in_relu(self) -> bool:
+        return not self.gradient and self.problem.spec.prologue[-1:] == ("Relu",)
+
+    def value(self, load: steps.Load, *, but_relu: bool = False) -> Expr:
+        """What the prologue makes of an element; with `but_relu` without the Relu that it ends in."""
         spec = self.problem.spec
         if self.gradient:
             return steps.gradient_prologue(spec, load)
+        if but_relu:
+            spec = dataclasses.replace(spec, prologue=spec.prologue[:-1])
         return steps.forward_prologue(spec, dict(self.problem.attributes), load)[0]
 
 
@@ -208,17 +215,18 @@ class Loader:
             count = words_of(kind, self.width)
             for i in range(count):
                 d.unpack(self.raw[name][index * count + i], kind.dtype, self.unpacked[name], i * self.width // count)
+        relu = self.operand.ends_in_relu and self.width == 8  # done by the conversion to 16 bits
         for j in range(self.width):
 
             def load(name: str, is_vector: bool, j: int = j) -> Expr:
                 return (self.coefficients if is_vector else self.unpacked)[name][j]
 
-            value = self.operand.value(load)
+            value = self.operand.value(load, but_relu=relu)
             if flat:  # padding is zero behind the prologue
                 inside = tirx.bitwise_and(self.masks[index], T.uint32(1 << j)) != T.uint32(0)
                 value = tirx.Select(inside, value, T.float32(0))
             d.put(self.result, j, value)
-        round_words(self.precision, self.result, self.packed)
+        round_words(self.precision, self.result, self.packed, relu=relu)
         return self.packed
 
 
@@ -236,11 +244,12 @@ def words_of(kind: MapType, width: int) -> int:
     return max(width * d.size_of(kind.dtype) // 4, 1)
 
 
-def round_words(precision: str, values: Buffer, into: Buffer) -> None:
-    """Float32 registers as the four words that go into a row of shared memory."""
+def round_words(precision: str, values: Buffer, into: Buffer, *, relu: bool = False) -> None:
+    """Float32 registers as the four words that go into a row of shared memory; with `relu` what is below 0 is 0."""
     for i in range(4):
         if precision in ("bf16", "fp16"):
-            d.pack(into, i, values[2 * i], values[2 * i + 1], "bfloat16" if precision == "bf16" else "float16")
+            dtype = "bfloat16" if precision == "bf16" else "float16"
+            d.pack(into, i, values[2 * i], values[2 * i + 1], dtype, relu=relu)
         elif precision == "tf32":
             T.evaluate(T.ptx["cvt.rna.tf32.f32"](into[i], values[i]))
         else:

@@ -307,7 +307,13 @@ class ForwardOutlet(Outlet):
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
         super().open(channel, left, aligned)
         if self.reductions:
-            self.moments = partials.Moments(self.team)
+            self.moments: partials.Moments | partials.SharedMoments = partials.Moments(self.team)
+            self.moments.clear()
+
+    def share(self, shift: Buffer, count: Expr) -> None:
+        """All threads of equal channels take their deviations from `shift`; the tile has `count` pixels."""
+        if self.reductions:
+            self.moments = partials.SharedMoments(self.team, shift, count)
             self.moments.clear()
 
     def steps(self, values: Buffer) -> None:

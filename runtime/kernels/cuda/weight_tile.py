@@ -22,8 +22,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.conv_tile import split_in_place
-from bnfuse.runtime.kernels.cuda.correlation import Correlation
+from bnfuse.runtime.kernels.cuda.conv_tile import flat_elements, split_in_place
+from bnfuse.runtime.kernels.cuda.correlation import Correlation, FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, can_ring, chunks_of, element_size, swizzled
 
@@ -72,7 +72,8 @@ class WeightTile:
     @property
     def depth(self) -> int:
         """Columns of the weight gradient that tiles of `inputs` cut up."""
-        return self.correlation.inputs * (self.correlation.taps if self.plan.read == "flat" else 1)
+        c = self.correlation
+        return c.vertical.window * c.flat_row if self.plan.read == "flat" else c.inputs
 
     @property
     def halo(self) -> int:
@@ -154,10 +155,14 @@ class WeightTile:
         return outputs * inputs * self.tap_blocks * self.correlation.groups * self.shares, 1, 1
 
     @property
+    def row(self) -> int:
+        """Elements of a share's row, that of an output channel: [tap][input], or flat."""
+        return self.depth if self.plan.read == "flat" else self.correlation.taps * self.depth
+
+    @property
     def elements(self) -> int:
-        """Of the weight."""
-        c = self.correlation
-        return c.groups * c.outputs * c.taps * c.inputs
+        """Of a share."""
+        return self.correlation.groups * self.correlation.outputs * self.row
 
 
 class WeightEmitter:
@@ -183,6 +188,7 @@ class WeightEmitter:
         self.gradient = Rows(block, gradient, tile.precision, plan.threads, tile.gradient_row, plan.pixels, ring)
         self.source = Rows(block, source, tile.precision, plan.threads, tile.source_row, tile.source_rows, ring)
         self.columns = self.fragments[1] * tile.taps
+        self.flat = FlatView.of(c, source.kind)
         self.acc = d.registers(self.fragments[0] * self.columns * 4)
         self.warp_output = T.bind(block.warp // plan.warps[1])
         self.warp_input = T.bind(block.warp % plan.warps[1])
@@ -247,7 +253,7 @@ class WeightEmitter:
         own = lambda row: (pixel + row, d.below(pixel + row, self.c.rows, exact))  # noqa: E731
         self.gradient.fetch(slots, own, *self.gradient_place())
         if self.plan.read == "flat":
-            self.source.fetch_flat(lambda row, j: self.flat_element(pixel, row, j))
+            self.source.fetch_flat(lambda row, own: self.flat_elements(pixel + row, own))
         elif self.plan.read == "halo":
 
             def around(row: Expr) -> tuple[Expr, Expr]:
@@ -274,17 +280,10 @@ class WeightEmitter:
         x = T.bind(x + self.tap % h.window * h.step)
         return image + y * h.source + x, d.all_of(valid, d.within(y, v.source), d.within(x, h.source))
 
-    def flat_element(self, pixel: Expr, row: Expr, j: int) -> tuple[Expr, Expr, Expr]:
-        v, h, c, taps = self.c.vertical, self.c.horizontal, self.c.inputs, self.c.taps
-        image, y, x, valid = self.coordinates(pixel + row)
-        k = T.bind(self.flat_index(j))
-        tap = T.bind(k % taps)
-        y, x = T.bind(y + tap // h.window * v.step), T.bind(x + tap % h.window * h.step)
-        inside = d.all_of(valid, k < self.tile.depth, d.within(y, v.source), d.within(x, h.source))
-        return image + y * h.source + x, self.group * c + k // taps, inside
-
-    def flat_index(self, j: int) -> Expr:
-        return self.first_input + self.source.lane * self.source.width + j
+    def flat_elements(self, row: Expr, own: Expr) -> Callable[[int], tuple[Expr, Expr, Expr]]:
+        image, y, x, valid = self.coordinates(row)
+        first = T.bind(self.first_input + self.source.lane * self.source.width)
+        return flat_elements(self.flat, first, image, y, x, d.all_of(own, valid), self.group)
 
     def finish(self, step: Expr, turn: Expr, side: Expr) -> None:
         """Both prologues, into shared memory."""
@@ -296,11 +295,11 @@ class WeightEmitter:
         self.gradient.finish(self.store, slots, self.c.outputs, *self.gradient_place(), inside)
         base = self.tile.buffers * self.tile.gradient_bytes + side * self.tile.source_bytes
         if self.plan.read == "flat":
-            channel = self.group * self.c.inputs
-            last = T.int32(self.c.inputs - 1)  # of what lies behind it nothing is used, but it has to be there
+            first = T.bind((self.first_input + self.source.lane * self.source.width) % self.c.flat_row)
+            inputs = self.c.inputs
 
             def channel_of(j: int) -> Expr:
-                return channel + tirx.Min(self.flat_index(j) // self.c.taps, last)
+                return self.group * inputs + (first + j) % inputs
 
             self.source.finish_flat(self.store, base, self.place, channel_of)
             return
@@ -513,15 +512,9 @@ class Rows:
 
         d.unrolled(self.passes, one)
 
-    def fetch_flat(self, element_of: Callable[[Expr, int], tuple[Expr, Expr, Expr]]) -> None:
-        def one(i: Expr) -> None:
-            def element(j: int) -> tuple[Expr, Expr, Expr]:
-                pixel, channel, valid = element_of(self.row(i), j)
-                return pixel, channel, d.all_of(self.own(i), valid)
-
-            self.loader.fetch_flat(i, element)
-
-        d.unrolled(self.passes, one)
+    def fetch_flat(self, elements_of: Callable[[Expr, Expr], Callable[[int], tuple[Expr, Expr, Expr]]]) -> None:
+        """`elements_of(row, own)` gives the elements of the vector that this thread brings of a row."""
+        d.unrolled(self.passes, lambda i: self.loader.fetch_flat(i, elements_of(self.row(i), self.own(i))))
 
     def finish(
         self,

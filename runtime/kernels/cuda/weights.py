@@ -2,7 +2,7 @@
 
     forward    [O][taps][I/group, in eights]              a row is an output channel
     backward   [I of all groups][taps][O/group, in eights]   a row is an input channel
-    forward of a few channels, such as an image's: [O][I/group*taps, in eights], in the order of the file
+    forward of a few channels, such as an image's: [O][window rows][window columns * I/group, in eights]
 
 in the type of the maps (TF32 is rounded here, once), filled up with zeros. The product runs along the innermost axis,
 so a chunk of a row is a run of bytes that goes to shared memory as it is.
@@ -78,7 +78,7 @@ class PackProblem:
 class Fields:
     """A member in the table. Packed element e of tap t of row r comes from
 
-    source + (r // per)*outer + (r % per)*inner + t + e*step, for e < valid
+    source + (r // per)*outer + (r % per)*inner + t*tap_step + (e % modulus)*step + e // modulus, for e < valid
 
     and the vectors are counted along `fast` first: the vectors of a row, or (`across`) all taps of all rows.
     """
@@ -96,6 +96,8 @@ class Fields:
     outer: int
     inner: int
     step: int
+    tap_step: int = 1
+    modulus: int = 1 << 30
 
 
 WIDTH = len(dataclasses.fields(Fields))
@@ -107,7 +109,7 @@ def is_packed(weight: Sequence[int]) -> bool:
 
 
 def is_flat(weight: Sequence[int]) -> bool:
-    """Whether the forward kernel takes channels and taps as one axis: else most of each chunk would be zeros."""
+    """Whether the forward kernel takes a row of taps with its channels as one axis: else most of a chunk were zeros."""
     return 1 < weight[1] < VECTOR and math.prod(weight[2:]) > 1
 
 
@@ -115,7 +117,7 @@ def packed_elements(weight: Sequence[int], group: int, form: str) -> int:
     """Elements of a packed OIHW weight, a multiple of eight."""
     outputs, per_group, *window = weight
     if form == FORWARD and is_flat(weight):
-        return outputs * filled(per_group * math.prod(window))
+        return outputs * window[0] * filled(per_group * window[1])
     rows, inner = (outputs, per_group) if form == FORWARD else (group * per_group, outputs // group)
     return rows * math.prod(window) * filled(inner)
 
@@ -127,15 +129,17 @@ def filled(channels: int) -> int:
 def fields_of(member: Member, first_block: int) -> Fields:
     outputs, per_group, *window = member.weight
     taps, per_output = math.prod(window), outputs // member.group
+    places = first_block, member.source, member.target, member.vectors
     if member.form == FORWARD and is_flat(member.weight):
-        per_group, taps = per_group * taps, 1
+        row = per_group * window[1]
+        shape = filled(row) // VECTOR, 0, window[0], filled(row), row
+        return Fields(*places, *shape, 1, per_group * taps, 0, taps, window[1], per_group)
     if member.form == FORWARD:
         padded, valid, across, fast = filled(per_group), per_group, 0, filled(per_group) // VECTOR
         per, outer, inner, step = 1, per_group * taps, 0, taps
     else:
         padded, valid, across, fast = filled(per_output), per_output, 1, member.group * per_group * taps
         per, outer, inner, step = per_group, per_output * per_group * taps, taps, per_group * taps
-    places = first_block, member.source, member.target, member.vectors
     return Fields(*places, fast, across, taps, padded, valid, per, outer, inner, step)
 
 
@@ -182,10 +186,13 @@ def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: Target)
     start = T.bind(tirx.Select(member["across"] == 1, slow, fast) * VECTOR)
     row, tap = T.bind(tirx.truncdiv(place, member["taps"])), T.bind(tirx.truncmod(place, member["taps"]))
     outer, inner = tirx.truncdiv(row, member["per"]), tirx.truncmod(row, member["per"])
-    source = T.bind(member["source"] + outer * member["outer"] + inner * member["inner"] + tap)
+    offset = outer * member["outer"] + inner * member["inner"] + tap * member["tap_step"]
+    source = T.bind(member["source"] + offset)
     values = registers(VECTOR)
     for i in range(VECTOR):
-        there = source + (start + i) * member["step"]
+        element = T.bind(start + i)
+        modulus = member["modulus"]
+        there = source + tirx.truncmod(element, modulus) * member["step"] + tirx.truncdiv(element, modulus)
         value = tirx.if_then_else(start + i < member["valid"], block["parameters"][there], T.float32(0))
         put(values, i, value)
     _store(block["packed"], member["target"] + place * member["padded"] + start, values, target)

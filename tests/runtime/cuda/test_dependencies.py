@@ -78,9 +78,9 @@ def test_a_slot_is_the_channels_from_its_offset_on():
 
 def test_accesses_follow_the_arguments_by_name():
     storages = [p.Storage("arena", 64, 256), p.Storage("inputs", 0, 4, "int64")]
-    arguments = (p.Buffer(0, "inout"), p.Buffer(1, "in"), 8, p.Scalar("lr"))
-    launch = p.Launch("forward", 0, "node", arguments)
-    found = accesses_of(launch, storages, ["x", "labels", "x_offset", "lr"], {"x": (8, 32)})
+    buffers = {"x": p.Buffer(0, "inout"), "labels": p.Buffer(1, "in"), "other": p.Buffer(1, "out")}
+    arguments = {**buffers, "x_offset": 8, "lr": p.Scalar("lr")}
+    found = accesses_of(arguments, ["x", "labels", "x_offset", "lr"], storages, {"x": (8, 32)})
     assert found == [
         Access("arena", 64, 64 + 1024, True, True, 0, Slot(8, 16, 32)),
         Access("inputs", 0, 32, True, False, 1, None),
