@@ -647,6 +647,11 @@ def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) ->
 
 
 def split_in_place(words: Buffer, low: Buffer, i: Expr) -> None:
-    high, rest = d.split(words[i])
-    d.put(low, i, rest)
-    d.put(words, i, high)
+    """A float32 word as two of TF32, both rounded: what it is nearest to stays, the rest goes to `low`.
+
+    Tensor cores cut off what TF32 has no bits for, always towards zero: errors that add up. Rounding does not.
+    """
+    d.put(low, i, words[i])
+    T.evaluate(T.ptx["cvt.rna.tf32.f32"](words[i], d.from_bits(low[i])))
+    d.put(low, i, d.bits(d.from_bits(low[i]) - d.from_bits(words[i])))
+    T.evaluate(T.ptx["cvt.rna.tf32.f32"](low[i], d.from_bits(low[i])))
