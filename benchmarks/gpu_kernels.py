@@ -30,7 +30,6 @@ def build(arguments: argparse.Namespace) -> None:
     from bnfuse.runtime.cache import Cache, default_folder
     from bnfuse.runtime.compile import lower_graph
     from bnfuse.runtime.tuning import choices_of
-    from bnfuse.runtime.work import work_of
     from bnfuse.training_graph import open_graph
 
     model = api.build(arguments.network, batch=arguments.batch, image=arguments.image)

@@ -87,8 +87,8 @@ class Calls:
             for index, name in enumerate(stage.arguments):
                 self._fill(arguments, index, values[name][1], launch.phase)
             calls.append(Call(function, stage.grid, stage.threads, stage.shared, arguments))
-        arguments = {name: argument for name, (_, argument) in values.items()}
-        touched = [accesses_of(arguments, stage.arguments, self._program.storages, code.slots) for stage in code.stages]
+        given = {name: argument for name, (_, argument) in values.items()}
+        touched = [accesses_of(given, stage.arguments, self._program.storages, code.slots) for stage in code.stages]
         return Task(launch.phase, tuple(map(tuple, touched)), tuple(calls), launch=launch)
 
     def _fill(self, arguments: Arguments, index: int, value: p.Argument, phase: p.Phase) -> None:

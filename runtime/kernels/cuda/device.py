@@ -141,17 +141,17 @@ def stage(
             offsets = {p.name: T.arg(f"{p.name}_offset", T.int32()) for p in params if p.is_map}
             known = {label: T.arg(label, getattr(T, dtype)()) for label, dtype in scalars}
             with contextlib.ExitStack() as stack:
-                axes = [
+                x, y, z = (
                     stack.enter_context(T.launch_thread(f"blockIdx.{axis}", extent)) if extent > 1 else 0
                     for axis, extent in zip("xyz", grid, strict=True)
-                ]
+                )
                 if grid[0] == 1:
                     stack.enter_context(T.launch_thread("blockIdx.x", 1))
                 tid = stack.enter_context(T.launch_thread("threadIdx.x", threads))
                 if min_blocks:
                     stack.enter_context(T.attr({"tirx.launch_bounds_min_blocks_per_sm": min_blocks}))
                 dtypes = {p.name: p.dtype for p in params}
-                block = Block(buffers, dtypes, offsets, known, *axes, tid, threads)
+                block = Block(buffers, dtypes, offsets, known, x, y, z, tid, threads)
                 with steps.fused_by(fma, wide):
                     yield block
         function = builder.get()

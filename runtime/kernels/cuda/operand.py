@@ -267,15 +267,16 @@ def load_vector(source: Buffer, channel: Expr, width: int, into: Buffer, aligned
             else:
                 T.buffer_store(into, source[T.ramp(channel + first, 1, 4)], [T.ramp(first, 1, 4)])
 
+        if left is None:
+            load()
+            continue
+
         def edge(first: int = first) -> None:
             for i in range(step):
                 value = tirx.if_then_else(first + i < left, source[channel + first + i], T.float32(0))
                 d.put(into, first + i, value)
 
-        if left is None:
-            load()
-        else:
-            d.when(first + step <= left, load, edge)
+        d.when(first + step <= left, load, edge)
 
 
 def chunks_of(row_bytes: int) -> int:

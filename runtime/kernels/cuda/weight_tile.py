@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from tvm import tirx
@@ -176,6 +177,8 @@ class WeightEmitter:
         self.fragments = plan.outputs // plan.warps[0] // 16, plan.inputs // plan.warps[1] // 8
         self.shared = d.shared_memory(tile.shared)
         self.store = self.shared.view("uint32")
+        self.tap: Expr
+        self.group: Expr
         rest: Expr = block.x
         self.input_tile, rest = T.bind(rest % inputs), rest // inputs
         self.tap, rest = (T.bind(rest % tile.tap_blocks), rest // tile.tap_blocks) if tile.tap_blocks > 1 else (0, rest)
@@ -446,10 +449,10 @@ class WeightEmitter:
                             index = (row * taps + own) * depth + inner + k
                             value = self.acc[at + k]
                             inside = d.below(inner + k, depth, depth % plan.inputs == 0)
-                            d.when(inside, lambda index=index, value=value: d.put(partials, index, value))
+                            d.when(inside, partial(d.put, partials, index, value))
 
                     for tap in range(self.tile.taps):
-                        d.unrolled(self.fragments[1], lambda j, tap=tap: column(j, tap))
+                        d.unrolled(self.fragments[1], partial(column, tap=tap))
 
                 d.when(d.below(output, c.outputs, c.outputs % plan.outputs == 0), rows)
 
