@@ -32,20 +32,27 @@ def read_of(c: Correlation, *, forward: bool) -> Read:
     return "halo" if c.taps > 1 and c.taps <= MOST_TAPS and c.is_same else "gather"
 
 
+def with_fallback(read: Read) -> tuple[Read, ...]:
+    """The halo of a wide map may not fit into shared memory: gathering, which reads the same weights, always does."""
+    return ("halo", "gather") if read == "halo" else (read,)
+
+
 def tile_plans(c: Correlation, operand: Operand, target: Target, *, forward: bool) -> Iterator[TilePlan]:
     """Plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor."""
-    seen = set()
-    for plan in _tile_plans(c, target, forward):
-        tile = tile_of(c, plan, target.precision, operand)
-        if not tile.ring or tile.steps == 1:
-            plan = dataclasses.replace(plan, ahead=1)
-        if plan not in seen and tile.shared <= shared_limit(target.mcpu):
-            seen.add(plan)
-            yield plan
+    seen: set[TilePlan] = set()
+    for read in with_fallback(read_of(c, forward=forward)):
+        if seen:
+            return
+        for plan in _tile_plans(c, target, forward, read):
+            tile = tile_of(c, plan, target.precision, operand)
+            if not tile.ring or tile.steps == 1:
+                plan = dataclasses.replace(plan, ahead=1)
+            if plan not in seen and tile.shared <= shared_limit(target.mcpu):
+                seen.add(plan)
+                yield plan
 
 
-def _tile_plans(c: Correlation, target: Target, forward: bool) -> Iterator[TilePlan]:
-    read = read_of(c, forward=forward)
+def _tile_plans(c: Correlation, target: Target, forward: bool, read: Read) -> Iterator[TilePlan]:
     depth = c.inputs * element_size(target.precision)
     wide = 128 if depth > 64 else 64
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
@@ -84,18 +91,20 @@ def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int, war
 
 def weight_plans(c: Correlation, problem: Problem, target: Target) -> Iterator[WeightPlan]:
     """Plans of the weight gradient's tile, that of the rule first."""
-    seen = set()
-    for plan in _weight_plans(c, target):
-        tile = weight_tile_of(c, plan, target.precision, Operand(problem, True), Operand(problem, False))
-        if not tile.ring:
-            plan = dataclasses.replace(plan, ahead=1)
-        if plan not in seen and tile.shared <= shared_limit(target.mcpu):
-            seen.add(plan)
-            yield plan
+    seen: set[WeightPlan] = set()
+    for read in with_fallback(read_of(c, forward=True)):
+        if seen:
+            return
+        for plan in _weight_plans(c, target, read):
+            tile = weight_tile_of(c, plan, target.precision, Operand(problem, True), Operand(problem, False))
+            if not tile.ring:
+                plan = dataclasses.replace(plan, ahead=1)
+            if plan not in seen and tile.shared <= shared_limit(target.mcpu):
+                seen.add(plan)
+                yield plan
 
 
-def _weight_plans(c: Correlation, target: Target) -> Iterator[WeightPlan]:
-    read = read_of(c, forward=True)
+def _weight_plans(c: Correlation, target: Target, read: Read) -> Iterator[WeightPlan]:
     narrow = element_size(target.precision) == 2
     pixels = 64 if narrow else 32
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)

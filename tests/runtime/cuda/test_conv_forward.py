@@ -30,12 +30,11 @@ PROLOGUES = (
 EPILOGUES = ("", "Bias", "Statistics", "BiasStoreInputStatistics")
 
 
-def check(case: CudaCase, precision: str, choice: Choice | None = None) -> None:
+def check(case: CudaCase, precision: str, choice: Choice | None = None, arch: str = "sm_90") -> None:
     case = dataclasses.replace(case, dtype=MAPS[precision])
     plan = choice and choice.plan
-    found, expected, _ = run_case(
-        case, lambda problem, target: conv_forward(problem, target, "tile", plan), gpu(precision)
-    )
+    generator = lambda problem, target: conv_forward(problem, target, "tile", plan)  # noqa: E731
+    found, expected, _ = run_case(case, generator, gpu(precision, arch))
     assert_close(found, expected, case.dtype_of, TOLERANCES[precision])
 
 
@@ -110,6 +109,13 @@ def test_all_choices_compute_the_same(case, precision):
         tiles.setdefault(dataclasses.replace(choice.plan, min_blocks=1), choice)
     for choice in tiles.values():
         check(case, precision, choice)
+
+
+def test_a_map_whose_halo_does_not_fit_is_gathered():
+    case = CudaCase(FULL, 1, 1, 1100, 10, 9, (3, 3), pads=(1, 1, 1, 1), dtype="bfloat16")
+    offered = choices(case.problem(), gpu("bf16", "sm_86"))
+    assert {choice.plan.read for choice in offered} == {"gather"}
+    check(case, "bf16", arch="sm_86")
 
 
 @st.composite
