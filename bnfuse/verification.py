@@ -5,10 +5,10 @@
 A tensor's error is ||after - before|| / ||before||. What is tolerated is measured, not guessed: `before` runs again
 with its inputs and parameters disturbed by one rounding (relative 2**-24, random signs). A result that moves by so
 much under rounding noise cannot be told apart more finely, so the tolerance is eight times that spread, and never
-less than 1e-5. Now and then noise opens a ReLU; where three draws of it say no, up to 16 are made, and then up to two
-more seeds asked, before no is the answer. Norms below a millionth of the largest of their kind count as that much, so
-that a gradient which is zero but for rounding (a bias in front of a BatchNorm) is not held to its own noise.
-docs/numerics.md
+less than 1e-5. Of a step that computes in fewer bits one rounding is that of its precision. Now and then noise opens a
+ReLU; where three draws of it say no, up to 16 are made, and then up to two more seeds asked, before no is the answer.
+Norms below a millionth of the largest of their kind count as that much, so that a gradient which is zero but for
+rounding (a bias in front of a BatchNorm) is not held to its own noise. docs/numerics.md
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from bnfuse.training_graph import TrainingGraph, dropouts, without_dropout
 MINIMUM = 1e-5
 FACTOR = 8.0
 ROUNDING = 2.0**-24
+ROUNDINGS = {"fp32": ROUNDING, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}  # by precision
+LEAST_ROUNDINGS = 2.0  # that are tolerated however small the spread is: results were computed from rounded values
 FLOOR = 1e-6  # of the largest norm of the same kind
 DRAWS = 3  # of rounding noise
 MOST_DRAWS = 16  # where three say no
@@ -79,6 +81,7 @@ class Verification:
     tensors: tuple[TensorError, ...]
     curves: Curves | None = None
     notes: tuple[str, ...] = ()
+    precision: str = "fp32"
 
     @property
     def equal(self) -> bool:
@@ -101,6 +104,7 @@ class Verification:
         found: dict[str, Any] = {
             "equal": self.equal,
             "runtime": self.runtime,
+            "precision": self.precision,
             "seed": self.seed,
             "loss_before": self.loss_before,
             "loss_after": self.loss_after,
@@ -122,7 +126,8 @@ class Verification:
                 bad = sum(not t.ok for t in tensors)
                 rows.append((kind, len(tensors), bad, f"{worst.error:.1e}", f"{worst.tolerance:.1e}", worst.tensor))
         verdict = "Equal" if self.equal else "NOT equal"
-        title = f"{verdict}: loss {self.loss_before:.7g} and {self.loss_after:.7g} ({self.runtime})"
+        how = self.runtime if self.precision == "fp32" else f"{self.runtime}, {self.precision}"
+        title = f"{verdict}: loss {self.loss_before:.7g} and {self.loss_after:.7g} ({how})"
         columns = ("compared", "tensors", "wrong", "worst error", "tolerance", "tensor")
         parts = [Section.table(title, columns, rows)]
         if self.curves:
@@ -162,6 +167,11 @@ class Where:
     target: str = "cpu"
     precision: str | None = None
 
+    @property
+    def rounding(self) -> float:
+        """How much one rounding of the step's precision moves a value, at most."""
+        return ROUNDINGS[self.precision or "fp32"]
+
 
 def verify_graphs(
     before: TrainingGraph,
@@ -186,6 +196,8 @@ def verify_graphs(
         raise BnfuseError(f"runtime '{runtime}' is unknown: it is {' or '.join(RUNTIMES)}")
     if runtime == "ort" and (target, precision) != ("cpu", None):
         raise BnfuseError(f"onnxruntime takes no target or precision ({target}, {precision}): say --runtime tvm")
+    if precision not in (None, *ROUNDINGS):
+        raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(ROUNDINGS)}")
     check_same_interface(before, after)
     where = Where(threads, target, precision)
     refused: list[Verification] = []
@@ -222,7 +234,7 @@ def verify_once(
     feeds, state = draw_feeds(before, rng), before.state()
 
     progress(f"running {before.name} in onnxruntime")
-    reference = Reference(before, where.threads, feeds, state, lr, steps, rng)
+    reference = Reference(before, where, feeds, state, lr, steps, rng)
     reference.draw(DRAWS)
     reference.close()
 
@@ -238,10 +250,25 @@ def verify_once(
     while not verdict(tensors, curves) and len(reference.spreads) < MOST_DRAWS:
         reference.draw(1)
         tensors, curves = reference.judge(result, losses)
+    notes = (*dropout_notes(before, after), *(blind_notes(tensors) if where.rounding > ROUNDING else ()))
+    losses_of = (float(values[before.roles.loss]) for values in (reference.values, result))
+    return Verification(runtime, seed, *losses_of, tensors, curves, notes, where.precision or "fp32")
+
+
+def dropout_notes(before: TrainingGraph, after: TrainingGraph) -> tuple[str, ...]:
     dropped = sorted({*dropouts(before.model), *dropouts(after.model)})
-    notes = (f"dropout ratio set to 0 in both graphs ({', '.join(dropped)})",) if dropped else ()
-    loss = before.roles.loss
-    return Verification(runtime, seed, float(reference.values[loss]), float(result[loss]), tensors, curves, notes)
+    return (f"dropout ratio set to 0 in both graphs ({', '.join(dropped)})",) if dropped else ()
+
+
+def blind_notes(tensors: Sequence[TensorError]) -> tuple[str, ...]:
+    """A tolerance of 1 lets a tensor pass that is all zeros: who reads the verdict has to know."""
+    blind = [tensor.tensor for tensor in tensors if tensor.tolerance >= 1]
+    if not blind:
+        return ()
+    return (
+        f"{len(blind)} of {len(tensors)} tensors are not judged ({blind[0]}, ...): rounding noise alone moves them by "
+        "an eighth of their size or more, so verify fewer layers, or in more bits",
+    )
 
 
 def verdict(tensors: Sequence[TensorError], curves: Curves | None) -> bool:
@@ -254,16 +281,16 @@ class Reference:
     def __init__(
         self,
         graph: TrainingGraph,
-        threads: int | None,
+        where: Where,
         feeds: Arrays,
         state: Arrays,
         lr: float,
         steps: int,
         rng: np.random.Generator,
     ) -> None:
-        self.graph, self.threads, self.rng = graph, threads, rng
+        self.graph, self.threads, self.rounding, self.rng = graph, where.threads, where.rounding, rng
         self.feeds, self.state, self.lr, self.steps = feeds, state, lr, steps
-        self.runner: OrtRunner | None = OrtRunner(graph, threads)
+        self.runner: OrtRunner | None = OrtRunner(graph, self.threads)
         self.values = self.runner.evaluate(feeds, state)
         self.losses = self.runner.train(feeds, state, lr, steps, self.values)
         self.spreads: list[Arrays] = []
@@ -273,7 +300,7 @@ class Reference:
         """Run with `count` more draws of noise."""
         self.runner = self.runner or OrtRunner(self.graph, self.threads)
         for _ in range(count):
-            feeds, state = disturbed(self.feeds, self.state, self.graph.roles, self.rng)
+            feeds, state = disturbed(self.feeds, self.state, self.graph.roles, self.rng, self.rounding)
             self.spreads.append(self.runner.evaluate(feeds, state))
             losses = self.runner.train(feeds, state, self.lr, self.steps, self.spreads[-1])
             self.noisy_losses.append(losses)
@@ -283,10 +310,10 @@ class Reference:
         self.runner = None
 
     def judge(self, result: Arrays, losses: list[float]) -> tuple[tuple[TensorError, ...], Curves | None]:
-        tensors = tuple(compare(self.values, result, self.spreads, self.graph.roles))
+        tensors = tuple(compare(self.values, result, self.spreads, self.graph.roles, self.rounding))
         if not self.steps:
             return tensors, None
-        tolerances = curve_tolerances(self.losses, self.noisy_losses)
+        tolerances = curve_tolerances(self.losses, self.noisy_losses, self.rounding)
         return tensors, Curves(tuple(self.losses), tuple(losses), tolerances)
 
 
@@ -318,7 +345,9 @@ def compared(roles: Roles) -> list[str]:
     return [roles.loss, *roles.gradients.values(), *roles.running.values()]
 
 
-def disturbed(feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generator) -> tuple[Arrays, Arrays]:
+def disturbed(
+    feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generator, rounding: float = ROUNDING
+) -> tuple[Arrays, Arrays]:
     """Feeds and state with one rounding of noise on the data and the parameters."""
     touched = {*roles.data, *roles.trainable, *roles.frozen}
 
@@ -326,7 +355,7 @@ def disturbed(feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generat
         if name not in touched or not np.issubdtype(value.dtype, np.floating):
             return value
         signs = rng.integers(0, 2, value.shape) * 2 - 1
-        return (value.astype(np.float64) * (1 + ROUNDING * signs)).astype(value.dtype)
+        return (value.astype(np.float64) * (1 + rounding * signs)).astype(value.dtype)
 
     return (
         {name: noise(name, value) for name, value in feeds.items()},
@@ -334,7 +363,14 @@ def disturbed(feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generat
     )
 
 
-def compare(reference: Arrays, result: Arrays, spreads: list[Arrays], roles: Roles) -> Iterator[TensorError]:
+def tolerance(spread: float, rounding: float = ROUNDING) -> float:
+    """Eight times the spread, but never less than a few roundings."""
+    return max(MINIMUM, LEAST_ROUNDINGS * rounding, FACTOR * spread)
+
+
+def compare(
+    reference: Arrays, result: Arrays, spreads: list[Arrays], roles: Roles, rounding: float = ROUNDING
+) -> Iterator[TensorError]:
     """The loss first, then gradients, then running statistics."""
     for kind, outputs in (
         ("loss", [roles.loss]),
@@ -345,7 +381,7 @@ def compare(reference: Arrays, result: Arrays, spreads: list[Arrays], roles: Rol
         for name in outputs:
             spread = max(distance(noisy[name], reference[name], floor) for noisy in spreads)
             error = distance(result[name], reference[name], floor)
-            yield TensorError(name, kind, error, max(MINIMUM, FACTOR * spread))
+            yield TensorError(name, kind, error, tolerance(spread, rounding))
 
 
 def norm(x: np.ndarray) -> float:
@@ -360,12 +396,12 @@ def distance(a: np.ndarray, b: np.ndarray, floor: float) -> float:
     return difference / max(norm(b), floor) if difference else 0.0 * difference
 
 
-def curve_tolerances(curve: list[float], noisy: list[list[float]]) -> tuple[float, ...]:
+def curve_tolerances(curve: list[float], noisy: list[list[float]], rounding: float = ROUNDING) -> tuple[float, ...]:
     """Eight times the largest spread so far: curves that have parted do not come together again."""
     found, spread = [], 0.0
     for step, loss in enumerate(curve):
         spread = max(spread, *(abs(other[step] - loss) / max(abs(loss), 1e-30) for other in noisy))
-        found.append(max(MINIMUM, FACTOR * spread))
+        found.append(tolerance(spread, rounding))
     return tuple(found)
 
 

@@ -14,15 +14,19 @@ from bnfuse.training_graph import dropouts, open_graph, without_dropout
 from bnfuse.verification import (
     FLOOR,
     MINIMUM,
+    ROUNDINGS,
     CompiledRunner,
     Curves,
     OrtRunner,
+    TensorError,
     Where,
+    blind_notes,
     compare,
     curve_tolerances,
     distance,
     disturbed,
     draw_feeds,
+    tolerance,
 )
 
 
@@ -143,6 +147,39 @@ def test_noise_is_one_rounding_and_spares_labels_and_statistics(before):
     assert np.array_equal(noisy_feeds[graph.roles.labels[0]], feeds[graph.roles.labels[0]])
     assert all(np.array_equal(noisy_state[name], state[name]) for name in graph.roles.running)
     assert any(not np.array_equal(noisy_state[name], state[name]) for name in graph.roles.trainable)
+
+
+@pytest.mark.parametrize("precision", [None, *ROUNDINGS])
+def test_one_rounding_is_that_of_the_precision(before, precision):
+    graph, rng = open_graph(before), np.random.default_rng(0)
+    feeds, state = draw_feeds(graph, rng), graph.state()
+    rounding = Where(precision=precision).rounding
+    noisy, _ = disturbed(feeds, state, graph.roles, rng, rounding)
+    data = graph.roles.data[0]
+    assert np.abs(noisy[data] / feeds[data] - 1).max() == pytest.approx(rounding, abs=2.0**-23)
+    bits = {None: 24, "fp32": 24, "tf32": 11, "bf16": 8, "fp16": 11}[precision]  # of a significand
+    assert rounding == 2.0**-bits
+
+
+def test_a_tolerance_is_eight_times_the_spread_and_no_less_than_a_few_roundings():
+    assert tolerance(1e-3) == 8e-3
+    assert tolerance(0.0) == tolerance(1e-7) == MINIMUM
+    assert tolerance(0.0, ROUNDINGS["bf16"]) == 2.0**-7
+    assert tolerance(0.0, ROUNDINGS["tf32"]) == tolerance(0.0, ROUNDINGS["fp16"]) == 2.0**-10
+    assert tolerance(0.01, ROUNDINGS["bf16"]) == 0.08
+    assert curve_tolerances([1.0, 1.0], [[1.0, 1.01]], ROUNDINGS["bf16"]) == pytest.approx((2.0**-7, 0.08))
+
+
+def test_tensors_that_noise_moves_by_their_own_size_are_told():
+    tensors = [TensorError("loss", "loss", 1e-3, 1e-2), TensorError("w_grad", "gradient", 0.1, 1.7)]
+    assert blind_notes(tensors[:1]) == ()
+    (note,) = blind_notes(tensors)
+    assert note.startswith("1 of 2 tensors are not judged (w_grad, ...): ")
+
+
+def test_an_unknown_precision_is_refused_before_anything_runs(before):
+    with pytest.raises(BnfuseError, match="precision 'int8' is unknown: it is one of fp32, tf32, bf16, fp16"):
+        bnfuse.verify(before, before, runtime="tvm", target="cuda:sm_90", precision="int8")
 
 
 def test_labels_run_over_all_classes(before):

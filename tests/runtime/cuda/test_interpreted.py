@@ -17,6 +17,7 @@ from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.training_graph import TrainingGraph, open_graph
+from bnfuse.verification import CompiledRunner, Reference, Where, draw_feeds, verdict
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artefact.py")
@@ -117,3 +118,32 @@ def test_training_a_dense_block_follows_the_cpu(monkeypatch, precision, toleranc
     mine = interpreted_step(graph, gpu(precision), fake, optimizer)
     losses = [(mine(*nets.batch(i)), cpu(*nets.batch(i))) for i in range(STEPS)]
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=tolerance)
+
+
+def with_momentum(momentum: float) -> TrainingGraph:
+    """Another network than `graph_of`: its running statistics move by other amounts."""
+    model = onnx.ModelProto()
+    model.CopyFrom(build_training_graph(dense_layers()))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "BatchNormInternal" and attribute.name == "momentum":
+                attribute.f = momentum
+    return open_graph(model)
+
+
+def test_verify_judges_by_the_step_s_precision(monkeypatch):
+    """A fused step in fp16 is equal to its source by fp16's tolerance, not by float32's, and to no other graph."""
+    fake = install(monkeypatch, FakeCuda(seed=4))
+    monkeypatch.setattr(CompiledRunner, "compiled", lambda self, lr, state: interpreted_step(self.graph, target, fake))
+    target, right = gpu("fp16"), graph_of("none")
+    feeds, state = draw_feeds(right, np.random.default_rng(0)), right.state()
+    found = CompiledRunner(graph_of("icf"), Where(1, "cuda:sm_90", "fp16")).evaluate(feeds, state)
+
+    def equal(graph: TrainingGraph, precision: str) -> bool:
+        reference = Reference(graph, Where(1, precision=precision), feeds, state, 0.0, 0, np.random.default_rng(1))
+        reference.draw(3)
+        return verdict(*reference.judge(found, []))
+
+    assert equal(right, "fp16")
+    assert not equal(right, "fp32")
+    assert not equal(with_momentum(0.8), "fp16")
