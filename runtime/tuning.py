@@ -9,14 +9,15 @@ cannot be read, or names a choice that does not exist, is as good as none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
 import pathlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tvm
@@ -29,14 +30,13 @@ from bnfuse.runtime.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Target
 from bnfuse.runtime.lower import Lowered
 from bnfuse.runtime.memory import aligned
+from bnfuse.runtime.turns import shortest_times
 
 BUDGET = 600.0  # seconds: what is not measured by then keeps the rule's choice until the next tuning
 TOGETHER = 12  # problems whose candidates are compiled at a time
 MARGIN = 0.97  # of the rule's time: less of a gain is taken for noise
-HOPELESS = 1.4  # times the best: dropped after the rounds that all get
-ROUNDS = 3, 40  # at least, at most
-SECONDS = 0.2  # of measuring a problem, after which no further round is begun
 
+Way = TypeVar("Way")
 Measure = Callable[[Sequence[Kernel], Sequence[bytes]], list[float]]
 
 
@@ -75,14 +75,18 @@ class Memory:
         return next((choice for choice in task.choices if repr(choice) == name), None)
 
     def remember(self, task: Task, choice: Choice, seconds: Sequence[float]) -> None:
-        """`seconds` of the task's choices. A folder that cannot be written to costs speed next time, nothing else."""
-        self.known[task.key] = repr(choice)
+        """`seconds` of the task's choices."""
+        times = {repr(c): s for c, s in zip(task.choices, seconds, strict=True)}
+        self.keep(task.key, repr(choice), task.request.kernel().name, times)
+
+    def keep(self, key: str, choice: str, kernel: str, seconds: Mapping[str, float]) -> None:
+        """The same from names: times may have been taken where no task can be made. `kernel` and `seconds` are for
+        readers. A folder that cannot be written to costs speed next time, nothing else."""
+        self.known[key] = choice
         if self.folder is None:
             return
-        kernel = task.request.kernel()
-        times = {repr(c): s for c, s in zip(task.choices, seconds, strict=True)}
-        text = json.dumps({"choice": repr(choice), "kernel": kernel.name, "seconds": times}, indent=1)
-        path = self._path(task.key)
+        text = json.dumps({"choice": choice, "kernel": kernel, "seconds": dict(seconds)}, indent=1)
+        path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, text.encode())
@@ -143,12 +147,7 @@ def tune(
     budget: float = BUDGET,
 ) -> None:
     """Measure the candidates of the problems that nothing is remembered of, those with the most work first."""
-    if target.kind == "cuda" and measure is None:
-        raise BnfuseError(f"cannot tune for {target.mcpu} here: nothing measures its kernels")
-    if target.kind != "cuda" and (missing := targets.missing_features(targets.features_of(target.mcpu))):
-        raise BnfuseError(
-            f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
-        )
+    chosen = measure or measure_of(target)
     tasks = [task for task in tasks_of(lowered).values() if memory.choice(task) is None]
     tasks.sort(key=lambda task: task.launches * task.flops, reverse=True)
     total, done, end = sum(len(task.choices) for task in tasks), 0, time.monotonic() + budget
@@ -165,11 +164,32 @@ def tune(
         codes = iter(objects(requests, cache, progress=tell))
         for task in some:
             kernels = [task.candidate(choice).kernel() for choice in task.choices]
-            choice, seconds = winner(task.choices, kernels, [next(codes) for _ in kernels], measure or fastest_times)
+            choice, seconds = winner(task.choices, kernels, [next(codes) for _ in kernels], chosen)
             memory.remember(task, choice, seconds)
             done += len(kernels)
             if progress:
                 progress(done, total, f"measured {kernels[0].name}")
+
+
+def measure_of(target: Target) -> Measure:
+    """What measures a target's kernels on this machine; raises where they do not run here."""
+    if target.kind != "cuda":
+        if missing := targets.missing_features(targets.features_of(target.mcpu)):
+            raise BnfuseError(
+                f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
+            )
+        return fastest_times
+    from bnfuse.runtime.cuda import arch, driver, measure
+
+    try:
+        gpu = driver.open_driver()
+    except BnfuseError as error:
+        raise BnfuseError(f"cannot tune for {target.mcpu}: {error}") from None
+    if not arch.runs_on(target.mcpu, gpu.architecture):
+        raise BnfuseError(
+            f"cannot tune for {target.mcpu}: the GPU here ({gpu.name}) is {gpu.architecture}: tune on one of those"
+        )
+    return measure.fastest_times
 
 
 def winner(
@@ -185,7 +205,7 @@ def winner(
     return best((choices[0], choice), again), seconds
 
 
-def best(choices: Sequence[Choice], seconds: Sequence[float]) -> Choice:
+def best(choices: Sequence[Way], seconds: Sequence[float]) -> Way:
     """The fastest; that of the rule, the first, where none is clearly faster."""
     index = min(range(len(choices)), key=lambda i: seconds[i])
     return choices[index] if seconds[index] < MARGIN * seconds[0] else choices[0]
@@ -194,27 +214,20 @@ def best(choices: Sequence[Choice], seconds: Sequence[float]) -> Choice:
 def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[float]:
     """Seconds of the fastest run of each kernel, in turns, on one set of buffers of random numbers.
 
-    All take the same parameters. What is hopeless after the rounds that all get is not run again: one round alone may
-    have met another process.
+    All take the same parameters.
     """
     targets.start_threads(kernels[0].target.threads)
     library = Library([kernel.name for kernel in kernels], codes)
     arguments = random_arguments(kernels[0])
     for function in library.functions:
         function(*arguments)
-    times = [float("inf")] * len(kernels)
-    start = time.perf_counter()
-    for round_ in range(ROUNDS[1]):
-        if round_ >= ROUNDS[0] and time.perf_counter() - start > SECONDS:
-            break
-        limit = HOPELESS * min(times)
-        for index, function in enumerate(library.functions):
-            if times[index] > limit and round_ >= ROUNDS[0]:
-                continue
-            begin = time.perf_counter()
-            function(*arguments)
-            times[index] = min(times[index], time.perf_counter() - begin)
-    return times
+
+    def timed(function: Callable[..., Any]) -> float:
+        begin = time.perf_counter()
+        function(*arguments)
+        return time.perf_counter() - begin
+
+    return shortest_times([functools.partial(timed, function) for function in library.functions])
 
 
 def random_arguments(kernel: Kernel) -> list[Any]:
