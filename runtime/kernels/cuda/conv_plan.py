@@ -20,8 +20,9 @@ MOST_TAPS = 32  # of a halo tile: a bit each
 WARPS = {(256, 64): (8, 1), (256, 32): (8, 1), (128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1)}
 WARPS |= {(64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
 FILLED = 0.7  # of the multiprocessors, with a tile each, are enough
-MANY = 50_000  # pixels: from there on a weight gradient's shares are better smaller
+MANY = 100_000  # pixels: from there on a weight gradient's shares are better smaller
 REGISTERS = 1 << 16  # of a multiprocessor
+LARGE = 1 << 16  # elements of a pointwise weight
 PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 
 
@@ -113,19 +114,23 @@ def _weight_plans(c: Correlation, target: Target, read: Read) -> Iterator[Weight
     if read == "halo":
         out = min(outputs, 64)
         first_waves = 4 if c.rows > MANY else 2
-        sizes = [(32, 32, 2 * pixels, 1, 1, 2), (out, 64, 2 * pixels, 1, 1, 4), (32, 32, 2 * pixels, 1, 2, 2)]
+        sizes = [(32, 32, 2 * pixels, 1, 1, 2), (32, 32, 2 * pixels, 1, 2, 2), (out, 64, 2 * pixels, 1, 1, 4)]
         if out == 64:
-            sizes = [(64, 32, pixels, 1, 2, 2), *sizes, (64, 32, pixels, 1, 4, 2), (64, 64, pixels, 1, 2, 4)]
+            sizes += [(64, 32, 2 * pixels, 1, 2, 2), (64, 32, pixels, 1, 2, 2), (64, 64, pixels, 1, 2, 4)]
     elif read == "flat":
         first_waves = 4
-        sizes = [(64, 64, pixels, 1, 2, 2), (64, 64, pixels // 2, 1, 2, 2), (64, 32, pixels, 1, 2, 2)]
+        sizes = [(64, 64, pixels // 2, 1, 2, 2), (64, 64, pixels, 1, 2, 2), (64, 32, pixels, 1, 2, 2)]
     else:
         inputs = next((n for n in (32, 64) if c.inputs <= n), 128)
         half, low, down = min(inputs, 64), min(outputs, 64), max(outputs // 64, 1)
         sizes = [(outputs, half, pixels, 1, down, 2), (low, half, pixels, 1, low // 32, 2)]
-        sizes += [(outputs, inputs, pixels // 2, 2, down, 2), (outputs, half, pixels // 2, 2, down, 2)]
-        if c.rows > MANY:
-            sizes = [sizes[2], *sizes]
+        sizes += [(outputs, inputs, pixels // 2, 2, down, 2), (outputs, inputs, pixels, 1, down, 2)]
+        sizes += [(outputs, half, pixels // 2, 2, down, 2)]
+        # large tiles read both maps less often: where there are many channels, or enough pixels to share out
+        if c.inputs * c.outputs >= LARGE:
+            sizes.insert(0, sizes[3])
+        elif c.rows > MANY:
+            sizes.insert(0, sizes[2])
     for out, inner, chunk, ahead, rows, columns in sizes:
         for waves in (first_waves, 6 - first_waves):
             made = with_splits(c, target, WeightPlan(out, inner, chunk, (rows, columns), read, 1, ahead=ahead), waves)
