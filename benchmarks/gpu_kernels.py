@@ -1,67 +1,60 @@
 """Times of a network's kernels by themselves, for each way to make them: built anywhere, run on a GPU machine.
 
-    python benchmarks/gpu_kernels.py build densenet121 --precision bf16 -o kernels.zip
-    python benchmarks/gpu_kernels.py run kernels.zip -o times.json        # needs torch, cuda-bindings; no TVM
+    python benchmarks/gpu_kernels.py build densenet121 resnet50 --precision bf16 --several -o kernels.zip
+    python benchmarks/gpu_kernels.py run kernels.zip --turns -o times.json    # needs torch, cuda-bindings; no TVM
+    python benchmarks/gpu_kernels.py remember times.json                      # where it was built
 
 Every choice of a problem runs on the same random data; how far its results are from those of the rule's is shown, and
-the time of each stage, the median of replays of a CUDA graph.
+the time of each stage, the median of replays of a CUDA graph. `--turns` also times the choices as tuning does. What is
+remembered is used by every later compile for that target with that cache (docs/runtime.md, "Tuning").
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import zipfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 REPEATS = 10  # launches in a graph
 REPLAYS = 7
+WRONG = 0.05  # a choice whose results are that far from the rule's (norms) is not remembered, whatever its time
+
+Entry = dict[str, Any]
 
 
 def build(arguments: argparse.Namespace) -> None:
-    """Compile what tuning would measure."""
-    from bnfuse import api
-    from bnfuse.passes import rewrite
-    from bnfuse.runtime import SGD, targets
+    """Compile what tuning would measure, each problem of the networks once."""
     from bnfuse.runtime.build import objects
-    from bnfuse.runtime.cache import Cache, default_folder
-    from bnfuse.runtime.compile import lower_graph
-    from bnfuse.runtime.tuning import choices_of
-    from bnfuse.training_graph import open_graph
+    from bnfuse.runtime.cache import Cache, default_folder, sources_hash
 
-    model = api.build(arguments.network, batch=arguments.batch, image=arguments.image)
-    graph = open_graph(rewrite(open_graph(model).model, level="icf").model)
-    target = targets.resolve(arguments.target, precision=arguments.precision)
-    lowered, _ = lower_graph(graph, target, SGD(lr=0.1, momentum=0.9))
-    counts = Counter(launch.kernel for launch in lowered.program.launches)
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     requests = []
-    for index, request in enumerate(lowered.requests):
-        work = lowered.program.works[index]
-        if arguments.only and not any(part in f"{work.kind} {work.shape}" for part in arguments.only):
-            continue
-        choices = choices_of(request)[: arguments.choices] or (None,)
-        for choice in choices:
-            made = request if choice is None or choice is choices[0] else request_of(request, choice)
+    for task, fixed in problems(arguments):
+        for choice in task.choices[: arguments.choices] or (None,):
+            made = task.request if choice is None else task.candidate(choice)
             kernel = made.kernel()
             requests.append(made)
             entries.append(
                 {
-                    "problem": index,
+                    **fixed,
+                    "sources": sources_hash("cuda"),
                     "choice": repr(choice),
-                    "op": work.op,
-                    "kind": work.kind,
-                    "shape": work.shape,
-                    "flops": work.flops,
-                    "bytes": work.bytes,
-                    "launches": counts[index],
+                    "rule": choice is None or choice == task.choices[0],
+                    "kernel": kernel.name,
                     "params": [[p.name, p.access, p.elements, p.dtype] for p in kernel.params],
                 }
             )
-    print(f"{len(entries)} kernels")
+    count = len({entry["key"] for entry in entries})
+    print(f"{len(entries)} kernels of {count} problems")
+    if arguments.list:
+        return
     codes = objects(requests, Cache(default_folder()), progress=lambda done, total, name: print(done, total, name))
     with zipfile.ZipFile(arguments.output, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("entries.json", json.dumps(entries))
@@ -69,10 +62,40 @@ def build(arguments: argparse.Namespace) -> None:
             file.writestr(f"{i}.bin", code)
 
 
-def request_of(request: Any, choice: Any) -> Any:
-    from bnfuse.runtime.build import Request
+def problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Entry]]:
+    """The tuning task of each problem of the networks, and what its entries have in common. The launches of a problem
+    are those of the first network that has it."""
+    from bnfuse.runtime.tuning import Task, choices_of
 
-    return Request(request.generator, (*request.arguments, choice.algorithm, choice.plan))
+    seen = set()
+    for network in arguments.networks:
+        lowered = lowered_network(network, arguments)
+        counts = Counter(launch.kernel for launch in lowered.program.launches)
+        for index, request in enumerate(lowered.requests):
+            work = lowered.program.works[index]
+            if arguments.only and not any(part in f"{work.kind} {work.shape}" for part in arguments.only):
+                continue
+            task = Task(request, choices_of(request), counts[index], work.flops)
+            if task.key in seen or (arguments.several and len(task.choices) < 2):
+                continue
+            seen.add(task.key)
+            fixed = {"network": network, "key": task.key, "op": work.op, "kind": work.kind, "shape": work.shape}
+            yield task, fixed | {"flops": work.flops, "bytes": work.bytes, "launches": counts[index]}
+
+
+def lowered_network(network: str, arguments: argparse.Namespace) -> Any:
+    """The program of a network's training step at level icf."""
+    from bnfuse.build import build_training_graph
+    from bnfuse.models import build_forward
+    from bnfuse.passes import rewrite
+    from bnfuse.runtime import SGD, targets
+    from bnfuse.runtime.compile import lower_graph
+    from bnfuse.training_graph import open_graph
+
+    model = build_training_graph(build_forward(network, batch=arguments.batch, image=arguments.image))
+    graph = open_graph(rewrite(open_graph(model).model, level="icf").model)
+    target = targets.resolve(arguments.target, precision=arguments.precision)
+    return lower_graph(graph, target, SGD(lr=0.1, momentum=0.9))[0]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -84,22 +107,51 @@ def run(arguments: argparse.Namespace) -> None:
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     driver = open_driver()
-    results = []
+    results: list[Entry] = []
     with zipfile.ZipFile(arguments.file) as file:
-        entries = json.loads(file.read("entries.json"))
-        state: dict[str, Any] = {}
-        for i, entry in enumerate(entries):
-            code = container.unpack(file.read(f"{i}.bin"), str(i))
-            if state.get("problem") != entry["problem"]:
-                state = {"problem": entry["problem"], "buffers": {}, "first": None, "once": arguments.once}
-                torch.cuda.empty_cache()
-            try:
-                found = measure(torch, driver, entry, code, state)
-            except Exception as error:
-                found = {"error": str(error)[:200]}
-            results.append({**entry, **found})
-            show(results[-1])
+        entries = list(enumerate(json.loads(file.read("entries.json"))))
+        for _, group in itertools.groupby(entries, lambda item: item[1]["key"]):
+            rows = [(entry, container.unpack(file.read(f"{i}.bin"), str(i))) for i, entry in group]
+            found = run_problem(torch, driver, rows, arguments)
+            results += [{**entry, **more} for (entry, _), more in zip(rows, found, strict=True)]
     Path(arguments.output).write_text(json.dumps(results))
+
+
+def run_problem(torch: Any, driver: Any, rows: Sequence[tuple[Entry, Any]], arguments: Any) -> list[Entry]:
+    """What was found about each choice of a problem. One that fails has an `error`, and the others go on."""
+    torch.cuda.empty_cache()
+    state: dict[str, Any] = {"buffers": {}, "first": None, "once": arguments.once}
+    found = []
+    for entry, code in rows:
+        try:
+            found.append(measure(torch, driver, entry, code, state))
+        except Exception as error:
+            found.append({"error": str(error)[:200]})
+    state.clear()
+    if arguments.turns and not arguments.once:
+        torch.cuda.empty_cache()
+        time_in_turns(driver, rows, found)
+    for (entry, _), more in zip(rows, found, strict=True):
+        show({**entry, **more})
+    return found
+
+
+def time_in_turns(driver: Any, rows: Sequence[tuple[Entry, Any]], found: Sequence[Entry]) -> None:
+    """Add `turns_us` to what was found about choices that run, measured as tuning on that machine would."""
+    from bnfuse.runtime.cuda.measure import times_of
+    from bnfuse.runtime.kernels.kernel import Param
+
+    running = [i for i, more in enumerate(found) if "error" not in more]
+    if not running:
+        return
+    params = [[Param(*param) for param in rows[i][0]["params"]] for i in running]
+    try:
+        seconds = times_of(params, [rows[i][1] for i in running], driver)
+    except Exception as error:
+        print(f"in turns: FAILED {str(error)[:200]}", flush=True)
+        return
+    for i, second in zip(running, seconds, strict=True):
+        found[i]["turns_us"] = second * 1e6
 
 
 def measure(torch: Any, driver: Any, entry: dict[str, Any], code: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -108,20 +160,20 @@ def measure(torch: Any, driver: Any, entry: dict[str, Any], code: Any, state: di
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int32": torch.int32}
     types |= {"int64": torch.int64, "uint8": torch.uint8, "int8": torch.int8}
-    held = dict(state["buffers"])
+    held = state["buffers"]
     for name, access, elements, dtype in entry["params"]:
-        if name in held and held[name].numel() == elements:
-            if access == "out":
-                held[name].fill_(float("nan") if held[name].is_floating_point() else -1)
-            continue
         kind = types[dtype]
-        if access == "out" or not kind.is_floating_point:
+        if name not in held or held[name].numel() != elements:
             held[name] = torch.zeros(elements, dtype=kind, device="cuda")
-        else:
+        elif access == "in":
+            continue  # as it was for the choices before
+        if access == "out":
+            held[name].fill_(float("nan") if kind.is_floating_point else 127)
+        elif kind.is_floating_point:
             generator = torch.Generator("cuda").manual_seed(len(name))
             values = torch.randn(elements, dtype=torch.float32, device="cuda", generator=generator)
-            held[name] = (values * (0.02 if name == "weight" else 1)).to(kind)
-        state["buffers"][name] = held[name]
+            held[name].copy_(values * (0.02 if name == "weight" else 1))
+    torch.cuda.synchronize()  # the launches are on a stream that does not wait for torch's
     kinds = dict(code.parameters)
     calls = []
     with driver.active():
@@ -137,16 +189,24 @@ def measure(torch: Any, driver: Any, entry: dict[str, Any], code: Any, state: di
             for call in calls:
                 driver.launch(call, stream.cuda_stream)
         stream.synchronize()
-        outputs = {n: held[n].float() for n, access, *_ in entry["params"] if access == "out" and "partials" not in n}
-        distances = {}
+        names = [n for n, access, *_ in entry["params"] if access != "in" and "partials" not in n]
+        outputs = {n: held[n].float() for n in names}
         if state["first"] is None:
             state["first"] = {n: v.clone() for n, v in outputs.items()}
-        for n, v in outputs.items():
-            norm = state["first"][n].norm()
-            distances[n] = float((v - state["first"][n]).norm() / norm) if norm > 0 else 0.0
+        distances = {n: distance(torch, v, state["first"][n]) for n, v in outputs.items()}
         times = [] if state["once"] else [stage_time(torch, driver, call) for call in calls]
         driver.unload(module)
     return {"us": times, "total_us": sum(times), "distances": distances, "resources": resources_of(code)}
+
+
+def distance(torch: Any, value: Any, first: Any) -> float:
+    """Norm of the difference, relative. What is not written stays NaN, such as a buffer beside the slot: that has to be
+    the same of both."""
+    if not torch.equal(value.isnan(), first.isnan()):
+        return math.inf
+    value, first = value.nan_to_num(), first.nan_to_num()
+    norm = float(first.norm())
+    return float((value - first).norm()) / norm if norm else float(value.norm())
 
 
 def resources_of(code: Any) -> Any:
@@ -171,6 +231,54 @@ def stage_time(torch: Any, driver: Any, call: Any) -> float:
     return statistics.median(found)
 
 
+def remember(arguments: argparse.Namespace) -> None:
+    """Write the fastest choice of each problem to the memory of tuning."""
+    from bnfuse.runtime.cache import Cache, default_folder, sources_hash
+    from bnfuse.runtime.tuning import Memory
+
+    results = json.loads(Path(arguments.file).read_text())
+    if any(row.get("sources") != sources_hash("cuda") for row in results):
+        raise SystemExit(f"{arguments.file}: is of other generators than those here: build and run again")
+    memory = Memory(Cache(arguments.cache or default_folder()))
+    kept = other = 0
+    for key, rows in by_problem(results).items():
+        if (found := fastest(rows)) is None:
+            continue
+        memory.keep(key, found["choice"], found["kernel"], {row["choice"]: seconds_of(row) for row in usable(rows)})
+        kept, other = kept + 1, other + (not found["rule"])
+    print(f"{kept} problems remembered, {other} of them not by the rule")
+
+
+def by_problem(results: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Rows by the key of their tuning task; problems that can be made in one way only are left out."""
+    found: dict[str, list[Entry]] = {}
+    for row in results:
+        if row["choice"] != repr(None):
+            found.setdefault(row["key"], []).append(row)
+    return {key: rows for key, rows in found.items() if len(rows) > 1}
+
+
+def usable(rows: Sequence[Entry]) -> list[Entry]:
+    """The choices that ran and computed what the rule's does. The comparison is false for NaN."""
+    ran = [row for row in rows if "error" not in row and 0 < seconds_of(row) < math.inf]
+    return [row for row in ran if all(distance < WRONG for distance in row["distances"].values())]
+
+
+def fastest(rows: Sequence[Entry]) -> Entry | None:
+    """By the rule of tuning. None where the rule's own choice has no time to compare with."""
+    from bnfuse.runtime.tuning import best
+
+    found = sorted(usable(rows), key=lambda row: not row["rule"])
+    if not found or not found[0]["rule"]:
+        return None
+    return best(found, [seconds_of(row) for row in found])
+
+
+def seconds_of(row: Entry) -> float:
+    """Of all stages: in turns with the other choices where that was measured, else the sum of each by itself."""
+    return float(row.get("turns_us", row.get("total_us", 0.0))) / 1e6
+
+
 def show(result: dict[str, Any]) -> None:
     if not result.get("us", [1]):
         return
@@ -186,25 +294,32 @@ def show(result: dict[str, Any]) -> None:
     print(f"{name:52} x{result['launches']:<3} {stages} us  {rate}  {worst:.0e}  {result['choice'][12:]}", flush=True)
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     make = commands.add_parser("build")
-    make.add_argument("network")
+    make.add_argument("networks", nargs="+", metavar="NETWORK")
     make.add_argument("--batch", type=int, default=64)
     make.add_argument("--image", type=int, default=224)
     make.add_argument("--target", default="cuda:sm_90")
     make.add_argument("--precision", default="bf16")
     make.add_argument("--choices", type=int, default=100, help="at most so many of each problem")
-    make.add_argument("--only", nargs="*", help="problems whose kind and shape contain one of these")
+    make.add_argument("--only", action="append", metavar="TEXT", help="problems whose kind and shape contain it")
+    make.add_argument("--several", action="store_true", help="only problems that can be made in several ways")
+    make.add_argument("--list", action="store_true", help="say how much would be built")
     make.add_argument("-o", "--output", default="kernels.zip")
     make.set_defaults(call=build)
     measured = commands.add_parser("run")
     measured.add_argument("file")
     measured.add_argument("-o", "--output", default="times.json")
     measured.add_argument("--once", action="store_true", help="launch each stage once and time nothing: for a profiler")
+    measured.add_argument("--turns", action="store_true", help="also time whole choices in turns, as tuning does")
     measured.set_defaults(call=run)
-    arguments = parser.parse_args()
+    kept = commands.add_parser("remember")
+    kept.add_argument("file")
+    kept.add_argument("--cache", type=Path, help="another folder than the user's own")
+    kept.set_defaults(call=remember)
+    arguments = parser.parse_args(given)
     arguments.call(arguments)
 
 
