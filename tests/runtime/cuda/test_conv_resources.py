@@ -1,4 +1,4 @@
-"""What convolutions of well-known networks need, as compiled by the rule's plan in bf16: all their values in registers."""
+"""What convolutions of well-known networks need in bf16, cut up by the rule: all their values in registers."""
 
 from __future__ import annotations
 
