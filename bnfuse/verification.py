@@ -251,8 +251,8 @@ def verify_once(
         reference.draw(1)
         tensors, curves = reference.judge(result, losses)
     notes = (*dropout_notes(before, after), *(blind_notes(tensors) if where.rounding > ROUNDING else ()))
-    losses_of = (float(values[before.roles.loss]) for values in (reference.values, result))
-    return Verification(runtime, seed, *losses_of, tensors, curves, notes, where.precision or "fp32")
+    expected, found = (float(values[before.roles.loss]) for values in (reference.values, result))
+    return Verification(runtime, seed, expected, found, tensors, curves, notes, where.precision or "fp32")
 
 
 def dropout_notes(before: TrainingGraph, after: TrainingGraph) -> tuple[str, ...]:
