@@ -33,11 +33,12 @@ def build(arguments: argparse.Namespace) -> None:
     """Compile what tuning would measure, each problem of the networks once."""
     from bnfuse.runtime.build import objects
     from bnfuse.runtime.cache import Cache, default_folder, sources_hash
+    from bnfuse.runtime.tuning import parts_of
 
     entries: list[Entry] = []
     requests = []
     for task, fixed in problems(arguments):
-        for choice in task.choices[: arguments.choices] or (None,):
+        for choice in bounded(task.choices, arguments.choices) or (None,):
             made = task.request if choice is None else task.candidate(choice)
             kernel = made.kernel()
             requests.append(made)
@@ -46,6 +47,7 @@ def build(arguments: argparse.Namespace) -> None:
                     **fixed,
                     "sources": sources_hash("cuda"),
                     "choice": repr(choice),
+                    "parts": [repr(part) for part in parts_of(choice)] if choice else [],
                     "rule": choice is None or choice == task.choices[0],
                     "kernel": kernel.name,
                     "params": [[p.name, p.access, p.elements, p.dtype] for p in kernel.params],
@@ -60,6 +62,19 @@ def build(arguments: argparse.Namespace) -> None:
         file.writestr("entries.json", json.dumps(entries))
         for i, code in enumerate(codes):
             file.writestr(f"{i}.bin", code)
+
+
+def bounded(choices: Sequence[Any], count: int) -> list[Any]:
+    """At most so many of the choices: the rule's, then of each part of their plans in turns."""
+    from bnfuse.runtime.tuning import parts_of
+
+    if not choices:
+        return []
+    first, *others = choices
+    changed = [[a != b for a, b in zip(parts_of(first), parts_of(other), strict=True)].index(True) for other in others]
+    parts = [[o for o, at in zip(others, changed, strict=True) if at == place] for place in sorted(set(changed))]
+    turns = [choice for row in itertools.zip_longest(*parts) for choice in row if choice is not None]
+    return [first, *turns][:count]
 
 
 def problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Entry]]:
@@ -244,8 +259,9 @@ def remember(arguments: argparse.Namespace) -> None:
     for key, rows in by_problem(results).items():
         if (found := fastest(rows)) is None:
             continue
-        memory.keep(key, found["choice"], found["kernel"], {row["choice"]: seconds_of(row) for row in usable(rows)})
-        kept, other = kept + 1, other + (not found["rule"])
+        seconds = {row["choice"]: seconds_of(row) for row in usable(rows)}
+        memory.keep(key, found, rows[0]["kernel"], seconds)
+        kept, other = kept + 1, other + (found != rows[0]["choice"])
     print(f"{kept} problems remembered, {other} of them not by the rule")
 
 
@@ -264,14 +280,19 @@ def usable(rows: Sequence[Entry]) -> list[Entry]:
     return [row for row in ran if all(distance < WRONG for distance in row["distances"].values())]
 
 
-def fastest(rows: Sequence[Entry]) -> Entry | None:
-    """By the rule of tuning. None where the rule's own choice has no time to compare with."""
-    from bnfuse.runtime.tuning import best
+def fastest(rows: Sequence[Entry]) -> str | None:
+    """By the rule of tuning, part by part. None where the rule's own choice has no time to compare with."""
+    from bnfuse.runtime.tuning import fastest_parts
 
-    found = sorted(usable(rows), key=lambda row: not row["rule"])
+    found = usable(rows)
     if not found or not found[0]["rule"]:
         return None
-    return best(found, [seconds_of(row) for row in found])
+    chosen = fastest_parts([tuple(row["parts"]) for row in found], [seconds_of(row) for row in found])
+    if len(chosen) == 1:
+        return str(found[chosen[0]]["choice"])
+    rule, parts = found[0], [found[row]["parts"][place] for place, row in enumerate(chosen)]
+    plan = f"({', '.join(rule['parts'])})"
+    return str(rule["choice"]).replace(f"plan={plan}", f"plan=({', '.join(parts)})")
 
 
 def seconds_of(row: Entry) -> float:

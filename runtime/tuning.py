@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import pathlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,7 +73,10 @@ class Memory:
     def choice(self, task: Task) -> Choice | None:
         """The remembered choice, if there is one."""
         name = self.known.get(task.key) or self._read(task.key)
-        return next((choice for choice in task.choices if repr(choice) == name), None)
+        if name is None:
+            return None
+        ways = itertools.chain(task.choices, combinations(task.choices))
+        return next((choice for choice in ways if repr(choice) == name), None)
 
     def remember(self, task: Task, choice: Choice, seconds: Sequence[float]) -> None:
         """`seconds` of the task's choices."""
@@ -197,12 +201,44 @@ def winner(
 ) -> tuple[Choice, list[float]]:
     """The fastest and the seconds of all. It has to win twice: on a busy machine luck is common, but not twice."""
     seconds = measure(kernels, codes)
-    choice = best(choices, seconds)
-    if choice == choices[0]:
-        return choice, seconds
-    two = 0, choices.index(choice)
-    again = measure([kernels[i] for i in two], [codes[i] for i in two])
-    return best((choices[0], choice), again), seconds
+    parts = [parts_of(choice) for choice in choices]
+    found = fastest_parts(parts, seconds)
+    if not any(found):
+        return choices[0], seconds
+    some = sorted({0, *found})
+    again = measure([kernels[i] for i in some], [codes[i] for i in some])
+    confirmed = fastest_parts([parts[i] for i in some], again)
+    return joined([choices[some[i]] for i in confirmed]), seconds
+
+
+def parts_of(choice: Choice) -> tuple[Any, ...]:
+    """A plan that is a tuple has a plan for each of several stages, which know nothing of each other."""
+    return choice.plan if isinstance(choice.plan, tuple) else (choice,)
+
+
+def fastest_parts(parts: Sequence[tuple[Any, ...]], seconds: Sequence[float]) -> list[int]:
+    """For each part the index of the choice that has the fastest, where the other parts are the rule's (the first's).
+    Stages run one after the other, so that what they gain adds up."""
+    found = []
+    for place in range(len(parts[0])):
+        rest = [(own[:place], own[place + 1 :]) for own in parts]
+        alike = [i for i in range(len(parts)) if rest[i] == rest[0]]
+        found.append(best(alike, [seconds[i] for i in alike]))
+    return found
+
+
+def joined(choices: Sequence[Choice]) -> Choice:
+    """The choice that has its first part of the first of some choices, its second of the second, and so on."""
+    if len(choices) == 1:
+        return choices[0]
+    return Choice(choices[0].algorithm, tuple(choice.plan[place] for place, choice in enumerate(choices)))
+
+
+def combinations(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """All that can be joined of choices whose plans have several parts."""
+    if all(isinstance(choice.plan, tuple) for choice in choices):
+        for parts in itertools.product(*(dict.fromkeys(own) for own in zip(*map(parts_of, choices), strict=True))):
+            yield Choice(choices[0].algorithm, parts)
 
 
 def best(choices: Sequence[Way], seconds: Sequence[float]) -> Way:

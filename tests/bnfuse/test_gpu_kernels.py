@@ -44,6 +44,7 @@ def rows(task: tuning.Task, times: dict[int, float], **changed: Any) -> list[dic
             "key": task.key,
             "sources": sources_hash("cuda"),
             "choice": repr(choice),
+            "parts": [repr(part) for part in tuning.parts_of(choice)],
             "rule": index == 0,
             "kernel": task.candidate(choice).kernel().name,
             "total_us": times.get(index, 100.0),
@@ -88,7 +89,7 @@ def test_what_is_built_is_bounded_and_has_keys(problems, tmp_path, monkeypatch, 
         codes = [container.unpack(file.read(f"{i}.bin"), str(i)) for i in range(len(entries))]
     assert [entry["key"] for entry in entries] == [task.key for task in chosen for _ in range(2)]
     assert [entry["rule"] for entry in entries] == [True, False] * len(chosen)
-    assert [entry["choice"] for entry in entries] == [repr(c) for task in chosen for c in task.choices[:2]]
+    assert [entry["choice"] for entry in entries] == [repr(c) for t in chosen for c in script.bounded(t.choices, 2)]
     for entry, code in zip(entries, codes, strict=True):
         assert [name for name, *_ in entry["params"]] == [name for name, kind in code.parameters if kind == "buffer"]
 
@@ -107,6 +108,25 @@ def test_other_problems_know_nothing_of_it(problems, task, tmp_path):
     remembered(rows(task, {2: 50.0}), task, tmp_path)
     memory = tuning.Memory(Cache(tmp_path / "cache"))
     assert [memory.choice(other) for other, _ in problems if other.key != task.key] == [None] * (len(problems) - 1)
+
+
+def test_what_two_plans_gain_adds_up(task, tmp_path):
+    rule = task.choices[0].plan
+    weight = next(i for i, c in enumerate(task.choices) if c.plan[0] == rule[0] and c.plan[1] != rule[1])
+    source = next(i for i, c in enumerate(task.choices) if c.plan[0] != rule[0] and c.plan[1] == rule[1])
+    found = remembered(rows(task, {weight: 80.0, source: 90.0}), task, tmp_path)
+    assert found.plan == (task.choices[source].plan[0], task.choices[weight].plan[1])
+    assert found not in task.choices and task.candidate(found).kernel().plan == found.plan
+
+
+def test_bounds_leave_choices_of_each_part(task):
+    rule, *some = script.bounded(task.choices, 5)
+    assert rule == task.choices[0]
+    assert [choice.plan[0] == rule.plan[0] for choice in some] in ([True, False] * 2, [False, True] * 2)
+    assert sorted(map(repr, script.bounded(task.choices, 100))) == sorted(map(repr, task.choices))
+    forward = [tuning.Choice("tile", i) for i in range(4)]
+    assert script.bounded(forward, 3) == forward[:3]
+    assert script.bounded((), 3) == []
 
 
 @pytest.mark.parametrize(("time", "index"), [(98.0, 0), (96.0, 2)])
@@ -136,7 +156,8 @@ def test_a_choice_that_fails_or_computes_something_else_never_wins(task, tmp_pat
 
 def test_choices_that_nobody_knows_and_problems_of_one_way_are_none(task, tmp_path):
     results = rows(task, {1: 50.0})
-    results[1]["choice"] = "Choice(algorithm='magic', plan=None)"
+    place = [a != b for a, b in zip(results[0]["parts"], results[1]["parts"], strict=True)].index(True)
+    results[1]["parts"][place] = "MagicPlan()"
     assert remembered(results, task, tmp_path) is None
     assert script.by_problem([{"key": "a", "choice": "None"}, {"key": "b", "choice": "Choice()"}]) == {}
 

@@ -166,19 +166,32 @@ def backward() -> Problem:
     return Problem("BatchNormGradNormalizeReluConvGradReluGradReduce", maps, tuple(window.items()), (64, 32, 3, 3))
 
 
-def test_the_fastest_pair_of_plans_is_found(monkeypatch):
-    """Of a convolution's gradients, whose candidates differ in the plan of one stage each."""
+def test_the_fastest_plan_of_each_gradient_is_found(monkeypatch):
+    """Of a convolution's gradients, whose candidates differ in the plan of one stage each: both gains are taken."""
     fake = install(monkeypatch, Clock())
     choices = conv_backward.choices(backward(), TARGET)
     task = tuning.Task(Request("cuda.conv_backward:conv_backward", (backward(), TARGET)), choices, 1, 1)
     kernels = [task.candidate(choice).kernel() for choice in choices]
-    assert len(kernels) > 3
     codes = [code_of(f"k{i}", kernel.params, 2) for i, kernel in enumerate(kernels)]
-    for index, code in enumerate(codes):
-        serve(fake, code, (0.001, 0.001 if index == 2 else 0.002))
-    found = tuning.winner(choices, kernels, [pack(code) for code in codes], tuning.measure_of(TARGET))
-    assert found[0] == choices[2]
-    assert found[1] == pytest.approx([0.002 if index == 2 else 0.003 for index in range(len(choices))])
+    (source, weight) = choices[-1].plan[0], choices[2].plan[1]
+    for choice, code in zip(choices, codes, strict=True):
+        serve(fake, code, (0.0015 if choice.plan[0] == source else 0.002, 0.001 if choice.plan[1] == weight else 0.002))
+    found, seconds = tuning.winner(choices, kernels, [pack(code) for code in codes], tuning.measure_of(TARGET))
+    assert found.plan == (source, weight) and found not in choices
+    assert (seconds[0], seconds[2], seconds[-1]) == pytest.approx((0.004, 0.003, 0.0035))
+    memory = tuning.Memory(Cache(None))
+    memory.remember(task, found, seconds)
+    assert memory.choice(task) == found
+
+
+def test_each_gain_has_to_come_twice():
+    choices = conv_backward.choices(backward(), TARGET)
+    names = [str(i) for i in range(len(choices))]
+    times = [[1.0] * len(choices), [1.0, 0.9, 1.1]]
+    times[0][2] = times[0][-1] = 0.8
+    answers = iter(times)
+    found, _ = tuning.winner(choices, names, [b""] * len(choices), lambda kernels, codes: next(answers))
+    assert found == choices[2]
 
 
 def test_tuning_measures_on_the_gpu_and_remembers(monkeypatch, tmp_path):
