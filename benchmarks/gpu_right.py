@@ -44,7 +44,7 @@ step.synchronize()
 def card(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
     log.write("machine", **describe_card(), python=platform.python_version(), system=platform.platform())
     said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
-    log.write("nvidia-smi", said.splitlines()[2].strip(" |") if said.count("\n") > 2 else "-", text=said)
+    log.write("nvidia-smi", said.splitlines()[2].strip(" |") if said.count("\n") > 2 else "-", said=said)
     for precision in args.precision or ("bf16", "tf32", "fp32"):
         log.write("limits", precision=precision, **measured_limits(precision).to_json())
     return True
