@@ -101,6 +101,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self.dtype.kind not in "iufb":
             raise AttributeError(f"the array interface has no {self.dtype}")
+        self._readers.add(0)  # it does not say which: the default stream waits for all that are not non-blocking
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,

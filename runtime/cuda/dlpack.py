@@ -14,8 +14,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
-CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
-HOST_KINDS = (CPU, CUDA_HOST)
+CPU, CUDA, CUDA_MANAGED = 1, 2, 13  # DLDeviceType
 DEVICE_KINDS = (CUDA, CUDA_MANAGED)
 LEGACY_STREAM = 1  # how DLPack and the array interface write the default stream, which the driver writes 0
 
@@ -116,12 +115,13 @@ def from_capsule(capsule: Any) -> View:
     if not _is_valid(capsule, NAME):
         raise BufferError("no DLPack capsule that nobody has used yet")
     managed = DLManagedTensor.from_address(_pointer(capsule, NAME))
+    taken = _Taken(managed, capsule)  # from here on it is ours to give back, whatever is wrong with it
     ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), ctypes.c_char_p(USED))
     tensor = managed.tensor
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else dense_strides(shape)
     address = (tensor.data or 0) + tensor.byte_offset
-    return View(address, shape, strides, dtype_of(tensor.dtype), tensor.device.id, _Taken(managed, capsule))
+    return View(address, shape, strides, dtype_of(tensor.dtype), tensor.device.id, taken)
 
 
 class _Taken:

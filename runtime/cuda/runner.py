@@ -167,6 +167,8 @@ class Device:
             raise BnfuseError(
                 f"{what} is on GPU {view.device}, the step on GPU {self.driver.ordinal}: move one of them"
             )
+        if min(view.strides, default=0) < 0:
+            raise BnfuseError(f"{what} runs backwards along an axis: make it contiguous")
         return view
 
     def _is_usable(self, view: dlpack.View, tensor: p.Tensor) -> bool:

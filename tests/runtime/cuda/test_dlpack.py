@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import weakref
 
 import numpy as np
@@ -154,3 +155,15 @@ def test_torch_reads_our_capsules():
     half = torch.arange(4, dtype=torch.bfloat16)
     view = dlpack.from_capsule(torch.utils.dlpack.to_dlpack(half))
     assert view.dtype == np.dtype("bfloat16") and view.address == half.data_ptr()
+
+
+def test_a_tensor_of_an_unknown_type_is_given_back():
+    array = np.zeros(3, np.float32)
+    capsule = array.__dlpack__()
+    managed = dlpack.DLManagedTensor.from_address(dlpack._pointer(capsule, dlpack.NAME))
+    managed.tensor.dtype.lanes = 2
+    before = sys.getrefcount(array)
+    with pytest.raises(BufferError, match="2 lanes"):
+        dlpack.from_capsule(capsule)
+    gc.collect()
+    assert sys.getrefcount(array) == before - 1

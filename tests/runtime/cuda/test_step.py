@@ -267,6 +267,18 @@ def test_another_gpu_s_arrays_are_refused(fake, cpu):
         on_gpu(cpu, fake)(Elsewhere(nets.batch()[0]), nets.batch()[1])
 
 
+def test_an_array_that_runs_backwards_is_refused(fake, cpu):
+    class Backwards(OnDevice):
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {**self.array[::-1].__array_interface__, "stream": None, "version": 3}
+
+        __dlpack__ = __dlpack_device__ = property()  # type: ignore[assignment]
+
+    with pytest.raises(BnfuseError, match="'image' runs backwards along an axis"):
+        on_gpu(cpu, fake)(Backwards(nets.batch()[0]), nets.batch()[1])
+
+
 def test_results_stay_on_the_device_for_whoever_wants_them(fake, cpu):
     gpu = on_gpu(cpu, fake)
     assert gpu(*nets.batch()) == cpu(*nets.batch())
@@ -288,6 +300,10 @@ def test_results_stay_on_the_device_for_whoever_wants_them(fake, cpu):
         assert (gpu.stream, 55) in fake.waits  # and the next step for the consumer
         interface = mine.__cuda_array_interface__
         assert interface["data"][0] == mine.address and interface["stream"] == gpu.stream
+        fake.waits.clear()
+        gpu(*nets.batch())
+        cpu(*nets.batch())
+        assert (gpu.stream, 0) in fake.waits  # that interface names no reader: the default stream stands for all
     with pytest.raises(BnfuseError, match="no gradient of a parameter 'nobody'"):
         gpu.device_gradient("nobody")
     with pytest.raises(BufferError):
