@@ -51,6 +51,17 @@ def bar_of(progress: Progress) -> Callable[[int, int, str], None] | None:
     return getattr(progress, "bar", None)
 
 
+def require_gpu(target: str | None, precision: str | None) -> None:
+    """Where a graph is to run on a GPU: refuse at once one that is not here, for compiling takes minutes."""
+    if target is None or target.partition(":")[0] != "cuda":
+        return
+    from bnfuse.runtime.cuda.driver import open_driver
+    from bnfuse.runtime.targets import resolve
+
+    machine = resolve(target, precision=precision)
+    open_driver().check_architecture(machine.mcpu)
+
+
 def rewrite(source: Source, level: str = "icf", *, pool_first: bool | None = None, **roles: Any) -> Rewritten:
     """The graph after the passes of `level`, and the report of what they did and why they did not do more.
 
@@ -88,6 +99,7 @@ def verify(
     """
     from bnfuse.verification import verify_graphs
 
+    require_gpu(target, precision)
     return verify_graphs(
         open_graph(before, name="before", **roles),
         open_graph(after, name="after", **roles),
@@ -204,6 +216,7 @@ def run(
 
     if save_to is not None:
         require_writable(save_to)
+    require_gpu(target, precision)
     progress(f"preparing {source}")
     step = open_step(
         source,
@@ -242,6 +255,7 @@ def train(
 
     if save_to is not None:
         require_writable(save_to)
+    require_gpu(target, precision)
     progress(f"preparing {source}")
     step = compile(
         source,

@@ -60,12 +60,22 @@ def objects(
     found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
     missing = {key: i for i, key in enumerate(keys) if found[key] is None}
     tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
+    if any(kernels[i].target.kind == "cuda" for i in missing.values()):
+        require_cuda_compiler()
     for done, (key, name, made) in enumerate(_compile_all(tasks, workers or os.cpu_count() or 1), 1):
         found[key] = made
         cache.write(key, made)
         if progress:
             progress(done, len(tasks), name)
     return [code for key in keys if (code := found[key]) is not None]
+
+
+def require_cuda_compiler() -> None:
+    """One line before any work, in the place of one that names the first kernel."""
+    from bnfuse.runtime.kernels.cuda.compile import REMEDY, compiler_version
+
+    if compiler_version() == "none":
+        raise BnfuseError(f"there is no CUDA compiler: {REMEDY}")
 
 
 def compile_kernel(kernel: Kernel) -> bytes:

@@ -22,6 +22,33 @@ from bnfuse.runtime.kernels.kernel import Kernel, MapType
 
 REMEDY = "install bnfuse[cuda], or put nvcc on the PATH"
 
+# what the beginning of TVM's sources takes from the C++ library. Reading that library is half of the time that NVRTC
+# needs for a kernel, and no kernel uses more of it than the names of integers
+HEADERS = {
+    "cuda/std/cstdint": """
+namespace cuda { namespace std {
+using int8_t = signed char; using int16_t = short; using int32_t = int; using int64_t = long;
+using uint8_t = unsigned char; using uint16_t = unsigned short; using uint32_t = unsigned int;
+using uint64_t = unsigned long;
+} }
+""",
+    "cuda/std/type_traits": """
+namespace cuda { namespace std {
+template <class A, class B> struct is_same { static constexpr bool value = false; };
+template <class A> struct is_same<A, A> { static constexpr bool value = true; };
+template <class A, class B> inline constexpr bool is_same_v = is_same<A, B>::value;
+template <bool, class A, class B> struct conditional { using type = A; };
+template <class A, class B> struct conditional<false, A, B> { using type = B; };
+template <bool, class A = void> struct enable_if { using type = A; };
+template <class A> struct enable_if<false, A> {};
+template <class> struct is_integral;
+template <class> struct is_signed;
+template <class> struct is_unsigned;
+template <class> struct is_floating_point;
+} }
+""",
+}
+
 
 def compile_kernel(kernel: Kernel) -> bytes:
     """The code of a kernel as it is kept (runtime/cuda/container.py)."""
@@ -135,7 +162,8 @@ def _by_nvrtc(nvrtc: Any, source: str, arch: str) -> tuple[bytes, str]:
         return result[1] if len(result) > 1 else None
 
     try:
-        program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"bnfuse.cu", 0, [], []))
+        names, texts = [name.encode() for name in HEADERS], [text.encode() for text in HEADERS.values()]
+        program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"bnfuse.cu", len(names), texts, names))
     except RuntimeError as error:  # the library itself is missing
         raise BnfuseError(f"NVRTC cannot be loaded ({str(error).splitlines()[0]}): {REMEDY}") from None
     options = [f"--gpu-architecture={arch}", "--ptxas-options=-v", "-default-device", "-w", "-std=c++17"]
