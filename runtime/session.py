@@ -56,7 +56,7 @@ class Step:
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
         self.seed = 0
-        self.loss_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
+        self._loss_scale = self._gradients_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
         self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
 
     @property
@@ -140,6 +140,8 @@ class Step:
         found: dict[p.Phase, Scalars] = {}
         for phase in phases:
             self.steps += phase == "update"
+            if phase == "backward":
+                self._gradients_scale = self.loss_scale
             found[phase] = {"lr": self.lr, "step": self.steps, "seed": self.seed, "loss_scale": self.loss_scale}
         return found
 
@@ -167,7 +169,31 @@ class Step:
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients by the names of the parameters: copies."""
         found = {name: self._train.memory.read(tensor) for name, tensor in self.program.gradients.items()}
-        return found if self.loss_scale == 1 else {name: value / self.loss_scale for name, value in found.items()}
+        scale = self._gradients_scale
+        return found if scale == 1 else {name: value / scale for name, value in found.items()}
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss's gradient is multiplied by with fp16, and gradients are divided by in the update. 1 otherwise."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if self.target.precision != "fp16":
+            raise BnfuseError(f"a step of precision {self.target.precision} has no loss scale: compile it for fp16")
+        if not 0 < scale < float("inf"):
+            raise BnfuseError(f"a loss scale of {scale} scales nothing: use a number above 0")
+        self._loss_scale = float(scale)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last update changed no parameter, because with fp16 a gradient was not finite. Waits for the step.
+
+        The count of steps and the running statistics went on. A smaller `loss_scale` is the remedy.
+        """
+        if self.program.finite is None or self.steps == 0:
+            return False
+        return not bool(self._train.memory.load(self.program.storages[self.program.finite])[0])
 
     def device_output(self, name: str) -> DeviceArray:
         """An output of the file where it lies on the GPU. The next step writes over it."""

@@ -45,7 +45,7 @@ def conv_forward(
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
     params = (*forward_params(problem, target), *scratch)
     name = unique_name(problem.op, (problem, plan), target)
-    return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, target, tile), plan)
+    return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, tile), plan)
 
 
 def forward_params(problem: Problem, target: Target) -> tuple[Param, ...]:
@@ -74,7 +74,7 @@ def checked(problem: Problem, params: list[Param]) -> tuple[Param, ...]:
     return tuple(params)
 
 
-def _stages(name: str, params: tuple[Param, ...], problem: Problem, target: Target, tile: Tile) -> tuple[Stage, ...]:
+def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) -> tuple[Stage, ...]:
     c, reductions = tile.correlation, Reductions.of(problem.spec)
     first = [p for p in reductions.first_stage(params) if p.name != "stored"]
     plan = tile.plan

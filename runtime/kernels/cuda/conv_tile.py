@@ -547,14 +547,14 @@ class Emitter:
         if precision == "fp32":
             low_a = d.registers(self.fragments[0] * 4, "uint32")
             low_b = d.registers(4, "uint32")
-            d.unrolled(self.fragments[0] * 4, lambda i: split_in_place(a, low_a, i))
+            d.unrolled(self.fragments[0] * 4, lambda i: d.split_in_place(a, low_a, i))
 
         def pair(j: Expr) -> None:
             row = self.warp_output * columns + j * 16 + lane // 16 * 8 + lane % 8
             d.ldmatrix(b, 0, weight + tirx.Cast("uint32", self.chunk_at(row, k * 2 + lane // 8 % 2)))
             if precision == "fp32":
                 for i in range(4):
-                    split_in_place(b, low_b, i)
+                    d.split_in_place(b, low_b, i)
 
             def fragment(i: Expr) -> None:
                 for half in range(2):
@@ -601,6 +601,7 @@ class Emitter:
             shift, first = d.registers(team.width), vector * team.width
             for start in range(0, team.width, 4):
                 T.buffer_store(shift, floats[T.ramp(first + start, 1, 4)], [T.ramp(start, 1, 4)])
+            outlet.steps(shift)  # a value of y, bias and all
             left_over = self.c.rows % plan.pixels
             outlet.share(
                 shift, T.bind(tirx.Min(T.int32(plan.pixels), self.c.rows - self.first)) if left_over else plan.pixels
@@ -644,14 +645,3 @@ def flat_elements(
 def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) -> Tile:
     ring = plan.read != "flat" and can_ring(operand, precision)
     return Tile(c, plan, precision, ring, len(operand.maps) - 1)
-
-
-def split_in_place(words: Buffer, low: Buffer, i: Expr) -> None:
-    """A float32 word as two of TF32, both rounded: what it is nearest to stays, the rest goes to `low`.
-
-    Tensor cores cut off what TF32 has no bits for, always towards zero: errors that add up. Rounding does not.
-    """
-    d.put(low, i, words[i])
-    T.evaluate(T.ptx["cvt.rna.tf32.f32"](words[i], d.from_bits(low[i])))
-    d.put(low, i, d.bits(d.from_bits(low[i]) - d.from_bits(words[i])))
-    T.evaluate(T.ptx["cvt.rna.tf32.f32"](low[i], d.from_bits(low[i])))

@@ -142,10 +142,6 @@ class FlatView:
     correlation: Correlation
     is_dense: bool
 
-    @property
-    def depth(self) -> int:
-        return self.correlation.vertical.window * self.correlation.flat_row
-
     @staticmethod
     def of(correlation: Correlation, x: MapType) -> FlatView:
         return FlatView(correlation, x.stride == x.c and correlation.groups == 1 and correlation.horizontal.step == 1)

@@ -45,7 +45,7 @@ from bnfuse.runtime.kernels.cuda.device import (
     registers,
     shared_limit,
     shared_memory,
-    split,
+    split_in_place,
     stage,
     sync,
     wait,
@@ -283,9 +283,8 @@ class _Product:
                 for n in range(count):
                     at, value = (product * 2 + j) * count + n, values[4 * n + 2 * product + j]
                     if self.precision == "fp32":
-                        high, low = split(bits(value))
-                        put(found[0], at, high)
-                        put(found[1], at, low)
+                        put(found[0], at, bits(value))
+                        split_in_place(found[0], found[1], at)
                     else:
                         T.evaluate(T.ptx["cvt.rna.tf32.f32"](found[0][at], value))
         return found

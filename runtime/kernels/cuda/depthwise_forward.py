@@ -115,7 +115,7 @@ def _stages(name: str, problem: Problem, target: Target, params: tuple[Param, ..
     work, spec = work_of(problem), problem.spec
     stages = [_main_stage(name, problem, target, params)]
     if "StoreInput" in spec.epilogue:
-        stages.append(store_input_stage(f"{name}_store", problem, target, params))
+        stages.append(store_input_stage(f"{name}_store", problem, params))
     if "Statistics" in spec.epilogue:
         y = problem.map("y")
         tiles = (plan_of(problem, work, target) or gathering_plan(work, target)).blocks
@@ -275,7 +275,7 @@ def _gather(nest: _Forward) -> Callable[[Tile], None]:
     return run
 
 
-def store_input_stage(name: str, problem: Problem, target: Target, params: tuple[Param, ...]) -> Stage:
+def store_input_stage(name: str, problem: Problem, params: tuple[Param, ...]) -> Stage:
     """`stored` <- the prologue of x, for the inputs that no output reads as well."""
     x, stored, operand = problem.map("x"), problem.map("stored"), Operand(problem, gradient=False)
     lanes, threads = 4, 256

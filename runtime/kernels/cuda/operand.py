@@ -165,7 +165,7 @@ class Loader:
         return self.finish(0)
 
     def fetch(self, index: Expr, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
-        """Start loading pass `index`. Where not `valid` nothing is loaded, and what `finish` gives is of no use."""
+        """Start loading pass `index`. Where not `valid` it is zeros."""
 
         def load() -> None:
             for name, kind in self.operand.maps.items():

@@ -23,7 +23,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.conv_tile import flat_elements, split_in_place
+from bnfuse.runtime.kernels.cuda.conv_tile import flat_elements
 from bnfuse.runtime.kernels.cuda.correlation import Correlation, FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, can_ring, chunks_of, element_size, swizzled
@@ -331,7 +331,7 @@ class WeightEmitter:
         with T.serial(0, self.plan.pixels // deep) as k:
             d.unrolled(self.fragments[0], lambda i: self.read_gradient(a, i, gradient, k * deep))
             if exact:
-                d.unrolled(self.fragments[0] * 4, lambda i: split_in_place(a, low_a, i))
+                d.unrolled(self.fragments[0] * 4, lambda i: d.split_in_place(a, low_a, i))
             inside = self.masks(step, k * deep)
             for tap in range(self.tile.taps):
                 distance = self.distance(tap)
@@ -340,7 +340,7 @@ class WeightEmitter:
                     self.read_source(b, j, source, k * deep, tap, distance, inside)
                     if exact:
                         for i in range(4):
-                            split_in_place(b, low_b, i)
+                            d.split_in_place(b, low_b, i)
 
                     def fragment(i: Expr) -> None:
                         for half in range(2):

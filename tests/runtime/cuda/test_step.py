@@ -420,7 +420,13 @@ def test_code_that_does_not_fit_its_launches_is_refused(cpu):
 
 def test_float16_scales_its_loss_and_others_do_not(cpu):
     assert on_gpu(cpu).loss_scale == 1.0
-    assert on_gpu(cpu, target=Target("cuda", "sm_90", 32, 132, "fp16")).loss_scale > 1.0
+    step = on_gpu(cpu, target=Target("cuda", "sm_90", 32, 132, "fp16"))
+    assert step.loss_scale > 1.0 and not step.skipped
+    step.loss_scale = 64.0
+    with pytest.raises(BnfuseError, match="a number above 0"):
+        step.loss_scale = 0.0
+    with pytest.raises(BnfuseError, match="has no loss scale"):
+        cpu.loss_scale = 64.0
 
 
 def test_an_artefact_runs_without_tvm(cpu, tmp_path):
