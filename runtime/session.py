@@ -174,7 +174,7 @@ class Step:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss's gradient is multiplied by with fp16, and gradients are divided by in the update. 1 otherwise."""
+        """With fp16 what the loss's gradient is multiplied by, and gradients divided by in the update. 1 otherwise."""
         return self._loss_scale
 
     @loss_scale.setter
@@ -187,7 +187,7 @@ class Step:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last update changed no parameter, because with fp16 a gradient was not finite. Waits for the step.
+        """Whether the last update changed no parameter: with fp16, if a gradient was not finite. Waits for the step.
 
         The count of steps and the running statistics went on. A smaller `loss_scale` is the remedy.
         """
