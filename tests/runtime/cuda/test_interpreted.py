@@ -22,7 +22,7 @@ from bnfuse.verification import CompiledRunner, Reference, Where, draw_feeds, ve
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artefact.py")
 
-STEPS = 3
+STEPS = 2  # the second one shows the update
 
 
 def gpu(precision: str) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -35,6 +36,7 @@ def layer(op: str, geometry: str, precision: str) -> CudaCase:
     return CudaCase(op, 64, size, size, cin, cout, *around, group=groups, dtype=DTYPES[precision])
 
 
+@functools.cache
 def text_of(op: str, geometry: str, precision: str) -> str:
     case = layer(op, geometry, precision)
     generators = (depthwise_forward, depthwise_backward) if "depthwise" in geometry else (conv_forward, conv_backward)
