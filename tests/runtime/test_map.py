@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from map_case import BACKWARD, FORWARD
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime import targets
@@ -42,29 +43,6 @@ def check(name, shape, slots=None, seed=0, tolerance=2e-6):
     for result in op.results:
         scale = np.abs(expected[result]).max() + 1e-30
         assert np.abs(found[result] - expected[result]).max() <= tolerance * scale * 4, result
-
-
-FORWARD = [
-    ("Map", (2, 37, 3, 5)),
-    ("NormalizeMap", (1, 16, 7, 3)),
-    ("ReluMapStatistics", (2, 3, 5, 7)),
-    ("NormalizeReluMapBiasStatistics", (3, 19, 4, 5)),
-    ("NormalizeClipMapStoreInput", (2, 64, 3, 3)),
-    ("QuickGeluAddMap", (1, 5, 9, 2)),
-    ("NormalizeAddNormalizedReluMapBiasStoreInputStatistics", (2, 33, 5, 5)),
-    ("ReluAddNormalizedReluMap", (1, 1, 1, 1)),
-]
-BACKWARD = [
-    ("MapGrad", (1, 1, 1, 1)),
-    ("BatchNormGradMapGrad", (2, 20, 3, 5)),
-    ("MapGradReluGrad", (2, 16, 3, 5)),
-    ("SliceMapGradAddGradient", (2, 9, 3, 5)),
-    ("NormalizeMapGradReluGradReduce", (2, 35, 4, 5)),
-    ("NormalizeMapGradClipGradReduceScale", (1, 48, 5, 7)),
-    ("NormalizeMapGradQuickGeluGradReduceAccumulate", (2, 24, 3, 3)),
-    ("MapGradAddGradientReluGradReduceReduceOtherReduceOther", (3, 17, 5, 5)),
-    ("SliceBatchNormGradNormalizeMapGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
-]
 
 
 @pytest.mark.parametrize(("name", "shape"), FORWARD + BACKWARD)

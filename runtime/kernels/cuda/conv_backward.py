@@ -18,14 +18,16 @@ from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.conv_forward import checked, shared_bytes
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
-from bnfuse.runtime.kernels.cuda.conv_tile import Tile, emit, tile_of
+from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
+from bnfuse.runtime.kernels.cuda.conv_tile import emit
 from bnfuse.runtime.kernels.cuda.correlation import gradient_correlation, weight_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import BackwardOutlet, Reader, Reductions, width_of
-from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter, WeightTile, weight_tile_of
+from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile, weight_tile_of
+from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
 from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem, Target
 

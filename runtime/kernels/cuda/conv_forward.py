@@ -8,7 +8,8 @@ from bnfuse.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
-from bnfuse.runtime.kernels.cuda.conv_tile import Tile, TilePlan, emit, tile_of
+from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, TilePlan, tile_of
+from bnfuse.runtime.kernels.cuda.conv_tile import emit
 from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_forward import depthwise_forward
 from bnfuse.runtime.kernels.cuda.device import Stage

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from bnfuse.runtime.kernels.cuda.conv_tile import TilePlan, tile_of
+from bnfuse.runtime.kernels.cuda.conv_sizes import TilePlan, tile_of
 from bnfuse.runtime.kernels.cuda.correlation import Correlation
 from bnfuse.runtime.kernels.cuda.device import WARP, shared_limit
 from bnfuse.runtime.kernels.cuda.operand import Operand, element_size
-from bnfuse.runtime.kernels.cuda.weight_tile import WeightPlan, WeightTile, weight_tile_of
+from bnfuse.runtime.kernels.cuda.weight_sizes import WeightPlan, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
 from bnfuse.runtime.kernels.kernel import Problem, Target
 

@@ -21,6 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.correlation import FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
@@ -212,9 +213,8 @@ class Loader:
     def finish(self, index: Expr, *, flat: bool = False) -> Buffer:
         """Four words: what the tensor cores read of pass `index`."""
         for name, kind in self.operand.maps.items():
-            count = words_of(kind, self.width)
-            for i in range(count):
-                d.unpack(self.raw[name][index * count + i], kind.dtype, self.unpacked[name], i * self.width // count)
+            at = index * words_of(kind, self.width)
+            unpack_words(self.raw[name], at, kind, self.width, self.unpacked[name])
         relu = self.operand.ends_in_relu and self.width == 8  # done by the conversion to 16 bits
         for j in range(self.width):
 
@@ -290,3 +290,32 @@ def swizzled(row: Expr, chunk: Expr, chunks: int) -> Expr:
     if chunks == 4:
         return tirx.bitwise_xor(chunk, row // 2 % 4)
     return tirx.bitwise_xor(chunk, row // 4 % 2)
+
+
+def unpack_words(words: Buffer, at: Expr, kind: MapType, width: int, into: Buffer) -> None:
+    """`width` channels of a map, from words as stored to float32."""
+    count = words_of(kind, width)
+    for i in range(count):
+        d.unpack(words[at + i], kind.dtype, into, i * width // count)
+
+
+def flat_elements(
+    view: FlatView, first: Expr, image: Expr, y: Expr, x: Expr, own: Expr, group: Expr
+) -> Callable[[int], tuple[Expr, Expr, Expr]]:
+    """The elements from `first` on of a flat row: `y` and `x` are those of its first tap, `image` its first pixel."""
+    v, h, inputs = view.correlation.vertical, view.correlation.horizontal, view.correlation.inputs
+    row = T.bind(first // view.correlation.flat_row)
+    start = T.bind(first % view.correlation.flat_row)
+    y = T.bind(y + row * v.step)
+    inside = T.bind(d.all_of(own, row < v.window, d.within(y, v.source)))
+    pixel = T.bind(image + y * h.source + x)
+    across = T.bind(x * inputs + start)
+
+    def element(j: int) -> tuple[Expr, Expr, Expr]:
+        exists = d.all_of(inside, start + j < h.window * inputs)
+        if view.is_dense:
+            return pixel, start + j, d.all_of(exists, d.within(across + j, h.source * inputs))
+        tap, channel = (start + j) // inputs * h.step, (start + j) % inputs
+        return pixel + tap, group * inputs + channel, d.all_of(exists, d.within(x + tap, h.source))
+
+    return element

@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Map, Stage
-from bnfuse.runtime.kernels.cuda.operand import load_vector, words_of
+from bnfuse.runtime.kernels.cuda.operand import load_vector, unpack_words, words_of
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.kernel import MapType, Param, Problem
 
@@ -73,13 +73,6 @@ class Reader:
     def load(self, j: int) -> steps.Load:
         """The `load` of kernels/cpu/steps.py at channel j of the vector."""
         return lambda name, is_vector: (self.vectors if is_vector else self.values)[name][j]
-
-
-def unpack_words(words: Buffer, at: Expr, kind: MapType, width: int, into: Buffer) -> None:
-    """`width` channels of a map, from words as stored to float32."""
-    count = words_of(kind, width)
-    for i in range(count):
-        d.unpack(words[at + i], kind.dtype, into, i * width // count)
 
 
 def round_words(values: Buffer, kind: MapType, width: int, into: Buffer) -> None:

@@ -14,156 +14,17 @@ How x is read (gathering, with a halo, flat) is as in conv_tile.py. A second sta
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.conv_tile import flat_elements
-from bnfuse.runtime.kernels.cuda.correlation import Correlation, FlatView
+from bnfuse.runtime.kernels.cuda.correlation import FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
-from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, can_ring, chunks_of, element_size, swizzled
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightPlan:
-    """`outputs` by `inputs` channels, `pixels` a chunk, warps along both channels; `splits` shares of the pixels."""
-
-    outputs: int
-    inputs: int
-    pixels: int
-    warps: tuple[int, int]
-    read: Literal["gather", "halo", "flat"]
-    splits: int
-    min_blocks: int = 1
-    ahead: int = 1  # steps; more than 1 only where vectors can be copied asynchronously
-
-    @property
-    def threads(self) -> int:
-        return self.warps[0] * self.warps[1] * d.WARP
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightTile:
-    """Sizes that follow from the (forward) correlation, the plan and the precision."""
-
-    correlation: Correlation
-    plan: WeightPlan
-    precision: str
-    ring: bool  # whether vectors are copied asynchronously
-    further: tuple[int, int]  # maps of dy's and of x's operand beside the first
-
-    @property
-    def ahead(self) -> int:
-        return min(self.plan.ahead if self.ring else 1, self.share)
-
-    @property
-    def taps(self) -> int:
-        """Taps that a block serves."""
-        return self.correlation.taps if self.plan.read == "halo" else 1
-
-    @property
-    def tap_blocks(self) -> int:
-        return self.correlation.taps if self.plan.read == "gather" else 1
-
-    @property
-    def depth(self) -> int:
-        """Columns of the weight gradient that tiles of `inputs` cut up."""
-        c = self.correlation
-        return c.vertical.window * c.flat_row if self.plan.read == "flat" else c.inputs
-
-    @property
-    def halo(self) -> int:
-        return self.correlation.halo if self.plan.read == "halo" else 0
-
-    @property
-    def source_rows(self) -> int:
-        return self.plan.pixels + 2 * self.halo
-
-    @property
-    def gradient_row(self) -> int:
-        """Bytes of a row of dy in shared memory."""
-        return self.plan.outputs * element_size(self.precision)
-
-    @property
-    def source_row(self) -> int:
-        return self.plan.inputs * element_size(self.precision)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self.plan.pixels * self.gradient_row
-
-    @property
-    def source_bytes(self) -> int:
-        return self.source_rows * self.source_row
-
-    @property
-    def buffers(self) -> int:
-        return min(self.ahead + 1, self.share)
-
-    @property
-    def own_bytes(self) -> tuple[int, int]:
-        """Of the places that threads have for themselves, for a map of dy's and of x's operand, in one step."""
-        sizes = (self.plan.pixels, self.gradient_row), (self.source_rows, self.source_row)
-        return tuple(  # type: ignore[return-value]
-            -(-rows // (self.plan.threads // chunks_of(row))) * self.plan.threads * d.VECTOR_BYTES
-            for rows, row in sizes
-        )
-
-    @property
-    def own_at(self) -> int:
-        """Where those are: [step]([further map of dy] [further map of x])[pass][thread]."""
-        return self.buffers * (self.gradient_bytes + self.source_bytes)
-
-    @property
-    def own_step(self) -> int:
-        return sum(count * size for count, size in zip(self.further, self.own_bytes, strict=True)) if self.ring else 0
-
-    @property
-    def zeros_at(self) -> int:
-        return self.own_at + self.ahead * self.own_step
-
-    @property
-    def shared(self) -> int:
-        return self.zeros_at + (self.source_row if self.plan.read == "halo" else 0)
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Along outputs and inputs of a group."""
-        return -(-self.correlation.outputs // self.plan.outputs), -(-self.depth // self.plan.inputs)
-
-    @property
-    def steps(self) -> int:
-        """Chunks of pixels, all of them."""
-        return -(-self.correlation.rows // self.plan.pixels)
-
-    @property
-    def share(self) -> int:
-        """Chunks of a block; the last share may have fewer."""
-        return -(-self.steps // self.plan.splits)
-
-    @property
-    def shares(self) -> int:
-        return -(-self.steps // self.share)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        outputs, inputs = self.tiles
-        return outputs * inputs * self.tap_blocks * self.correlation.groups * self.shares, 1, 1
-
-    @property
-    def row(self) -> int:
-        """Elements of a share's row, that of an output channel: [tap][input], or flat."""
-        return self.depth if self.plan.read == "flat" else self.correlation.taps * self.depth
-
-    @property
-    def elements(self) -> int:
-        """Of a share."""
-        return self.correlation.groups * self.correlation.outputs * self.row
+from bnfuse.runtime.kernels.cuda.operand import Loader, Operand, Slot, chunks_of, element_size, flat_elements, swizzled
+from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile
 
 
 class WeightEmitter:
@@ -553,8 +414,3 @@ class Rows:
             T.buffer_store(store, made[T.ramp(0, 1, 4)], [T.ramp(at, 1, 4)])
 
         d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: write(i)))
-
-
-def weight_tile_of(c: Correlation, plan: WeightPlan, precision: str, gradient: Operand, source: Operand) -> WeightTile:
-    ring = plan.read != "flat" and can_ring(gradient, precision) and can_ring(source, precision)
-    return WeightTile(c, plan, precision, ring, (len(gradient.maps) - 1, len(source.maps) - 1))

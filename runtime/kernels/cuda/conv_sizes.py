@@ -1,0 +1,153 @@
+"""The sizes of a convolution's tile (conv_tile.py): how it is cut up, and what follows from that."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.correlation import Correlation
+from bnfuse.runtime.kernels.cuda.operand import Operand, can_ring, chunks_of, element_size, vector_width
+from bnfuse.runtime.kernels.cuda.partials import Team
+
+
+@dataclasses.dataclass(frozen=True)
+class TilePlan:
+    """How a tile is cut up: `pixels` by `outputs`, rows of `row_bytes` a chunk, warps along both, blocks at a time."""
+
+    pixels: int
+    outputs: int
+    row_bytes: int
+    warps: tuple[int, int]
+    read: Literal["gather", "halo", "flat"]
+    min_blocks: int = 1
+    ahead: int = 1  # steps; more than 1 only where vectors can be copied asynchronously
+
+    @property
+    def halo(self) -> bool:
+        return self.read == "halo"
+
+    @property
+    def threads(self) -> int:
+        return self.warps[0] * self.warps[1] * d.WARP
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile's sizes, which follow from the correlation, the plan and the precision."""
+
+    correlation: Correlation
+    plan: TilePlan
+    precision: str
+    ring: bool  # whether vectors are copied asynchronously
+    further: int  # maps of the operand beside the first
+
+    @property
+    def channels(self) -> int:
+        """Source channels of a chunk."""
+        return self.plan.row_bytes // element_size(self.precision)
+
+    @property
+    def depth(self) -> int:
+        """Channels of a group, or the elements of all rows of the window where taps and channels are one axis."""
+        c = self.correlation
+        return c.vertical.window * c.flat_row if self.plan.read == "flat" else c.inputs
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.depth // self.channels)
+
+    @property
+    def taps(self) -> int:
+        """Taps that one chunk in shared memory serves."""
+        return self.correlation.taps if self.plan.halo else 1
+
+    @property
+    def source_rows(self) -> int:
+        return self.plan.pixels + (2 * self.correlation.halo if self.plan.halo else 0)
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source_rows * self.plan.row_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.taps * self.plan.outputs * self.plan.row_bytes
+
+    @property
+    def steps(self) -> int:
+        """At most; a phase may have fewer."""
+        return self.chunks * (self.correlation.taps if self.plan.read == "gather" else 1)
+
+    @property
+    def ahead(self) -> int:
+        return min(self.plan.ahead if self.ring else 1, self.steps)
+
+    @property
+    def buffers(self) -> int:
+        """Of shared memory: one is read while `ahead` are filled."""
+        return min(self.ahead + 1, self.steps)
+
+    @property
+    def passes(self) -> int:
+        """Vectors of a step that a thread brings."""
+        return -(-self.source_rows // (self.plan.threads // chunks_of(self.plan.row_bytes)))
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the places that threads have for themselves, for one map and step."""
+        return self.passes * self.plan.threads * d.VECTOR_BYTES
+
+    @property
+    def own_at(self) -> int:
+        """Where those are: [step][further map][pass][thread]."""
+        return self.buffers * (self.source_bytes + self.weight_bytes)
+
+    @property
+    def zeros_at(self) -> int:
+        """Where the row of zeros is."""
+        return self.own_at + (self.ahead * self.further * self.own_bytes if self.ring else 0)
+
+    @property
+    def leading(self) -> int:
+        """Floats between rows of the accumulators in shared memory: 8 more than a multiple of 32 avoids conflicts."""
+        return self.plan.outputs + 8
+
+    @property
+    def shared(self) -> int:
+        operands = self.zeros_at + (self.plan.row_bytes if self.plan.halo else 0)
+        return max(operands, self.plan.pixels * self.leading * 4)
+
+    @property
+    def team(self) -> Team:
+        """How the threads share the result."""
+        width = vector_width(self.precision)
+        across = self.plan.outputs // width
+        return Team(across, self.plan.threads // across, width)
+
+    @property
+    def pixel_tiles(self) -> int:
+        return -(-self.correlation.rows // self.plan.pixels)
+
+    @property
+    def output_tiles(self) -> int:
+        return -(-self.correlation.outputs // self.plan.outputs)
+
+    @property
+    def rows_of_partials(self) -> int:
+        return self.correlation.phases * self.pixel_tiles
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        c = self.correlation
+        return c.phases * self.pixel_tiles * self.output_tiles * c.groups, 1, 1
+
+    @property
+    def packed_row(self) -> int:
+        """Elements of one tap of a packed weight's row (or of all taps where they are one axis)."""
+        return -(-self.depth // 8) * 8
+
+
+def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) -> Tile:
+    ring = plan.read != "flat" and can_ring(operand, precision)
+    return Tile(c, plan, precision, ring, len(operand.maps) - 1)
