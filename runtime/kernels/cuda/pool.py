@@ -45,18 +45,24 @@ def pool_forward(problem: Problem, target: Target) -> Kernel:
     if problem.spec.core == "GlobalAveragePool":
         return _global_forward(problem, target)
     windows = windows_of(problem, "y")
-    y = windows.y
-    sweep = operator_sweep(problem, target, y, NO_UNROLL)
+    return _over_windows(problem, target, windows, windows.y, _Forward)
+
+
+def _over_windows(
+    problem: Problem, target: Target, windows: Windows, result: MapType, pool_of: type[_Forward] | type[_Backward]
+) -> Kernel:
+    """A pool whose threads visit the pixels of its result one at a time."""
+    sweep = operator_sweep(problem, target, result, NO_UNROLL)
 
     def emit(block: Block, outlet: Outlet) -> None:
-        pool = _Forward(block, problem, windows, sweep, outlet)
+        pool = pool_of(block, problem, windows, sweep, outlet)
 
         def visit(i: int, pixel: Expr, valid: Expr) -> None:
             d.when(valid, lambda: pool.visit(T.bind(pixel)))
 
         sweep.run(block, pool.left, lambda i, pixel, valid: None, visit)
 
-    params = operator_params(problem, y.c, {"indices": windows.index_dtype})
+    params = operator_params(problem, result.c, {"indices": windows.index_dtype})
     return operator_kernel(problem, target, sweep, params, emit)
 
 
@@ -309,19 +315,7 @@ def pool_backward(problem: Problem, target: Target) -> Kernel:
             operator_params(problem, dx.c),
             lambda block, outlet: _emit_global_backward(block, problem, sweep, outlet),
         )
-    windows = windows_of(problem, "dy")
-    single = operator_sweep(problem, target, dx, NO_UNROLL)
-
-    def emit(block: Block, outlet: Outlet) -> None:
-        pool = _Backward(block, problem, windows, single, outlet)
-
-        def visit(i: int, pixel: Expr, valid: Expr) -> None:
-            d.when(valid, lambda: pool.visit(T.bind(pixel)))
-
-        single.run(block, pool.left, lambda i, pixel, valid: None, visit)
-
-    params = operator_params(problem, dx.c, {"indices": windows.index_dtype})
-    return operator_kernel(problem, target, single, params, emit)
+    return _over_windows(problem, target, windows_of(problem, "dy"), dx, _Backward)
 
 
 def _emit_global_backward(block: Block, problem: Problem, sweep: Sweep, outlet: Outlet) -> None:
