@@ -34,7 +34,8 @@ class Roles:
     gradients: dict[str, str]  # trainable input -> output that is its gradient
     loss: str
     logits: str | None = None
-    offsets: tuple[str, ...] = ()  # int64 inputs of the sampling passes
+    offsets: tuple[str, ...] = ()  # int64 inputs of the sampling passes, drawn once an epoch (sampling.py)
+    virtual: tuple[str, ...] = ()  # inputs of virtual samples (VDN), drawn each step
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -189,7 +190,7 @@ def _check_against(model: ir.Model, roles: Roles) -> None:
     """Every name of the roles is in the graph, every input has one role, labels are of a type that a loss takes."""
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name for value in model.graph.outputs}
-    named = [*roles.data, *roles.labels, *roles.trainable, *roles.frozen, *roles.running, *roles.offsets]
+    named = [*roles.data, *roles.labels, *roles.trainable, *roles.frozen, *roles.running, *roles.offsets, *roles.virtual]
     for name in named:
         if name not in inputs:
             raise BnfuseError(f"{_file(model)}: has no input '{name}', which its roles name")

@@ -249,6 +249,73 @@ class PlainOp:
     attributes: tuple[str, ...] = ()
 
 
+# Statistics from a sample (papers/001; DESIGN section 4). A box is the elements from `offset` = (sample, row, column)
+# on, int64 [3], over `extent` = (samples, rows, columns) of every channel. Points are flat indices into N, H, W, int64,
+# each at most once. The gradient of a mixture has one term q*x + w for each of its parts, on that part alone.
+SAMPLING_OPS = (
+    # mean, biased variance of the box
+    PlainOp("SampledStatistics", ("x", "offset"), ("mean", "variance"), ("extent",)),
+    # mean, biased variance of the points
+    PlainOp("PointStatistics", ("x", "points"), ("mean", "variance")),
+    # weight*mean + (1 - weight)*mean_2, and the variances alike, each about its own mean (eq. 4)
+    PlainOp(
+        "MixStatistics",
+        ("mean", "variance", "mean_2", "variance_2"),
+        ("mixed_mean", "mixed_variance"),
+        ("weight",),
+    ),
+    # q = -weight*gamma_term/count, w = -weight*beta_term/count - q*mean; the weight, count and mean of one part
+    PlainOp("SampledGradFinalize", ("beta_term", "gamma_term", "mean"), ("q", "w"), ("count", "weight")),
+    # dx = acc, plus q*x + w in the box
+    PlainOp("AddSampled", ("acc", "x", "q", "w", "offset"), ("dx",), ("extent",)),
+    # dx = acc, plus q*x + w at the points
+    PlainOp("AddAtPoints", ("acc", "x", "q", "w", "points"), ("dx",)),
+)
+
+# Statistics over groups of `samples` consecutive samples (papers/001, section 4.3, local): coefficients are [N/samples,
+# C]. Of each group the samples [first, first + rows) count for the statistics and their gradient.
+LOCAL_OPS = (
+    PlainOp("LocalStatistics", ("x",), ("mean", "variance"), ("first", "rows", "samples")),
+    # as BatchNormFinalize for each group; the running statistics take the means over all groups of both
+    PlainOp(
+        "LocalFinalize",
+        ("scale", "bias", "mean", "variance", "running_mean", "running_variance"),
+        ("a", "b", "inv_std", "new_running_mean", "new_running_variance"),
+        ("epsilon", "momentum"),
+    ),
+    # y = a*x + b, each group with its own
+    PlainOp("LocalNormalize", ("x", "a", "b"), ("y",), ("samples",)),
+    # dbeta = sum dz, dgamma = sum dz*(x - mean)*inv_std, over each group
+    PlainOp("LocalGradReduce", ("dz", "x", "mean", "inv_std"), ("dbeta", "dgamma"), ("samples",)),
+    # dx = p*dz, each group with its own
+    PlainOp("LocalScale", ("dz", "p"), ("dx",), ("samples",)),
+    # dx = acc, plus q*x + w in the samples [first, first + rows) of each group
+    PlainOp("LocalAddSampled", ("acc", "x", "q", "w"), ("dx",), ("first", "rows", "samples")),
+)
+
+# The other cheap statistics that papers/001 compares with (section 2, table 3), as estimates of the variance.
+BASELINE_OPS = (
+    # L1BN: variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean)
+    PlainOp("L1Statistics", ("x",), ("mean", "variance", "sign_mean")),
+    # q = -gamma_term*sqrt(pi/2*variance)/count, w = -beta_term/count - q*sign_mean
+    PlainOp("L1GradFinalize", ("beta_term", "gamma_term", "variance", "sign_mean"), ("q", "w"), ("count",)),
+    # dx = p*dz + q*sign(x - mean) + w
+    PlainOp("L1GradInput", ("dz", "x", "mean", "p", "q", "w"), ("dx",)),
+    # RBN: variance = ((high - low)*c)^2 with c = 1/(2*sqrt(2*ln(count))); low and high are the extremes of x, and how
+    # many elements attain them (float32). A map of one element a channel has c = 0.
+    PlainOp("RangeStatistics", ("x",), ("mean", "variance", "low", "high", "low_count", "high_count")),
+    # q_high = -gamma_term*c^2*(high - low)/high_count, q_low = gamma_term*c^2*(high - low)/low_count,
+    # w = -beta_term/count
+    PlainOp(
+        "RangeGradFinalize",
+        ("beta_term", "gamma_term", "low", "high", "low_count", "high_count"),
+        ("q_low", "q_high", "w"),
+        ("count",),
+    ),
+    # dx = p*dz + w, plus q_low where x = low, plus q_high where x = high
+    PlainOp("RangeGradInput", ("dz", "x", "low", "high", "p", "q_low", "q_high", "w"), ("dx",)),
+)
+
 PLAIN_OPS: dict[str, PlainOp] = {
     op.name: op
     for op in (
@@ -275,6 +342,9 @@ PLAIN_OPS: dict[str, PlainOp] = {
         ),
         # q = -gamma_term[start:stop]/count, w = -beta_term[start:stop]/count - q*mean; count = N*H*W, an integer
         PlainOp("BatchNormGradFinalize", ("beta_term", "gamma_term", "mean"), ("q", "w"), ("count", "start", "stop")),
+        *SAMPLING_OPS,
+        *LOCAL_OPS,
+        *BASELINE_OPS,
     )
 }
 
@@ -284,8 +354,8 @@ def find(name: str) -> OpSpec | PlainOp | None:
     return PLAIN_OPS.get(name) or parse(name)
 
 
-_LISTS = ("dilations", "kernel_shape", "pads", "strides")
-_FLOATS = ("min", "max", "alpha", "epsilon", "momentum")
+_LISTS = ("dilations", "extent", "kernel_shape", "pads", "strides")
+_FLOATS = ("min", "max", "alpha", "epsilon", "momentum", "weight")
 
 
 def attribute_type(name: str) -> str:
