@@ -1,0 +1,133 @@
+"""What a sampled training graph draws: places of samples once an epoch, virtual samples each step (papers/001).
+
+    drawn = sampling_of(model)                               # what the passes left in the metadata, or NOTHING
+    feeds = drawn.offsets(seed=0, epoch=3)                   # {input: int64 array}
+    feeds |= {name: virtual_samples(shape, mean, std, seed=0, step=17) for name in drawn.virtual}
+
+Everything follows from (seed, epoch) or (seed, step), so a run that is resumed draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError
+
+METADATA_KEY = "bnfuse.sampling"
+MAX_POINTS = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Where a box may begin: (sample, row, column) from `low` to `high`, both included. Its input is int64 [3]."""
+
+    low: tuple[int, int, int]
+    high: tuple[int, int, int]
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        return rng.integers(self.low, self.high, endpoint=True, dtype=np.int64)
+
+    def admits(self, value: np.ndarray) -> bool:
+        return value.shape == (3,) and bool(np.all(value >= self.low) and np.all(value <= self.high))
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """`count` different flat indices into N, H, W, from `first` to before `stop`, in order. Its input is int64 [count]."""
+
+    count: int
+    first: int
+    stop: int
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        chosen = rng.choice(self.stop - self.first, self.count, replace=False, shuffle=False)
+        return np.sort(chosen.astype(np.int64)) + self.first
+
+    def admits(self, value: np.ndarray) -> bool:
+        inside = value.shape == (self.count,) and bool(np.all(value >= self.first) and np.all(value < self.stop))
+        return inside and bool(np.all(np.diff(value) > 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The inputs of a graph that are drawn: places by input, and inputs of virtual samples."""
+
+    places: Mapping[str, Box | Points] = dataclasses.field(default_factory=dict)
+    virtual: tuple[str, ...] = ()
+
+    def offsets(self, *, seed: int, epoch: int) -> dict[str, np.ndarray]:
+        """Every place, independently of one another: int64 arrays by input."""
+        return {
+            name: place.draw(np.random.default_rng([seed, epoch, index, 0x0FF5E7]))
+            for index, (name, place) in enumerate(self.places.items())
+        }
+
+    def check(self, name: str, value: np.ndarray) -> None:
+        """A kernel must not be led outside of its map."""
+        if not self.places[name].admits(value):
+            raise BnfuseError(f"input '{name}' is {value.tolist()[:8]}: it must lie within {self.places[name]}")
+
+    def to_json(self) -> str:
+        boxes = {n: [*p.low, *p.high] for n, p in self.places.items() if isinstance(p, Box)}
+        points = {n: [p.count, p.first, p.stop] for n, p in self.places.items() if isinstance(p, Points)}
+        return json.dumps({"order": list(self.places), "boxes": boxes, "points": points, "virtual": list(self.virtual)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Sampling:
+        """Raises ValueError where the text is not what `to_json` writes."""
+        try:
+            fields = json.loads(text)
+            found: dict[str, Box | Points] = {}
+            for name in fields["order"]:
+                if name in fields["boxes"]:
+                    low, high = _integers(fields["boxes"][name][:3]), _integers(fields["boxes"][name][3:])
+                    if (
+                        len(low) != 3
+                        or len(high) != 3
+                        or min(low) < 0
+                        or any(b < a for a, b in zip(low, high, strict=True))
+                    ):
+                        raise ValueError(f"the box of {name} is malformed")
+                    found[name] = Box(low, high)  # type: ignore[arg-type]
+                else:
+                    count, first, stop = _integers(fields["points"][name])
+                    if not (0 < count <= min(stop - first, MAX_POINTS) and first >= 0):
+                        raise ValueError(f"the points of {name} are malformed")
+                    found[name] = Points(count, first, stop)
+            return cls(found, tuple(str(name) for name in fields["virtual"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not what a sampled graph draws: {error}") from None
+
+
+NOTHING = Sampling()
+
+
+def sampling_of(model: ir.Model) -> Sampling:
+    """What the sampling passes left in the model's metadata."""
+    text = model.metadata_props.get(METADATA_KEY)
+    if text is None:
+        return NOTHING
+    try:
+        return Sampling.from_json(text)
+    except ValueError as error:
+        raise BnfuseError(f"the model's {METADATA_KEY} metadata is damaged ({error}): rewrite it anew") from None
+
+
+def virtual_samples(
+    shape: Sequence[int], mean: Sequence[float], std: Sequence[float], *, seed: int, step: int
+) -> np.ndarray:
+    """float32 [n, C, H, W] from N(mean, std) per channel: VDN's virtual samples (papers/001, section 4.2)."""
+    drawn = np.random.default_rng([seed, step, 0x0D47A]).standard_normal(tuple(shape), dtype=np.float32)
+    mu, sigma = (np.broadcast_to(np.asarray(v, np.float32), (shape[1],)).reshape(1, -1, 1, 1) for v in (mean, std))
+    return np.ascontiguousarray(drawn * sigma + mu)
+
+
+def _integers(values: Sequence[object]) -> tuple[int, ...]:
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        raise ValueError("a place is no list of integers")
+    return tuple(values)  # type: ignore[arg-type]
