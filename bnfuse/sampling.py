@@ -38,7 +38,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """`count` different flat indices into N, H, W, from `first` to before `stop`, in order. Its input is int64 [count]."""
+    """`count` different flat indices into N, H, W in [first, stop), in order. Its input is int64 [count]."""
 
     count: int
     first: int
