@@ -100,7 +100,8 @@ def make_peer(
 def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
     from bnfuse import passes
 
-    return passes.rewrite(graph.model, level=variant.level, pool_first=variant.pool_first)
+    sampled = {"sample": variant.sample} if variant.sample else {}
+    return passes.rewrite(graph.model, level=variant.level, pool_first=variant.pool_first, **sampled)
 
 
 def compile_variant(

@@ -17,22 +17,28 @@ ON, OFF = "+pool-first", "+no-pool-first"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A level, and whether average pools go before 1x1 convolutions."""
+    """A level, whether average pools go before 1x1 convolutions, and how the statistics are sampled ("" for not)."""
 
     level: str
     pool_first: bool
+    sample: str = ""
 
     @property
     def name(self) -> str:
-        """The level; where the option is not as the level has it by default, with that: none+pool-first."""
-        if self.pool_first == is_pool_first(self.level):
-            return self.level
-        return self.level + (ON if self.pool_first else OFF)
+        """The level; where the option is not as the level has it by default, with that: none+pool-first. Then the
+        sampling: icf fs:1/32."""
+        option = "" if self.pool_first == is_pool_first(self.level) else ON if self.pool_first else OFF
+        return f"{self.level}{option} {self.sample}".rstrip()
 
 
-def variants(texts: Iterable[str]) -> tuple[Variant, ...]:
-    """["none,icf", "icf+no-pool-first"] -> three variants. What is named twice is measured once."""
-    return tuple(dict.fromkeys(variant(text) for text in split(texts)))
+def variants(texts: Iterable[str], samples: Iterable[str] = ()) -> tuple[Variant, ...]:
+    """["none,icf", "icf+no-pool-first"] -> three variants. What is named twice is measured once.
+
+    Each level also with each of `samples`, which are specs as `bnfuse rewrite --sample` takes them.
+    """
+    levels = [variant(text) for text in split(texts)]
+    sampled = [dataclasses.replace(level, sample=sample) for sample in ("", *samples) for level in levels]
+    return tuple(dict.fromkeys(sampled))
 
 
 def variant(text: str) -> Variant:

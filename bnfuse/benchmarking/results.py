@@ -15,11 +15,12 @@ from bnfuse.text import Section, join, scaled
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One candidate. `level` and `pool_first` are None for peers. `steps_s` has every timed step, in order."""
+    """One candidate. `level`, `pool_first`, `sample` are None for peers. `steps_s` has every timed step, in order."""
 
     name: str
     level: str | None
     pool_first: bool | None
+    sample: str | None
     times: Summary
     steps_s: tuple[float, ...]
     settle_s: float  # the longest wait until its threads slept
@@ -46,6 +47,7 @@ class Result:
             "compile_warm_s": self.compiling.warm_s if self.compiling else None,
             "level": self.level,
             "pool_first": self.pool_first,
+            "sample": self.sample,
             "steps_s": list(self.steps_s),
             "settle_s": self.settle_s,
         }

@@ -82,6 +82,7 @@ def run_benchmark(
     graph: TrainingGraph,
     *,
     levels: Sequence[str],
+    samples: Sequence[str] = (),
     against: Sequence[str] = (),
     threads: int | None = None,
     target: str = "cpu",
@@ -91,7 +92,7 @@ def run_benchmark(
 ) -> Benchmark:
     """`options` are those of Plan. Names are checked before any work."""
     options |= {"target": target, "precision": choices.precision(precision, target)}
-    plan = Plan(choices.variants(levels), choices.peers(against, target), **options)
+    plan = Plan(choices.variants(levels, samples), choices.peers(against, target), **options)
     if not plan.variants and not plan.peers:
         raise BnfuseError("nothing to measure: name a level or a peer")
     if plan.is_gpu:
@@ -153,11 +154,11 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
         apart = bool(getattr(candidate, "forward_apart", False))
         peers.append((candidate, Record(candidate.name, source, apart=apart)))
     ours: list[Entry] = []
-    for variant in plan.variants:
+    for index, variant in enumerate(plan.variants):
         progress(f"rewriting and compiling at level {variant.name}")
         bar = getattr(progress, "bar", None)
         step = compile_variant(graph, variant, plan.threads, bar, tune=plan.tune, **plan.how)
-        file = folder / f"{variant.name}.bnf"
+        file = folder / f"{index}.bnf"
         if plan.memory:
             step.export(file)
         ours.append((own_candidate(variant.name, step, feeds, plan), Record(variant.name, file, variant)))
@@ -208,6 +209,7 @@ def finish(record: Record, plan: Plan, source: Path, progress: Progress) -> Resu
         record.name,
         record.variant.level if record.variant else None,
         record.variant.pool_first if record.variant else None,
+        record.variant.sample if record.variant else None,
         summarize(record.times, apart=record.apart),
         tuple(times.step for times in record.times),
         record.settle_s,

@@ -243,6 +243,14 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Each level also with statistics sampled so (as of rewrite); repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     target: Target = "cpu",
     precision: Precision = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed steps of each candidate.")] = 9,
@@ -272,6 +280,7 @@ def bench(
     bnfuse bench train.onnx --level icf --against ort,torch,torch-cl,torch-compile --plot bench.png
     bnfuse bench train.onnx --level none,none+pool-first,icf+no-pool-first,icf
     bnfuse bench train.onnx --level icf --profile
+    bnfuse bench train.onnx --level none,icf --sample fs:1/32 --sample bs:1/8
     bnfuse bench train.onnx --target cuda --precision bf16 --against torch-cl+graph,torch-compile+graph
     """
     from bnfuse import api
@@ -279,6 +288,7 @@ def bench(
     found = api.bench(
         model,
         levels=level or ["none", "icf"],
+        samples=sample or (),
         against=against or (),
         repetitions=repetitions,
         warm_up=warm_up,

@@ -26,7 +26,7 @@ LIMITS = Limits({"numpy": 100e9, "torch": 50e9}, 10e9)
 RESULT_KEYS = {
     *("name", "min_s", "median_s", "forward_min_s", "backward_min_s", "peak_bytes"),  # stable
     *("forward_median_s", "backward_median_s", "setup_peak_bytes", "rewrite_s", "compile_s", "compile_warm_s"),
-    *("level", "pool_first", "steps_s", "settle_s", "reserved_bytes", "driver_bytes"),
+    *("level", "pool_first", "sample", "steps_s", "settle_s", "reserved_bytes", "driver_bytes"),
 }
 
 
@@ -53,6 +53,12 @@ def test_a_variant_is_named_by_its_level_and_by_the_option_where_it_is_not_the_l
     assert [v.name for v in found] == ["none", "none+pool-first", "bnff", "icf+no-pool-first", "icf"]
     assert [v.pool_first for v in found] == [False, True, False, False, True]
     assert all(choices.variant(v.name) == v for v in found)
+
+
+def test_each_level_comes_also_with_each_sampling():
+    found = choices.variants(["none,icf"], ["fs:1/32", "bs:4"])
+    names = ["none", "icf", "none fs:1/32", "icf fs:1/32", "none bs:4", "icf bs:4"]
+    assert [v.name for v in found] == names
 
 
 @pytest.mark.parametrize("text", ["full", "icf+", "icf+pools", "none,what", "+pool-first"])

@@ -157,7 +157,7 @@ def test_another_batch_goes_into_the_tensors_that_steps_read(train):
 
 def result(name, seconds, peak, ours=False):
     level, pool = ("icf", True) if ours else (None, None)
-    return Result(name, level, pool, summarize([Times(seconds, None)] * 2), (seconds,) * 2, 0.0, peak, None)
+    return Result(name, level, pool, "", summarize([Times(seconds, None)] * 2), (seconds,) * 2, 0.0, peak, None)
 
 
 def test_steps_in_one_piece_have_no_forward_time():
