@@ -365,7 +365,7 @@ def test_compiling_is_measured_twice_with_one_empty_cache_folder(train, monkeypa
     assert found == compiling.CompileTimes(1.0, 20.0, 2.0)
     assert asked[0] == asked[1]
     assert asked[0][2].keys() == {"BNFUSE_CACHE", "TORCHINDUCTOR_CACHE_DIR"}
-    assert asked[0][1]["variant"] == ("icf", True)
+    assert asked[0][1]["variant"] == ("icf", True, "")
 
 
 def test_a_compilation_is_measured_after_rewriting(train):
