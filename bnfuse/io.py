@@ -264,8 +264,8 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
     write_atomically(Path(path), data)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """All of `data` under that name, or what was there before."""
+def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """All of `data` under that name, or what was there before; with `durable` even where the power fails."""
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
@@ -273,6 +273,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
         Path(temporary).chmod(0o666 & ~_umask())
         Path(temporary).replace(path)
     except OSError as error:

@@ -268,13 +268,13 @@ class Step:
         for name, array in arrays.items():
             self._train.memory.write(own[name], array)
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Write state and the optimiser's state as safetensors; the file is replaced as a whole."""
+    def save(self, path: str | pathlib.Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Write state and the optimiser's state as safetensors; the file is replaced as a whole. `metadata` goes along."""
         moments = {name: self._train.memory.load(s).reshape(shape) for name, (s, shape) in self._moments().items()}
         tensors = {**self.state_dict(), **moments}
-        metadata = {"format": "bnfuse", STEP_KEY: str(self.steps)}
-        data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata)
-        write_atomically(pathlib.Path(path), data)
+        about = {**(metadata or {}), "format": "bnfuse", STEP_KEY: str(self.steps)}
+        data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, about)
+        write_atomically(pathlib.Path(path), data, durable=True)
 
     def load(self, path: str | pathlib.Path) -> None:
         """Read what `save` wrote. The optimiser starts anew where the file has no state, or that of another one."""
