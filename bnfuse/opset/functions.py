@@ -14,6 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError, at_node
+from bnfuse.opset.body import Body, reference
+from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     CONV_ATTRIBUTES,
@@ -23,7 +25,6 @@ from bnfuse.opset.spec import (
     VERSION,
     OpSpec,
     PlainOp,
-    attribute_type,
     find,
 )
 
@@ -85,83 +86,6 @@ def _import_domains(model: ir.Model) -> None:
         model.opset_imports.pop(DOMAIN, None)
     if MICROSOFT in domains:
         model.opset_imports.setdefault(MICROSOFT, 1)
-
-
-class Body:
-    """The nodes of a function under construction. Calling it adds a node and returns its (first) output."""
-
-    def __init__(self, op: OpSpec | PlainOp) -> None:
-        self.operands = {name: ir.Value(name=name) for name in op.operands}
-        self.nodes: list[ir.Node] = []
-        self._made: dict[object, ir.Value] = {}  # constants and reshaped coefficients, made once
-
-    def __getitem__(self, operand: str) -> ir.Value:
-        return self.operands[operand]
-
-    def __call__(self, op_type: str, *inputs: ir.Value, **attributes: ir.Attr | int | str) -> ir.Value:
-        return self.node(op_type, inputs, attributes)[0]
-
-    def node(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value],
-        attributes: dict[str, ir.Attr | int | str] | None = None,
-        *,
-        domain: str = "",
-        wanted: tuple[bool, ...] = (True,),
-    ) -> Sequence[ir.Value]:
-        """Add a node; outputs that are not wanted have no name."""
-        count = len(self.nodes)
-        outputs = [
-            ir.Value(name=f"{op_type.lower()}_{count}" + (f"_{place}" if place else "") if named else "")
-            for place, named in enumerate(wanted)
-        ]
-        self.nodes.append(ir.node(op_type, inputs, attributes, domain=domain, outputs=outputs))
-        return outputs
-
-    def results(self, values: Sequence[ir.Value]) -> list[ir.Value]:
-        """The outputs of the function: each its own value, and none an input."""
-        outputs: list[ir.Value] = []
-        for value in values:
-            taken = value in outputs or value in self.operands.values()
-            outputs.append(self("Identity", value) if taken else value)
-        return outputs
-
-    def constant(self, value: float | Sequence[int]) -> ir.Value:
-        """A float scalar or an int64 vector."""
-        key = value if isinstance(value, float) else tuple(value)
-        if key not in self._made:
-            array = np.array(value, np.float32 if isinstance(value, float) else np.int64)
-            self._made[key] = self("Constant", value=ir.AttrTensor("value", ir.tensor(array)))
-        return self._made[key]
-
-    def attribute(self, name: str) -> ir.Value:
-        """An attribute of the node as a tensor: a float scalar, or an int64 vector."""
-        key = ("attribute", name)
-        if key not in self._made:
-            kind = attribute_type(name)
-            value = self("Constant", **{f"value_{kind.lower()}": reference(name, f"value_{kind.lower()}")})
-            self._made[key] = self("Reshape", value, self.constant([1])) if kind == "INT" else value
-        return self._made[key]
-
-    def per_channel(self, name: str) -> ir.Value:
-        """An operand [C] as [1, C, 1, 1]."""
-        key = ("per_channel", name)
-        if key not in self._made:
-            self._made[key] = self("Reshape", self[name], self.constant([1, -1, 1, 1]))
-        return self._made[key]
-
-    def sum(self, x: ir.Value) -> ir.Value:
-        """Sum over N, H, W, as [C]."""
-        return self("ReduceSum", x, self.constant([0, 2, 3]), keepdims=0)
-
-    def slice(self, x: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:
-        return self("Slice", x, start, stop, self.constant([axis]))
-
-
-def reference(name: str, attribute: str | None = None) -> ir.Attr:
-    """The node's attribute `name`, as an attribute (of the same name, or another) of a node in the body."""
-    return ir.RefAttr(attribute or name, name, ir.AttributeType[attribute_type(name)])
 
 
 # Forward
@@ -411,4 +335,5 @@ PLAIN = {
     "BatchNormGradTerms": _terms,
     "BatchNormGradTermsAccumulate": _terms_accumulate,
     "BatchNormGradFinalize": _grad_finalize,
+    **SAMPLING,
 }

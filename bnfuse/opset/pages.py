@@ -13,6 +13,7 @@ from bnfuse.opset.spec import (
     EPILOGUE_OPERANDS,
     EPILOGUE_RESULTS,
     FORWARD_CORES,
+    INTEGERS,
     PLAIN_OPS,
     PROLOGUE_OPERANDS,
     VERSION,
@@ -144,6 +145,88 @@ PLAIN = {
     ),
 }
 
+SAMPLED = {
+    "SampledStatistics": Text(
+        "mean, variance = those of x[n0 : n0 + n, :, h0 : h0 + h, w0 : w0 + w]; (n0, h0, w0) = offset; "
+        "(n, h, w) = extent",
+        "The statistics of a box of x: its samples, rows and columns from `offset` on, which is data and changes once "
+        "an epoch. Nothing but the box is read.",
+    ),
+    "PointStatistics": Text(
+        "mean, variance = those of x at the points",
+        "Points are flat indices into N, H, W, each at most once; every channel has the same ones.",
+    ),
+    "MixStatistics": Text(
+        "mixed_mean = weight*mean + (1 - weight)*mean_2; mixed_variance = weight*variance + (1 - weight)*variance_2",
+        "Statistics of two parts of a batch, each about its own mean.",
+    ),
+    "SampledGradFinalize": Text(
+        "q = -weight*gamma_term/count; w = -weight*beta_term/count - q*mean",
+        "The coefficients of AddSampled for one part: its weight in the mixture (1 where there is one part), its "
+        "elements per channel, and its own mean.",
+    ),
+    "AddSampled": Text(
+        "dx = acc; dx[box] += q*x[box] + w",
+        "The box is that of SampledStatistics. A runtime adds in place where nothing else reads acc.",
+    ),
+    "AddAtPoints": Text("dx = acc; dx[points] += q*x[points] + w", "The same for points."),
+}
+
+LOCAL = {
+    "LocalStatistics": Text(
+        "mean, variance = those of x over the samples [first, first + rows) of each group, and H, W",
+        "A group is `samples` consecutive samples.",
+    ),
+    "LocalFinalize": Text(
+        "inv_std = 1/sqrt(variance + epsilon); a = scale*inv_std; b = bias - mean*a; "
+        "new_running = running*momentum + (mean over groups of batch)*(1 - momentum)",
+        "As BatchNormFinalize, for each group.",
+    ),
+    "LocalNormalize": Text("y = a*x + b", "Each group with its own a and b."),
+    "LocalGradReduce": Text(
+        "dbeta = sum of dz, dgamma = sum of dz*(x - mean)*inv_std, over each group, H, W",
+        "The gradients of scale and bias are the sums of these over the groups.",
+    ),
+    "LocalScale": Text("dx = p*dz", "Each group with its own p."),
+    "LocalAddSampled": Text(
+        "dx = acc; dx[sample] += q*x[sample] + w",
+        "The sample is that of LocalStatistics: the samples [first, first + rows) of each group.",
+    ),
+}
+
+BASELINES = {
+    "L1Statistics": Text(
+        "variance = pi/2*(mean of |x - mean|)^2; sign_mean = mean of sign(x - mean)",
+        "The mean absolute deviation, as an estimate of the variance of normal values.",
+    ),
+    "L1GradFinalize": Text(
+        "q = -gamma_term*sqrt(pi/2*variance)/count; w = -beta_term/count - q*sign_mean",
+        "The coefficients of L1GradInput.",
+    ),
+    "L1GradInput": Text("dx = p*dz + q*sign(x - mean) + w", "The sign of 0 is 0."),
+    "RangeStatistics": Text(
+        "variance = ((high - low)*c)^2; c = 1/(2*sqrt(2*ln(N*H*W)))",
+        "The range of the values, as an estimate of the variance of normal values. low and high are the extremes of x, "
+        "low_count and high_count how many elements attain them. With one element a channel c is 0.",
+    ),
+    "RangeGradFinalize": Text(
+        "q_low = gamma_term*c^2*(high - low)/low_count; q_high = -gamma_term*c^2*(high - low)/high_count; "
+        "w = -beta_term/count",
+        "The coefficients of RangeGradInput.",
+    ),
+    "RangeGradInput": Text(
+        "dx = p*dz + w; dx[x = low] += q_low; dx[x = high] += q_high",
+        "Only the extremes carry the variance's gradient.",
+    ),
+}
+
+PLAIN_SECTIONS = {
+    "Operators that are not composed of steps": PLAIN,
+    "Statistics of a sample": SAMPLED,
+    "Statistics of groups": LOCAL,
+    "Other estimates of the variance": BASELINES,
+}
+
 INTRODUCTION = f"""# Operators of `{DOMAIN}`, version {VERSION}
 
 <!-- Generated: python -m bnfuse.opset.pages > docs/ops.md -->
@@ -179,10 +262,11 @@ def _sections() -> Iterator[str]:
     yield from _steps("Prologue steps", PROLOGUE, PROLOGUE_OPERANDS, {})
     yield from _cores()
     yield from _steps("Epilogue steps", EPILOGUE, EPILOGUE_OPERANDS, EPILOGUE_RESULTS)
-    yield "## Operators that are not composed of steps\n"
-    for name, text in PLAIN.items():
-        op = PLAIN_OPS[name]
-        yield _entry(name, text, op.operands, op.results, op.attributes)
+    for title, texts in PLAIN_SECTIONS.items():
+        yield f"## {title}\n"
+        for name, text in texts.items():
+            op = PLAIN_OPS[name]
+            yield _entry(name, text, op.operands, op.results, op.attributes, grouped=texts is LOCAL)
 
 
 def _cores() -> Iterator[str]:
@@ -216,7 +300,15 @@ def step_attributes(name: str) -> tuple[str, ...]:
     return OpSpec(prologue, "MapGrad", epilogue).attributes
 
 
-def _entry(name: str, text: Text, operands: Iterable[str], results: Iterable[str], attributes: Iterable[str]) -> str:
+def _entry(
+    name: str,
+    text: Text,
+    operands: Iterable[str],
+    results: Iterable[str],
+    attributes: Iterable[str],
+    *,
+    grouped: bool = False,
+) -> str:
     lines = [
         f"### {name}\n",
         *(f"    {part}" for part in text.formula.split("; ")),
@@ -225,7 +317,7 @@ def _entry(name: str, text: Text, operands: Iterable[str], results: Iterable[str
         "",
     ]
     for title, names in (("Operands", operands), ("Results", results)):
-        if listed := ", ".join(f"`{shown}` {shape_of(shown)}" for shown in names):
+        if listed := ", ".join(f"`{shown}` {shape_of(shown, grouped=grouped)}" for shown in names):
             lines.append(f"- {title}: {listed}")
     if listed := ", ".join(f"`{shown}` ({attribute_type(shown)})" for shown in attributes):
         lines.append(f"- Attributes: {listed}")
@@ -235,13 +327,20 @@ def _entry(name: str, text: Text, operands: Iterable[str], results: Iterable[str
 MAPS = ("x", "y", "dy", "dx", "dz", "skip", "other", "acc", "stored", "grad_x", "x_i")
 
 
-def shape_of(name: str) -> str:
-    """How the page writes a tensor's shape."""
+WIDE = ("scale", "bias", "running_mean", "running_variance", "new_running_mean", "new_running_variance")
+
+
+def shape_of(name: str, *, grouped: bool = False) -> str:
+    """How the page writes a tensor's shape; coefficients of groups are [G, C]."""
     if name in ("weight", "dweight"):
         return "[M, C/group, kH, kW]"
     if name == "indices":
         return "[N, C, H, W] int64"
-    return "[N, C, H, W]" if name in MAPS else "[C]"
+    if name in INTEGERS:
+        return "[3] int64" if name == "offset" else "[points] int64"
+    if name in MAPS:
+        return "[N, C, H, W]"
+    return "[G, C]" if grouped and name not in WIDE else "[C]"
 
 
 if __name__ == "__main__":

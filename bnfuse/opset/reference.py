@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
 
 Array = np.ndarray
@@ -349,4 +350,5 @@ PLAIN: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {
     "BatchNormGradTerms": lambda operands, _: _terms(operands),
     "BatchNormGradTermsAccumulate": _terms_accumulate,
     "BatchNormGradFinalize": _grad_finalize,
+    **SAMPLING,
 }

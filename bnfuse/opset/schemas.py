@@ -14,7 +14,7 @@ import onnx
 
 from bnfuse.errors import BnfuseError
 from bnfuse.opset.shapes import result_shapes
-from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec, PlainOp, attribute_type, find
+from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp, attribute_type, find
 from bnfuse.opset.training_ops import TRAINING_OPS, Rule, TrainingOp, attribute_of, dims_of, tensor
 
 Schema = onnx.defs.OpSchema
@@ -133,11 +133,11 @@ def own_schema(op: OpSpec | PlainOp) -> Schema:
 
 
 def _element(name: str) -> int:
-    return onnx.TensorProto.INT64 if name == "indices" else onnx.TensorProto.FLOAT
+    return onnx.TensorProto.INT64 if name in INTEGERS else onnx.TensorProto.FLOAT
 
 
 def _own_kind(name: str) -> str:
-    return "tensor(int64)" if name == "indices" else "tensor(float)"
+    return "tensor(int64)" if name in INTEGERS else "tensor(float)"
 
 
 def training_schema(op: TrainingOp) -> Schema:

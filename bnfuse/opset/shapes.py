@@ -19,7 +19,7 @@ Attributes = Mapping[str, Any]
 def result_shapes(op: OpSpec | PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
     """The shape of every result, by name."""
     if isinstance(op, PlainOp):
-        return dict.fromkeys(op.results, _plain(op, shapes))
+        return _plain(op, shapes, attributes)
     found = (_backward if op.is_gradient else _forward)(op, shapes, attributes)
     return {name: found[name] for name in op.results}
 
@@ -39,11 +39,23 @@ def window_shape(x: Shape, out_channels: Dim, attributes: Attributes) -> Shape:
     return (x[0], out_channels, None, None)
 
 
-def _plain(op: PlainOp, shapes: Mapping[str, Shape]) -> Shape:
-    """All the results of a plain operator are coefficients of the same channels."""
+def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
+    """Results are maps like the one that is changed, or coefficients: of x's channels, or like those that come in."""
+    if op.results in (("dx",), ("y",)):
+        map_ = shapes[next(name for name in ("acc", "dz", "x") if name in op.operands)]
+        return dict.fromkeys(op.results, map_)
     if "x" in op.operands:
-        return channels(shapes["x"])
-    return shapes["dbeta" if "dbeta" in op.operands else "mean"]
+        found = channels(shapes["x"])
+        if "samples" in attributes:
+            found = (_groups(shapes["x"], attributes["samples"]), *found)  # type: ignore[misc]
+        return dict.fromkeys(op.results, found)
+    found = shapes[next(name for name in ("dbeta", "mean", "beta_term") if name in op.operands)]
+    running = [name for name in op.results if name.startswith("new_running")]
+    return {**dict.fromkeys(op.results, found), **dict.fromkeys(running, shapes.get("running_mean"))}
+
+
+def _groups(x: Shape, samples: int) -> Dim:
+    return x[0] // samples if x and isinstance(x[0], int) else None
 
 
 def _forward(op: OpSpec, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:

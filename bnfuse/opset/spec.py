@@ -348,6 +348,8 @@ PLAIN_OPS: dict[str, PlainOp] = {
     )
 }
 
+INTEGERS = ("indices", "offset", "points")  # operands and results that are int64
+
 
 def find(name: str) -> OpSpec | PlainOp | None:
     """The operator of this name, composed of steps or plain."""

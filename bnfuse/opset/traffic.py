@@ -76,7 +76,9 @@ def _named(names: Iterable[str], values: Iterable[ir.Value | None]) -> Iterator[
 
 
 def _touched_shape(op: OpSpec | PlainOp | None, name: str, shape: Shape, node: ir.Node) -> Shape:
-    """Slice and Accumulate read a range of the channels of dy and acc."""
+    """Slice and Accumulate read a range of the channels of dy and acc; a sample is read and added to on its own."""
+    if isinstance(op, PlainOp):
+        return _sample(op, name, shape, node)
     steps = (*op.prologue, *op.epilogue) if isinstance(op, OpSpec) else ()
     for operand, step, bounds in (
         ("dy", "Slice", ("grad_start", "grad_stop")),
@@ -85,6 +87,21 @@ def _touched_shape(op: OpSpec | PlainOp | None, name: str, shape: Shape, node: i
         if name == operand and step in steps:
             start, stop = (node.attributes[bound].as_int() for bound in bounds)
             return (shape[0], stop - start, *shape[2:])
+    return shape
+
+
+def _sample(op: PlainOp, name: str, shape: Shape, node: ir.Node) -> Shape:
+    """What operators of a sample touch of a map: dx is acc, changed in place."""
+    if op.name in ("SampledStatistics", "AddSampled"):
+        samples, height, width = node.attributes["extent"].as_ints()
+        return (samples, shape[1], height, width)
+    if op.name in ("PointStatistics", "AddAtPoints"):
+        points = node.inputs[op.operands.index("points")]
+        count = points.shape[0] if points is not None and points.shape is not None else None
+        return (count, shape[1], 1, 1) if isinstance(count, int) else shape
+    if op.name in ("LocalStatistics", "LocalAddSampled"):
+        rows, samples = (node.attributes[key].as_int() for key in ("rows", "samples"))
+        return (shape[0] // samples * rows, *shape[1:])
     return shape
 
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from bnfuse.opset import reference
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, PlainOp, find
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, INTEGERS, OpSpec, PlainOp, find
 
 CONV = {"dilations": [1, 1], "group": 1, "kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1]}
 POOL = {
@@ -75,7 +75,7 @@ def _as(dtype, value: np.ndarray) -> np.ndarray:
 
 def _value(name: str, shape: tuple[int, ...], dynamic: bool) -> onnx.ValueInfoProto:
     dims = [f"{name}_{axis}" for axis in range(len(shape))] if dynamic else list(shape)
-    return helper.make_tensor_value_info(name, TensorProto.INT64 if name == "indices" else TensorProto.FLOAT, dims)
+    return helper.make_tensor_value_info(name, TensorProto.INT64 if name in INTEGERS else TensorProto.FLOAT, dims)
 
 
 def make_case(
@@ -114,7 +114,7 @@ def make_case(
 
 
 def _plain_case(op: PlainOp, rng: np.random.Generator, shape) -> Case:
-    c = shape[1]
+    n, c, h, w = shape
     attributes = {
         "epsilon": 1e-3,
         "momentum": 0.9,
@@ -123,17 +123,36 @@ def _plain_case(op: PlainOp, rng: np.random.Generator, shape) -> Case:
         "stop": 2 + c,
         "acc_start": 1,
         "acc_stop": 1 + c,
+        "weight": 0.25,
+        "extent": [max(1, n - 1), max(1, h // 2), max(1, w - 2)],
+        **_groups(n),
     }
     wide = {"beta_acc": c + 3, "gamma_acc": c + 3}
     if op.name == "BatchNormGradFinalize":
         wide = {"beta_term": c + 4, "gamma_term": c + 4}
-    operands = {
-        name: rng.normal(size=shape if name in ("x", "dz") else (wide.get(name, c),)).astype(np.float32)
-        for name in op.operands
-    }
-    for name in {"variance", "running_variance"} & {*operands}:
-        operands[name] = np.abs(operands[name])
+    grouped = (n // attributes["samples"], c)
+
+    def draw(name: str) -> np.ndarray:
+        if name == "offset":
+            return np.array([size - part for size, part in zip((n, h, w), attributes["extent"], strict=True)])
+        if name == "points":
+            return np.sort(rng.choice(n * h * w, max(1, n * h * w // 3), replace=False))
+        local = op.name.startswith("Local") and name in ("a", "b", "p", "q", "w", "mean", "variance", "inv_std")
+        coefficient = grouped if local else (wide.get(name, c),)
+        return rng.normal(size=shape if name in ("x", "dz", "acc") else coefficient).astype(np.float32)
+
+    operands = {name: draw(name) for name in op.operands}
+    for name in {"variance", "variance_2", "running_variance", "low_count", "high_count"} & {*operands}:
+        operands[name] = np.abs(operands[name]) + np.float32(1e-3)
+    if op.name == "RangeGradInput":
+        operands |= {"low": operands["x"].min((0, 2, 3)), "high": operands["x"].max((0, 2, 3))}
     return Case(op, operands, {name: attributes[name] for name in op.attributes})
+
+
+def _groups(n: int) -> dict[str, int]:
+    """Two groups where the batch is even; of each the samples but the first count."""
+    samples = n // 2 if n % 2 == 0 else n
+    return {"samples": samples, "first": min(1, samples - 1), "rows": max(1, samples - 1)}
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
