@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from bnfuse.passes.canonical import Canonicalize
 from bnfuse.passes.concat_gradient import ConcatGradient
 from bnfuse.passes.concat_sink import ConcatSink
 from bnfuse.passes.concat_statistics import ConcatStatistics
+from bnfuse.passes.decay import set_decay
 from bnfuse.passes.drop_bias import DropBias
 from bnfuse.passes.fuse_batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fuse_gradient_sum import GradientSumFusion
@@ -34,8 +36,11 @@ from bnfuse.passes.fuse_map import MapFusion, ReluConvFusion
 from bnfuse.passes.fuse_mask import MaskFusion
 from bnfuse.passes.fuse_statistics import StatisticsFusion
 from bnfuse.passes.pool_first import PoolFirst
+from bnfuse.passes.remove import RemoveBatchNorm, Removed
 from bnfuse.passes.rewriting import FusionResult, Refusal
 from bnfuse.passes.unfused import Unfused, batch_norms, find_unfused
+from bnfuse.placements import Selection, select
+from bnfuse.roles import Roles, roles_of
 
 LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
 
@@ -64,9 +69,12 @@ class Report:
     passes: tuple[PassReport, ...]
     nodes_before: int
     nodes_after: int
+    removed: tuple[Removed, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes."""
+        """level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes,
+        removed [{index, node, kept_affine}].
+        """
         return {
             "level": self.level,
             "batch_norms": self.batch_norms,
@@ -81,6 +89,7 @@ class Report:
                 for entry in self.passes
             ],
             "nodes": {"before": self.nodes_before, "after": self.nodes_after},
+            "removed": [dataclasses.asdict(entry) for entry in self.removed],
         }
 
 
@@ -134,16 +143,31 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     ]
 
 
-def rewrite(model: ir.Model, *, level: str = "icf", pool_first: bool | None = None) -> Rewritten:
+def rewrite(
+    model: ir.Model,
+    *,
+    level: str = "icf",
+    pool_first: bool | None = None,
+    remove: Selection | None = None,
+    keep_affine: bool = False,
+    decay: float | None = None,
+    roles: Roles | None = None,
+) -> Rewritten:
     """Run a level's passes on a copy of a training graph.
 
-    `pool_first` defaults to on at level icf and off below it. Raises BnfuseError for an unknown level.
+    `pool_first` defaults to on at level icf and off below it. `remove` lists BatchNorms to take out first
+    (bnfuse/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every running
+    statistic. `roles` are those of the model, where its metadata does not state them. Raises BnfuseError for an unknown
+    level, and for a list that is wrong.
     """
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
     model = model.clone()
     names = batch_norms(model)
     before = model.graph.num_nodes()
     reports: list[PassReport] = []
+    if decay is not None:
+        set_decay(model, decay)
+    removed = remove_batch_norms(model, remove, keep_affine, roles, reports)
     for stage in stages:
         for again in range(ROUNDS):
             done = [run_pass(model, name, factory, reports) for name, factory in stage]
@@ -158,7 +182,22 @@ def rewrite(model: ir.Model, *, level: str = "icf", pool_first: bool | None = No
     # what kept a half from crossing a Concat says more than what the passes inside a layer say of it afterwards
     refused += [refusal for report in reports if report.name.startswith("icf/concat") for refusal in report.refused]
     unfused = find_unfused(model, names, refused)
-    return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, model.graph.num_nodes()))
+    nodes = model.graph.num_nodes()
+    return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, nodes, removed))
+
+
+def remove_batch_norms(
+    model: ir.Model, which: Selection | None, keep_affine: bool, roles: Roles | None, reports: list[PassReport]
+) -> tuple[Removed, ...]:
+    if which is None:
+        if keep_affine:
+            raise BnfuseError("keep-affine is about removed BatchNorms: say with remove which they are")
+        return ()
+    chosen = select(model, which)
+    names = {norm.node for norm in chosen}
+    make = functools.partial(RemoveBatchNorm, names, roles or roles_of(model), keep_affine=keep_affine)
+    reports.append(run_pass(model, "remove", make, reports))
+    return tuple(Removed(norm.index, norm.node, keep_affine) for norm in chosen)
 
 
 def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[PassReport]) -> PassReport:

@@ -172,6 +172,21 @@ def rewrite(
             show_default=False,
         ),
     ] = None,
+    remove: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="BatchNorms to take out: 1,4-7, all, all-except:5,8, paper, or globs of node names.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_affine: Annotated[
+        bool, typer.Option("--keep-affine", help="Keep scale and bias of those that are taken out.")
+    ] = False,
+    decay: Annotated[
+        float | None,
+        typer.Option(metavar="A", help="Weight of a batch in the running statistics, in (0, 1].", show_default=False),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.", show_default=False)
     ] = None,
@@ -185,11 +200,20 @@ def rewrite(
     \b
     bnfuse rewrite train.onnx -o fused.onnx
     bnfuse rewrite train.onnx -o fused.onnx --level bnff --report report.json
+    bnfuse rewrite train.onnx -o fused.onnx --remove all-except:5,7 --keep-affine --decay 0.05
     """
     from bnfuse import api
 
     roles = opening(checkpoint, data_input, labels_input)
-    rewritten = api.rewrite(model, level=level.value, pool_first=pool_first, **roles)
+    rewritten = api.rewrite(
+        model,
+        level=level.value,
+        pool_first=pool_first,
+        remove=remove,
+        keep_affine=keep_affine,
+        decay=decay,
+        **roles,
+    )
     api.save(rewritten.model, output)
     found = rewritten.report.to_json()
     if report:
@@ -207,6 +231,9 @@ def report_sections(report: dict[str, Any]) -> list[Section]:
     unfused = {entry["node"] for entry in report["unfused"]}
     title = f"{count(report['batch_norms'], 'BatchNorm')}, {len(unfused)} unfused"
     sections = [Section.table(title, ("pass", "changed"), passes)]
+    if report["removed"]:
+        gone = [(number(e["index"]), e["node"], "stays" if e["kept_affine"] else "") for e in report["removed"]]
+        sections.append(Section.table("Removed", ("number", "BatchNorm", "scale and bias"), gone))
     if report["unfused"]:
         rows = [(entry["node"], entry["half"], entry["reason"]) for entry in report["unfused"]]
         sections.append(Section.table("Unfused", ("BatchNorm", "half", "reason"), rows))
