@@ -5,7 +5,7 @@ or what `rewrite` returned.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +62,34 @@ def require_gpu(target: str | None, precision: str | None) -> None:
     open_driver().check_architecture(machine.mcpu)
 
 
-def rewrite(source: Source, level: str = "icf", *, pool_first: bool | None = None, **roles: Any) -> Rewritten:
+def rewrite(
+    source: Source,
+    level: str = "icf",
+    *,
+    pool_first: bool | None = None,
+    remove: str | Iterable[int] | None = None,
+    keep_affine: bool = False,
+    decay: float | None = None,
+    **roles: Any,
+) -> Rewritten:
     """The graph after the passes of `level`, and the report of what they did and why they did not do more.
 
-    `pool_first` moves average pools in front of 1x1 convolutions; by default it does so at level icf.
+    `pool_first` moves average pools in front of 1x1 convolutions; by default it does so at level icf. `remove` takes
+    BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper" (bnfuse/placements.py);
+    with `keep_affine` their scale and bias stay. `decay` is the weight that a batch has in the running statistics.
     """
     from bnfuse import passes
 
-    return passes.rewrite(open_graph(source, **roles).model, level=level, pool_first=pool_first)
+    graph = open_graph(source, **roles)
+    return passes.rewrite(
+        graph.model,
+        level=level,
+        pool_first=pool_first,
+        remove=remove,
+        keep_affine=keep_affine,
+        decay=decay,
+        roles=graph.roles,
+    )
 
 
 def diff(before: Source, after: Source, **roles: Any) -> Diff:
