@@ -35,6 +35,7 @@ class MapType:
     stride: int
     dtype: str = "float32"  # as stored
     align: int = 0  # on a GPU: offset, stride and c are multiples of this power of two (at most 8)
+    whole: int = 0  # where the images are some of those in a buffer: the elements of all of it
 
     @property
     def pixels(self) -> int:
@@ -43,7 +44,12 @@ class MapType:
     @property
     def elements(self) -> int:
         """Elements of the whole buffer."""
-        return self.pixels * self.stride
+        return self.whole or self.pixels * self.stride
+
+    def __repr__(self) -> str:
+        """All fields by name; `whole` where it says something."""
+        names = [f.name for f in dataclasses.fields(self) if f.name != "whole" or self.whole]
+        return f"MapType({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 @dataclasses.dataclass(frozen=True)

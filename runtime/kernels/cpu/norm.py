@@ -46,7 +46,7 @@ def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel
     """
     assert sweeps in (1, 2), sweeps
     problem = NormProblem("BatchNormStatistics", (("x", x),), (("sweeps", sweeps),))
-    return _map_kernel(problem, target, x.c, _emit_moments(x, target) if sweeps == 1 else _emit_two_sweeps(x, target))
+    return map_sweep(problem, target, x.c, _emit_moments(x, target) if sweeps == 1 else _emit_two_sweeps(x, target))
 
 
 def _emit_moments(x: MapType, target: Target) -> Callable[[Args], None]:
@@ -106,10 +106,10 @@ def batch_norm_grad_reduce(dz: MapType, x: MapType, target: Target) -> Kernel:
 
         sweep(x.pixels, x.c, target, visit, [dbeta, dgamma])
 
-    return _map_kernel(NormProblem("BatchNormGradReduce", (("dz", dz), ("x", x))), target, x.c, emit)
+    return map_sweep(NormProblem("BatchNormGradReduce", (("dz", dz), ("x", x))), target, x.c, emit)
 
 
-def _map_kernel(problem: NormProblem, target: Target, channels: int, emit: Callable[[Args], None]) -> Kernel:
+def map_sweep(problem: NormProblem, target: Target, channels: int, emit: Callable[[Args], None]) -> Kernel:
     op, maps = PLAIN_OPS[problem.op], dict(problem.maps)
     params = tuple(
         Param(

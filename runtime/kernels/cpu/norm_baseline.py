@@ -1,0 +1,190 @@
+"""The other cheap statistics of papers/001 (section 2): L1BN by mean absolute deviation, RBN by range.
+
+Each reads the map twice: its mean or its extremes first, then what is counted against them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.cpu.norm import NormProblem, map_sweep
+from bnfuse.runtime.kernels.cpu.steps import Expr
+from bnfuse.runtime.kernels.cpu.sweep import Args, Sum, Tile, Vector, f64, sweep, to_f32, vectors
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
+
+
+def l1_statistics(x: MapType, target: Target) -> Kernel:
+    """x -> mean, variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean), [c] float32.
+
+    The signs are those that `l1_grad_input` finds with the mean as float32. What that rounds away, r, is made good:
+    sum |x - mean - r| = sum |x - mean| - r * sum sign(x - mean), but for what lies within r of the mean.
+    """
+
+    def emit(args: Args) -> None:
+        count = float(x.pixels)
+        rounded, sign_sums = tir.workspace(x.c, "float64"), tir.workspace(x.c, "float64")
+
+        def mean(channel: Expr, value: Expr) -> None:
+            T.buffer_store(args["mean"], to_f32(value / f64(count)), [channel])
+            T.buffer_store(rounded, value / f64(count) - f64(args["mean"][channel]), [channel])
+
+        def sign_mean(channel: Expr, value: Expr) -> None:
+            T.buffer_store(sign_sums, value, [channel])
+            T.buffer_store(args["sign_mean"], to_f32(value / f64(count)), [channel])
+
+        def variance(channel: Expr, value: Expr) -> None:
+            exact = (value - rounded[channel] * sign_sums[channel]) / f64(count)
+            T.buffer_store(args["variance"], to_f32(exact * exact * f64(math.pi / 2)), [channel])
+
+        total, signs, deviations = Sum(mean), Sum(sign_mean), Sum(variance)
+
+        def add(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            with vector.each() as j:
+                total.add(vector.base + j, args.read("x", pixel, vector.base + j))
+
+        def compare(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            with vector.each() as j:
+                d = args.read("x", pixel, vector.base + j) - args["mean"][vector.base + j]
+                deviations.add(vector.base + j, tirx.Max(d, steps.f32(0.0) - d))
+                signs.add(vector.base + j, _sign(d))
+
+        sweep(x.pixels, x.c, target, add, [total])
+        sweep(x.pixels, x.c, target, compare, [signs, deviations])
+
+    return map_sweep(NormProblem("L1Statistics", (("x", x),)), target, x.c, emit)
+
+
+def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
+    """dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
+
+    def emit(args: Args) -> None:
+        def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            with vector.each() as j:
+                channel = vector.base + j
+                sign = _sign(args.read("x", pixel, channel) - args["mean"][channel])
+                rest = steps.fma(args["q"][channel], sign, args["w"][channel])
+                args.write("dx", pixel, channel, steps.fma(args["p"][channel], args.read("dz", pixel, channel), rest))
+
+        sweep(x.pixels, x.c, target, visit)
+
+    return map_sweep(NormProblem("L1GradInput", (("dz", dz), ("x", x), ("dx", dx))), target, x.c, emit)
+
+
+def _sign(d: Expr) -> Expr:
+    """-1, 0 or 1."""
+    zero, one, minus = steps.f32(0.0), steps.f32(1.0), steps.f32(-1.0)
+    return tirx.Select(d > zero, one, tirx.Select(d < zero, minus, zero))
+
+
+def range_factor(count: int) -> float:
+    """c of RBN: the standard deviation of `count` normal numbers is about their range times this."""
+    return 0.0 if count < 2 else 1 / (2 * math.sqrt(2 * math.log(count)))
+
+
+def range_statistics(x: MapType, target: Target) -> Kernel:
+    """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
+
+    def emit(args: Args) -> None:
+        total = Sum(lambda c, value: T.buffer_store(args["mean"], to_f32(value / f64(float(x.pixels))), [c]))
+        extremes = Extremes(args)
+
+        def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            with vector.each() as j:
+                total.add(vector.base + j, args.read("x", pixel, vector.base + j))
+                extremes.add(vector.base + j, args.read("x", pixel, vector.base + j))
+
+        sweep(x.pixels, x.c, target, visit, [total, extremes])
+        factor = steps.f32(range_factor(x.pixels))
+        for vector in vectors(x.c, target.lanes):
+            with vector.each() as j:
+                c = vector.base + j
+                width = (args["high"][c] - args["low"][c]) * factor
+                T.buffer_store(args["variance"], width * width, [c])
+
+    return map_sweep(NormProblem("RangeStatistics", (("x", x),)), target, x.c, emit)
+
+
+class Extremes:
+    """A reduction of kernels/cpu/sweep.py: least and greatest value of a channel, and how often each was met.
+
+    A value beyond the extreme so far begins a new count. Counts are int32, results float32.
+    """
+
+    def __init__(self, args: Args) -> None:
+        self.args = args
+
+    def before_threads(self, shares: Sequence[int], channels: int, lanes: int) -> None:
+        self.shares, self.channels, self.lanes = shares, channels, lanes
+        size = len(shares) * channels
+        self.values = {name: tir.workspace(size) for name in ("low", "high")}
+        self.counts = {name: tir.workspace(size, "int32") for name in ("low", "high")}
+
+    def begin_thread(self, thread: Expr) -> None:
+        self.base = thread * self.channels
+        for vector in vectors(self.channels, self.lanes):
+            for name, start in (("low", math.inf), ("high", -math.inf)):
+                with vector.each() as j:
+                    at = self.base + vector.base + j
+                    T.buffer_store(self.values[name], steps.f32(start), [at])
+                    T.buffer_store(self.counts[name], tirx.const(0, "int32"), [at])
+
+    def begin_tile(self) -> None:
+        pass
+
+    def add(self, channel: Expr, value: Expr) -> None:
+        at = self.base + channel
+        for name in ("low", "high"):
+            held, count = self.values[name][at], self.counts[name][at]
+            is_beyond = value < held if name == "low" else value > held
+            again = tirx.Select(value == held, count + 1, count)
+            T.buffer_store(self.counts[name], tirx.Select(is_beyond, tirx.const(1, "int32"), again), [at])
+            T.buffer_store(self.values[name], _extreme(name, value, held), [at])
+
+    def end_tile(self, tile: Tile) -> None:
+        pass
+
+    def after_threads(self) -> None:
+        for vector in vectors(self.channels, self.lanes):
+            with vector.each() as j:
+                for name in ("low", "high"):
+                    self._join(name, vector.base + j)
+
+    def _join(self, name: str, channel: Expr) -> None:
+        places = [t * self.channels + channel for t, count in enumerate(self.shares) if count]
+        extreme: Any = self.values[name][places[0]]
+        for at in places[1:]:
+            extreme = _extreme(name, extreme, self.values[name][at])
+        T.buffer_store(self.args[name], extreme, [channel])
+        zero = tirx.const(0, "int32")
+        total: Any = zero
+        for at in places:
+            total = total + tirx.Select(self.values[name][at] == self.args[name][channel], self.counts[name][at], zero)
+        T.buffer_store(self.args[f"{name}_count"], tirx.Cast("float32", total), [channel])
+
+
+def _extreme(name: str, a: Expr, b: Expr) -> Expr:
+    return tirx.Min(a, b) if name == "low" else tirx.Max(a, b)
+
+
+def range_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
+    """dz, x, low, high, p, q_low, q_high, w -> dx = p*dz + w, plus q_low where x = low, plus q_high where x = high."""
+
+    def emit(args: Args) -> None:
+        def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            with vector.each() as j:
+                channel = vector.base + j
+                value, rest = args.read("x", pixel, channel), args["w"][channel]
+                for name in ("low", "high"):
+                    at = tirx.Select(value == args[name][channel], args[f"q_{name}"][channel], steps.f32(0.0))
+                    rest = rest + at
+                args.write("dx", pixel, channel, steps.fma(args["p"][channel], args.read("dz", pixel, channel), rest))
+
+        sweep(x.pixels, x.c, target, visit)
+
+    return map_sweep(NormProblem("RangeGradInput", (("dz", dz), ("x", x), ("dx", dx))), target, x.c, emit)
