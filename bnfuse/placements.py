@@ -67,7 +67,7 @@ def select(model: ir.Model, which: Selection) -> tuple[BatchNorm, ...]:
     norms = batch_norm_list(model)
     if not norms:
         raise BnfuseError(
-            "there is no BatchNorm to remove: give the graph that `bnfuse build` wrote, not a rewritten one"
+            "there is no BatchNorm to remove: give the graph that `bnfuse build` wrote, not a rewrite of it"
         )
     chosen = _in_words(model, norms, which) if isinstance(which, str) else {_checked(i, norms) for i in which}
     return tuple(norm for norm in norms if norm.index in chosen)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 
 PAGES = {
+    "Removal": "remove",
+    "Moving averages": "decay",
     "Canonical form": "canonical",
     "Pool first": "pool_first",
     "RCF and the forward half of BNFF": "fuse_map",

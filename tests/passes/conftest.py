@@ -167,3 +167,15 @@ def ops() -> Callable[[Rewritten], list[str]]:
         r"BatchNorm(Finalize|GradTerms\w*|GradFinalize)|Gemm|Shape|Reshape|Flatten|ReduceSum|Identity|Softmax.*"
     )
     return lambda result: sorted(n.op_type for n in result.model.graph if not quiet.fullmatch(n.op_type))
+
+
+@pytest.fixture
+def network() -> Callable[..., onnx.ModelProto]:
+    """The forward model of a network given as text."""
+    return forward_model
+
+
+@pytest.fixture
+def onnxruntime() -> Callable[..., Feeds]:
+    """All outputs of a training graph of these networks through onnxruntime, for one batch."""
+    return lambda model, **more: run(model, {**feeds_for(model), **more})
