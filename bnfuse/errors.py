@@ -1,10 +1,14 @@
-"""The one exception that reaches a user, as one line."""
+"""The exceptions that reach a user, as one line."""
 
 from __future__ import annotations
 
 
 class BnfuseError(Exception):
     """Bad use or bad input. The message names the file (where known), the node and its op, and says what to do."""
+
+
+class DivergedError(BnfuseError):
+    """A training whose loss or parameters are no numbers any more: an outcome where trainings are compared."""
 
 
 def first_line(error: BaseException) -> str:
