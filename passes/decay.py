@@ -10,13 +10,22 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError
+from bnfuse.passes.rewriting import FusionResult
 
 AVERAGING = ("BatchNormInternal", "BatchNormFinalize", "LocalFinalize")
 
 
-def set_decay(model: ir.Model, alpha: float) -> None:
-    if not 0 < alpha <= 1:
-        raise BnfuseError(f"decay {alpha:g} must be above 0 and at most 1: it is the weight of a batch, 0.1 as a rule")
-    for node in model.graph:
-        if node.op_type in AVERAGING:
-            node.attributes["momentum"] = ir.AttrFloat32("momentum", 1 - alpha)
+class SetDecay(ir.passes.InPlacePass):
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        if not 0 < alpha <= 1:
+            raise BnfuseError(
+                f"decay {alpha:g} is the weight of a batch: give a number above 0 and at most 1, such as 0.1"
+            )
+        self.alpha = alpha
+
+    def call(self, model: ir.Model) -> FusionResult:
+        nodes = [node for node in model.graph if node.op_type in AVERAGING]
+        for node in nodes:
+            node.attributes["momentum"] = ir.AttrFloat32("momentum", 1 - self.alpha)
+        return FusionResult(model, bool(nodes), tuple(node.name or node.op_type for node in nodes))

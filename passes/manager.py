@@ -28,7 +28,7 @@ from bnfuse.passes.canonical import Canonicalize
 from bnfuse.passes.concat_gradient import ConcatGradient
 from bnfuse.passes.concat_sink import ConcatSink
 from bnfuse.passes.concat_statistics import ConcatStatistics
-from bnfuse.passes.decay import set_decay
+from bnfuse.passes.decay import SetDecay
 from bnfuse.passes.drop_bias import DropBias
 from bnfuse.passes.fuse_batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fuse_gradient_sum import GradientSumFusion
@@ -166,7 +166,7 @@ def rewrite(
     before = model.graph.num_nodes()
     reports: list[PassReport] = []
     if decay is not None:
-        set_decay(model, decay)
+        reports.append(run_pass(model, "decay", functools.partial(SetDecay, decay), reports))
     removed = remove_batch_norms(model, remove, keep_affine, roles, reports)
     for stage in stages:
         for again in range(ROUNDS):

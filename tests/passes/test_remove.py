@@ -278,7 +278,7 @@ def test_decay_is_the_weight_of_a_batch(training, onnxruntime):
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.5, float("nan")])
 def test_decay_out_of_range(value, training):
-    with pytest.raises(BnfuseError, match="must be above 0 and at most 1"):
+    with pytest.raises(BnfuseError, match="give a number above 0 and at most 1"):
         rewrite(training(CHAIN), decay=value)
 
 
