@@ -19,7 +19,19 @@ from typing import TYPE_CHECKING, Any
 from bnfuse.errors import BnfuseError
 
 if TYPE_CHECKING:
-    from bnfuse.api import bench, compile, diff, inspect, load, open_step, rewrite, save, train, verify
+    from bnfuse.api import (
+        bench,
+        compile,
+        diff,
+        export_inference,
+        inspect,
+        load,
+        open_step,
+        rewrite,
+        save,
+        train,
+        verify,
+    )
     from bnfuse.build import build_training_graph
     from bnfuse.roles import Roles
     from bnfuse.runtime.optim import SGD, AdamW
@@ -28,7 +40,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     **dict.fromkeys(
-        ("bench", "compile", "diff", "inspect", "load", "open_step", "rewrite", "save", "train", "verify"), "bnfuse.api"
+        (
+            "bench",
+            "compile",
+            "diff",
+            "export_inference",
+            "inspect",
+            "load",
+            "open_step",
+            "rewrite",
+            "save",
+            "train",
+            "verify",
+        ),
+        "bnfuse.api",
     ),
     "build_training_graph": "bnfuse.build",
     "Roles": "bnfuse.roles",
@@ -46,6 +71,7 @@ __all__ = [
     "build_training_graph",
     "compile",
     "diff",
+    "export_inference",
     "inspect",
     "load",
     "open_step",

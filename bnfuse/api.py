@@ -27,6 +27,7 @@ __all__ = [
     "bench",
     "compile",
     "diff",
+    "export_inference",
     "inspect",
     "load",
     "open_step",
@@ -261,20 +262,60 @@ def train(
     epochs: int = 10,
     optimizer: Optimizer | None = None,
     target: str = "cpu",
+    schedule: str = "cosine",
+    warm_up: float = 0.0,
+    augment: str = "none",
+    eval_every: int = 1,
+    patience: int | None = None,
     save_to: str | Path | None = None,
-    resume: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: str | Path | bool | None = None,
+    metrics: str | Path | None = None,
+    log_every: int | None = None,
+    plot: str | Path | None = None,
+    export: str | Path | None = None,
     seed: int = 0,
     threads: int | None = None,
     precision: str | None = None,
     progress: Progress = quiet,
     **roles: Any,
 ) -> History:
-    """Trains on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluates after each epoch."""
-    from bnfuse.runtime.optim import SGD
-    from bnfuse.training import data_for, train_step
+    """Trains on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluates after each epoch.
 
-    if save_to is not None:
-        require_writable(save_to)
+    schedule, warm_up   cosine, constant, step:30,60,80@0.1 or poly:2, behind so many epochs of linear climb
+    augment             none, flip, pad-crop:4, or flip,pad-crop:4
+    eval_every          epochs between evaluations; `patience`: stop after so many without a gain
+    save_to             a folder for last.safetensors and best.safetensors, `checkpoint_every` steps and every epoch; or
+                        a file NAME.safetensors for the state after each epoch
+    resume              a folder: its run goes on, bit by bit; "auto": that of `save_to` if it holds one, else a new one
+                        begins; a file: a new run begins with its state
+    metrics, log_every  a file of JSON lines: one an epoch, and one every so many steps
+    plot, export        files for the curves and for the trained network as a standard ONNX model for inference
+
+    docs/training.md
+    """
+    from bnfuse.data import Dataset
+    from bnfuse.runtime.optim import SGD
+    from bnfuse.training import Options, raw_data_for, train_step
+
+    asked: dict[str, Any] = {
+        "epochs": epochs,
+        "seed": seed,
+        "schedule": schedule,
+        "warm_up": warm_up,
+        "augment": augment,
+        "eval_every": eval_every,
+        "checkpoint_every": checkpoint_every,
+        "save_to": save_to,
+        "resume": resume,
+        "metrics": metrics,
+        "log_every": log_every,
+        "plot": plot,
+        "patience": patience,
+    }
+    Options(**asked).check()
+    if export is not None:
+        require_writable(export)
     require_gpu(target, precision)
     progress(f"preparing {source}")
     step = compile(
@@ -286,11 +327,37 @@ def train(
         precision=precision,
         **roles,
     )
-    if resume is not None:
-        step.load(resume)
     where = f"GPU {step.target.mcpu}" if step.target.kind == "cuda" else f"{step.target.threads} threads"
     progress(f"{step.report.kernels} kernels, {where}")
-    return train_step(step, data_for(step, data), epochs=epochs, seed=seed, save_to=save_to, progress=progress)
+    given = isinstance(data, Dataset)
+    found = data if given else raw_data_for(step, data)
+    history = train_step(step, found, progress=progress, normalise=not given, **asked)
+    if export is not None:
+        mean, std = (None, None) if given else (found.mean, found.std)
+        export_inference(step, export, mean=mean, std=std, classes=found.class_names)
+    return history
+
+
+def export_inference(
+    source: Source | Step,
+    path: str | Path,
+    *,
+    state: Any = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    classes: Sequence[str] = (),
+    **roles: Any,
+) -> None:
+    """Writes the trained network as a model for inference that any ONNX runtime runs: standard operators only.
+
+    `source` is a step, with its state, or a training graph of any level, with its initial values; `state` (a dict of
+    arrays by name, or a checkpoint's file) overrules both. BatchNormalization has the running statistics, Dropout is
+    gone, the batch is `N` where shapes allow. `mean`, `std` and `classes` go into the metadata: what images must be
+    normalised by, and the names of the classes. docs/training.md
+    """
+    from bnfuse.export_inference import export_model
+
+    export_model(source, path, state=state, mean=mean, std=std, classes=classes, **roles)
 
 
 def bench(

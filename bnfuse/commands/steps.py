@@ -1,13 +1,21 @@
-"""Commands on compiled steps: compile, run, train, bench, demo."""
+"""Commands on compiled steps: compile, run, bench, demo."""
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bnfuse.commands.optimizers import (
+    LearningRate,
+    Momentum,
+    Nesterov,
+    NoDecay,
+    OptimizerName,
+    OptimizerOption,
+    WeightDecay,
+)
 from bnfuse.commands.options import (
     Checkpoint,
     DataInput,
@@ -27,26 +35,6 @@ from bnfuse.io import require_writable
 from bnfuse.text import Section, number, scaled
 
 Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
-
-
-class OptimizerName(str, enum.Enum):
-    sgd = "sgd"
-    adamw = "adamw"
-
-
-OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="The optimiser in the step.")]
-LearningRate = Annotated[float, typer.Option(min=0, help="Learning rate.")]
-Momentum = Annotated[float, typer.Option(min=0, help="Momentum (sgd).")]
-Nesterov = Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum (sgd).")]
-WeightDecay = Annotated[float, typer.Option(min=0, help="Weight decay, of all parameters.")]
-NoDecay = Annotated[
-    list[str] | None,
-    typer.Option(metavar="GLOB", help="Parameters that weight decay leaves alone.", show_default=False),
-]
-Data = Annotated[
-    str,
-    typer.Option("--data", metavar="NAME|DIR|FILE.npz", help="digits, fashion-mnist, a folder of images, or arrays."),
-]
 
 
 def compile(
@@ -174,57 +162,6 @@ def run(
         typer.echo(f"wrote {save}")
 
 
-def train(
-    model: Model,
-    data: Data,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 10,
-    target: Target = "cpu",
-    precision: Precision = None,
-    optimizer: OptimizerOption = OptimizerName.sgd,
-    lr: LearningRate = 0.1,
-    momentum: Momentum = 0.9,
-    nesterov: Nesterov = False,
-    weight_decay: WeightDecay = 0.0,
-    no_decay: NoDecay = None,
-    save: Annotated[
-        Path | None,
-        typer.Option(metavar="CKPT.safetensors", help="Write the state after each epoch.", show_default=False),
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="CKPT.safetensors", help="Start from this state.", show_default=False)
-    ] = None,
-    seed: Seed = 0,
-    threads: Threads = None,
-    json: Json = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
-) -> None:
-    """Train on a data set, with the accuracy on held-out images after each epoch.
-
-    \b
-    bnfuse train fused.onnx --data digits --epochs 5 --lr 0.05
-    bnfuse train fused.onnx --data fashion-mnist --save state.safetensors
-    """
-    from bnfuse import api
-
-    history = api.train(
-        model,
-        data,
-        epochs=epochs,
-        target=target,
-        precision=precision,
-        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
-        save_to=save,
-        resume=resume,
-        seed=seed,
-        threads=threads,
-        progress=Progress(),
-        **opening(checkpoint, data_input, labels_input),
-    )
-    show_json(history.to_json()) if json else show(history.sections())
-
-
 def bench(
     model: Model,
     level: Annotated[
@@ -337,4 +274,4 @@ def show_apart(sections: list[Section]) -> None:
     say("")
 
 
-COMMANDS: tuple[Any, ...] = (compile, run, train, bench, demo)
+COMMANDS: tuple[Any, ...] = (compile, run, bench, demo)

@@ -1,0 +1,28 @@
+"""Options of commands that train: the optimiser's, and the data."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+
+class OptimizerName(str, enum.Enum):
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="The optimiser in the step.")]
+LearningRate = Annotated[float, typer.Option(min=0, help="Learning rate.")]
+Momentum = Annotated[float, typer.Option(min=0, help="Momentum (sgd).")]
+Nesterov = Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum (sgd).")]
+WeightDecay = Annotated[float, typer.Option(min=0, help="Weight decay, of all parameters.")]
+NoDecay = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Parameters that weight decay leaves alone.", show_default=False),
+]
+Data = Annotated[
+    str,
+    typer.Option("--data", metavar="NAME|DIR|FILE.npz", help="digits, fashion-mnist, a folder of images, or arrays."),
+]

@@ -1,0 +1,146 @@
+"""The command that trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnfuse.commands.optimizers import (
+    Data,
+    LearningRate,
+    Momentum,
+    Nesterov,
+    NoDecay,
+    OptimizerName,
+    OptimizerOption,
+    WeightDecay,
+)
+from bnfuse.commands.options import (
+    Checkpoint,
+    DataInput,
+    Json,
+    LabelsInput,
+    Model,
+    Precision,
+    Seed,
+    Target,
+    Threads,
+    opening,
+)
+from bnfuse.commands.output import Progress, show, show_json
+
+
+def train(
+    model: Model,
+    data: Data,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 10,
+    target: Target = "cpu",
+    precision: Precision = None,
+    optimizer: OptimizerOption = OptimizerName.sgd,
+    lr: LearningRate = 0.1,
+    momentum: Momentum = 0.9,
+    nesterov: Nesterov = False,
+    weight_decay: WeightDecay = 0.0,
+    no_decay: NoDecay = None,
+    schedule: Annotated[
+        str,
+        typer.Option(metavar="S", help="Learning rates: cosine, constant, step:30,60,80[@0.1], poly[:power]."),
+    ] = "cosine",
+    warm_up: Annotated[
+        float, typer.Option(min=0, metavar="EPOCHS", help="The rate climbs linearly, step by step, for so long.")
+    ] = 0.0,
+    augment: Annotated[
+        str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")
+    ] = "none",
+    eval_every: Annotated[int, typer.Option(min=1, metavar="EPOCHS", help="Evaluate every so many epochs.")] = 1,
+    patience: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Stop after N evaluations without a gain.", show_default=False),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|CKPT.safetensors",
+            help="A folder for the last and the best checkpoint, or a file for the state after each epoch.",
+            show_default=False,
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Checkpoints within epochs too (--save DIR).", show_default=False),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|DIR|CKPT.safetensors",
+            help="auto: go on with the run in the folder of --save, if there is one. DIR: go on with that run. "
+            "A file: begin a run with that state.",
+            show_default=False,
+        ),
+    ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Write a JSON line for each epoch.", show_default=False),
+    ] = None,
+    log_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Lines of metrics every so many steps too.", show_default=False),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png|svg", help="Write the curves as a picture.", show_default=False),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL.onnx", help="Write the trained network for inference.", show_default=False),
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json: Json = False,
+    checkpoint: Checkpoint = None,
+    data_input: DataInput = None,
+    labels_input: LabelsInput = None,
+) -> None:
+    """Train on a data set, with the accuracy on held-out images after each epoch.
+
+    A folder of --save gets last.safetensors and best.safetensors, each whole at any time; --resume auto goes on from
+    the last, bit by bit as if nothing had happened. A loss of nan ends the run with the name of the layer behind it.
+
+    \b
+    bnfuse train fused.onnx --data digits --epochs 5 --lr 0.05
+    bnfuse train fused.onnx --data fashion-mnist --augment flip,pad-crop --save run/ --resume auto
+    bnfuse train fused.onnx --data photos/ --epochs 90 --schedule step:30,60,80 --warm-up 5 --weight-decay 1e-4
+    bnfuse train fused.onnx --data digits --metrics run.jsonl --log-every 10 --plot run.png --export model.onnx
+    """
+    from bnfuse import api
+
+    history: Any = api.train(
+        model,
+        data,
+        epochs=epochs,
+        target=target,
+        precision=precision,
+        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
+        schedule=schedule,
+        warm_up=warm_up,
+        augment=augment,
+        eval_every=eval_every,
+        patience=patience,
+        save_to=save,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        metrics=metrics,
+        log_every=log_every,
+        plot=plot,
+        export=export,
+        seed=seed,
+        threads=threads,
+        progress=Progress(),
+        **opening(checkpoint, data_input, labels_input),
+    )
+    show_json(history.to_json()) if json else show(history.sections())
+
+
+COMMANDS: tuple[Any, ...] = (train,)

@@ -1,0 +1,44 @@
+"""The training loop: shuffle, augment, step, evaluate, remember (docs/training.md).
+
+    history = train_step(step, data_for(step, "digits"), epochs=10)
+    history = train_step(step, data, epochs=90, schedule="step:30,60", augment="flip", save_to="run/", resume="auto")
+
+The batch is the graph's; images that do not fill the last batch of an epoch wait for the next shuffle. Evaluation
+counts every held-out image once. Everything drawn follows from the seed and the place in the run, so that a run which
+is resumed from a checkpoint goes on bit by bit as it would have gone.
+
+A file for each idea: `loop` (the run), `options` (what can be asked of it), `loading` (batches, made ahead by a
+thread), `augment`, `schedules`, `feeding` (data of the step's size, evaluation), `checkpoints`, `metrics`, `nonfinite`
+(which tensor a loss of nan comes from), `history`, `plotting`.
+"""
+
+from .augment import Augment, parse_augment
+from .feeding import batch_of, data_for, evaluate_step, image_shape, random_feeds, raw_data_for, run_steps
+from .history import Epoch, History, Progress
+from .loading import Batch, Loader, prefetched
+from .loop import train_step
+from .options import Options
+from .schedules import Schedule, cosine, parse_schedule
+
+__all__ = [
+    "Augment",
+    "Batch",
+    "Epoch",
+    "History",
+    "Loader",
+    "Options",
+    "Progress",
+    "Schedule",
+    "batch_of",
+    "cosine",
+    "data_for",
+    "evaluate_step",
+    "image_shape",
+    "parse_augment",
+    "parse_schedule",
+    "prefetched",
+    "random_feeds",
+    "raw_data_for",
+    "run_steps",
+    "train_step",
+]

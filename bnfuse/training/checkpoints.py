@@ -1,0 +1,164 @@
+"""Checkpoints of a run: last.safetensors and best.safetensors in a folder of its own.
+
+Each holds the step's state with the optimiser's moments, as `step.save` writes them, and in the metadata where the run
+stands: epochs and steps done, the sum of the losses of the epoch begun, the history, and the settings that must be the
+same for the run to go on. A checkpoint takes its name when it is whole on the disk. One run at a time has the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+
+from bnfuse.data import Dataset
+from bnfuse.errors import BnfuseError
+from bnfuse.training.history import Epoch, epoch_from
+
+if TYPE_CHECKING:
+    from bnfuse.runtime import Step
+
+KEY = "bnfuse.training"
+VERSION = 1
+LAST, BEST, LOCK = "last.safetensors", "best.safetensors", ".lock"
+HASHED = ("model", "data")  # settings that are digests: of no use to people
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run stands: behind `step` steps of the epoch that follows `epoch` whole ones."""
+
+    epoch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0  # over these steps
+    seconds: float = 0.0  # that they took
+    history: tuple[Epoch, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    position: Position
+    settings: dict[str, Any]
+    machine: str
+    loss_scale: float
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Saved:
+        """Raises ValueError where the text is something else."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("version") != VERSION:
+                raise ValueError("it is of another version of bnfuse")
+            position = fields.pop("position")
+            history = tuple(epoch_from(epoch) for epoch in position.pop("history"))
+            whole = {name: int(position.pop(name)) for name in ("epoch", "step")}
+            if min(whole.values()) < 0 or len(history) != whole["epoch"]:
+                raise ValueError("its place in the run is none")
+            return cls(Position(**whole, **position, history=history), **fields)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__} {error}") from None
+
+
+class Folder:
+    """The folder of one run. A context: it is locked within, and left-overs of a run that was killed are gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.last, self.best = path, path / LAST, path / BEST
+
+    def __enter__(self) -> Folder:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+        except OSError as error:
+            raise BnfuseError(f"{self.path}: no folder to write to: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise BnfuseError(f"{self.path}: another run is writing there: name another folder") from None
+        for name in (LAST, BEST):
+            remove_leftovers(self.path, name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def write(self, step: Step, saved: Saved, *, best: bool = False) -> None:
+        step.save(self.best if best else self.last, {KEY: saved.to_json()})
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """What writing the file `name` left when it was killed."""
+    for path in folder.glob(f".{name}.*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a place for checkpoints means a folder: it is one, or it is not there and has no ending of a file."""
+    path = Path(path)
+    return path.is_dir() or (not path.exists() and path.suffix != ".safetensors")
+
+
+def has_run(folder: Path) -> bool:
+    return (folder / LAST).exists()
+
+
+def read_saved(path: Path) -> Saved:
+    """Where the run of a checkpoint stands."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            text = (file.metadata() or {}).get(KEY)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise BnfuseError(f"{path}: no checkpoint in safetensors form ({str(error).splitlines()[0]})") from None
+    if text is None:
+        raise BnfuseError(f"{path}: holds a state but no run: pass the file itself to --resume to start from it")
+    try:
+        return Saved.from_json(text)
+    except ValueError as error:
+        raise BnfuseError(f"{path}: its {KEY} metadata is damaged ({error}): start anew in another folder") from None
+
+
+def restore(step: Step, path: Path, settings: dict[str, Any], machine: str) -> tuple[Position, str | None]:
+    """Put the step where the run of a checkpoint stands. Gives that place, and a note where bits may differ."""
+    saved = read_saved(path)
+    for name in sorted({*settings, *saved.settings}):
+        now, then = settings.get(name), saved.settings.get(name)
+        if now != then:
+            what = f"another {name}" if name in HASHED else f"{name} {then}, not {now}"
+            raise BnfuseError(f"{path}: is a run with {what}: continue it as it began, or start anew in another folder")
+    step.load(path)
+    if step.target.precision == "fp16":
+        step.loss_scale = saved.loss_scale
+    differs = f"the run began on {saved.machine} and goes on with {machine}: the last bits may differ"
+    return saved.position, differs if saved.machine != machine else None
+
+
+def machine_of(step: Step) -> str:
+    """What decides the last bits of the results."""
+    threads = f", {step.target.threads} threads" if step.target.kind == "cpu" else ""
+    return f"{step.target.mcpu}{threads}"
+
+
+def digest_of_model(step: Step) -> str:
+    return hashlib.sha256(step.model).hexdigest()[:16]
+
+
+def digest_of_data(data: Dataset) -> str:
+    """Of all images and labels."""
+    found = hashlib.blake2b(digest_size=8)
+    for array in (data.train_x, data.train_y, data.test_x, data.test_y):
+        found.update(f"{array.dtype} {array.shape}".encode())
+        for start in range(0, len(array), 1024):
+            found.update(array[start : start + 1024].tobytes())
+    return found.hexdigest()

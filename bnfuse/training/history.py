@@ -1,0 +1,89 @@
+"""What a training run has to show: one line an epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bnfuse.text import Section, join
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    epoch: int
+    loss: float  # mean over the epoch's steps
+    accuracy: float | None  # on held-out images, by the running statistics; None in an epoch that was not evaluated
+    lr: float  # of the epoch's last step
+    seconds: float
+    images_per_second: float = 0.0  # of training alone
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    epochs: tuple[Epoch, ...]
+    images: int
+    held_out: int
+    stopped: str | None = None  # why the run ended before its last epoch
+
+    @property
+    def accuracy(self) -> float:
+        """Of the last evaluation."""
+        return next((e.accuracy for e in reversed(self.epochs) if e.accuracy is not None), 0.0)
+
+    @property
+    def best(self) -> Epoch | None:
+        """The epoch of the best evaluation, the first of them where several are equal."""
+        return best_of(self.epochs)
+
+    def to_json(self) -> dict[str, Any]:
+        best = self.best
+        return {
+            "images": self.images,
+            "held_out": self.held_out,
+            "accuracy": self.accuracy,
+            "best": None if best is None else {"epoch": best.epoch, "accuracy": best.accuracy},
+            "stopped": self.stopped,
+            "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
+        }
+
+    def sections(self) -> list[Section]:
+        rows = [
+            (e.epoch, f"{e.loss:.4f}", percent(e.accuracy), f"{e.lr:.3g}", f"{e.seconds:.1f} s") for e in self.epochs
+        ]
+        title = f"Trained on {self.images:,} images, {self.held_out:,} held out"
+        found = [Section.table(title, ("epoch", "loss", "accuracy", "lr", "time"), rows)]
+        return found if self.stopped is None else [*found, Section.lines("Stopped early", [self.stopped])]
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+
+def best_of(epochs: Sequence[Epoch]) -> Epoch | None:
+    evaluated = [epoch for epoch in epochs if epoch.accuracy is not None]
+    return max(evaluated, key=lambda epoch: epoch.accuracy or 0.0, default=None)
+
+
+def without_gain(epochs: Sequence[Epoch]) -> int:
+    """How many evaluations in a row, up to the last, were no better than the best before them."""
+    best = best_of(epochs)
+    return sum(e.accuracy is not None and best is not None and e.epoch > best.epoch for e in epochs)
+
+
+def percent(accuracy: float | None) -> str:
+    return "-" if accuracy is None else f"{100 * accuracy:.2f} %"
+
+
+def epoch_from(fields: Mapping[str, Any]) -> Epoch:
+    """What `dataclasses.asdict` made of an epoch. Raises TypeError or KeyError where it is something else."""
+    accuracy = fields["accuracy"]
+    return Epoch(
+        int(fields["epoch"]),
+        float(fields["loss"]),
+        None if accuracy is None else float(accuracy),
+        float(fields["lr"]),
+        float(fields["seconds"]),
+        float(fields["images_per_second"]),
+    )

@@ -1,0 +1,222 @@
+"""A training run: epochs of steps, and after each an evaluation and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnfuse.data import Dataset
+from bnfuse.training import checkpoints, nonfinite
+from bnfuse.training.augment import Augment
+from bnfuse.training.checkpoints import Folder, Position, Saved
+from bnfuse.training.feeding import batch_of, evaluate_data, fed_statistics
+from bnfuse.training.history import Epoch, History, Progress, best_of, percent, without_gain
+from bnfuse.training.loading import Batch, Loader, prefetched
+from bnfuse.training.metrics import Metrics
+from bnfuse.training.options import Options
+from bnfuse.training.schedules import Schedule
+
+if TYPE_CHECKING:
+    from bnfuse.runtime import Step
+
+REFRESH = 0.1  # seconds between two pictures of the bar
+
+
+def train_step(
+    step: Step,
+    data: Dataset,
+    *,
+    epochs: int,
+    seed: int = 0,
+    save_to: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda _: None,
+    schedule: str | Schedule = "cosine",
+    warm_up: float = 0.0,
+    augment: str | Augment | None = "none",
+    eval_every: int = 1,
+    checkpoint_every: int | None = None,
+    resume: str | os.PathLike[str] | bool | None = None,
+    metrics: str | os.PathLike[str] | None = None,
+    log_every: int | None = None,
+    plot: str | os.PathLike[str] | None = None,
+    patience: int | None = None,
+    normalise: bool = False,
+) -> History:
+    """Trains in place, from the step's own learning rate on. What the options mean: `Options`, docs/training.md.
+
+    `normalise` brings images to the data's mean and std as they are loaded; by default they are fed as they are.
+    """
+    options = Options(
+        epochs,
+        seed,
+        schedule,
+        warm_up,
+        augment,
+        eval_every,
+        checkpoint_every,
+        save_to,
+        resume,
+        metrics,
+        log_every,
+        plot,
+        patience,
+    )
+    options.check()
+    loader = Loader(data, batch_of(step), seed, options.changes, normalise)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(Folder(options.folder)) if options.folder is not None else None
+        run = Run(step, loader, options, progress, folder, step.lr)
+        try:
+            history = run.run()
+        finally:
+            step.lr = run.lr
+    if plot is not None:
+        from bnfuse.training.plotting import draw
+
+        draw(history, Path(plot), f"Training on {data.name}")
+    return history
+
+
+class Run:
+    """One call of `train_step`."""
+
+    def __init__(
+        self, step: Step, loader: Loader, options: Options, progress: Progress, folder: Folder | None, lr: float
+    ) -> None:
+        self.step, self.loader, self.options, self.progress = step, loader, options, progress
+        self.folder, self.lr, self.schedule = folder, lr, options.rates
+        self.machine = checkpoints.machine_of(step)
+        self.settings = self._settings() if folder is not None or options.continued is not None else {}
+        self.bar_drawn = 0.0
+
+    def run(self) -> History:
+        step, loader, options = self.step, self.loader, self.options
+        step.seed = options.seed & 0x7FFFFFFF
+        at = self._begin()
+        step_count = at.epoch * loader.steps + at.step
+        if step.program.roles.get("virtual"):
+            step.virtual_statistics = fed_statistics(loader.data, loader.normalise)  # type: ignore[attr-defined]
+        metrics = Metrics(Path(options.metrics) if options.metrics is not None else None, keep=step_count)
+        ahead = prefetched(loader.batches(at.epoch + 1, options.epochs, skip=at.step))
+        with metrics, ahead as batches:
+            while at.epoch < options.epochs and self._stopped(at) is None:
+                at = self._epoch(at, batches, metrics)
+        done = at.history
+        return History(done, len(loader.data.train_y), len(loader.data.test_y), self._stopped(at))
+
+    # -- beginning -----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Position:
+        """Where the run starts: at nothing, from a file's state, or where a checkpoint stands."""
+        options = self.options
+        source = options.continued
+        if options.automatic and options.folder is not None and checkpoints.has_run(options.folder):
+            source = options.folder
+        if source is not None:
+            at, note = checkpoints.restore(self.step, source / checkpoints.LAST, self.settings, self.machine)
+            self.progress(f"{source}: continues after {at.epoch} epochs and {at.step} steps")
+            if note is not None:
+                self.progress(f"note: {note}")
+            return at
+        if options.started_from is not None:
+            self.step.load(options.started_from)
+        return Position()
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        step, loader, options = self.step, self.loader, self.options
+        found = {
+            "model": checkpoints.digest_of_model(step),
+            "data": checkpoints.digest_of_data(loader.data),
+            "normalise": loader.normalise,
+            "batch": loader.batch,
+            "seed": options.seed,
+            "schedule": str(self.schedule),
+            "warm_up": self.schedule.warm_up,
+            "lr": self.lr,
+            "optimizer": str(step.optimizer),
+            "augment": str(loader.augment),
+            "target": f"{step.target.kind} {step.target.precision}",
+        }
+        return {**found, "epochs": options.epochs} if self.schedule.needs_end else found
+
+    # -- an epoch ------------------------------------------------------------------------------------------------
+
+    def _epoch(self, at: Position, batches: Any, metrics: Metrics) -> Position:
+        """The rest of the epoch that follows `at`, its evaluation and its checkpoints."""
+        epoch, begun = at.epoch + 1, time.perf_counter()
+        self.step.epoch = epoch  # type: ignore[attr-defined]  # places of sampled statistics are drawn anew
+        while at.step < self.loader.steps:
+            now = self._one(next(batches), at)
+            at = dataclasses.replace(now, seconds=at.seconds + time.perf_counter() - begun)
+            begun = time.perf_counter()
+            self._after_step(at, metrics)
+        trained = at.seconds
+        accuracy = None
+        if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
+            accuracy = evaluate_data(self.step, self.loader.data, normalise=self.loader.normalise)
+        seconds = trained + time.perf_counter() - begun
+        rate = (at.step * self.loader.batch) / max(trained, 1e-9)
+        done = Epoch(epoch, at.loss_sum / at.step, accuracy, self.step.lr, seconds, rate)
+        return self._finish(Position(epoch, history=(*at.history, done)), metrics)
+
+    def _one(self, batch: Batch, at: Position) -> Position:
+        """One step."""
+        assert (batch.epoch, batch.index) == (at.epoch + 1, at.step)
+        step, count = self.step, at.epoch * self.loader.steps + at.step
+        step.lr = self.schedule.rate(self.lr, count, self.loader.steps, self.options.epochs)
+        whole = step.target.kind != "cpu"  # one launch of everything; on a CPU the loss can be seen before the update
+        loss = float(step(batch.x, batch.y) if whole else step.forward(batch.x, batch.y))
+        if not math.isfinite(loss):
+            raise nonfinite.error_of(step, loss, batch.x, epoch=batch.epoch, index=count + 1, lr=step.lr)
+        if not whole:
+            step.backward()
+            step.update()
+        self.loss = loss
+        return dataclasses.replace(at, step=at.step + 1, loss_sum=at.loss_sum + loss)
+
+    def _after_step(self, at: Position, metrics: Metrics) -> None:
+        """A line of metrics, a checkpoint, the bar: each where it is due."""
+        options, steps = self.options, self.loader.steps
+        count, last = at.epoch * steps + at.step, at.step == steps
+        rate = at.step * self.loader.batch / max(at.seconds, 1e-9)
+        if options.log_every and count % options.log_every == 0:
+            fields = {"loss": self.loss, "lr": self.step.lr, "images_per_second": rate}
+            metrics.write(kind="step", epoch=at.epoch + 1, step=count, **fields)
+        if self.folder is not None and options.checkpoint_every and count % options.checkpoint_every == 0 and not last:
+            self.folder.write(self.step, self._saved(at))
+        bar = getattr(self.progress, "bar", None)
+        if bar is not None and not last and time.monotonic() - self.bar_drawn > REFRESH:
+            self.bar_drawn = time.monotonic()
+            where = f"epoch {at.epoch + 1} of {options.epochs}"
+            bar(at.step, steps, f"{where}  loss {self.loss:.4f}  lr {self.step.lr:.3g}  {rate:,.0f} images/s")
+
+    def _finish(self, at: Position, metrics: Metrics) -> Position:
+        """What an epoch leaves: a line of metrics, then the checkpoints that know of it, and a word."""
+        done = at.history[-1]
+        fields = dataclasses.asdict(done)
+        metrics.write(kind="epoch", epoch=fields.pop("epoch"), step=at.epoch * self.loader.steps, **fields)
+        if self.folder is not None:
+            if best_of(at.history) is done:
+                self.folder.write(self.step, self._saved(at), best=True)
+            self.folder.write(self.step, self._saved(at))
+        if self.options.file is not None:
+            self.step.save(self.options.file)
+        held_out = "" if done.accuracy is None else f", {percent(done.accuracy)} right on held-out images"
+        self.progress(f"epoch {done.epoch} of {self.options.epochs}: loss {done.loss:.4f}{held_out}")
+        return at
+
+    def _saved(self, at: Position) -> Saved:
+        return Saved(at, self.settings, self.machine, self.step.loss_scale)
+
+    def _stopped(self, at: Position) -> str | None:
+        """Why the run ends early, if it does."""
+        patience = self.options.patience
+        if patience is None or without_gain(at.history) < patience or at.epoch >= self.options.epochs:
+            return None
+        return f"after epoch {at.epoch}: {patience} evaluations in a row were no better than the best before them"

@@ -1,0 +1,110 @@
+"""What can be asked of a training run, checked before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from bnfuse.errors import BnfuseError
+from bnfuse.io import require_writable
+from bnfuse.training.augment import Augment, parse_augment
+from bnfuse.training.checkpoints import has_run, is_folder
+from bnfuse.training.schedules import Schedule, parse_schedule
+
+Place = str | os.PathLike[str]
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """`check` raises where something is impossible, so that nobody waits for a compilation to hear of it.
+
+    save_to   a folder, which gets last.safetensors and best.safetensors, or a file NAME.safetensors for the state
+    resume    a folder, whose run goes on; "auto" or True, the run in `save_to` if there is one, else a new one; a file,
+              whose state a new run starts from
+    """
+
+    epochs: int
+    seed: int = 0
+    schedule: str | Schedule = "cosine"
+    warm_up: float = 0.0
+    augment: str | Augment | None = "none"
+    eval_every: int = 1
+    checkpoint_every: int | None = None
+    save_to: Place | None = None
+    resume: Place | bool | None = None
+    metrics: Place | None = None
+    log_every: int | None = None
+    plot: Place | None = None
+    patience: int | None = None
+
+    @property
+    def rates(self) -> Schedule:
+        return parse_schedule(self.schedule, self.warm_up)
+
+    @property
+    def changes(self) -> Augment:
+        return parse_augment(self.augment)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where checkpoints go, if anywhere: `save_to`, or the folder whose run goes on."""
+        if self.save_to is not None:
+            return Path(self.save_to) if is_folder(self.save_to) else None
+        return self.continued
+
+    @property
+    def file(self) -> Path | None:
+        """The file that gets the state after each epoch."""
+        return Path(self.save_to) if self.save_to is not None and not is_folder(self.save_to) else None
+
+    @property
+    def automatic(self) -> bool:
+        return self.resume is True or self.resume == AUTO
+
+    @property
+    def continued(self) -> Path | None:
+        """The folder whose run must go on."""
+        if not self.resume or self.automatic:
+            return None
+        path = Path(os.fspath(self.resume))  # type: ignore[arg-type]
+        return path if is_folder(path) else None
+
+    @property
+    def started_from(self) -> Path | None:
+        """The file whose state a new run starts from."""
+        if not self.resume or self.automatic or self.continued is not None:
+            return None
+        return Path(os.fspath(self.resume))  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise BnfuseError(f"{name}={value} is out of range: it must be an integer from 1 on")
+        if self.seed < 0:
+            raise BnfuseError(f"seed={self.seed} is out of range: it must be 0 or more")
+        schedule, _ = self.rates, self.changes
+        if schedule.warm_up >= self.epochs and schedule.needs_end:
+            raise BnfuseError(f"a warm-up of {schedule.warm_up:g} epochs leaves none of {self.epochs} to the schedule")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        if self.automatic and self.folder is None:
+            raise BnfuseError("resume auto continues the run in the folder of --save: name one")
+        if self.checkpoint_every is not None and self.folder is None:
+            raise BnfuseError("checkpoints within an epoch need a folder: --save DIR")
+        if self.continued is not None and not has_run(self.continued):
+            raise BnfuseError(f"{self.continued}: holds no run to continue (no last.safetensors)")
+        if self.folder is not None and has_run(self.folder) and not self.automatic and self.folder != self.continued:
+            raise BnfuseError(f"{self.folder}: holds a run already: continue it by --resume auto, or name another one")
+        for place in (self.file, self.metrics, self.plot):
+            if place is not None:
+                require_writable(place)
+        if self.log_every is not None and self.metrics is None:
+            raise BnfuseError("--log-every writes lines into the file of --metrics: name one")
+        if self.plot is not None:
+            from bnfuse.training.plotting import require_plotting
+
+            require_plotting(Path(self.plot))
