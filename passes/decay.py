@@ -19,9 +19,7 @@ class SetDecay(ir.passes.InPlacePass):
     def __init__(self, alpha: float) -> None:
         super().__init__()
         if not 0 < alpha <= 1:
-            raise BnfuseError(
-                f"decay {alpha:g} is the weight of a batch: give a number above 0 and at most 1, such as 0.1"
-            )
+            raise BnfuseError(f"decay {alpha:g} weighs a batch: give a number above 0 and at most 1, such as 0.1")
         self.alpha = alpha
 
     def call(self, model: ir.Model) -> FusionResult:
