@@ -20,6 +20,7 @@ from bnfuse.runtime.lower_optim import update_phase
 from bnfuse.runtime.lowering import Lowering
 from bnfuse.runtime.optim import Optimizer
 from bnfuse.runtime.session import Step
+from bnfuse.sampling import sampling_of
 from bnfuse.training_graph import TrainingGraph, open_graph
 
 
@@ -75,7 +76,10 @@ def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | Non
         def finish(low: Lowering) -> None:
             update_phase(low, chosen)
 
-    training = lower(graph.model.graph, graph.roles, target, opset=opset, file=graph.name, finish=finish)
+    sampling = sampling_of(graph.model)
+    training = lower(
+        graph.model.graph, graph.roles, target, opset=opset, file=graph.name, sampling=sampling, finish=finish
+    )
     cut, roles = inference_graph(graph.model, graph.roles)
     return training, lower(cut, roles, target, opset=opset, file=graph.name)
 

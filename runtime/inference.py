@@ -3,17 +3,20 @@
 Statistics come from the running averages, dropout does nothing, and only the logits are wanted. Every level of
 rewriting is served, because statistics reach the maps through `BatchNormFinalize` or `BatchNormInternal` alone.
 Operators keep their form, `Statistics` that nobody reads included, so that no kernel is needed that training has not.
+For the same reason virtual samples stay where they are, as zeros: to the running statistics no row matters to another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.roles import Roles
+from bnfuse.runtime.lower_values import dtype_name, static_shape
 
 
 def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
@@ -25,7 +28,11 @@ def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
             "the training graph names no logits, so it cannot be evaluated: build it with this version of bnfuse"
         )
     for node in list(graph):
-        if node.op_type == "BatchNormFinalize" and node.domain == DOMAIN:
+        if node.op_type == "LocalFinalize" and node.domain == DOMAIN:
+            finalize_for_all(graph, node)
+        elif node.op_type == "LocalNormalize" and node.domain == DOMAIN:
+            normalize_all(graph, node)
+        elif node.op_type == "BatchNormFinalize" and node.domain == DOMAIN:
             node.replace_input_with(2, node.inputs[4])
             node.replace_input_with(3, node.inputs[5])
         elif node.op_type == "BatchNormInternal":
@@ -35,7 +42,42 @@ def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
             assert source is not None
             node.outputs[0].replace_all_uses_with(source)
     graph.outputs[:] = [logits]
-    return graph, dataclasses.replace(roles, labels=(), gradients={}, loss=logits.name or "", offsets=())
+    for name in (*roles.offsets, *roles.virtual):
+        leave_out(graph, name)
+    return graph, dataclasses.replace(roles, labels=(), gradients={}, loss=logits.name or "", offsets=(), virtual=())
+
+
+def leave_out(graph: ir.Graph, name: str) -> None:
+    """An input of what is drawn: no operator is left that needs its values, but perhaps zeros in their place."""
+    value = next(value for value in graph.inputs if value.name == name)
+    graph.inputs.remove(value)
+    shape = static_shape(value)
+    if shape is None:
+        raise BnfuseError(f"input '{name}' has no static shape: rewrite the source graph anew")
+    value.const_value = ir.tensor(np.zeros(shape, dtype_name(value) or "float32"), name=name)
+    graph.initializers[name] = value
+
+
+def finalize_for_all(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace a LocalFinalize by the BatchNormFinalize of the running statistics."""
+    scale, bias, _, _, mean, variance = node.inputs[:6]
+    attributes = [node.attributes["epsilon"], node.attributes["momentum"]]
+    operands = [scale, bias, mean, variance, mean, variance]
+    finalize = ir.Node(DOMAIN, "BatchNormFinalize", operands, attributes, num_outputs=5, name=node.name)
+    graph.insert_after(node, finalize)
+    for old, new in zip(node.outputs, finalize.outputs, strict=False):
+        new.name = f"{old.name}/inference" if old.name else ""
+        old.replace_all_uses_with(new)
+
+
+def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace a LocalNormalize by one operator for all groups: they have the same coefficients now."""
+    y = node.outputs[0]
+    normalize = ir.Node(DOMAIN, "NormalizeMap", node.inputs[:3], num_outputs=1, name=node.name)
+    normalize.outputs[0].name = f"{y.name}/inference"
+    normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
+    graph.insert_after(node, normalize)
+    y.replace_all_uses_with(normalize.outputs[0])
 
 
 def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:

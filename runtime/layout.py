@@ -42,6 +42,13 @@ class MapRef:
         offset = self.offset + start
         return MapRef(self.storage, offset, realigned(dataclasses.replace(self.type, c=stop - start), offset))
 
+    def images(self, start: int, stop: int) -> MapRef:
+        """The map of the images [start, stop)."""
+        assert 0 <= start < stop <= self.type.n, (start, stop, self)
+        kind = dataclasses.replace(self.type, n=stop - start, whole=self.type.elements)
+        offset = self.offset + start * self.type.h * self.type.w * self.type.stride
+        return MapRef(self.storage, offset, realigned(kind, offset))
+
     @property
     def is_dense(self) -> bool:
         """Whether the map fills its storage."""

@@ -27,11 +27,13 @@ from bnfuse.runtime.layout import RESHAPES, assign_slots, assign_vector_slots
 from bnfuse.runtime.lower_bnfuse import lower_bnfuse
 from bnfuse.runtime.lower_dense import check_scaled
 from bnfuse.runtime.lower_generic import lower_generic
+from bnfuse.runtime.lower_sampled import drawn
 from bnfuse.runtime.lower_source import SOURCE_OPS, find_clip_gradient
 from bnfuse.runtime.lower_values import FOLDED_ELEMENTS, Form, check_elements, evaluate, static_shape
 from bnfuse.runtime.lower_weights import pack_parameters
 from bnfuse.runtime.lowering import Lowering
 from bnfuse.runtime.work import work_of
+from bnfuse.sampling import NOTHING, Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,12 @@ def lower(
     *,
     opset: int,
     file: str | None = None,
+    sampling: Sampling = NOTHING,
     finish: Callable[[Lowering], None] | None = None,
 ) -> Lowered:
-    """The program of a training graph. `finish` adds the launches of the update phase."""
+    """The program of a training graph. `sampling` is what the file says of inputs that are drawn; `finish` adds the
+    launches of the update phase.
+    """
     low = Lowering(graph, roles, target, opset, file)
     nodes = ordered(graph, roles)
     enter(low)
@@ -72,7 +77,7 @@ def lower(
         finish(low)
     pack_parameters(low)
     group_coefficients(low)
-    return assemble(low)
+    return assemble(low, drawn(low, sampling))
 
 
 def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
@@ -271,7 +276,7 @@ def leave(low: Lowering) -> None:
 # -- assembling ------------------------------------------------------------------------------------------------
 
 
-def assemble(low: Lowering) -> Lowered:
+def assemble(low: Lowering, sampling: Sampling) -> Lowered:
     """Plan the arena and put everything into a program."""
     sizes = {i: s.bytes for i, s in enumerate(low.storages) if s.region == p.ARENA and i not in low.parts}
     intervals = plan.lifetimes(low.launches, sizes, {i: base for i, (base, _) in low.parts.items()})
@@ -310,6 +315,7 @@ def assemble(low: Lowering) -> Lowered:
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
         finite=low.finite,
+        sampling=sampling.to_json(),
     )
     return Lowered(program, low.requests)
 

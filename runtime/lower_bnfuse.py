@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse
+from bnfuse.runtime import lower_local, lower_sampled
 from bnfuse.runtime.lower_norm import (
     batch_norm_finalize,
     batch_norm_grad_finalize,
@@ -27,13 +28,36 @@ PLAIN = {
     "BatchNormGradTermsAccumulate": batch_norm_grad_terms_accumulate,
     "BatchNormGradFinalize": batch_norm_grad_finalize,
 }
+SAMPLED = {
+    "SampledStatistics": lower_sampled.sampled_statistics,
+    "PointStatistics": lower_sampled.point_statistics,
+    "MixStatistics": lower_sampled.mix_statistics,
+    "SampledGradFinalize": lower_sampled.sampled_grad_finalize,
+    "AddSampled": lower_sampled.add_sampled,
+    "AddAtPoints": lower_sampled.add_at_points,
+    "LocalStatistics": lower_local.local_statistics,
+    "LocalFinalize": lower_local.local_finalize,
+    "LocalNormalize": lower_local.local_normalize,
+    "LocalGradReduce": lower_local.local_grad_reduce,
+    "LocalScale": lower_local.local_scale,
+    "LocalAddSampled": lower_local.local_add_sampled,
+    "L1Statistics": lower_sampled.map_statistics,
+    "L1GradFinalize": lower_sampled.grad_finalize,
+    "L1GradInput": lower_sampled.map_gradient,
+    "RangeStatistics": lower_sampled.map_statistics,
+    "RangeGradFinalize": lower_sampled.grad_finalize,
+    "RangeGradInput": lower_sampled.map_gradient,
+}
 
 
 def lower_bnfuse(low: Lowering, node: ir.Node) -> None:
     """One node of the domain, composed of steps or plain."""
     if plain := PLAIN_OPS.get(node.op_type):
         operands, results = named(node.inputs, plain.operands), named(node.outputs, plain.results)
-        PLAIN[node.op_type](low, operands, results, attributes_of(node))
+        if node.op_type in SAMPLED:
+            SAMPLED[node.op_type](low, node, operands, results, attributes_of(node))
+        else:
+            PLAIN[node.op_type](low, operands, results, attributes_of(node))
         return
     spec = parse(node.op_type)
     if spec is None:

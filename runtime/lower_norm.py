@@ -10,30 +10,15 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem
-from bnfuse.runtime.kernels.kernel import MapType
-from bnfuse.runtime.layout import MapRef
 from bnfuse.runtime.lower_steps import composed
 from bnfuse.runtime.lower_values import attributes_of
+from bnfuse.runtime.lower_vectors import coefficient_rows, new_vectors, vector_range, vectors
 from bnfuse.runtime.lowering import COEFFICIENTS, Lowering, Ref
 
 Values = Mapping[str, ir.Value]
 Attributes = Mapping[str, Any]
 
 BASELINE_SWEEPS = 2  # of a BatchNorm that no pass has touched: mean, then variance
-
-
-def vectors(low: Lowering, operands: Values) -> dict[str, Ref]:
-    return {name: low.dense(value) for name, value in operands.items()}
-
-
-def new_vectors(low: Lowering, results: Values, channels: int) -> dict[str, Ref]:
-    return {name: low.new_dense(value, (channels,)) for name, value in results.items()}
-
-
-def vector_range(low: Lowering, value: ir.Value, start: int) -> MapRef:
-    """A vector from `start` on, in the form in which kernels take offsets."""
-    total = low.shape(value)[0]
-    return MapRef(low.dense(value), start, MapType(1, 1, 1, total, total))
 
 
 def batch_norm_statistics(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -70,9 +55,8 @@ def batch_norm_grad_reduce(low: Lowering, operands: Values, results: Values, att
 
 
 def batch_norm_grad_terms(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
-    channels = low.shape(operands["dbeta"])[0]
-    refs = {**vectors(low, operands), **new_vectors(low, results, channels)}
-    coefficients(low, "grad_terms", (channels,), refs)
+    length, refs = coefficient_rows(low, operands, results)
+    coefficients(low, "grad_terms", (length,), refs)
 
 
 def batch_norm_grad_terms_accumulate(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:

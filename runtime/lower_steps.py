@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -174,11 +174,25 @@ def accumulator(
     low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Mapping[str, Any], refs: dict[str, Ref]
 ) -> MapRef:
     """The map that dx is added to: the channels of `acc` themselves, or a copy where what they hold is still needed."""
-    start, stop = attributes["acc_start"], attributes["acc_stop"]
-    acc, dx = operands["acc"], results.get("dx")
-    shape = (low.shape(acc)[0], stop - start, *low.shape(acc)[2:])
-    target = low.map(acc).channels(start, stop)
-    if dx in low.slots.of or still_needed(low, node, target) or any(meets(ref, target) for ref in refs.values()):
+    channels = attributes["acc_start"], attributes["acc_stop"]
+    return updated(low, node, operands["acc"], results.get("dx"), refs.values(), channels)
+
+
+def updated(
+    low: Lowering,
+    node: ir.Node,
+    acc: ir.Value,
+    dx: ir.Value | None,
+    read: Iterable[Ref],
+    channels: tuple[int, int] | None = None,
+) -> MapRef:
+    """The map `dx`, which begins as (channels of) `acc` and is updated in place by a kernel that also reads `read`."""
+    shape = low.shape(acc)
+    target = low.map(acc)
+    if channels is not None:
+        target = target.channels(*channels)
+        shape = (shape[0], channels[1] - channels[0], *shape[2:])
+    if dx in low.slots.of or still_needed(low, node, target) or any(meets(ref, target) for ref in read):
         source, target = target, low.new_map(dx, shape)
         low.copy_map(source, target)
         return target
@@ -214,7 +228,7 @@ def channels_read(use: Any, channels: int) -> tuple[int, int]:
     attributes = use.node.attributes
     if name == "dy" and "grad_start" in attributes:
         return attributes["grad_start"].as_int(), attributes["grad_stop"].as_int()
-    if name == "acc":
+    if name == "acc" and "acc_start" in attributes:
         return attributes["acc_start"].as_int(), attributes["acc_stop"].as_int()
     return 0, channels
 

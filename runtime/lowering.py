@@ -15,6 +15,7 @@ from bnfuse.runtime.build import Request
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
 from bnfuse.runtime.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lower_values import Form, check_elements, dtype_name, infer_outputs, static_shape
+from bnfuse.sampling import Box, Points
 
 Ref = MapRef | int  # a map, or the storage of a dense tensor
 
@@ -49,6 +50,7 @@ class Lowering:
         self.phase: p.Phase = "forward"
         self.node = "entry"
         self.order: dict[ir.Node, int] = {}
+        self.places: dict[str, list[Box | Points]] = {}  # of inputs that say where a sample lies, as far as maps allow
 
     # -- memory ------------------------------------------------------------------------------------------------
 

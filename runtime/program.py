@@ -137,6 +137,7 @@ class Program:
     ignored_label: int | None = None  # one that the loss leaves out, though it is no class
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
     works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
+    sampling: str = ""  # what the session draws (bnfuse/sampling.py); nothing in a file of an earlier version
     finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
 
     def phase(self, phase: Phase) -> list[Launch]:

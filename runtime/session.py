@@ -17,9 +17,11 @@ import safetensors.numpy
 from bnfuse.errors import BnfuseError
 from bnfuse.io import write_atomically
 from bnfuse.runtime import program as p
-from bnfuse.runtime.execution import Compiled, LaunchTime, Runner, Scalars, runner_of, shared_regions
+from bnfuse.runtime.draws import Draws, PerChannel
+from bnfuse.runtime.execution import Compiled, LaunchTime, Runner, Scalars, paired, runner_of, shared_regions
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.optim import Optimizer
+from bnfuse.sampling import Sampling
 
 if TYPE_CHECKING:
     from bnfuse.runtime.cuda.array import DeviceArray
@@ -37,6 +39,9 @@ class Step:
     On a GPU the inputs may be arrays of the host, which are copied, or anything on that GPU that speaks DLPack or has
     `__cuda_array_interface__`, which the step reads where it is. With an input on the GPU a call returns at once, and
     what it returns is on the GPU too (cuda/array.py); labels that lie there are not checked.
+
+    What a sampled graph draws is no input of a call (draws.py): `epoch` moves the samples, `virtual_statistics` are
+    those of the data that virtual samples are drawn like, `fix` replaces draws.
     """
 
     def __init__(
@@ -55,7 +60,8 @@ class Step:
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
-        self.seed = 0
+        self.seed = self.epoch = 0
+        self._draws = Draws(training.program)
         self._loss_scale = self._gradients_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
         self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
 
@@ -69,10 +75,28 @@ class Step:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of what a call takes, in its order: data, labels, offsets."""
+        """Names of what a call takes, in its order: data, labels."""
         roles = self.program.roles
-        wanted = (*roles["data"], *roles["labels"], *roles["offsets"])
+        wanted = (*roles["data"], *roles["labels"])
         return tuple(name for name in wanted if name in self.program.inputs)
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the step draws: where samples may lie, by input, and the inputs of virtual samples."""
+        return self._draws.sampling
+
+    @property
+    def virtual_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation that virtual samples are drawn from: one number, or one of each channel."""
+        return self._draws.virtual_statistics
+
+    @virtual_statistics.setter
+    def virtual_statistics(self, given: tuple[PerChannel, PerChannel]) -> None:
+        self._draws.virtual_statistics = given
+
+    def fix(self, values: Mapping[str, Any] | None) -> None:
+        """Use these values, by input, in the place of what would be drawn: until `fix(None)`."""
+        self._draws.fix(values)
 
     # -- running -----------------------------------------------------------------------------------------------
 
@@ -118,7 +142,11 @@ class Step:
     def _take(self, inputs: tuple[Any, ...]) -> None:
         """The inputs of a step. What the last one computed is no longer to be built upon."""
         self._done = None
-        self._check_labels(self._train.feed(self.inputs, inputs))
+        names = [name for name, _ in paired(self.inputs, inputs)]
+        drawn = self._draws.changed(seed=self.seed, epoch=self.epoch, step=self.steps)
+        found = self._train.feed([*names, *drawn], [*inputs, *drawn.values()])
+        self._draws.sent()
+        self._check_labels(found)
 
     def _run(self, phases: tuple[p.Phase, ...]) -> None:
         for phase, seconds in self._train.run(phases, self._scalars(phases)).items():
@@ -269,7 +297,7 @@ class Step:
             self._train.memory.write(own[name], array)
 
     def save(self, path: str | pathlib.Path, metadata: Mapping[str, str] | None = None) -> None:
-        """Write state and the optimiser's state as safetensors; the file is replaced as a whole. `metadata` goes along."""
+        """Write state and the optimiser's state as safetensors, `metadata` with it; the file is replaced as a whole."""
         moments = {name: self._train.memory.load(s).reshape(shape) for name, (s, shape) in self._moments().items()}
         tensors = {**self.state_dict(), **moments}
         about = {**(metadata or {}), "format": "bnfuse", STEP_KEY: str(self.steps)}
