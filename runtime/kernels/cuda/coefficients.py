@@ -33,6 +33,8 @@ READERS: dict[str, tuple[str, ...]] = {
     "gamma_term": ("gamma_term", "gamma_acc"),
     "new_running_mean": ("running_mean",),
     "new_running_variance": ("running_variance",),
+    "mixed_mean": ("mean",),
+    "mixed_variance": ("variance",),
 }
 
 
@@ -120,11 +122,15 @@ def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, kn
     loop = loops[member]
     names: Mapping[str, str] = {p.name: param_name(p.name, member, loops) for p in loop.params}
 
-    def get(param: str) -> Any:
-        name = names[param]
-        return block[name][block.offsets[name] + channel if name in block.offsets else channel]
+    def place(param: str, row: int) -> Expr:
+        at = channel + row * loop.pitch if row else channel
+        offset = block.offsets.get(names[param])
+        return at if offset is None else offset + at
 
-    def emit() -> None:
-        loop.emit(get, lambda param, value: put(block[names[param]], channel, value))
+    def get(param: str, row: int = 0) -> Any:
+        return block[names[param]][place(param, row)]
 
-    when(True if known else all_of(channel >= 0, below(channel, loop.channels, False)), emit)
+    def store(param: str, value: Expr, row: int = 0) -> None:
+        put(block[names[param]], place(param, row), value)
+
+    when(True if known else all_of(channel >= 0, below(channel, loop.channels, False)), lambda: loop.emit(get, store))

@@ -25,7 +25,11 @@ from bnfuse.runtime.kernels.cuda.partials import (
 )
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, width_of
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Access, Kernel, MapType, Param, Target
+
+MIN_BLOCKS = 4  # of a multiprocessor: left to itself, the assembler may keep six, and spills
+PLACES = ("offset", "points")  # operands that say where a sample lies
+Place = Callable[[Expr], Expr]  # which pixel of the maps a pixel of the sweep is
 
 
 def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel:
@@ -36,13 +40,11 @@ def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel
     assert sweeps in (1, 2), sweeps
     problem = NormProblem("BatchNormStatistics", (("x", x),), (("sweeps", sweeps),))
     sweep = Sweep.of(x.pixels, x.c, width_of([x]), target, reads=1, sums=True)
-    name, params = _named(problem, target, sweep, 3 - sweeps)
+    alone = sweeps == 1 and sweep.tiles == 1
+    name, params = named(problem, target, sweep, 0 if alone else 3 - sweeps)
 
     def one_sweep() -> tuple[Stage, ...]:
-        taken = _only(params, "x", "partials")
-        merged = _only(params, "partials", "mean", "variance")
-        merge = statistics_stage(f"{name}_merge", merged, **sweep.merging)
-        return _moments(name, taken, sweep, x), merge
+        return statistics_stages(name, params, sweep, x)
 
     def two_sweeps() -> tuple[Stage, ...]:
         def total(part: str, *vectors: str) -> tuple[Stage, Stage]:
@@ -55,11 +57,11 @@ def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel
                     else:
                         d.put(sums, j, sums[j] + load("x", False))
 
-            taken = _only(params, "x", "partials", *vectors)
-            merged = _only(params, "partials", part)
+            taken = only(params, "x", "partials", *vectors)
+            merged = only(params, "partials", part)
             label = f"{name}_{part}"
             return (
-                _sums(label, taken, sweep, {"x": x}, vectors, 1, add),
+                tile_sums(label, taken, sweep, {"x": x}, vectors, 1, add),
                 sums_stage(f"{label}_merge", merged, tiles=sweep.tiles, channels=x.c, results=[part], count=x.pixels),
             )
 
@@ -72,7 +74,7 @@ def batch_norm_grad_reduce(dz: MapType, x: MapType, target: Target) -> Kernel:
     """dz, x, mean, inv_std -> dbeta, dgamma, [c] float32."""
     problem = NormProblem("BatchNormGradReduce", (("dz", dz), ("x", x)))
     sweep = Sweep.of(x.pixels, x.c, width_of([dz, x]), target, reads=2, sums=True)
-    name, params = _named(problem, target, sweep, 2)
+    name, params = named(problem, target, sweep, 2)
 
     def add(reader: Reader, sums: Buffer) -> None:
         width = sweep.team.width
@@ -85,80 +87,138 @@ def batch_norm_grad_reduce(dz: MapType, x: MapType, target: Target) -> Kernel:
             d.put(sums, width + j, d.fma(dz_j, gap * load("inv_std", True), sums[width + j]))
 
     def build() -> tuple[Stage, ...]:
-        taken = _only(params, "dz", "x", "mean", "inv_std", "partials")
-        merged = _only(params, "partials", "dbeta", "dgamma")
+        taken = only(params, "dz", "x", "mean", "inv_std", "partials")
+        merged = only(params, "partials", "dbeta", "dgamma")
         results = ["dbeta", "dgamma"]
         return (
-            _sums(name, taken, sweep, dict(problem.maps), ("mean", "inv_std"), 2, add),
+            tile_sums(name, taken, sweep, dict(problem.maps), ("mean", "inv_std"), 2, add),
             sums_stage(f"{name}_merge", merged, tiles=sweep.tiles, channels=x.c, results=results),
         )
 
     return Kernel(name, problem, target, params, build)
 
 
-def _named(problem: NormProblem, target: Target, sweep: Sweep, quantities: int) -> tuple[str, tuple[Param, ...]]:
-    """The kernel's name, and its parameters: those of the operator and the partials."""
-    op, maps = PLAIN_OPS[problem.op], dict(problem.maps)
-    params = [
-        Param(
-            name,
-            "in" if name in op.operands else "out",
-            maps[name].elements if name in maps else sweep.channels,
-            maps[name].dtype if name in maps else "float32",
-            is_map=name in maps,
-        )
-        for name in (*op.operands, *op.results)
-    ]
-    params.append(partials_param(sweep.tiles, quantities, sweep.channels))
+def named(
+    problem: NormProblem, target: Target, sweep: Sweep, quantities: int = 0, places: int = 0
+) -> tuple[str, tuple[Param, ...]]:
+    """The kernel's name, and its parameters: those of the operator, and the partials where there are `quantities`.
+
+    `places` is the length of the int64 operand that says where a sample lies. A map that takes the place of an operand
+    `acc` is updated in place, and `acc` is no parameter.
+    """
+    op, maps, params = PLAIN_OPS[problem.op], dict(problem.maps), []
+    for name in (*op.operands, *op.results):
+        access: Access = "in" if name in op.operands else "inout" if "acc" in op.operands else "out"
+        if name in maps:
+            params.append(Param(name, access, maps[name].elements, maps[name].dtype, is_map=True))
+        elif name in PLACES:
+            params.append(Param(name, access, places, "int64"))
+        elif name != "acc":
+            params.append(Param(name, access, sweep.channels))
+    if quantities:
+        params.append(partials_param(sweep.tiles, quantities, sweep.channels))
     return unique_name(problem.op, problem, target), tuple(params)
 
 
-def _only(params: Sequence[Param], *names: str) -> list[Param]:
+def only(params: Sequence[Param], *names: str) -> list[Param]:
     return [param for param in params if param.name in names]
 
 
-def _swept(
-    block: Block, sweep: Sweep, reader: Reader, channel: Expr, left: Expr | None, add: Callable[[], None]
+def swept(
+    block: Block,
+    sweep: Sweep,
+    reader: Reader,
+    channel: Expr,
+    left: Expr | None,
+    visit: Callable[[Expr], None],
+    place: Place | None = None,
 ) -> None:
-    """`add()` for each pixel, its channels in `reader`."""
+    """`visit(pixel)` for each pixel, its channels in `reader`. `place` finds the sweep's pixels in the maps."""
     reader.open(channel, left, sweep.channels % 4 == 0)
+    held = d.registers(sweep.unroll, "int32")
+
+    def fetch(i: int, pixel: Expr, valid: Expr) -> None:
+        def load() -> None:
+            if place is not None:
+                d.put(held, i, place(pixel))
+            reader.fetch(i, pixel if place is None else held[i])
+
+        d.when(valid, load)
 
     def finish(i: int, pixel: Expr, valid: Expr) -> None:
         def run() -> None:
             reader.unpack(i)
-            add()
+            visit(pixel if place is None else held[i])
 
         d.when(valid, run)
 
-    sweep.run(block, left, reader.fetch, finish)
+    sweep.run(block, left, fetch, finish)
 
 
-def _leave(block: Block, sweep: Sweep, channel: Expr, left: Expr | None, quantities: int, values: Buffer) -> None:
-    """The block's row of partials, by the threads of lane 0."""
+def leave(
+    block: Block,
+    sweep: Sweep,
+    channel: Expr,
+    left: Expr | None,
+    quantities: int,
+    values: Buffer,
+    result: str = "partials",
+) -> None:
+    """The block's row of partials, by the threads of lane 0. A result of one row needs no partials."""
     team = sweep.team
 
     def store() -> None:
+        row = block.x if sweep.tiles > 1 else 0
         aligned = sweep.channels % 4 == 0
-        write_row(block["partials"], block.x, quantities, sweep.channels, channel, team.width, values, left, aligned)
+        write_row(block[result], row, quantities, sweep.channels, channel, team.width, values, left, aligned)
 
     d.when(True if team.down == 1 else team.lane(block.tid) == 0, store)
 
 
-def _moments(name: str, params: Sequence[Param], sweep: Sweep, x: MapType) -> Stage:
-    """The tiles' mean and M2 of x."""
-    team = sweep.team
-    with d.stage(name, params, grid=sweep.grid, threads=team.threads, shared=team.statistics_bytes) as block:
-        memory = d.shared_memory(team.statistics_bytes).view("float32")
+def statistics_stages(
+    name: str,
+    params: Sequence[Param],
+    sweep: Sweep,
+    x: MapType,
+    where: Callable[[Block], Place] | None = None,
+    takes: Sequence[str] = (),
+) -> tuple[Stage, ...]:
+    """mean and variance of the sweep's pixels, which `where` finds in x by the operands `takes`.
+
+    Where the sweep is a single tile, its block writes them; else it leaves rows of partials, which are merged.
+    """
+    if sweep.tiles == 1:
+        return (_moments_stage(name, only(params, "x", *takes, "mean", "variance"), sweep, x, where),)
+    first = _moments_stage(name, only(params, "x", *takes, "partials"), sweep, x, where)
+    merged = only(params, "partials", "mean", "variance")
+    return first, statistics_stage(f"{name}_merge", merged, **sweep.merging)
+
+
+def _moments_stage(
+    name: str, params: Sequence[Param], sweep: Sweep, x: MapType, where: Callable[[Block], Place] | None
+) -> Stage:
+    """The tiles' mean and M2 of x, or the mean and variance of the only one."""
+    team, size, resident = sweep.team, sweep.team.statistics_bytes, 1 if sweep.tiles == 1 else MIN_BLOCKS
+    with d.stage(name, params, grid=sweep.grid, threads=team.threads, shared=size, min_blocks=resident) as block:
+        memory = d.shared_memory(size).view("float32")
         reader = Reader(block, {"x": x}, (), team.width, sweep.unroll)
         moments = Moments(team)
         moments.clear()
         channel, left = sweep.channel(block)
-        _swept(block, sweep, reader, channel, left, lambda: moments.add(reader.values["x"]))
-        _leave(block, sweep, channel, left, 2, moments.join(block.tid, memory))
+        place = where(block) if where else None
+        swept(block, sweep, reader, channel, left, lambda pixel: moments.add(reader.values["x"]), place)
+        made = moments.join(block.tid, memory)
+        if "partials" in block:
+            leave(block, sweep, channel, left, 2, made)
+        else:
+            leave(block, sweep, channel, left, 1, made, "mean")
+            for j in range(team.width):
+                d.put(made, j, made[team.width + j] / T.float32(sweep.pixels))
+            leave(block, sweep, channel, left, 1, made, "variance")
     return block.stage
 
 
-def _sums(
+def tile_sums(
     name: str,
     params: Sequence[Param],
     sweep: Sweep,
@@ -176,7 +236,7 @@ def _sums(
         for k in range(quantities * team.width):
             d.put(sums, k, T.float32(0))
         channel, left = sweep.channel(block)
-        _swept(block, sweep, reader, channel, left, lambda: add(reader, sums))
+        swept(block, sweep, reader, channel, left, lambda pixel: add(reader, sums))
         join_sums(team, block.tid, memory, sums, quantities)
-        _leave(block, sweep, channel, left, quantities, sums)
+        leave(block, sweep, channel, left, quantities, sums)
     return block.stage

@@ -62,7 +62,7 @@ class Team:
 Combine = Callable[[Callable[[int], Expr]], None]  # takes the partner's values by number into one's own
 
 
-def _join(team: Team, tid: Expr, shared: Buffer, own: Sequence[Expr], combine: Combine) -> None:
+def join_lanes(team: Team, tid: Expr, shared: Buffer, own: Sequence[Expr], combine: Combine) -> None:
     """Lane 0 gets what all lanes have. `own` are a thread's values; shared memory is free before and after."""
     lane, vector = team.lane(tid), team.vector(tid)
     active = team.down
@@ -95,7 +95,7 @@ def join_sums(team: Team, tid: Expr, shared: Buffer, sums: Buffer, quantities: i
         for k in range(count):
             d.put(sums, k, sums[k] + partner(k))
 
-    _join(team, tid, shared, [sums[k] for k in range(count)], combine)
+    join_lanes(team, tid, shared, [sums[k] for k in range(count)], combine)
 
 
 class Moments:
@@ -151,7 +151,7 @@ class Moments:
             d.put(count, 0, total)
 
         own = [held[j] for held in (self.shift, rest, m2) for j in range(width)]
-        _join(self.team, tid, shared, [*own, count[0]], combine)
+        join_lanes(self.team, tid, shared, [*own, count[0]], combine)
         made = d.registers(2 * width)
         for j in range(width):
             d.put(made, j, self.shift[j] + rest[j])
@@ -244,12 +244,15 @@ def sums_stage(
     results: Sequence[str | Sequence[str]],
     held: str = "partials",
     count: int = 1,
+    quantities: int | None = None,
+    finish: Callable[[Sequence[Expr]], Sequence[Expr]] = lambda sums: sums,
 ) -> Stage:
     """Merge the buffer `held`, [tiles][len(results)][channels], sums, into the results: [channels] float32 each.
 
-    A quantity that is the result of several names is given as a sequence of them. Results are divided by `count`.
+    A quantity that is the result of several names is given as a sequence of them. Sums are divided by `count`.
+    Where results are no sums, there are `quantities` of these, and `finish` makes the results of them, in float64.
     """
-    quantities = len(results)
+    quantities = quantities or len(results)
 
     def emit(block: Block, columns: Columns) -> None:
         sums = d.registers(quantities, "float64")
@@ -264,14 +267,16 @@ def sums_stage(
         columns.join(sums, quantities)
 
         def store() -> None:
-            for q, names in enumerate(results):
-                value = sums[q] if count == 1 else sums[q] / tirx.const(float(count), "float64")
+            means = [
+                sums[q] if count == 1 else sums[q] / tirx.const(float(count), "float64") for q in range(quantities)
+            ]
+            for names, value in zip(results, finish(means), strict=True):
                 for result in (names,) if isinstance(names, str) else names:
                     d.put(block[result], columns.channel, tirx.Cast("float32", value))
 
         columns.first_lane(store)
 
-    return _merge(name, params, tiles, channels, quantities, emit)
+    return merge_stage(name, params, tiles, channels, quantities, emit)
 
 
 def statistics_stage(name: str, params: Sequence[Param], *, tiles: int, rows: int, total: int, channels: int) -> Stage:
@@ -311,10 +316,10 @@ def statistics_stage(name: str, params: Sequence[Param], *, tiles: int, rows: in
 
         columns.first_lane(store)
 
-    return _merge(name, params, tiles, channels, 3, emit)
+    return merge_stage(name, params, tiles, channels, 3, emit)
 
 
-def _merge(
+def merge_stage(
     name: str,
     params: Sequence[Param],
     tiles: int,
@@ -322,6 +327,7 @@ def _merge(
     values: int,
     emit: Callable[[Block, Columns], None],
 ) -> Stage:
+    """The stage of merging blocks, whose lanes join `values` float64 each."""
     lanes = MOST_LANES
     while lanes > 4 and lanes * SIDE_BY_SIDE >= 2 * tiles:
         lanes //= 2
@@ -370,14 +376,17 @@ class Columns:
 
     def join(self, sums: Buffer, count: int) -> None:
         """Lane 0 gets the sums over the lanes of float64 registers."""
-        team = Team(COLUMNS, self.lanes, 1)
-        tid = self.lane * COLUMNS + self.column
 
         def combine(partner: Callable[[int], Expr]) -> None:
             for k in range(count):
                 d.put(sums, k, sums[k] + partner(k))
 
-        _join(team, tid, self.shared, [sums[k] for k in range(count)], combine)
+        self.join_by([sums[k] for k in range(count)], combine)
+
+    def join_by(self, own: Sequence[Expr], combine: Combine) -> None:
+        """Lane 0 gets what all lanes have: `own` are a thread's float64 registers, `combine` takes another's in."""
+        tid = self.lane * COLUMNS + self.column
+        join_lanes(Team(COLUMNS, self.lanes, 1), tid, self.shared, own, combine)
 
     def first_lane(self, store: Callable[[], None]) -> None:
         own = self.lane == 0

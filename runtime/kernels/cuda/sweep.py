@@ -29,6 +29,13 @@ MOST_ACROSS = 128
 LONGEST = 128  # pixels whose float32 sum one thread makes
 BLOCKS = 8  # of each multiprocessor, where there are sums
 
+# of a sample (Sweep.of_sample)
+SLICE = 4  # vectors of a block that has all pixels
+WIDE_SLICE = 32  # of one that has some
+ALONE_THREADS = 512
+ALONE_PASSES = 8  # pixels of a thread, where a block has all
+MOST_UNROLLED = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
@@ -57,6 +64,27 @@ class Sweep:
             groups = max(1, min(groups, LONGEST // unroll))
         return Sweep(pixels, channels, Team(across, down, width), columns, unroll, groups)
 
+    @staticmethod
+    def of_sample(pixels: int, channels: int, width: int, target: Target) -> Sweep:
+        """As `of` with one map and sums, where pixels are few or lie apart.
+
+        Up to some thousand pixels a tile has all of them and 64 bytes of each: blocks are as many as such slices, and
+        there is nothing to merge. More pixels are cut into tiles that fill the multiprocessors twice.
+        """
+        vectors = -(-channels // width)
+        columns = -(-vectors // SLICE)
+        across = -(-vectors // columns)
+        down = min(ALONE_THREADS // across, pixels)
+        passes = -(-pixels // down)
+        if passes > ALONE_PASSES:
+            columns = -(-vectors // WIDE_SLICE)
+            across = -(-vectors // columns)
+            down = THREADS // across
+            tiles = -(-2 * target.threads // columns)
+            passes = max(MOST_UNROLLED, min(-(-pixels // (down * tiles)), LONGEST))
+        unroll = min(MOST_UNROLLED, passes)
+        return Sweep(pixels, channels, Team(across, down, width), columns, unroll, -(-passes // unroll))
+
     @property
     def rows(self) -> int:
         """Pixels of a tile."""
@@ -84,6 +112,12 @@ class Sweep:
         whole = self.columns * self.team.across * self.team.width == self.channels
         return channel, None if whole else T.bind(self.channels - channel)
 
+    def holds(self, left: Expr | None) -> Expr:
+        """Whether the thread has a channel at all."""
+        if left is not None and (self.columns * self.team.across - 1) * self.team.width >= self.channels:
+            return T.bind(left > 0)
+        return True
+
     def run(
         self,
         block: Block,
@@ -93,9 +127,7 @@ class Sweep:
     ) -> None:
         """The loops: `fetch(i, pixel, valid)` for each i of a group, then `finish(i, pixel, valid)`."""
         exact = self.pixels % self.rows == 0
-        within: Expr = True
-        if left is not None and (self.columns * self.team.across - 1) * self.team.width >= self.channels:
-            within = T.bind(left > 0)
+        within = self.holds(left)
         lane = self.team.lane(block.tid)
 
         def group(number: Expr) -> None:
