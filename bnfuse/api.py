@@ -71,6 +71,7 @@ def rewrite(
     remove: str | Iterable[int] | None = None,
     keep_affine: bool = False,
     decay: float | None = None,
+    sample: str | None = None,
     **roles: Any,
 ) -> Rewritten:
     """The graph after the passes of `level`, and the report of what they did and why they did not do more.
@@ -78,6 +79,7 @@ def rewrite(
     `pool_first` moves average pools in front of 1x1 convolutions; by default it does so at level icf. `remove` takes
     BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper" (bnfuse/placements.py);
     with `keep_affine` their scale and bias stay. `decay` is the weight that a batch has in the running statistics.
+    `sample` says what part of the batch each BatchNorm takes its statistics from: "fs:1/32" (bnfuse/sample_spec.py).
     """
     from bnfuse import passes
 
@@ -89,6 +91,7 @@ def rewrite(
         remove=remove,
         keep_affine=keep_affine,
         decay=decay,
+        sample=sample,
         roles=graph.roles,
     )
 

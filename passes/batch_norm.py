@@ -12,6 +12,8 @@ Refuses a BatchNorm whose input is not a static float32 map of rank 4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
@@ -33,18 +35,32 @@ class SplitBatchNorm(ir.passes.InPlacePass):
 
 
 def split(editor: Editor, node: ir.Node) -> None:
-    x, scale, bias, running_mean, running_variance = node.inputs
-    y, new_mean, new_variance, saved_mean, saved_inv_std = node.outputs
-    assert x is not None and scale is not None and bias is not None
-    assert running_mean is not None and running_variance is not None
+    x = node.inputs[0]
+    assert x is not None
+    type_statistics(node)
+    statistics = editor.emit(
+        PLAIN_OPS["BatchNormStatistics"], {"x": x}, {}, {"mean": node.outputs[3]}, before=node, of=[node],
+        name=editor.fresh(f"{node.name}/statistics"),
+    )  # fmt: skip
+    finalize_and_normalize(editor, node, statistics)
+
+
+def type_statistics(node: ir.Node) -> None:
+    """Results of a BatchNorm that have the shape and type of its scale, where the file does not say so."""
+    scale = node.inputs[1]
+    assert scale is not None
     for value in node.outputs[1:]:
         value.shape = value.shape or scale.shape
         value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
-    statistics = editor.emit(
-        PLAIN_OPS["BatchNormStatistics"], {"x": x}, {}, {"mean": saved_mean}, before=node, of=[node],
-        name=editor.fresh(f"{node.name}/statistics"),
-    )  # fmt: skip
-    operands = {"scale": scale, "bias": bias, **statistics}
+
+
+def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+    """The halves of a BatchNorm that come after its mean and variance; the node goes. Gives the coefficients."""
+    x, scale, bias, running_mean, running_variance = node.inputs
+    y, new_mean, new_variance, _, saved_inv_std = node.outputs
+    assert x is not None and scale is not None and bias is not None
+    assert running_mean is not None and running_variance is not None
+    operands = {"scale": scale, "bias": bias, "mean": statistics["mean"], "variance": statistics["variance"]}
     operands |= {"running_mean": running_mean, "running_variance": running_variance}
     attributes = {
         key: node.attributes[key].as_float() if key in node.attributes else default for key, default in DEFAULTS
@@ -57,6 +73,7 @@ def split(editor: Editor, node: ir.Node) -> None:
     operands = {"x": x, "a": coefficients["a"], "b": coefficients["b"]}
     editor.emit(NORMALIZE, operands, {}, {"y": y}, before=node, of=[node], name=node.name)
     editor.graph.remove(node, safe=True)
+    return coefficients
 
 
 DEFAULTS = (("epsilon", 1e-5), ("momentum", 0.9))

@@ -43,21 +43,12 @@ def finalize_of(node: ir.Node) -> Op | None:
 
 
 def split(editor: Editor, node: ir.Node, finalize: Op) -> None:
-    dz, x, _, mean, inv_std = node.inputs
-    assert dz is not None and x is not None and mean is not None and inv_std is not None
-    dx, *parameters = node.outputs
     a = finalize.results["a"]
-    keep = {result: value for result, value in zip(("dgamma", "dbeta"), parameters, strict=False) if value.name}
     of = [finalize.node, node]
-    reduced = editor.emit(
-        PLAIN_OPS["BatchNormGradReduce"], {"dz": dz, "x": x, "mean": mean, "inv_std": inv_std}, {}, keep,
-        before=node, of=of, name=editor.fresh(f"{node.name}/reduce"),
-    )  # fmt: skip
-    if dx.name and not is_unused(dx):
-        terms = editor.emit(
-            PLAIN_OPS["BatchNormGradTerms"], {**reduced, "a": a, "inv_std": inv_std}, {}, {},
-            before=node, of=of, name=editor.fresh(f"{node.name}/terms"),
-        )  # fmt: skip
+    terms = emit_terms(editor, node, a, of)
+    if has_input_gradient(node):
+        dz, x, _, mean, _ = node.inputs
+        assert dz is not None and x is not None and mean is not None
         n, channels, h, w = sizes(x)
         attributes = {"count": math.prod((n, h, w)), "start": 0, "stop": channels}
         coefficients = editor.emit(
@@ -65,5 +56,28 @@ def split(editor: Editor, node: ir.Node, finalize: Op) -> None:
             before=node, of=of, name=editor.fresh(f"{node.name}/finalize"),
         )  # fmt: skip
         operands = {"dy": dz, "grad_x": x, "grad_p": a, "grad_q": coefficients["q"], "grad_w": coefficients["w"]}
-        editor.emit(INPUT_HALF, operands, {}, {"dx": dx}, before=node, of=of, name=node.name)
+        editor.emit(INPUT_HALF, operands, {}, {"dx": node.outputs[0]}, before=node, of=of, name=node.name)
     editor.graph.remove(node, safe=True)
+
+
+def has_input_gradient(node: ir.Node) -> bool:
+    """Whether anything waits for the gradient at a BatchNorm's input."""
+    dx = node.outputs[0]
+    return bool(dx.name) and not is_unused(dx)
+
+
+def emit_terms(editor: Editor, node: ir.Node, a: ir.Value, of: list[ir.Node]) -> dict[str, ir.Value]:
+    """The reduce half of a BatchNorm's gradient, and its terms of the input half where that is needed."""
+    dz, x, _, mean, inv_std = node.inputs
+    assert dz is not None and x is not None and mean is not None and inv_std is not None
+    keep = {result: value for result, value in zip(("dgamma", "dbeta"), node.outputs[1:], strict=False) if value.name}
+    reduced = editor.emit(
+        PLAIN_OPS["BatchNormGradReduce"], {"dz": dz, "x": x, "mean": mean, "inv_std": inv_std}, {}, keep,
+        before=node, of=of, name=editor.fresh(f"{node.name}/reduce"),
+    )  # fmt: skip
+    if not has_input_gradient(node):
+        return {}
+    return editor.emit(
+        PLAIN_OPS["BatchNormGradTerms"], {**reduced, "a": a, "inv_std": inv_std}, {}, {},
+        before=node, of=of, name=editor.fresh(f"{node.name}/terms"),
+    )  # fmt: skip

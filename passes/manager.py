@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError
 from bnfuse.opset.functions import add_functions
+from bnfuse.passes.baseline_statistics import BaselineStatistics
 from bnfuse.passes.batch_norm import SplitBatchNorm
 from bnfuse.passes.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.canonical import Canonicalize
@@ -34,13 +35,17 @@ from bnfuse.passes.fuse_batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fuse_gradient_sum import GradientSumFusion
 from bnfuse.passes.fuse_map import MapFusion, ReluConvFusion
 from bnfuse.passes.fuse_mask import MaskFusion
+from bnfuse.passes.fuse_scale import ScaleFusion
 from bnfuse.passes.fuse_statistics import StatisticsFusion
 from bnfuse.passes.pool_first import PoolFirst
 from bnfuse.passes.remove import RemoveBatchNorm, Removed
-from bnfuse.passes.rewriting import FusionResult, Refusal
+from bnfuse.passes.rewriting import FusionResult, Refusal, sort
+from bnfuse.passes.sample import Sample, Sampled
 from bnfuse.passes.unfused import Unfused, batch_norms, find_unfused
 from bnfuse.placements import Selection, select
+from bnfuse.roles import METADATA_KEY as ROLES_KEY
 from bnfuse.roles import Roles, roles_of
+from bnfuse.sample_spec import SamplePlan, parse_plan
 
 LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
 
@@ -70,10 +75,11 @@ class Report:
     nodes_before: int
     nodes_after: int
     removed: tuple[Removed, ...] = ()
+    sampled: tuple[Sampled, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes,
-        removed [{index, node, kept_affine}].
+        removed [{index, node, kept_affine}], sampled [{node, spec, ratio, elements}].
         """
         return {
             "level": self.level,
@@ -90,6 +96,7 @@ class Report:
             ],
             "nodes": {"before": self.nodes_before, "after": self.nodes_after},
             "removed": [dataclasses.asdict(entry) for entry in self.removed],
+            "sampled": [dataclasses.asdict(entry) for entry in self.sampled],
         }
 
 
@@ -133,11 +140,15 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
 
 
 def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
-    """The passes inside a layer; after a Concat has been crossed they find new work."""
+    """The passes inside a layer; after a Concat has been crossed they find new work.
+
+    What is scaled can no longer sink through a Concat, so below icf the scale moves at once, and there afterwards.
+    """
     return [
         (f"{level}/map", MapFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
         (f"{level}/mask", MaskFusion),
+        *([(f"{level}/scale", ScaleFusion)] if concats else []),
         (f"{level}/statistics", StatisticsFusion),
         (f"{level}/gradient-input", BatchNormGradFusion),
     ]
@@ -151,14 +162,16 @@ def rewrite(
     remove: Selection | None = None,
     keep_affine: bool = False,
     decay: float | None = None,
+    sample: str | SamplePlan | None = None,
     roles: Roles | None = None,
 ) -> Rewritten:
     """Run a level's passes on a copy of a training graph.
 
     `pool_first` defaults to on at level icf and off below it. `remove` lists BatchNorms to take out first
     (bnfuse/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every running
-    statistic. `roles` are those of the model, where its metadata does not state them. Raises BnfuseError for an unknown
-    level, and for a list that is wrong.
+    statistic. `sample` says what the statistics are taken from (bnfuse/sample_spec.py). `roles` are those of the
+    model, where its metadata does not state them. Raises BnfuseError for an unknown level, and for a list or a spec
+    that is wrong.
     """
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
     model = model.clone()
@@ -168,6 +181,7 @@ def rewrite(
     if decay is not None:
         reports.append(run_pass(model, "decay", functools.partial(SetDecay, decay), reports))
     removed = remove_batch_norms(model, remove, keep_affine, roles, reports)
+    sampled = sample_batch_norms(model, sample, level, names, roles, reports)
     for stage in stages:
         for again in range(ROUNDS):
             done = [run_pass(model, name, factory, reports) for name, factory in stage]
@@ -183,7 +197,7 @@ def rewrite(
     refused += [refusal for report in reports if report.name.startswith("icf/concat") for refusal in report.refused]
     unfused = find_unfused(model, names, refused)
     nodes = model.graph.num_nodes()
-    return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, nodes, removed))
+    return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, nodes, removed, sampled))
 
 
 def remove_batch_norms(
@@ -198,6 +212,31 @@ def remove_batch_norms(
     make = functools.partial(RemoveBatchNorm, names, roles or roles_of(model), keep_affine=keep_affine)
     reports.append(run_pass(model, "remove", make, reports))
     return tuple(Removed(norm.index, norm.node, keep_affine) for norm in chosen)
+
+
+def sample_batch_norms(
+    model: ir.Model,
+    spec: str | SamplePlan | None,
+    level: str,
+    names: tuple[str, ...],
+    roles: Roles | None,
+    reports: list[PassReport],
+) -> tuple[Sampled, ...]:
+    """Sampling comes before the level's passes; a bias that BNs take out leaves first, where the level drops it."""
+    if spec is None:
+        return ()
+    plan = parse_plan(spec) if isinstance(spec, str) else spec
+    plan.check_names(names)
+    roles = roles_of(model) if ROLES_KEY in model.metadata_props else roles or roles_of(model)
+    if plan.virtual:
+        raise BnfuseError(f"sample spec '{plan.default.text}': virtual samples (vdn) are not there yet: leave vdn out")
+    makers: list[Sample | BaselineStatistics] = [Sample(plan, roles, virtual=plan.virtual), BaselineStatistics(plan)]
+    listed: list[tuple[str, PassFactory]] = [("sample", lambda: makers[0]), ("baseline", lambda: makers[1])]
+    if LEVELS.index(level) >= LEVELS.index("bnff"):
+        listed.insert(0, ("bnff/drop-bias", DropBias))
+    for name, factory in listed:
+        reports.append(run_pass(model, name, factory, reports))
+    return tuple(entry for maker in makers for entry in maker.sampled)
 
 
 def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[PassReport]) -> PassReport:
@@ -215,15 +254,5 @@ def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[Pass
 
 def finish(model: ir.Model) -> None:
     """Leave a valid model: nodes in an order that runs, and a function for every operator in use."""
-    if not _is_sorted(model.graph):
-        model.graph.sort()
+    sort(model.graph)
     add_functions(model)
-
-
-def _is_sorted(graph: ir.Graph) -> bool:
-    seen: set[ir.Node] = set()
-    for node in graph:
-        if any(v is not None and (p := v.producer()) is not None and p not in seen for v in node.inputs):
-            return False
-        seen.add(node)
-    return True

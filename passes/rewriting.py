@@ -84,6 +84,16 @@ def is_unused(value: ir.Value) -> bool:
     return not value.is_graph_output() and not value.uses()
 
 
+def sort(graph: ir.Graph) -> None:
+    """Put the nodes in an order that runs, where they are not in one."""
+    seen: set[ir.Node] = set()
+    for node in graph:
+        if any(v is not None and (p := v.producer()) is not None and p not in seen for v in node.inputs):
+            graph.sort()
+            return
+        seen.add(node)
+
+
 class Editor:
     """Changes one graph on behalf of one pass, and remembers what it did."""
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import DOMAIN, OpSpec
+from bnfuse.passes.fuse_scale import is_scale
 from bnfuse.passes.rewriting import Op, Refusal, sources
 from bnfuse.passes.source_ops import read
 
@@ -36,15 +37,17 @@ def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal]
         if half is None:
             continue
         of = [name for name in sources(node) if name in names] or _through_gradient(node, names)
-        found += [Unfused(name, half, reasons.get(node.name or "", _default(half))) for name in of]
+        found += [Unfused(name, half, reasons.get(node.name or "") or _default(node, half)) for name in of]
     return tuple(dict.fromkeys(found))
 
 
 def standalone_half(node: ir.Node) -> str | None:
     if node.op_type in MONOLITHS:
         return "gradient" if node.op_type == "BatchNormalizationGrad" else "forward"
-    if node.op_type == "BatchNormStatistics":
+    if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics"):
         return "statistics"
+    if node.op_type in ("L1GradInput", "RangeGradInput"):
+        return "gradient input"
     if node.op_type == "BatchNormGradReduce":
         return "gradient reductions"
     op = read(node)
@@ -59,7 +62,7 @@ def _standalone_map(op: Op) -> str | None:
         return "normalise"
     if steps.core == "MapGrad" and {"Reduce", "ReduceOther"} & {*steps.epilogue}:
         return "gradient reductions"
-    if steps.core == "MapGrad" and "BatchNormGrad" in steps.prologue:
+    if steps.core == "MapGrad" and ("BatchNormGrad" in steps.prologue or is_scale(op)):
         return "gradient input"
     return None
 
@@ -69,5 +72,7 @@ def _through_gradient(node: ir.Node, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if (node.name or "").startswith(f"{name}_Grad/")]
 
 
-def _default(half: str) -> str:
+def _default(node: ir.Node, half: str) -> str:
+    if node.domain == DOMAIN and node.op_type.startswith(("L1", "Range")):
+        return "this estimate of the variance is made in sweeps of its own"
     return f"the level in use leaves the {half} half alone"

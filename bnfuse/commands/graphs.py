@@ -187,6 +187,15 @@ def rewrite(
         float | None,
         typer.Option(metavar="A", help="Weight of a batch in the running statistics, in (0, 1].", show_default=False),
     ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="What statistics are taken from: ns:4, bs:4, fs:1/32, frs:1/32, vdn:1, l1bn, rbn, fs:1/64+vdn:2@0.5; "
+            "GLOB=SPEC,... by layer.",
+            show_default=False,
+        ),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.", show_default=False)
     ] = None,
@@ -201,6 +210,7 @@ def rewrite(
     bnfuse rewrite train.onnx -o fused.onnx
     bnfuse rewrite train.onnx -o fused.onnx --level bnff --report report.json
     bnfuse rewrite train.onnx -o fused.onnx --remove all-except:5,7 --keep-affine --decay 0.05
+    bnfuse rewrite train.onnx -o fused.onnx --sample 'fs:1/32,stem*=bn'
     """
     from bnfuse import api
 
@@ -212,6 +222,7 @@ def rewrite(
         remove=remove,
         keep_affine=keep_affine,
         decay=decay,
+        sample=sample,
         **roles,
     )
     api.save(rewritten.model, output)
@@ -234,6 +245,9 @@ def report_sections(report: dict[str, Any]) -> list[Section]:
     if report["removed"]:
         gone = [(number(e["index"]), e["node"], "stays" if e["kept_affine"] else "") for e in report["removed"]]
         sections.append(Section.table("Removed", ("number", "BatchNorm", "scale and bias"), gone))
+    if report["sampled"]:
+        taken = [(e["node"], e["spec"], number(e["elements"]), f"{e['ratio']:.4f}") for e in report["sampled"]]
+        sections.append(Section.table("Sampled", ("BatchNorm", "spec", "elements a channel", "of all"), taken))
     if report["unfused"]:
         rows = [(entry["node"], entry["half"], entry["reason"]) for entry in report["unfused"]]
         sections.append(Section.table("Unfused", ("BatchNorm", "half", "reason"), rows))
