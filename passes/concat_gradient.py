@@ -11,6 +11,9 @@ t2 = Concat(x0, y1, y2), read by the convolutions of layers 1 and 2 through thei
     dx0 = Sum(a1, a2); dy1 = Sum(b1, b2)        dx0 is read as G1[0:4] + q*x0 + w
 
 The operator that wrote dz_l adds p_l*dz_l to G instead; what reads the gradient of a producer reads its channels of G.
+A sampled BN has no q*x + w for all elements: its term is added to G as p*dz, and then its AddSampled adds to G in its
+sample; the producer's channels of what comes out are read plainly. So has the scale of a removed BN.
+
 Channels are traced to their producers, so nested and flat concatenations, and any mix, are one case. Gradients of
 readers that are not BNs are terms of G with the factor 1.
 
@@ -33,7 +36,9 @@ from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.passes.batch_norm_grad import INPUT_HALF
 from bnfuse.passes.concat_statistics import find_statistics
 from bnfuse.passes.fuse_gradient_sum import gathers_concat
-from bnfuse.passes.rewriting import Editor, FusionResult, Op, is_only_read_by, own_op
+from bnfuse.passes.fuse_scale import is_scale
+from bnfuse.passes.rewriting import Editor, FusionResult, Op, is_only_read_by, own_op, sort
+from bnfuse.passes.sampled_chain import accumulated, scaled_base
 from bnfuse.passes.source_ops import gradient_of, is_map, sizes
 from bnfuse.passes.steps import ACCUMULATIONS, try_spec
 
@@ -46,7 +51,7 @@ class Term:
     start: int
     stop: int
     half: Op | None = None  # the BN's input half, BatchNormGradMapGrad
-    writer: Op | None = None  # the operator that writes the half's dz
+    writer: Op | None = None  # the operator that writes the half's dz; without a half, what scales a sampled BN's dz
 
 
 @dataclasses.dataclass
@@ -65,7 +70,7 @@ class ConcatGradient(ir.passes.InPlacePass):
         for glue in find_glue(model.graph):
             order = {node: index for index, node in enumerate(model.graph)}
             group = make_group(glue, order)
-            if group is not None and not any(term.half for term in group.terms):
+            if group is not None and not any(term.writer for term in group.terms):
                 continue  # no BN: the Splits are views, and there is nothing to gain
             reason = why_not(group) if group is not None else "its channels meet others' in no common order"
             if reason is None and group is not None:
@@ -75,6 +80,7 @@ class ConcatGradient(ir.passes.InPlacePass):
                     editor.refuse(half, str(reason))
         for node in [node for node in model.graph if node.op_type == "ConcatTraining"]:
             forget_lengths(editor, node)
+        sort(model.graph)
         return editor.result()
 
 
@@ -98,9 +104,10 @@ def find_glue(graph: ir.Graph) -> list[list[ir.Node]]:
 
 
 def halves_into(glue: list[ir.Node]) -> list[ir.Node]:
-    """The input halves of BNs whose results the glue reads."""
-    writers = dict.fromkeys(value.producer() for node in glue for value in node.inputs if value is not None)
-    return [node for node in writers if node is not None and (op := own_op(node)) is not None and op.spec == INPUT_HALF]
+    """The input halves of BNs whose results the glue reads, and what scales the dz of sampled ones."""
+    values = dict.fromkeys(value for node in glue for value in node.inputs if value is not None)
+    halves = [op.node for value in values if (op := gradient_of(value)) is not None and op.spec == INPUT_HALF]
+    return halves + [op.node for value in values if (op := scaled_base(value)) is not None and is_scale(op)]
 
 
 def connected_glue(first: ir.Node) -> set[ir.Node]:
@@ -183,8 +190,10 @@ def pieces_of(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> li
 
 def make_term(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> Term:
     half = gradient_of(value)
-    if half is None or half.spec != INPUT_HALF or is_read_outside(value, glue):
+    if is_read_outside(value, glue):
         return Term(value, start, stop)
+    if half is None or half.spec != INPUT_HALF:
+        return Term(value, start, stop, writer=scaled_base(value))
     dz = half.operands["dy"]
     writer = gradient_of(dz)
     if writer is None or not is_only_read_by(dz, half.node) or {*ACCUMULATIONS} & {*writer.steps.epilogue}:
@@ -241,6 +250,8 @@ def accumulate(editor: Editor, group: Group) -> None:
         if term.half and term.writer:
             maps.append(add_batch_norm(editor, term, maps[-1] if maps else None))
             coefficients.append(add_coefficients(editor, term, coefficients[-1] if coefficients else None))
+        elif term.writer:
+            maps.append(add_sampled(editor, term, maps[-1] if maps else None))
         else:
             maps.append(add_other(editor, term, maps[-1] if maps else None, group))
     for gradient, (start, stop) in group.gradients.items():
@@ -269,6 +280,19 @@ def add_batch_norm(editor: Editor, term: Term, before: Sum | None) -> Sum:
     spec = OpSpec(writer.steps.prologue, writer.steps.core, (*writer.steps.epilogue, step))
     fused = editor.replace(writer, spec, [term.half.node], operands=operands, attributes=attributes)
     return Sum((fused.results["dx"],), term.start, term.stop)
+
+
+def add_sampled(editor: Editor, term: Term, before: Sum | None) -> Sum:
+    """What scales a sampled BN's dz adds to G; what the sample adds is added after it, by the operators there are."""
+    base = scaled_base(term.value)
+    assert base is not None
+    value = term.value
+    if before is not None:
+        spec, operands, attributes = accumulated(base, before.values[0], term.start - before.start)
+        fused = editor.replace(base, spec, operands=operands, attributes=attributes)
+        if base.results["dx"] is value:
+            value = fused.results["dx"]
+    return Sum((value,), term.start, term.stop)
 
 
 def add_coefficients(editor: Editor, term: Term, before: Sum | None) -> Sum:

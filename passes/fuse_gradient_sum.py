@@ -4,7 +4,9 @@
     g2 = ConvGrad(...)        ->    g  = ConvGradAddGradient(..., g1)
     g  = Sum(g1, g2)
 
-A Sum of more gradients becomes a chain. The mask and the reductions that follow can then go into the last one.
+A Sum of more gradients becomes a chain. Where the last gradient is that of a sampled BN, its scaled dz is added to the
+others (Accumulate), and the sample's terms to the sum. The mask and the reductions that follow can then go into the
+last one.
 
 Refuses a Sum whose last gradient is read elsewhere or is written by something with no epilogue (a Split, a Reshape).
 """
@@ -14,7 +16,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
-from bnfuse.passes.rewriting import Editor, FusionResult, is_only_read_by
+from bnfuse.passes.rewriting import Editor, FusionResult, is_only_read_by, sort
+from bnfuse.passes.sampled_chain import accumulated, scaled_base
 from bnfuse.passes.source_ops import gradient_of, is_map
 from bnfuse.passes.steps import has_room_after
 
@@ -32,6 +35,7 @@ class GradientSumFusion(ir.passes.InPlacePass):
         for node in [node for node in model.graph if node.op_type == "Sum" and is_map(node.outputs[0])]:
             if self.concats or not gathers_concat(node):
                 absorb_sum(editor, node, order)
+        sort(model.graph)
         return editor.result()
 
 
@@ -49,6 +53,15 @@ def absorb_sum(editor: Editor, node: ir.Node, order: dict[ir.Node, int]) -> None
     while len(terms) > 1:
         last = max(terms, key=lambda value: _position(value, order))
         producer = gradient_of(last)
+        base = scaled_base(last) if is_only_read_by(last, node) else None
+        if base is not None and len(terms) == 2:
+            other = terms[terms[0] is last]
+            spec, operands, attributes = accumulated(base, other)
+            fused = editor.replace(base, spec, [node], operands=operands, attributes=attributes)
+            editor.take_over(total, fused.results["dx"] if base.results["dx"] is last else last)
+            editor.remove_dead([node])
+            order[fused.node] = order[base.node]
+            return
         if producer is None or not is_only_read_by(last, node) or not has_room_after(producer.steps, "AddGradient"):
             editor.refuse(
                 node, f"{last.name}, its last term, has other readers or is written by something with no epilogue"

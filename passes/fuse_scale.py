@@ -22,7 +22,7 @@ from bnfuse.passes.steps import ACCUMULATIONS, has_room_after, try_spec
 
 class ScaleFusion(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
-        editor = Editor(model, "sample")
+        editor = Editor(model, "bnff")
         for node in list(model.graph):
             op = read(node) if node.graph is not None else None
             if op is not None and is_scale(op):
