@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.opset.reference_sampling import range_factor
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.norm import NormProblem
-from bnfuse.runtime.kernels.cpu.norm_baseline import range_factor
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Target

@@ -12,50 +12,47 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.opset.reference_sampling import range_factor
 from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.norm import NormProblem, map_sweep
 from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args, Sum, Tile, Vector, f64, sweep, to_f32, vectors
+from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Tile, Vector, f64, sweep, to_f32, vectors
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
 
 
 def l1_statistics(x: MapType, target: Target) -> Kernel:
     """x -> mean, variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean), [c] float32.
 
-    The signs are those that `l1_grad_input` finds with the mean as float32. What that rounds away, r, is made good:
-    sum |x - mean - r| = sum |x - mean| - r * sum sign(x - mean), but for what lies within r of the mean.
+    The signs are those that `l1_grad_input` finds with the mean as float32; deviations also know what that rounds away.
     """
 
     def emit(args: Args) -> None:
-        count = float(x.pixels)
-        rounded, sign_sums = tir.workspace(x.c, "float64"), tir.workspace(x.c, "float64")
+        count = f64(float(x.pixels))
+        rest = tir.workspace(x.c)
 
-        def mean(channel: Expr, value: Expr) -> None:
-            T.buffer_store(args["mean"], to_f32(value / f64(count)), [channel])
-            T.buffer_store(rounded, value / f64(count) - f64(args["mean"][channel]), [channel])
-
-        def sign_mean(channel: Expr, value: Expr) -> None:
-            T.buffer_store(sign_sums, value, [channel])
-            T.buffer_store(args["sign_mean"], to_f32(value / f64(count)), [channel])
+        def mean(channel: Expr, value: Expr, _: Expr) -> None:
+            T.buffer_store(args["mean"], to_f32(value), [channel])
+            T.buffer_store(rest, to_f32(value - f64(args["mean"][channel])), [channel])
 
         def variance(channel: Expr, value: Expr) -> None:
-            exact = (value - rounded[channel] * sign_sums[channel]) / f64(count)
-            T.buffer_store(args["variance"], to_f32(exact * exact * f64(math.pi / 2)), [channel])
+            T.buffer_store(args["variance"], to_f32(value * value / (count * count) * f64(math.pi / 2)), [channel])
 
-        total, signs, deviations = Sum(mean), Sum(sign_mean), Sum(variance)
+        moments, deviations = Moments(mean), Sum(variance)
+        signs = Sum(lambda c, value: T.buffer_store(args["sign_mean"], to_f32(value / count), [c]))
 
         def add(pixel: Expr, vector: Vector, is_first: Expr) -> None:
             with vector.each() as j:
-                total.add(vector.base + j, args.read("x", pixel, vector.base + j))
+                moments.add(vector.base + j, args.read("x", pixel, vector.base + j), is_first)
 
         def compare(pixel: Expr, vector: Vector, is_first: Expr) -> None:
             with vector.each() as j:
                 d = args.read("x", pixel, vector.base + j) - args["mean"][vector.base + j]
-                deviations.add(vector.base + j, tirx.Max(d, steps.f32(0.0) - d))
+                exact = d - rest[vector.base + j]
+                deviations.add(vector.base + j, tirx.Max(exact, steps.f32(0.0) - exact))
                 signs.add(vector.base + j, _sign(d))
 
-        sweep(x.pixels, x.c, target, add, [total])
-        sweep(x.pixels, x.c, target, compare, [signs, deviations])
+        sweep(x.pixels, x.c, target, add, [moments])
+        sweep(x.pixels, x.c, target, compare, [deviations, signs])
 
     return map_sweep(NormProblem("L1Statistics", (("x", x),)), target, x.c, emit)
 
@@ -82,24 +79,19 @@ def _sign(d: Expr) -> Expr:
     return tirx.Select(d > zero, one, tirx.Select(d < zero, minus, zero))
 
 
-def range_factor(count: int) -> float:
-    """c of RBN: the standard deviation of `count` normal numbers is about their range times this."""
-    return 0.0 if count < 2 else 1 / (2 * math.sqrt(2 * math.log(count)))
-
-
 def range_statistics(x: MapType, target: Target) -> Kernel:
     """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
 
     def emit(args: Args) -> None:
-        total = Sum(lambda c, value: T.buffer_store(args["mean"], to_f32(value / f64(float(x.pixels))), [c]))
+        moments = Moments(lambda c, mean, _: T.buffer_store(args["mean"], to_f32(mean), [c]))
         extremes = Extremes(args)
 
         def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
             with vector.each() as j:
-                total.add(vector.base + j, args.read("x", pixel, vector.base + j))
+                moments.add(vector.base + j, args.read("x", pixel, vector.base + j), is_first)
                 extremes.add(vector.base + j, args.read("x", pixel, vector.base + j))
 
-        sweep(x.pixels, x.c, target, visit, [total, extremes])
+        sweep(x.pixels, x.c, target, visit, [moments, extremes])
         factor = steps.f32(range_factor(x.pixels))
         for vector in vectors(x.c, target.lanes):
             with vector.each() as j:
