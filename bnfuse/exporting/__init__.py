@@ -1,0 +1,148 @@
+"""A trained network as a standard ONNX model for inference.
+
+    export_model(step, "model.onnx")                     # what `bnfuse.export_inference` and `train --export` do
+
+The graph that evaluates is cut out of the training graph (runtime/inference.py), whatever its level; `expand` turns
+`ai.bnfuse` operators back into BatchNormalization, Relu, Conv and their like; `rows` takes virtual samples out and
+frees constants of the batch. Operators are those of ai.onnx alone, statistics the running ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError, first_line
+from bnfuse.exporting.expand import Expansion
+from bnfuse.exporting.rows import whole_rows
+from bnfuse.io import save
+from bnfuse.training_graph import TrainingGraph, open_graph
+
+if TYPE_CHECKING:
+    from bnfuse.runtime import Step
+
+MEAN_KEY, STD_KEY, CLASSES_KEY = "bnfuse.input_mean", "bnfuse.input_std", "bnfuse.classes"
+BATCH = "N"
+MOMENTS = "optimizer."  # what names of the optimiser's state begin with in a checkpoint
+
+
+def export_model(
+    source: Any,
+    path: str | os.PathLike[str],
+    *,
+    state: Mapping[str, np.ndarray] | str | os.PathLike[str] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    classes: Sequence[str] = (),
+    **roles: Any,
+) -> None:
+    """Writes it (bnfuse.api.export_inference says what the arguments mean)."""
+    graph, values = opened(source, **roles)
+    if state is not None:
+        values = checked_state(read_state(state), values, graph.name)
+    model = inference_model(graph, values)
+    about = {MEAN_KEY: mean and list(mean), STD_KEY: std and list(std), CLASSES_KEY: list(classes)}
+    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in about.items() if value})
+    save(model, path)
+
+
+def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """The model, with the batch left open where shapes allow. It has passed onnx's full check."""
+    from bnfuse.runtime.inference import inference_graph
+
+    cut, roles = inference_graph(graph.model, graph.roles)
+    whole_rows(cut, roles.data, graph.roles.virtual)
+    expansion = Expansion(cut, state, opset=graph.model.opset_imports[""], file=graph.name)
+    expansion.run()
+    for batch in (BATCH, None):
+        model = assembled(expansion, roles.data, graph, batch)
+        try:
+            onnx.checker.check_model(model, full_check=True)
+        except Exception as error:
+            if batch is None:
+                raise BnfuseError(f"{graph.name}: exports to no valid model: {first_line(error)}") from None
+            continue
+        if batch is None or is_open(model):
+            return model
+    raise AssertionError("one of the two is returned")
+
+
+def assembled(expansion: Expansion, data: Sequence[str], graph: TrainingGraph, batch: str | None) -> onnx.ModelProto:
+    """Inputs, output and nodes as a model; the batch is that of the training graph, or a name."""
+    (logits,) = expansion.graph.outputs
+    inputs = [_info(graph.input(name), name, batch) for name in data]
+    output = _info(logits, expansion.output, batch, rows=inputs)
+    made = onnx.helper.make_graph(expansion.nodes, "inference", inputs, [output], expansion.initializers())
+    imports = [onnx.helper.make_opsetid("", graph.model.opset_imports[""])]
+    return onnx.helper.make_model(
+        made, opset_imports=imports, ir_version=min(graph.model.ir_version, 10), producer_name="bnfuse"
+    )
+
+
+def _info(
+    value: ir.Value, name: str, batch: str | None, rows: Sequence[onnx.ValueInfoProto] = ()
+) -> onnx.ValueInfoProto:
+    """The type of an input or output. Without virtual samples an output has as many rows as the input."""
+    dims: list[Any] = [int(d) if isinstance(d, int) else None for d in value.shape or ()]
+    if rows and dims:
+        dims[0] = rows[0].type.tensor_type.shape.dim[0].dim_value
+    if batch is not None and dims:
+        dims[0] = batch
+    return onnx.helper.make_tensor_value_info(name, int(value.dtype or ir.DataType.FLOAT), dims)
+
+
+def is_open(model: onnx.ModelProto) -> bool:
+    """Whether the rows of the output follow from those of the input, as onnx infers shapes."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for output in bare.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    inferred = onnx.shape_inference.infer_shapes(bare, strict_mode=True, data_prop=True)
+    dims = [output.type.tensor_type.shape.dim for output in inferred.graph.output]
+    return all(len(dim) > 0 and not dim[0].HasField("dim_value") for dim in dims)
+
+
+def opened(source: Any, **roles: Any) -> tuple[TrainingGraph, dict[str, np.ndarray]]:
+    """The training graph behind a step or any form of a model, and the values of its parameters."""
+    if hasattr(source, "state_dict") and hasattr(source, "model"):
+        step: Step = source
+        if not step.model:
+            raise BnfuseError(
+                "the step was made without its model: export the training graph with state=step.state_dict()"
+            )
+        graph = open_graph(onnx.ModelProto.FromString(step.model), name="the step's model")
+        return graph, step.state_dict()
+    graph = open_graph(source, **roles)
+    return graph, graph.state()
+
+
+def read_state(state: Mapping[str, np.ndarray] | str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    if isinstance(state, Mapping):
+        return dict(state)
+    import safetensors
+
+    path = Path(state)
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            names = [name for name in file.keys() if not name.startswith(MOMENTS)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise BnfuseError(f"{path}: no checkpoint in safetensors form ({str(error).splitlines()[0]})") from None
+
+
+def checked_state(state: dict[str, np.ndarray], own: Mapping[str, np.ndarray], file: str) -> dict[str, np.ndarray]:
+    """All values that the graph has, of the graph's shapes."""
+    for name, value in own.items():
+        if name not in state:
+            raise BnfuseError(f"{file}: the state lacks '{name}': is it of this network?")
+        if state[name].shape != value.shape:
+            found, wanted = list(state[name].shape), list(value.shape)
+            raise BnfuseError(f"{file}: the state's '{name}' has the shape {found}, not {wanted}")
+    return {name: np.asarray(state[name], value.dtype) for name, value in own.items()}

@@ -1,0 +1,339 @@
+"""`ai.bnfuse` operators of an inference graph as standard nodes.
+
+    NormalizeReluConvBias(x, w, a, b, bias)      ->      z = BatchNormalization(x, scale, bias, running mean, variance)
+                                                         y = Conv(Relu(z), w, bias)
+
+What follows from parameters alone is computed here and becomes an initializer: coefficients of several BatchNorms over
+a Concat, and the running mean less the bias that the drop-bias pass took out of a convolution. Steps that several
+operators have in common on their way in (a map with several readers) are written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bnfuse.errors import BnfuseError, at_node
+from bnfuse.opset import reference
+from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
+
+MICROSOFT = "com.microsoft"
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """One BatchNorm by running statistics: y = scale*(x - mean)/sqrt(variance + epsilon) + bias, and who it was."""
+
+    name: str
+    operands: tuple[ir.Value, ...]  # scale, bias, mean, variance
+    epsilon: float
+
+
+class Expansion:
+    """The nodes of the new graph, made by `run`. Values are known by the names that the training graph has for them."""
+
+    def __init__(self, graph: ir.Graph, state: Mapping[str, np.ndarray], *, opset: int, file: str) -> None:
+        self.graph, self.opset, self.file = graph, opset, file
+        self.nodes: list[onnx.NodeProto] = []
+        self.names: dict[ir.Value, str] = {}  # of maps
+        self.constants: dict[ir.Value, np.ndarray] = {}
+        self.norms: dict[ir.Value, tuple[str, tuple[Norm, ...]]] = {}  # a or b of these, one after the other
+        self._used: dict[str, np.ndarray] = {}
+        self._made: dict[Any, str] = {}  # steps of prologues that are there already
+        for name, value in graph.initializers.items():
+            if name in state:
+                self.constants[value] = np.asarray(state[name])
+            elif value.const_value is not None:
+                self.constants[value] = value.const_value.numpy()
+        for value in graph.inputs:
+            if value not in self.constants:
+                self.names[value] = str(value.name)
+        self._taken = {*self.names.values(), *graph.initializers, *(str(v.name) for n in graph for v in n.outputs)}
+
+    def run(self) -> None:
+        for node in needed(self.graph):
+            if all(value is None or value in self.constants for value in node.inputs):
+                self._fold(node)
+            elif node.domain == DOMAIN:
+                self._expand(node)
+            elif node.domain == MICROSOFT:
+                self._microsoft(node)
+            else:
+                self._standard(node)
+
+    @property
+    def output(self) -> str:
+        return self.names[self.graph.outputs[0]]
+
+    def initializers(self) -> list[onnx.TensorProto]:
+        return [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in self._used.items()]
+
+    # -- constants -----------------------------------------------------------------------------------------------
+
+    def _fold(self, node: ir.Node) -> None:
+        inputs = [self.constants[value] if value is not None else None for value in node.inputs]
+        if node.domain == DOMAIN:
+            results = self._fold_own(node, inputs)
+        else:
+            proto = ir.to_proto(node)
+            proto.input[:] = [f"i{k}" if value is not None else "" for k, value in enumerate(node.inputs)]
+            results = self._evaluate(node, proto, {f"i{k}": x for k, x in enumerate(inputs) if x is not None})
+        for value, result in zip(node.outputs, results, strict=False):
+            self.constants[value] = result
+        self._follow_norms(node)
+
+    def _fold_own(self, node: ir.Node, inputs: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        op = find(node.op_type)
+        if op is None:
+            raise self._unknown(node)
+        operands = {name: x for name, x in zip(op.operands, inputs, strict=False) if x is not None}
+        found = reference.run(op, operands, {name: node.attributes[name].value for name in op.attributes})
+        return [found[name] for name in op.results]
+
+    def _evaluate(self, node: ir.Node, proto: onnx.NodeProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """One standard node, by onnx's reference."""
+        from onnx.reference import ReferenceEvaluator
+
+        if proto.domain not in ("", "ai.onnx"):
+            raise self._unknown(node)
+        outputs = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.UNDEFINED, None) for n in proto.output if n]
+        infos = [
+            onnx.helper.make_tensor_value_info(k, onnx.helper.np_dtype_to_tensor_dtype(v.dtype), v.shape)
+            for k, v in feeds.items()
+        ]
+        graph = onnx.helper.make_graph([proto], "constant", infos, outputs)
+        imports = [onnx.helper.make_opsetid("", self.opset)]
+        try:
+            results = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)
+        except Exception as error:
+            what = f"cannot be computed from constants: {error}"
+            raise at_node(node.name or "", node.op_type, " ".join(what.split())[:200], file=self.file) from None
+        return [np.asarray(result) for result in results]
+
+    def _follow_norms(self, node: ir.Node) -> None:
+        """Which BatchNorms the coefficients a and b are of, also where they are concatenated."""
+        if node.domain == DOMAIN and node.op_type == "BatchNormFinalize":
+            operands = tuple(value for value in node.inputs[:4] if value is not None)
+            norm = Norm(base_name(node), operands, float(node.attributes["epsilon"].value))
+            for which, value in zip("ab", node.outputs, strict=False):
+                self.norms[value] = (which, (norm,))
+        elif node.op_type in ("Concat", "Identity") and not node.domain:
+            parts = [self.norms.get(value) for value in node.inputs if value is not None]
+            if all(parts) and len({part[0] for part in parts if part}) == 1:
+                joined = tuple(norm for part in parts if part for norm in part[1])
+                self.norms[node.outputs[0]] = (parts[0][0], joined)  # type: ignore[index]
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def _expand(self, node: ir.Node) -> None:
+        op = find(node.op_type)
+        if not isinstance(op, OpSpec) or op.is_gradient:
+            raise self._unknown(node)
+        operands = dict(zip(op.operands, node.inputs, strict=True))
+        x, wanted = self._name(operands["x"]), dict(zip(op.results, node.outputs, strict=True))
+        for step in op.prologue:
+            x = self._enter(step, x, operands, node)
+        if "stored" in wanted:
+            self.names[wanted["stored"]] = x
+        if op.core == "Map":
+            self.names[wanted["y"]] = x
+            return
+        inputs = [x]
+        if op.core == "Conv":
+            inputs += [self._name(operands["weight"])]
+            inputs += [self._name(operands["bias"])] if "Bias" in op.epilogue else []
+        given = {name: node.attributes[name].value for name in FORWARD_CORES[op.core]}
+        y = str(wanted["y"].name)
+        outputs = [y]
+        if "indices" in wanted and wanted["indices"].uses():
+            outputs.append(self._name_of_result(wanted["indices"]))
+        name = base_name(node)
+        if op.core not in ("Conv", "MaxPool", "AveragePool", "GlobalAveragePool"):
+            raise self._unknown(node)
+        self._node(op.core, inputs, outputs, name, **plain(given, op.core))
+        self.names[wanted["y"]] = y
+
+    def _enter(self, step: str, x: str, operands: Mapping[str, ir.Value | None], node: ir.Node) -> str:
+        """One step of a prologue."""
+        if step == "Normalize":
+            return self._normalize(x, operands["a"], operands["b"], node)
+        if step in ("Add", "AddNormalized"):
+            skip = self._name(operands["skip"])
+            if step == "AddNormalized":
+                skip = self._normalize(skip, operands["skip_a"], operands["skip_b"], node)
+            return self._once("Add", [x, skip], node)
+        if step == "Relu":
+            return self._once("Relu", [x], node)
+        if step == "Clip":
+            bounds = [self._scalar(node.attributes[name].value) for name in ("min", "max")]
+            return self._once("Clip", [x, *bounds], node)
+        return self._quick_gelu(x, float(node.attributes["alpha"].value), node)
+
+    def _quick_gelu(self, x: str, alpha: float, node: ir.Node) -> str:
+        gate = x if alpha == 1 else self._once("Mul", [x, self._scalar(alpha)], node)
+        return self._once("Mul", [x, self._once("Sigmoid", [gate], node)], node)
+
+    def _normalize(self, x: str, a: ir.Value | None, b: ir.Value | None, node: ir.Node) -> str:
+        """a*x + b as the BatchNormalization that the coefficients come from, or as Mul and Add."""
+        assert a is not None and b is not None
+        (first, norms), (second, others) = self.norms.get(a, ("", ())), self.norms.get(b, ("", ()))
+        if (first, second) == ("a", "b") and norms == others and norms:
+            return self._batch_norm(x, norms)
+        if a not in self.constants or b not in self.constants:
+            raise at_node(node.name or "", node.op_type, "has coefficients that are no constants", file=self.file)
+        wide = [self._constant(self.constants[v].reshape(1, -1, 1, 1), f"{v.name}/wide") for v in (a, b)]
+        return self._once("Add", [self._once("Mul", [x, wide[0]], node), wide[1]], node)
+
+    def _batch_norm(self, x: str, norms: tuple[Norm, ...]) -> str:
+        key = ("BatchNormalization", x, norms)
+        if key not in self._made:
+            if len(norms) == 1:
+                operands = [self._name(value) for value in norms[0].operands]
+                name = norms[0].name
+                epsilon = norms[0].epsilon
+            else:
+                operands, name, epsilon = self._joined(norms)
+            y = self._fresh(f"{name}/y")
+            self._node("BatchNormalization", [x, *operands], [y], self._fresh(name), epsilon=epsilon)
+            self._made[key] = y
+        return self._made[key]
+
+    def _joined(self, norms: tuple[Norm, ...]) -> tuple[list[str], str, float]:
+        """Several BatchNorms side by side as one; what their epsilons differ by goes into the variances."""
+        epsilon = min(norm.epsilon for norm in norms)
+        name = f"{norms[0].name}+{len(norms) - 1}"
+        columns = []
+        for index, what in enumerate(("scale", "bias", "mean", "variance")):
+            parts = [self.constants[norm.operands[index]] for norm in norms]
+            if what == "variance":
+                parts = [part + part.dtype.type(n.epsilon - epsilon) for part, n in zip(parts, norms, strict=True)]
+            columns.append(self._constant(np.concatenate(parts), f"{name}/{what}"))
+        return columns, name, epsilon
+
+    def _microsoft(self, node: ir.Node) -> None:
+        """Operators of onnxruntime that training graphs have where standard ones would do."""
+        x, y = self._name(node.inputs[0]), node.outputs[0]
+        if node.op_type == "ConcatTraining":
+            inputs = [self._name(value) for value in node.inputs]
+            self._result("Concat", inputs, y, node, axis=int(node.attributes["axis"].value))
+        elif node.op_type == "QuickGelu":
+            alpha = node.attributes.get("alpha")
+            self.names[y] = self._quick_gelu(x, 1.702 if alpha is None else float(alpha.value), node)
+        elif node.op_type == "Gelu":
+            inner = self._once("Erf", [self._once("Mul", [x, self._scalar(np.sqrt(0.5))], node)], node)
+            half = self._once("Mul", [x, self._scalar(0.5)], node)
+            self._result("Mul", [half, self._once("Add", [inner, self._scalar(1.0)], node)], y, node)
+        elif node.op_type == "SplitTraining":
+            inputs = [self._name(value) for value in node.inputs]
+            outputs = [self._name_of_result(value) for value in node.outputs]
+            self._node("Split", inputs, outputs, base_name(node), axis=int(node.attributes["axis"].value))
+        else:
+            raise self._unknown(node)
+
+    def _standard(self, node: ir.Node) -> None:
+        proto = ir.to_proto(node)
+        proto.ClearField("metadata_props")
+        del proto.output[:]
+        proto.input[:] = [self._name(value) if value is not None else "" for value in node.inputs]
+        if node.op_type == "Reshape" or node.op_type == "Expand":
+            proto.input[1] = self._without_batch(node, proto.input[1])
+        if node.op_type == "BatchNormalization":  # one that a training file of others has
+            kept = [attribute for attribute in proto.attribute if attribute.name == "epsilon"]
+            del proto.attribute[:]
+            proto.attribute.extend(kept)
+        wanted = node.outputs[:1] if node.op_type in ("BatchNormalization", "MaxPool") else node.outputs
+        proto.output.extend(self._name_of_result(value) if value.name else "" for value in wanted)
+        self.nodes.append(proto)
+
+    def _without_batch(self, node: ir.Node, name: str) -> str:
+        """The target shape of a Reshape (an Expand) that keeps the batch, with 0 (1) in its place."""
+        x, shape = node.inputs[0], node.inputs[1]
+        rows = x.shape[0] if x is not None and x.shape is not None and len(x.shape) else None
+        if shape not in self.constants or rows is None:
+            return name
+        target = self.constants[shape].copy()  # type: ignore[index]
+        allowed = node.attributes.get("allowzero")
+        if target.size == 0 or target[0] != rows or (allowed is not None and allowed.value):
+            return name
+        target[0] = 0 if node.op_type == "Reshape" else 1
+        return self._constant(target, f"{shape.name}/any_batch")  # type: ignore[union-attr]
+
+    # -- making --------------------------------------------------------------------------------------------------
+
+    def _node(self, kind: str, inputs: Iterable[str], outputs: Iterable[str], name: str, **attributes: Any) -> None:
+        self.nodes.append(onnx.helper.make_node(kind, list(inputs), list(outputs), name=name, **attributes))
+
+    def _result(self, kind: str, inputs: Iterable[str], y: ir.Value, node: ir.Node, **attributes: Any) -> None:
+        self._node(kind, inputs, [self._name_of_result(y)], base_name(node), **attributes)
+
+    def _once(self, kind: str, inputs: list[str], node: ir.Node) -> str:
+        """A step of a prologue, made where it is not there yet."""
+        key = (kind, *inputs)
+        if key not in self._made:
+            y = self._fresh(f"{inputs[0].removesuffix('/y')}/{kind.lower()}")
+            self._node(kind, inputs, [y], y)
+            self._made[key] = y
+        return self._made[key]
+
+    def _name(self, value: ir.Value | None) -> str:
+        """A map by its name; a constant, which is used now, by that of its initializer."""
+        assert value is not None
+        if value not in self.constants:
+            return self.names[value]
+        self._used[str(value.name)] = self.constants[value]
+        return str(value.name)
+
+    def _name_of_result(self, value: ir.Value) -> str:
+        self.names[value] = str(value.name)
+        return str(value.name)
+
+    def _constant(self, array: np.ndarray, name: str) -> str:
+        key = ("constant", name, array.tobytes())
+        if key not in self._made:
+            fresh = self._fresh(name)
+            self._used[fresh] = array
+            self._made[key] = fresh
+        return self._made[key]
+
+    def _scalar(self, value: float) -> str:
+        return self._constant(np.array(value, np.float32), f"{float(value):g}")
+
+    def _fresh(self, name: str) -> str:
+        found, count = name, 0
+        while found in self._taken:
+            count += 1
+            found = f"{name}_{count}"
+        self._taken.add(found)
+        return found
+
+    def _unknown(self, node: ir.Node) -> BnfuseError:
+        what = "has no standard form for inference: export the graph as built, before it is rewritten"
+        return at_node(node.name or "", f"{node.domain}::{node.op_type}", what, file=self.file)
+
+
+def needed(graph: ir.Graph) -> list[ir.Node]:
+    """The nodes that the outputs depend on, in their order; statistics of batches are none of them."""
+    waiting = [value.producer() for value in graph.outputs]
+    found: set[ir.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [value.producer() for value in node.inputs if value is not None]
+    return [node for node in graph if node in found]
+
+
+def base_name(node: ir.Node) -> str:
+    """The name that the node, or the BatchNorm that it was a half of, has in the source."""
+    return (node.name or node.op_type).removesuffix("/finalize")
+
+
+def plain(attributes: Mapping[str, Any], core: str) -> dict[str, Any]:
+    """Attributes of a core as onnx.helper takes them."""
+    lists = {*CONV_ATTRIBUTES} - {"group"}
+    return {k: list(v) if k in lists and v is not None else v for k, v in attributes.items() if v is not None}
