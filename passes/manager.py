@@ -42,6 +42,7 @@ from bnfuse.passes.remove import RemoveBatchNorm, Removed
 from bnfuse.passes.rewriting import FusionResult, Refusal, sort
 from bnfuse.passes.sample import Sample, Sampled
 from bnfuse.passes.unfused import Unfused, batch_norms, find_unfused
+from bnfuse.passes.virtual import AddVirtual
 from bnfuse.placements import Selection, select
 from bnfuse.roles import METADATA_KEY as ROLES_KEY
 from bnfuse.roles import Roles, roles_of
@@ -229,7 +230,9 @@ def sample_batch_norms(
     plan.check_names(names)
     roles = roles_of(model) if ROLES_KEY in model.metadata_props else roles or roles_of(model)
     if plan.virtual:
-        raise BnfuseError(f"sample spec '{plan.default.text}': virtual samples (vdn) are not there yet: leave vdn out")
+        adder = AddVirtual(plan.virtual, roles)
+        reports.append(run_pass(model, "virtual", lambda: adder, reports))
+        roles = adder.roles
     makers: list[Sample | BaselineStatistics] = [Sample(plan, roles, virtual=plan.virtual), BaselineStatistics(plan)]
     listed: list[tuple[str, PassFactory]] = [("sample", lambda: makers[0]), ("baseline", lambda: makers[1])]
     if LEVELS.index(level) >= LEVELS.index("bnff"):

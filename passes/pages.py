@@ -7,6 +7,7 @@ import importlib
 PAGES = {
     "Removal": "remove",
     "Moving averages": "decay",
+    "Virtual samples": "virtual",
     "Canonical form": "canonical",
     "Pool first": "pool_first",
     "RCF and the forward half of BNFF": "fuse_map",

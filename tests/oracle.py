@@ -252,17 +252,21 @@ def batch_norm_grad(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) ->
 
 def cross_entropy(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) -> Any:
     log_prob = e.torch.log_softmax(x[0], 1)
-    picked = -log_prob.gather(1, x[1].to(e.torch.int64).unsqueeze(1)).squeeze(1)
-    reduce = {"mean": picked.mean, "sum": picked.sum, "none": lambda: picked}[a.get("reduction", "mean")]
-    return reduce(), log_prob
+    counts = x[1] != a["ignore_index"] if "ignore_index" in a else e.torch.ones_like(x[1], dtype=e.torch.bool)
+    labels = x[1].to(e.torch.int64) * counts
+    picked = -log_prob.gather(1, labels.unsqueeze(1)).squeeze(1) * counts
+    losses = {"mean": lambda: picked.sum() / counts.sum(), "sum": picked.sum, "none": lambda: picked}
+    return losses[a.get("reduction", "mean")](), log_prob
 
 
 def cross_entropy_grad(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) -> Any:
     dloss, log_prob, labels = x[:3]
-    one_hot = e.torch.zeros_like(log_prob).scatter_(1, labels.to(e.torch.int64).unsqueeze(1), 1.0)
-    count = labels.numel() if a.get("reduction", "mean") == "mean" else 1
+    counts = labels != a["ignore_index"] if "ignore_index" in a else e.torch.ones_like(labels, dtype=e.torch.bool)
+    labels = labels.to(e.torch.int64) * counts
+    one_hot = e.torch.zeros_like(log_prob).scatter_(1, labels.unsqueeze(1), 1.0)
+    count = counts.sum() if a.get("reduction", "mean") == "mean" else 1
     dloss = dloss.unsqueeze(1) if a.get("reduction") == "none" else dloss
-    return (log_prob.exp() - one_hot) * dloss / count
+    return (log_prob.exp() - one_hot) * counts.unsqueeze(1) * dloss / count
 
 
 # Shapes and reductions
@@ -462,8 +466,10 @@ OPERATORS: dict[str, Operator] = {
     "Exp": simple(lambda x: x.exp()),
     "Expand": expand,
     "Flatten": flatten,
+    "Gather": lambda e, x, a, o: x[0].index_select(a.get("axis", 0), x[1]),
     "Gemm": gemm,
     "GlobalAveragePool": simple(lambda x: x.mean(list(range(2, x.dim())), keepdim=True)),
+    "GlobalMaxPool": simple(lambda x: x.amax(list(range(2, x.dim())), keepdim=True)),
     "Greater": comparison("gt"),
     "GreaterOrEqual": comparison("ge"),
     "HardSigmoid": lambda e, x, a, o: (a.get("alpha", 0.2) * x[0] + a.get("beta", 0.5)).clamp(0, 1),
@@ -496,8 +502,10 @@ OPERATORS: dict[str, Operator] = {
     "Reshape": reshape,
     "Scale": scale,
     "ScatterElements": scatter,
+    "ScatterND": simple(lambda data, indices, updates: data.index_copy(0, indices[:, 0], updates)),
     "Shape": shape,
     "Sigmoid": simple(lambda x: x.sigmoid()),
+    "Sign": simple(lambda x: x.sign()),
     "SigmoidGrad": simple(lambda dy, y: dy * y * (1 - y)),
     "Size": lambda e, x, a, o: e.torch.tensor(x[0].numel(), dtype=e.torch.int64),
     "Slice": slice_,

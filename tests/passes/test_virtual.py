@@ -1,0 +1,226 @@
+"""Virtual samples: rows of noise beside the batch, for the statistics alone."""
+
+import autograd
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from bnfuse import runtime
+from bnfuse.build import build_training_graph
+from bnfuse.errors import BnfuseError
+from bnfuse.models import build_forward
+from bnfuse.opset.schemas import check_model
+from bnfuse.passes import rewrite
+from bnfuse.passes.manager import finish
+from bnfuse.passes.virtual import AddVirtual
+from bnfuse.roles import roles_of
+from bnfuse.sampling import sampling_of
+
+LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
+CHAIN = """
+    a = conv(x, 4, k=3)
+    n = bn(a)
+    out = relu(n)
+"""
+RESIDUAL = """
+    a = conv(x, 4)
+    n1 = bn(a)
+    r = relu6(n1)
+    p = maxpool(r, k=3)
+    b = conv(p, 4, k=3, bias=1)
+    n2 = bn(b)
+    s = add(n2, p)
+    u = silu(s)
+    c = conv(u, 4, k=3, g=2)
+    n3 = bn(c)
+    out = relu(n3)
+"""
+DENSE = """
+    c0 = conv(x, 4)
+    n1 = bn(c0)
+    r1 = relu(n1)
+    y1 = conv(r1, 3, k=3)
+    t2 = cat(c0, y1)
+    n2 = bn(t2)
+    r2 = relu(n2)
+    y2 = conv(r2, 2, k=3)
+    t3 = cat(t2, y2)
+    n3 = bn(t3)
+    r3 = relu(n3)
+    z = conv(r3, 6)
+    out = avgpool(z)
+"""
+
+
+def extended(model, count, groups=1):
+    model = model.clone()
+    AddVirtual(count, roles_of(model), groups=groups)(model)
+    finish(model)
+    return ir.to_proto(model)
+
+
+def draw(count, groups=1, seed=1):
+    """Virtual rows, images, labels; all rows and their labels in the order in which the network sees them."""
+    rng = np.random.default_rng(seed)
+    virtual, images = rng.standard_normal((groups * count, 3, 8, 8)), rng.standard_normal((2, 3, 8, 8))
+    labels = rng.integers(0, 5, 2)
+    ignored = np.full(groups * count, autograd.IGNORED)
+    halves = [np.split(part, groups) for part in (virtual, images, ignored, labels)]
+    rows = np.concatenate([part for pair in zip(halves[0], halves[1], strict=True) for part in pair])
+    marks = np.concatenate([part for pair in zip(halves[2], halves[3], strict=True) for part in pair])
+    return {"virtual": virtual, "x": images, "labels": labels}, rows, marks
+
+
+def real(expected, marks):
+    return {**expected, "logits": expected["logits"][marks != autograd.IGNORED]}
+
+
+def test_the_graph_with_virtual_samples(training, golden):
+    golden.check(extended(training(CHAIN), 3))
+
+
+def test_the_graph_with_virtual_samples_in_groups(training, golden):
+    golden.check(extended(training(CHAIN), 1, groups=2))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("body", [CHAIN, RESIDUAL, DENSE], ids=["chain", "residual", "dense"])
+def test_gradients_are_those_of_all_rows_with_the_virtual_ones_out_of_the_loss(body, groups, network, oracle):
+    """Statistics of all rows, so that the gradient comes to the virtual ones as well."""
+    forward = network(body)
+    feeds, rows, marks = draw(2, groups)
+    expected = real(autograd.differentiate(oracle, forward, {"x": rows}, marks, autograd.full), marks)
+    found = oracle.evaluate(extended(ir.from_proto(build_training_graph(forward)), 2, groups), feeds)
+    assert {*expected} <= {*found}
+    assert autograd.worst(expected, found) < 1e-12
+
+
+def of_virtual(count, weight=None):
+    """Statistics of the virtual rows, mixed with those of the real ones where there is a weight."""
+
+    def norm(name, x, p):
+        parts = [x[:count]] if weight is None else [x[:count], x[count:]]
+        means = [part.mean((0, 2, 3)) for part in parts]
+        variances = [part.var((0, 2, 3), correction=0) for part in parts]
+        if weight is None:
+            return autograd.normalised(x, means[0], variances[0], p)
+        mean, variance = (weight * first + (1 - weight) * second for first, second in (means, variances))
+        return autograd.normalised(x, mean, variance, p)
+
+    return norm
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("spec", "weight"), [("vdn:2", None), ("bn+vdn:2@0.25", 0.25)])
+@pytest.mark.parametrize("body", [CHAIN, RESIDUAL, DENSE], ids=["chain", "residual", "dense"])
+def test_statistics_of_virtual_samples_at_every_level(spec, weight, body, network, oracle):
+    forward = network(body)
+    feeds, rows, marks = draw(2)
+    expected = real(autograd.differentiate(oracle, forward, {"x": rows}, marks, of_virtual(2, weight)), marks)
+    model = ir.from_proto(build_training_graph(forward))
+    for level in LEVELS:
+        after = ir.to_proto(rewrite(model, level=level, sample=spec).model)
+        check_model(after)
+        found = oracle.evaluate(after, feeds)
+        assert {*expected} <= {*found}
+        assert autograd.worst(expected, found) < 1e-12, level
+
+
+@pytest.mark.parametrize("body", [RESIDUAL, DENSE], ids=["residual", "dense"])
+def test_every_level_computes_the_same_in_onnxruntime(body, training, onnxruntime):
+    model = training(body)
+    virtual = {"virtual": np.random.default_rng(4).standard_normal((3, 3, 8, 8)).astype(np.float32)}
+    results = []
+    for level in LEVELS:
+        after = ir.to_proto(rewrite(model, level=level, sample="bn+vdn:3").model)
+        onnx.checker.check_model(after, full_check=True)
+        results.append(onnxruntime(after, **virtual))
+        assert results[-1]["logits"].shape == (2, 5)
+    for found in results[1:]:
+        assert autograd.worst(results[0], found) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["densenet40", "mobilenetv2", "nin"])
+def test_the_zoo_takes_more_rows(name, onnxruntime):
+    model = ir.from_proto(build_training_graph(build_forward(name, batch=2, image=32, classes=5)))
+    after = extended(model, 1)
+    check_model(after)
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in after.graph.value_info}
+    maps = [shape for shape in shapes.values() if len(shape) == 4 and shape[2] > 1]
+    assert all(shape[0] in (3, 2) or shape[2] <= 11 for shape in maps)  # rows, or a gradient of a weight
+    assert shapes["logits/with_virtual"] == [3, 5]
+
+
+def test_roles_and_what_is_drawn(training):
+    model = rewrite(training(CHAIN), sample="vdn:4").model
+    assert roles_of(model).virtual == ("virtual",)
+    assert sampling_of(model).virtual == ("virtual",)
+    (value,) = (value for value in model.graph.inputs if value.name == "virtual")
+    assert tuple(value.shape) == (4, 3, 8, 8)
+
+
+def test_a_label_that_is_ignored_already_marks_the_virtual_rows(training):
+    model = training(CHAIN)
+    for node in model.graph:
+        if node.op_type.startswith("SoftmaxCrossEntropyLoss"):
+            node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", 255)
+    after = extended(model, 1)
+    marks = next(tensor for tensor in after.graph.initializer if tensor.name == "labels/ignored")
+    assert onnx.numpy_helper.to_array(marks).tolist() == [255]
+
+
+def with_node(model, op, value, **attributes):
+    """The model with one more node, whose result is an output."""
+    source = next(v for node in model.graph for v in node.outputs if v.name == value)
+    node = ir.node(op, [source], attributes, name="more")
+    node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = "more", source.shape, source.type
+    model.graph.append(node)
+    model.graph.outputs.append(node.outputs[0])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "message"),
+    [
+        ("ReduceMean", {}, "node 'more' (ReduceMean) reduces over the batch"),
+        ("Softmax", {"axis": 0}, "node 'more' (Softmax) works along the batch"),
+        ("Det", {}, "node 'more' (Det) is not known to keep the rows of a batch apart"),
+        ("Flatten", {"axis": 2}, "node 'more' (Flatten) flattens the batch together with other axes"),
+        ("Size", {}, None),
+    ],
+)
+def test_what_cannot_have_more_rows_is_named(op, attributes, message, training):
+    model = with_node(training(CHAIN), op, "n", **attributes)
+    if message is None:
+        extended(model, 1)
+        return
+    with pytest.raises(BnfuseError) as caught:
+        rewrite(model, sample="vdn:1")
+    assert str(caught.value) == f"{message}: virtual samples cannot go through it. Leave vdn out."
+
+
+def test_a_loss_that_cannot_ignore_is_named(network):
+    model = ir.from_proto(build_training_graph(network(CHAIN), loss="mse"))
+    with pytest.raises(BnfuseError, match="holds no class numbers, so virtual ones cannot be masked: no vdn"):
+        rewrite(model, sample="vdn:1")
+
+
+def test_a_row_more_for_every_output_is_cut_off(training, onnxruntime):
+    model = training(CHAIN)
+    model.graph.outputs.append(next(node for node in model.graph if node.name == "a").outputs[0])
+    virtual = np.zeros((1, 3, 8, 8), np.float32)
+    found = onnxruntime(extended(model, 1), virtual=virtual)
+    assert found["a"].shape == (2, 4, 8, 8)
+
+
+@pytest.mark.parametrize("level", ["none", "icf"])
+def test_it_trains_compiled(level, training):
+    rng = np.random.default_rng(0)
+    images, labels = rng.standard_normal((2, 3, 8, 8)).astype(np.float32), rng.integers(0, 5, 2)
+    model = rewrite(training(DENSE), level=level, sample="bn+vdn:2").model
+    step = runtime.compile_step(model, optimizer=runtime.SGD(lr=0.05), threads=1)
+    losses = [step(images, labels) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert step.evaluate(images).shape == (2, 5)
