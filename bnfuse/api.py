@@ -358,7 +358,7 @@ def export_inference(
     gone, the batch is `N` where shapes allow. `mean`, `std` and `classes` go into the metadata: what images must be
     normalised by, and the names of the classes. docs/training.md
     """
-    from bnfuse.export_inference import export_model
+    from bnfuse.exporting import export_model
 
     export_model(source, path, state=state, mean=mean, std=std, classes=classes, **roles)
 
