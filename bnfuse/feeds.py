@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
+from bnfuse.errors import BnfuseError
+from bnfuse.sampling import sampling_of
 from bnfuse.training_graph import TrainingGraph
 
 Arrays = dict[str, np.ndarray]
 
 
 def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
-    """Standard normal images, labels over all classes, and zeros for sampling offsets."""
+    """Standard normal images and virtual samples, labels over all classes, and offsets within their bounds."""
     feeds: Arrays = {}
-    for name in (*graph.roles.data, *graph.roles.labels, *graph.roles.offsets):
+    drawn = sampling_of(graph.model)
+    for name in (*graph.roles.data, *graph.roles.virtual, *graph.roles.labels, *graph.roles.offsets):
         dims, dtype = graph.shape_of(name), graph.dtype_of(name)
         if name in graph.roles.offsets:
-            feeds[name] = np.zeros(dims, dtype)
+            if name not in drawn.places:
+                raise BnfuseError(f"{graph.name}: where input '{name}' may lie is not said: rewrite the graph anew")
+            feeds[name] = drawn.places[name].draw(rng)
         elif np.issubdtype(dtype, np.floating):
             feeds[name] = rng.standard_normal(dims).astype(dtype)
         else:

@@ -349,7 +349,7 @@ def disturbed(
     feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generator, rounding: float = ROUNDING
 ) -> tuple[Arrays, Arrays]:
     """Feeds and state with one rounding of noise on the data and the parameters."""
-    touched = {*roles.data, *roles.trainable, *roles.frozen}
+    touched = {*roles.data, *roles.virtual, *roles.trainable, *roles.frozen}
 
     def noise(name: str, value: np.ndarray) -> np.ndarray:
         if name not in touched or not np.issubdtype(value.dtype, np.floating):
@@ -449,9 +449,14 @@ class CompiledRunner:
         step.load_state_dict(state)
         return step
 
+    def drawn(self, feeds: Arrays) -> Arrays:
+        """What a step draws by itself, and is to have as the other graph has it."""
+        return {name: feeds[name] for name in (*self.graph.roles.offsets, *self.graph.roles.virtual)}
+
     def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
         roles = self.graph.roles
         step = self.compiled(None, state)
+        step.fix(self.drawn(feeds))
         loss = step.forward(*(feeds[name] for name in step.inputs))
         step.backward()
         gradients = step.gradients()
@@ -465,4 +470,5 @@ class CompiledRunner:
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
         step = self.compiled(lr, state)
+        step.fix(self.drawn(feeds))
         return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]

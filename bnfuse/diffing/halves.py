@@ -18,16 +18,25 @@ BATCH_NORMS = ("BatchNormInternal", "BatchNormalization")
 # operators that only carry coefficients of one BN into a vector of several, or a part of one
 CARRIERS = {"Concat", "Slice", "Split", "Identity", "Gather", "Reshape", "Add", "Sum", "Mul", "Sub", "Neg"}
 TERMS = ("BatchNormGradTerms", "BatchNormGradTermsAccumulate")
+STATISTICS = ("BatchNormStatistics", "LocalStatistics", "L1Statistics", "RangeStatistics")
+SAMPLED_STATISTICS = ("SampledStatistics", "PointStatistics")
+ADDITIONS = ("AddSampled", "AddAtPoints", "LocalAddSampled")
+WHOLE_INPUTS = ("L1GradInput", "RangeGradInput")  # an estimate's input gradient, in one operator
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """An operator that does a half: on its way in ("prologue"), on its way out ("epilogue"), or as its "own" work."""
+    """An operator that does a half: on its way in ("prologue"), on its way out ("epilogue"), or as its "own" work.
+
+    "sample": an operator of its own that touches a sample of the map only.
+    """
 
     node: str
     where: str
 
     def __str__(self) -> str:
+        if self.where == "sample":
+            return f"a sample, by {self.node}"
         return f"{self.where} of {self.node}" if self.where != "own" else f"its own {self.node}"
 
 
@@ -51,7 +60,7 @@ class BatchNormFate:
 
 
 def batch_norm_fates(before: ir.Graph, after: ir.Graph) -> tuple[BatchNormFate, ...]:
-    finalizers = [node for node in after if is_own(node, "BatchNormFinalize")]
+    finalizers = [node for node in after if is_own(node, "BatchNormFinalize", "LocalFinalize")]
     return tuple(fate(bn, finalizers, after) for bn in before if bn.op_type in BATCH_NORMS)
 
 
@@ -139,9 +148,11 @@ def places_of_statistics(mean: ir.Value | None) -> Iterator[Place]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if carries(node):
+        if carries(node) or is_own(node, "MixStatistics"):
             pending += [v for v in node.inputs if v is not None]
-        elif is_own(node, "BatchNormStatistics"):
+        elif is_own(node, *SAMPLED_STATISTICS):
+            yield Place(label(node), "sample")
+        elif is_own(node, *STATISTICS):
             yield Place(label(node), "own")
         else:
             yield Place(label(node), "epilogue")
@@ -151,7 +162,9 @@ def places_of_normalize(a: ir.Value | None) -> Iterator[Place]:
     """Forward operators that apply a and b. (Backward operators recompute with them; that costs no sweep.)"""
     for node, operand in readers(a, carries):
         spec = grammar(node)
-        if operand in ("a", "skip_a") and isinstance(spec, OpSpec) and not spec.is_gradient:
+        if is_own(node, "LocalNormalize"):
+            yield Place(label(node), "own")
+        elif operand in ("a", "skip_a") and isinstance(spec, OpSpec) and not spec.is_gradient:
             only_work = spec.core == "Map" and not {"Add", "AddNormalized"} & {*spec.prologue}
             yield Place(label(node), "own" if only_work else "prologue")
 
@@ -159,24 +172,43 @@ def places_of_normalize(a: ir.Value | None) -> Iterator[Place]:
 def places_of_reduce(inv_std: ir.Value | None) -> Iterator[Place]:
     """Operators that take the sums of dz and dz*x_hat."""
     for node, operand in readers(inv_std, carries):
-        if is_own(node, "BatchNormGradReduce"):
+        if is_own(node, "BatchNormGradReduce", "LocalGradReduce"):
             yield Place(label(node), "own")
         elif isinstance(grammar(node), OpSpec) and operand.startswith("inv_std"):
             yield Place(label(node), "epilogue")
 
 
 def places_of_gradient_input(inv_std: ir.Value | None) -> Iterator[Place]:
-    """Operators that apply p*dz + q*x + w: those that read the q which this BN's terms are part of."""
+    """Operators that apply p*dz + q*x + w: those that read the q which this BN's terms are part of.
+
+    A sampled BN's are what adds q*x + w in the sample, and what applies p before it.
+    """
     for node, operand in readers(inv_std, carries):
         if not (is_own(node, *TERMS) and operand == "inv_std"):
             continue
         for finalize, _ in readers(results_by_name(node)["gamma_term"], lambda n: carries(n) or is_own(n, TERMS[1])):
-            q = results_by_name(finalize).get("q")
+            q = next((value for key, value in results_by_name(finalize).items() if key.startswith("q")), None)
             for reader, name in readers(q, carries):
                 spec = grammar(reader)
+                if is_own(reader, *WHOLE_INPUTS):
+                    yield Place(label(reader), "own")
+                elif is_own(reader, *ADDITIONS):
+                    yield Place(label(reader), "sample")
+                    yield from places_of_scale(operands_by_name(node).get("a"))
                 if name == "grad_q" and isinstance(spec, OpSpec):
                     only_work = spec.core == "MapGrad" and "AddGradient" not in spec.epilogue
                     yield Place(label(reader), "own" if only_work else "prologue")
+
+
+def places_of_scale(a: ir.Value | None) -> Iterator[Place]:
+    """Gradient operators that apply p = a to dz alone."""
+    for node, operand in readers(a, carries):
+        spec = grammar(node)
+        if operand == "acc_p" and isinstance(spec, OpSpec):
+            only_work = spec.core == "MapGrad" and spec.epilogue in (("Scale",), ("Accumulate",))
+            yield Place(label(node), "own" if only_work else "epilogue")
+        elif is_own(node, "LocalScale"):
+            yield Place(label(node), "own")
 
 
 def unique(places: Iterable[Place]) -> Iterator[Place]:

@@ -54,7 +54,8 @@ def graph_traffic(graph: TrainingGraph) -> Traffic:
 
 def node_maps(node: ir.Node, graph: TrainingGraph) -> tuple[Touched, Touched]:
     """The feature maps that a node reads and writes. A result that nobody reads is not stored."""
-    read, written = maps_touched(node, static_shape, batch=graph.batch)
+    rows = graph.batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)
+    read, written = maps_touched(node, static_shape, batch=rows)
     return read, [(value, size) for value, size in written if value.uses() or value.is_graph_output()]
 
 

@@ -15,9 +15,12 @@ from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     ACTIVATIONS,
     BACKWARD_CORES,
+    BASELINE_OPS,
     DOMAIN,
     FORWARD_CORES,
+    LOCAL_OPS,
     PLAIN_OPS,
+    SAMPLING_OPS,
     parse,
 )
 
@@ -91,6 +94,8 @@ BACKWARD_NAMES = st.tuples(
     optional("ReduceOther"),
     optional("Scale", "Accumulate"),
 )
+SAMPLED = [op.name for op in (*SAMPLING_OPS, *LOCAL_OPS, *BASELINE_OPS)]
+SHAPES_OF_SAMPLES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(4, 9), st.integers(4, 9))
 
 
@@ -158,6 +163,30 @@ def test_max_pool_and_its_gradient(kernel, stride, pads, dilation, case, assert_
 def test_opsets_and_unknown_shapes(name, opset, dynamic, case, assert_close):
     it = case(name)
     assert_close(it.run_body(opset, dynamic=dynamic), it.expected())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from([*SAMPLED]), SHAPES_OF_SAMPLES, st.integers(0, 9))
+def test_samples_of_odd_shapes(case, assert_close, name, shape, seed):
+    """Batches of one, maps of one element, boxes and points at their bounds."""
+    it = case(name, shape=shape, seed=seed)
+    assert_close(it.run_body(), it.expected(), 3e-5)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("opset, dynamic", [(13, False), (21, False), (17, True)])
+def test_sampled_statistics_in_other_opsets_and_of_unknown_shapes(name, opset, dynamic, case, assert_close):
+    it = case(name)
+    assert_close(it.run_body(opset, dynamic=dynamic), it.expected())
+
+
+def test_nothing_but_the_sample_changes(case):
+    for name in ("AddSampled", "AddAtPoints", "LocalAddSampled"):
+        it = case(name, shape=(4, 3, 5, 4))
+        dx, expected = it.run_body()["dx"], it.expected()["dx"]
+        untouched = expected == it.operands["acc"]
+        assert 0 < untouched.mean() < 1
+        assert np.array_equal(dx[untouched], it.operands["acc"][untouched])
 
 
 def test_statistics_survive_a_mean_of_a_thousand_standard_deviations(case, assert_close):

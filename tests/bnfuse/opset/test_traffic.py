@@ -65,6 +65,17 @@ def test_every_other_batch_norm_reads_its_map(one_node):
     assert read == {"dy": X, "x": X, "x_1": X, "x_2": X}
 
 
+def test_of_a_sampled_map_the_sample_counts(one_node):
+    """A box of 1 sample, 3 rows and 7 columns; 42 points; groups of one sample each; the whole map."""
+    box, points = 1 * 6 * 3 * 7 * 4, 42 * 6 * 4
+    assert one_node("SampledStatistics") == ({"x": box}, {})
+    assert one_node("AddSampled") == ({"acc": box, "x": box}, {"dx": box})
+    assert one_node("PointStatistics") == ({"x": points}, {})
+    assert one_node("AddAtPoints") == ({"acc": points, "x": points}, {"dx": points})
+    assert one_node("LocalStatistics") == ({"x": X}, {})
+    assert one_node("L1GradInput") == ({"dz": X, "x": X}, {"dx": X})
+
+
 def test_standard_operators_touch_all_their_maps():
     model = ir.from_onnx_text("""
         <ir_version: 9, opset_import: ["": 17, "com.microsoft": 1]>
