@@ -146,7 +146,7 @@ def restore(step: Step, path: Path, settings: dict[str, Any], machine: str) -> t
 
 def machine_of(step: Step) -> str:
     """What decides the last bits of the results."""
-    threads = f", {step.target.threads} threads" if step.target.kind == "cpu" else ""
+    threads = f", {step.target.threads} threads" if step.target.kind != "cuda" else ""
     return f"{step.target.mcpu}{threads}"
 
 

@@ -100,7 +100,7 @@ class Run:
         at = self._begin()
         step_count = at.epoch * loader.steps + at.step
         if step.program.roles.get("virtual"):
-            step.virtual_statistics = fed_statistics(loader.data, loader.normalise)  # type: ignore[attr-defined]
+            step.virtual_statistics = fed_statistics(loader.data, loader.normalise)
         metrics = Metrics(Path(options.metrics) if options.metrics is not None else None, keep=step_count)
         ahead = prefetched(loader.batches(at.epoch + 1, options.epochs, skip=at.step))
         with metrics, ahead as batches:
@@ -150,7 +150,7 @@ class Run:
     def _epoch(self, at: Position, batches: Any, metrics: Metrics) -> Position:
         """The rest of the epoch that follows `at`, its evaluation and its checkpoints."""
         epoch, begun = at.epoch + 1, time.perf_counter()
-        self.step.epoch = epoch  # type: ignore[attr-defined]  # places of sampled statistics are drawn anew
+        self.step.epoch = epoch  # places of sampled statistics are drawn anew
         while at.step < self.loader.steps:
             now = self._one(next(batches), at)
             at = dataclasses.replace(now, seconds=at.seconds + time.perf_counter() - begun)
@@ -170,7 +170,7 @@ class Run:
         assert (batch.epoch, batch.index) == (at.epoch + 1, at.step)
         step, count = self.step, at.epoch * self.loader.steps + at.step
         step.lr = self.schedule.rate(self.lr, count, self.loader.steps, self.options.epochs)
-        whole = step.target.kind != "cpu"  # one launch of everything; on a CPU the loss can be seen before the update
+        whole = step.target.kind == "cuda"  # one graph of all launches; on a CPU the loss is seen before the update
         loss = float(step(batch.x, batch.y) if whole else step.forward(batch.x, batch.y))
         if not math.isfinite(loss):
             raise nonfinite.error_of(step, loss, batch.x, epoch=batch.epoch, index=count + 1, lr=step.lr)

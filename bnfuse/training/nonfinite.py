@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def error_of(step: Step, loss: float, images: np.ndarray, *, epoch: int, index: int, lr: float) -> BnfuseError:
     """The error of a loss of nan or inf. The step has run its forward phase, and on a GPU the others too."""
     what = first_not_finite(step, images)
-    if what is None and step.target.kind == "cpu":
+    if what is None and step.target.kind != "cuda":
         step.backward()
         what = first_of(step, {}, gradients=True)
     where = f"the loss is {loss} in step {index} (epoch {epoch}) at a learning rate of {lr:.4g}"
@@ -37,7 +37,7 @@ def error_of(step: Step, loss: float, images: np.ndarray, *, epoch: int, index: 
 def first_not_finite(step: Step, images: np.ndarray) -> str | None:
     if not np.isfinite(images).all():
         return "the batch of images itself"
-    trained_on = step.target.kind != "cpu"  # the update has run, so every parameter is spoilt: they say nothing
+    trained_on = step.target.kind == "cuda"  # the update has run, so every parameter is spoilt: they say nothing
     return first_of(step, {} if trained_on else step.state_dict())
 
 
