@@ -2,10 +2,11 @@
 
     maximise  b.x + sum_{i<j} Q_ij x_i x_j    over x in {0,1}^C
 
-With x_i = (1 + s_i s_0) / 2 it is  k + max <M, s s'>  over signs s in {-1,1}^(C+1). The relaxation replaces s s' by any positive
-semidefinite matrix with ones on its diagonal (Goemans and Williamson 1995). Its solution is rounded by random hyperplanes: the
-rows of a factor are points on a sphere, and a point's sign is the side on which it lies. The best of the roundings are improved
-by single and double flips until none helps. The dual of the relaxation gives a bound that no placement exceeds, whatever the solver's accuracy.
+With x_i = (1 + s_i s_0) / 2 it is  k + max <M, s s'>  over signs s in {-1,1}^(C+1). The relaxation replaces s s' by
+any positive semidefinite matrix with ones on its diagonal (Goemans and Williamson 1995). Its solution is rounded by
+random hyperplanes: the rows of a factor are points on a sphere, and a point's sign is the side on which it lies. The
+best of the roundings are improved by single and double flips until none helps. The dual of the relaxation gives a
+bound that no placement exceeds, whatever the solver's accuracy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FLIPS = 10_000  # steps of an improvement, which ends far sooner
 
 @dataclasses.dataclass(frozen=True)
 class Relaxed:
-    """The relaxation's solution: a correlation matrix [C + 1, C + 1] (row 0 is s_0), and an upper bound of the program."""
+    """The relaxation's solution: a correlation matrix [C + 1, C + 1] (row 0 is s_0), and an upper bound."""
 
     matrix: Array
     bound: float
@@ -38,10 +39,10 @@ class Relaxed:
 def solve(
     function: Quadratic, rng: np.random.Generator, *, taken: set[Placement] | None = None, starts: NDArray | None = None
 ) -> Placement:
-    """A placement at which `function` is largest, as far as rounding and improvement find it, and that is not in `taken`.
+    """A placement at which `function` is largest, as far as rounding and improvement go, and that is not in `taken`.
 
-    `starts` [k, C] are improved as well. Where the best placement is taken, the best of the others that were met: roundings,
-    improved ones, and all within two flips of these.
+    `starts` [k, C] are improved as well. Where the best placement is taken, the best of the others that were met:
+    roundings, improved ones, and all within two flips of these.
     """
     roundings = round_matrix(relax(function).matrix, ROUNDINGS, rng)
     found = np.concatenate([roundings, *([] if starts is None else [np.asarray(starts)])]).astype(np.int8)
@@ -94,20 +95,22 @@ def dual_bound(m: Array, prices: Array) -> float:
 
 
 def solve_semidefinite(m: Array) -> tuple[Array, Array]:
-    """max <M, X> with X positive semidefinite and ones on its diagonal: X, made exactly feasible, and the dual's prices."""
+    """max <M, X> with X positive semidefinite and ones on its diagonal: X, made feasible, and the dual's prices."""
+    cvxpy = import_cvxpy()
     problem, parameter, x, ones = problem_of(len(m))
     parameter.value = m
-    solver = "CLARABEL" if len(m) <= INTERIOR else "SCS"
-    options: dict[str, Any] = {} if solver == "CLARABEL" else {"eps_abs": 1e-4, "eps_rel": 1e-4, "max_iters": 5000}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an inaccurate solution is good enough to be rounded
-        try:
-            problem.solve(solver=solver, **options)
-        except Exception as error:  # whatever the solver's bindings raise
-            raise BnfuseError(f"the semidefinite relaxation cannot be solved: {error}") from None
-    if x.value is None or not np.isfinite(x.value).all():
-        raise BnfuseError(f"the semidefinite relaxation cannot be solved: {solver} says {problem.status}")
-    return correlation(np.asarray(x.value)), np.asarray(ones.dual_value, np.float64)
+    interior, first_order = ("CLARABEL", {}), ("SCS", {"eps_abs": 1e-4, "eps_rel": 1e-4, "max_iters": 5000})
+    solvers: tuple[tuple[str, dict[str, Any]], ...] = (interior, first_order) if len(m) <= INTERIOR else (first_order,)
+    for solver, options in solvers:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an inaccurate solution is good enough to be rounded
+            try:  # no warm start: a solution must not depend on what was solved before it
+                problem.solve(solver=solver, warm_start=False, **options)
+            except cvxpy.error.SolverError:
+                continue
+        if x.value is not None and np.isfinite(x.value).all() and np.isfinite(ones.dual_value).all():
+            return correlation(np.asarray(x.value)), np.asarray(ones.dual_value, np.float64)
+    raise BnfuseError(f"the semidefinite relaxation of {len(m) - 1} BatchNorms cannot be solved: {problem.status}")
 
 
 def correlation(x: Array) -> Array:

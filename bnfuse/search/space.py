@@ -1,7 +1,7 @@
 """Placements: which BatchNorms a network keeps.
 
-A placement is a tuple of C ones and zeros in the order of the network's BatchNorms: 1 keeps the BatchNorm, 0 removes it. In
-files and tables it is written as text, "1101".
+A placement is a tuple of C ones and zeros in the order of the network's BatchNorms: 1 keeps the BatchNorm, 0 removes
+it. In files and tables it is written as text, "1101".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Space:
         return (1,) * self.size
 
     def weights(self) -> np.ndarray:
-        """Costs of mean 1, float64 [C]: their sum over a placement is its number of BatchNorms where all cost the same."""
+        """Costs of mean 1, float64 [C]: summed over a placement, its number of BatchNorms where all cost the same."""
         costs = np.array(self.costs, np.float64)
         return costs / costs.mean()
 

@@ -1,4 +1,4 @@
-"""What a few trainings tell of all placements: a second-order linear model with a horseshoe prior (paper 002, V-B, eq. 1).
+"""What a few trainings tell of all placements: a second-order linear model, horseshoe prior (paper 002, V-B, eq. 1).
 
     f(x) = t0 + sum_i t_i x_i + sum_{i<j} t_ij x_i x_j        p = C + C(C-1)/2 coefficients besides t0
 
@@ -6,15 +6,15 @@ The model, for n evaluated placements X [n, p] and scores y [n] with normal nois
 
     t_j ~ N(0, l_j tau v),   sqrt(l_j), sqrt(tau) ~ half-Cauchy(0, 1),   p(t0) flat,   v ~ IG(a, b)
 
-The horseshoe leaves coefficients that no placement has tested yet unbounded. As no effect is many times the spread of all
-scores, each coefficient is also observed as 0 +- SLAB, which cuts those tails and changes no other conditional (Nishimura and
-Suchard 2023, "Shrinkage with shrunken shoulders").
+The horseshoe leaves coefficients that no placement has tested yet unbounded. As no effect is many times the spread of
+all scores, each coefficient is also observed as 0 +- SLAB, which cuts those tails and changes no other conditional
+(Nishimura and Suchard 2023, "Shrinkage with shrunken shoulders").
 
-A half-Cauchy is an inverse gamma whose scale is an inverse gamma itself (Makalic and Schmidt 2016, "A simple sampler for the
-horseshoe estimator"), so that every conditional of the Gibbs sampler is a normal or an inverse gamma. t0 is integrated out by
-centring. One draw of the coefficients takes O(n^2 p) where p > n (Bhattacharya, Chakraborty and Mallick 2016, "Fast sampling
-with Gaussian scale mixture priors") and O(p^3) elsewhere, both as systems whose eigenvalues are 1 or more: whatever the scales,
-they have a Cholesky factor.
+A half-Cauchy is an inverse gamma whose scale is an inverse gamma itself (Makalic and Schmidt 2016, "A simple sampler
+for the horseshoe estimator"), so that every conditional of the Gibbs sampler is a normal or an inverse gamma. t0 is
+integrated out by centring. One draw of the coefficients takes O(n^2 p) where p > n (Bhattacharya, Chakraborty and
+Mallick 2016, "Fast sampling with Gaussian scale mixture priors") and O(p^3) elsewhere, both as systems whose
+eigenvalues are 1 or more: whatever the scales, they have a Cholesky factor.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ Array = NDArray[np.float64]
 SMALLEST, LARGEST = 1e-12, 1e12  # of scales: beyond, a coefficient is 0 or free for any data
 NOISE_SHAPE, NOISE_SCALE = 1.0, 0.005  # prior of the noise variance, in units of the scores' variance
 SLAB = 2.0  # in standard deviations of the scores
-SWEEPS, FEWEST_SWEEPS, WORK = 1000, 200, 6e10  # of a chain: at most WORK multiplications where that leaves FEWEST_SWEEPS
+SWEEPS, FEWEST_SWEEPS, WORK = (
+    1000,
+    200,
+    6e10,
+)  # of a chain: at most WORK multiplications where that leaves FEWEST_SWEEPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Quadratic:
-    """f(x) = constant + linear . x + sum_{i<j} pairs[i, j] x_i x_j; `pairs` [C, C] is symmetric with a diagonal of 0."""
+    """f(x) = constant + linear . x + sum_{i<j} pairs[i, j] x_i x_j; `pairs` [C, C] is symmetric, 0 on its diagonal."""
 
     constant: float
     linear: Array

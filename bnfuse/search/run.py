@@ -1,0 +1,73 @@
+"""A search from the model to its result: opens, checks, resumes, evaluates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bnfuse.io import require_writable
+from bnfuse.search.evaluation import Settings
+from bnfuse.search.loop import evaluations_of, search
+from bnfuse.search.quadratic import import_cvxpy
+from bnfuse.search.result import SearchResult, model_name
+from bnfuse.search.storage import open_log
+from bnfuse.search.training import Recipe, Training, digest_of_data, digest_of_graph, images_of, space_of
+from bnfuse.training_graph import TrainingGraph
+
+Progress = Callable[[str], None]
+
+
+def run_search(
+    graph: TrainingGraph,
+    data: Any,
+    settings: Settings,
+    recipe: Recipe,
+    *,
+    cost: str = "count",
+    output: str | Path,
+    resume: bool,
+    plot: str | Path | None = None,
+    progress: Progress = lambda _: None,
+) -> SearchResult:
+    """Everything that can be wrong is found out before the first training."""
+    if plot is not None:
+        from bnfuse.search.plot import require_plotting
+
+        require_writable(plot)
+        require_plotting(plot)
+    if settings.method == "bo":
+        import_cvxpy()
+    space = space_of(graph, cost)
+    total = evaluations_of(space, settings)
+    graph.state()  # complains of values that are missing
+    images = images_of(graph, data)
+    fingerprint = fingerprint_of(graph, images, settings, recipe, cost)
+    training = Training(graph, images, recipe, space, getattr(progress, "bar", None))
+    with open_log(output, space, fingerprint, resume=resume) as log:
+        if log.dropped:
+            progress(f"{log.path}: its last line was cut short and is dropped")
+        if log.history:
+            progress(f"{log.path}: {len(log.history)} of {total} evaluations are there")
+        history = search(space, training, settings, history=log.history, store=log.append, progress=progress)
+    result = SearchResult(space, history, settings.tolerance, fingerprint, model_name(graph.name), recipe.keep_affine)
+    if plot is not None:
+        from bnfuse.search.plot import plot as draw
+
+        draw(result, plot)
+    return result
+
+
+def fingerprint_of(graph: TrainingGraph, images: Any, settings: Settings, recipe: Recipe, cost: str) -> dict[str, Any]:
+    """All that decides what a search proposes and what its trainings give; the number of evaluations may grow."""
+    chosen = {key: value for key, value in dataclasses.asdict(settings).items() if key != "iterations"}
+    lambdas = None if settings.lambdas is None else list(settings.lambdas)
+    return {
+        "model": digest_of_graph(graph),
+        "data": digest_of_data(images),
+        **recipe.to_json(),
+        **chosen,
+        "lambdas": lambdas,
+        "cost": cost,
+    }

@@ -1,0 +1,174 @@
+"""The file of a search: a header, then a line of JSON for each evaluation, on the disk before the next one begins.
+
+A process that is killed leaves a file that ends within a line at worst. Opening drops such a line; the evaluation is
+made again, with the same result. One search writes into a file at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from bnfuse.errors import BnfuseError
+from bnfuse.search.evaluation import Evaluation
+from bnfuse.search.space import Space
+
+FORMAT = 1
+KEY = "bnfuse_search"  # of the header; its value is the format
+
+
+class Log:
+    """An open file of a search: `history` is what it held, `append` adds to it."""
+
+    def __init__(self, path: Path, stream: BinaryIO, history: tuple[Evaluation, ...], dropped: bool) -> None:
+        self.path, self.stream, self.history, self.dropped = path, stream, history, dropped
+
+    def append(self, evaluation: Evaluation) -> None:
+        self.write(evaluation.to_json())
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        """A whole line, and it is on the disk when this returns."""
+        self.stream.write(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.close()
+
+
+def open_log(path: str | Path, space: Space, fingerprint: Mapping[str, Any], *, resume: bool) -> Log:
+    """The file of a search, made where it is not there. With `resume` it may be there, if it is of this search."""
+    path = Path(path)
+    try:
+        stream = path.open("a+b")
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
+    try:
+        lock(stream, path)
+        return prepare(path, stream, space, fingerprint, resume)
+    except BaseException:
+        stream.close()
+        raise
+
+
+def prepare(path: Path, stream: BinaryIO, space: Space, fingerprint: Mapping[str, Any], resume: bool) -> Log:
+    stream.seek(0)
+    content = stream.read()
+    if content and not resume:
+        raise BnfuseError(f"{path}: is there already: pass --resume {path} to go on with it, or another --output")
+    lines, whole = whole_lines(content)
+    if whole < len(content):
+        stream.truncate(whole)
+        os.fsync(stream.fileno())
+    log = Log(path, stream, (), whole < len(content))
+    if not lines:
+        log.write(header(space, fingerprint))
+        sync_folder(path)
+        return log
+    require_same(path, read_header(path, lines[0]), json.loads(json.dumps(header(space, fingerprint))))
+    log.history = read_evaluations(path, lines[1:], space)
+    return log
+
+
+def lock(stream: BinaryIO, path: Path) -> None:
+    """The system lets go of it when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # a system without it has one search a file by its user's care
+        return
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise BnfuseError(f"{path}: another search is writing into it: wait for it, or pass another --output") from None
+
+
+def sync_folder(path: Path) -> None:
+    """A new file's name is on the disk too."""
+    with contextlib.suppress(OSError):  # folders cannot be opened everywhere
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def whole_lines(content: bytes) -> tuple[list[bytes], int]:
+    """The lines that were written to their end, and where the last of them ends."""
+    end = content.rfind(b"\n") + 1
+    lines = content[:end].split(b"\n")[:-1]
+    if lines and parse(lines[-1]) is None:  # after a crash of the system, its blocks may hold anything
+        end -= len(lines.pop()) + 1
+    return lines, end
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def header(space: Space, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    norms = [{"node": name, "cost": cost} for name, cost in zip(space.names, space.costs, strict=True)]
+    return {KEY: FORMAT, "fingerprint": dict(fingerprint), "batch_norms": norms}
+
+
+def read_header(path: Path, line: bytes) -> dict[str, Any]:
+    found = parse(line)
+    if found is None or KEY not in found:
+        raise BnfuseError(f"{path}: is no file of a search: its first line is not the header that bnfuse search writes")
+    if found[KEY] != FORMAT:
+        raise BnfuseError(f"{path}: has format {found[KEY]}, this version reads format {FORMAT}")
+    return found
+
+
+def require_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    old, new = stored.get("fingerprint") or {}, wanted["fingerprint"]
+    other = [key for key in {**new, **old} if old.get(key) != new.get(key)]
+    if not other and stored.get("batch_norms") != wanted["batch_norms"]:
+        other = ["batch_norms"]
+    if other:
+        what = ", ".join(f"{key} ({short(old.get(key))} there, {short(new.get(key))} here)" for key in other)
+        raise BnfuseError(f"{path}: is of another search: {what}. Pass the same again, or another file.")
+
+
+def short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 24 else f"{text[:12]}..."
+
+
+def read_evaluations(path: Path, lines: list[bytes], space: Space | None) -> tuple[Evaluation, ...]:
+    found: list[Evaluation] = []
+    for number, line in enumerate(lines, 2):
+        try:
+            evaluation = Evaluation.from_json(parse(line) or {})
+        except (KeyError, TypeError, ValueError):
+            raise BnfuseError(f"{path}: line {number} is damaged. Cut the file off before it, then resume.") from None
+        wrong_size = space is not None and len(evaluation.placement) != space.size
+        if wrong_size or evaluation.iteration != len(found) or not evaluation.score.accuracies:
+            raise BnfuseError(f"{path}: line {number} does not follow the one before it. Cut the file off before it.")
+        found.append(evaluation)
+    return tuple(found)
+
+
+def read_log(path: str | Path) -> tuple[Space, dict[str, Any], tuple[Evaluation, ...]]:
+    """What a file holds, for reading alone: the BatchNorms, the fingerprint, the evaluations."""
+    path = Path(path)
+    lines, _ = whole_lines(path.read_bytes())
+    if not lines:
+        raise BnfuseError(f"{path}: is no file of a search: it is empty")
+    head = read_header(path, lines[0])
+    norms = head["batch_norms"]
+    space = Space(tuple(norm["node"] for norm in norms), tuple(float(norm["cost"]) for norm in norms))
+    return space, head["fingerprint"], read_evaluations(path, lines[1:], space)
