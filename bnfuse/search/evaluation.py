@@ -61,7 +61,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a search goes. `lambdas` are accuracy per BatchNorm of average cost and take turns (None: `default_lambda`)."""
+    """How a search goes. `lambdas`, accuracy per BatchNorm of average cost, take turns (None: `default_lambda`)."""
 
     method: str = "bo"
     iterations: int | None = 20  # evaluations in all, the reference included; None: all placements (exhaustive)

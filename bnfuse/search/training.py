@@ -34,6 +34,9 @@ class Recipe:
     level: str = "icf"
     keep_affine: bool = False
     optimizer: Optimizer | None = None
+    schedule: str = "cosine"
+    warm_up: float = 0.0
+    augment: str = "none"
     target: str = "cpu"
     precision: str | None = None
     threads: int | None = None
@@ -76,6 +79,10 @@ class Training:
                 self.data,
                 epochs=recipe.epochs,
                 optimizer=recipe.optimizer,
+                schedule=recipe.schedule,
+                warm_up=recipe.warm_up,
+                augment=recipe.augment,
+                eval_every=recipe.epochs,
                 target=recipe.target,
                 precision=recipe.precision,
                 threads=recipe.threads,
@@ -110,7 +117,7 @@ def space_of(graph: TrainingGraph, cost: str) -> Space:
 
 
 def images_of(graph: TrainingGraph, data: Any) -> Dataset:
-    """A data set by name, folder or file, at the size of the graph's input, normalised, loaded once for all trainings."""
+    """A data set by name, folder or file at the size of the graph's input, normalised: loaded once for all trainings."""
     if isinstance(data, Dataset):
         return data
     shape = graph.shape_of(graph.roles.data[0])
