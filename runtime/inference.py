@@ -67,6 +67,7 @@ def finalize_for_all(graph: ir.Graph, node: ir.Node) -> None:
     graph.insert_after(node, finalize)
     for old, new in zip(node.outputs, finalize.outputs, strict=False):
         new.name = f"{old.name}/inference" if old.name else ""
+    for old, new in zip(node.outputs[:3], finalize.outputs, strict=False):  # the others are outputs of training
         old.replace_all_uses_with(new)
 
 
