@@ -117,7 +117,7 @@ def space_of(graph: TrainingGraph, cost: str) -> Space:
 
 
 def images_of(graph: TrainingGraph, data: Any) -> Dataset:
-    """A data set by name, folder or file at the size of the graph's input, normalised: loaded once for all trainings."""
+    """A data set by name, folder or file at the size of the graph's input, normalised, for all trainings."""
     if isinstance(data, Dataset):
         return data
     shape = graph.shape_of(graph.roles.data[0])
