@@ -129,7 +129,22 @@ def run(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
 @pytest.fixture
 def training() -> Callable[..., ir.Model]:
     """The training graph of a network given as text."""
-    return lambda body, **more: ir.from_proto(build_training_graph(forward_model(body, **more)))
+
+    def build(body: str, train: list[str] | None = None, **more: int) -> ir.Model:
+        return ir.from_proto(build_training_graph(forward_model(body, **more), train=train or ["*"]))
+
+    return build
+
+
+@pytest.fixture(name="ort")
+def ort_fixture() -> Callable[[ir.Model, Feeds], Feeds]:
+    """All outputs through onnxruntime, with data and values of `feeds_for` and what else is fed."""
+
+    def evaluate(model: ir.Model, more: Feeds) -> Feeds:
+        proto = ir.to_proto(model)
+        return run(proto, {**feeds_for(proto), **more})
+
+    return evaluate
 
 
 @pytest.fixture
