@@ -72,6 +72,7 @@ def rewrite(
     keep_affine: bool = False,
     decay: float | None = None,
     sample: str | None = None,
+    local_bn: int | None = None,
     **roles: Any,
 ) -> Rewritten:
     """The graph after the passes of `level`, and the report of what they did and why they did not do more.
@@ -80,6 +81,7 @@ def rewrite(
     BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper" (bnfuse/placements.py);
     with `keep_affine` their scale and bias stay. `decay` is the weight that a batch has in the running statistics.
     `sample` says what part of the batch each BatchNorm takes its statistics from: "fs:1/32" (bnfuse/sample_spec.py).
+    With `local_bn` each group of so many samples is normalised on its own.
     """
     from bnfuse import passes
 
@@ -92,6 +94,7 @@ def rewrite(
         keep_affine=keep_affine,
         decay=decay,
         sample=sample,
+        local_bn=local_bn,
         roles=graph.roles,
     )
 

@@ -37,6 +37,8 @@ from bnfuse.passes.fuse_map import MapFusion, ReluConvFusion
 from bnfuse.passes.fuse_mask import MaskFusion
 from bnfuse.passes.fuse_scale import ScaleFusion
 from bnfuse.passes.fuse_statistics import StatisticsFusion
+from bnfuse.passes.local import Group, LocalBatchNorm, batch_of
+from bnfuse.passes.local import check as check_local
 from bnfuse.passes.pool_first import PoolFirst
 from bnfuse.passes.remove import RemoveBatchNorm, Removed
 from bnfuse.passes.rewriting import FusionResult, Refusal, sort
@@ -164,15 +166,16 @@ def rewrite(
     keep_affine: bool = False,
     decay: float | None = None,
     sample: str | SamplePlan | None = None,
+    local_bn: int | None = None,
     roles: Roles | None = None,
 ) -> Rewritten:
     """Run a level's passes on a copy of a training graph.
 
     `pool_first` defaults to on at level icf and off below it. `remove` lists BatchNorms to take out first
     (bnfuse/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every running
-    statistic. `sample` says what the statistics are taken from (bnfuse/sample_spec.py). `roles` are those of the
-    model, where its metadata does not state them. Raises BnfuseError for an unknown level, and for a list or a spec
-    that is wrong.
+    statistic. `sample` says what the statistics are taken from (bnfuse/sample_spec.py); with `local_bn` each group of
+    so many samples has its own. `roles` are those of the model, where its metadata does not state them. Raises
+    BnfuseError for an unknown level, and for a list or a spec that is wrong.
     """
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
     model = model.clone()
@@ -182,7 +185,7 @@ def rewrite(
     if decay is not None:
         reports.append(run_pass(model, "decay", functools.partial(SetDecay, decay), reports))
     removed = remove_batch_norms(model, remove, keep_affine, roles, reports)
-    sampled = sample_batch_norms(model, sample, level, names, roles, reports)
+    sampled = sample_batch_norms(model, sample, local_bn, level, names, roles, reports)
     for stage in stages:
         for again in range(ROUNDS):
             done = [run_pass(model, name, factory, reports) for name, factory in stage]
@@ -218,28 +221,36 @@ def remove_batch_norms(
 def sample_batch_norms(
     model: ir.Model,
     spec: str | SamplePlan | None,
+    local_bn: int | None,
     level: str,
     names: tuple[str, ...],
     roles: Roles | None,
     reports: list[PassReport],
 ) -> tuple[Sampled, ...]:
     """Sampling comes before the level's passes; a bias that BNs take out leaves first, where the level drops it."""
-    if spec is None:
+    if spec is None and local_bn is None:
         return ()
-    plan = parse_plan(spec) if isinstance(spec, str) else spec
+    plan = spec if isinstance(spec, SamplePlan) else parse_plan("bn" if spec is None else spec)
     plan.check_names(names)
     roles = roles_of(model) if ROLES_KEY in model.metadata_props else roles or roles_of(model)
+    groups = 1
+    if local_bn is not None:
+        check_local(plan, local_bn, batch_of(model, roles))
+        groups = batch_of(model, roles) // local_bn
     if plan.virtual:
-        adder = AddVirtual(plan.virtual, roles)
+        adder = AddVirtual(plan.virtual, roles, groups=groups)
         reports.append(run_pass(model, "virtual", lambda: adder, reports))
         roles = adder.roles
-    makers: list[Sample | BaselineStatistics] = [Sample(plan, roles, virtual=plan.virtual), BaselineStatistics(plan)]
-    listed: list[tuple[str, PassFactory]] = [("sample", lambda: makers[0]), ("baseline", lambda: makers[1])]
+    makers: dict[str, Sample | BaselineStatistics | LocalBatchNorm]
+    if local_bn is not None:
+        makers = {"local": LocalBatchNorm(plan, Group(plan.virtual, local_bn))}
+    else:
+        makers = {"sample": Sample(plan, roles, virtual=plan.virtual), "baseline": BaselineStatistics(plan)}
     if LEVELS.index(level) >= LEVELS.index("bnff"):
-        listed.insert(0, ("bnff/drop-bias", DropBias))
-    for name, factory in listed:
-        reports.append(run_pass(model, name, factory, reports))
-    return tuple(entry for maker in makers for entry in maker.sampled)
+        reports.append(run_pass(model, "bnff/drop-bias", DropBias, reports))
+    for name, maker in makers.items():
+        reports.append(run_pass(model, name, lambda maker=maker: maker, reports))  # type: ignore[misc]
+    return tuple(entry for maker in makers.values() for entry in maker.sampled)
 
 
 def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[PassReport]) -> PassReport:

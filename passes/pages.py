@@ -8,6 +8,7 @@ PAGES = {
     "Removal": "remove",
     "Moving averages": "decay",
     "Virtual samples": "virtual",
+    "Local statistics": "local",
     "Canonical form": "canonical",
     "Pool first": "pool_first",
     "RCF and the forward half of BNFF": "fuse_map",

@@ -44,12 +44,14 @@ def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal]
 def standalone_half(node: ir.Node) -> str | None:
     if node.op_type in MONOLITHS:
         return "gradient" if node.op_type == "BatchNormalizationGrad" else "forward"
-    if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics"):
+    if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics", "LocalStatistics"):
         return "statistics"
-    if node.op_type in ("L1GradInput", "RangeGradInput"):
+    if node.op_type in ("L1GradInput", "RangeGradInput", "LocalScale"):
         return "gradient input"
-    if node.op_type == "BatchNormGradReduce":
+    if node.op_type in ("BatchNormGradReduce", "LocalGradReduce"):
         return "gradient reductions"
+    if node.op_type == "LocalNormalize":
+        return "normalise"
     op = read(node)
     if op is None or not isinstance(op.spec, OpSpec):
         return None

@@ -196,6 +196,10 @@ def rewrite(
             show_default=False,
         ),
     ] = None,
+    local_bn: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Normalise each group of N samples on its own.", show_default=False),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.", show_default=False)
     ] = None,
@@ -211,6 +215,7 @@ def rewrite(
     bnfuse rewrite train.onnx -o fused.onnx --level bnff --report report.json
     bnfuse rewrite train.onnx -o fused.onnx --remove all-except:5,7 --keep-affine --decay 0.05
     bnfuse rewrite train.onnx -o fused.onnx --sample 'fs:1/32,stem*=bn'
+    bnfuse rewrite train.onnx -o fused.onnx --local-bn 4 --sample bn+vdn:1
     """
     from bnfuse import api
 
@@ -223,6 +228,7 @@ def rewrite(
         keep_affine=keep_affine,
         decay=decay,
         sample=sample,
+        local_bn=local_bn,
         **roles,
     )
     api.save(rewritten.model, output)

@@ -4,7 +4,6 @@ import collections
 
 import autograd
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 
@@ -120,7 +119,7 @@ def test_every_level_computes_the_same_in_onnxruntime(body, kept_affine, trainin
     results = []
     for level in LEVELS:
         rewritten = rewrite(model, level=level, remove="2-3", keep_affine=kept_affine)
-        onnx.checker.check_model(ir.to_proto(rewritten.model), full_check=level != "none")
+        check_model(ir.to_proto(rewritten.model))
         results.append(onnxruntime(ir.to_proto(rewritten.model)))
     for found in results[1:]:
         assert {*found} == {*results[0]}
@@ -175,12 +174,11 @@ def test_a_batch_norm_whose_result_is_an_output_leaves_a_copy(training, onnxrunt
     assert found["n"].shape == (2, 4, 8, 8)
 
 
-@pytest.mark.parametrize("kept_affine", [False, True], ids=["gone", "affine"])
-def test_it_trains_compiled(kept_affine, training):
+def test_it_trains_compiled(training):
     images, labels = (array.astype(kind) for array, kind in zip(draw(), (np.float32, np.int64), strict=True))
     losses = []
     for level in ("none", "icf"):
-        after = passes.rewrite(training(DENSE), level=level, remove="1,3", keep_affine=kept_affine).model
+        after = passes.rewrite(training(DENSE), level=level, remove="1,3", keep_affine=True).model
         step = runtime.compile_step(after, optimizer=runtime.SGD(lr=0.05), threads=1)
         losses.append([step(images, labels) for _ in range(3)])
         evaluated = step.evaluate(images)
