@@ -245,7 +245,8 @@ result. Steps come in this order:
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight, the operands of the
 prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight, then the results of the
 epilogue's steps. Maps (x, y, dy, dx, skip, other, acc, stored, grad_x, x_i) are float32 [N, C, H, W], indices int64,
-weights [M, C/group, kH, kW]; all other tensors are float32 [C]. Every attribute is required.
+weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are float32 [C], or [G, C] for G
+groups of samples. Every attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators (`com.microsoft` ConvGrad where there is
 a convolution's gradient), so that any runtime that knows these executes it. The functions need opset 13 or later.
