@@ -3,8 +3,8 @@
 FLOPs are those of convolutions (2 x pixels of the output x elements of the weight, once for each gradient) and matrix
 products; what is elementwise counts as none. Bytes are what one launch cannot but move: every operand read once, every
 result written once, one updated in place both, each in the type in which it is stored. Of a map only its own channels
-count, not the wider buffer that they lie in; a strided 1x1 convolution counts the whole of a map that it reads a part
-of.
+count, not the wider buffer that they lie in, and of one that is sampled only the sample; a strided 1x1 convolution
+counts the whole of a map that it reads a part of.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def work_of(kernel: Kernel) -> Work:
     kind, op = kind_of(problem), op_of(kernel)
     maps = maps_of(problem)
     unread = {"x"} if isinstance(problem, Problem) and only_shape_of_x(problem) else set()
-    moved = sum(bytes_of(param, maps) for param in kernel.params if param.name not in unread and not is_scratch(param))
+    pixels = sampled_pixels(problem)
+    moved = sum(
+        bytes_of(param, maps, pixels) for param in kernel.params if param.name not in unread and not is_scratch(param)
+    )
     return Work(kind, op, shape_of(problem, kernel), flops_of(problem), moved)
 
 
@@ -63,9 +66,15 @@ def is_scratch(param: Param) -> bool:
     return param.name in SCRATCH or param.name.endswith("partials")
 
 
-def bytes_of(param: Param, maps: dict[str, MapType]) -> int:
+def sampled_pixels(problem: Any) -> int | None:
+    """How many pixels of its maps a kernel touches that works on a sample; None for all of them."""
+    constants = dict(found) if isinstance(found := getattr(problem, "constants", None), tuple) else {}
+    return math.prod(constants["extent"]) if "extent" in constants else constants.get("count")
+
+
+def bytes_of(param: Param, maps: dict[str, MapType], sampled: int | None = None) -> int:
     kind = maps.get(param.name) if param.is_map else None
-    elements = kind.pixels * kind.c if kind else param.elements
+    elements = (sampled or kind.pixels) * kind.c if kind else param.elements
     return TIMES[param.access] * elements * np.dtype(param.dtype).itemsize
 
 
