@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         open_step,
         rewrite,
         save,
+        search,
         train,
         verify,
     )
@@ -50,6 +51,7 @@ _HOMES = {
             "open_step",
             "rewrite",
             "save",
+            "search",
             "train",
             "verify",
         ),
@@ -77,6 +79,7 @@ __all__ = [
     "open_step",
     "rewrite",
     "save",
+    "search",
     "train",
     "verify",
 ]

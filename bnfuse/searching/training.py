@@ -14,8 +14,8 @@ from bnfuse import api
 from bnfuse.data import Dataset, load_data
 from bnfuse.errors import BnfuseError, DivergedError
 from bnfuse.placements import batch_norm_list
-from bnfuse.search.evaluation import Score
-from bnfuse.search.space import Placement, Space
+from bnfuse.searching.evaluation import Score
+from bnfuse.searching.space import Placement, Space
 from bnfuse.training_graph import TrainingGraph
 
 if TYPE_CHECKING:

@@ -20,10 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnfuse.errors import BnfuseError
-from bnfuse.search.space import Placement
-from bnfuse.search.surrogate import Array, Quadratic
+from bnfuse.searching.space import Placement
+from bnfuse.searching.surrogate import Array, Quadratic
 
 INTERIOR = 40  # sides up to which the interior-point solver is used; beyond, the first-order one
+SOLVERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("CLARABEL", {}),
+    ("SCS", {"eps_abs": 1e-4, "eps_rel": 1e-4, "max_iters": 5000}),
+)
 ROUNDINGS, IMPROVED = 200, 8  # hyperplanes; how many of the best roundings are improved
 FLIPS = 10_000  # steps of an improvement, which ends far sooner
 
@@ -99,9 +103,7 @@ def solve_semidefinite(m: Array) -> tuple[Array, Array]:
     cvxpy = import_cvxpy()
     problem, parameter, x, ones = problem_of(len(m))
     parameter.value = m
-    interior, first_order = ("CLARABEL", {}), ("SCS", {"eps_abs": 1e-4, "eps_rel": 1e-4, "max_iters": 5000})
-    solvers: tuple[tuple[str, dict[str, Any]], ...] = (interior, first_order) if len(m) <= INTERIOR else (first_order,)
-    for solver, options in solvers:
+    for solver, options in SOLVERS if len(m) <= INTERIOR else SOLVERS[1:]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an inaccurate solution is good enough to be rounded
             try:  # no warm start: a solution must not depend on what was solved before it

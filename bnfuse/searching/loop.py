@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from bnfuse.search.evaluation import Evaluation, Score, Settings, best_of, reference_of
-from bnfuse.search.proposals import propose
-from bnfuse.search.space import MAX_ENUMERATED, Placement, Space, to_text
+from bnfuse.searching.evaluation import Evaluation, Score, Settings, best_of, reference_of
+from bnfuse.searching.proposals import propose
+from bnfuse.searching.space import MAX_ENUMERATED, Placement, Space, to_text
 
 Objective = Callable[[Placement], Score]
 Progress = Callable[[str], None]

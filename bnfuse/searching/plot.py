@@ -9,8 +9,8 @@ import numpy as np
 
 from bnfuse.benchmarking.plot import pyplot_figure, require_plotting
 from bnfuse.errors import BnfuseError
-from bnfuse.search.evaluation import best_of
-from bnfuse.search.result import SearchResult
+from bnfuse.searching.evaluation import best_of
+from bnfuse.searching.result import SearchResult
 
 OURS, OTHER, LIMIT = "#1f4e9c", "#b8b8b8", "#c8472f"
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from bnfuse.errors import BnfuseError
-from bnfuse.search.evaluation import Evaluation, Settings, reference_of
-from bnfuse.search.quadratic import solve
-from bnfuse.search.space import Placement, Space, random_placement
-from bnfuse.search.surrogate import Array, draw_surrogate
+from bnfuse.searching.evaluation import Evaluation, Settings, reference_of
+from bnfuse.searching.quadratic import solve
+from bnfuse.searching.space import Placement, Space, random_placement
+from bnfuse.searching.surrogate import Array, draw_surrogate
 
 DEEPEST = 10  # tolerances: how far below the reference the model tells accuracies apart
 STARTS = 5  # evaluated placements from which the program is improved as well

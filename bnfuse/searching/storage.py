@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from bnfuse.errors import BnfuseError
-from bnfuse.search.evaluation import Evaluation
-from bnfuse.search.space import Space
+from bnfuse.searching.evaluation import Evaluation
+from bnfuse.searching.space import Space
 
 FORMAT = 1
 KEY = "bnfuse_search"  # of the header; its value is the format

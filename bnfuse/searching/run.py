@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.io import require_writable
-from bnfuse.search.evaluation import Settings
-from bnfuse.search.loop import evaluations_of, search
-from bnfuse.search.quadratic import import_cvxpy
-from bnfuse.search.result import SearchResult, model_name
-from bnfuse.search.storage import open_log
-from bnfuse.search.training import Recipe, Training, digest_of_data, digest_of_graph, images_of, space_of
+from bnfuse.searching.evaluation import Settings
+from bnfuse.searching.loop import evaluations_of, search
+from bnfuse.searching.quadratic import import_cvxpy
+from bnfuse.searching.result import SearchResult, model_name
+from bnfuse.searching.storage import open_log
+from bnfuse.searching.training import Recipe, Training, digest_of_data, digest_of_graph, images_of, space_of
 from bnfuse.training_graph import TrainingGraph
 
 Progress = Callable[[str], None]
@@ -33,7 +33,7 @@ def run_search(
 ) -> SearchResult:
     """Everything that can be wrong is found out before the first training."""
     if plot is not None:
-        from bnfuse.search.plot import require_plotting
+        from bnfuse.searching.plot import require_plotting
 
         require_writable(plot)
         require_plotting(plot)
@@ -53,7 +53,7 @@ def run_search(
         history = search(space, training, settings, history=log.history, store=log.append, progress=progress)
     result = SearchResult(space, history, settings.tolerance, fingerprint, model_name(graph.name), recipe.keep_affine)
     if plot is not None:
-        from bnfuse.search.plot import plot as draw
+        from bnfuse.searching.plot import plot as draw
 
         draw(result, plot)
     return result

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bnfuse.errors import BnfuseError
-from bnfuse.search.evaluation import Evaluation, Score, Settings, best_of
-from bnfuse.search.loop import search
-from bnfuse.search.space import Placement, Space, to_text
+from bnfuse.searching.evaluation import Evaluation, Score, Settings, best_of
+from bnfuse.searching.loop import search
+from bnfuse.searching.space import Placement, Space, to_text
 
 Table = Mapping[Placement, Score]
 
