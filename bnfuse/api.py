@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bnfuse.passes import Rewritten
     from bnfuse.runtime import Step
     from bnfuse.runtime.optim import Optimizer
+    from bnfuse.searching.result import SearchResult
     from bnfuse.training import History
     from bnfuse.verification import Verification
 
@@ -35,6 +36,7 @@ __all__ = [
     "rewrite",
     "run",
     "save",
+    "search",
     "train",
     "verify",
 ]
@@ -424,3 +426,74 @@ def bench(
     if plot is not None:
         draw(found, plot)
     return found
+
+
+def search(
+    source: Source,
+    data: Any,
+    *,
+    iterations: int | None = None,
+    initial: int = 4,
+    method: str = "bo",
+    lambdas: Sequence[float] | None = None,
+    tolerance: float = 0.01,
+    cost: str = "count",
+    keep_affine: bool = False,
+    output: str | Path = "search.jsonl",
+    resume: str | Path | None = None,
+    plot: str | Path | None = None,
+    epochs: int = 10,
+    repeats: int = 1,
+    optimizer: Optimizer | None = None,
+    schedule: str = "cosine",
+    warm_up: float = 0.0,
+    augment: str = "none",
+    target: str = "cpu",
+    precision: str | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Progress = quiet,
+    **roles: Any,
+) -> SearchResult:
+    """Which BatchNorms a network can do without: a search over placements, each of them trained (docs/search.md).
+
+    iterations   trainings in all, 20 by default, all placements with method exhaustive; the first keeps every BatchNorm
+    method       bo, the Bayesian optimisation of papers/002; random, annealing, exhaustive: baselines
+    lambdas      accuracy that a BatchNorm must be worth; several take turns
+    tolerance    how far below the accuracy with all BatchNorms is good enough
+    cost         count, or bytes: of the maps that a BatchNorm sweeps
+    output       a new file of JSON lines, one a training; `resume`: a file to go on with, or to begin
+
+    The others are those of `train` and `rewrite`; training `repeats` times takes the mean accuracy.
+    """
+    from bnfuse.runtime.optim import SGD
+    from bnfuse.searching.evaluation import Settings
+    from bnfuse.searching.run import run_search
+    from bnfuse.searching.training import Recipe
+
+    require_gpu(target, precision)
+    wanted = iterations if iterations is not None or method == "exhaustive" else 20
+    chosen = None if lambdas is None else tuple(lambdas)
+    return run_search(
+        open_graph(source, **roles),
+        data,
+        Settings(method, wanted, initial, chosen, tolerance, seed),
+        Recipe(
+            epochs=epochs,
+            repeats=repeats,
+            seed=seed,
+            keep_affine=keep_affine,
+            optimizer=optimizer or SGD(lr=0.1, momentum=0.9),
+            schedule=schedule,
+            warm_up=warm_up,
+            augment=augment,
+            target=target,
+            precision=precision,
+            threads=threads,
+        ),
+        cost=cost,
+        output=output if resume is None else resume,
+        resume=resume is not None,
+        plot=plot,
+        progress=progress,
+    )
