@@ -323,18 +323,27 @@ def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
     theirs = {value.name: shape(value) for value in after.model.graph.inputs}
     for name in ours:
         if name not in theirs:
-            raise BnfuseError(f"{after.name}: has no input '{name}', which {before.name} has: it is another network")
+            raise missing_input(after, before, name)
         if ours[name] != theirs[name]:
             raise BnfuseError(
                 f"{after.name}: input '{name}' is {theirs[name]}, in {before.name} {ours[name]}: it is another network"
             )
     for name in theirs:
         if name not in ours:
-            raise BnfuseError(f"{before.name}: has no input '{name}', which {after.name} has: it is another network")
+            raise missing_input(before, after, name)
     outputs = {value.name for value in after.model.graph.outputs}
     for name in compared(before.roles):
         if name not in outputs:
             raise BnfuseError(f"{after.name}: has no output '{name}', which {before.name} has: rewrite it again")
+
+
+def missing_input(one: TrainingGraph, other: TrainingGraph, name: str | None) -> BnfuseError:
+    """What to say of an input that only the other graph has."""
+    if name in (*other.roles.offsets, *other.roles.virtual):
+        return BnfuseError(
+            f"{one.name}: has no input '{name}', which {other.name} draws: rewrite both with one --sample"
+        )
+    return BnfuseError(f"{one.name}: has no input '{name}', which {other.name} has: it is another network")
 
 
 def shape(value: ir.Value) -> list[Any]:
