@@ -95,6 +95,8 @@ def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float,
     count = data.train_x.shape[0] * data.train_x.shape[2] * data.train_x.shape[3]
     parts = [data.train_x[start : start + 4096] for start in range(0, len(data.train_x), 4096)]
     mean = sum(fed(data, part, normalise).sum((0, 2, 3), dtype=np.float64) for part in parts) / count
+    if not np.isfinite(mean).all():
+        raise BnfuseError(f"{data.name}: holds images that are not finite: virtual samples cannot be drawn like them")
     wide = np.reshape(mean, (1, -1, 1, 1))
     squares = (np.square(fed(data, part, normalise) - wide).sum((0, 2, 3)) for part in parts)
     std = np.sqrt(sum(squares) / count)

@@ -1,0 +1,166 @@
+"""The exported network in plain onnxruntime: logits and accuracy are those of the compiled step's evaluation."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import onnx.helper as h
+import onnxruntime as ort
+import pytest
+from small_training import BATCH, SAMPLED, forward_model, small_data, small_graph
+
+import bnfuse
+from bnfuse.build import build_training_graph
+from bnfuse.building import build_model
+from bnfuse.errors import BnfuseError
+from bnfuse.exporting import inference_model
+from bnfuse.training import train_step
+from bnfuse.training_graph import open_graph
+
+STANDARD = {"", "ai.onnx"}
+
+
+def run(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x})
+    return found
+
+
+def check_standard(model: onnx.ModelProto) -> None:
+    onnx.checker.check_model(model, full_check=True)
+    assert {node.domain for node in model.graph.node} <= STANDARD
+    assert {opset.domain for opset in model.opset_import} <= STANDARD
+    assert not model.functions
+    assert "Dropout" not in {node.op_type for node in model.graph.node}
+    assert all(len(n.output) == 1 for n in model.graph.node if n.op_type == "BatchNormalization")
+
+
+def changed_state(graph, seed: int = 0) -> dict[str, np.ndarray]:
+    """Values as after training: nothing is 0 or 1, variances are positive."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (value + 0.2 * np.abs(rng.standard_normal(value.shape))).astype(value.dtype)
+        for name, value in graph.state().items()
+    }
+
+
+@pytest.mark.parametrize("sample", [SAMPLED, None])
+@pytest.mark.parametrize("level", ["none", "icf"])
+def test_a_trained_step_and_its_export_agree(sample, level, new_step, tmp_path):
+    data = small_data(train=40 * BATCH, test=203)
+    step = new_step(model=small_graph(sample, level))
+    history = train_step(step, data, epochs=4, normalise=True)
+    path = tmp_path / "model.onnx"
+    bnfuse.export_inference(step, path, mean=data.mean, std=data.std, classes=data.class_names)
+    model = onnx.load(path)
+    check_standard(model)
+    x = data.normalised().test_x
+    logits = run(model, x)  # a batch of 203
+    accuracy = float((logits.argmax(1) == data.test_y).mean())
+    assert round(accuracy, 4) == round(history.accuracy, 4)
+    assert accuracy > 0.2
+    assert np.abs(step.evaluate(x[:BATCH]) - logits[:BATCH]).max() < 1e-4
+    assert np.abs(run(model, x[:1]) - logits[:1]).max() < 1e-4
+    about = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
+    assert about == {
+        "bnfuse.input_mean": list(data.mean),
+        "bnfuse.input_std": list(data.std),
+        "bnfuse.classes": list("0123456789"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "zoo"),
+    [
+        ("densenet40", {"image": 8, "channels": 1, "growth": 4, "depth": 2}),
+        ("resnet20", {"image": 16}),
+        ("mobilenetv2", {"image": 32}),
+        ("vgg11", {"image": 32, "hidden": 64, "width": 8}),
+        ("squeezenet", {"image": 32}),
+        ("vgg11-plain", {"image": 32, "hidden": 64, "width": 8}),
+    ],
+)
+def test_graphs_of_all_levels_export_to_the_same_function(name, zoo):
+    """Of BatchNorms behind biased convolutions, in front of Concats, with Clip, residual sums; and of none at all."""
+    model = build_model(name, zoo={"batch": 2, "classes": 10, **zoo}, loss="cross-entropy").model
+    found = {}
+    for level in ("none", "bnff", "icf"):
+        graph = open_graph(bnfuse.rewrite(model, level=level).model)
+        exported = inference_model(graph, changed_state(graph))
+        check_standard(exported)
+        dims = exported.graph.input[0].type.tensor_type.shape.dim
+        assert dims[0].dim_param == "N"
+        x = np.random.default_rng(1).standard_normal((3, *(d.dim_value for d in dims[1:]))).astype(np.float32)
+        found[level] = run(exported, x)
+    for level in ("bnff", "icf"):
+        assert np.abs(found[level] - found["none"]).max() <= 1e-5 * np.abs(found["none"]).max()
+
+
+def test_removed_batch_norms_export_as_nothing():
+    model = build_model("resnet20", zoo={"batch": 2, "image": 16, "classes": 10}, loss="cross-entropy").model
+    rewritten = bnfuse.rewrite(model, level="icf", remove="all")
+    exported = inference_model(open_graph(rewritten.model), open_graph(rewritten.model).state())
+    assert "BatchNormalization" not in {node.op_type for node in exported.graph.node}
+    assert run(exported, np.zeros((5, 3, 16, 16), np.float32)).shape == (5, 10)
+
+
+def test_local_statistics_export_as_batch_norms():
+    model = build_training_graph(forward_model())
+    for options in ({"local_bn": 4}, {"local_bn": 4, "sample": "vdn:1"}):
+        graph = open_graph(bnfuse.rewrite(model, level="icf", **options).model)
+        whole = open_graph(model)
+        state = changed_state(whole)
+        x = small_data().test_x[:7]
+        ours, theirs = inference_model(graph, state), inference_model(whole, state)
+        check_standard(ours)
+        assert np.abs(run(ours, x) - run(theirs, x)).max() < 1e-5
+
+
+def test_a_training_graph_exports_with_a_checkpoint(graph, new_step, data, tmp_path):
+    step = new_step()
+    train_step(step, data, epochs=1, save_to=tmp_path / "run")
+    bnfuse.export_inference(step, tmp_path / "a.onnx")
+    bnfuse.export_inference(graph, tmp_path / "b.onnx", state=tmp_path / "run" / "last.safetensors")
+    bnfuse.export_inference(graph, tmp_path / "c.onnx", state=step.state_dict())
+    one, *others = ((tmp_path / f"{name}.onnx").read_bytes() for name in "abc")
+    assert all(other == one for other in others)
+
+
+def test_a_state_of_another_network_is_refused(graph, tmp_path):
+    with pytest.raises(BnfuseError, match="the state lacks 'conv1"):
+        bnfuse.export_inference(graph, tmp_path / "a.onnx", state={})
+    state = open_graph(graph).state()
+    state["conv1/weight"] = np.zeros((1, 1, 3, 3), np.float32)
+    with pytest.raises(BnfuseError, match=r"'conv1/weight' has the shape \[1, 1, 3, 3\], not \[8, 1, 3, 3\]"):
+        bnfuse.export_inference(graph, tmp_path / "a.onnx", state=state)
+
+
+def test_a_reshape_that_holds_the_batch_is_freed_of_it():
+    model = forward_model()
+    (flatten,) = (node for node in model.graph.node if node.op_type == "Flatten")
+    index = list(model.graph.node).index(flatten)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([BATCH, 16]), "shape"))
+    model.graph.node.remove(flatten)
+    model.graph.node.insert(index, h.make_node("Reshape", ["pooled", "shape"], ["flat"], name="reshape"))
+    graph = open_graph(build_training_graph(model))
+    exported = inference_model(graph, graph.state())
+    assert exported.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "N"
+    assert run(exported, np.zeros((5, 1, 8, 8), np.float32)).shape == (5, 10)
+
+
+def test_where_the_batch_cannot_be_left_open_it_stays():
+    """A Reshape that mixes the batch with channels before it is taken apart again."""
+    model = forward_model()
+    (flatten,) = (node for node in model.graph.node if node.op_type == "Flatten")
+    index = list(model.graph.node).index(flatten)
+    for name, shape in (("one", [BATCH * 16]), ("two", [BATCH, 16])):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape), name))
+    model.graph.node.remove(flatten)
+    model.graph.node.insert(index, h.make_node("Reshape", ["pooled", "one"], ["line"], name="reshape1"))
+    model.graph.node.insert(index + 1, h.make_node("Reshape", ["line", "two"], ["flat"], name="reshape2"))
+    graph = open_graph(build_training_graph(model))
+    exported = inference_model(graph, graph.state())
+    assert exported.graph.input[0].type.tensor_type.shape.dim[0].dim_value == BATCH
+    assert run(exported, np.zeros((BATCH, 1, 8, 8), np.float32)).shape == (BATCH, 10)

@@ -1,0 +1,86 @@
+"""A loss that is not finite ends the run at once, and the first tensor that is not finite is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from small_training import forward_model
+
+from bnfuse.build import build_training_graph
+from bnfuse.errors import BnfuseError
+from bnfuse.training import train_step
+
+
+def spoilt(step, name: str, value: float = np.inf):
+    """The step with one value of its state out of range."""
+    state = step.state_dict()
+    state[name].flat[0] = value
+    step.load_state_dict(state)
+    return step
+
+
+@pytest.fixture(scope="module")
+def plain_step(new_step):
+    """Of a graph that is not rewritten: operators have their own names."""
+    model = build_training_graph(forward_model(dropout=0.0))
+    return lambda **options: new_step(model=model, **options)
+
+
+@pytest.mark.parametrize("make", ["new_step", "plain_step"])
+def test_the_parameter_that_is_not_finite_is_named(make, request, data):
+    step = spoilt(request.getfixturevalue(make)(), "conv2/weight", np.nan)
+    with pytest.raises(
+        BnfuseError, match=r"loss is nan in step 1 \(epoch 1\).*'conv2/weight', a parameter of node 'conv2"
+    ):
+        train_step(step, data, epochs=1, normalise=True)
+
+
+@pytest.mark.parametrize("make", ["new_step", "plain_step"])
+def test_the_layer_whose_map_overflows_is_named(make, request, data):
+    """Weights of 1e38 are finite; what they give is not, and the statistics behind it tell."""
+    step = spoilt(request.getfixturevalue(make)(), "conv2/weight", 3e38)
+    message = r"loss is nan in step 1 .*'conv2/bn/(mean|var)' as the batch leaves it.*node 'conv2/bn'"
+    with pytest.raises(BnfuseError, match=message):
+        train_step(step, data, epochs=1, normalise=True)
+
+
+def test_behind_the_last_batch_norm_the_logits_are_named(plain_step, data):
+    step = plain_step()
+    state = step.state_dict()
+    state["head/weight"][:] = 3e38
+    state["head/weight"][1] = -3e38
+    step.load_state_dict(state)
+    with pytest.raises(BnfuseError, match=r"the logits 'logits', which come from node 'head' \(Gemm\)"):
+        train_step(step, data, epochs=1, normalise=True)
+
+
+def test_images_that_are_not_finite_are_blamed_themselves(plain_step, new_step, data):
+    x = data.train_x.copy()
+    x[5, 0, 0, 0] = np.nan
+    with pytest.raises(BnfuseError, match=r"the batch of images itself\. Check the data"):
+        train_step(plain_step(), dataclasses.replace(data, train_x=x), epochs=1)
+    with pytest.raises(
+        BnfuseError, match=r"digits: holds images that are not finite"
+    ):  # to draw virtual ones like them
+        train_step(new_step(), dataclasses.replace(data, train_x=x), epochs=1)
+
+
+def test_a_rate_that_is_too_high_is_told_with_the_step_and_a_remedy(plain_step, data):
+    step = plain_step(lr=1e30)
+    with pytest.raises(BnfuseError, match=r"in step [23] \(epoch 1\) at a learning rate of 1e\+30: .* smaller --lr"):
+        train_step(step, data, epochs=1, schedule="constant")
+
+
+def test_the_state_stays_as_it_was_before_the_step(plain_step, data, tmp_path):
+    """No parameter is updated by a gradient of nan, and the checkpoint before it stays."""
+    step = plain_step()
+    train_step(step, data, epochs=1, schedule="constant", save_to=tmp_path)
+    before = (tmp_path / "last.safetensors").read_bytes()
+    x = np.full_like(data.train_x, np.inf)
+    state = step.state_dict()
+    with pytest.raises(BnfuseError, match="not finite"):
+        train_step(step, dataclasses.replace(data, train_x=x), epochs=2)
+    assert all(np.array_equal(state[name], value) for name, value in step.state_dict().items())
+    assert (tmp_path / "last.safetensors").read_bytes() == before

@@ -1,0 +1,215 @@
+"""A run that is interrupted and goes on ends where the unbroken run does, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_training import small_data
+
+from bnfuse.errors import BnfuseError
+from bnfuse.runtime.session import read_safetensors
+from bnfuse.training import train_step
+from bnfuse.training.checkpoints import KEY
+
+TIMES = ("seconds", "images_per_second")
+RUN = {
+    "epochs": 3,
+    "seed": 5,
+    "augment": "flip,pad-crop:2",
+    "schedule": "cosine",
+    "warm_up": 0.5,
+    "checkpoint_every": 2,
+    "normalise": True,
+}
+
+
+def lines_of(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def history_of(history) -> list:
+    return [dataclasses.replace(epoch, seconds=0.0, images_per_second=0.0) for epoch in history.epochs]
+
+
+def tensors_of(path: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in read_safetensors(path)[0].items()}
+
+
+def interrupt_at(step, count: int) -> None:
+    """Ctrl-C in the forward phase of a step, counted from 1."""
+    forward, calls = step.forward, 0
+
+    def counted(*inputs):
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise KeyboardInterrupt
+        return forward(*inputs)
+
+    step.forward = counted
+
+
+@pytest.fixture(scope="module")
+def unbroken(new_step, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    history = train_step(new_step(), data, **RUN, save_to=folder / "run", metrics=folder / "run.jsonl", log_every=1)
+    return folder, history
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 6, 9, 15])
+def test_a_run_that_is_interrupted_anywhere_goes_on_to_the_same_end(count, unbroken, new_step, data, tmp_path):
+    folder, history = unbroken
+    places = {"save_to": tmp_path / "run", "metrics": tmp_path / "run.jsonl", "log_every": 1}
+    step = new_step()
+    interrupt_at(step, count)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(step, data, **RUN, **places)
+    again = train_step(new_step(), data, **RUN, **places, resume="auto")
+    for name in ("last.safetensors", "best.safetensors"):
+        assert tensors_of(tmp_path / "run" / name) == tensors_of(folder / "run" / name), name
+    assert lines_of(tmp_path / "run.jsonl") == lines_of(folder / "run.jsonl")
+    assert history_of(again) == history_of(history)
+
+
+def test_a_run_may_be_interrupted_many_times(unbroken, new_step, data, tmp_path):
+    folder, _ = unbroken
+    for count in (3, 4, 3, 5):
+        step = new_step()
+        interrupt_at(step, count)
+        with pytest.raises(KeyboardInterrupt):
+            train_step(step, data, **RUN, save_to=tmp_path, resume="auto")
+    train_step(new_step(), data, **RUN, save_to=tmp_path, resume=True)
+    assert tensors_of(tmp_path / "last.safetensors") == tensors_of(folder / "run" / "last.safetensors")
+
+
+def test_the_unbroken_run_draws_at_random(unbroken, new_step, data, tmp_path):
+    """Or else the tests above would show nothing: another seed ends elsewhere."""
+    train_step(new_step(), data, **{**RUN, "seed": 6}, save_to=tmp_path)
+    assert tensors_of(tmp_path / "last.safetensors") != tensors_of(unbroken[0] / "run" / "last.safetensors")
+
+
+def test_a_finished_run_goes_on_to_nothing(unbroken, new_step, data, tmp_path):
+    folder, history = unbroken
+    shutil.copytree(folder / "run", tmp_path / "run")
+    assert train_step(new_step(), data, **RUN, resume=tmp_path / "run") == history
+    assert tensors_of(tmp_path / "run" / "last.safetensors") == tensors_of(folder / "run" / "last.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"seed": 6}, "seed 5, not 6"),
+        ({"schedule": "constant"}, "epochs 3, not None|schedule cosine, not constant"),
+        ({"epochs": 4}, "epochs 3, not 4"),
+        ({"warm_up": 1.0}, "warm_up 0.5, not 1.0"),
+        ({"augment": "flip"}, "augment flip,pad-crop:2, not flip"),
+        ({"normalise": False}, "normalise True, not False"),
+    ],
+)
+def test_a_run_with_other_settings_is_refused(changed, what, unbroken, new_step, data, tmp_path):
+    shutil.copytree(unbroken[0] / "run", tmp_path / "run")
+    with pytest.raises(BnfuseError, match=what):
+        train_step(new_step(), data, **{**RUN, **changed}, save_to=tmp_path / "run", resume="auto")
+
+
+def test_another_model_or_optimiser_or_other_data_are_refused(unbroken, new_step, data, tmp_path):
+    shutil.copytree(unbroken[0] / "run", tmp_path / "run")
+    with pytest.raises(BnfuseError, match=r"lr 0\.05, not 0\.1"):
+        train_step(new_step(lr=0.1), data, **RUN, resume=tmp_path / "run")
+    with pytest.raises(BnfuseError, match=r"optimizer SGD.*momentum=0\.9.*, not .*momentum=0\.5"):
+        train_step(new_step(momentum=0.5), data, **RUN, resume=tmp_path / "run")
+    with pytest.raises(BnfuseError, match="another data"):
+        train_step(new_step(), small_data(test=41), **RUN, resume=tmp_path / "run")
+    with pytest.raises(BnfuseError, match="another model"):
+        step = new_step()
+        step.model += b"\x12\x00"
+        train_step(step, data, **RUN, resume=tmp_path / "run")
+
+
+def test_a_constant_rate_may_go_on_for_longer(new_step, data, tmp_path):
+    settings = {"schedule": "constant", "augment": "flip"}
+    whole = new_step()
+    train_step(whole, data, epochs=3, **settings)
+    train_step(new_step(), data, epochs=1, **settings, save_to=tmp_path)
+    step = new_step()
+    history = train_step(step, data, epochs=3, **settings, resume=tmp_path)
+    assert [epoch.epoch for epoch in history.epochs] == [1, 2, 3]
+    assert all(
+        np.array_equal(a, b) for a, b in zip(step.state_dict().values(), whole.state_dict().values(), strict=True)
+    )
+
+
+def test_a_folder_with_a_run_is_not_written_over(unbroken, new_step, data):
+    with pytest.raises(BnfuseError, match="holds a run already: continue it by --resume auto"):
+        train_step(new_step(), data, **RUN, save_to=unbroken[0] / "run")
+
+
+def test_a_file_lends_its_state_to_a_new_run(unbroken, new_step, data, tmp_path):
+    best = unbroken[0] / "run" / "last.safetensors"
+    step = new_step()
+    loaded = []
+    forward = step.forward
+    step.forward = lambda *inputs: loaded.append(step.steps) or forward(*inputs)
+    history = train_step(step, data, epochs=1, resume=best, save_to=tmp_path / "state.safetensors")
+    assert (loaded[0], len(history.epochs)) == (15, 1)
+    assert KEY not in read_safetensors(tmp_path / "state.safetensors")[1]
+
+
+def test_what_holds_no_run_is_told(new_step, data, tmp_path):
+    with pytest.raises(BnfuseError, match="holds no run to continue"):
+        train_step(new_step(), data, epochs=1, resume=tmp_path)
+    step = new_step()
+    step.save(tmp_path / "last.safetensors")
+    with pytest.raises(BnfuseError, match="holds a state but no run"):
+        train_step(step, data, epochs=1, resume=tmp_path)
+    step.save(tmp_path / "last.safetensors", {KEY: '{"version": 1, "position": {}}'})
+    with pytest.raises(BnfuseError, match="metadata is damaged"):
+        train_step(step, data, epochs=1, resume=tmp_path)
+    (tmp_path / "last.safetensors").write_bytes(b"\x08")
+    with pytest.raises(BnfuseError, match="no checkpoint in safetensors form"):
+        train_step(step, data, epochs=1, resume=tmp_path)
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_others_stay(new_step, data, tmp_path):
+    (tmp_path / ".last.safetensors.abc").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    train_step(new_step(), data, epochs=1, save_to=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(".lock", "best.safetensors", "last.safetensors", "notes.txt")
+    ]
+
+
+def test_two_runs_do_not_share_a_folder(new_step, data, tmp_path):
+    step, other = new_step(), new_step()
+    seen = []
+
+    def progress(text: str) -> None:
+        with pytest.raises(BnfuseError, match="another run is writing there"):
+            train_step(other, data, epochs=1, save_to=tmp_path, resume="auto")
+        seen.append(text)
+
+    train_step(step, data, epochs=1, save_to=tmp_path, progress=progress)
+    assert seen
+
+
+def test_best_is_the_epoch_of_the_best_accuracy(new_step, data, tmp_path):
+    step = new_step()
+    states = []
+    history = train_step(step, data, epochs=4, save_to=tmp_path, progress=lambda _: states.append(step.state_dict()))
+    best = states[history.best.epoch - 1]
+    found, _ = read_safetensors(tmp_path / "best.safetensors")
+    assert all(np.array_equal(found[name], value) for name, value in best.items())
+
+
+def test_other_threads_are_noted_and_go_on(unbroken, new_step, data, tmp_path):
+    shutil.copytree(unbroken[0] / "run", tmp_path / "run")
+    step, said = new_step(), []
+    step.target = dataclasses.replace(step.target, threads=2)
+    train_step(step, data, **RUN, resume=tmp_path / "run", progress=said.append)
+    assert any("1 threads and goes on with" in line for line in said)
