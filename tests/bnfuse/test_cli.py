@@ -13,7 +13,7 @@ import bnfuse
 from bnfuse.cli import main
 from bnfuse.text import Section, change, scaled
 
-COMMANDS = ("models", "build", "inspect", "rewrite", "diff", "verify", "compile", "run", "train", "bench", "demo")
+COMMANDS = ("models", "build", "inspect", "rewrite", "diff", "verify", "compile", "run", "train", "search", "bench", "demo")
 
 
 @pytest.fixture(scope="module")
