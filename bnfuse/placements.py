@@ -66,9 +66,7 @@ def select(model: ir.Model, which: Selection) -> tuple[BatchNorm, ...]:
     """The BatchNorms that a list names, in forward order. Raises BnfuseError, in one line, for a list that is wrong."""
     norms = batch_norm_list(model)
     if not norms:
-        raise BnfuseError(
-            "there is no BatchNorm to remove: give the graph that `bnfuse build` wrote, not a rewrite of it"
-        )
+        raise BnfuseError("there is no BatchNorm to remove. Rewrite what `bnfuse build` wrote")
     chosen = _in_words(model, norms, which) if isinstance(which, str) else {_checked(i, norms) for i in which}
     return tuple(norm for norm in norms if norm.index in chosen)
 

@@ -231,6 +231,8 @@ def sample_batch_norms(
     """Sampling comes before the level's passes; a bias that BNs take out leaves first, where the level drops it."""
     if spec is None and local_bn is None:
         return ()
+    if not names:
+        raise BnfuseError("there is no BatchNorm whose statistics to sample. Rewrite what `bnfuse build` wrote")
     plan = spec if isinstance(spec, SamplePlan) else parse_plan("bn" if spec is None else spec)
     plan.check_names(names)
     roles = roles_of(model) if ROLES_KEY in model.metadata_props else roles or roles_of(model)

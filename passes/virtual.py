@@ -81,6 +81,8 @@ class AddVirtual(ir.passes.InPlacePass):
 def entry(graph: ir.Graph, roles: Roles) -> tuple[ir.Value, ir.Value]:
     """The inputs that take the images and their labels."""
     inputs = {value.name: value for value in graph.inputs}
+    if roles.virtual:
+        raise BnfuseError(f"input '{roles.virtual[0]}' takes virtual samples already: rewrite the source graph anew")
     if len(roles.data) != 1 or len(roles.labels) != 1:
         raise BnfuseError(f"virtual samples go beside one data input; this graph has {', '.join(roles.data)}: no vdn")
     data, labels = inputs[roles.data[0]], inputs[roles.labels[0]]

@@ -1,6 +1,7 @@
 """Removal: BatchNorms leave the graph, and what stays is valid, fused and right."""
 
 import collections
+import json
 
 import autograd
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from bnfuse import api, passes, runtime
 from bnfuse.build import build_training_graph
+from bnfuse.cli import main
 from bnfuse.errors import BnfuseError
 from bnfuse.models import build_forward
 from bnfuse.opset.schemas import check_model
@@ -249,7 +251,7 @@ def test_the_published_placement_of_resnet18_counts_the_main_path():
 
 
 def test_a_rewritten_graph_has_none_to_remove(training):
-    with pytest.raises(BnfuseError, match="not a rewrite of it"):
+    with pytest.raises(BnfuseError, match="there is no BatchNorm to remove"):
         rewrite(rewrite(training(CHAIN)).model, remove="1")
 
 
@@ -278,6 +280,22 @@ def test_decay_is_the_weight_of_a_batch(training, onnxruntime):
 def test_decay_out_of_range(value, training):
     with pytest.raises(BnfuseError, match="give a number above 0 and at most 1"):
         rewrite(training(CHAIN), decay=value)
+
+
+def test_the_command_line(training, tmp_path, capsys):
+    source, result = str(tmp_path / "train.onnx"), str(tmp_path / "fused.onnx")
+    api.save(training(RESIDUAL), source)
+    options = ["--remove", "all-except:2", "--keep-affine", "--decay", "0.25"]
+    assert main(["rewrite", source, "-o", result, *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [entry["index"] for entry in report["removed"]] == [1, 3, 4]
+    assert all(entry["kept_affine"] for entry in report["removed"])
+    (finalize,) = (node for node in api.load(result).graph if node.op_type == "BatchNormFinalize")
+    assert finalize.attributes["momentum"].as_float() == 0.75
+    assert main(["rewrite", source, "-o", result, *options]) == 0
+    assert "scale and bias" in capsys.readouterr().out
+    assert main(["rewrite", source, "-o", result, "--remove", "9"]) == 2
+    assert capsys.readouterr().err == "bnfuse: there is no BatchNorm 9: the graph has 4, numbered from 1\n"
 
 
 def test_a_graph_of_others_keeps_what_it_was_told(training):

@@ -201,6 +201,34 @@ def test_what_cannot_have_more_rows_is_named(op, attributes, message, training):
     assert str(caught.value) == f"{message}: virtual samples cannot go through it. Leave vdn out."
 
 
+def test_a_graph_has_virtual_samples_once(training):
+    model = rewrite(training(CHAIN), level="none", sample="n=vdn:1").model
+    with pytest.raises(BnfuseError, match="input 'virtual' takes virtual samples already"):
+        AddVirtual(1, roles_of(model))(model)
+    with pytest.raises(BnfuseError, match="there is no BatchNorm whose statistics to sample"):
+        rewrite(model, sample="vdn:1")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kept_affine", [False, True], ids=["gone", "affine"])
+def test_removal_and_virtual_samples_go_together(kept_affine, network, oracle):
+    forward = network(RESIDUAL)
+    feeds, rows, marks = draw(2)
+
+    def norm(name, x, p):
+        if name != "n2":
+            return of_virtual(2)(name, x, p)
+        return (autograd.wide(p.scale) * x + autograd.wide(p.bias) if kept_affine else x), p.mean, p.variance
+
+    expected = real(autograd.differentiate(oracle, forward, {"x": rows}, marks, norm), marks)
+    model = ir.from_proto(build_training_graph(forward))
+    for level in LEVELS:
+        after = rewrite(model, level=level, remove="n2", keep_affine=kept_affine, sample="vdn:2").model
+        found = oracle.evaluate(ir.to_proto(after), feeds)
+        assert {name for name in expected if "n2" not in name} <= {*found}
+        assert autograd.worst(expected, found) < 1e-12, level
+
+
 def test_a_loss_that_cannot_ignore_is_named(network):
     model = ir.from_proto(build_training_graph(network(CHAIN), loss="mse"))
     with pytest.raises(BnfuseError, match="holds no class numbers, so virtual ones cannot be masked: no vdn"):
