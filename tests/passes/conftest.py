@@ -130,8 +130,13 @@ def run(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
 def training() -> Callable[..., ir.Model]:
     """The training graph of a network given as text."""
 
-    def build(body: str, train: list[str] | None = None, **more: int) -> ir.Model:
-        return ir.from_proto(build_training_graph(forward_model(body, **more), train=train or ["*"]))
+    def build(body: str, train: list[str] | None = None, shape: tuple[int, ...] | None = None, **more: int) -> ir.Model:
+        forward = forward_model(body, **more)
+        if shape is not None:
+            for value, dims in ((forward.graph.input[0], shape), (forward.graph.output[0], (shape[0], 5))):
+                for dim, size in zip(value.type.tensor_type.shape.dim, dims, strict=True):
+                    dim.dim_value = size
+        return ir.from_proto(build_training_graph(forward, train=train or ["*"]))
 
     return build
 

@@ -1,5 +1,6 @@
 """Random networks: every level is exact, valid and a fixed point, also where Concat, Add and BN meet in odd ways."""
 
+import fnmatch
 import random
 
 import numpy as np
@@ -7,6 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from bnfuse.passes import LEVELS, rewrite
+from bnfuse.sampling import sampling_of
 
 pytestmark = pytest.mark.torch
 
@@ -57,6 +59,31 @@ def test_every_level_of_a_random_network(seed, training, oracle):
         assert ir.to_proto(model) == source
         found = oracle.evaluate(ir.to_proto(result.model), feeds)
         assert [*found] == [*expected]
+        for name, value in expected.items():
+            error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + floor)
+            assert error < 1e-9, f"{level}: {name} is off by {error:.1e}"
+
+
+SPECS = ("fs:1/4", "bs:1", "frs:1/8", "ns:1", "fs:1/4,*1=bn,*5=rbn,*2=l1bn", "bn,*[02468]=fs:1/8", "bn+vdn:1,*3=fs:1/4")
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(20) if "bn(" in random_body(seed + 1000)][:14])
+def test_every_level_of_a_random_sampled_network(seed, training, oracle):
+    spec = SPECS[seed % len(SPECS)]
+    model = training(random_body(seed + 1000))
+    names = [node.name for node in model.graph if node.op_type == "BatchNormInternal"]
+    spec = ",".join(part for part in spec.split(",") if "=" not in part or fnmatch.filter(names, part.split("=")[0]))
+    rng = np.random.default_rng(seed)
+    feeds = {"x": rng.standard_normal((2, 3, 8, 8)), "labels": rng.integers(0, 5, 2)}
+    feeds["virtual"] = rng.standard_normal((1, 3, 8, 8))
+    expected = None
+    for level in LEVELS:
+        result = rewrite(model, level=level, sample=spec)
+        drawn = sampling_of(result.model)
+        used = {k: v for k, v in feeds.items() if k != "virtual" or drawn.virtual}
+        found = oracle.evaluate(ir.to_proto(result.model), {**used, **drawn.offsets(seed=seed, epoch=0)})
+        expected = expected or found
+        floor = 1e-3 * max(float(np.linalg.norm(value)) for name, value in expected.items() if name.endswith("_grad"))
         for name, value in expected.items():
             error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + floor)
             assert error < 1e-9, f"{level}: {name} is off by {error:.1e}"
