@@ -3,9 +3,9 @@
     bnfuse search small.onnx --data digits --method exhaustive -o all.jsonl      every placement, trained once
     python benchmarks/search_table.py all.jsonl --seeds 50 --plot table.png      replayed, nothing is trained
 
-A placement is valid at most a tolerance below the accuracy with all BatchNorms. Reported of each method, over the seeds:
-the share that found a valid placement with at most half of the BatchNorms, the mean number of BatchNorms of the best
-one, the share that found the optimum and the mean distance to it.
+A placement is valid at most a tolerance below the accuracy with all BatchNorms. Reported of each method, over the
+seeds: the share that found a valid placement with at most half of the BatchNorms, the mean number of BatchNorms of
+the best one, the share that found the optimum and the mean distance to it.
 """
 
 from __future__ import annotations

@@ -29,11 +29,8 @@ Array = NDArray[np.float64]
 SMALLEST, LARGEST = 1e-12, 1e12  # of scales: beyond, a coefficient is 0 or free for any data
 NOISE_SHAPE, NOISE_SCALE = 1.0, 0.005  # prior of the noise variance, in units of the scores' variance
 SLAB = 2.0  # in standard deviations of the scores
-SWEEPS, FEWEST_SWEEPS, WORK = (
-    1000,
-    200,
-    6e10,
-)  # of a chain: at most WORK multiplications where that leaves FEWEST_SWEEPS
+SWEEPS, FEWEST_SWEEPS = 1000, 200  # of a chain: as many as WORK multiplications allow
+WORK = 6e10
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ import bnfuse
 from bnfuse.cli import main
 from bnfuse.text import Section, change, scaled
 
-COMMANDS = ("models", "build", "inspect", "rewrite", "diff", "verify", "compile", "run", "train", "search", "bench", "demo")
+GRAPH_COMMANDS = ("models", "build", "inspect", "rewrite", "diff", "verify")
+COMMANDS = (*GRAPH_COMMANDS, "compile", "run", "train", "search", "bench", "demo")
 
 
 @pytest.fixture(scope="module")
