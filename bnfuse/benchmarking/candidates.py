@@ -100,8 +100,9 @@ def make_peer(
 def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
     from bnfuse import passes
 
-    sampled = {"sample": variant.sample} if variant.sample else {}
-    return passes.rewrite(graph.model, level=variant.level, pool_first=variant.pool_first, **sampled)
+    return passes.rewrite(
+        graph.model, level=variant.level, pool_first=variant.pool_first, sample=variant.sample or None
+    )
 
 
 def compile_variant(
