@@ -13,7 +13,7 @@ import numpy as np
 
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime import program as p
-from bnfuse.runtime.execution import as_numpy, check_input
+from bnfuse.runtime.execution import check_input
 from bnfuse.sampling import NOTHING, Sampling, virtual_samples
 
 PerChannel = float | Sequence[float]
@@ -54,9 +54,9 @@ class Draws:
         self._statistics = mean, std
         self._forget(self.sampling.virtual)
 
-    def fix(self, values: Mapping[str, Any] | None) -> None:
-        """Use these values in the place of draws; None ends it."""
-        checked = {name: self._checked(name, value) for name, value in (values or {}).items()}
+    def fix(self, values: Mapping[str, np.ndarray]) -> None:
+        """Use these values, and no others, in the place of draws."""
+        checked = {name: self._checked(name, value) for name, value in values.items()}
         self._forget([*self.fixed, *checked])
         self.fixed = checked
 
@@ -89,8 +89,7 @@ class Draws:
         for name in names:
             self._sent.pop(name, None)
 
-    def _checked(self, name: str, value: Any) -> np.ndarray:
-        array = as_numpy(value, f"input '{name}'")
+    def _checked(self, name: str, array: np.ndarray) -> np.ndarray:
         if name in self.sampling.places:
             if not np.issubdtype(array.dtype, np.integer):
                 raise BnfuseError(f"input '{name}' is {array.dtype}: where a sample lies is int64")

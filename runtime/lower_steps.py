@@ -19,6 +19,7 @@ from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.layout import MapRef
 from bnfuse.runtime.lower_weights import weight_ref
 from bnfuse.runtime.lowering import Lowering, Ref
+from bnfuse.runtime.program import ARENA
 
 POOL_GRADS = ("MaxPoolGrad", "AveragePoolGrad", "GlobalAveragePoolGrad")
 GENERATORS = {
@@ -192,7 +193,8 @@ def updated(
     if channels is not None:
         target = target.channels(*channels)
         shape = (shape[0], channels[1] - channels[0], *shape[2:])
-    if dx in low.slots.of or still_needed(low, node, target) or any(meets(ref, target) for ref in read):
+    is_own = low.storages[target.storage].region == ARENA
+    if dx in low.slots.of or not is_own or still_needed(low, node, target) or any(meets(ref, target) for ref in read):
         source, target = target, low.new_map(dx, shape)
         low.copy_map(source, target)
         return target

@@ -96,7 +96,8 @@ class Step:
 
     def fix(self, values: Mapping[str, Any] | None) -> None:
         """Use these values, by input, in the place of what would be drawn: until `fix(None)`."""
-        self._draws.fix(values)
+        on_host = {name: self._train.to_host(value, f"input '{name}'") for name, value in (values or {}).items()}
+        self._draws.fix(on_host)
 
     # -- running -----------------------------------------------------------------------------------------------
 

@@ -253,3 +253,10 @@ def test_a_computed_place_is_refused():
     ]
     with pytest.raises(BnfuseError, match="only inputs and constants"):
         lowered(feeds, nodes, {"mean": (SHAPE[1],)})
+
+
+def test_an_input_is_never_added_to_in_place():
+    feeds = {"acc": numbers(4, 8, 1, 1), "x": numbers(4, 8, 1, 1, seed=1), "q": numbers(8), "w": numbers(8, seed=2)}
+    nodes = [node("AddSampled", ["acc", "x", "q", "w", "at"], ["y"], extent=(2, 1, 1))]
+    made = lowered(feeds, nodes, {"y": (4, 8, 1, 1)}, constants={"at": np.array([1, 0, 0])})
+    assert "CopyMap" in kernels(made.program)
