@@ -9,6 +9,7 @@ of a parameter, or that holds the batch where it cannot be told from other sizes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
@@ -215,15 +216,25 @@ def _flatten(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def _reshape(walk: Walk, node: ir.Node) -> list[Axis]:
-    """Only what is behind the batch may take another shape."""
-    x, y = node.inputs[0], node.outputs[0]
-    if walk.axis(node, 0) is None:
-        if node.inputs[1] in walk.shapes:
-            raise refusal(node, "gives a value without a batch the batch's shape")
-        return [None]
-    if walk.axis(node, 0) != 0 or x is None or x.shape is None or not y.shape or x.shape[0] != y.shape[0]:
-        raise refusal(node, "does not keep the batch in front")
-    return [0]
+    """The batch may not be cut or merged: it is the axis of the result with as many rows and as much before it."""
+    x, y, axis = node.inputs[0], node.outputs[0], walk.axis(node, 0)
+    if axis is None:
+        raise refusal(node, "gives a value without a batch the batch's shape")
+    before, after = fixed_shape(x, node), fixed_shape(y, node)
+    kept = [
+        place
+        for place, size in enumerate(after)
+        if size == before[axis] and math.prod(after[:place]) == math.prod(before[:axis])
+    ]
+    if not kept:
+        raise refusal(node, "merges the batch with other axes, or cuts it up")
+    return [kept[0]]
+
+
+def fixed_shape(value: ir.Value | None, node: ir.Node) -> list[int]:
+    if value is None or value.shape is None or not all(isinstance(size, int) for size in value.shape):
+        raise refusal(node, "works on a value of unknown shape")
+    return [int(size) for size in value.shape]  # type: ignore[arg-type]
 
 
 def _expand(walk: Walk, node: ir.Node) -> list[Axis]:

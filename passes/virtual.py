@@ -105,16 +105,16 @@ def widen(editor: Editor, axes: dict[ir.Value, int], batch: int, total: int) -> 
         if shape[axis] != batch:
             raise refusal(node, f"gives '{value.name}' of {shape[axis]} rows where the batch has {batch}")
         if node.op_type in SHAPE_OF:
-            widen_target(editor, node, axis, batch, total)
+            widen_target(editor, node, axis, total)
         shape[axis] = total
         value.shape = ir.Shape(shape)
 
 
-def widen_target(editor: Editor, node: ir.Node, axis: int, batch: int, total: int) -> None:
+def widen_target(editor: Editor, node: ir.Node, axis: int, total: int) -> None:
     """Where the shape that a node gives its result is a constant with the batch in it, a constant with the new one."""
     at = SHAPE_OF[node.op_type]
     target = constant_of(node.inputs[at])
-    if target is not None and target[axis] == batch:
+    if target is not None and target[axis] != -1:
         new = target.copy()
         new[axis] = total
         node.replace_input_with(at, editor.constant(f"{node.name}/shape", new))

@@ -97,6 +97,57 @@ def test_gradients_are_those_of_all_rows_with_the_virtual_ones_out_of_the_loss(b
     assert autograd.worst(expected, found) < 1e-12
 
 
+def with_head(forward, head):
+    """The network with another way from its last map to the classifier, one that names or computes sizes."""
+    graph = forward.graph
+    keep = [node for node in graph.node if node.name not in ("pooled", "flat")]
+    at = next(index for index, node in enumerate(keep) if node.name == "logits")
+    make = onnx.helper.make_node
+    heads = {
+        "mean": [make("ReduceMean", ["out"], ["flat"], name="flat", axes=[2, 3], keepdims=0)],
+        "kept mean": [
+            make("ReduceMean", ["out"], ["pooled"], name="pooled", axes=[2, 3], keepdims=1),
+            make("Reshape", ["pooled", "shape"], ["flat"], name="flat"),
+        ],
+        "transposed": [
+            make("GlobalAveragePool", ["out"], ["pooled"], name="pooled"),
+            make("Transpose", ["pooled"], ["turned"], name="turned", perm=[2, 3, 0, 1]),
+            make("Squeeze", ["turned", "axes"], ["flat"], name="flat"),
+        ],
+        "computed": [
+            make("GlobalAveragePool", ["out"], ["pooled"], name="pooled"),
+            make("Shape", ["pooled"], ["sizes"], name="sizes"),
+            make("Slice", ["sizes", "zero", "two"], ["wanted"], name="wanted"),
+            make("Reshape", ["pooled", "wanted"], ["flat"], name="flat"),
+        ],
+    }
+    constants = {"shape": [2, 4], "axes": [0, 1], "zero": [0], "two": [2]}
+    used = {name for node in heads[head] for name in node.input}
+    graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.array(value, np.int64), name)
+        for name, value in constants.items()
+        if name in used
+    )
+    del graph.node[:]
+    graph.node.extend([*keep[:at], *heads[head], *keep[at:]])
+    return forward
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("head", ["mean", "kept mean", "transposed", "computed"])
+def test_sizes_in_constants_and_sizes_that_are_computed(head, network, oracle):
+    forward = with_head(network(CHAIN), head)
+    feeds, rows, marks = draw(2)
+    model = ir.from_proto(build_training_graph(forward))
+    found = oracle.evaluate(extended(model, 2), feeds)
+    for tensor in forward.graph.initializer:
+        if tensor.name == "shape":  # of the network that sees all rows
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array([4, 4], np.int64), "shape"))
+    expected = real(autograd.differentiate(oracle, forward, {"x": rows}, marks, autograd.full), marks)
+    assert {*expected} <= {*found}
+    assert autograd.worst(expected, found) < 1e-12
+
+
 def of_virtual(count, weight=None):
     """Statistics of the virtual rows, mixed with those of the real ones where there is a weight."""
 
