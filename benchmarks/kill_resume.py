@@ -1,4 +1,4 @@
-"""Kills `bnfuse train` or `bnfuse search` ten times at random moments; what they reach must be what an unbroken run does.
+"""Kills `bnfuse train` or `bnfuse search` ten times at random; they must reach what an unbroken run does.
 
     python benchmarks/kill_resume.py --kind train
     python benchmarks/kill_resume.py --kind search --kills 10 --json result.json

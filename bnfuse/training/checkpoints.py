@@ -76,8 +76,8 @@ class Folder:
         self.path, self.last, self.best = path, path / LAST, path / BEST
 
     def __enter__(self) -> Folder:
+        make_folder(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
         except OSError as error:
             raise BnfuseError(f"{self.path}: no folder to write to: {error.strerror}") from None
@@ -108,6 +108,13 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a place for checkpoints means a folder: it is one, or it is not there and has no ending of a file."""
     path = Path(path)
     return path.is_dir() or (not path.exists() and path.suffix != ".safetensors")
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be made: {error.strerror}. Name another folder.") from None
 
 
 def has_run(folder: Path) -> bool:

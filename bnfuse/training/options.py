@@ -9,7 +9,7 @@ from pathlib import Path
 from bnfuse.errors import BnfuseError
 from bnfuse.io import require_writable
 from bnfuse.training.augment import Augment, parse_augment
-from bnfuse.training.checkpoints import has_run, is_folder
+from bnfuse.training.checkpoints import has_run, is_folder, make_folder
 from bnfuse.training.schedules import Schedule, parse_schedule
 
 Place = str | os.PathLike[str]
@@ -99,6 +99,8 @@ class Options:
             raise BnfuseError(f"{self.continued}: holds no run to continue (no last.safetensors)")
         if self.folder is not None and has_run(self.folder) and not self.automatic and self.folder != self.continued:
             raise BnfuseError(f"{self.folder}: holds a run already: continue it by --resume auto, or name another one")
+        if self.folder is not None:
+            make_folder(self.folder)
         for place in (self.file, self.metrics, self.plot):
             if place is not None:
                 require_writable(place)

@@ -100,12 +100,19 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch, tmp_p
         ({"augment": "rotate"}, "augmentation 'rotate'"),
         ({"plot": "run.txt"}, "a plot ends in"),
         ({"metrics": "no/such/folder/run.jsonl"}, "cannot be written"),
+        ({"save_to": "file.txt/run"}, "cannot be made"),
     ],
 )
 def test_what_is_impossible_is_refused_before_any_work(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("no folder")
     with pytest.raises(BnfuseError, match=message):
         Options(**{"epochs": 3, **options}).check()
+
+
+def test_metrics_and_plot_may_lie_in_the_folder_of_a_new_run(tmp_path):
+    run = tmp_path / "new"
+    Options(1, save_to=run, metrics=run / "run.jsonl", log_every=1, plot=run / "run.png").check()
 
 
 def test_the_bar_says_where_the_run_stands(new_step, data, monkeypatch):
