@@ -9,7 +9,7 @@ is resumed from a checkpoint goes on bit by bit as it would have gone.
 
 A file for each idea: `loop` (the run), `options` (what can be asked of it), `loading` (batches, made ahead by a
 thread), `augment`, `schedules`, `feeding` (data of the step's size, evaluation), `checkpoints`, `metrics`, `nonfinite`
-(which tensor a loss of nan comes from), `history`, `plotting`.
+and `replay` (which tensor a loss of nan comes from), `history`, `plotting`.
 """
 
 from .augment import Augment, parse_augment

@@ -173,7 +173,7 @@ class Run:
         whole = step.target.kind == "cuda"  # one graph of all launches; on a CPU the loss is seen before the update
         loss = float(step(batch.x, batch.y) if whole else step.forward(batch.x, batch.y))
         if not math.isfinite(loss):
-            raise nonfinite.error_of(step, loss, batch.x, epoch=batch.epoch, index=count + 1, lr=step.lr)
+            raise nonfinite.error_of(step, loss, batch.x, batch.y, epoch=batch.epoch, index=count + 1, lr=step.lr)
         if not whole:
             step.backward()
             step.update()

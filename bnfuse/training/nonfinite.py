@@ -1,67 +1,79 @@
 """Which tensor a loss that is not finite comes from: the first in the order of the forward pass.
 
-What can be looked at after the forward phase of a step: the images, each layer's parameters, the running statistics
-that follow from the batch's (a map with one infinite element has no finite mean), the logits. Where all of these are
-finite the gradients are asked.
+On a CPU the parameters are still those before the step, so its forward pass can be looked at tensor by tensor
+(replay.py). On a GPU the update has run; then the running statistics tell that follow from the batch's (a map with one
+infinite element has no finite mean), and the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError, DivergedError
+from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import parse
 from bnfuse.roles import Roles, roles_of
+from bnfuse.training.replay import not_finite
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
 
+Arrays = Mapping[str, np.ndarray]
 
-def error_of(step: Step, loss: float, images: np.ndarray, *, epoch: int, index: int, lr: float) -> BnfuseError:
+
+def error_of(
+    step: Step, loss: float, images: np.ndarray, labels: np.ndarray, *, epoch: int, index: int, lr: float
+) -> BnfuseError:
     """The error of a loss of nan or inf. The step has run its forward phase, and on a GPU the others too."""
-    what = first_not_finite(step, images)
-    if what is None and step.target.kind != "cuda":
-        step.backward()
-        what = first_of(step, {}, gradients=True)
+    what = first_not_finite(step, images, labels)
     where = f"the loss is {loss} in step {index} (epoch {epoch}) at a learning rate of {lr:.4g}"
     culprit = f"the first tensor that is not finite is {what}" if what else "all other tensors are finite"
     spoilt = what is not None and what.startswith("the batch of images")
     remedy = "Check the data" if spoilt else "Use a smaller --lr or a --warm-up"
-    kind = BnfuseError if spoilt else DivergedError
-    return kind(f"{where}: {culprit}. {remedy}.")
+    return BnfuseError(f"{where}: {culprit}. {remedy}.")
 
 
-def first_not_finite(step: Step, images: np.ndarray) -> str | None:
+def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str | None:
     if not np.isfinite(images).all():
         return "the batch of images itself"
-    trained_on = step.target.kind == "cuda"  # the update has run, so every parameter is spoilt: they say nothing
-    return first_of(step, {} if trained_on else step.state_dict())
-
-
-def first_of(step: Step, state: Mapping[str, np.ndarray], *, gradients: bool = False) -> str | None:
-    """By name and node, in the order of the file's forward nodes."""
-    model = ir.from_proto(_proto(step.model))
+    model = ir.from_proto(onnx.ModelProto.FromString(step.model))
     roles = roles_of(model)
-    outputs = step.outputs
-    slopes = step.gradients() if gradients else {}
+    forward = list(forward_nodes(model, roles))
+    state: Arrays = {}
+    bad: Set[str] = set()
+    if step.target.kind != "cuda":
+        state = step.state_dict()
+        given = dict(zip((*roles.data, *roles.labels), (images, labels), strict=False))
+        try:
+            bad = not_finite(step, model, {str(node.name) for node in forward}, given)
+        except BnfuseError:  # what onnxruntime cannot run is told by what the step itself has left
+            bad = set()
+    return first_of(forward, state, bad, roles) or first_of(forward, state, bad_outputs(step), roles)
+
+
+def bad_outputs(step: Step) -> set[str]:
+    """The outputs of the file that are not finite after the forward phase."""
+    gradients = set(step.program.roles["gradients"].values())
+    return {name for name, value in step.outputs.items() if name not in gradients and is_bad(value)}
+
+
+def first_of(forward: list[ir.Node], state: Arrays, bad: Set[str], roles: Roles) -> str | None:
+    """By name and node: a parameter, or a tensor among `bad`."""
     new_running = {new: old for old, new in roles.running.items()}
-    for node in forward_nodes(model, roles):
+    for node in forward:
         for value in node.inputs:
-            name = str(value.name) if value is not None else ""
-            if _bad(state.get(name)):
-                return f"'{name}', a parameter of {described(node)}"
-            if _bad(slopes.get(name)):
-                return f"the gradient of '{name}', a parameter of {described(node)}"
+            if value is not None and is_bad(state.get(str(value.name))):
+                return f"'{value.name}', a parameter of {described(node)}"
         for value in node.outputs:
             name = str(value.name)
-            if name in new_running and _bad(outputs.get(name)):
+            if name in bad and name in new_running:
                 return f"'{new_running[name]}' as the batch leaves it, a running statistic of {described(node)}"
-            if name == roles.logits and _bad(outputs.get(name)):
-                return f"the logits '{name}', which come from {described(node)}"
+            if name in bad:
+                return f"'{name}', which {described(node)} gives"
     return None
 
 
@@ -85,11 +97,5 @@ def described(node: ir.Node) -> str:
     return f"node '{(node.name or '').removesuffix('/finalize')}' ({kind})"
 
 
-def _bad(array: np.ndarray | None) -> bool:
+def is_bad(array: np.ndarray | None) -> bool:
     return array is not None and array.dtype.kind == "f" and not bool(np.isfinite(array).all())
-
-
-def _proto(data: bytes):  # type: ignore[no-untyped-def]
-    import onnx
-
-    return onnx.ModelProto.FromString(data)

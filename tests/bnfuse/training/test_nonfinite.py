@@ -10,7 +10,7 @@ from small_training import forward_model
 
 from bnfuse.build import build_training_graph
 from bnfuse.errors import BnfuseError
-from bnfuse.training import train_step
+from bnfuse.training import nonfinite, train_step
 
 
 def spoilt(step, name: str, value: float = np.inf):
@@ -39,20 +39,37 @@ def test_the_parameter_that_is_not_finite_is_named(make, request, data):
 
 @pytest.mark.parametrize("make", ["new_step", "plain_step"])
 def test_the_layer_whose_map_overflows_is_named(make, request, data):
-    """Weights of 1e38 are finite; what they give is not, and the statistics behind it tell."""
+    """Weights of 1e38 are finite; what they give is not."""
     step = spoilt(request.getfixturevalue(make)(), "conv2/weight", 3e38)
-    message = r"loss is nan in step 1 .*'conv2/bn/(mean|var)' as the batch leaves it.*node 'conv2/bn'"
-    with pytest.raises(BnfuseError, match=message):
+    with pytest.raises(BnfuseError, match=r"loss is nan in step 1 .*'conv2/y', which node 'conv2' \(Conv\) gives"):
         train_step(step, data, epochs=1, normalise=True)
 
 
-def test_behind_the_last_batch_norm_the_logits_are_named(plain_step, data):
+def test_without_onnxruntime_running_statistics_tell(plain_step, data, monkeypatch):
+    def fail(*_):
+        raise BnfuseError("cannot be run")
+
+    monkeypatch.setattr(nonfinite, "not_finite", fail)
+    step = spoilt(plain_step(), "conv2/weight", 3e38)
+    with pytest.raises(BnfuseError, match=r"'conv2/bn/(mean|var)' as the batch leaves it.*node 'conv2/bn'"):
+        train_step(step, data, epochs=1, normalise=True)
+
+
+def test_on_a_gpu_the_update_has_run_and_statistics_tell(plain_step, data):
+    """The whole step in one call, as there; parameters are not asked, for all of them are spoilt."""
+    step = spoilt(plain_step(), "conv2/weight", 3e38)
+    step.target = dataclasses.replace(step.target, kind="cuda")
+    with pytest.raises(BnfuseError, match=r"'conv2/bn/(mean|var)' as the batch leaves it.*node 'conv2/bn'"):
+        train_step(step, data, epochs=1, normalise=True)
+
+
+def test_behind_the_last_batch_norm_maps_are_named_too(plain_step, data):
     step = plain_step()
     state = step.state_dict()
     state["head/weight"][:] = 3e38
     state["head/weight"][1] = -3e38
     step.load_state_dict(state)
-    with pytest.raises(BnfuseError, match=r"the logits 'logits', which come from node 'head' \(Gemm\)"):
+    with pytest.raises(BnfuseError, match=r"'logits', which node 'head' \(Gemm\) gives"):
         train_step(step, data, epochs=1, normalise=True)
 
 

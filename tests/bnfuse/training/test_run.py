@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -166,3 +167,10 @@ def test_the_epoch_moves_the_samples(new_step, data):
     step, seen = new_step(), []
     train_step(step, data, epochs=2, seed=4, progress=lambda _: seen.append((step.seed, step.epoch)))
     assert seen == [(4, 1), (4, 2)]
+
+
+def test_a_step_in_one_call_as_on_a_gpu_trains_alike(new_step, data):
+    step = new_step()
+    step.target = dataclasses.replace(step.target, kind="cuda")
+    whole, apart = (train_step(s, data, epochs=2, augment="flip") for s in (step, new_step()))
+    assert [(e.loss, e.accuracy) for e in whole.epochs] == [(e.loss, e.accuracy) for e in apart.epochs]
