@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +100,11 @@ class Folder:
 
 def remove_leftovers(folder: Path, name: str) -> None:
     """What writing the file `name` left when it was killed."""
-    for path in folder.glob(f".{name}.*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    temporary = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}")  # as io.write_atomically names them
+    for path in folder.glob(".*"):
+        if temporary.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:

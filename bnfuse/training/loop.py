@@ -67,6 +67,9 @@ def train_step(
         patience,
     )
     options.check()
+    for place in (options.file, options.plot):
+        if place is not None:
+            checkpoints.remove_leftovers(Path(place).parent, Path(place).name)
     loader = Loader(data, batch_of(step), seed, options.changes, normalise)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(Folder(options.folder)) if options.folder is not None else None

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from small_training import small_data
 
+import bnfuse
 from bnfuse.errors import BnfuseError
+from bnfuse.runtime import AdamW
 from bnfuse.runtime.session import read_safetensors
 from bnfuse.training import train_step
 from bnfuse.training.checkpoints import KEY
@@ -177,12 +179,12 @@ def test_what_holds_no_run_is_told(new_step, data, tmp_path):
 
 
 def test_leftovers_of_a_killed_run_are_removed_and_others_stay(new_step, data, tmp_path):
-    (tmp_path / ".last.safetensors.abc").write_bytes(b"half")
+    (tmp_path / ".last.safetensors.a_3bcd4e").write_bytes(b"half")
+    (tmp_path / ".last.safetensors.old").write_bytes(b"mine")
     (tmp_path / "notes.txt").write_text("mine")
     train_step(new_step(), data, epochs=1, save_to=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *(".lock", "best.safetensors", "last.safetensors", "notes.txt")
-    ]
+    names = [".last.safetensors.old", ".lock", "best.safetensors", "last.safetensors", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_two_runs_do_not_share_a_folder(new_step, data, tmp_path):
@@ -213,3 +215,18 @@ def test_other_threads_are_noted_and_go_on(unbroken, new_step, data, tmp_path):
     step.target = dataclasses.replace(step.target, threads=2)
     train_step(step, data, **RUN, resume=tmp_path / "run", progress=said.append)
     assert any("1 threads and goes on with" in line for line in said)
+
+
+def test_moments_and_the_count_of_adamw_go_on_too(graph, data, tmp_path):
+    def step():
+        return bnfuse.compile(graph, optimizer=AdamW(lr=0.01, weight_decay=0.01), threads=1)
+
+    train_step(step(), data, epochs=2, save_to=tmp_path / "whole", checkpoint_every=3)
+    begun = step()
+    interrupt_at(begun, 9)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(begun, data, epochs=2, save_to=tmp_path / "part", checkpoint_every=3)
+    train_step(step(), data, epochs=2, resume=tmp_path / "part", checkpoint_every=3)
+    whole, part = (tmp_path / name / "last.safetensors" for name in ("whole", "part"))
+    assert tensors_of(part) == tensors_of(whole)
+    assert any(name.startswith("optimizer.") for name in tensors_of(part))
