@@ -1,7 +1,7 @@
 """Compiles sets of trainings (training_sets.py) into files that training_run.py trains, here or on a GPU machine.
 
     python benchmarks/training_build.py --set sampling --folder files --target cuda:sm_90 --precision tf32
-    python benchmarks/training_build.py --set placements --folder files
+    python benchmarks/training_build.py --set errors --folder files
 
 Beside the steps it writes data.npz: Fashion-MNIST from Debian's package. Files that are there stay; remove them to
 build anew.
@@ -13,7 +13,6 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -62,14 +61,9 @@ def forward_of(training: Training) -> onnx.ModelProto:
 
 
 def rewrite(model: onnx.ModelProto, training: Training) -> ir.Model:
-    options: dict[str, Any] = {}
-    if training.sample:
-        options["sample"] = training.sample
-    if training.remove:
-        options["remove"] = training.remove
     level = "none" if training.instrumented else "icf"
     graph = open_graph(ir.from_proto(model), name=training.name)
-    return passes.rewrite(graph.model, level=level, **options).model
+    return passes.rewrite(graph.model, level=level, sample=training.sample or None).model
 
 
 def instrument(model: ir.Model) -> None:

@@ -47,7 +47,7 @@ def trained(job: Job) -> dict[str, Any]:
         epochs=training.epochs,
         seed=seed,
         augment=training.augment,
-        warm_up=min(1, training.epochs // 2) if training.network != "vgg11" else 0,
+        warm_up=min(1, training.epochs // 2),
     )
     return {
         "accuracy": history.accuracy,

@@ -8,7 +8,6 @@ placements    a small VGG-11 with every choice of its 8 BNs (papers/002)
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ class Training:
     epochs: int
     lr: float
     sample: str = ""
-    remove: str = ""
     instrumented: bool = False  # the full statistics of every BN are outputs as well
     settings: tuple[tuple[str, Any], ...] = ()
     batch: int = BATCH
@@ -69,20 +67,7 @@ def errors() -> list[Training]:
     ]
 
 
-def placements() -> list[Training]:
-    """`label` is the placement, a digit for each BN: 1 where it is kept."""
-    found = []
-    for bits in itertools.product((0, 1), repeat=8):
-        gone = ",".join(str(index) for index, bit in enumerate(bits, 1) if not bit)
-        label = "".join(map(str, bits))
-        settings = (("width", 16), ("hidden", 64))
-        found.append(
-            Training(f"vgg11-{label}", "vgg11", label, 32, 2, 0.05, remove=gone, settings=settings, augment="none")
-        )
-    return found
-
-
-SETS = {"sampling": sampling, "errors": errors, "placements": placements}
+SETS = {"sampling": sampling, "errors": errors}
 
 
 def slug(label: str) -> str:
