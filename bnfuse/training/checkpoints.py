@@ -115,9 +115,10 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 def make_folder(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
     except OSError as error:
-        raise BnfuseError(f"{path}: cannot be made: {error.strerror}. Name another folder.") from None
+        what = f"cannot be written: {error.strerror}. Make the folder that it is to lie in, or name another."
+        raise BnfuseError(f"{path}: {what}") from None
 
 
 def has_run(folder: Path) -> bool:

@@ -361,7 +361,8 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(at, capsys, tr
     onnx.save(train, at / "t.onnx")
     (at / "folder").mkdir()
     for arguments in (
-        ("train", "t.onnx", "--data", "digits", "--save", where),
+        *([("train", "t.onnx", "--data", "digits", "--save", where)] if where != "folder" else []),  # that is a place
+        *(("train", "t.onnx", "--data", "digits", to, where) for to in ("--export", "--metrics")),
         ("run", "t.onnx", "--save", where),
         ("compile", "t.onnx", "-o", where),
     ):

@@ -101,7 +101,8 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch, tmp_p
         ({"augment": "rotate"}, "augmentation 'rotate'"),
         ({"plot": "run.txt"}, "a plot ends in"),
         ({"metrics": "no/such/folder/run.jsonl"}, "cannot be written"),
-        ({"save_to": "file.txt/run"}, "cannot be made"),
+        ({"save_to": "file.txt/run"}, "cannot be written"),
+        ({"save_to": "no/such/run"}, "cannot be written"),
     ],
 )
 def test_what_is_impossible_is_refused_before_any_work(options, message, tmp_path, monkeypatch):
