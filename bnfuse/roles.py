@@ -190,7 +190,8 @@ def _check_against(model: ir.Model, roles: Roles) -> None:
     """Every name of the roles is in the graph, every input has one role, labels are of a type that a loss takes."""
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name for value in model.graph.outputs}
-    named = [*roles.data, *roles.labels, *roles.trainable, *roles.frozen, *roles.running, *roles.offsets, *roles.virtual]
+    state = (*roles.trainable, *roles.frozen, *roles.running)
+    named = [*roles.data, *roles.labels, *state, *roles.offsets, *roles.virtual]
     for name in named:
         if name not in inputs:
             raise BnfuseError(f"{_file(model)}: has no input '{name}', which its roles name")
