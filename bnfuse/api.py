@@ -394,9 +394,9 @@ def bench(
     `levels` are none, rcf, mvf, bnff, icf, each also with +pool-first or +no-pool-first, and each also with each of
     `samples` (specs of `rewrite`); `against` are ort, torch, torch-cl, torch-compile; either may be empty. With a
     `target` of cuda or cuda:ARCHITECTURE all run on the GPU in `precision` (fp32, tf32, bf16, fp16), and `against` are
-    torch's, each also with +graph. `wait` is the patience in seconds for an idle machine. `profile` adds our steps kernel
-    by kernel, `compile_time` compiling with empty caches; `memory=False` leaves peak memory out. `tune` is that of
-    `compile`. `plot` is the file of a picture. docs/bench.md
+    torch's, each also with +graph. `wait` is the patience in seconds for an idle machine. `profile` adds our steps
+    kernel by kernel, `compile_time` compiling with empty caches; `memory=False` leaves peak memory out. `tune` is
+    that of `compile`. `plot` is the file of a picture. docs/bench.md
     """
     from bnfuse.benchmarking.run import run_benchmark
 
