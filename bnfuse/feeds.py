@@ -21,6 +21,8 @@ def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
             if name not in drawn.places:
                 raise BnfuseError(f"{graph.name}: where input '{name}' may lie is not said: rewrite the graph anew")
             feeds[name] = drawn.places[name].draw(rng)
+            if feeds[name].shape != tuple(dims):
+                raise BnfuseError(f"{graph.name}: input '{name}' is {list(dims)}, not what is drawn: rewrite it anew")
         elif np.issubdtype(dtype, np.floating):
             feeds[name] = rng.standard_normal(dims).astype(dtype)
         else:

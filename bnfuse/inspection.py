@@ -109,7 +109,9 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
 def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
     """What the layer stores: its feature maps, or where it has none, what has an entry per image."""
     maps = [value for value, _ in node_maps(node, graph)[1]]
-    return maps or [v for v in node.outputs if v.name and v.uses() and shape(v)[:1] == [graph.batch]]
+    batch = graph.batch
+    rows = [batch, batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)]
+    return maps or [v for v in node.outputs if v.name and v.uses() and shape(v)[:1] in ([size] for size in rows)]
 
 
 def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node], trainable: set[str]) -> dict[ir.Node, int]:

@@ -92,7 +92,7 @@ def _listed(norms: Sequence[BatchNorm], text: str) -> set[int]:
 def _part(norms: Sequence[BatchNorm], part: str) -> set[int]:
     if not part:
         raise BnfuseError(f"the list of BatchNorms has an empty entry: {FORMS}")
-    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII):
+    if match := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII):
         first, last = _checked(int(match[1]), norms), _checked(int(match[2] or match[1]), norms)
         if last < first:
             raise BnfuseError(f"the range {part} of BatchNorms runs backwards: write it as {last}-{first}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable
 from fractions import Fraction
 
@@ -26,6 +27,8 @@ SAMPLERS = ("ns", "bs", "fs", "frs")
 WHOLE = ("bn", "l1bn", "rbn")
 FORMS = "ns:4, bs:4, fs:1/32, frs:1/32, vdn:1, bn, l1bn, rbn, or a mixture such as fs:1/64+vdn:2@0.5"
 MOST_VIRTUAL = 1 << 16
+NUMBER = re.compile(r"\d{1,9}", re.ASCII)  # of so many digits, as those of ratios: 1e-999999999 would take for ever
+RATIO = re.compile(r"\d{1,9}/\d{1,9}|\d{0,9}\.\d{1,9}|\d{1,9}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +125,7 @@ def _real(part: str, text: str) -> tuple[str, int | Fraction | None]:
         return kind, None
     if kind not in SAMPLERS or not colon:
         raise BnfuseError(f"sample spec '{text}': '{part}' is none: a spec is {FORMS}")
-    if kind in ("ns", "bs") and amount.isdecimal():
+    if kind in ("ns", "bs") and NUMBER.fullmatch(amount):
         return kind, _at_least_one(int(amount), part, text)
     return kind, _ratio(amount, part, text)
 
@@ -135,8 +138,8 @@ def _at_least_one(count: int, part: str, text: str) -> int:
 
 def _ratio(amount: str, part: str, text: str) -> Fraction:
     try:
-        ratio = Fraction(amount)
-    except (ValueError, ZeroDivisionError):
+        ratio = Fraction(amount) if RATIO.fullmatch(amount) else Fraction(0)
+    except ZeroDivisionError:
         ratio = Fraction(0)
     if not 0 < ratio <= 1:
         raise BnfuseError(f"sample spec '{text}': '{part}' needs a ratio above 0 and at most 1, such as 1/32 or 0.03")
@@ -144,8 +147,8 @@ def _ratio(amount: str, part: str, text: str) -> Fraction:
 
 
 def _virtual(part: str, text: str) -> int:
-    _, colon, count = part.partition(":")
-    if not colon or not count.isdecimal() or not 0 < int(count) <= MOST_VIRTUAL or part != f"vdn:{count}":
+    kind, _, count = part.partition(":")
+    if kind != "vdn" or not NUMBER.fullmatch(count) or not 0 < int(count) <= MOST_VIRTUAL:
         raise BnfuseError(f"sample spec '{text}': '{part}' is not vdn:N with N virtual samples, such as vdn:1")
     return int(count)
 

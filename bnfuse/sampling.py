@@ -20,6 +20,7 @@ from bnfuse.errors import BnfuseError
 
 METADATA_KEY = "bnfuse.sampling"
 MAX_POINTS = 1 << 26
+MAX_INDEX = 1 << 31  # kernels count the elements of a map in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Box:
 
     def admits(self, value: np.ndarray) -> bool:
         return value.shape == (3,) and bool(np.all(value >= self.low) and np.all(value <= self.high))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there is a map that it lies in."""
+        return all(0 <= low <= high < MAX_INDEX for low, high in zip(self.low, self.high, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,12 @@ class Points:
 
     def admits(self, value: np.ndarray) -> bool:
         inside = value.shape == (self.count,) and bool(np.all(value >= self.first) and np.all(value < self.stop))
-        return inside and bool(np.all(np.diff(value) > 0))
+        return inside and bool(np.all(value[1:] > value[:-1]))  # a difference of unsigned numbers is never below 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there is a map that they lie in."""
+        return 0 <= self.first < self.stop <= MAX_INDEX and 0 < self.count <= min(self.stop - self.first, MAX_POINTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +95,15 @@ class Sampling:
             fields = json.loads(text)
             found: dict[str, Box | Points] = {}
             for name in fields["order"]:
+                place: Box | Points
                 if name in fields["boxes"]:
-                    low, high = _integers(fields["boxes"][name][:3]), _integers(fields["boxes"][name][3:])
-                    if (
-                        len(low) != 3
-                        or len(high) != 3
-                        or min(low) < 0
-                        or any(b < a for a, b in zip(low, high, strict=True))
-                    ):
-                        raise ValueError(f"the box of {name} is malformed")
-                    found[name] = Box(low, high)  # type: ignore[arg-type]
+                    bounds = _integers(fields["boxes"][name], 6)
+                    place = Box(bounds[:3], bounds[3:])  # type: ignore[arg-type]
                 else:
-                    count, first, stop = _integers(fields["points"][name])
-                    if not (0 < count <= min(stop - first, MAX_POINTS) and first >= 0):
-                        raise ValueError(f"the points of {name} are malformed")
-                    found[name] = Points(count, first, stop)
+                    place = Points(*_integers(fields["points"][name], 3))
+                if not place.is_sound:
+                    raise ValueError(f"the place of {name} is in no map")
+                found[name] = place
             return cls(found, tuple(str(name) for name in fields["virtual"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not what a sampled graph draws: {error}") from None
@@ -127,7 +132,7 @@ def virtual_samples(
     return np.ascontiguousarray(drawn * sigma + mu)
 
 
-def _integers(values: Sequence[object]) -> tuple[int, ...]:
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        raise ValueError("a place is no list of integers")
+def _integers(values: Sequence[object], count: int) -> tuple[int, ...]:
+    if len(values) != count or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        raise ValueError(f"a place is no list of {count} integers")
     return tuple(values)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ ELEMENTWISE = (
     *("PRelu", "QuickGelu", "QuickGeluGrad", "Reciprocal", "Relu", "ReluGrad", "Scale", "Sigmoid", "SigmoidGrad"),
     *("Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "TanhGrad", "Where"),
 )
+OF_THE_BATCH = {"count", "extent", "samples"}  # attributes
 SHAPE_ARITHMETIC = ("Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze")
 
 
@@ -110,7 +111,11 @@ def constant_axes(node: ir.Node, at: int) -> list[int] | None:
 
 
 def _own(walk: Walk, node: ir.Node) -> list[Axis]:
-    """Operators of ours keep rows apart in their maps; coefficients have none."""
+    """Operators of ours keep rows apart in their maps; coefficients have none. A BatchNorm that was taken apart counts
+    the batch's elements in attributes, and one that is sampled has its place among the rows.
+    """
+    if "Statistics" in node.op_type or OF_THE_BATCH & {*node.attributes}:
+        raise refusal(node, "belongs to statistics of the batch as it is")
     return [0 if value.shape is not None and len(value.shape) == 4 else None for value in node.outputs]
 
 

@@ -235,6 +235,8 @@ def sample_batch_norms(
         raise BnfuseError("there is no BatchNorm whose statistics to sample. Rewrite what `bnfuse build` wrote")
     plan = spec if isinstance(spec, SamplePlan) else parse_plan("bn" if spec is None else spec)
     plan.check_names(names)
+    if not batch_norms(model):
+        raise BnfuseError("every BatchNorm is removed, so none is left to sample: leave one of the two out")
     roles = roles_of(model) if ROLES_KEY in model.metadata_props else roles or roles_of(model)
     groups = 1
     if local_bn is not None:

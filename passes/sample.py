@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.errors import at_node
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.passes.batch_norm import finalize_and_normalize, type_statistics
 from bnfuse.passes.batch_norm_grad import emit_terms, has_input_gradient
@@ -88,6 +89,9 @@ class Sample(ir.passes.InPlacePass):
                 continue
             parts = parts_of(spec, sizes(x), self.virtual)
             assert parts is not None
+            if max(part.elements for part in parts) == 1:
+                why = f"has one value per channel in its sample {spec.text}: it has no variance"
+                raise at_node(node.name or "", node.op_type, f"{why}. Take a larger sample.")
             placed = [place(editor, node, part, places) for part in parts]
             self.sampled.append(report_of(node, spec, parts, sizes(x), self.virtual))
             sample(editor, node, placed)

@@ -51,6 +51,8 @@ def _place(low: Lowering, node: ir.Node, value: ir.Value, limit: Box | Points) -
         raise low.error(node, f"has a sample outside of its map: '{value.name}' must lie within {limit}")
     if constant is None and not value.is_graph_input():
         raise low.error(node, f"reads where its sample lies from '{value.name}': only inputs and constants can say it")
+    if constant is None and value.name not in low.roles.offsets:
+        raise low.error(node, f"reads where its sample lies from input '{value.name}', which has another role")
     if low.form(value).dtype != "int64":
         raise low.error(node, f"reads where its sample lies from '{value.name}', which is no int64")
     if constant is None:

@@ -53,6 +53,28 @@ def test_a_graph_without_bounds_of_its_offsets_is_refused(fused):
         draw_feeds(open_graph(model), np.random.default_rng(0))
 
 
+@pytest.mark.parametrize(
+    "kind, place, message",
+    [
+        ("boxes", [0, 0, 0, 10**30, 0, 0], "is in no map"),
+        ("boxes", [0, 2, 0, 0, 1, 0], "is in no map"),
+        ("boxes", [0, 0, 0], "no list of 6 integers"),
+        ("points", [8, 0, 1 << 62], "is in no map"),
+        ("points", [8, 0, 4], "is in no map"),
+        ("points", [8, 0, 16], "not what is drawn"),
+    ],
+)
+def test_damaged_bounds_are_refused(kind, place, message, fused):
+    model = fused.model.clone()
+    said = json.loads(model.metadata_props["bnfuse.sampling"])
+    name = said["order"][0]
+    del said["boxes"][name]
+    said[kind][name] = place
+    model.metadata_props["bnfuse.sampling"] = json.dumps(said)
+    with pytest.raises(BnfuseError, match=message):
+        draw_feeds(open_graph(model), np.random.default_rng(0))
+
+
 def test_feeds_lie_within_their_bounds(fused):
     graph = open_graph(fused)
     drawn = sampling_of(graph.model)
@@ -75,6 +97,13 @@ def test_diff_counts_the_bytes_of_samples_only(source, fused):
     full = bnfuse.diff(source, bnfuse.rewrite(source)).traffic_after.total.bytes
     sampled = bnfuse.diff(source, fused).traffic_after
     assert 0.9 * full < sampled.total.bytes < 1.1 * full
+
+
+def test_inspect_counts_what_virtual_rows_take(source):
+    found = bnfuse.inspect(bnfuse.rewrite(source, sample="vdn:3"))
+    shapes = {layer.op: layer.output_shape for layer in found.layers}
+    assert shapes["Gemm"] == (5, 10)
+    assert shapes["SoftmaxCrossEntropyLoss"] == (5, 10)
 
 
 def test_estimates_are_sweeps_of_their_own(source):

@@ -224,6 +224,7 @@ def test_lists(text, chosen, training):
         ("3-2", "the range 3-2 of BatchNorms runs backwards: write it as 2-3"),
         ("1,,2", "the list of BatchNorms has an empty entry"),
         ("", "the list of BatchNorms has an empty entry"),
+        ("1" * 5000, "no BatchNorm is named '1"),
         ("layer*", "no BatchNorm is named 'layer*' (the first is 'n1')"),
         ("paper", "of 4 BatchNorms and 2 residual Adds, is none of them: list the ones to remove by number"),
     ],

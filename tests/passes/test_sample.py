@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch_statistics as definition
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
 from bnfuse.build import build_training_graph
@@ -162,15 +162,20 @@ def test_a_sampled_network_is_what_autograd_makes_of_the_definition(body, spec, 
     st.integers(1, 3), st.integers(1, 7), st.integers(1, 7), st.sampled_from(SPECS), st.sampled_from(["none", "icf"])
 )
 def test_of_odd_shapes(training, oracle, batch, h, w, spec, level):
-    """Batches of one, maps and samples of one row or element, whose variance is zero: epsilon is large, for otherwise
-    each such layer multiplies rounding by 1/sqrt(epsilon)."""
+    """Batches of one, maps and samples of one row, whose variance may be small: epsilon is large, for otherwise each
+    such layer multiplies rounding by 1/sqrt(epsilon)."""
     from torch_network import run
 
     assume(batch * h * w > 1)  # the build refuses a BN over one element
     body = re.sub(r"bn\((\w+)[^)]*\)", r"bn(\1, eps=1)", FLAT)
     source = training(body, shape=(batch, 3, h, w))
     data = feeds(ir.to_proto(source))
-    model = rewrite(source, level=level, sample=spec).model
+    try:
+        model = rewrite(source, level=level, sample=spec).model
+    except BnfuseError as error:
+        assert "one value per channel in its sample" in str(error)
+        assert min(batch, h, w) == 1
+        reject()
     drawn = offsets(model)
     expected = run(ir.to_proto(source), body, data, define(spec, drawn))
     found = oracle.evaluate(ir.to_proto(model), {**data, **drawn})
@@ -340,6 +345,7 @@ def test_a_batch_norm_over_a_matrix_keeps_full_statistics_and_says_why(training)
     "spec, message",
     [
         ("bs:3", "the batch has 2 samples: take at most 2"),
+        ("frs:1/9999", r"node 'n' \(BatchNormInternal\) has one value per channel in its sample frs:1/9999"),
         ("fs:1/4,stem*=bn", r"no BatchNorm's name matches 'stem\*': they are n, m"),
     ],
 )
@@ -347,6 +353,11 @@ def test_a_spec_that_does_not_fit_the_graph(spec, message, training):
     with pytest.raises(BnfuseError, match=message) as raised:
         rewrite(training(COMPOSITE), sample=spec)
     assert "\n" not in str(raised.value)
+
+
+def test_removing_every_batch_norm_leaves_none_to_sample(training):
+    with pytest.raises(BnfuseError, match="every BatchNorm is removed, so none is left to sample"):
+        rewrite(training(COMPOSITE), remove="all", sample="vdn:1")
 
 
 def test_the_zoo_without_a_spec_is_left_alone(training):

@@ -260,6 +260,13 @@ def test_a_graph_has_virtual_samples_once(training):
         rewrite(model, sample="vdn:1")
 
 
+def test_a_graph_that_is_sampled_takes_no_rows_more(training):
+    """The places of its samples, and the numbers of their elements, are those of the batch as it was."""
+    model = rewrite(training(RESIDUAL), level="none", sample="n2=fs:1/4").model
+    with pytest.raises(BnfuseError, match="belongs to statistics of the batch as it is: virtual samples cannot"):
+        rewrite(model, sample="vdn:1")
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("kept_affine", [False, True], ids=["gone", "affine"])
 def test_removal_and_virtual_samples_go_together(kept_affine, network, oracle):

@@ -255,6 +255,11 @@ def test_a_computed_place_is_refused():
         lowered(feeds, nodes, {"mean": (SHAPE[1],)})
 
 
+def test_a_place_that_would_be_fed_unchecked_is_refused():
+    with pytest.raises(BnfuseError, match="from input 'offset', which has another role"):
+        of_box(offsets=())
+
+
 def test_an_input_is_never_added_to_in_place():
     feeds = {"acc": numbers(4, 8, 1, 1), "x": numbers(4, 8, 1, 1, seed=1), "q": numbers(8), "w": numbers(8, seed=2)}
     nodes = [node("AddSampled", ["acc", "x", "q", "w", "at"], ["y"], extent=(2, 1, 1))]
