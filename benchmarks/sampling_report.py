@@ -112,7 +112,7 @@ def plot_errors(runs: Runs, path: Path) -> None:
         values = [np.log10(np.maximum(np.array(run["errors"])[:, :, part].reshape(-1), 1e-4)) for run in runs]
         axis.violinplot(values, showmedians=True, showextrema=False)
         axis.set_xticks(range(1, len(runs) + 1), [run["label"] for run in runs], rotation=40, ha="right", fontsize=8)
-        axis.set_ylabel(f"log10 of the error of the {what}, 2-norm over channels")
+        axis.set_ylabel(f"log10 of the error of the {what}, relative to sigma")
         axis.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

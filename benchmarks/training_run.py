@@ -57,7 +57,8 @@ def trained(job: Job) -> dict[str, Any]:
 
 
 def errors_of(job: Job) -> dict[str, Any]:
-    """For each BN and step of the first epoch: the norms of used - full mean, and of used - full standard deviation."""
+    """For each BN and step of the first epoch, while the learning rate rises: the norms over the channels of the errors
+    of the mean and of the standard deviation, both as shares of the norm of the full standard deviation."""
     from bnfuse.data import batches
     from bnfuse.training import data_for
 
@@ -67,14 +68,18 @@ def errors_of(job: Job) -> dict[str, Any]:
     step.epoch = 1
     names = [name.removesuffix("/used_mean") for name in step.outputs if name.endswith("/used_mean")]
     rows = []
-    for images, labels in batches(data.train_x, data.train_y, training.batch, seed=seed, epoch=1):
+    steps = len(data.train_y) // training.batch
+    for index, (images, labels) in enumerate(
+        batches(data.train_x, data.train_y, training.batch, seed=seed, epoch=1), 1
+    ):
+        step.lr = training.lr * index / steps
         step(images, labels)
         found = step.outputs
         row = []
         for name in names:
-            mean = np.linalg.norm(found[f"{name}/used_mean"] - found[f"{name}/full_mean"])
-            std = np.linalg.norm(np.sqrt(found[f"{name}/used_variance"]) - np.sqrt(found[f"{name}/full_variance"]))
-            row.append([float(mean), float(std)])
+            used, full = (np.sqrt(found[f"{name}/{which}_variance"]) for which in ("used", "full"))
+            mean = found[f"{name}/used_mean"] - found[f"{name}/full_mean"]
+            row.append([float(np.linalg.norm(part) / np.linalg.norm(full)) for part in (mean, used - full)])
         rows.append(row)
     return {"layers": names, "errors": np.round(np.array(rows), 5).tolist()}
 

@@ -17,7 +17,6 @@ import onnx_ir as ir
 from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import parse
 from bnfuse.roles import Roles, roles_of
-from bnfuse.training.replay import not_finite
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -46,6 +45,8 @@ def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str 
     state: Arrays = {}
     bad: Set[str] = set()
     if step.target.kind != "cuda":
+        from bnfuse.training.replay import not_finite  # onnxruntime: a step needs it for this alone
+
         state = step.state_dict()
         given = dict(zip((*roles.data, *roles.labels), (images, labels), strict=False))
         try:
