@@ -10,7 +10,7 @@ from small_training import forward_model
 
 from bnfuse.build import build_training_graph
 from bnfuse.errors import BnfuseError
-from bnfuse.training import nonfinite, train_step
+from bnfuse.training import replay, train_step
 
 
 def spoilt(step, name: str, value: float = np.inf):
@@ -49,7 +49,7 @@ def test_without_onnxruntime_running_statistics_tell(plain_step, data, monkeypat
     def fail(*_):
         raise BnfuseError("cannot be run")
 
-    monkeypatch.setattr(nonfinite, "not_finite", fail)
+    monkeypatch.setattr(replay, "not_finite", fail)
     step = spoilt(plain_step(), "conv2/weight", 3e38)
     with pytest.raises(BnfuseError, match=r"'conv2/bn/(mean|var)' as the batch leaves it.*node 'conv2/bn'"):
         train_step(step, data, epochs=1, normalise=True)
