@@ -55,9 +55,11 @@ def build_case(case: Case, folder: Path, arch: str, threads: int | None) -> list
         write_training(model, case, folder)
     entries = []
     for level in case.levels:
-        rewritten = passes.rewrite(open_model(model, case.name).model, level=level).model
+        base, _, sample = level.partition(" ")
+        rewritten = passes.rewrite(open_model(model, case.name).model, level=base, sample=sample or None).model
         for precision in case.precisions:
-            file = f"{case.name}-{case.batch}-{level}-{precision}.step"
+            label = level.translate(str.maketrans(" /:", "---"))
+            file = f"{case.name}-{case.batch}-{label}-{precision}.step"
             if not (folder / file).exists():
                 report = compile_step(rewritten, recipes_of(model), folder / file, arch, precision, threads)
                 size = (folder / file).stat().st_size / 2**20

@@ -17,7 +17,10 @@ FAST = ("timing", "profile")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network and its compiled steps: all `levels` in all `precisions`. `parts` are those of gpu_check.py."""
+    """A network and its compiled steps: all `levels` in all `precisions`. `parts` are those of gpu_check.py.
+
+    A level can have a sampling after it: "icf fs:1/32".
+    """
 
     name: str
     network: str
@@ -35,6 +38,8 @@ def small(name: str, network: str, parts: tuple[str, ...] = ("numerics",), **set
     return Case(name, network, batch, image, PRECISIONS, ("none", "icf"), parts, tuple(sizes.items()))
 
 
+SAMPLED = tuple(f"{level} {spec}".strip() for spec in ("", "fs:1/32", "bs:2") for level in ("none", "icf"))
+
 CASES: tuple[Case, ...] = (
     small("densenet-small", "densenet40", growth=12, depth=4, image=16, classes=10),
     small("densenet-odd", "densenet40", growth=5, depth=3, image=13, batch=3, classes=7),
@@ -45,6 +50,7 @@ CASES: tuple[Case, ...] = (
     small("googlenet-small", "googlenet", image=64, classes=10),
     small("training", "densenet40", ("training",), growth=12, depth=6, batch=64, image=28, channels=1, classes=10),
     Case("densenet121", "densenet121", 64, 224, ("bf16", "tf32", "fp32"), ("none", "icf"), (*FAST, "memory")),
+    Case("densenet121-sampled", "densenet121", 64, 224, ("bf16",), SAMPLED, ("timing",)),
     Case("resnet50", "resnet50", 64, 224, ("bf16",), ("icf",), FAST),
     Case("mobilenetv2", "mobilenetv2", 64, 224, ("bf16",), ("icf",), FAST),
 )

@@ -76,7 +76,7 @@ def selected(entries: list[Entry], args: argparse.Namespace) -> list[Entry]:
         entry
         for entry in entries
         if entry.case in names
-        and entry.level in (args.level or LEVELS)
+        and entry.level.partition(" ")[0] in (args.level or LEVELS)
         and entry.precision in (args.precision or PRECISIONS)
     ]
     return sorted(found, key=lambda entry: [case.name for case in CASES].index(entry.case))
