@@ -102,6 +102,20 @@ def test_statistics_of_points(case, mean, before):
     check_statistics(kernel, "PointStatistics", x, buffer, before, {"points": at})
 
 
+@pytest.mark.parametrize("far", [-1, 1 << 31, -(1 << 31), (1 << 32) + 1, -(1 << 62), 1 << 62])
+def test_a_sample_outside_of_the_map_is_moved_into_it(far):
+    x = numbers(np.random.default_rng(7), 3, 5, 4, 6)
+    buffer, kind = in_slot(x, 0, 0)
+    last = 0 if far < 0 else 1
+    at = {"offset": np.full(3, far, np.int64)}
+    found = execute.call(norm_sampled.sampled_statistics(kind, (2, 3, 5), TARGET), {"x": buffer, **at}, {"x": 0})
+    part = x[last:, :, last:, last:][:2, :, :3, :5]
+    close(found["mean"], part.mean((0, 2, 3)))
+    at = {"points": np.array([far], np.int64)}
+    found = execute.call(norm_sampled.point_statistics(kind, 1, TARGET), {"x": buffer, **at}, {"x": 0})
+    close(found["mean"], x[-last, :, -last, -last])
+
+
 @FEW
 @given(boxes(), st.integers(0, 5))
 def test_the_gradient_is_added_in_the_box_alone(case, before):

@@ -1,7 +1,8 @@
 """Statistics of a sample of a map, and the terms of their gradient, which lie in the sample alone (papers/001).
 
 A sample is a box, (samples, rows, columns) of every channel from an offset on, or a list of points. Where it lies is
-read when the kernel runs, so a kernel serves every place. Nothing outside of the sample is read or written.
+read when the kernel runs, so a kernel serves every place. Nothing outside of the sample is read or written; a sample
+that would lie outside of the map is moved into it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def sampled_statistics(x: MapType, extent: Extent, target: Target) -> Kernel:
 def point_statistics(x: MapType, count: int, target: Target) -> Kernel:
     """x, points (int64 [count]: flat indices into n, h, w) -> mean, variance (biased) of the points, [c] float32."""
     problem = NormProblem("PointStatistics", (("x", x),), (("count", count),))
-    return _statistics(problem, x, _points(count), target)
+    return _statistics(problem, x, _points(x, count), target)
 
 
 def add_sampled(x: MapType, dx: MapType, extent: Extent, target: Target) -> Kernel:
@@ -46,7 +47,7 @@ def add_sampled(x: MapType, dx: MapType, extent: Extent, target: Target) -> Kern
 def add_at_points(x: MapType, dx: MapType, count: int, target: Target) -> Kernel:
     """x, q, w, points (int64 [count]), dx updated in place: dx + q*x + w at the points. `acc` is no parameter."""
     problem = NormProblem("AddAtPoints", (("x", x), ("dx", dx)), (("count", count),))
-    return _addition(problem, x, dx, _points(count), target)
+    return _addition(problem, x, dx, _points(x, count), target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,8 @@ def _box(x: MapType, extent: Extent) -> Sample:
     samples, rows, columns = extent
 
     def begin(args: Args) -> Callable[[Expr], Expr]:
-        image, row, column = (tirx.Cast("int32", args["offset"][i]) for i in range(3))
+        last = (x.n - samples, x.h - rows, x.w - columns)
+        image, row, column = (inside(args["offset"][i], end) for i, end in enumerate(last))
         base = T.bind((image * x.h + row) * x.w + column)
 
         def pixel(i: Expr) -> Expr:
@@ -83,11 +85,16 @@ def _box(x: MapType, extent: Extent) -> Sample:
     return Sample(samples * rows * columns, Param("offset", "in", 3, "int64"), begin)
 
 
-def _points(count: int) -> Sample:
+def _points(x: MapType, count: int) -> Sample:
     def begin(args: Args) -> Callable[[Expr], Expr]:
-        return lambda i: tirx.Cast("int32", args["points"][i])
+        return lambda i: inside(args["points"][i], x.pixels - 1)
 
     return Sample(count, Param("points", "in", count, "int64"), begin)
+
+
+def inside(place: Expr, last: int) -> Expr:
+    """An int64 coordinate as int32 from 0 to `last`. The session checks what it sends, but by the word of a file."""
+    return tirx.Cast("int32", tirx.Max(tirx.const(0, "int64"), tirx.Min(place, tirx.const(last, "int64"))))
 
 
 def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: Target) -> Kernel:

@@ -5,7 +5,7 @@
     gradient:      dx += q*x + w at the sample's pixels, which alone are read and written
 
 Where the sample lies is read on the device: a box's first element as int64 [3], points as int64 [count]. So no sample
-is ever copied, and another epoch's needs no other kernel.
+is ever copied, and another epoch's needs no other kernel. One that would lie outside of the map is moved into it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cpu.norm import NormProblem
-from bnfuse.runtime.kernels.cpu.norm_sampled import Extent
+from bnfuse.runtime.kernels.cpu.norm_sampled import Extent, inside
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.norm import Place, named, statistics_stages, swept
@@ -61,8 +61,10 @@ class Sample:
         """The pixel of the map that is the i-th of the sample."""
         held = block[self.operand]
         if self.extent is None:
-            return lambda i: tirx.Cast("int32", held[i])
-        sample, row, column = (tirx.Cast("int32", held[k]) for k in range(3))
+            return lambda i: inside(held[i], self.map.pixels - 1)
+        sizes = (self.map.n, self.map.h, self.map.w)
+        last = [size - length for size, length in zip(sizes, self.extent, strict=True)]
+        sample, row, column = (inside(held[k], end) for k, end in enumerate(last))
         first = T.bind((sample * self.map.h + row) * self.map.w + column)
         return lambda i: first + self._along(i)
 

@@ -77,6 +77,20 @@ def test_statistics_of_points(count, dtype, mean):
     check_statistics(found, expected("PointStatistics", {"x": x, "points": points}))
 
 
+@pytest.mark.parametrize("far", [-1, 1 << 31, (1 << 32) + 1, -(1 << 62), 1 << 62])
+def test_a_sample_outside_of_the_map_is_moved_into_it(far):
+    x = map_of(np.random.default_rng(4), 21, "float32", 0)
+    buffer, kind = in_slot(x, 24, 3, "float32")
+    extent, moved = (N - 1, H, W), np.array([int(far > 0), 0, 0])
+    kernel = norm_sampled.sampled_statistics(kind, extent, small())
+    found = cuda_kernels.run_kernel(kernel, {"x": buffer, "offset": np.array([far] * 3)}, {"x": 3})
+    check_statistics(found, expected("SampledStatistics", {"x": x, "offset": moved}, extent=extent))
+    kernel = norm_sampled.point_statistics(kind, 1, small())
+    found = cuda_kernels.run_kernel(kernel, {"x": buffer, "points": np.array([far])}, {"x": 3})
+    moved = np.array([N * H * W - 1 if far > 0 else 0])
+    check_statistics(found, expected("PointStatistics", {"x": x, "points": moved}))
+
+
 @pytest.mark.parametrize("mean", [0, 1e3])
 def test_statistics_of_many_pixels_are_merged_from_tiles(mean):
     rng = np.random.default_rng(2)
