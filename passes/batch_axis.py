@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import DOMAIN
-from bnfuse.passes.source_ops import constant_of
+from bnfuse.passes.source_ops import constant_of, is_map
 
 Axis = int | None
 Rule = Callable[["Walk", ir.Node], list[Axis]]
@@ -158,6 +158,13 @@ def _along(node: ir.Node, axis: Axis, results: list[Axis]) -> list[Axis]:
     if own == axis:
         raise refusal(node, "works along the batch")
     return results
+
+
+def _batch_norm(walk: Walk, node: ir.Node) -> list[Axis]:
+    """Statistics of a map are taken from its real rows or from its virtual ones; those of a matrix stay as they are."""
+    if not is_map(node.inputs[0]):
+        raise refusal(node, "would take statistics of both kinds of rows, for its input is no float32 map of rank 4")
+    return _maps(0, None, None, None, None)(walk, node)
 
 
 def _concat(walk: Walk, node: ir.Node) -> list[Axis]:
@@ -328,7 +335,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("Conv", "GlobalAveragePool"), _maps(0)),
     **dict.fromkeys(("MaxPool", "AveragePool"), _maps(0, 0)),
     **dict.fromkeys(("MaxPoolGrad", "AveragePoolGrad"), _maps(0)),
-    "BatchNormInternal": _maps(0, None, None, None, None),
+    "BatchNormInternal": _batch_norm,
     "BatchNormalizationGrad": _maps(0, None, None),
     "Concat": _concat,
     "ConcatTraining": _concat,

@@ -35,6 +35,7 @@ from bnfuse.passes.source_ops import is_map, sizes
 from bnfuse.roles import Roles
 from bnfuse.sample_spec import LayerSample, SamplePlan
 
+MOST_NAMED = 1024  # the largest groups that an error proposes
 WHY = "each group of samples has its own coefficients, which no fused operator takes"
 
 
@@ -65,7 +66,7 @@ class Rows:
 def check(plan: SamplePlan, samples: int, batch: int) -> None:
     """Whether groups of so many samples go with a batch and with what their statistics are taken from."""
     if samples < 1 or batch % samples:
-        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+        divisors = ", ".join(str(n) for n in range(1, min(batch, MOST_NAMED) + 1) if batch % n == 0)
         raise BnfuseError(
             f"local-bn {samples}: groups of {samples} do not divide the batch of {batch}: take {divisors}"
         )

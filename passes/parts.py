@@ -15,7 +15,7 @@ import numpy as np
 
 from bnfuse.errors import BnfuseError
 from bnfuse.sample_spec import LayerSample
-from bnfuse.sampling import MAX_POINTS, Box, Points
+from bnfuse.sampling import MAX_INDEX, MAX_POINTS, Box, Points
 
 ASPECT = 0.2  # how much a rectangle's aspect counts beside its area, both as logarithms of ratios
 
@@ -41,6 +41,8 @@ class Part:
 def parts_of(spec: LayerSample, shape: tuple[int, ...], virtual: int) -> tuple[Part, ...] | None:
     """The parts that a spec takes of a map [N, C, H, W], the virtual one first; None for the whole map."""
     n, _, h, w = shape
+    if n * h * w >= MAX_INDEX:
+        raise BnfuseError(f"sample spec '{spec.text}': a map of {list(shape)} is too large: use a smaller batch")
     parts: list[Part] = []
     if spec.virtual:
         parts.append(fixed(0, (spec.virtual, h, w)))
@@ -90,8 +92,12 @@ def samples_of(spec: LayerSample, batch: int) -> int:
 @functools.lru_cache(maxsize=256)
 def rectangle(h: int, w: int, ratio: Fraction) -> tuple[int, int]:
     """Rows and columns of about ratio*h*w elements and about the map's aspect."""
-    rows, columns = np.arange(1, h + 1)[:, None], np.arange(1, w + 1)[None, :]
-    area = np.abs(np.log(rows * columns / (float(ratio) * h * w)))
-    aspect = np.abs(np.log(rows * w / (columns * h)))
-    best = np.argmin(area + ASPECT * aspect)
-    return int(best // w) + 1, int(best % w) + 1
+    if h > w:
+        return rectangle(w, h, ratio)[::-1]
+    rows = np.arange(1, h + 1)[:, None]
+    wanted = float(ratio) * h * w
+    # with so many rows the area decides how many columns, for it weighs more than the aspect
+    columns = np.clip(np.concatenate([np.floor(wanted / rows), np.ceil(wanted / rows)], axis=1), 1, w)
+    area, aspect = np.abs(np.log(rows * columns / wanted)), np.abs(np.log(rows * w / (columns * h)))
+    best, of_two = divmod(int(np.argmin(area + ASPECT * aspect)), 2)
+    return best + 1, int(columns[best, of_two])

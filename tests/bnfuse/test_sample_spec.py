@@ -113,6 +113,17 @@ def test_parts_behind_virtual_samples():
     assert run.place == Box((2, 0, 0), (7, 0, 0))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, (1 << 31) - 1), (1, 1, (1 << 31) - 1, 1), (1, 1, 46340, 46340)])
+def test_the_largest_maps_take_no_time(shape):
+    (part,) = parts_of(parse_plan("fs:1/4").default, shape, 0)
+    assert part.elements == pytest.approx(shape[2] * shape[3] / 4, rel=1e-3)
+
+
+def test_a_map_that_no_kernel_can_count_is_refused():
+    with pytest.raises(BnfuseError, match=r"a map of \[2, 1, 32768, 32768\] is too large"):
+        parts_of(parse_plan("fs:1/4").default, (2, 1, 1 << 15, 1 << 15), 0)
+
+
 def test_the_whole_batch_is_no_part():
     assert parts_of(parse_plan("bn").default, SHAPE, 0) is None
 

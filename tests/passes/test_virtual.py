@@ -252,6 +252,23 @@ def test_what_cannot_have_more_rows_is_named(op, attributes, message, training):
     assert str(caught.value) == f"{message}: virtual samples cannot go through it. Leave vdn out."
 
 
+@pytest.mark.parametrize("local_bn", [None, 1])
+def test_a_batch_norm_over_a_matrix_would_mix_the_rows(local_bn, network):
+    forward = network(CHAIN)
+    at = next(i for i, node in enumerate(forward.graph.node) if node.op_type == "Gemm")
+    names = [f"late/{name}" for name in ("scale", "bias", "mean", "var")]
+    width = forward.graph.initializer[[v.name for v in forward.graph.initializer].index("fc/weight")].dims[1]
+    for name in names:
+        forward.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(width, np.float32), name))
+    results = ["late", "late/new_mean", "late/new_var"]
+    norm = onnx.helper.make_node("BatchNormalization", ["flat", *names], results, name="late", training_mode=1)
+    forward.graph.node[at].input[0] = "late"
+    forward.graph.node.insert(at, norm)
+    model = ir.from_proto(build_training_graph(forward))
+    with pytest.raises(BnfuseError, match=r"node 'late' \(BatchNormInternal\) would take statistics of both kinds"):
+        rewrite(model, sample="bn+vdn:1", local_bn=local_bn)
+
+
 def test_a_graph_has_virtual_samples_once(training):
     model = rewrite(training(CHAIN), level="none", sample="n=vdn:1").model
     with pytest.raises(BnfuseError, match="input 'virtual' takes virtual samples already"):
