@@ -61,7 +61,7 @@ def search(
         typer.Option(
             "--lambda",
             min=0,
-            help="Accuracy that a BatchNorm must be worth; several take turns (default: 2 tolerances over all).",
+            help="Accuracy that a BatchNorm must be worth; several take turns (default: 4 tolerances over all).",
             show_default=False,
         ),
     ] = None,

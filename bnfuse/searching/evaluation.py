@@ -90,8 +90,8 @@ class Settings:
 
 
 def default_lambda(tolerance: float, size: int) -> float:
-    """Twice the tolerance over C: half of the BatchNorms are worth the accuracy that may be lost (docs/search.md)."""
-    return 2 * max(tolerance, 0.005) / size
+    """Four tolerances over C: a quarter of the BatchNorms is worth the accuracy that may be lost (docs/search.md)."""
+    return 4 * max(tolerance, 0.005) / size
 
 
 def reference_of(history: Sequence[Evaluation]) -> float:

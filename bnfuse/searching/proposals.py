@@ -62,14 +62,16 @@ def thompson(
 
 
 def bounded_accuracies(history: Sequence[Evaluation], tolerance: float, most: float) -> Array:
-    """Accuracies, none further below the reference than matters.
+    """Accuracies as far as they matter: none above the reference, none far below it.
 
-    That a placement is useless is all that its accuracy tells below a point; chance accuracy of a diverged training,
-    entered as it is, would be most of the variance that the model explains. The bound is twice what all BatchNorms
-    together are worth (`most`) at the least, so that a useless placement never gains by being cheap.
+    A placement need only be as good as all BatchNorms; paid for being better, the model would look for accuracy
+    instead of sparsity. That a placement is useless is all that its accuracy tells below a point; chance accuracy of a
+    diverged training, entered as it is, would be most of the variance that the model explains. That bound is at least
+    twice what all BatchNorms together are worth (`most`), so that a useless placement never gains by being cheap.
     """
-    lowest = reference_of(history) - max(DEEPEST * tolerance, 2 * most, 0.05)
-    return np.array([max(e.accuracy, lowest) for e in history], np.float64)
+    reference = reference_of(history)
+    lowest = reference - max(DEEPEST * tolerance, 2 * most, 0.05)
+    return np.clip([e.accuracy for e in history], lowest, reference)
 
 
 def anneal(

@@ -101,14 +101,15 @@ def test_an_exhaustive_search_of_many_is_refused():
         evaluations_of(space, Settings("exhaustive", None))
 
 
-def test_a_diverged_training_is_no_outlier_for_the_model():
-    history = (of("111", 0.98), of("011", 0.1, 1), of("101", 0.97, 2))
-    assert np.allclose(bounded_accuracies(history, 0.01, 0.02), [0.98, 0.88, 0.97])
-    assert np.allclose(bounded_accuracies(history, 0.01, 0.2), [0.98, 0.58, 0.97])
+def test_the_model_sees_accuracies_as_far_as_they_matter():
+    """Neither a diverged training nor one that beats the reference is an outlier."""
+    history = (of("111", 0.98), of("011", 0.1, 1), of("101", 0.97, 2), of("110", 0.995, 3))
+    assert np.allclose(bounded_accuracies(history, 0.01, 0.02), [0.98, 0.88, 0.97, 0.98])
+    assert np.allclose(bounded_accuracies(history, 0.01, 0.2), [0.98, 0.58, 0.97, 0.98])
 
 
-def test_half_of_the_batch_norms_are_worth_the_tolerance():
-    assert 4 * default_lambda(0.01, 8) == pytest.approx(0.01)
+def test_a_quarter_of_the_batch_norms_is_worth_the_tolerance():
+    assert 2 * default_lambda(0.01, 8) == pytest.approx(0.01)
     assert Settings(lambdas=(0.1, 0.2)).lambda_at(3, 8) == 0.2
 
 
