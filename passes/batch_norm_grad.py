@@ -20,13 +20,15 @@ from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.passes.rewriting import Editor, FusionResult, Op, is_unused, own_op
 from bnfuse.passes.source_ops import is_map, sizes
 
+GRADIENT = "BatchNormalizationGrad"
 INPUT_HALF = OpSpec(("BatchNormGrad",), "MapGrad")
+SCALED = OpSpec((), "MapGrad", ("Scale",))  # p*dz: the input half where the rest is not everywhere
 
 
 class SplitBatchNormGrad(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "bnff")
-        for node in [node for node in model.graph if node.op_type == "BatchNormalizationGrad"]:
+        for node in [node for node in model.graph if node.op_type == GRADIENT]:
             finalize = finalize_of(node)
             if finalize is None or not is_map(node.inputs[0]):
                 editor.refuse(node, "its BatchNorm was not split into halves")

@@ -20,10 +20,10 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
+from bnfuse.passes.batch_norm_grad import GRADIENT
 from bnfuse.passes.rewriting import Editor, FusionResult, Op
 from bnfuse.passes.source_ops import forward_of, read, sizes
 
-GRADIENT = "BatchNormalizationGrad"
 X, MEAN = 1, 3  # its inputs that are the BatchNorm's x and the mean of the batch
 
 

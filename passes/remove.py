@@ -23,15 +23,13 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.errors import at_node
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.batch_norm import NORMALIZE
+from bnfuse.passes.batch_norm_grad import GRADIENT, SCALED
 from bnfuse.passes.rewriting import Editor, FusionResult, is_unused
 from bnfuse.passes.source_ops import is_map, sizes
 from bnfuse.placements import nodes_of
 from bnfuse.roles import METADATA_KEY, Roles
-
-GRADIENT = "BatchNormalizationGrad"
-SCALED = OpSpec((), "MapGrad", ("Scale",))
 
 
 @dataclasses.dataclass(frozen=True)

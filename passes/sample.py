@@ -24,9 +24,9 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.errors import at_node
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.batch_norm import finalize_and_normalize, type_statistics
-from bnfuse.passes.batch_norm_grad import emit_terms, has_input_gradient
+from bnfuse.passes.batch_norm_grad import GRADIENT, SCALED, emit_terms, has_input_gradient
 from bnfuse.passes.parts import Part, parts_of
 from bnfuse.passes.rewriting import Editor, FusionResult
 from bnfuse.passes.source_ops import is_map, sizes
@@ -35,8 +35,6 @@ from bnfuse.roles import Roles
 from bnfuse.sample_spec import LayerSample, SamplePlan
 from bnfuse.sampling import METADATA_KEY, Box, Points, Sampling, sampling_of
 
-SCALED = OpSpec((), "MapGrad", ("Scale",))
-GRADIENT = "BatchNormalizationGrad"
 
 
 @dataclasses.dataclass(frozen=True)

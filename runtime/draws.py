@@ -44,7 +44,10 @@ class Draws:
 
     @virtual_statistics.setter
     def virtual_statistics(self, given: tuple[PerChannel, PerChannel]) -> None:
-        mean, std = (np.atleast_1d(np.asarray(values, np.float32)) for values in given)
+        try:
+            mean, std = (np.atleast_1d(np.asarray(values, np.float32)) for values in given)
+        except (TypeError, ValueError):
+            raise BnfuseError("statistics of virtual samples are a pair: mean and standard deviation") from None
         for name in self.sampling.virtual:
             channels = self.program.inputs[name].shape[1]
             if any(values.ndim != 1 or len(values) not in (1, channels) for values in (mean, std)):
@@ -62,6 +65,9 @@ class Draws:
 
     def changed(self, *, seed: int, epoch: int, step: int) -> dict[str, np.ndarray]:
         """The inputs whose values are others than those that were sent."""
+        for what, number in (("seed", seed), ("epoch", epoch)):
+            if not isinstance(number, int | np.integer) or number < 0:
+                raise BnfuseError(f"step.{what} is {number}: draws follow from an integer of 0 or more")
         found: dict[str, np.ndarray] = {}
         wanted: dict[str, Any] = {
             **dict.fromkeys(self.sampling.places, ("places", seed, epoch)),

@@ -254,6 +254,16 @@ def test_what_cannot_be_drawn_is_refused():
         step.virtual_statistics = ([1.0, 2.0], 1.0)
     with pytest.raises(BnfuseError, match="no deviation below 0"):
         step.virtual_statistics = (0.0, -1.0)
+    with pytest.raises(BnfuseError, match="are a pair"):
+        step.virtual_statistics = 3  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("what", "value"), [("epoch", -1), ("epoch", 1.5), ("seed", -3)])
+def test_draws_follow_from_natural_numbers(batch, what, value):
+    step = compiled("fs:1/4+vdn:1@0.25")
+    setattr(step, what, value)
+    with pytest.raises(BnfuseError, match=f"step.{what} is {value}: draws follow from"):
+        step(*batch)
 
 
 # -- evaluation and artefacts --------------------------------------------------------------------------------------
