@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from training_sets import SPECS
 
 Runs = list[dict[str, Any]]
 FAILED = 0.15  # accuracy of ten classes below which a run has not converged
@@ -42,7 +43,7 @@ def table(runs: Runs) -> str:
             "| statistics | seeds | accuracy % | to BN, points |",
         ]
         lines += ["|---|---|---|---|"]
-        for label in sorted(labels, key=lambda label: (label != "BN", label)):
+        for label in sorted(labels, key=list(SPECS).index):
             found = scores[label]
             spread = statistics.stdev(found) if len(found) > 1 else 0.0
             mean = statistics.mean(found)
@@ -112,7 +113,7 @@ def plot_errors(runs: Runs, path: Path) -> None:
         values = [np.log10(np.maximum(np.array(run["errors"])[:, :, part].reshape(-1), 1e-4)) for run in runs]
         axis.violinplot(values, showmedians=True, showextrema=False)
         axis.set_xticks(range(1, len(runs) + 1), [run["label"] for run in runs], rotation=40, ha="right", fontsize=8)
-        axis.set_ylabel(f"log10 of the error of the {what}, relative to sigma")
+        axis.set_ylabel(f"log10 of the error of the {what} / sigma", fontsize=8)
         axis.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -139,7 +140,8 @@ def main() -> None:
     if args.what == "table":
         print(table(runs))
         return
-    runs = [run for run in runs if run["seed"] == 0 and "errors" in run]
+    order = list(SPECS)
+    runs = sorted((run for run in runs if "errors" in run), key=lambda run: order.index(run["label"]))
     args.plots.mkdir(parents=True, exist_ok=True)
     plot_correlation(runs, args.plots / "sampling-correlation.png")
     plot_errors(runs, args.plots / "sampling-errors.png")
