@@ -36,7 +36,6 @@ from bnfuse.sample_spec import LayerSample, SamplePlan
 from bnfuse.sampling import METADATA_KEY, Box, Points, Sampling, sampling_of
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Sampled:
     """A BatchNorm's statistics: the spec, how many elements a channel they are taken from, and the share that is.

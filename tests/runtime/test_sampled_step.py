@@ -260,7 +260,7 @@ def test_what_cannot_be_drawn_is_refused():
 
 @pytest.mark.parametrize(("what", "value"), [("epoch", -1), ("epoch", 1.5), ("seed", -3)])
 def test_draws_follow_from_natural_numbers(batch, what, value):
-    step = compiled("fs:1/4+vdn:1@0.25")
+    step = compile_step(graph_of("fs:1/4+vdn:1@0.25"), threads=2)  # not the one that other tests share
     setattr(step, what, value)
     with pytest.raises(BnfuseError, match=f"step.{what} is {value}: draws follow from"):
         step(*batch)
