@@ -67,15 +67,19 @@ def prepare(path: Path, stream: BinaryIO, space: Space, fingerprint: Mapping[str
     if content and not resume:
         raise BnfuseError(f"{path}: is there already: pass --resume {path} to go on with it, or another --output")
     lines, whole = whole_lines(content)
-    if whole < len(content):
+    wanted = header(space, fingerprint)
+    if lines:
+        require_same(path, read_header(path, lines[0]), json.loads(json.dumps(wanted)))
+    elif content and not is_begun_header(content):
+        raise not_a_search(path)
+    if whole < len(content):  # only now that the file is known to be ours
         stream.truncate(whole)
         os.fsync(stream.fileno())
     log = Log(path, stream, (), whole < len(content))
     if not lines:
-        log.write(header(space, fingerprint))
+        log.write(wanted)
         sync_folder(path)
         return log
-    require_same(path, read_header(path, lines[0]), json.loads(json.dumps(header(space, fingerprint))))
     log.history = read_evaluations(path, lines[1:], space)
     return log
 
@@ -124,10 +128,20 @@ def header(space: Space, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return {KEY: FORMAT, "fingerprint": dict(fingerprint), "batch_norms": norms}
 
 
+def is_begun_header(content: bytes) -> bool:
+    """Whether a file without a whole line is what a kill leaves of a header, not a file of somebody else's."""
+    start = json.dumps({KEY: FORMAT})[:-1].encode()
+    return content.startswith(start) or start.startswith(content)
+
+
+def not_a_search(path: Path) -> BnfuseError:
+    return BnfuseError(f"{path}: is no file of a search: its first line is not the header that bnfuse search writes")
+
+
 def read_header(path: Path, line: bytes) -> dict[str, Any]:
     found = parse(line)
     if found is None or KEY not in found:
-        raise BnfuseError(f"{path}: is no file of a search: its first line is not the header that bnfuse search writes")
+        raise not_a_search(path)
     if found[KEY] != FORMAT:
         raise BnfuseError(f"{path}: has format {found[KEY]}, this version reads format {FORMAT}")
     return found
