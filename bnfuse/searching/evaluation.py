@@ -54,9 +54,15 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Evaluation:
-        """The reverse; ValueError, KeyError or TypeError where a line is none of ours."""
-        score = Score(tuple(float(value) for value in line["accuracies"]), int(line["diverged"]))
-        return cls(int(line["iteration"]), from_text(line["placement"]), score, float(line["seconds"]))
+        """The reverse; ValueError, KeyError, TypeError or OverflowError where a line is none of ours."""
+        accuracies, diverged = line["accuracies"], int(line["diverged"])
+        if not isinstance(accuracies, list) or not isinstance(line["placement"], str):
+            raise TypeError("a list of accuracies and a text are expected")
+        score = Score(tuple(float(value) for value in accuracies), diverged)
+        seconds = float(line["seconds"])
+        if not all(0 <= value <= 1 for value in score.accuracies) or not 0 <= seconds < np.inf:
+            raise ValueError("accuracies are shares, seconds a number")
+        return cls(int(line["iteration"]), from_text(line["placement"]), score, seconds)
 
 
 @dataclasses.dataclass(frozen=True)

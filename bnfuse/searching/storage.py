@@ -118,7 +118,7 @@ def whole_lines(content: bytes) -> tuple[list[bytes], int]:
 def parse(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -143,15 +143,17 @@ def read_header(path: Path, line: bytes) -> dict[str, Any]:
     if found is None or KEY not in found:
         raise not_a_search(path)
     if found[KEY] != FORMAT:
-        raise BnfuseError(f"{path}: has format {found[KEY]}, this version reads format {FORMAT}")
+        raise BnfuseError(f"{path}: has format {found[KEY]!r}, this version reads format {FORMAT}")
+    if not isinstance(found.get("fingerprint"), dict):
+        raise not_a_search(path)
     return found
 
 
 def require_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    old, new = stored.get("fingerprint") or {}, wanted["fingerprint"]
+    old, new = stored["fingerprint"], wanted["fingerprint"]
     other = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     if not other and stored.get("batch_norms") != wanted["batch_norms"]:
-        other = ["batch_norms"]
+        raise BnfuseError(f"{path}: is of another search: other BatchNorms. Pass the same again, or another file.")
     if other:
         what = ", ".join(f"{key} ({short(old.get(key))} there, {short(new.get(key))} here)" for key in other)
         raise BnfuseError(f"{path}: is of another search: {what}. Pass the same again, or another file.")
@@ -167,10 +169,12 @@ def read_evaluations(path: Path, lines: list[bytes], space: Space | None) -> tup
     for number, line in enumerate(lines, 2):
         try:
             evaluation = Evaluation.from_json(parse(line) or {})
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise BnfuseError(f"{path}: line {number} is damaged. Cut the file off before it, then resume.") from None
         wrong_size = space is not None and len(evaluation.placement) != space.size
-        if wrong_size or evaluation.iteration != len(found) or not evaluation.score.accuracies:
+        unlike = evaluation.iteration != len(found) or not evaluation.score.accuracies
+        repeated = any(evaluation.placement == other.placement for other in found)
+        if wrong_size or unlike or repeated or not all((found or [evaluation])[0].placement):
             raise BnfuseError(f"{path}: line {number} does not follow the one before it. Cut the file off before it.")
         found.append(evaluation)
     return tuple(found)

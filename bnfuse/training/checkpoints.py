@@ -12,8 +12,10 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,16 +60,28 @@ class Saved:
         """Raises ValueError where the text is something else."""
         try:
             fields = json.loads(text)
-            if fields.pop("version") != VERSION:
+            if fields["version"] != VERSION:
                 raise ValueError("it is of another version of bnfuse")
-            position = fields.pop("position")
-            history = tuple(epoch_from(epoch) for epoch in position.pop("history"))
-            whole = {name: int(position.pop(name)) for name in ("epoch", "step")}
-            if min(whole.values()) < 0 or len(history) != whole["epoch"]:
-                raise ValueError("its place in the run is none")
-            return cls(Position(**whole, **position, history=history), **fields)
-        except (TypeError, KeyError, AttributeError) as error:
+            settings, machine = fields["settings"], fields["machine"]
+            if not isinstance(settings, dict) or not isinstance(machine, str):
+                raise ValueError("its settings are none")
+            return cls(position_from(fields["position"]), settings, machine, finite(fields["loss_scale"]))
+        except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__} {error}") from None
+
+
+def position_from(fields: Mapping[str, Any]) -> Position:
+    history = tuple(epoch_from(epoch) for epoch in fields["history"])
+    epoch, step = fields["epoch"], fields["step"]
+    if type(epoch) is not int or type(step) is not int or step < 0 or len(history) != epoch:
+        raise ValueError("its place in the run is none")
+    return Position(epoch, step, finite(fields["loss_sum"]), finite(fields["seconds"]), history)
+
+
+def finite(value: Any) -> float:
+    if isinstance(value, str) or not math.isfinite(float(value)):
+        raise ValueError(f"{value!r} where a number should be")
+    return float(value)
 
 
 class Folder:
@@ -140,14 +154,20 @@ def read_saved(path: Path) -> Saved:
         raise BnfuseError(f"{path}: its {KEY} metadata is damaged ({error}): start anew in another folder") from None
 
 
-def restore(step: Step, path: Path, settings: dict[str, Any], machine: str) -> tuple[Position, str | None]:
-    """Put the step where the run of a checkpoint stands. Gives that place, and a note where bits may differ."""
+def restore(step: Step, path: Path, settings: dict[str, Any], machine: str, steps: int) -> tuple[Position, str | None]:
+    """Put the step where the run of a checkpoint stands. Gives that place, and a note where bits may differ.
+
+    `steps` are those of an epoch.
+    """
     saved = read_saved(path)
     for name in sorted({*settings, *saved.settings}):
         now, then = settings.get(name), saved.settings.get(name)
         if now != then:
             what = f"another {name}" if name in HASHED else f"{name} {then}, not {now}"
             raise BnfuseError(f"{path}: is a run with {what}: continue it as it began, or start anew in another folder")
+    if saved.position.step >= steps:
+        where = f"behind step {saved.position.step} of an epoch of {steps}"
+        raise BnfuseError(f"{path}: its {KEY} metadata is damaged (it stands {where}): start anew in another folder")
     step.load(path)
     if step.target.precision == "fp16":
         step.loss_scale = saved.loss_scale

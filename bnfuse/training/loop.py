@@ -121,7 +121,8 @@ class Run:
         if options.automatic and options.folder is not None and checkpoints.has_run(options.folder):
             source = options.folder
         if source is not None:
-            at, note = checkpoints.restore(self.step, source / checkpoints.LAST, self.settings, self.machine)
+            last = source / checkpoints.LAST
+            at, note = checkpoints.restore(self.step, last, self.settings, self.machine, self.loader.steps)
             self.progress(f"{source}: continues after {at.epoch} epochs and {at.step} steps")
             if note is not None:
                 self.progress(f"note: {note}")

@@ -101,17 +101,56 @@ def test_another_search_is_refused_and_the_difference_named(path, fingerprint, w
 
 
 def test_other_batch_norms_are_refused(path):
-    with pytest.raises(BnfuseError, match="batch_norms"):
+    with pytest.raises(BnfuseError, match="other BatchNorms"):
         history_of(path, space=Space(("a", "c"), (1.0, 2.0)))
 
 
-@pytest.mark.parametrize("content", [b"[1, 2]\n{}\n", b'{"a": 1}\n', b'{"bnfuse_search": 99}\n'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[1, 2]\n{}\n",
+        b'{"a": 1}\n',
+        b'{"bnfuse_search": 99}\n',
+        b'{"bnfuse_search": 1, "fingerprint": "x"}\n',
+        b"notes without an end of line",
+        b"\x08\x0a model \x0a and its last bytes",
+        b"[" * 100_000 + b"\n",
+    ],
+)
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content):
     path = tmp_path / "other.jsonl"
     path.write_bytes(content)
     with pytest.raises(BnfuseError, match=r"no file of a search|has format 99"):
         history_of(path)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"accuracies": [float("nan")]},
+        {"accuracies": "1"},
+        {"accuracies": [200.0]},
+        {"iteration": float("inf")},
+        {"placement": ["1", "1"]},
+        {"seconds": float("nan")},
+        {"iteration": 1},
+        {"placement": "10"},
+    ],
+)
+def test_a_line_that_no_search_writes_is_named(path, changed):
+    head, first, rest = path.read_bytes().split(b"\n", 2)
+    path.write_bytes(b"\n".join([head, json.dumps({**json.loads(first), **changed}).encode(), rest]))
+    with pytest.raises(BnfuseError, match=r"line 2 (is damaged|does not follow)"):
+        history_of(path)
+
+
+def test_a_placement_is_stored_once(path):
+    lines = path.read_bytes().splitlines()
+    lines.append(json.dumps({**json.loads(lines[2]), "iteration": 2}).encode())
+    path.write_bytes(b"\n".join([*lines, b""]))
+    with pytest.raises(BnfuseError, match="line 4 does not follow"):
+        history_of(path)
 
 
 def test_two_searches_do_not_write_into_one_file(path):

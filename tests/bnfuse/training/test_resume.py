@@ -178,6 +178,30 @@ def test_what_holds_no_run_is_told(new_step, data, tmp_path):
         train_step(step, data, epochs=1, resume=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("where", "changed"),
+    [
+        ("position", {"epoch": float("inf")}),
+        ("position", {"step": 2.5}),
+        ("position", {"step": 10**30}),
+        ("position", {"loss_sum": "1"}),
+        ("position", {"seconds": None}),
+        ("settings", None),
+        ("settings", [1]),
+        ("machine", 5),
+        ("loss_scale", float("nan")),
+    ],
+)
+def test_a_place_in_the_run_that_cannot_be_is_damage(where, changed, unbroken, new_step, data, tmp_path):
+    step = new_step()
+    last = unbroken[0] / "run" / "last.safetensors"
+    saved = json.loads(read_safetensors(last)[1][KEY])
+    saved[where] = {**saved[where], **changed} if where == "position" else changed
+    step.save(tmp_path / "last.safetensors", {KEY: json.dumps(saved)})
+    with pytest.raises(BnfuseError, match="metadata is damaged"):
+        train_step(step, data, **RUN, resume=tmp_path)
+
+
 def test_leftovers_of_a_killed_run_are_removed_and_others_stay(new_step, data, tmp_path):
     (tmp_path / ".last.safetensors.a_3bcd4e").write_bytes(b"half")
     (tmp_path / ".last.safetensors.old").write_bytes(b"mine")
