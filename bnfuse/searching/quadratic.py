@@ -2,10 +2,10 @@
 
     maximise  b.x + sum_{i<j} Q_ij x_i x_j    over x in {0,1}^C
 
-With x_i = (1 + s_i s_0) / 2 it is  k + max <M, s s'>  over signs s in {-1,1}^(C+1). The relaxation replaces s s' by
-any positive semidefinite matrix with ones on its diagonal (Goemans and Williamson 1995). Its solution is rounded by
-random hyperplanes: the rows of a factor are points on a sphere, and a point's sign is the side on which it lies. The
-best of the roundings are improved by single and double flips until none helps. The dual of the relaxation gives a
+With x_i = (1 + s_i s_0) / 2 it is  k + max <M, s s'>  over signs s in {-1,1}^(C+1). The relaxation replaces s s' by any
+positive semidefinite matrix with ones on its diagonal (Goemans and Williamson 1995). Its solution is rounded by random
+hyperplanes: the rows of a factor are points on a sphere, and a point's sign is the side on which it lies. The best of
+the roundings, and some random placements, are improved by single and double flips until none helps. The dual gives a
 bound that no placement exceeds, whatever the solver's accuracy.
 """
 
@@ -28,7 +28,7 @@ SOLVERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("CLARABEL", {}),
     ("SCS", {"eps_abs": 1e-4, "eps_rel": 1e-4, "max_iters": 5000}),
 )
-ROUNDINGS, IMPROVED = 200, 8  # hyperplanes; how many of the best roundings are improved
+ROUNDINGS, IMPROVED, SCATTERED = 200, 8, 16  # hyperplanes; of their roundings and of random placements, the improved
 FLIPS = 10_000  # steps of an improvement, which ends far sooner
 
 
@@ -48,10 +48,13 @@ def solve(
     `starts` [k, C] are improved as well. Where the best placement is taken, the best of the others that were met:
     roundings, improved ones, and all within two flips of these.
     """
-    roundings = round_matrix(relax(function).matrix, ROUNDINGS, rng)
-    found = np.concatenate([roundings, *([] if starts is None else [np.asarray(starts)])]).astype(np.int8)
-    best = found[np.argsort(-function(found), kind="stable")[:IMPROVED]]
-    improved = np.unique([improve(function, x) for x in best], axis=0)
+    size = len(function.linear)
+    roundings = np.unique(round_matrix(relax(function).matrix, ROUNDINGS, rng), axis=0)
+    best = roundings[np.argsort(-function(roundings), kind="stable")[:IMPROVED]]
+    scattered = rng.integers(0, 2, (SCATTERED, size))
+    begun = np.concatenate([best, scattered, *([] if starts is None else [np.asarray(starts)])]).astype(np.int8)
+    found = np.concatenate([roundings, begun])
+    improved = np.unique([improve(function, x) for x in begun], axis=0)
     met = [found, improved] if not taken else [found, improved, *(within_two_flips(x) for x in improved)]
     return best_of(function, np.concatenate(met), taken or set())
 
