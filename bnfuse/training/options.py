@@ -101,6 +101,8 @@ class Options:
             raise BnfuseError(f"{self.folder}: holds a run already: continue it by --resume auto, or name another one")
         if self.folder is not None:
             make_folder(self.folder)
+        if self.file is not None and self.file.suffix != ".safetensors":
+            raise BnfuseError(f"{self.file}: is a file: name a folder for checkpoints, or a file NAME.safetensors")
         for place in (self.file, self.metrics, self.plot):
             if place is not None:
                 require_writable(place)

@@ -102,6 +102,7 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch, tmp_p
         ({"plot": "run.txt"}, "a plot ends in"),
         ({"metrics": "no/such/folder/run.jsonl"}, "cannot be written"),
         ({"save_to": "file.txt/run"}, "cannot be written"),
+        ({"save_to": "file.txt"}, "name a folder for checkpoints"),
         ({"save_to": "no/such/run"}, "cannot be written"),
     ],
 )
