@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError
+from bnfuse.errors import BnfuseError, DivergedError
 from bnfuse.opset.spec import parse
 from bnfuse.roles import Roles, roles_of
 
@@ -33,7 +33,8 @@ def error_of(
     culprit = f"the first tensor that is not finite is {what}" if what else "all other tensors are finite"
     spoilt = what is not None and what.startswith("the batch of images")
     remedy = "Check the data" if spoilt else "Use a smaller --lr or a --warm-up"
-    return BnfuseError(f"{where}: {culprit}. {remedy}.")
+    kind = BnfuseError if spoilt else DivergedError  # a search counts trainings that diverge
+    return kind(f"{where}: {culprit}. {remedy}.")
 
 
 def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str | None:
