@@ -10,13 +10,14 @@ checked here raises a BnfuseError that names the file.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import onnx
 import onnx_ir as ir
@@ -283,6 +284,16 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     finally:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
+
+
+def append_line(stream: IO[bytes], path: Path, fields: Mapping[str, Any]) -> None:
+    """A line of JSON at the end of `stream`, which was opened without a buffer."""
+    line = memoryview(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    try:
+        while line:  # a disk that is nearly full takes a part
+            line = line[stream.write(line) :]
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:

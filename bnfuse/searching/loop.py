@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from bnfuse.errors import BnfuseError
 from bnfuse.searching.evaluation import Evaluation, Score, Settings, best_of, reference_of
 from bnfuse.searching.proposals import propose
 from bnfuse.searching.space import MAX_ENUMERATED, Placement, Space, to_text
@@ -38,9 +39,19 @@ def search(
         placement = propose(space, settings, done)
         start = time.monotonic()
         done.append(Evaluation(len(done), placement, objective(placement), time.monotonic() - start))
+        require_reference(done[0])
         store(done[-1])
         progress(describe(space, settings, done, total))
     return tuple(done)
+
+
+def require_reference(evaluation: Evaluation) -> None:
+    """Beside a reference at chance accuracy any placement would pass for good."""
+    if evaluation.score.diverged:
+        raise BnfuseError(
+            "the training with all BatchNorms diverged, and the others are measured by it:"
+            " use a smaller --lr or a --warm-up, and another --output"
+        )
 
 
 def describe(space: Space, settings: Settings, history: Sequence[Evaluation], total: int) -> str:

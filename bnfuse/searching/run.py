@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bnfuse.data import Dataset
 from bnfuse.io import require_writable
 from bnfuse.searching.evaluation import Settings
 from bnfuse.searching.loop import evaluations_of, search
@@ -14,6 +15,7 @@ from bnfuse.searching.quadratic import import_cvxpy
 from bnfuse.searching.result import SearchResult, model_name
 from bnfuse.searching.storage import open_log
 from bnfuse.searching.training import Recipe, Training, digest_of_data, digest_of_graph, images_of, space_of
+from bnfuse.training import Loader, Options
 from bnfuse.training_graph import TrainingGraph
 
 Progress = Callable[[str], None]
@@ -43,6 +45,7 @@ def run_search(
     total = evaluations_of(space, settings)
     graph.state()  # complains of values that are missing
     images = images_of(graph, data)
+    require_trainable(graph, images, recipe)
     fingerprint = fingerprint_of(graph, images, settings, recipe, cost)
     training = Training(graph, images, recipe, space, getattr(progress, "bar", None))
     with open_log(output, space, fingerprint, resume=resume) as log:
@@ -59,7 +62,15 @@ def run_search(
     return result
 
 
-def fingerprint_of(graph: TrainingGraph, images: Any, settings: Settings, recipe: Recipe, cost: str) -> dict[str, Any]:
+def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> None:
+    """What each training would complain of, before a file is begun."""
+    Options(recipe.epochs, recipe.seed, recipe.schedule, recipe.warm_up, recipe.augment).check()
+    Loader(images, graph.shape_of(graph.roles.data[0])[0])
+
+
+def fingerprint_of(
+    graph: TrainingGraph, images: Dataset, settings: Settings, recipe: Recipe, cost: str
+) -> dict[str, Any]:
     """All that decides what a search proposes and what its trainings give; the number of evaluations may grow."""
     chosen = {key: value for key, value in dataclasses.asdict(settings).items() if key != "iterations"}
     lambdas = None if settings.lambdas is None else list(settings.lambdas)

@@ -12,9 +12,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from bnfuse.errors import BnfuseError
+from bnfuse.io import append_line
 from bnfuse.searching.evaluation import Evaluation
 from bnfuse.searching.space import Space
 
@@ -25,7 +26,7 @@ KEY = "bnfuse_search"  # of the header; its value is the format
 class Log:
     """An open file of a search: `history` is what it held, `append` adds to it."""
 
-    def __init__(self, path: Path, stream: BinaryIO, history: tuple[Evaluation, ...], dropped: bool) -> None:
+    def __init__(self, path: Path, stream: IO[bytes], history: tuple[Evaluation, ...], dropped: bool) -> None:
         self.path, self.stream, self.history, self.dropped = path, stream, history, dropped
 
     def append(self, evaluation: Evaluation) -> None:
@@ -33,8 +34,7 @@ class Log:
 
     def write(self, fields: Mapping[str, Any]) -> None:
         """A whole line, and it is on the disk when this returns."""
-        self.stream.write(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        self.stream.flush()
+        append_line(self.stream, self.path, fields)
         os.fsync(self.stream.fileno())
 
     def __enter__(self) -> Log:
@@ -50,7 +50,7 @@ def open_log(path: str | Path, space: Space, fingerprint: Mapping[str, Any], *, 
     """The file of a search, made where it is not there. With `resume` it may be there, if it is of this search."""
     path = Path(path)
     try:
-        stream = path.open("a+b")
+        stream = path.open("a+b", buffering=0)
     except OSError as error:
         raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
     try:
@@ -61,7 +61,7 @@ def open_log(path: str | Path, space: Space, fingerprint: Mapping[str, Any], *, 
         raise
 
 
-def prepare(path: Path, stream: BinaryIO, space: Space, fingerprint: Mapping[str, Any], resume: bool) -> Log:
+def prepare(path: Path, stream: IO[bytes], space: Space, fingerprint: Mapping[str, Any], resume: bool) -> Log:
     stream.seek(0)
     content = stream.read()
     if content and not resume:
@@ -84,7 +84,7 @@ def prepare(path: Path, stream: BinaryIO, space: Space, fingerprint: Mapping[str
     return log
 
 
-def lock(stream: BinaryIO, path: Path) -> None:
+def lock(stream: IO[bytes], path: Path) -> None:
     """The system lets go of it when the process ends, however it ends."""
     try:
         import fcntl

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from bnfuse.errors import BnfuseError
-from bnfuse.io import write_atomically
+from bnfuse.io import append_line, write_atomically
 from bnfuse.training.checkpoints import remove_leftovers
 
 
@@ -43,9 +43,9 @@ class Metrics:
             self._stream.close()
 
     def write(self, **fields: Any) -> None:
-        if self._stream is not None:
+        if self._stream is not None and self.path is not None:
             strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-            self._stream.write(json.dumps(strict).encode() + b"\n")
+            append_line(self._stream, self.path, strict)
 
 
 def kept_lines(path: Path, last: int) -> bytes:
@@ -56,7 +56,7 @@ def kept_lines(path: Path, last: int) -> bytes:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             break
         if not line.endswith(b"\n") or not isinstance(step, int) or step > last:
             break

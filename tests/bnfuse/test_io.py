@@ -418,3 +418,23 @@ def test_generate_artifacts_graph_and_checkpoint_on_the_command_line(artifacts, 
     assert main(["verify", graph, fused, *values]) == 0
     assert main(["compile", graph, "-o", str(tmp_path / "step.bnf"), *values]) == 0
     assert main(["run", str(tmp_path / "step.bnf"), "--steps", "1"]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_line_that_finds_no_room_names_its_file():
+    refused = pytest.raises(BnfuseError, match=r"a\.jsonl: cannot be written")
+    with Path("/dev/full").open("ab", buffering=0) as stream, refused:
+        io.append_line(stream, Path("a.jsonl"), {"loss": 1.0})
+
+
+def test_a_line_is_whole_where_the_file_takes_it_in_parts():
+    class Narrow:
+        held = b""
+
+        def write(self, data):
+            self.held += bytes(data[:3])
+            return min(3, len(data))
+
+    stream = Narrow()
+    io.append_line(stream, Path("a.jsonl"), {"loss": 1.0})
+    assert stream.held == b'{"loss": 1.0}\n'

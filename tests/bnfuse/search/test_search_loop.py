@@ -41,6 +41,13 @@ def test_a_method_never_repeats_a_placement_and_begins_with_all(method):
     assert len({e.placement for e in history}) == 14
 
 
+def test_nothing_is_measured_by_a_reference_that_diverged():
+    stored = []
+    with pytest.raises(BnfuseError, match="with all BatchNorms diverged"):
+        search(SPACE, lambda _: Score((0.9, 0.1), 1), Settings("random", 3, 1), store=stored.append)
+    assert not stored
+
+
 @pytest.mark.parametrize("method", ["bo", "random", "annealing", "exhaustive"])
 def test_a_search_ends_where_all_placements_are_evaluated(method):
     space = Space(("a", "b", "c"), (1.0, 1.0, 1.0))

@@ -82,3 +82,21 @@ def test_a_graph_without_batch_norms_is_refused(folder):
     assert not (folder / "none.jsonl").exists()
     with pytest.raises(BnfuseError, match="cost 'watts'"):
         bnfuse.search(folder / "train.onnx", "digits", cost="watts", output=folder / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"warm_up": 3}, "warm-up"), ({"schedule": "linear"}, "schedule 'linear'"), ({"augment": "rotate"}, "'rotate'")],
+)
+def test_what_no_training_takes_is_told_before_a_file_is_begun(option, message, folder):
+    with pytest.raises(BnfuseError, match=message):
+        bnfuse.search(folder / "train.onnx", folder / "few.npz", epochs=2, output=folder / "none.jsonl", **option)
+    assert not (folder / "none.jsonl").exists()
+
+
+def test_a_batch_that_the_images_do_not_fill_is_told_before_a_file_is_begun(folder):
+    with np.load(folder / "few.npz") as few:
+        np.savez(folder / "fewer.npz", **{**few, "x": few["x"][:8], "y": few["y"][:8]})
+    with pytest.raises(BnfuseError, match="do not fill a batch of 16"):
+        bnfuse.search(folder / "train.onnx", folder / "fewer.npz", output=folder / "none.jsonl")
+    assert not (folder / "none.jsonl").exists()
