@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 from bnfuse.benchmarking.results import Benchmark, Result
 from bnfuse.errors import BnfuseError
+from bnfuse.io import write_atomically
 
 FORMATS = (".png", ".svg", ".pdf")
 OURS, PEER = ("#1f4e9c", "#7ea6de"), ("#6b6b6b", "#b8b8b8")  # forward, backward
@@ -28,6 +30,13 @@ def pyplot_figure() -> Any:
     return Figure
 
 
+def save_figure(figure: Any, path: str | Path) -> None:
+    """The whole picture, or what was there before."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=160, format=Path(path).suffix.lower().removeprefix("."))
+    write_atomically(Path(path), picture.getvalue())
+
+
 def plot(found: Benchmark, path: str | Path) -> None:
     """Write the picture; its kind is that of the file's name."""
     require_plotting(path)
@@ -46,10 +55,7 @@ def plot(found: Benchmark, path: str | Path) -> None:
     figure.suptitle(f"A training step of {Path(found.model).stem}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     note = f"{machine.get('cpu_model', '')}, {machine.get('threads')} threads, {found.repetitions} repetitions"
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="#555555")
-    try:
-        figure.savefig(path, dpi=160)
-    except OSError as error:
-        raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
+    save_figure(figure, path)
 
 
 def draw_times(axis: Any, results: tuple[Result, ...]) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking.plot import pyplot_figure, require_plotting
-from bnfuse.errors import BnfuseError
+from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
 from bnfuse.searching.evaluation import best_of
 from bnfuse.searching.result import SearchResult
 
@@ -25,10 +24,7 @@ def plot(result: SearchResult, path: str | Path) -> None:
     for axis in (left, right):
         finish_axis(axis)
     figure.suptitle(f"BatchNorms of {Path(result.model).stem}", x=0.01, ha="left", fontsize=12, fontweight="bold")
-    try:
-        figure.savefig(path, dpi=160)
-    except OSError as error:
-        raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
+    save_figure(figure, path)
 
 
 def draw_front(axis: Any, result: SearchResult) -> None:

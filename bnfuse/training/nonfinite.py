@@ -52,7 +52,7 @@ def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str 
         given = dict(zip((*roles.data, *roles.labels), (images, labels), strict=False))
         try:
             bad = not_finite(step, model, {str(node.name) for node in forward}, given)
-        except BnfuseError:  # what onnxruntime cannot run is told by what the step itself has left
+        except (BnfuseError, ImportError):  # what onnxruntime cannot run is told by what the step itself has left
             bad = set()
     return first_of(forward, state, bad, roles) or first_of(forward, state, bad_outputs(step), roles)
 

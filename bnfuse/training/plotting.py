@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-from bnfuse.benchmarking.plot import pyplot_figure, require_plotting
-from bnfuse.io import write_atomically
+from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
 from bnfuse.training.history import History
 
 __all__ = ["draw", "require_plotting"]
@@ -31,9 +29,7 @@ def draw(history: History, path: str | Path, title: str = "") -> None:
         note = f"best {100 * (best.accuracy or 0.0):.2f} % in epoch {best.epoch}"
         right.text(0.98, 0.03, note, ha="right", transform=right.transAxes, fontsize=9, color="#555555")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    target = io.BytesIO()
-    figure.savefig(target, dpi=160, format=Path(path).suffix.lower().removeprefix("."))
-    write_atomically(Path(path), target.getvalue())
+    save_figure(figure, path)
 
 
 def finish(axis: Any, what: str) -> None:

@@ -45,9 +45,10 @@ def test_the_layer_whose_map_overflows_is_named(make, request, data):
         train_step(step, data, epochs=1, normalise=True)
 
 
-def test_without_onnxruntime_running_statistics_tell(plain_step, data, monkeypatch):
+@pytest.mark.parametrize("error", [BnfuseError("cannot be run"), ModuleNotFoundError("no onnxruntime")])
+def test_without_onnxruntime_running_statistics_tell(error, plain_step, data, monkeypatch):
     def fail(*_):
-        raise BnfuseError("cannot be run")
+        raise error
 
     monkeypatch.setattr(replay, "not_finite", fail)
     step = spoilt(plain_step(), "conv2/weight", 3e38)
