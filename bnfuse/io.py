@@ -301,6 +301,8 @@ def require_writable(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if path.is_dir():
         raise BnfuseError(f"{path}: cannot be written: it is a folder. Name a file in it.")
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced
+        raise BnfuseError(f"{path}: cannot be written: it is no ordinary file. Name another.")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass

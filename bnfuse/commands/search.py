@@ -60,6 +60,7 @@ def search(
         list[float] | None,
         typer.Option(
             "--lambda",
+            metavar="X",
             min=0,
             help="Accuracy that a BatchNorm must be worth; several take turns (default: 4 tolerances over all).",
             show_default=False,

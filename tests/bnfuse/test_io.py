@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -438,3 +439,9 @@ def test_a_line_is_whole_where_the_file_takes_it_in_parts():
     stream = Narrow()
     io.append_line(stream, Path("a.jsonl"), {"loss": 1.0})
     assert stream.held == b'{"loss": 1.0}\n'
+
+
+def test_a_pipe_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BnfuseError, match="no ordinary file"):
+        io.require_writable(tmp_path / "pipe")
