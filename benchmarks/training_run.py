@@ -47,7 +47,7 @@ def trained(job: Job) -> dict[str, Any]:
         epochs=training.epochs,
         seed=seed,
         augment=training.augment,
-        warm_up=min(1, training.epochs // 2),
+        warm_up=training.warm_up,
     )
     return {
         "accuracy": history.accuracy,
@@ -96,7 +96,7 @@ def opened(training: Training, seed: int, folder: Path) -> Any:
             rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
             state[name] = rng.normal(0.0, value.std(), value.shape).astype(value.dtype)
     step.load_state_dict(state)
-    step.seed = seed
+    step.lr, step.seed = training.lr, seed
     return step
 
 

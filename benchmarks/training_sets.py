@@ -45,6 +45,7 @@ class Training:
     batch: int = BATCH
     weight_decay: float = 2e-4
     augment: str = "flip,pad-crop:4"
+    warm_up: float = 1.0  # epochs
 
     @property
     def file(self) -> str:

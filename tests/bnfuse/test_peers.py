@@ -24,7 +24,7 @@ from bnfuse.training_graph import TrainingGraph, open_graph, without_dropout
 from bnfuse.verification import draw_feeds
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SMALLER = {"hidden": 32, "width": 0.25, "depth": 16}  # metaparameters
+SMALLER: dict[str, object] = {"hidden": 32, "width": 0.25, "depth": 16}  # metaparameters
 
 
 def zoo_graph(name: str, *, image: int = 32, classes: int = 7, **how: object) -> TrainingGraph:
@@ -91,6 +91,8 @@ def assert_agrees(graph: TrainingGraph, oracle: types.ModuleType) -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_network_of_the_zoo(name, oracle):
     how = {key: value for key, value in SMALLER.items() if key in MODELS[name].metaparameters}
+    if name.startswith("vgg"):
+        how["width"] = 16  # channels there, a factor elsewhere
     assert_agrees(randomised(zoo_graph(name, **how)), oracle)
 
 
