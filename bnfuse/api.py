@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.errors import BnfuseError
-from bnfuse.io import load, require_writable, save
+from bnfuse.io import load, require_apart, require_writable, save
 from bnfuse.training_graph import open_graph
 
 if TYPE_CHECKING:
@@ -321,6 +321,7 @@ def train(
         "plot": plot,
         "patience": patience,
     }
+    require_apart(source, save_to, metrics, plot, export)
     Options(**asked).check()
     if export is not None:
         require_writable(export)

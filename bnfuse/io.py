@@ -311,6 +311,17 @@ def require_writable(path: str | os.PathLike[str]) -> None:
         raise BnfuseError(f"{path}: cannot be written: {what}. Make the folder, or name another.") from None
 
 
+def require_apart(*paths: object) -> None:
+    """Raises where two of the files are one: a result would be written over the model, or over another result."""
+    seen: set[Path] = set()
+    for path in paths:
+        if isinstance(path, str | os.PathLike):
+            place = Path(path).resolve()
+            if place in seen:
+                raise BnfuseError(f"{path}: is named twice: it would be written over. Name another file.")
+            seen.add(place)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -370,6 +370,14 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(at, capsys, tr
         assert (status, capsys.readouterr().err.startswith(f"bnfuse: {where}: cannot be written")) == (2, True)
 
 
+@pytest.mark.parametrize("results", [("--export", "t.onnx"), ("--metrics", "m", "--export", "./m")])
+def test_a_training_writes_over_neither_its_model_nor_its_own_results(at, capsys, train, results):
+    onnx.save(train, at / "t.onnx")
+    before = (at / "t.onnx").read_bytes()
+    assert "is named twice" in refused(capsys, "train", "t.onnx", "--data", "digits", *results)
+    assert (at / "t.onnx").read_bytes() == before
+
+
 def test_missing_values_are_told_before_kernels_are_compiled(at, capsys, train, monkeypatch):
     model = copy_of(train)
     inputs = {value.name for value in model.graph.input}
