@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bnfuse.commands.optimizers import (
+    Augment,
     Data,
     LearningRate,
     Momentum,
@@ -16,6 +17,8 @@ from bnfuse.commands.optimizers import (
     NoDecay,
     OptimizerName,
     OptimizerOption,
+    Schedule,
+    WarmUp,
     WeightDecay,
 )
 from bnfuse.commands.options import (
@@ -94,15 +97,9 @@ def search(
     nesterov: Nesterov = False,
     weight_decay: WeightDecay = 0.0,
     no_decay: NoDecay = None,
-    schedule: Annotated[
-        str, typer.Option(metavar="S", help="Learning rates: cosine, constant, step:30,60,80[@0.1], poly[:power].")
-    ] = "cosine",
-    warm_up: Annotated[
-        float, typer.Option(min=0, metavar="EPOCHS", help="The rate climbs linearly for so long.")
-    ] = 0.0,
-    augment: Annotated[
-        str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")
-    ] = "none",
+    schedule: Schedule = "cosine",
+    warm_up: WarmUp = 0.0,
+    augment: Augment = "none",
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,

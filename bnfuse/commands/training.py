@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bnfuse.commands.optimizers import (
+    Augment,
     Data,
     LearningRate,
     Momentum,
@@ -15,6 +16,8 @@ from bnfuse.commands.optimizers import (
     NoDecay,
     OptimizerName,
     OptimizerOption,
+    Schedule,
+    WarmUp,
     WeightDecay,
 )
 from bnfuse.commands.options import (
@@ -44,16 +47,9 @@ def train(
     nesterov: Nesterov = False,
     weight_decay: WeightDecay = 0.0,
     no_decay: NoDecay = None,
-    schedule: Annotated[
-        str,
-        typer.Option(metavar="S", help="Learning rates: cosine, constant, step:30,60,80[@0.1], poly[:power]."),
-    ] = "cosine",
-    warm_up: Annotated[
-        float, typer.Option(min=0, metavar="EPOCHS", help="The rate climbs linearly, step by step, for so long.")
-    ] = 0.0,
-    augment: Annotated[
-        str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")
-    ] = "none",
+    schedule: Schedule = "cosine",
+    warm_up: WarmUp = 0.0,
+    augment: Augment = "none",
     eval_every: Annotated[int, typer.Option(min=1, metavar="EPOCHS", help="Evaluate every so many epochs.")] = 1,
     patience: Annotated[
         int | None,

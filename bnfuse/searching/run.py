@@ -14,8 +14,9 @@ from bnfuse.searching.loop import evaluations_of, search
 from bnfuse.searching.quadratic import import_cvxpy
 from bnfuse.searching.result import SearchResult, model_name
 from bnfuse.searching.storage import open_log
-from bnfuse.searching.training import Recipe, Training, digest_of_data, digest_of_graph, images_of, space_of
+from bnfuse.searching.training import Recipe, Training, digest_of_graph, images_of, space_of
 from bnfuse.training import Loader, Options
+from bnfuse.training.checkpoints import digest_of_data
 from bnfuse.training_graph import TrainingGraph
 
 Progress = Callable[[str], None]

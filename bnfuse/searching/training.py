@@ -130,12 +130,3 @@ def digest_of_graph(graph: TrainingGraph) -> str:
     """Of structure and values."""
     content = ir.to_proto(graph.model).SerializeToString(deterministic=True)
     return hashlib.sha256(content).hexdigest()
-
-
-def digest_of_data(data: Dataset) -> str:
-    """Of images and labels."""
-    found = hashlib.sha256()
-    for array in (data.train_x, data.train_y, data.test_x, data.test_y):
-        found.update(f"{array.dtype.str}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
