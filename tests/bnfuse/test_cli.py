@@ -234,7 +234,7 @@ def test_compiling_tells_how_far_it_is(files, monkeypatch):
         def bar(self, done, total, text=""):
             heard.append((done, total))
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "empty-cache"))
+    monkeypatch.setenv("BNFUSE_CACHE", str(files / "empty-cache"))
     bnfuse.verify(files / "train.onnx", files / "fused.onnx", runtime="tvm", progress=Watcher())
     assert any(isinstance(entry, tuple) and entry[0] == entry[1] > 0 for entry in heard)
 
