@@ -37,6 +37,11 @@ class SplitBatchNormGrad(ir.passes.InPlacePass):
         return editor.result()
 
 
+def gradients_of(node: ir.Node) -> list[ir.Node]:
+    """The gradient nodes of a BatchNorm: those that read its inv_std."""
+    return [use.node for use in node.outputs[4].uses() if use.node.op_type == GRADIENT and use.idx == 4]
+
+
 def finalize_of(node: ir.Node) -> Op | None:
     """The BatchNormFinalize that gave a gradient its inv_std."""
     inv_std = node.inputs[4]

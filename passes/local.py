@@ -28,9 +28,9 @@ import onnx_ir as ir
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.batch_norm import DEFAULTS
-from bnfuse.passes.batch_norm_grad import has_input_gradient
+from bnfuse.passes.batch_norm_grad import gradients_of, has_input_gradient
 from bnfuse.passes.rewriting import Editor, FusionResult, is_unused
-from bnfuse.passes.sample import Sampled, gradients_of
+from bnfuse.passes.sample import Sampled
 from bnfuse.passes.source_ops import is_map, sizes
 from bnfuse.roles import Roles
 from bnfuse.sample_spec import LayerSample, SamplePlan

@@ -25,7 +25,7 @@ import onnx_ir as ir
 from bnfuse.errors import at_node
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.batch_norm import NORMALIZE
-from bnfuse.passes.batch_norm_grad import GRADIENT, SCALED
+from bnfuse.passes.batch_norm_grad import GRADIENT, SCALED, gradients_of
 from bnfuse.passes.rewriting import Editor, FusionResult, is_unused
 from bnfuse.passes.source_ops import is_map, sizes
 from bnfuse.placements import nodes_of
@@ -57,7 +57,7 @@ class RemoveBatchNorm(ir.passes.InPlacePass):
 
 def remove(editor: Editor, node: ir.Node, roles: Roles, *, keep_affine: bool) -> set[str]:
     """Take one BatchNorm out; gives the names of the inputs that went with it."""
-    gradient = gradient_of(node)
+    gradient = next(iter(gradients_of(node)), None)  # there is none where nothing before it is trained
     x, scale, bias, running_mean, running_variance = node.inputs
     assert x is not None and scale is not None and bias is not None
     require_own(node, gradient, [scale, bias, running_mean, running_variance])
@@ -78,12 +78,6 @@ def remove(editor: Editor, node: ir.Node, roles: Roles, *, keep_affine: bool) ->
         if value is not None:
             drop_input(editor.graph, value)
     return names
-
-
-def gradient_of(node: ir.Node) -> ir.Node | None:
-    """The BatchNorm's gradient: what reads its inv_std. There is none where nothing before it is trained."""
-    inv_std = node.outputs[4]
-    return next((use.node for use in inv_std.uses() if use.node.op_type == GRADIENT), None)
 
 
 def require_own(node: ir.Node, gradient: ir.Node | None, parameters: Iterable[ir.Value | None]) -> None:

@@ -26,7 +26,7 @@ import onnx_ir as ir
 from bnfuse.errors import at_node
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.batch_norm import finalize_and_normalize, type_statistics
-from bnfuse.passes.batch_norm_grad import GRADIENT, SCALED, emit_terms, has_input_gradient
+from bnfuse.passes.batch_norm_grad import SCALED, emit_terms, gradients_of, has_input_gradient
 from bnfuse.passes.parts import Part, parts_of
 from bnfuse.passes.rewriting import Editor, FusionResult
 from bnfuse.passes.source_ops import is_map, sizes
@@ -148,11 +148,6 @@ def sample(editor: Editor, node: ir.Node, parts: list[Placed]) -> None:
     coefficients = finalize_and_normalize(editor, node, mixed)
     for gradient in gradients:
         sample_gradient(editor, node, gradient, coefficients["a"], parts, means)
-
-
-def gradients_of(node: ir.Node) -> list[ir.Node]:
-    """The gradient nodes of a BatchNorm: those that read its inv_std."""
-    return [use.node for use in node.outputs[4].uses() if use.node.op_type == GRADIENT and use.idx == 4]
 
 
 def statistics(

@@ -27,15 +27,13 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
 
 
 def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Standard normal images, labels over all classes, zeros for sampling offsets."""
-    tensors, roles = step.program.inputs, step.program.roles
-    logits = step.program.outputs.get(roles["logits"] or "")
+    """Standard normal images, labels over all classes."""
+    tensors = step.program.inputs
+    logits = step.program.outputs.get(step.program.roles["logits"] or "")
     feeds: dict[str, np.ndarray] = {}
     for name in step.inputs:
         dims, dtype = tensors[name].shape, np.dtype(tensors[name].dtype)
-        if name in roles["offsets"]:
-            feeds[name] = np.zeros(dims, dtype)
-        elif dtype.kind == "f":
+        if dtype.kind == "f":
             feeds[name] = rng.standard_normal(dims).astype(dtype)
         else:
             feeds[name] = rng.integers(0, logits.shape[1] if logits is not None else 2, dims).astype(dtype)

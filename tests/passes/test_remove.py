@@ -7,6 +7,7 @@ import autograd
 import numpy as np
 import onnx_ir as ir
 import pytest
+from small_networks import DENSE
 
 from bnfuse import api, passes, runtime
 from bnfuse.build import build_training_graph
@@ -43,21 +44,6 @@ RESIDUAL = """
     n4 = bn(e)
     g = add(n3, n4)
     out = relu(g)
-"""
-DENSE = """
-    c0 = conv(x, 4)
-    n1 = bn(c0)
-    r1 = relu(n1)
-    y1 = conv(r1, 3, k=3)
-    t2 = cat(c0, y1)
-    n2 = bn(t2)
-    r2 = relu(n2)
-    y2 = conv(r2, 2, k=3)
-    t3 = cat(t2, y2)
-    n3 = bn(t3)
-    r3 = relu(n3)
-    z = conv(r3, 6)
-    out = avgpool(z)
 """
 
 
