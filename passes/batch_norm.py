@@ -54,6 +54,12 @@ def type_statistics(node: ir.Node) -> None:
         value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
 
 
+def constants_of(node: ir.Node) -> dict[str, float]:
+    """A BatchNorm's epsilon and momentum."""
+    given = node.attributes
+    return {key: given[key].as_float() if key in given else default for key, default in DEFAULTS}
+
+
 def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
     """The halves of a BatchNorm that come after its mean and variance; the node goes. Gives the coefficients."""
     x, scale, bias, running_mean, running_variance = node.inputs
@@ -62,12 +68,9 @@ def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[st
     assert running_mean is not None and running_variance is not None
     operands = {"scale": scale, "bias": bias, "mean": statistics["mean"], "variance": statistics["variance"]}
     operands |= {"running_mean": running_mean, "running_variance": running_variance}
-    attributes = {
-        key: node.attributes[key].as_float() if key in node.attributes else default for key, default in DEFAULTS
-    }
     keep = {"inv_std": saved_inv_std, "new_running_mean": new_mean, "new_running_variance": new_variance}
     coefficients = editor.emit(
-        PLAIN_OPS["BatchNormFinalize"], operands, attributes, keep, before=node, of=[node],
+        PLAIN_OPS["BatchNormFinalize"], operands, constants_of(node), keep, before=node, of=[node],
         name=editor.fresh(f"{node.name}/finalize"),
     )  # fmt: skip
     operands = {"x": x, "a": coefficients["a"], "b": coefficients["b"]}

@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.passes.batch_norm import DEFAULTS
+from bnfuse.passes.batch_norm import constants_of, type_statistics
 from bnfuse.passes.batch_norm_grad import gradients_of, has_input_gradient
 from bnfuse.passes.rewriting import Editor, FusionResult, is_unused
 from bnfuse.passes.sample import Sampled
@@ -166,14 +166,11 @@ class Localizer:
         _, scale, bias, running_mean, running_variance = self.node.inputs
         y, new_mean, new_variance, *_ = self.node.outputs
         assert scale is not None and bias is not None and running_mean is not None and running_variance is not None
-        for value in (new_mean, new_variance):
-            value.shape, value.type = value.shape or scale.shape, value.type or ir.TensorType(ir.DataType.FLOAT)
+        type_statistics(self.node)
         operands = {"scale": scale, "bias": bias, **statistics}
         operands |= {"running_mean": running_mean, "running_variance": running_variance}
-        given = self.node.attributes
-        attributes = {key: given[key].as_float() if key in given else default for key, default in DEFAULTS}
         keep = {"new_running_mean": new_mean, "new_running_variance": new_variance}
-        made = self.emit("LocalFinalize", operands, attributes, "finalize", keep)
+        made = self.emit("LocalFinalize", operands, constants_of(self.node), "finalize", keep)
         operands = {"x": self.x, "a": made["a"], "b": made["b"]}
         normalised = self.emit("LocalNormalize", operands, self.samples, None, {"y": y})
         self.stay(normalised["y"])
