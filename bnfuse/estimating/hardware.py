@@ -1,0 +1,52 @@
+"""What a workload is estimated on: a rate of computing, a cache, and the memory behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bnfuse.errors import BnfuseError
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """`flops` in FLOP/s, float32; `bandwidth` of the off-chip memory in bytes/s, both directions together; `cache` the
+    bytes of the last level on the chip.
+
+    `cache_bandwidth`: bytes/s of that cache, where it is known to matter (None: it never holds a layer up, as papers/004
+    assumes).
+    """
+
+    name: str
+    about: str
+    flops: float
+    bandwidth: float
+    cache: int
+    cache_bandwidth: float | None = None
+
+    @property
+    def ridge_point(self) -> float:
+        """FLOP/byte from which on computing is the bound (papers/004, eq. 3.2)."""
+        return self.flops / self.bandwidth
+
+
+# papers/004, table 5.2 (its LLC size of 55 for the RTX 2080 Ti is 5.5 MB with the point lost), and what came later:
+# H100 SXM5 by its data sheet, float32 without sparsity.
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Hardware("i9-10980xe", "Intel i9-10980XE, DDR4", 2.765e12, 94e9, int(24.75 * MIB)),
+        Hardware("rtx2080ti", "NVIDIA RTX 2080 Ti, GDDR6", 13.45e12, 616e9, int(5.5 * MIB)),
+        Hardware("rx6900xt", "AMD Radeon 6900 XT, GDDR6", 23.04e12, 512e9, 128 * MIB),
+        Hardware("a100", "NVIDIA A100, HBM2e", 19.45e12, 1555e9, 40 * MIB),
+        Hardware("h100", "NVIDIA H100 SXM5, HBM3", 66.9e12, 3350e9, 50 * MIB),
+    )
+}
+HOST = "host"  # measured on this machine (probe.py)
+
+
+def profile(name: str) -> Hardware:
+    if name not in PROFILES:
+        raise BnfuseError(f"no hardware '{name}': there are {', '.join(PROFILES)} and {HOST}")
+    return PROFILES[name]
