@@ -70,12 +70,12 @@ def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input:
     return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
 
 
-def settings(pairs: list[str] | None) -> dict[str, str]:
+def settings(pairs: list[str] | None, option: str = "--set") -> dict[str, str]:
     """["growth=12"] -> {"growth": "12"}"""
     found = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise BnfuseError(f"--set {pair}: write it as KEY=VALUE")
+            raise BnfuseError(f"{option} {pair}: write it as KEY=VALUE")
         found[key] = value
     return found
