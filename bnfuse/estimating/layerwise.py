@@ -1,0 +1,294 @@
+"""The training iteration of a forward graph: its layers, then their backward passes in reverse (papers/004, table 3.1).
+
+    y = f(x, w)     ->     dx, dw = f'(x, dy, w)
+
+Shapes are all that is needed, so networks without weights will do. What a backward layer reads besides dy is in
+`saved_by`; a view (Flatten, Reshape) is no layer. A loss is added where the graph has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from bnfuse.errors import at_node
+from bnfuse.estimating import operations
+from bnfuse.estimating.order import Order, arranged
+from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
+
+FLOAT = 4
+
+# What the backward layer reads: "x" the operands, "y" the output, "m" the second output (a mask). Default: "x".
+SAVED = {
+    **dict.fromkeys(("Relu", "Clip", "Sigmoid", "Tanh", "Softmax", "LogSoftmax"), "y"),
+    **dict.fromkeys(("Add", "Sub", "Sum", "Concat", "Split", "Slice", "Transpose", "Pad", "Expand"), ""),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool"), ""),
+    "Dropout": "m",
+    "MaxPool": "xy",
+    "SoftmaxCrossEntropyLoss": "m",
+}
+PASSED_ON = frozenset({"Add", "Sum"})  # their operands' gradients are their own gradient
+PARTS = frozenset({"Gather", "Slice"})  # they touch as much of their operand as their output has
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """What papers/004 leaves open about the layers of a pass."""
+
+    in_place: bool = False
+    """ReLU and its kin write their output over their input, and their gradient over the incoming one."""
+
+    sums: Literal["consumer", "layer"] = "consumer"
+    """Who adds the gradients of a value with several readers: the backward layer of each further reader, which reads
+    the sum so far and writes it anew, or a layer of its own (type Add)."""
+
+    adds_copy: bool = False
+    """The backward layer of an Add writes a gradient for each operand, instead of handing on its own."""
+
+
+@dataclasses.dataclass
+class Gradient:
+    tensor: int
+    owned: bool = True  # nobody else reads it: later contributions may be added in place
+
+
+def forward_workload(graph: gs.Graph, *, order: Order = "file", passes: Passes | None = None) -> Workload:
+    """The layers of one training iteration of `graph`, whose tensors have static shapes.
+
+    A node's attribute `recurrence` numbers the time step that it belongs to.
+    """
+    tape = Tape(passes or Passes())
+    nodes = {node.name: node for node in graph.nodes}
+    for node in graph.nodes:
+        tape.forward(node)
+    tape.layers = list(arranged(tape.layers, order))
+    done = [nodes[layer.name] for layer in tape.layers]
+    if not any(layer.type == "Loss" for layer in tape.layers):
+        tape.add_loss(graph.outputs[0], graph.name)
+    for node in reversed(done):
+        tape.backward(node)
+    batch = next((value.shape[0] for value in graph.inputs if value.shape), 1)
+    return Workload(graph.name, batch, tuple(tape.tensors), tuple(tape.layers))
+
+
+class Tape:
+    """Layers and tensors as they come; gradients by the tensor that they belong to."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        self.tensors: list[Tensor] = []
+        self.layers: list[Layer] = []
+        self.by_name: dict[str, int] = {}  # value of the graph -> its tensor; several values may share one
+        self.trained: set[int] = set()  # tensors that need a gradient
+        self.gradients: dict[int, Gradient] = {}
+
+    def forward(self, node: gs.Node) -> None:
+        if node.op in operations.VIEWS:
+            self.by_name[node.outputs[0].name] = self.tensor_of(node.inputs[0], node)
+            return
+        reads = [self.tensor_of(value, node) for value in operands(node)]
+        writes = self.outputs_of(node)
+        if any(tensor in self.trained for tensor in reads):
+            self.trained.update(writes)
+        part = size(node.outputs[0], node) if node.op in PARTS else None
+        accesses = [self.access(tensor, part if index == 0 else None) for index, tensor in enumerate(reads)]
+        self.append(node, "forward", operations.forward_flops(node), accesses, [self.access(t) for t in writes])
+
+    def outputs_of(self, node: gs.Node) -> list[int]:
+        first, *more = node.outputs
+        if self.works_in_place(node):
+            self.by_name[first.name] = self.tensor_of(node.inputs[0], node)
+        else:
+            self.by_name[first.name] = self.new(first.name, size(first, node), "map", kept=is_loss(node))
+        for value in more:
+            kind: Kind = "vector" if operations.layer_type(node) in ("BatchNorm", "LayerNorm") else "map"
+            running = node.op == "BatchNormalization"
+            self.by_name[value.name] = self.new(value.name, size(value, node), kind, kept=running)
+        found = [self.by_name[value.name] for value in node.outputs]
+        if node.op == "BatchNormalization":  # the batch's mean and 1/sigma, for the backward layer
+            found.append(self.new(statistics_of(node), 2 * size(node.inputs[1], node), "vector"))
+            self.by_name[statistics_of(node)] = found[-1]
+        return found
+
+    def works_in_place(self, node: gs.Node) -> bool:
+        """An activation may write over an input that it alone reads, unless the input's producer reads it backward."""
+        if not self.passes.in_place or operations.layer_type(node) != "Activation":
+            return False
+        x = node.inputs[0]
+        return bool(x.inputs) and len(x.outputs) == 1 and "y" not in SAVED.get(x.inputs[0].op, "x")
+
+    def add_loss(self, logits: gs.Tensor, network: str) -> None:
+        """Softmax and cross entropy of `logits`: the probabilities are kept for the gradient."""
+        tensor, count = self.by_name[logits.name], operations.elements(logits)
+        labels = self.new("labels", 8 * count // logits.shape[-1], "data", given=True)
+        probabilities = self.new("loss/probabilities", FLOAT * count, "map")
+        loss = self.new("loss", FLOAT, "vector", kept=True)
+        gradient = self.new(gradient_name(logits.name), FLOAT * count, "map_gradient")
+        forward, backward = operations.ELEMENTWISE["Loss"]
+        self.gradients[tensor] = Gradient(gradient)
+        reads, writes = (tensor, labels), (probabilities, loss)
+        self.layers.append(self.layer("loss", "Loss", "forward", forward * count, reads, writes))
+        reads = (probabilities, labels)
+        self.layers.append(self.layer("loss/backward", "Loss", "backward", backward * count, reads, (gradient,)))
+
+    def backward(self, node: gs.Node) -> None:
+        found = [self.gradients.pop(self.by_name[value.name], None) for value in node.outputs]
+        incoming = [gradient for gradient in found if gradient is not None]
+        if is_loss(node):
+            incoming = [Gradient(self.by_name[node.outputs[0].name])]
+        wanted = [value for value in operands(node) if self.tensor_of(value, node) in self.trained]
+        if not incoming or not wanted:
+            return
+        passed = [value for value in wanted if self.passes_on(node, value)]
+        reads = [self.access(gradient.tensor) for gradient in incoming] + self.saved_by(node)
+        writes: list[Access] = []
+        summed = [(value, incoming[0].tensor) for value in passed]
+        for value in wanted:
+            if value not in passed:
+                summed += self.contribute(node, value, incoming[0], reads, writes)
+        if writes:
+            products = sum(len(value.shape) > 1 for value in wanted)
+            self.append(node, "backward", operations.backward_flops(node, products), reads, writes)
+        for value, gradient in summed:
+            handed = any(value is other for other in passed)
+            self.hand_on(node, value, Gradient(gradient, not handed or (incoming[0].owned and len(passed) == 1)))
+
+    def passes_on(self, node: gs.Node, value: gs.Tensor) -> bool:
+        whole = node.op in PASSED_ON and list(value.shape) == list(node.outputs[0].shape)
+        return whole and not self.passes.adds_copy
+
+    def contribute(
+        self, node: gs.Node, value: gs.Tensor, dy: Gradient, reads: list[Access], writes: list[Access]
+    ) -> list[tuple[gs.Tensor, int]]:
+        """Adds the gradient of one operand to a backward layer's `reads` and `writes`.
+
+        Returns what a layer of its own must add to the gradient so far.
+        """
+        tensor = self.tensor_of(value, node)
+        before = self.gradients.get(tensor)
+        weight = isinstance(value, gs.Constant)
+        part = size(node.outputs[0], node) if node.op in PARTS else None
+        if before is not None and not weight and not part and self.passes.sums == "layer":
+            own = self.new_gradient(value, node)
+            writes.append(self.access(own))
+            return [(value, own)]
+        if before is None:
+            over = self.works_in_place(node) and dy.owned
+            self.gradients[tensor] = Gradient(dy.tensor if over else self.new_gradient(value, node))
+        else:
+            if not part:  # parts are apart
+                reads.append(self.access(before.tensor))
+            if not before.owned:
+                self.gradients[tensor] = Gradient(self.new_gradient(value, node))
+        writes.append(self.access(self.gradients[tensor].tensor, part))
+        return []
+
+    def hand_on(self, node: gs.Node, value: gs.Tensor, gradient: Gradient) -> None:
+        """Gives an operand a gradient that exists; where the operand has one already, a layer adds the two."""
+        tensor = self.tensor_of(value, node)
+        before = self.gradients.get(tensor)
+        if before is None:
+            self.gradients[tensor] = gradient
+            return
+        total = before.tensor if before.owned else self.new_gradient(value, node)
+        self.gradients[tensor] = Gradient(total)
+        name, flops = f"{node.name}/sum", operations.elements(value)
+        reads = (before.tensor, gradient.tensor)
+        self.layers.append(self.layer(name, "Add", "backward", flops, reads, (total,), node.name))
+
+    def saved_by(self, node: gs.Node) -> list[Access]:
+        """What the backward layer reads besides the gradient."""
+        saved = SAVED.get(node.op, "x")
+        found = [self.tensor_of(value, node) for value in operands(node)] if "x" in saved else []
+        if "y" in saved:
+            found.append(self.by_name[node.outputs[0].name])
+        if "m" in saved:
+            found.append(self.by_name[node.outputs[1].name])
+        if node.op == "BatchNormalization":
+            x, scale = found[:2]
+            found = [x, scale, self.by_name[statistics_of(node)]]
+        if node.op in ("Conv", "Gemm"):  # not the bias
+            found = found[:2]
+        if node.op == "Gather":  # not the table
+            found = found[1:]
+        return [self.access(tensor) for tensor in found]
+
+    def tensor_of(self, value: gs.Tensor, node: gs.Node) -> int:
+        """The tensor of a value; constants and inputs of the graph become tensors when they are first read."""
+        if value.name not in self.by_name:
+            constant = isinstance(value, gs.Constant)
+            kind: Kind = ("weight" if len(value.shape) > 1 else "vector") if constant else "data"
+            self.by_name[value.name] = self.new(value.name, size(value, node), kind, given=True)
+            if constant and not is_running(value):
+                self.trained.add(self.by_name[value.name])
+        return self.by_name[value.name]
+
+    def new(self, name: str, count: int, kind: Kind, *, given: bool = False, kept: bool = False) -> int:
+        self.tensors.append(Tensor(name, count, kind, given, kept))
+        return len(self.tensors) - 1
+
+    def new_gradient(self, value: gs.Tensor, node: gs.Node) -> int:
+        name = gradient_name(value.name)
+        if self.tensor_of(value, node) in self.gradients:  # further gradients of one value, by who gives them
+            name = f"{name}/{node.name}"
+        weight = isinstance(value, gs.Constant)
+        kind: Kind = "map_gradient"
+        if weight:
+            kind = "weight_gradient" if len(value.shape) > 1 else "vector"
+        return self.new(name, size(value, node), kind, kept=weight)
+
+    def access(self, tensor: int, part: int | None = None) -> Access:
+        whole = self.tensors[tensor].bytes
+        return Access(tensor, whole if part is None else min(part, whole))
+
+    def append(self, node: gs.Node, phase: Phase, flops: int, reads: list[Access], writes: list[Access]) -> None:
+        name = node.name if phase == "forward" else f"{node.name}/backward"
+        kind, step = operations.layer_type(node), node.attrs.get("recurrence")
+        self.layers.append(Layer(name, kind, phase, flops, tuple(reads), tuple(writes), node.name, step))
+
+    def layer(
+        self, name: str, kind: str, phase: Phase, flops: int, reads: tuple[int, ...], writes: tuple[int, ...], part=""
+    ) -> Layer:
+        accesses = [tuple(self.access(tensor) for tensor in tensors) for tensors in (reads, writes)]
+        return Layer(name, kind, phase, flops, *accesses, part or "loss")
+
+
+def operands(node: gs.Node) -> list[gs.Tensor]:
+    """The inputs that are read as arrays, each once: not shapes, axes, limits and ratios."""
+    found: dict[int, gs.Tensor] = {}
+    for value in node.inputs:
+        parameter = isinstance(value, gs.Constant)
+        if value.name and not (parameter and (not value.shape or np.dtype(value.dtype).kind != "f")):
+            found.setdefault(id(value), value)
+    return list(found.values())
+
+
+def size(value: gs.Tensor, node: gs.Node) -> int:
+    """Bytes of a value."""
+    if value.dtype is None or value.shape is None or not all(isinstance(side, int) for side in value.shape):
+        raise at_node(
+            node.name, node.op, f"has '{value.name}' of unknown shape. Build it with a fixed batch and image."
+        )
+    return operations.elements(value) * np.dtype(value.dtype).itemsize
+
+
+def is_loss(node: gs.Node) -> bool:
+    return operations.layer_type(node) == "Loss"
+
+
+def is_running(value: gs.Tensor) -> bool:
+    """Whether a constant is a running statistic, which no gradient reaches."""
+    return any(
+        node.op == "BatchNormalization" and any(value is other for other in node.inputs[3:5]) for node in value.outputs
+    )
+
+
+def statistics_of(norm: gs.Node) -> str:
+    return f"{norm.name}/statistics"
+
+
+def gradient_name(value: str) -> str:
+    return f"{value}/gradient"
