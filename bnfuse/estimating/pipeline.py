@@ -43,7 +43,7 @@ class Stage:
 
     name: str
     unit: str  # reram or gpu
-    phase: str  # forward, error, gradient; both for a BatchNorm, whose phases share their tiles
+    phase: str  # forward, error, gradient; both: forward and error, where they share tiles
     work: int
     time_s: float
     copies: int = 0
@@ -198,7 +198,7 @@ def pipeline(
         crossbars=capacity,
         kept_crossbars=kept,
         instructions=sum(norm.elements for norm in found.norms) * assumed.instructions,
-        depth=2 * len(found.layers),
+        depth=2 * len(found.layers) + 1,  # and the loss
     )
 
 
@@ -234,10 +234,14 @@ def matrix_jobs(network: Network, assumed: ReramAssumptions) -> list[Job]:
     jobs = []
     for index, layer in enumerate(network.matrices):
         forward = crossbars_for(layer.groups, layer.rows, layer.columns, assumed)
-        jobs.append(Job(layer.name, "forward", layer.vectors, forward))
-        if index:
+        error_vectors = layer.error_vectors if index else 0
+        if assumed.error_weights or not error_vectors:
+            jobs.append(Job(layer.name, "forward", layer.vectors, forward))
+        else:
+            jobs.append(Job(layer.name, "both", layer.vectors + error_vectors, forward))
+        if assumed.error_weights and error_vectors:
             own = crossbars_for(layer.groups, layer.error_rows, layer.error_columns, assumed)
-            jobs.append(Job(layer.name, "error", layer.error_vectors, own if assumed.error_weights else 0))
+            jobs.append(Job(layer.name, "error", error_vectors, own))
         if assumed.gradients == "outer":
             jobs.append(Job(layer.name, "gradient", layer.vectors, forward))
         elif assumed.gradients == "mapped":

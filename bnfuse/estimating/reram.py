@@ -8,11 +8,8 @@ replication of weights, buffers of a pipelined training) and the GTX 480 whose F
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
 
 from bnfuse.errors import BnfuseError
 
@@ -23,7 +20,7 @@ GRADIENTS = ("hidden", "outer", "mapped")
 
 @dataclasses.dataclass(frozen=True)
 class ReramAssumptions:
-    """Every modelling choice of a pipeline estimate, settable as KEY=VALUE.
+    """Every modelling choice of a pipeline estimate, settable as `--assume KEY=VALUE`.
 
     The paper's own (table I):
       crossbar             rows and columns of a crossbar
@@ -43,7 +40,8 @@ class ReramAssumptions:
     PipeLayer's:
       replication          how spare crossbars speed layers up: balanced (the least longest stage), uniform (as many
                            copies of every layer), none
-      error_weights        whether the backward pass has transposed weights in crossbars of its own
+      error_weights        whether the error goes back through transposed weights in crossbars of its own, and not,
+                           in turns, through those of the forward pass
       gradients            of weights: hidden (not longer than the error's pass, on crossbars not counted), outer (as
                            many vectors as the forward pass, on a further copy), mapped (maps are the crossbars'
                            contents, a vector for each output channel)
@@ -156,36 +154,6 @@ MAY_BE_ZERO = {
     *("norm_reads", "norm_writes", "norm_grad_reads", "norm_grad_writes"),
     *("norm_instructions", "norm_grad_instructions", "update_periods"),
 }
-
-
-def assume(pairs: Iterable[str], base: ReramAssumptions | None = None) -> ReramAssumptions:
-    """["batch=64", "gpu_sharing=time"] -> the assumptions with those changes."""
-    base = base or ReramAssumptions()
-    known = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    changes: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise BnfuseError(f"--assume {pair}: write it as KEY=VALUE")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 3)
-            hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(known)}"
-            raise BnfuseError(f"there is no assumption '{name}': {hint}")
-        changes[name] = _read(name, text, known[name])
-    return dataclasses.replace(base, **changes)
-
-
-def _read(name: str, text: str, default: Any) -> Any:
-    if isinstance(default, bool):
-        if text.lower() not in ("true", "false", "1", "0"):
-            raise BnfuseError(f"{name}={text} must be true or false")
-        return text.lower() in ("true", "1")
-    try:
-        if isinstance(default, int):
-            return int(text)
-        return float(text) if isinstance(default, float) else text
-    except ValueError:
-        raise BnfuseError(f"{name}={text} must be of type {type(default).__name__}, like {default!r}") from None
 
 
 @dataclasses.dataclass(frozen=True)
