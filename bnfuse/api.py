@@ -16,7 +16,7 @@ from bnfuse.training_graph import open_graph
 if TYPE_CHECKING:
     from bnfuse.benchmarking.results import Benchmark
     from bnfuse.diffing import Diff
-    from bnfuse.inspection import Inspection
+    from bnfuse.inspecting import Inspection
     from bnfuse.passes import Rewritten
     from bnfuse.runtime import Step
     from bnfuse.runtime.optim import Optimizer
@@ -143,11 +143,15 @@ def verify(
     )
 
 
-def inspect(source: Source, **roles: Any) -> Inspection:
-    """Sizes, parameters and FLOPs, layer by layer."""
-    from bnfuse.inspection import inspect_graph
+def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **roles: Any) -> Inspection:
+    """Sizes, parameters, FLOPs and feature-map traffic, layer by layer.
 
-    return inspect_graph(open_graph(source, **roles))
+    `source` is a training graph, or the name of a network of the zoo, which is counted without making its weights:
+    `zoo` has its batch, image, channels, classes and metaparameters. docs/design-space.md
+    """
+    from bnfuse.inspecting.source import inspect_source
+
+    return inspect_source(source, zoo, **roles)
 
 
 def optimizer(

@@ -30,6 +30,15 @@ from bnfuse.text import Section, count, number, scaled
 Before = Annotated[Path, typer.Argument(metavar="BEFORE.ONNX", show_default=False)]
 After = Annotated[Path, typer.Argument(metavar="AFTER.ONNX", show_default=False)]
 
+ImageSize = Annotated[
+    Any,
+    typer.Option(
+        parser=image_size, metavar="S|HxW", help="Side of the images, or height x width (zoo).", show_default=False
+    ),
+]
+Channels = Annotated[int | None, typer.Option(min=1, help="Channels of the images (zoo).", show_default=False)]
+Classes = Annotated[int | None, typer.Option(min=1, help="Classes (zoo).", show_default=False)]
+
 
 class Level(str, enum.Enum):
     none = "none"
@@ -37,6 +46,11 @@ class Level(str, enum.Enum):
     mvf = "mvf"
     bnff = "bnff"
     icf = "icf"
+
+
+class Units(str, enum.Enum):
+    decimal = "decimal"
+    binary = "binary"
 
 
 class Format(str, enum.Enum):
@@ -70,7 +84,7 @@ def models(json: Json = False) -> None:
     rows = [
         (
             e.name,
-            f"{e.image}x{e.image}",
+            "shapes only" if e.shape_only else f"{e.image}x{e.image}",
             number(e.parameters),
             scaled(e.flops, "FLOP"),
             " ".join(f"{k}={v}" for k, v in e.metaparameters.items()),
@@ -78,8 +92,8 @@ def models(json: Json = False) -> None:
         )
         for e in entries
     ]
-    columns = ("name", "image", "parameters", "forward, per image", "--set", "")
-    show([Section.table("Networks for `bnfuse build NAME`", columns, rows)])
+    columns = ("name", "image", "parameters", "forward, per sample", "--set", "")
+    show([Section.table("Networks for `bnfuse build NAME`, those of shapes only for `bnfuse estimate NAME`", columns, rows)])
 
 
 def build(
@@ -90,16 +104,9 @@ def build(
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images in a batch; fixes a dynamic batch.", show_default=False)
     ] = None,
-    image: Annotated[
-        Any,
-        typer.Option(
-            parser=image_size, metavar="S|HxW", help="Side of the images, or height x width (zoo).", show_default=False
-        ),
-    ] = None,
-    channels: Annotated[
-        int | None, typer.Option(min=1, help="Channels of the images (zoo).", show_default=False)
-    ] = None,
-    classes: Annotated[int | None, typer.Option(min=1, help="Classes (zoo).", show_default=False)] = None,
+    image: ImageSize = None,
+    channels: Channels = None,
+    classes: Classes = None,
     seed: Seed = 0,
     set_: Settings = None,
     loss: Annotated[Loss, typer.Option(help="The loss on top of the logits.")] = Loss.cross_entropy,
@@ -140,22 +147,40 @@ def build(
 
 
 def inspect(
-    model: Model,
+    source: Annotated[
+        str,
+        typer.Argument(metavar="NAME|TRAIN.ONNX", help="A zoo network or a training graph.", show_default=False),
+    ],
+    batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch (zoo).", show_default=False)] = None,
+    image: ImageSize = None,
+    channels: Channels = None,
+    classes: Classes = None,
+    set_: Settings = None,
+    units: Annotated[Units, typer.Option(help="MB of 10^6 bytes, or MiB of 2^20.")] = Units.decimal,
     json: Json = False,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout, a row a layer.")] = False,
     checkpoint: Checkpoint = None,
     data_input: DataInput = None,
     labels_input: LabelsInput = None,
 ) -> None:
-    """Sizes, parameters and FLOPs of a training graph, layer by layer.
+    """Sizes, parameters, FLOPs and feature-map traffic of a network, layer by layer (docs/design-space.md).
 
     \b
     bnfuse inspect train.onnx
-    bnfuse inspect train.onnx --json
+    bnfuse inspect nin --batch 1024 --set filters8=1536
+    bnfuse inspect squeezenet-plain --image 227 --units binary
+    bnfuse inspect densenet121 --batch 32 --csv
     """
     from bnfuse import api
 
-    found = api.inspect(model, **opening(checkpoint, data_input, labels_input))
-    show_json(found.to_json()) if json else show(found.sections())
+    zoo = {"batch": batch, "image": image, "channels": channels, "classes": classes, **settings(set_)}
+    found = api.inspect(source, zoo=zoo, **opening(checkpoint, data_input, labels_input))
+    if csv:
+        typer.echo(found.to_csv(), nl=False)
+    elif json:
+        show_json(found.to_json())
+    else:
+        show(found.sections(units.value))
 
 
 def rewrite(

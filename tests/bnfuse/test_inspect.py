@@ -1,13 +1,20 @@
-"""Sizes and FLOPs against figures worked out by hand and against the zoo's own count."""
+"""Sizes, FLOPs and traffic against figures worked out by hand, the zoo's own count and `bnfuse diff`."""
 
+import csv
+import io
 import json
 
 import pytest
 
 import bnfuse
 from bnfuse.building import build_model
-from bnfuse.inspection import FIELDS
-from bnfuse.models import count_forward
+from bnfuse.commands.output import to_json
+from bnfuse.diffing.traffic import graph_traffic
+from bnfuse.errors import BnfuseError
+from bnfuse.inspecting import FIELDS
+from bnfuse.inspecting.training import UNOWNED
+from bnfuse.models import MODELS, count_forward
+from bnfuse.training_graph import open_graph
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +70,105 @@ def test_the_classifiers_gradients_are_its_own(model):
 
 def test_the_json_has_the_documented_keys(model):
     found = bnfuse.inspect(model).to_json()
-    assert json.loads(json.dumps(found))["total"] == found["total"]
-    assert {"name", "inputs", "total", "layers"} == found.keys()
-    assert {"name", "op", "output_shape", *FIELDS} == found["layers"][0].keys()
+    assert json.loads(to_json(found))["total"] == found["total"]
+    assert {"name", "inputs", "batch", "source", "total", "layers"} == found.keys()
+    assert {*FIELDS, "batch_norm_share"} == found["total"].keys()
+    assert {"name", "op", "output_shape", "kernel_shape", "strides", *FIELDS} == found["layers"][0].keys()
+    assert {"output_bytes", "parameters", "parameter_bytes", "flops_forward", "flops_backward"} < {*FIELDS}
 
 
-def test_the_text_ends_with_the_total(model):
-    assert str(bnfuse.inspect(model)).splitlines()[-1].split()[0] == "total"
+def test_the_csv_has_a_row_a_layer_and_adds_up_to_the_total(model):
+    found = bnfuse.inspect(model)
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [row["name"] for row in rows] == [x.name for x in found.layers]
+    assert {f: sum(int(row[f]) for row in rows) for f in FIELDS} == found.total
+    assert rows[0]["output_shape"] == "2x16x16x16" and rows[0]["kernel_shape"] == "3x3"
+
+
+@pytest.mark.parametrize("units", ["decimal", "binary"])
+@pytest.mark.parametrize("name", ["densenet121", "googlenet", "mobilenetv2"])
+def test_the_text_ends_with_the_total_and_fits_100_columns(name, units):
+    lines = "\n\n".join(str(x) for x in bnfuse.inspect(name, zoo={"batch": 1024}).sections(units)).splitlines()
+    assert lines[-1].split()[0] == "total"
+    assert max(map(len, lines)) <= 100
+    assert any(unit in lines[-1] for unit in (("TB", "GB") if units == "decimal" else ("TiB", "GiB")))
+
+
+def test_unknown_units_are_refused(model):
+    with pytest.raises(BnfuseError, match="decimal or binary"):
+        bnfuse.inspect(model).sections("metric")
+
+
+@pytest.mark.parametrize("level", ["none", "rcf", "bnff", "icf"])
+def test_traffic_is_that_of_diff_at_every_level(model, level):
+    graph = open_graph(bnfuse.rewrite(model, level=level))
+    total, expected = bnfuse.inspect(graph).total, graph_traffic(graph)
+    assert (total["sweeps_forward"], total["moved_bytes_forward"]) == (expected.forward.sweeps, expected.forward.bytes)
+    assert (total["sweeps_backward"], total["moved_bytes_backward"]) == (
+        expected.backward.sweeps,
+        expected.backward.bytes,
+    )
+
+
+def test_batch_norms_of_the_source_are_five_sweeps_each(model):
+    found = bnfuse.inspect(model)
+    norms = [x for x in found.layers if x.op == "BatchNormInternal"]
+    assert len(norms) == 21
+    assert found.total["batch_norm_sweeps"] == 21 * (2 + 3)  # x, z; dz, x, dx
+    assert found.total["batch_norm_bytes"] == 5 * sum(x.output_bytes for x in norms)
+    assert {x.batch_norm_sweeps for x in found.layers} == {0, 5}
+
+
+def test_fusion_lowers_the_share_of_batch_norms(model):
+    before, after = bnfuse.inspect(model), bnfuse.inspect(bnfuse.rewrite(model, level="icf"))
+    assert 0 < after.total["batch_norm_bytes"] < before.total["batch_norm_bytes"] / 2
+    assert after.batch_norm_share["sweeps"] < before.batch_norm_share["sweeps"]
+
+
+NETWORKS = [
+    ("alexnet", {"hidden": 32}),
+    ("densenet40", {"concat": "nested", "depth": 4}),
+    ("densenet40", {"depth": 4}),
+    ("googlenet", {}),
+    ("mobilenetv2", {}),
+    ("nin", {}),
+    ("resnet20", {}),
+    ("squeezenet", {"bypass": "complex"}),
+    ("squeezenet-plain", {"bypass": "simple"}),
+    ("vgg11", {"hidden": 32}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), NETWORKS)
+def test_a_forward_graph_counts_as_its_training_graph_does(name, settings):
+    zoo = {"batch": 2, "image": 32, **settings}
+    by_rule = bnfuse.inspect(name, zoo=zoo)
+    built = bnfuse.inspect(build_model(name, zoo=zoo).model)
+    same = [f for f in FIELDS if f != "output_bytes"]
+    layers = {x.name: x for x in built.layers}
+    assert {*layers} == {"loss", *(x.name for x in by_rule.layers)}
+    for layer in by_rule.layers:
+        assert {f: getattr(layer, f) for f in same} == {f: getattr(layers[layer.name], f) for f in same}
+    stored = {x.name: layers[x.name].output_bytes - x.output_bytes for x in by_rule.layers}
+    more = {"MaxPool": 2, "Dropout": 0.25}  # indices of int64, a mask of bytes
+    extra = {x.name: x.output_bytes * more[x.op] for x in by_rule.layers if x.op in more}
+    assert {name: size for name, size in stored.items() if size} == extra
+
+
+def test_every_network_of_the_zoo_is_inspected_by_name():
+    for name in MODELS:
+        found = bnfuse.inspect(name, zoo={"batch": 1})
+        expected = count_forward(name, batch=1)
+        assert (found.total["parameters"], found.total["flops_forward"]) == (expected.parameters, expected.flops)
+        assert UNOWNED not in {x.name for x in found.layers}
+
+
+def test_sizes_and_metaparameters_are_for_names_alone(tmp_path, model):
+    bnfuse.save(model, tmp_path / "t.onnx")
+    with pytest.raises(BnfuseError, match=r"t\.onnx: batch, growth can be chosen for networks of the zoo only"):
+        bnfuse.inspect(str(tmp_path / "t.onnx"), zoo={"batch": 2, "growth": 3, "image": None})
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are():
+    with pytest.raises(BnfuseError, match="no network named 'densenet' in the zoo: there are alexnet"):
+        bnfuse.inspect("densenet")

@@ -1,0 +1,173 @@
+"""What an inspection found: a row a layer and their sum, as text, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from typing import Any
+
+from bnfuse.errors import BnfuseError
+from bnfuse.text import Section, count, join, number, scaled
+
+UNITS = {"decimal": (1000, ("B", "kB", "MB", "GB", "TB")), "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
+NAME_WIDTH, OPERATOR_WIDTH = 24, 12  # of the text's first columns, so that a row stays within 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """`output_bytes`: what it stores. `input_bytes`: the activations that its forward node reads.
+
+    Sweeps are feature maps read or written once by one node, `moved_bytes` their bytes, as `bnfuse diff` counts them;
+    those of the backward pass belong to the layer whose gradient they are. `batch_norm_sweeps` and `batch_norm_bytes`
+    are the part of both passes that is there for a BatchNorm alone. `kernel_shape` and `strides` of a convolution or
+    pooling.
+    """
+
+    name: str
+    op: str
+    output_shape: tuple[Any, ...]
+    output_bytes: int = 0
+    parameters: int = 0
+    parameter_bytes: int = 0
+    flops_forward: int = 0
+    flops_backward: int = 0
+    input_bytes: int = 0
+    sweeps_forward: int = 0
+    sweeps_backward: int = 0
+    moved_bytes_forward: int = 0
+    moved_bytes_backward: int = 0
+    batch_norm_sweeps: int = 0
+    batch_norm_bytes: int = 0
+    kernel_shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Layer) if field.type == "int")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """`source` says what the backward pass was counted from: the training graph, or rules for a forward graph."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    inputs: dict[str, str]  # data and labels: name -> type
+    batch: int
+    source: str
+
+    @property
+    def total(self) -> dict[str, int]:
+        return {field: sum(getattr(layer, field) for layer in self.layers) for field in FIELDS}
+
+    @property
+    def batch_norm_share(self) -> dict[str, float]:
+        """What part of all bytes moved, and of all sweeps, is there for BatchNorms alone."""
+        total = self.total
+        moved = total["moved_bytes_forward"] + total["moved_bytes_backward"]
+        sweeps = total["sweeps_forward"] + total["sweeps_backward"]
+        return {
+            "bytes": total["batch_norm_bytes"] / moved if moved else 0.0,
+            "sweeps": total["batch_norm_sweeps"] / sweeps if sweeps else 0.0,
+        }
+
+    def layer(self, name: str) -> Layer:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise BnfuseError(f"{self.name} has no layer '{name}'")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "inputs": self.inputs,
+            "batch": self.batch,
+            "source": self.source,
+            "total": {**self.total, "batch_norm_share": self.batch_norm_share},
+            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+        }
+
+    def to_csv(self) -> str:
+        """A row a layer, the columns in the order of the JSON's keys; sizes in bytes, shapes as 96x55x55."""
+        text = io.StringIO()
+        rows = [dataclasses.asdict(layer) for layer in self.layers]
+        writer = csv.DictWriter(text, rows[0].keys() if rows else FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: plain(value) for key, value in row.items()} for row in rows)
+        return text.getvalue()
+
+    def sections(self, units: str = "decimal") -> list[Section]:
+        rows = [
+            (
+                shortened(x.name, NAME_WIDTH),
+                shortened(OPERATOR_NAMES.get(x.op, x.op), OPERATOR_WIDTH),
+                plain(x.output_shape[1:] or x.output_shape),
+                *cells(dataclasses.asdict(x), units),
+            )
+            for x in self.layers
+        ]
+        rows.append(("total", "", "", *cells(self.total, units)))
+        columns = ("layer", "operator", "output", "size", "parameters", "forward", "backward", "sweeps")
+        inputs = [f"{name}: {kind}" for name, kind in self.inputs.items()]
+        return [
+            Section.lines(self.name, inputs),
+            self.traffic(units),
+            Section.table(f"Layers ({count(self.batch, 'image')} a batch; F: FLOP)", columns, rows),
+        ]
+
+    def traffic(self, units: str) -> Section:
+        total, share = self.total, self.batch_norm_share
+        ways = [
+            f"{way}: {number(total[f'sweeps_{way}'])} sweeps over feature maps, "
+            f"{size(total[f'moved_bytes_{way}'], units)} moved"
+            for way in ("forward", "backward")
+        ]
+        norms = f"for BatchNorms alone: {share['sweeps']:.1%} of the sweeps, {share['bytes']:.1%} of the bytes"
+        return Section.lines(f"Traffic ({self.source})", [*ways, norms])
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+
+OPERATOR_NAMES = {
+    "BatchNormalization": "BatchNorm",
+    "BatchNormInternal": "BatchNorm",
+    "ConcatTraining": "Concat",
+    "GlobalAveragePool": "GlobalPool",
+    "SoftmaxCrossEntropyLoss": "Loss",
+}
+
+
+def cells(values: dict[str, int], units: str) -> tuple[str, ...]:
+    def flops(n: int) -> str:
+        return scaled(n, "F") if n else "-"
+
+    sweeps = (values["sweeps_forward"], values["sweeps_backward"])
+    return (
+        size(values["output_bytes"], units) if values["output_bytes"] else "-",
+        number(values["parameters"]) if values["parameters"] else "-",
+        flops(values["flops_forward"]),
+        flops(values["flops_backward"]),
+        f"{sweeps[0]}+{sweeps[1]}" if any(sweeps) else "-",
+    )
+
+
+def size(value: float, units: str = "decimal") -> str:
+    """1234567 -> 1.23 MB; with units binary 1.18 MiB."""
+    if units not in UNITS:
+        raise BnfuseError(f"units={units} is unknown: it is {' or '.join(UNITS)}")
+    base, names = UNITS[units]
+    for name in names:
+        if abs(value) < base - 0.5 or name == names[-1]:
+            break
+        value /= base
+    return f"{value:.3g} {name}" if value < 1000 else f"{value:.0f} {name}"
+
+
+def plain(value: Any) -> Any:
+    return "x".join(map(str, value)) if isinstance(value, tuple | list) else value
+
+
+def shortened(text: str, width: int) -> str:
+    """The end of a long name: that is what tells it from its neighbours."""
+    return text if len(text) <= width else "…" + text[-(width - 1) :]

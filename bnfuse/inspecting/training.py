@@ -1,0 +1,194 @@
+"""A training graph, rewritten or not, layer by layer.
+
+A layer is a node of the forward graph. A node of the backward graph belongs to the layer whose gradient it computes:
+a convolution or matrix product to the one that it shares its operands with, any other to the one that its name or its
+sources' names begin with, or that it shares a feature map with. What belongs to none is a row of its own at the end,
+so that the totals are always those of the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.analysis.ancestors import ancestors
+from bnfuse.diffing.match import label, sources
+from bnfuse.diffing.traffic import forward_nodes, node_maps
+from bnfuse.inspecting.result import Inspection, Layer
+from bnfuse.inspecting.work import (
+    POOLS,
+    batch_norm_part,
+    core_of,
+    describe,
+    elements,
+    flops,
+    integers,
+    shape,
+    size_in_bytes,
+)
+from bnfuse.training_graph import TrainingGraph
+
+UNOWNED = "(other gradients)"
+
+
+def inspect_graph(graph: TrainingGraph) -> Inspection:
+    model, roles = graph.model, graph.roles
+    forward = forward_nodes(graph)
+    layers = [node for node in model.graph if node in forward]
+    later = [node for node in model.graph if node not in forward]
+    backward = backward_flops(later, layers, {*roles.trainable})
+    owned = by_owner(later, layers)
+    parameters = {*roles.trainable, *roles.frozen}
+    counted: set[ir.Value] = set()
+    rows = []
+    for node in layers:
+        mine = {v for v in node.inputs if v is not None and v.name in parameters} - counted  # shared ones count once
+        counted |= mine
+        maps = outputs_of(node, graph)
+        row = Layer(
+            name=label(node),
+            op=node.op_type,
+            output_shape=tuple(shape(maps[0])) if maps else (),
+            output_bytes=sum(size_in_bytes(v) for v in maps),
+            parameters=sum(elements(v) for v in mine),
+            parameter_bytes=sum(size_in_bytes(v) for v in mine),
+            flops_forward=flops(node),
+            flops_backward=backward.get(node, 0),
+            input_bytes=sum(size_in_bytes(v) for v in activations_read(node, graph)),
+            **traffic([node], owned[node], graph),
+            kernel_shape=kernel_shape(node),
+            strides=integers(node, "strides"),
+        )
+        rows.append(row)
+    rest = traffic([], owned[None], graph)
+    if any(rest.values()):
+        rows.append(Layer(UNOWNED, "", (), **rest))
+    inputs = {name: describe(graph.input(name)) for name in (*roles.data, *roles.labels)}
+    return Inspection(graph.name, tuple(rows), inputs, graph.batch, "as the training graph has it")
+
+
+def kernel_shape(node: ir.Node) -> tuple[int, ...]:
+    """Of a convolution or pooling; a convolution's is its weight's where no attribute says it."""
+    given = integers(node, "kernel_shape")
+    if not given and core_of(node) == "Conv":
+        return tuple(shape(node.inputs[1])[2:])
+    return given
+
+
+def rows_of_batch(graph: TrainingGraph) -> list[int]:
+    """First dimensions of what has an entry per image: the batch, also with virtual rows before it."""
+    batch = graph.batch
+    return [batch, batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)]
+
+
+def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
+    """What the layer stores: its feature maps, or where it has none, what has an entry per image."""
+    maps = [value for value, _ in node_maps(node, graph)[1]]
+    rows = [[size] for size in rows_of_batch(graph)]
+    return maps or [v for v in node.outputs if v.name and v.uses() and shape(v)[:1] in rows]
+
+
+def activations_read(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
+    """Data and what nodes computed of it, with an entry per image; no parameters, no labels."""
+    rows = [[size] for size in rows_of_batch(graph)]
+    apart = {*graph.roles.trainable, *graph.roles.frozen, *graph.roles.running, *graph.roles.labels}
+    return [
+        v
+        for v in node.inputs
+        if v is not None
+        and v.name not in apart
+        and not v.is_initializer()
+        and len(shape(v)) > 1
+        and shape(v)[:1] in rows
+    ]
+
+
+def traffic(forward: Iterable[ir.Node], backward: Iterable[ir.Node], graph: TrainingGraph) -> dict[str, Any]:
+    """Sweeps and bytes of feature maps that these nodes touch, and a BatchNorm's part of them."""
+    found: dict[str, int] = defaultdict(int)
+    for way, nodes in (("forward", forward), ("backward", backward)):
+        for node in nodes:
+            read, written = node_maps(node, graph)
+            touched = read + written
+            norms = batch_norm_part(node, touched)
+            found[f"sweeps_{way}"] += len(touched)
+            found[f"moved_bytes_{way}"] += sum(size for _, size in touched)
+            found["batch_norm_sweeps"] += len(norms)
+            found["batch_norm_bytes"] += sum(size for _, size in norms)
+    return dict(found)
+
+
+def by_owner(nodes: Iterable[ir.Node], layers: list[ir.Node]) -> dict[ir.Node | None, list[ir.Node]]:
+    """Backward nodes by the layer that each belongs to."""
+    named: dict[str, ir.Node] = {}
+    for names in (own_names, source_names):
+        for layer in layers:
+            for name in names(layer):
+                named.setdefault(name, layer)
+    found: dict[ir.Node | None, list[ir.Node]] = defaultdict(list)
+    for node in nodes:
+        found[owner(node, named, layers)].append(node)
+    return found
+
+
+def own_names(node: ir.Node) -> list[str]:
+    return [name for name in (node.name, *(v.name for v in node.outputs)) if name]
+
+
+def source_names(node: ir.Node) -> list[str]:
+    return list(sources(node))
+
+
+def owner(node: ir.Node, named: dict[str, ir.Node], layers: list[ir.Node]) -> ir.Node | None:
+    for name in (*source_names(node), node.name or ""):
+        layer = named.get(forward_name(name))
+        if layer is not None:
+            return layer
+    values = {v for v in (*node.inputs, *node.outputs) if v is not None and len(shape(v)) >= 4}
+    return max(
+        (layer for layer in layers if shared(layer, values)), key=lambda layer: shared(layer, values), default=None
+    )
+
+
+def shared(layer: ir.Node, values: set[ir.Value]) -> int:
+    return len(values & {v for v in (*layer.inputs, *layer.outputs) if v is not None})
+
+
+def forward_name(name: str) -> str:
+    """What onnxruntime made the name of a backward node of: the forward node's name, or the tensor's whose gradients
+    are summed.
+
+    conv1_Grad/ConvGrad_0 -> conv1, norm1_BatchNormInternal_Grad/... -> norm1, AccumulateGrad_x_grad -> x
+    """
+    if name.startswith("AccumulateGrad_"):
+        return name.removeprefix("AccumulateGrad_").removesuffix("_grad")
+    return re.sub(r"(/ConcatReplacement/|_BatchNormInternal)?_Grad/.*$", "", name)
+
+
+def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node], trainable: set[str]) -> dict[ir.Node, int]:
+    """The work of the backward nodes by the layer that each belongs to.
+
+    The gradient of a pooling shares no operand with it; it is as much work as the pooling, where there is one.
+    """
+    trained = {v for layer in layers for v in layer.inputs if v is not None and v.name in trainable}
+    found = {x: flops(x) for x in layers if core_of(x) in POOLS and reaches(x, trained)}
+    working = [layer for layer in layers if flops(layer)]
+    for node in nodes:
+        work = flops(node)
+        if not work:
+            continue
+        operands = {v for v in node.inputs if v is not None}
+        counts = {layer: len(operands & {v for v in layer.inputs if v is not None}) for layer in working}
+        layer = max(counts, key=lambda x: counts[x], default=None)
+        if layer is not None and counts[layer]:
+            found[layer] = found.get(layer, 0) + work
+    return found
+
+
+def reaches(node: ir.Node, values: set[ir.Value]) -> bool:
+    """Whether the node depends on one of the values."""
+    return any(v in values for n in ancestors(node.outputs) for v in n.inputs)

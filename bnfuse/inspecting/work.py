@@ -1,0 +1,143 @@
+"""FLOPs, sizes and feature maps of single nodes of a training graph, rewritten or not.
+
+A multiply-add is two operations (papers/003, section 4.4). Counted are convolutions and matrix products without their
+bias, and poolings, one operation for each element of each window, as `bnfuse models` does; what works elementwise
+shows as bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, PlainOp, find, parse
+
+POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
+BATCH_NORM_OPS = (
+    "BatchNormalization",
+    "BatchNormInternal",
+    "BatchNormalizationGrad",
+)
+BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", "ReduceOther"}
+
+
+def flops(node: ir.Node) -> int:
+    """Multiply-adds times two of a convolution, its gradients or a matrix product; an operation per element of each
+    window of a pooling; 0 for anything else.
+    """
+    core = core_of(node)
+    if core == "Conv":
+        return conv_flops(node.outputs[0], weight_of(node))
+    if core in CONV_GRADS:
+        results = results_of(node)
+        return conv_flops(operand(node, "dy", 0), weight_of(node)) * results
+    if core in ("MaxPool", "AveragePool"):
+        return math.prod(shape(node.outputs[0])) * math.prod(node.attributes["kernel_shape"].as_ints())
+    if core == "GlobalAveragePool":
+        return math.prod(shape(operand(node, "x", 0)))
+    if core == "Gemm":
+        a, transposed = shape(node.inputs[0]), bool(integer(node, "transA"))
+        return 2 * math.prod(shape(node.outputs[0])) * a[0 if transposed else 1]
+    if core == "MatMul":
+        return 2 * math.prod(shape(node.outputs[0])) * shape(node.inputs[0])[-1]
+    return 0
+
+
+def core_of(node: ir.Node) -> str:
+    spec = spec_of(node)
+    return spec.core if spec else node.op_type
+
+
+def spec_of(node: ir.Node) -> OpSpec | None:
+    return parse(node.op_type) if node.domain == DOMAIN else None
+
+
+def operand(node: ir.Node, name: str, position: int) -> ir.Value | None:
+    """An input by its name in the grammar, or by its position in a source operator."""
+    spec = spec_of(node)
+    return node.inputs[spec.operands.index(name) if spec else position]
+
+
+def weight_of(node: ir.Node) -> ir.Value | None:
+    return operand(node, "weight", 2 if core_of(node) in CONV_GRADS else 1)
+
+
+def results_of(node: ir.Node) -> int:
+    """How many of input and weight gradient a convolution's gradient computes."""
+    spec = spec_of(node)
+    if spec:
+        return len({"dx", "dweight"} & {*spec.results})
+    return sum(bool(value.name) for value in node.outputs[:2])
+
+
+def conv_flops(output: ir.Value | None, weight: ir.Value | None) -> int:
+    """2 x output elements x weight elements per output channel: the same for the forward and each gradient."""
+    if output is None or weight is None:
+        return 0
+    w = shape(weight)
+    dims = shape(output)
+    pixels = math.prod((dims[0], *dims[2:]))
+    return 2 * pixels * math.prod(w)
+
+
+def shape(value: ir.Value | None) -> list[Any]:
+    if value is None or value.shape is None:
+        return []
+    return [d if isinstance(d, int) else str(d) for d in value.shape]
+
+
+def elements(value: ir.Value) -> int:
+    dims = shape(value)
+    return math.prod(dims) if all(isinstance(d, int) for d in dims) else 0
+
+
+def size_in_bytes(value: ir.Value) -> int:
+    return elements(value) * (value.dtype or ir.DataType.FLOAT).bitwidth // 8
+
+
+def integer(node: ir.Node, name: str) -> int:
+    attr = node.attributes.get(name)
+    return attr.as_int() if attr is not None else 0
+
+
+def describe(value: ir.Value) -> str:
+    return f"{(value.dtype or ir.DataType.FLOAT).name.lower()}[{', '.join(map(str, shape(value)))}]"
+
+
+def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[tuple[ir.Value, int]]:
+    """Of the feature maps that a node touches, those that are there for a BatchNorm alone.
+
+    All of a node that does nothing else; of a fused one the maps that no other of its steps reads: the BN's own input
+    in the prologue of a gradient (`grad_x`), and those of other BNs that it reduces over (`x_1`, ...).
+    """
+    if node.domain != DOMAIN:
+        return touched if node.op_type in BATCH_NORM_OPS else []
+    op = find(node.op_type)
+    if isinstance(op, PlainOp):
+        return touched
+    if op is None:
+        return []
+    if op.core in ("Map", "MapGrad") and BATCH_NORM_STEPS & {*op.prologue, *op.epilogue} and not adds(op):
+        return touched
+    own = {
+        value
+        for name, value in zip(op.operands, node.inputs, strict=False)
+        if value is not None and (name == "grad_x" or name.startswith("x_"))
+    }
+    others = {
+        value
+        for name, value in zip(op.operands, node.inputs, strict=False)
+        if value is not None and not (name == "grad_x" or name.startswith("x_"))
+    }
+    return [(value, bytes_) for value, bytes_ in touched if value in own - others]
+
+
+def adds(op: OpSpec) -> bool:
+    return bool({"Add", "AddNormalized", "AddGradient"} & {*op.prologue, *op.epilogue})
+
+
+def integers(node: ir.Node, name: str) -> tuple[int, ...]:
+    attr = node.attributes.get(name)
+    return tuple(attr.as_ints()) if attr is not None else ()
