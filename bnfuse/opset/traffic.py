@@ -38,7 +38,7 @@ def maps_touched(
         for name, value in values:
             shape = shape_of(value)
             if shape is not None and len(shape) >= 4 and batch in (None, shape[0]):
-                touched.append((value, _bytes(value, _touched_shape(op, name, shape, node))))
+                touched.append((value, _bytes(value, touched_shape(op, name, shape, node))))
         return touched
 
     return measured(operands), measured(results)
@@ -75,10 +75,17 @@ def _named(names: Iterable[str], values: Iterable[ir.Value | None]) -> Iterator[
             yield name, value
 
 
-def _touched_shape(op: OpSpec | PlainOp | None, name: str, shape: Shape, node: ir.Node) -> Shape:
+def touched_shape(op: OpSpec | PlainOp | None, name: str, shape: Shape, node: ir.Node) -> Shape:
     """Slice and Accumulate read a range of the channels of dy and acc; a sample is read and added to on its own."""
     if isinstance(op, PlainOp):
         return _sample(op, name, shape, node)
+    if bounds := channels_touched(op, name, node):
+        return (shape[0], bounds[1] - bounds[0], *shape[2:])
+    return shape
+
+
+def channels_touched(op: OpSpec | PlainOp | None, name: str, node: ir.Node) -> tuple[int, int] | None:
+    """The range of channels that a step of a composed operator reads of this operand; None where it reads them all."""
     steps = (*op.prologue, *op.epilogue) if isinstance(op, OpSpec) else ()
     for operand, step, bounds in (
         ("dy", "Slice", ("grad_start", "grad_stop")),
@@ -86,8 +93,8 @@ def _touched_shape(op: OpSpec | PlainOp | None, name: str, shape: Shape, node: i
     ):
         if name == operand and step in steps:
             start, stop = (node.attributes[bound].as_int() for bound in bounds)
-            return (shape[0], stop - start, *shape[2:])
-    return shape
+            return start, stop
+    return None
 
 
 def _sample(op: PlainOp, name: str, shape: Shape, node: ir.Node) -> Shape:

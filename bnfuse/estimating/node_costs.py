@@ -1,0 +1,172 @@
+"""The type, the operations and the sweeps of a node of a training graph.
+
+Convolutions, matrix products and poolings count as `bnfuse inspect` counts them. What works elementwise, and the steps
+in front of and behind a fused core, count by operations for each element of the map that they work on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import onnx_ir as ir
+
+from bnfuse.estimating.operations import ELEMENTWISE, TYPES
+from bnfuse.estimating.pieces import dims
+from bnfuse.inspecting.work import flops as dense_flops
+from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, OpSpec, PlainOp
+
+# operations for each element of the map that the step works on (see operations.ELEMENTWISE for BatchNorm in all)
+NORMALIZE, GRADIENT_INPUT = 2, 4  # a*x + b; p*dy + q*x + w
+STATISTICS = ELEMENTWISE["BatchNorm"][0] - NORMALIZE
+REDUCE = ELEMENTWISE["BatchNorm"][1] - GRADIENT_INPUT
+STEPS = {
+    "Normalize": NORMALIZE,
+    "AddNormalized": 3,
+    "Add": 1,
+    "BatchNormGrad": GRADIENT_INPUT,
+    "Bias": 1,
+    "Statistics": STATISTICS,
+    "BiasGrad": 1,
+    "AddGradient": 1,
+    "Reduce": REDUCE,
+    "ReduceOther": REDUCE,
+    "Scale": 1,
+    "Accumulate": 2,
+    **dict.fromkeys(ACTIVATIONS, ELEMENTWISE["Activation"][0]),
+    **dict.fromkeys(ACTIVATION_GRADS, ELEMENTWISE["Activation"][1]),
+}
+ON_RESULT = ("Bias", "Statistics", "AddGradient", *ACTIVATION_GRADS, "Reduce", "ReduceOther", "Scale", "Accumulate")
+ON_GRADIENT = ("BatchNormGrad", "BiasGrad")
+BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
+
+# source operators whose type is not that of the forward operator of the zoo
+GRADIENT_TYPES = {
+    "BatchNormInternal": "BatchNorm",
+    "BatchNormalizationGrad": "BatchNorm",
+    "ReluGrad": "Activation",
+    "QuickGelu": "Activation",
+    "QuickGeluGrad": "Activation",
+    "SigmoidGrad": "Activation",
+    "TanhGrad": "Activation",
+    "GeluGrad": "Activation",
+    "MaxPoolGrad": "Pool",
+    "AveragePoolGrad": "Pool",
+    "GlobalAveragePoolGrad": "Pool",
+    "DropoutGrad": "Dropout",
+    "BiasDropout": "Dropout",
+    "BitmaskDropout": "Dropout",
+    "SoftmaxGrad": "Softmax",
+    "SoftmaxGrad_13": "Softmax",
+    "LogSoftmaxGrad_13": "Softmax",
+    "LayerNormalizationGrad": "LayerNorm",
+    "SoftmaxCrossEntropyLossGrad": "Loss",
+    "SoftmaxCrossEntropyLossInternal": "Loss",
+    "SoftmaxCrossEntropyLossInternalGrad": "Loss",
+    "ConcatTraining": "Concat",
+    "SplitTraining": "Copy",
+    "GatherGrad": "Embedding",
+    "Scale": "Mul",
+    "Identity": "Copy",
+    "Reshape": "Copy",
+    "Flatten": "Copy",
+    "Squeeze": "Copy",
+    "Unsqueeze": "Copy",
+}
+COPIES = ("Concat", "Copy", "Embedding")  # they compute nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """`sweeps` is how often the inputs at the places `swept` are passed over."""
+
+    type: str
+    flops: int
+    sweeps: int = 1
+    swept: tuple[int, ...] = ()
+
+
+def costs_of(node: ir.Node, op: OpSpec | PlainOp | None) -> Costs:
+    """`op` is the node's operator in ai.bnfuse, None for a source operator."""
+    if isinstance(op, OpSpec):
+        return Costs(composed_type(node, op), dense_flops(node) + step_flops(node, op))
+    if isinstance(op, PlainOp):
+        return Costs("BatchNorm", plain_flops(node, op))
+    return source_costs(node)
+
+
+def composed_type(node: ir.Node, op: OpSpec) -> str:
+    if "Conv" in op.core:
+        return conv_type(node, node.inputs[op.operands.index("weight")])
+    if "Pool" in op.core:
+        return "Pool"
+    steps = {*op.prologue, *op.epilogue}
+    if steps & {"Normalize", "BatchNormGrad", "AddNormalized", "Reduce", "Statistics"}:
+        return "BatchNorm"
+    return "Activation" if steps & {*ACTIVATIONS, *ACTIVATION_GRADS} else "Add" if steps else "Copy"
+
+
+def conv_type(node: ir.Node, weight: ir.Value | None) -> str:
+    """Depthwise where every group has one input channel."""
+    group = node.attributes["group"].as_int() if "group" in node.attributes else 1
+    return "DepthwiseConv2D" if group > 1 and weight is not None and dims(weight)[1] == 1 else "Conv2D"
+
+
+def step_flops(node: ir.Node, op: OpSpec) -> int:
+    """Of the steps on the way in, on x (on dy those that have to do with it), and of those on the way out."""
+    named = dict(zip((*op.operands, *op.results), (*node.inputs, *node.outputs), strict=False))
+
+    def elements(*names: str) -> int:
+        return next((math.prod(dims(v)) for name in names if (v := named.get(name)) is not None), 0)
+
+    result = elements("dx", "x") if op.is_gradient else elements("y")
+    gradient = elements("grad_x", "dy")
+    total = 0
+    for step in (*op.prologue, *op.epilogue):
+        on = result if step in ON_RESULT else gradient if step in ON_GRADIENT else elements("x", "dx")
+        total += STEPS.get(step, 0) * on
+    if op.core == "MaxPoolGrad":
+        total += elements("dy")
+    elif op.core.endswith("PoolGrad"):
+        total += result
+    return total
+
+
+def plain_flops(node: ir.Node, op: PlainOp) -> int:
+    """By the map that is read, or by the entries of the coefficients."""
+    maps = [v for v in node.inputs if v is not None and len(dims(v)) >= 4]
+    size = math.prod(dims(maps[0] if maps else node.outputs[0]))
+    if "Statistics" in op.name:
+        return STATISTICS * size
+    if "Reduce" in op.name:
+        return REDUCE * size
+    return (GRADIENT_INPUT if "x" in op.operands else NORMALIZE) * size
+
+
+def source_costs(node: ir.Node) -> Costs:
+    kind = node.op_type
+    if kind in ("Conv", "ConvTranspose"):
+        return Costs(conv_type(node, node.inputs[1]), dense_flops(node))
+    if kind in ("ConvGrad", "ConvTransposeGrad"):
+        return Costs(conv_type(node, node.inputs[2]), dense_flops(node))
+    type_ = TYPES.get(kind) or GRADIENT_TYPES.get(kind, "Other")
+    if dense := dense_flops(node):
+        return Costs(type_, dense)
+    size = math.prod(dims(node.outputs[0])) if node.outputs[0].name else 0
+    if kind == "BatchNormInternal":
+        return Costs(type_, ELEMENTWISE["BatchNorm"][0] * size, BASELINE_SWEEPS + 1, (0,))
+    if kind == "BatchNormalizationGrad":
+        return Costs(type_, ELEMENTWISE["BatchNorm"][1] * elements_of(node.inputs[0]), 2, (0, 1))
+    if type_ in COPIES:
+        return Costs(type_, 0)
+    if type_ == "Pool":
+        return Costs(type_, elements_of(node.inputs[0] if kind == "MaxPoolGrad" else node.outputs[0]))
+    forward, backward = ELEMENTWISE.get(type_, (1, 1))
+    operands = sum(v is not None and dims(v) == dims(node.outputs[0]) for v in node.inputs)
+    if type_ == "Add":
+        return Costs(type_, max(operands - 1, 1) * size)
+    return Costs(type_, (backward if kind.endswith("Grad") else forward) * size)
+
+
+def elements_of(value: ir.Value | None) -> int:
+    return math.prod(dims(value)) if value is not None else 0

@@ -1,0 +1,250 @@
+"""The workload of a training graph, source or rewritten: every node a layer, every operand an access.
+
+    TrainingGraph  ->  places of values (pieces.py), layers of nodes (parts.py), costs (node_costs.py)  ->  Workload
+
+An operand counts with the bytes that are really touched: a range of channels, a sample. Views move nothing, so what
+reads a concatenation reads its parts. Nodes that depend on shapes and constants alone are no layers: they are evaluated
+when a graph is compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import onnx_ir as ir
+
+from bnfuse.diffing.match import label
+from bnfuse.diffing.traffic import forward_nodes
+from bnfuse.estimating.node_costs import Costs, costs_of
+from bnfuse.estimating.order import Order, arranged
+from bnfuse.estimating.parts import parts_of
+from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
+from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
+from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
+from bnfuse.opset.traffic import SHAPE_READERS, channels_touched, reads_elements_of_x, touched_shape
+from bnfuse.passes.canonical import match_clip_gradient
+from bnfuse.training_graph import TrainingGraph
+
+Optimizer = Literal["none", "sgd", "momentum", "adamw"]
+MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
+UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adamw": 12}  # for each parameter
+RANGES = {  # of entries of coefficients: the attributes that say them
+    **dict.fromkeys(("beta_term", "gamma_term"), ("start", "stop")),
+    **dict.fromkeys(("beta_acc", "gamma_acc"), ("acc_start", "acc_stop")),
+}
+
+
+def training_workload(
+    graph: TrainingGraph, *, order: Order = "file", views: bool = False, optimizer: Optimizer = "none"
+) -> Workload:
+    """The workload of one iteration of a training graph.
+
+    `order` is the file's, or depth first to the joins. `views` counts concatenations, splits and reshapes as the copies
+    that they are where nothing is aliased. `optimizer` adds a layer for each parameter that updates it: it reads the
+    parameter, its gradient and the moments (one with momentum, two for AdamW), and writes all but the gradient.
+    """
+    nodes, constants = executed(graph.model.graph)
+    builder = _Builder(graph, Places(nodes, views=views), constants)
+    forward = forward_nodes(graph)
+    parts = parts_of(nodes, forward)
+    absorbed = absorbed_by_clip(nodes)
+    layers = [
+        builder.layer(node, "forward" if node in forward else "backward", parts[node])
+        for node in nodes
+        if not builder.places.is_view(node) and node not in absorbed
+    ]
+    if optimizer != "none":
+        layers += builder.updates(optimizer)
+    return Workload(graph.name, graph.batch, tuple(builder.tensors), arranged(layers, order))
+
+
+def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:
+    """The nodes that compute when a step runs, and the values that are known before: constants, and what is made of
+    shapes and constants alone."""
+    inputs = {value.name for value in graph.inputs}
+    constants = {value for name, value in graph.initializers.items() if name not in inputs}
+    nodes = []
+    for node in graph:
+        known = node.op_type in SHAPE_READERS or all(v is None or not v.name or v in constants for v in node.inputs)
+        if known and node.domain != DOMAIN:
+            constants.update(node.outputs)
+        else:
+            nodes.append(node)
+            if node.op_type == "ConcatTraining":
+                constants.update(node.outputs[1:])  # the lengths of its operands
+    return nodes, constants
+
+
+def absorbed_by_clip(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """The comparisons in front of the Mul that onnxruntime ends a Clip's gradient with: one operator in five nodes."""
+    found: set[ir.Node] = set()
+    for node in nodes:
+        if node.op_type == "Mul" and (match := match_clip_gradient(node)):
+            found.update(match[3][1:])
+    return found
+
+
+class _Builder:
+    """Tensors as they are met, and the layers that touch them."""
+
+    def __init__(self, graph: TrainingGraph, places: Places, constants: set[ir.Value]) -> None:
+        self.places, self.tensors = places, list[Tensor]()
+        self._graph, self._constants = graph, constants
+        self._index: dict[ir.Value, int] = {}
+        self._batches = {graph.batch, graph.batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)}
+        self._gradients = {*graph.roles.gradients.values()}
+        self._running = {*graph.roles.running, *graph.roles.running.values()}
+
+    def layer(self, node: ir.Node, phase: Phase, part: str) -> Layer:
+        clip = match_clip_gradient(node) if node.op_type == "Mul" else None
+        op = find(node.op_type) if node.domain == DOMAIN else None
+        costs = costs_of(node, op)
+        operands = [("", clip[0]), ("", clip[1])] if clip else list(_operands(node, op))
+        if clip:
+            costs = Costs("Activation", costs.flops)
+        reads = self._accesses(node, op, operands, phase, costs)
+        writes = self._accesses(node, op, list(_results(node, op)), phase, Costs(costs.type, 0))
+        return Layer(label(node), costs.type, phase, costs.flops, reads, writes, part)
+
+    def updates(self, optimizer: Optimizer) -> list[Layer]:
+        found = []
+        for name, gradient in self._graph.roles.gradients.items():
+            value = self._graph.input(name)
+            made = next(v for v in self._graph.model.graph.outputs if v.name == gradient)
+            weight, slope = (self._tensor(v, "backward") for v in (value, made))
+            size = size_of(value)
+            self._mark_kept(weight)
+            moments = [
+                self._add(Tensor(f"{name}.moment{i or ''}", size, self.tensors[weight].kind, given=True, kept=True))
+                for i in range(MOMENTS[optimizer])
+            ]
+            changed = tuple(Access(tensor, size) for tensor in (weight, *moments))
+            flops = UPDATE_FLOPS[optimizer] * math.prod(dims(value))
+            reads = (*changed, Access(slope, size))
+            found.append(Layer(f"update {name}", "Other", "update", flops, reads, changed, part=name))
+        return found
+
+    def _accesses(
+        self,
+        node: ir.Node,
+        op: OpSpec | PlainOp | None,
+        values: Iterable[tuple[str, ir.Value]],
+        phase: Phase,
+        costs: Costs,
+    ) -> tuple[Access, ...]:
+        """One access a tensor, however many pieces of it are touched."""
+        ranges: dict[ir.Value, list[tuple[int, int]]] = {}
+        shares: dict[ir.Value, float] = {}
+        for name, value in values:
+            if value in self._constants:
+                continue
+            share = _share(op, name, value, node)
+            for piece in self._pieces(node, op, name, value):
+                ranges.setdefault(piece.value, []).append((piece.start, piece.stop))
+                shares[piece.value] = max(shares.get(piece.value, 0.0), share)
+        sweeps = {piece.value: costs.sweeps for i in costs.swept for piece in self._pieces_of_input(node, i)}
+        return tuple(
+            Access(
+                self._tensor(value, phase),
+                round(size_of(value) * covered(found) / max(width_of(value), 1) * shares[value]),
+                sweeps.get(value, 1),
+            )
+            for value, found in ranges.items()
+        )
+
+    def _pieces_of_input(self, node: ir.Node, index: int) -> Sequence[Piece]:
+        value = node.inputs[index]
+        return self.places.whole(value) if value is not None else ()
+
+    def _pieces(self, node: ir.Node, op: OpSpec | PlainOp | None, name: str, value: ir.Value) -> Sequence[Piece]:
+        bounds = channels_touched(op, name, node)
+        if bounds is None and isinstance(op, PlainOp) and name in RANGES and RANGES[name][0] in op.attributes:
+            start, stop = (node.attributes[key].as_int() for key in RANGES[name])
+            bounds = start, stop
+        return self.places.channels(value, *bounds) if bounds else self.places.whole(value)
+
+    def _tensor(self, value: ir.Value, phase: Phase) -> int:
+        if value not in self._index:
+            is_input = value.producer() is None
+            kept = value.is_graph_output()
+            kind = self._kind(value, phase)
+            self._index[value] = self._add(Tensor(str(value.name), size_of(value), kind, given=is_input, kept=kept))
+        return self._index[value]
+
+    def _add(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _mark_kept(self, index: int) -> None:
+        old = self.tensors[index]
+        self.tensors[index] = Tensor(old.name, old.bytes, old.kind, old.given, kept=True)
+
+    def _kind(self, value: ir.Value, phase: Phase) -> Kind:
+        """By role, else by shape: what has no image axis is per channel (of rank 1), or made of weight gradients."""
+        roles, shape = self._graph.roles, dims(value)
+        if value.name in (*roles.data, *roles.labels, *roles.offsets, *roles.virtual):
+            return "data"
+        if len(shape) < 2 or value.name in self._running or _is_coefficient(value):
+            return "vector"
+        if value.producer() is None:
+            return "weight"
+        if value.name in self._gradients or _is_weight_gradient(value):
+            return "weight_gradient"
+        if phase == "forward":
+            return "map"
+        return "map_gradient" if shape[0] in self._batches else "weight_gradient"
+
+
+def covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """The length of a union of ranges."""
+    total, end = 0, -1
+    for start, stop in sorted(ranges):
+        start = max(start, end)
+        if stop > start:
+            total += stop - start
+        end = max(end, stop)
+    return total
+
+
+def _operands(node: ir.Node, op: OpSpec | PlainOp | None) -> Iterable[tuple[str, ir.Value]]:
+    """Operands of which elements are read, with their names in the grammar."""
+    names = op.operands if op else itertools.repeat("")
+    unread = "x" if isinstance(op, OpSpec) and not reads_elements_of_x(op) else None
+    for name, value in zip(names, node.inputs, strict=False):
+        if value is not None and value.name and (name != unread or name == ""):
+            yield name, value
+
+
+def _results(node: ir.Node, op: OpSpec | PlainOp | None) -> Iterable[tuple[str, ir.Value]]:
+    """Results that somebody reads."""
+    names = op.results if op else itertools.repeat("")
+    for name, value in zip(names, node.outputs, strict=False):
+        if value.name and (value.uses() or value.is_graph_output()):
+            yield name, value
+
+
+def _share(op: OpSpec | PlainOp | None, name: str, value: ir.Value, node: ir.Node) -> float:
+    """What part of a map an operator of a sample touches."""
+    if not isinstance(op, PlainOp) or len(shape := dims(value)) < 4:
+        return 1.0
+    return math.prod(touched_shape(op, name, shape, node)) / max(math.prod(shape), 1)
+
+
+def _is_coefficient(value: ir.Value) -> bool:
+    """Whether it is made per group and channel (Local...): of two axes, but no map."""
+    node = value.producer()
+    op = find(node.op_type) if node is not None and node.domain == DOMAIN else None
+    return len(dims(value)) == 2 and isinstance(op, PlainOp)
+
+
+def _is_weight_gradient(value: ir.Value) -> bool:
+    node = value.producer()
+    if node is None:
+        return False
+    op = find(node.op_type) if node.domain == DOMAIN else None
+    if op:
+        return "dweight" in op.results and value is node.outputs[op.results.index("dweight")]
+    return node.op_type == "ConvGrad" and value is node.outputs[1]
