@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bnfuse.models import MODELS, count_forward
+from bnfuse.models import MODELS, SHAPE_ONLY, count_forward, entry_of
 
 
 @dataclasses.dataclass(frozen=True)
 class ZooEntry:
-    """A network at its default sizes. `flops` are of one image, forward."""
+    """A network at its default sizes. `flops` are of one sample, forward.
+
+    A `shape_only` network serves estimates: it has no image and no classes, and no training graph is built of it.
+    """
 
     name: str
     about: str
-    image: int
-    classes: int
+    image: int | None
+    classes: int | None
     batch: int
     parameters: int
     flops: int
     metaparameters: dict[str, Any]
+    shape_only: bool
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -27,11 +31,11 @@ class ZooEntry:
 
 def zoo_entries() -> list[ZooEntry]:
     """All networks, counted without making their weights."""
-    return [zoo_entry(name) for name in sorted(MODELS)]
+    return [zoo_entry(name) for name in sorted(MODELS | SHAPE_ONLY)]
 
 
 def zoo_entry(name: str) -> ZooEntry:
-    entry = MODELS[name]
+    entry = entry_of(name)
     counts = count_forward(name, batch=1)
     return ZooEntry(
         name,
@@ -42,4 +46,5 @@ def zoo_entry(name: str) -> ZooEntry:
         counts.parameters,
         counts.flops_per_image,
         entry.metaparameters,
+        entry.shape_only,
     )

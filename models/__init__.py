@@ -5,6 +5,16 @@ model = build_forward("densenet121", batch=16, image=224)
 """
 
 from .count import Counts, count
-from .registry import MODELS, Entry, build_forward, build_graph, count_forward, entry_of
+from .registry import MODELS, SHAPE_ONLY, Entry, build_forward, build_graph, count_forward, entry_of
 
-__all__ = ["MODELS", "Counts", "Entry", "build_forward", "build_graph", "count", "count_forward", "entry_of"]
+__all__ = [
+    "MODELS",
+    "SHAPE_ONLY",
+    "Counts",
+    "Entry",
+    "build_forward",
+    "build_graph",
+    "count",
+    "count_forward",
+    "entry_of",
+]

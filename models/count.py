@@ -48,6 +48,8 @@ def node_flops(node: gs.Node) -> int:
         return 2 * out * math.prod(node.inputs[1].shape[1:])
     if node.op == "Gemm":
         return 2 * out * node.inputs[0].shape[0 if node.attrs.get("transA") else 1]
+    if node.op == "Einsum":
+        return 2 * einsum_points(node)
     if node.op == "MatMul":
         return 2 * out * node.inputs[0].shape[-1]
     if node.op in ("MaxPool", "AveragePool"):
@@ -55,3 +57,12 @@ def node_flops(node: gs.Node) -> int:
     if node.op == "GlobalAveragePool":
         return math.prod(node.inputs[0].shape)
     return 0
+
+
+def einsum_points(node: gs.Node) -> int:
+    """Multiplications: every combination of the letters of both operands."""
+    terms = node.attrs["equation"].split("->")[0].split(",")
+    sizes = {
+        axis: size for term, x in zip(terms, node.inputs, strict=True) for axis, size in zip(term, x.shape, strict=True)
+    }
+    return math.prod(sizes.values())

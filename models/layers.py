@@ -72,7 +72,8 @@ def add(
 ) -> gs.Variable:
     """One node whose first output has the node's name and `shape`."""
     y = gs.Variable(name, np.float32, list(shape))
-    graph.layer(op=op, name=name, inputs=list(inputs), outputs=[y, *more_outputs], attrs=dict(attrs or {}))
+    # not graph.layer: it looks through all tensors of the graph each time
+    graph.nodes.append(gs.Node(op, name, dict(attrs or {}), list(inputs), [y, *more_outputs]))
     return y
 
 

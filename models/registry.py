@@ -12,23 +12,33 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
 
-from . import alexnet, densenet, googlenet, mobilenet, nin, resnet, squeezenet, vgg
+from . import alexnet, densenet, gnmt, googlenet, mobilenet, nin, resnet, squeezenet, transformer, vgg
 from .count import Counts, count
 from .layers import Network, Size, pair
 
 MAX_SIDE = 1 << 14  # of an image, and the most classes, channels or images of a batch that make sense
+MAX_WORDS = 1 << 20  # of a vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A network of the zoo. `builder(batch, image, channels, classes, seed, **metaparameters)`."""
+    """A network of the zoo. `builder(batch, image, channels, classes, seed, **metaparameters)`.
+
+    A `shape_only` one serves estimates: no training graph is made of it. It works on sequences, so it has no image and
+    no classes, and its builder is `builder(batch, **metaparameters)`.
+    """
 
     builder: Callable[..., Network]
     about: str
-    image: int = 224
-    classes: int = 1000
+    image: int | None = 224
+    classes: int | None = 1000
     batch: int = 16
     fixed: tuple[tuple[str, object], ...] = ()  # metaparameters that the name decides
+    shape_only: bool = False
+
+    @classmethod
+    def of_shapes(cls, builder: Callable[..., Network], about: str, batch: int) -> Entry:
+        return cls(builder, about, None, None, batch, shape_only=True)
 
     @property
     def metaparameters(self) -> dict[str, object]:
@@ -75,6 +85,11 @@ MODELS: dict[str, Entry] = {
     "vgg19-plain": _vgg(19, norm=False),
 }
 
+SHAPE_ONLY: dict[str, Entry] = {
+    "gnmt": Entry.of_shapes(gnmt.gnmt, "GNMT: 8 + 8 LSTM layers, unrolled in time, with attention", 32),
+    "transformer": Entry.of_shapes(transformer.transformer, "Transformer, big: 6 + 6 layers of 16 heads", 128),
+}
+
 
 def build_forward(
     name: str,
@@ -93,6 +108,8 @@ def build_forward(
     BatchNormalization is in training mode; parameters are initializers. Metaparameters may be strings (as `--set` has
     them): they are read as what their default is.
     """
+    if entry_of(name).shape_only:
+        raise BnfuseError(f"{name} has shapes only, nothing to train: use it with `bnfuse estimate {name}`")
     if seed < 0:
         raise BnfuseError(f"{name}: seed={seed} is out of range: it must not be negative")
     graph = build_graph(name, batch=batch, image=image, channels=channels, classes=classes, seed=seed, **metaparameters)
@@ -125,27 +142,42 @@ def build_graph(
     """`build_forward` as a gs.Graph; without a seed its weights are zeros that take no memory."""
     entry = entry_of(name)
     image = entry.image if image is None else image
-    sizes = {
-        "batch": entry.batch if batch is None else batch,
-        "channels": channels,
-        "classes": entry.classes if classes is None else classes,
-    }
-    for what, size in (*sizes.items(), *(("image", side) for side in pair(image))):
-        if not 1 <= size <= MAX_SIDE:
-            raise BnfuseError(f"{name}: {what}={size} is out of range: it must be from 1 to {MAX_SIDE}")
+    classes = entry.classes if classes is None else classes
+    batch = entry.batch if batch is None else batch
     chosen = {**read_metaparameters(name, entry, metaparameters), **dict(entry.fixed)}
     try:
-        graph = entry.builder(sizes["batch"], image, channels, sizes["classes"], seed, **chosen)
+        if entry.shape_only:
+            check_sequence(batch, image, channels, classes)
+            graph = entry.builder(batch, **chosen)
+        else:
+            assert image is not None and classes is not None  # only networks of shapes have neither
+            check_sizes(batch, image, channels, classes)
+            graph = entry.builder(batch, image, channels, classes, seed, **chosen)
     except BnfuseError as error:
         raise BnfuseError(f"{name}: {error}") from None
     graph.name = name
     return graph
 
 
+def check_sizes(batch: int, image: Size, channels: int, classes: int) -> None:
+    sizes = (("batch", batch), ("channels", channels), ("classes", classes), *(("image", side) for side in pair(image)))
+    for what, size in sizes:
+        if not 1 <= size <= MAX_SIDE:
+            raise BnfuseError(f"{what}={size} is out of range: it must be from 1 to {MAX_SIDE}")
+
+
+def check_sequence(batch: int, image: Size | None, channels: int, classes: int | None) -> None:
+    if image is not None or classes is not None or channels != 3:
+        raise BnfuseError("it reads sequences, not images: its sizes are metaparameters (--set steps=50)")
+    if not 1 <= batch <= MAX_SIDE:
+        raise BnfuseError(f"batch={batch} is out of range: it must be from 1 to {MAX_SIDE}")
+
+
 def entry_of(name: str) -> Entry:
-    if name not in MODELS:
-        raise BnfuseError(f"no network named '{name}' in the zoo: there are {', '.join(sorted(MODELS))}")
-    return MODELS[name]
+    every = MODELS | SHAPE_ONLY
+    if name not in every:
+        raise BnfuseError(f"no network named '{name}' in the zoo: there are {', '.join(sorted(every))}")
+    return every[name]
 
 
 def read_metaparameters(name: str, entry: Entry, given: dict[str, object]) -> dict[str, object]:
@@ -156,8 +188,9 @@ def read_metaparameters(name: str, entry: Entry, given: dict[str, object]) -> di
             raise BnfuseError(f"{name} has no metaparameter '{key}': it has {settable}")
     chosen = {key: read_like(name, key, value, known[key]) for key, value in given.items()}
     for key, value in chosen.items():
-        if isinstance(value, int | float) and not 0 <= value <= MAX_SIDE:
-            raise BnfuseError(f"{name}: {key}={value} is out of range: it must be from 0 to {MAX_SIDE}")
+        most = MAX_WORDS if key == "vocabulary" else MAX_SIDE
+        if isinstance(value, int | float) and not 0 <= value <= most:
+            raise BnfuseError(f"{name}: {key}={value} is out of range: it must be from 0 to {most}")
     return chosen
 
 

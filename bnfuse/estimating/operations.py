@@ -10,11 +10,14 @@ import math
 
 import onnx_graphsurgeon as gs
 
+from bnfuse.estimating.workload import DENSE_TYPES
 from bnfuse.models.count import node_flops
 
 TYPES = {
     "Gemm": "Dense",
     "MatMul": "MatMul",
+    "Einsum": "MatMul",
+    "Einsum": "MatMul",
     "BatchNormalization": "BatchNorm",
     "LayerNormalization": "LayerNorm",
     "Relu": "Activation",
@@ -86,7 +89,7 @@ def backward_flops(node: gs.Node, gradients: int) -> int:
     Poolings hand every gradient to where it came from: as much as forward for averages, one operation a window for
     maxima.
     """
-    if node.op in ("Conv", "Gemm", "MatMul"):
+    if node.op in ("Conv", "Gemm", "MatMul", "Einsum"):
         return gradients * node_flops(node)
     if node.op == "MaxPool":
         return elements(node.outputs[0])

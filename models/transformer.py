@@ -1,0 +1,107 @@
+"""The Transformer (Vaswani et al. 2017), its big form by default: H = 1024 as papers/004, table 5.1, has it.
+
+Shapes only, for estimates. As published: 6 + 6 layers, each sublayer `LayerNorm(x + Dropout(sublayer(x)))`, 16 heads
+of 64, feed-forward layers of 4096, one table of word vectors for both inputs and the output. The factors 1/sqrt(64)
+and sqrt(H) and the masks of the softmaxes are left out: they are part of their neighbours wherever it runs.
+
+`vocabulary=0` leaves out the word vectors and the output layer: both inputs are then [N, T, H].
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from bnfuse.errors import BnfuseError
+
+from .layers import Network, finish
+from .sequence import Weights, new_input, tokens, zeros
+
+
+def transformer(
+    batch: int,
+    *,
+    layers: int = 6,
+    hidden: int = 1024,
+    heads: int = 16,
+    feed_forward: int = 4096,
+    steps: int = 50,
+    vocabulary: int = 32000,
+    dropout: float = 0.1,
+) -> Network:
+    if min(layers, hidden, heads, feed_forward, steps) < 1 or hidden % heads:
+        raise BnfuseError("layers, hidden, heads, feed_forward and steps must be at least 1, and heads divide hidden")
+    graph = Network("transformer", None)
+    size = Size(batch, steps, hidden, heads, feed_forward, dropout)
+    table = zeros("embedding/table", vocabulary, hidden) if vocabulary else None
+    memory = side_input(graph, size, table, "source")
+    for index in range(layers):
+        memory = encoder_layer(graph, size, memory, f"encoder/layer{index + 1}")
+    y = side_input(graph, size, table, "target")
+    for index in range(layers):
+        y = decoder_layer(graph, size, y, memory, f"decoder/layer{index + 1}")
+    return finish(graph, y if table is None else graph.dense_layer(y, Weights(table), name="output"))
+
+
+class Size:
+    """The sizes that every layer has in common. Feature maps are [N*T, H]."""
+
+    def __init__(self, batch: int, steps: int, hidden: int, heads: int, feed_forward: int, dropout: float) -> None:
+        self.batch, self.steps, self.hidden, self.heads = batch, steps, hidden, heads
+        self.feed_forward, self.dropout = feed_forward, dropout
+        self.flat = [batch * steps, hidden]
+        self.by_head = [batch, steps, heads, hidden // heads]
+        self.scores = [batch, heads, steps, steps]
+
+
+def side_input(graph: Network, size: Size, table: gs.Constant | None, side: str) -> gs.Variable:
+    """Word vectors and positions of the source or the target: [N*T, H]."""
+    if table is None:
+        x = new_input(graph, side, np.float32, size.batch, size.steps, size.hidden)
+        return graph.view_layer(x, size.flat, name=f"{side}/view")
+    words = tokens(graph, side, size.batch, size.steps)
+    places = new_input(graph, f"{side}/positions", np.float32, size.steps, size.hidden)
+    x = graph.embedding_layer(words, table, name=f"{side}/embedding")
+    x = graph.add_layer(x, places, name=f"{side}/add")
+    x = graph.dropout_layer(x, size.dropout, name=f"{side}/dropout")
+    return graph.view_layer(x, size.flat, name=f"{side}/view")
+
+
+def encoder_layer(graph: Network, size: Size, x: gs.Variable, name: str) -> gs.Variable:
+    x = sublayer(graph, size, x, attention(graph, size, x, x, f"{name}/attention"), f"{name}/attention")
+    return sublayer(graph, size, x, feed_forward(graph, size, x, f"{name}/forward"), f"{name}/forward")
+
+
+def decoder_layer(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, name: str) -> gs.Variable:
+    x = sublayer(graph, size, x, attention(graph, size, x, x, f"{name}/attention"), f"{name}/attention")
+    x = sublayer(graph, size, x, attention(graph, size, x, memory, f"{name}/across"), f"{name}/across")
+    return sublayer(graph, size, x, feed_forward(graph, size, x, f"{name}/forward"), f"{name}/forward")
+
+
+def sublayer(graph: Network, size: Size, x: gs.Variable, y: gs.Variable, name: str) -> gs.Variable:
+    y = graph.dropout_layer(y, size.dropout, name=f"{name}/dropout")
+    return graph.layer_norm_layer(graph.add_layer(x, y, name=f"{name}/add"), name=f"{name}/norm")
+
+
+def attention(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, name: str) -> gs.Variable:
+    """Queries of `x`, keys and values of `memory`, both [N*T, H]."""
+
+    def projected(source: gs.Variable, what: str) -> gs.Variable:
+        weights = Weights.make(f"{name}/{what}", size.hidden, size.hidden, bias=False)
+        y = graph.dense_layer(source, weights, name=f"{name}/{what}")
+        return graph.view_layer(y, size.by_head, name=f"{name}/{what}/heads")
+
+    query, key, value = projected(x, "query"), projected(memory, "key"), projected(memory, "value")
+    scores = graph.product_layer(query, key, "nqhd,nkhd->nhqk", size.scores, name=f"{name}/scores")
+    shares = graph.softmax_layer(scores, name=f"{name}/softmax")
+    mixed = graph.product_layer(shares, value, "nhqk,nkhd->nqhd", size.by_head, name=f"{name}/mix")
+    flat = graph.view_layer(mixed, size.flat, name=f"{name}/mix/flat")
+    return graph.dense_layer(
+        flat, Weights.make(f"{name}/output", size.hidden, size.hidden, bias=False), name=f"{name}/output"
+    )
+
+
+def feed_forward(graph: Network, size: Size, x: gs.Variable, name: str) -> gs.Variable:
+    y = graph.dense_layer(x, Weights.make(f"{name}/wide", size.hidden, size.feed_forward), name=f"{name}/wide")
+    y = graph.relu_layer(y, name=f"{name}/relu")
+    return graph.dense_layer(y, Weights.make(f"{name}/narrow", size.feed_forward, size.hidden), name=f"{name}/narrow")
