@@ -56,6 +56,7 @@ class Units(str, enum.Enum):
 class Format(str, enum.Enum):
     text = "text"
     json = "json"
+    html = "html"
 
 
 class Runtime(str, enum.Enum):
@@ -93,7 +94,8 @@ def models(json: Json = False) -> None:
         for e in entries
     ]
     columns = ("name", "image", "parameters", "forward, per sample", "--set", "")
-    show([Section.table("Networks for `bnfuse build NAME`, those of shapes only for `bnfuse estimate NAME`", columns, rows)])
+    title = "Networks for `bnfuse build NAME`, those of shapes only for `bnfuse estimate NAME`"
+    show([Section.table(title, columns, rows)])
 
 
 def build(
@@ -226,7 +228,12 @@ def rewrite(
         typer.Option(metavar="N", min=1, help="Normalise each group of N samples on its own.", show_default=False),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the report as JSON, or as a page with both graphs where FILE ends in .html.",
+            show_default=False,
+        ),
     ] = None,
     json: Json = False,
     checkpoint: Checkpoint = None,
@@ -259,12 +266,22 @@ def rewrite(
     api.save(rewritten.model, output)
     found = rewritten.report.to_json()
     if report:
-        write_text(report, to_json(found))
+        write_text(report, report_page(model, rewritten, output, roles) if is_page(report) else to_json(found))
     if json:
         show_json(found)
         return
     show(report_sections(found))
     typer.echo(f"\nwrote {output}")
+
+
+def is_page(path: Path) -> bool:
+    return path.suffix.lower() in (".html", ".htm")
+
+
+def report_page(model: Path, rewritten: Any, output: Path, roles: dict[str, Any]) -> str:
+    from bnfuse.diffing.page import rewrite_page
+
+    return rewrite_page(model, rewritten, output=output, **roles)
 
 
 def report_sections(report: dict[str, Any]) -> list[Section]:
@@ -301,17 +318,29 @@ def diff(
     \b
     bnfuse diff train.onnx fused.onnx
     bnfuse diff train.onnx fused.onnx --format json -o diff.json
+    bnfuse diff train.onnx fused.onnx --format html -o diff.html
     bnfuse diff train.onnx other.onnx --exit-code
     """
     from bnfuse import api
+    from bnfuse.diffing.page import diff_page
+    from bnfuse.training_graph import open_graph
 
-    found = api.diff(before, after, data_input=data_input, labels_input=labels_input)
-    if output:
-        write_text(output, to_json(found.to_json()) if format is Format.json else str(found))
-    elif format is Format.json:
-        show_json(found.to_json())
-    else:
+    roles: dict[str, Any] = {"data_input": data_input, "labels_input": labels_input}
+    graphs = (open_graph(before, **roles), open_graph(after, **roles))
+    found = api.diff(*graphs)
+    if format is Format.text and not output:
         show(found.sections())
+    else:
+        forms = {
+            Format.text: found.__str__,
+            Format.json: lambda: to_json(found.to_json()),
+            Format.html: lambda: diff_page(*graphs),
+        }
+        text = forms[format]()
+        if output:
+            write_text(output, text)
+        else:
+            print(text)
     if exit_code and not found.equal:
         raise typer.Exit(1)
 

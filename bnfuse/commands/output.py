@@ -60,10 +60,17 @@ def finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
+    """All of the text and a line end, or what was there before. A pipe or a terminal is written to as it is."""
+    from bnfuse.io import write_atomically
+
+    data = f"{text}\n".encode()
+    if path.exists() and not path.is_file():
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
+    else:
+        write_atomically(path.resolve(), data)
 
 
 SILENCE = 10.0  # seconds that pass without a line before a plain one is printed

@@ -1,0 +1,136 @@
+"""What became of each BatchNorm, with what it cost before and costs now."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from bnfuse.diffing.halves import BATCH_NORMS, BatchNormFate
+from bnfuse.diffing.page.align import Alignment
+from bnfuse.diffing.page.nodes import Node
+
+HALVES = ("statistics", "normalize", "gradient_reduce", "gradient_input")
+STATUSES = {
+    "fused": "no half sweeps a feature map of its own",
+    "sampled": "a half touches a sample of the map in an operator of its own",
+    "split": "a half is still an operator of its own",
+    "whole": "still one operator",
+    "gone": "taken out of the graph, or not to be found in it",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Feature maps read and written."""
+
+    sweeps: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.sweeps + other.sweeps, self.bytes + other.bytes)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.sweeps - other.sweeps, self.bytes - other.bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """`nodes`: the BatchNorm and its gradient before. `homes`: the nodes after that these are counted with.
+
+    `own_before`, `own_after`: what operators cost that do nothing but its halves. `around_before`, `around_after`: what
+    everything with the same homes cost, and what the homes cost. `reasons`: why a half is not fused, where it is known.
+    """
+
+    fate: BatchNormFate
+    status: str
+    nodes: tuple[int, ...]
+    homes: tuple[int, ...]
+    own_before: Cost
+    own_after: Cost
+    around_before: Cost
+    around_after: Cost
+    reasons: tuple[str, ...]
+
+
+def gradient_nodes(graph: ir.Graph) -> dict[int, tuple[int, ...]]:
+    """BatchNorm -> the gradient nodes that read the same map and the same scale; all as indices."""
+    found = defaultdict(list)
+    for i, node in enumerate(graph):
+        if node.op_type == "BatchNormalizationGrad" and len(node.inputs) > 2:
+            found[node.inputs[1], node.inputs[2]].append(i)
+    norms = [(i, node) for i, node in enumerate(graph) if node.op_type in BATCH_NORMS]
+    return {i: tuple(found[node.inputs[0], node.inputs[1]]) for i, node in norms}
+
+
+def preferred_homes(
+    fates: Sequence[BatchNormFate], gradients: Mapping[int, tuple[int, ...]], after: Sequence[Node]
+) -> dict[int, int]:
+    """A BatchNorm goes with what normalises now, its gradient with what reduces: each is in one place."""
+    index = first_index(after)
+    wanted = {}
+    for norm, fate in zip(gradients, fates, strict=True):
+        for i, places in ((norm, fate.normalize), *((g, fate.gradient_reduce) for g in gradients[norm])):
+            if places and places[0].node in index:
+                wanted[i] = index[places[0].node]
+    return wanted
+
+
+def norms_of(
+    fates: Sequence[BatchNormFate],
+    gradients: Mapping[int, tuple[int, ...]],
+    before: Sequence[Node],
+    after: Sequence[Node],
+    alignment: Alignment,
+    reasons: Mapping[str, tuple[str, ...]],
+) -> tuple[Norm, ...]:
+    index = first_index(after)
+    sources = members(alignment)
+    found = []
+    for norm, fate in zip(gradients, fates, strict=True):
+        nodes = (norm, *gradients[norm])
+        homes = tuple(dict.fromkeys(alignment.home[i] for i in nodes if i in alignment.home))
+        together = [*dict.fromkeys([*nodes, *(b for a in homes for b in sources[a])])]
+        places = (place for half in HALVES for place in getattr(fate, half))
+        own = dict.fromkeys(index[p.node] for p in places if p.where in ("own", "sample") and p.node in index)
+        found.append(
+            Norm(
+                fate,
+                status_of(fate),
+                nodes,
+                homes,
+                own_before=cost(before[i] for i in nodes),
+                own_after=cost(after[i] for i in (homes if fate.whole else own)),
+                around_before=cost(before[i] for i in together),
+                around_after=cost(after[i] for i in homes),
+                reasons=reasons.get(fate.name, ()),
+            )
+        )
+    return tuple(found)
+
+
+def status_of(fate: BatchNormFate) -> str:
+    if fate.whole:
+        return "whole"
+    where = {place.where for half in HALVES for place in getattr(fate, half)}
+    if not where:
+        return "gone"
+    return "split" if "own" in where else "sampled" if "sample" in where else "fused"
+
+
+def members(alignment: Alignment) -> dict[int, list[int]]:
+    """after -> the nodes before whose home it is."""
+    found = defaultdict(list)
+    for b, a in alignment.home.items():
+        found[a].append(b)
+    return found
+
+
+def cost(nodes: Iterable[Node]) -> Cost:
+    return sum((Cost(node.sweeps, node.bytes) for node in nodes), Cost())
+
+
+def first_index(nodes: Sequence[Node]) -> dict[str, int]:
+    return {node.label: i for i, node in reversed([*enumerate(nodes)])}
