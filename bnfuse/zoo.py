@@ -1,4 +1,4 @@
-"""What `bnfuse models` lists."""
+"""The zoo as commands see it: what `bnfuse models` lists, and networks by name where a file may be meant as well."""
 
 from __future__ import annotations
 
@@ -48,3 +48,19 @@ def zoo_entry(name: str) -> ZooEntry:
         entry.metaparameters,
         entry.shape_only,
     )
+
+
+def network_named(source: Any, zoo: dict[str, Any] | None = None) -> Network | None:
+    """The network of the zoo that `source` names, without its weights, or None where `source` is a model.
+
+    `zoo` has its batch, image, channels, classes and metaparameters; None where not given. A model takes none of them.
+    """
+    given = {key: value for key, value in (zoo or {}).items() if value is not None}
+    if isinstance(source, str) and source in MODELS:
+        return build_graph(source, **given)
+    if isinstance(source, str) and not looks_like_file(source):
+        entry_of(source)  # raises, with the names there are
+    if given:
+        what = ", ".join(sorted(given))
+        raise BnfuseError(f"{source}: {what} can be chosen for networks of the zoo only, not for a training graph")
+    return None
