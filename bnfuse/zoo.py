@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bnfuse.models import MODELS, SHAPE_ONLY, count_forward, entry_of
+from bnfuse.building import looks_like_file
+from bnfuse.errors import BnfuseError
+from bnfuse.models import MODELS, SHAPE_ONLY, build_graph, count_forward, entry_of
+from bnfuse.models.layers import Network
 
 
 @dataclasses.dataclass(frozen=True)
