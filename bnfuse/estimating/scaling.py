@@ -1,0 +1,329 @@
+"""Data-parallel training on several workers (papers/003, section 3.6): how long a step takes, what more of them bring.
+
+Each worker computes the gradients of its share of the batch; then the gradients of all are summed and every worker
+gets the sum. With |W| bytes of gradients, p workers and BW bytes/s in and out of each of them, summing takes
+
+    parameter server    |W| * p / BW                (eq. 3.3)
+    reduction tree      |W| * 2*log2(p) / BW        (eq. 3.4; a p that is no power of two has a broken log2)
+
+and a latency for each of these messages, none by default. One worker does not communicate. The share is the batch
+divided by p, rounded up (strong scaling), or the batch itself, so that all of them train p batches (weak scaling).
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from bnfuse.errors import BnfuseError
+from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.estimate import estimate
+from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.workload import Workload
+from bnfuse.text import Section, join, number, scaled
+
+Strategy = Literal["tree", "server"]
+Mode = Literal["strong", "weak"]
+MOST = 2.0**40  # workers; where balance is not reached by then, it never is
+
+# serial messages of |W| bytes that summing the gradients of p > 1 workers takes
+MESSAGES: dict[str, Callable[[float], float]] = {"tree": lambda p: 2 * math.log2(p), "server": lambda p: p}
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What connects the workers: `bandwidth` in bytes/s, in and out of each, and `latency` of a message in seconds."""
+
+    bandwidth: float
+    latency: float = 0.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bandwidth < math.inf and 0 <= self.latency < math.inf):
+            raise BnfuseError(
+                f"network of {self.bandwidth:g} B/s and {self.latency:g} s: the bandwidth must be positive, the latency"
+                " not negative"
+            )
+
+    def __str__(self) -> str:
+        latency = f", {scaled_time(self.latency)} a message" if self.latency else ""
+        return f"{self.name}{': ' if self.name else ''}{scaled(self.bandwidth, 'B/s')}{latency}"
+
+
+PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def network(text: str, latency: float = 0.0) -> Network:
+    """6GB/s, 100Gbit/s or plain bytes/s as a network."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?(?:([kMGT]?)(B|bit)/s)?", text.strip())
+    try:
+        amount = float(found[1]) if found else 0.0
+    except ValueError:
+        amount = 0.0
+    if not found or not amount:
+        raise BnfuseError(f"network {text}: write its bandwidth as 6GB/s or 100Gbit/s")
+    return Network(amount * PREFIXES[found[2] or ""] / (8 if found[3] == "bit" else 1), latency)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantities:
+    """What scaling depends on, where there is no workload: a step of `batch` samples, forward and backward.
+
+    `gradient_bytes` is |W|; `step_s` the time of the whole batch on one worker (None: flops at the hardware's rate);
+    `forward_share` the part of it that passes before gradients come.
+    """
+
+    name: str
+    batch: int
+    gradient_bytes: float
+    flops: float = 0.0
+    step_s: float | None = None
+    forward_share: float = 1 / 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A step on `workers` workers, `share` samples on each. `exposed_s` is the communication that nothing hides.
+
+    `speedup` compares samples a second with those of one worker, `efficiency` is speed-up a worker.
+    """
+
+    workers: int
+    share: int
+    batch: int
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    step_s: float
+    samples_per_s: float
+    speedup: float
+    efficiency: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """`balance`: so many workers at which communication takes as long as computing (None: it never does)."""
+
+    name: str
+    gradient_bytes: float
+    hardware: str
+    network: Network
+    strategy: Strategy
+    mode: Mode
+    overlap: float
+    balance: float | None
+    points: tuple[Point, ...]
+
+    def at(self, workers: int) -> Point:
+        for point in self.points:
+            if point.workers == workers:
+                return point
+        raise BnfuseError(f"{self.name}: no point of {workers} workers was asked for")
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Point)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(point) for point in self.points)
+        return text.getvalue()
+
+    def sections(self) -> list[Section]:
+        how = {"tree": "reduction tree", "server": "parameter server"}[self.strategy]
+        about = [
+            f"{scaled(self.gradient_bytes, 'B')} of gradients, {how}, {self.network}",
+            f"each worker: {self.hardware}",
+        ]
+        if self.overlap:
+            about.append(f"communication may hide behind {self.overlap:.0%} of the backward pass")
+        if self.balance is not None:
+            about.append(f"communication takes as long as computing at {self.balance:.3g} workers")
+        rows = [
+            (
+                number(p.workers),
+                number(p.share),
+                scaled_time(p.compute_s),
+                scaled_time(p.communication_s),
+                scaled_time(p.step_s),
+                number(float(p.samples_per_s)),
+                f"{p.speedup:.3g}x",
+                f"{p.efficiency:.1%}",
+            )
+            for p in self.points
+        ]
+        columns = (
+            "workers",
+            "samples each",
+            "computing",
+            "communication",
+            "step",
+            "samples/s",
+            "speed-up",
+            "efficiency",
+        )
+        return [
+            Section.lines(f"{self.name}, {self.mode} scaling", about),
+            Section.table("Data-parallel training", columns, rows),
+        ]
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+
+def scaled_time(seconds: float) -> str:
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def communication_s(gradient_bytes: float, workers: float, network: Network, strategy: Strategy = "tree") -> float:
+    """Equations 3.3 and 3.4; `workers` may be broken."""
+    if strategy not in MESSAGES:
+        raise BnfuseError(f"strategy={strategy} is unknown: it is {' or '.join(MESSAGES)}")
+    messages = MESSAGES[strategy](workers) if workers > 1 else 0.0
+    return messages * (gradient_bytes / network.bandwidth + network.latency)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computing:
+    """The time that one worker takes for so many samples, and how much of it is the forward pass."""
+
+    batch: int
+    gradient_bytes: float
+    name: str
+    time_s: Callable[[int], float]
+    forward_share: float
+
+
+def scale(
+    source: Workload | Quantities | Callable[[int], Workload],
+    hardware: Hardware | None = None,
+    workers: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
+    network: Network = Network(6e9),
+    strategy: Strategy = "tree",
+    mode: Mode = "strong",
+    *,
+    batch: int | None = None,
+    overlap: float = 0.0,
+    assumptions: Assumptions | None = None,
+) -> Scaling:
+    """Steps of `source` on each number of workers.
+
+    A workload is estimated once on `hardware` and its time divided by the samples; a function batch -> workload is
+    estimated for every share, from its `batch` on; quantities have their own time, or flops at the hardware's rate.
+    `overlap` is the part of the backward pass, 0 to 1, that communication may hide behind.
+    """
+    if mode not in ("strong", "weak"):
+        raise BnfuseError(f"scaling={mode} is unknown: it is strong or weak")
+    if not 0 <= overlap <= 1:
+        raise BnfuseError(f"overlap={overlap:g} is no part of the backward pass: it is from 0 to 1")
+    if not workers or min(workers) < 1:
+        raise BnfuseError("workers: give numbers of workers, each at least 1")
+    computing = computing_of(source, hardware, batch, assumptions or Assumptions())
+    if mode == "strong" and max(workers) > computing.batch:
+        raise BnfuseError(
+            f"{computing.name}: {max(workers)} workers have no sample each of a batch of {computing.batch}."
+            " Take a larger batch, or weak scaling."
+        )
+    found = [point(computing, p, network, strategy, mode, overlap) for p in workers]
+    return Scaling(
+        name=computing.name,
+        gradient_bytes=computing.gradient_bytes,
+        hardware=hardware.name if hardware else "as measured",
+        network=network,
+        strategy=strategy,
+        mode=mode,
+        overlap=overlap,
+        balance=balance(computing, network, strategy, mode),
+        points=tuple(found),
+    )
+
+
+def point(
+    computing: Computing, workers: int, network: Network, strategy: Strategy, mode: Mode, overlap: float
+) -> Point:
+    share = -(-computing.batch // workers) if mode == "strong" else computing.batch
+    batch = computing.batch if mode == "strong" else computing.batch * workers
+    compute = computing.time_s(share)
+    communication = communication_s(computing.gradient_bytes, workers, network, strategy)
+    exposed = max(0.0, communication - overlap * (1 - computing.forward_share) * compute)
+    step = compute + exposed
+    speedup = batch / step * (computing.time_s(computing.batch) / computing.batch)
+    return Point(workers, share, batch, compute, communication, exposed, step, batch / step, speedup, speedup / workers)
+
+
+def balance(computing: Computing, network: Network, strategy: Strategy, mode: Mode) -> float | None:
+    """The broken number of workers at which communication takes as long as computing, by bisection.
+
+    Computing shrinks with the number of workers or stays, communication grows.
+    """
+    whole = computing.time_s(computing.batch)
+
+    def early(p: float) -> bool:
+        share = whole / p if mode == "strong" else whole
+        return communication_s(computing.gradient_bytes, p, network, strategy) < share
+
+    low, high = 1.0, MOST
+    if early(high):
+        return None
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if early(middle) else (low, middle)
+    return low
+
+
+def computing_of(
+    source: Workload | Quantities | Callable[[int], Workload],
+    hardware: Hardware | None,
+    batch: int | None,
+    assumptions: Assumptions,
+) -> Computing:
+    if isinstance(source, Quantities):
+        whole = source.step_s
+        if whole is None:
+            if hardware is None or not source.flops:
+                raise BnfuseError(f"{source.name}: give its step_s, or its flops and a hardware")
+            whole = source.flops / hardware.flops
+        return linear(source.name, source.batch, source.gradient_bytes, whole, source.forward_share)
+    if hardware is None:
+        raise BnfuseError("scaling of a workload needs a hardware")
+    if isinstance(source, Workload):
+        found = estimate(source, hardware, assumptions)
+        return linear(source.name, source.batch, gradient_bytes(source), found.time_s, forward_share(source))
+    if batch is None:
+        raise BnfuseError("scaling of a function batch -> workload needs a batch")
+    first = source(batch)
+    times: dict[int, float] = {}
+
+    def time_s(share: int) -> float:
+        if share not in times:
+            times[share] = estimate(source(share), hardware, assumptions).time_s
+        return times[share]
+
+    return Computing(batch, gradient_bytes(first), first.name, time_s, forward_share(first))
+
+
+def linear(name: str, batch: int, size: float, whole: float, forward: float) -> Computing:
+    """Computing takes its time by the samples."""
+    return Computing(batch, size, name, lambda share: whole * share / batch, forward)
+
+
+def gradient_bytes(workload: Workload) -> int:
+    """|W|: the bytes of all weight gradients (those of biases and BatchNorms are vectors, and not counted)."""
+    found = sum(t.bytes for t in workload.tensors if t.kind == "weight_gradient" and t.kept)
+    if not found:
+        raise BnfuseError(f"{workload.name}: it has no weight gradients, so that there is nothing to exchange")
+    return found
+
+
+def forward_share(workload: Workload) -> float:
+    """The forward pass's part of the operations, which stands for its part of the time."""
+    forward = sum(layer.flops for layer in workload.layers if layer.phase == "forward")
+    return forward / workload.flops if workload.flops else 0.0
