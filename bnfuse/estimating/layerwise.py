@@ -45,7 +45,7 @@ class Passes:
     """Who adds the gradients of a value with several readers: the backward layer of each further reader, which reads
     the sum so far and writes it anew, or a layer of its own (type Add)."""
 
-    adds_copy: bool = False
+    adds_copy: bool = True
     """The backward layer of an Add writes a gradient for each operand, instead of handing on its own."""
 
 

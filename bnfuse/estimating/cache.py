@@ -1,0 +1,207 @@
+"""The software-managed cache of papers/004, chapter 4: what is loaded, kept, streamed and written out, and where.
+
+    trace(workload)            who touches what, when next
+    residency(trace, capacity) Belady's replacement: for each layer its loads, its streams and what leaves after it
+
+Whole tensors are the units. A layer whose tensors fit together holds all of them; otherwise those that are there
+already, then weights, then those that are used again soonest are held, and the others stream through the cache row by
+row, once for each sweep (section 4.3.3). Replacing evicts the tensor whose next use is farthest. Time has no part in
+this: what is evicted before its next use is known before the iteration runs, so it can leave right after its last use
+(look-ahead offload), and what must be loaded can be issued ahead (prefetching.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+from bnfuse.estimating.workload import Layer, Workload
+
+NEVER = 1 << 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Touch:
+    """What one layer does with one tensor. `until` is the layer that needs its value next (NEVER: its value is dead).
+
+    `swept_in` and `swept_out` are the bytes that cross the bus if it streams, all sweeps together.
+    """
+
+    tensor: int
+    read: int
+    written: int
+    swept_in: int
+    swept_out: int
+    until: int
+    weight: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A tensor that layer `layer` needs whole and that is not there; it can be fetched after layer `after`."""
+
+    layer: int
+    bytes: int
+    after: int
+
+
+@dataclasses.dataclass
+class Residency:
+    """Per layer: what it loads, bytes that stream in and out, bytes written out after it, bytes of the cache in use.
+
+    `occupied` counts what is kept from before and what the layer holds, not what is prefetched for later layers.
+    """
+
+    loads: list[list[Load]]
+    stream_in: list[int]
+    stream_out: list[int]
+    leaving: list[int]
+    occupied: list[int]
+
+
+def trace(workload: Workload) -> list[list[Touch]]:
+    """For each layer its tensors, merged where it reads and writes the same."""
+    found: list[list[Touch]] = []
+    later: dict[int, tuple[int, bool]] = {}  # tensor -> the next layer that touches it, and whether it needs the value
+    for index in range(len(workload.layers) - 1, -1, -1):
+        touches = merged(workload, workload.layers[index], later)
+        for touch in touches:
+            covers = touch.written >= workload.tensors[touch.tensor].bytes
+            later[touch.tensor] = (index, touch.read > 0 or not covers)
+        found.append(touches)
+    found.reverse()
+    return found
+
+
+def merged(workload: Workload, layer: Layer, later: dict[int, tuple[int, bool]]) -> list[Touch]:
+    sums: dict[int, list[int]] = {}
+    for position, accesses in ((0, layer.reads), (1, layer.writes)):
+        for access in accesses:
+            entry = sums.setdefault(access.tensor, [0, 0, 0, 0])
+            entry[position] += access.bytes
+            entry[position + 2] += access.bytes * access.sweeps
+    touches = []
+    for tensor, (read, written, swept_in, swept_out) in sums.items():
+        size, kind = workload.tensors[tensor].bytes, workload.tensors[tensor].kind
+        until, needs = later.get(tensor, (NEVER, False))
+        until = until if needs else NEVER
+        touches.append(Touch(tensor, min(read, size), min(written, size), swept_in, swept_out, until, kind == "weight"))
+    return touches
+
+
+def residency(workload: Workload, touches: list[list[Touch]], capacity: int, *, look_ahead: bool) -> Residency:
+    cache = Cache(workload, capacity, len(touches), look_ahead)
+    for index, touched in enumerate(touches):
+        cache.run(index, touched)
+    return cache.result()
+
+
+class Cache:
+    def __init__(self, workload: Workload, capacity: int, layers: int, look_ahead: bool) -> None:
+        self.capacity = capacity
+        self.look_ahead = look_ahead
+        self.kept = [tensor.kept for tensor in workload.tensors]
+        count = len(self.kept)
+        self.present = [0] * count  # bytes in the cache
+        self.dirty = [0] * count  # of these, bytes that memory lacks
+        self.until = [NEVER] * count  # next use
+        self.last = [-1] * count  # last layer that touched it
+        self.used = 0
+        self.farthest: list[tuple[int, int]] = []  # heap of (-next use, tensor), entries may be out of date
+        self.loads: list[list[Load]] = [[] for _ in range(layers)]
+        self.stream_in = [0] * layers
+        self.stream_out = [0] * layers
+        self.leaving = [0] * layers
+        self.occupied = [0] * layers
+        self.change = [0] * (layers + 1)  # of `occupied`, from a layer on: what leaves earlier than space needs it
+
+    def run(self, index: int, touched: list[Touch]) -> None:
+        held, streamed = self.divided(touched)
+        for touch in streamed:
+            self.stream(index, touch)
+        self.make_room(index, held)
+        for touch in held:
+            self.hold(index, touch)
+        self.occupied[index] = self.used
+        for touch in held:
+            self.release(index, touch)
+
+    def divided(self, touched: list[Touch]) -> tuple[list[Touch], list[Touch]]:
+        """What the layer holds whole, and what streams."""
+        present, room = self.present, self.capacity
+        total = 0
+        for touch in touched:
+            total += max(touch.read, touch.written, present[touch.tensor])
+        if total <= room:
+            return touched, []
+        held, streamed = [], []
+        for touch in sorted(touched, key=lambda t: (not present[t.tensor], not t.weight, t.until)):
+            size = max(touch.read, touch.written, present[touch.tensor])
+            if size <= room:
+                room -= size
+                held.append(touch)
+            else:
+                streamed.append(touch)
+        return held, streamed
+
+    def stream(self, index: int, touch: Touch) -> None:
+        tensor = touch.tensor
+        if self.present[tensor]:
+            self.evict(index, tensor)
+        self.stream_in[index] += touch.swept_in
+        if touch.written and (touch.until != NEVER or self.kept[tensor]):
+            self.stream_out[index] += touch.swept_out
+        self.last[tensor] = index
+
+    def make_room(self, index: int, held: list[Touch]) -> None:
+        present, until, heap = self.present, self.until, self.farthest
+        more = 0
+        for touch in held:
+            tensor = touch.tensor
+            more += max(touch.read, touch.written, present[tensor]) - present[tensor]
+            until[tensor] = index  # in use: its entries of the heap are out of date
+        while self.used + more > self.capacity:
+            negative, tensor = heapq.heappop(heap)
+            if present[tensor] and until[tensor] == -negative and -negative > index:
+                self.evict(index, tensor)
+
+    def evict(self, index: int, tensor: int) -> None:
+        size, last = self.present[tensor], self.last[tensor]
+        if self.look_ahead:
+            self.leaving[last] += self.dirty[tensor]
+            self.change[last + 1] -= size
+            self.change[index] += size
+        else:
+            self.leaving[index - 1] += self.dirty[tensor]
+        self.drop(tensor)
+
+    def drop(self, tensor: int) -> None:
+        self.used -= self.present[tensor]
+        self.present[tensor] = self.dirty[tensor] = 0
+
+    def hold(self, index: int, touch: Touch) -> None:
+        tensor, before = touch.tensor, self.present[touch.tensor]
+        if touch.read > before:
+            self.loads[index].append(Load(index, touch.read - before, self.last[tensor]))
+        now = max(touch.read, touch.written, before)
+        self.present[tensor] = now
+        self.used += now - before
+        self.dirty[tensor] = min(now, self.dirty[tensor] + touch.written)
+        self.last[tensor] = index
+
+    def release(self, index: int, touch: Touch) -> None:
+        tensor = touch.tensor
+        if touch.until != NEVER:
+            self.until[tensor] = touch.until
+            heapq.heappush(self.farthest, (-touch.until, tensor))
+            return
+        if self.kept[tensor]:
+            self.leaving[index] += self.dirty[tensor]
+        self.drop(tensor)
+
+    def result(self) -> Residency:
+        total = 0
+        for index, change in enumerate(self.change[:-1]):
+            total += change
+            self.occupied[index] += total
+        return Residency(self.loads, self.stream_in, self.stream_out, self.leaving, self.occupied)

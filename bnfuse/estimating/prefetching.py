@@ -1,0 +1,53 @@
+"""When loads are issued: latency-aware prefetching (papers/004, section 4.2.3 and listing 1).
+
+A load for layer i is issued at layer i-k, k the least for which the computing of layers i-k to i-1 covers its transfer.
+Where the cache has no room for it from there to layer i it is put off to the layer from which on it has.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bnfuse.estimating.cache import Load, Residency
+
+
+def issued(
+    cache: Residency,
+    capacity: int,
+    bandwidth: float,
+    compute: list[float],
+    how: Literal["latency", "next", "none"],
+) -> list[list[Load]]:
+    """For each layer the loads that are issued at its beginning for later layers. Reserves their space in `cache`."""
+    waiting: list[list[Load]] = [[] for _ in compute]
+    chosen: list[list[Load]] = [[] for _ in compute]
+    if how == "none":
+        return chosen
+    for loads in cache.loads:
+        for load in loads:
+            first = max(earliest(load, bandwidth, compute) if how == "latency" else load.layer - 1, load.after + 1)
+            if 0 <= first < load.layer:
+                waiting[first].append(load)
+    occupied = cache.occupied
+    for index, loads in enumerate(waiting):
+        for load in loads:
+            room = capacity - load.bytes
+            first = load.layer
+            while first > index and occupied[first - 1] <= room:
+                first -= 1
+            if first == index:
+                chosen[index].append(load)
+                for at in range(index, load.layer):
+                    occupied[at] += load.bytes
+            elif first < load.layer:
+                waiting[first].append(load)
+    return chosen
+
+
+def earliest(load: Load, bandwidth: float, compute: list[float]) -> int:
+    missing = load.bytes / bandwidth
+    first = load.layer
+    while missing > 0 and first > 0:
+        first -= 1
+        missing -= compute[first]
+    return first
