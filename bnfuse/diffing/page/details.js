@@ -1,7 +1,7 @@
 // What the selected node is, where it went or came from, and what it costs.
 
 const HALVES = { statistics: "statistics", normalize: "normalize", gradient_reduce: "gradient reduce", gradient_input: "gradient input" };
-const PLACES = { prologue: "on the way in of", epilogue: "on the way out of", own: "an operator of its own:", sample: "on a sample, by" };
+const PLACES = { prologue: "on the way in of", epilogue: "on the way out of", own: "on its own in", sample: "on a sample, in" };
 const STATUS = {
   fused: "No half sweeps a feature map of its own.",
   sampled: "A half touches a sample of the map in an operator of its own.",
@@ -39,6 +39,7 @@ const partnerOf = (node) => (DATA.partner[node.index] >= 0 ? [{ side: 0, index: 
 
 function showDetails(node) {
   const panel = at("details");
+  panel.classList.toggle("empty", !node);
   if (!node) {
     panel.replaceChildren(element("p", { className: "note" },
       "Choose a node, or find one by its name, its operator or its pass. A BatchNorm shows what became of its halves."));
@@ -72,9 +73,7 @@ function origin(node) {
 function normDetails(norm) {
   const list = element("dl", { className: "facts" });
   for (const [half, shown] of Object.entries(HALVES)) {
-    const places = norm.halves[half].map(([index, where]) => [`${PLACES[where]} `, index < 0 ? "?" : reference(1, index)]);
-    const nothing = norm.status === "whole" ? "in the BatchNorm" : "nowhere";
-    list.append(element("dt", {}, shown), element("dd", {}, ...(places.length ? folded(places) : [nothing])));
+    list.append(element("dt", {}, shown), element("dd", {}, ...places(norm, half)));
   }
   for (const reason of norm.reasons) list.append(element("dt", {}, "not fused"), element("dd", {}, reason));
   const channels = norm.channels === null ? "" : ` ${norm.channels} channels.`;
@@ -82,6 +81,16 @@ function normDetails(norm) {
     element("h4", {}, "BatchNorm ", element("span", { className: `status ${norm.status}` }, norm.status)),
     element("p", {}, STATUS[norm.status] + channels), list,
     costTable("Feature maps", [["its operators alone", ...norm.own], ["with what is fused with it", ...norm.around]]));
+}
+
+/** Where a half is done, by the way in which it is done there. */
+function places(norm, half) {
+  if (!norm.halves[half].length) return [norm.status === "whole" ? "in the BatchNorm" : "nowhere"];
+  return Object.entries(PLACES).flatMap(([where, shown]) => {
+    const links = norm.halves[half].filter(([, how]) => how === where).map(([index]) => (index < 0 ? "?" : reference(1, index)));
+    if (!links.length) return [];
+    return links.length === 1 ? [element("div", {}, `${shown} `, links[0])] : [`${shown} ${links.length} nodes:`, ...folded(links)];
+  });
 }
 
 function beforeDetails(index) {

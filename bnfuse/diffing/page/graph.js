@@ -93,10 +93,10 @@ function drawWhereNeeded() {
   moveFrame(first, last);
 }
 
-function draw() {
+function draw(spare = SPARE) {
   const [first, last] = visibleRows();
-  view.first = Math.max(0, first - SPARE);
-  view.last = Math.min(DATA.rows.length, last + SPARE);
+  view.first = Math.max(0, first - spare);
+  view.last = Math.min(DATA.rows.length, last + spare);
   const rows = DATA.rows.slice(view.first, view.last);
   SIDES.forEach((name, side) => {
     const nodes = rows.map((pair) => pair[side]).filter((index) => index >= 0);
@@ -230,19 +230,20 @@ function drawMap() {
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
   const step = height / DATA.rows.length;
   const half = width / 2;
+  const edge = Math.min(4, half / 5);
   const mark = (side, r, name, x, w) => {
     paint.fillStyle = colour(name);
     paint.fillRect(side * half + x, r * step, w, Math.max(step, name === "selected" || name === "hit" ? 2.5 : 0.8));
   };
   rowOf.forEach((rows, side) => rows.forEach((r, index) => {
-    mark(side, r, colourOf(fateOf(side, index)), 4, half - 9);
-    if (!NODES[side][index].forward) mark(side, r, "backward", half - 4, 2);
+    mark(side, r, colourOf(fateOf(side, index)), edge, half - 2 * edge - 1);
+    if (!NODES[side][index].forward) mark(side, r, "backward", half - edge, edge / 2);
   }));
   for (const hit of view.hits) {
     const [side, index] = hit.split("-").map(Number);
-    mark(side, rowOf[side][index], "hit", 0, 4);
+    mark(side, rowOf[side][index], "hit", 0, edge);
   }
-  for (const node of [...view.related, ...(view.selected ? [view.selected] : [])]) mark(node.side, row(node), "selected", 0, half - 4);
+  for (const node of [...view.related, ...(view.selected ? [view.selected] : [])]) mark(node.side, row(node), "selected", 0, half - edge);
 }
 
 /** The frame on the map, and how many related nodes are out of sight. */
@@ -258,7 +259,8 @@ function moveFrame(first, last) {
     ["below", below, "▼", "below", Math.min(...below)],
   ]) {
     at(id).hidden = !list.length;
-    at(id).textContent = `${sign} ${list.length} more ${word}`;
+    at(id).textContent = `${sign} ${list.length}`;
+    at(id).title = `${list.length} of the marked nodes are ${word}`;
     at(id).dataset.row = list.length ? next : "";
   }
 }

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from bnfuse.diffing.halves import Place
 from bnfuse.diffing.page.gather import Page
-from bnfuse.diffing.page.markup import Markup, joined, table, tag
+from bnfuse.diffing.page.markup import Markup, joined, table, tag, text
 from bnfuse.diffing.page.norms import HALVES, Cost, Norm, first_index
 from bnfuse.diffing.page.summary import COLUMNS, NUMBERS, as_bytes, exact
 from bnfuse.diffing.report import describe_changed, describe_rewired
@@ -18,8 +18,8 @@ SHOWN_HALVES = {half: half.replace("_", " ") for half in HALVES}
 WHERE = {
     "prologue": "on the way in of",
     "epilogue": "on the way out of",
-    "own": "an operator of its own:",
-    "sample": "on a sample, by",
+    "own": "on its own in",
+    "sample": "on a sample, in",
 }
 
 
@@ -76,15 +76,22 @@ def saved(before: Cost, after: Cost) -> str:
 
 
 def half_places(norm: Norm, half: str, page: Page, index: dict[str, int]) -> Markup:
+    """Where a half is done, by the way in which it is done there."""
     found: tuple[Place, ...] = getattr(norm.fate, half)
     if not found:
         return tag("span", "in the BatchNorm" if norm.fate.whole else "nowhere", class_="note")
-    return tag("ul", *(tag("li", place_link(place, page, index)) for place in found))
+    parts = []
+    for where, shown in WHERE.items():
+        links = [place_link(place, page, index) for place in found if place.where == where]
+        if len(links) == 1:
+            parts.append(tag("div", f"{shown} ", links[0]))
+        elif links:
+            parts.append(tag("div", f"{shown} {len(links)} nodes:", tag("ul", *(tag("li", link) for link in links))))
+    return joined(parts)
 
 
 def place_link(place: Place, page: Page, index: dict[str, int]) -> Markup:
-    shown = node_link("after", page.after[index[place.node]].key) if place.node in index else place.node
-    return joined([f"{WHERE[place.where]} ", shown])
+    return node_link("after", page.after[index[place.node]].key) if place.node in index else text(place.node)
 
 
 def node_link(side: str, key: str, shown: str | None = None) -> Markup:

@@ -175,16 +175,32 @@ function listen() {
   at("minimap").addEventListener("pointerdown", (event) => { at("minimap").setPointerCapture(event.pointerId); jump(event); });
   at("minimap").addEventListener("pointermove", (event) => event.buttons && jump(event));
   document.addEventListener("keydown", onKey);
+  window.addEventListener("beforeprint", printVisible);
+  window.addEventListener("afterprint", showAll);
   window.addEventListener("popstate", followAddress);
   window.addEventListener("hashchange", followAddress);
   window.addEventListener("resize", () => { draw(); drawMap(); });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
 }
 
+/** Print the rows that are visible, and not the whole length of what can be scrolled. */
+function printVisible() {
+  const [first, last] = visibleRows();
+  draw(0);
+  at("canvas").style.setProperty("--shift", `${-ROW * first}px`);
+  at("canvas").style.height = `${ROW * (last - first)}px`;
+}
+
+function showAll() {
+  at("canvas").style.setProperty("--shift", "0px");
+  at("canvas").style.height = `${ROW * DATA.rows.length}px`;
+  draw();
+}
+
 function start() {
   at("no-script").hidden = true;
   at("explorer").hidden = false;
-  at("canvas").style.height = `${ROW * DATA.rows.length}px`;
+  showAll();
   SIDES.forEach((name, side) => { at(`head-${name}`).textContent = `${name} · ${NODES[side].length} nodes`; });
   drawLegend();
   sayHits(false);

@@ -25,8 +25,16 @@ def as_bytes(value: float) -> str:
 
 def as_time(seconds: float) -> str:
     """Three digits, in the unit that fits."""
-    value, unit = (1e3 * seconds, "ms") if seconds >= 1e-3 or not seconds else (1e6 * seconds, "µs")
+    if not seconds:
+        return "0"
+    value, unit = (1e3 * seconds, "ms") if seconds >= 1e-3 else (1e6 * seconds, "µs")
     return f"{value:.3g} {unit}"
+
+
+def relative(old: float, new: float) -> str:
+    """The change in per cent; what rounds to none is none."""
+    shown = change(old, new)
+    return "0 %" if shown in ("-0.0 %", "+0.0 %") else shown
 
 
 def figures(page: Page) -> Markup:
@@ -47,7 +55,7 @@ def figures(page: Page) -> Markup:
 
 
 def figure(name: str, old: float, new: float, show: Show) -> Markup:
-    return tile(name, joined([show(old), tag("span", " → ", class_="to"), show(new)]), change(old, new))
+    return tile(name, joined([show(old), tag("span", " → ", class_="to"), show(new)]), relative(old, new))
 
 
 def tile(name: str, value: object, note: str) -> Markup:
@@ -114,6 +122,9 @@ def by_type(old: Estimate, new: Estimate) -> list[tuple[str, float, float]]:
 def statuses(page: Page) -> Markup:
     counts = Counter(norm.status for norm in page.norms)
     rows = [(status, exact(counts[status], number), about) for status, about in STATUSES.items() if counts[status]]
+    refused = sum(bool(norm.reasons) for norm in page.norms)
+    if refused:
+        rows.append(("refused", exact(refused, number), "of these, a pass said why a half is left alone: below"))
     rows.append(("all", exact(len(page.norms), number), ""))
     return table("BatchNorms", ("", "count", "meaning"), rows, numbers=(1,))
 
@@ -127,7 +138,7 @@ def compared(caption: str, rows: Iterable[tuple[object, float, float]], show: Sh
             name,
             exact(old, show),
             exact(new, show),
-            change(old, new),
+            relative(old, new),
             bar(old, new, most) if i >= skip else "",
         )
         for i, (name, old, new) in enumerate(rows)
