@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import weakref
+from typing import NamedTuple
 
 from bnfuse.estimating.workload import Layer, Workload
 
 NEVER = 1 << 60
+TRACES: dict[int, list[list[Touch]]] = {}  # by id of the workload
 
 
-@dataclasses.dataclass(frozen=True)
-class Touch:
-    """What one layer does with one tensor. `until` is the layer that needs its value next (NEVER: its value is dead).
+class Touch(NamedTuple):
+    """What one layer does with one tensor.
+
+    `size` is what it holds of it; `until` the layer that needs its value next (NEVER: its value is dead here); `kept`:
+    memory must have this value in the end.
 
     `swept_in` and `swept_out` are the bytes that cross the bus if it streams, all sweeps together.
     """
@@ -30,17 +35,19 @@ class Touch:
     tensor: int
     read: int
     written: int
+    size: int
     swept_in: int
     swept_out: int
     until: int
+    kept: bool
     weight: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """A tensor that layer `layer` needs whole and that is not there; it can be fetched after layer `after`."""
 
     layer: int
+    tensor: int
     bytes: int
     after: int
 
@@ -60,7 +67,17 @@ class Residency:
 
 
 def trace(workload: Workload) -> list[list[Touch]]:
-    """For each layer its tensors, merged where it reads and writes the same."""
+    """For each layer its tensors, merged where it reads and writes the same. Remembered while the workload lives, for
+    sweeps."""
+    key = id(workload)
+    if key not in TRACES:
+        forget = weakref.finalize(workload, TRACES.pop, key, None)
+        forget.atexit = False
+        TRACES[key] = traced(workload)
+    return TRACES[key]
+
+
+def traced(workload: Workload) -> list[list[Touch]]:
     found: list[list[Touch]] = []
     later: dict[int, tuple[int, bool]] = {}  # tensor -> the next layer that touches it, and whether it needs the value
     for index in range(len(workload.layers) - 1, -1, -1):
@@ -81,11 +98,14 @@ def merged(workload: Workload, layer: Layer, later: dict[int, tuple[int, bool]])
             entry[position] += access.bytes
             entry[position + 2] += access.bytes * access.sweeps
     touches = []
-    for tensor, (read, written, swept_in, swept_out) in sums.items():
-        size, kind = workload.tensors[tensor].bytes, workload.tensors[tensor].kind
-        until, needs = later.get(tensor, (NEVER, False))
-        until = until if needs else NEVER
-        touches.append(Touch(tensor, min(read, size), min(written, size), swept_in, swept_out, until, kind == "weight"))
+    for index, (read, written, swept_in, swept_out) in sums.items():
+        tensor = workload.tensors[index]
+        until, needed = later.get(index, (NEVER, False))
+        kept = tensor.kept and index not in later
+        read, written = min(read, tensor.bytes), min(written, tensor.bytes)
+        size, weight = max(read, written), tensor.kind == "weight"
+        until = until if needed else NEVER
+        touches.append(Touch(index, read, written, size, swept_in, swept_out, until, kept, weight))
     return touches
 
 
@@ -100,8 +120,7 @@ class Cache:
     def __init__(self, workload: Workload, capacity: int, layers: int, look_ahead: bool) -> None:
         self.capacity = capacity
         self.look_ahead = look_ahead
-        self.kept = [tensor.kept for tensor in workload.tensors]
-        count = len(self.kept)
+        count = len(workload.tensors)
         self.present = [0] * count  # bytes in the cache
         self.dirty = [0] * count  # of these, bytes that memory lacks
         self.until = [NEVER] * count  # next use
@@ -131,12 +150,13 @@ class Cache:
         present, room = self.present, self.capacity
         total = 0
         for touch in touched:
-            total += max(touch.read, touch.written, present[touch.tensor])
+            size, there = touch.size, present[touch.tensor]
+            total += size if size > there else there
         if total <= room:
             return touched, []
         held, streamed = [], []
         for touch in sorted(touched, key=lambda t: (not present[t.tensor], not t.weight, t.until)):
-            size = max(touch.read, touch.written, present[touch.tensor])
+            size = max(touch.size, present[touch.tensor])
             if size <= room:
                 room -= size
                 held.append(touch)
@@ -149,7 +169,7 @@ class Cache:
         if self.present[tensor]:
             self.evict(index, tensor)
         self.stream_in[index] += touch.swept_in
-        if touch.written and (touch.until != NEVER or self.kept[tensor]):
+        if touch.written and (touch.until != NEVER or touch.kept):
             self.stream_out[index] += touch.swept_out
         self.last[tensor] = index
 
@@ -158,7 +178,8 @@ class Cache:
         more = 0
         for touch in held:
             tensor = touch.tensor
-            more += max(touch.read, touch.written, present[tensor]) - present[tensor]
+            if touch.size > present[tensor]:
+                more += touch.size - present[tensor]
             until[tensor] = index  # in use: its entries of the heap are out of date
         while self.used + more > self.capacity:
             negative, tensor = heapq.heappop(heap)
@@ -173,6 +194,7 @@ class Cache:
             self.change[index] += size
         else:
             self.leaving[index - 1] += self.dirty[tensor]
+            self.last[tensor] = index - 1
         self.drop(tensor)
 
     def drop(self, tensor: int) -> None:
@@ -182,11 +204,12 @@ class Cache:
     def hold(self, index: int, touch: Touch) -> None:
         tensor, before = touch.tensor, self.present[touch.tensor]
         if touch.read > before:
-            self.loads[index].append(Load(index, touch.read - before, self.last[tensor]))
-        now = max(touch.read, touch.written, before)
+            self.loads[index].append(Load(index, tensor, touch.read - before, self.last[tensor]))
+        now = max(touch.size, before)
         self.present[tensor] = now
         self.used += now - before
-        self.dirty[tensor] = min(now, self.dirty[tensor] + touch.written)
+        if touch.written:
+            self.dirty[tensor] = min(now, self.dirty[tensor] + touch.written)
         self.last[tensor] = index
 
     def release(self, index: int, touch: Touch) -> None:
@@ -195,7 +218,7 @@ class Cache:
             self.until[tensor] = touch.until
             heapq.heappush(self.farthest, (-touch.until, tensor))
             return
-        if self.kept[tensor]:
+        if touch.kept:
             self.leaving[index] += self.dirty[tensor]
         self.drop(tensor)
 

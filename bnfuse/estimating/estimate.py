@@ -89,7 +89,7 @@ class Bus:
         self.time = 0.0
         self.moved = 0.0
         self.pending: deque[Pending] = deque()
-        self.on_its_way: dict[int, Pending] = {}  # by id of the load
+        self.on_its_way: dict[Load, Pending] = {}
         self.going_out = 0.0
 
     def next(self) -> None:
@@ -98,7 +98,7 @@ class Bus:
     def start(self, loads: list[Load]) -> None:
         for load in loads:
             entry = Pending(load.bytes, load)
-            self.on_its_way[id(load)] = entry
+            self.on_its_way[load] = entry
             self.pending.append(entry)
 
     def leave(self, count: int) -> None:
@@ -131,7 +131,7 @@ class Bus:
         """Waits for loads of this layer that have not come."""
         missing = 0.0
         for load in loads:
-            entry = self.on_its_way.pop(id(load), None)
+            entry = self.on_its_way.pop(load, None)
             missing += load.bytes if entry is None else entry.bytes
             if entry is not None:
                 entry.bytes = 0.0

@@ -45,6 +45,10 @@ class Passes:
     """Who adds the gradients of a value with several readers: the backward layer of each further reader, which reads
     the sum so far and writes it anew, or a layer of its own (type Add)."""
 
+    norm_sweeps: int = 1
+    """How many times BN passes over its maps, forward (X) and backward (X and dY). In the end it must do so twice, for its
+    sums and for its results, but papers/004 has no layer fetch anything again. It matters where they stream."""
+
     adds_copy: bool = True
     """The backward layer of an Add writes a gradient for each operand, instead of handing on its own."""
 
@@ -94,7 +98,8 @@ class Tape:
         if any(tensor in self.trained for tensor in reads):
             self.trained.update(writes)
         part = size(node.outputs[0], node) if node.op in PARTS else None
-        accesses = [self.access(tensor, part if index == 0 else None) for index, tensor in enumerate(reads)]
+        accesses = [self.access(tensor) for tensor in reads]
+        accesses[:1] = [self.access(tensor, part, self.sweeps(node)) for tensor in reads[:1]]
         self.append(node, "forward", operations.forward_flops(node), accesses, [self.access(t) for t in writes])
 
     def outputs_of(self, node: gs.Node) -> list[int]:
@@ -143,7 +148,8 @@ class Tape:
         if not incoming or not wanted:
             return
         passed = [value for value in wanted if self.passes_on(node, value)]
-        reads = [self.access(gradient.tensor) for gradient in incoming] + self.saved_by(node)
+        reads = [self.access(gradient.tensor, None, self.sweeps(node)) for gradient in incoming]
+        reads += self.saved_by(node)
         writes: list[Access] = []
         summed = [(value, incoming[0].tensor) for value in passed]
         for value in wanted:
@@ -209,7 +215,8 @@ class Tape:
             found.append(self.by_name[node.outputs[1].name])
         if node.op == "BatchNormalization":
             x, scale = found[:2]
-            found = [x, scale, self.by_name[statistics_of(node)]]
+            others = [self.access(scale), self.access(self.by_name[statistics_of(node)])]
+            return [self.access(x, None, self.sweeps(node)), *others]
         if node.op in ("Conv", "Gemm"):  # not the bias
             found = found[:2]
         if node.op == "Gather":  # not the table
@@ -240,9 +247,13 @@ class Tape:
             kind = "weight_gradient" if len(value.shape) > 1 else "vector"
         return self.new(name, size(value, node), kind, kept=weight)
 
-    def access(self, tensor: int, part: int | None = None) -> Access:
+    def access(self, tensor: int, part: int | None = None, sweeps: int = 1) -> Access:
         whole = self.tensors[tensor].bytes
-        return Access(tensor, whole if part is None else min(part, whole))
+        return Access(tensor, whole if part is None else min(part, whole), sweeps)
+
+    def sweeps(self, node: gs.Node) -> int:
+        """How many times a node passes over its maps."""
+        return self.passes.norm_sweeps if node.op == "BatchNormalization" else 1
 
     def append(self, node: gs.Node, phase: Phase, flops: int, reads: list[Access], writes: list[Access]) -> None:
         name = node.name if phase == "forward" else f"{node.name}/backward"
@@ -252,8 +263,8 @@ class Tape:
     def layer(
         self, name: str, kind: str, phase: Phase, flops: int, reads: tuple[int, ...], writes: tuple[int, ...], part=""
     ) -> Layer:
-        accesses = [tuple(self.access(tensor) for tensor in tensors) for tensors in (reads, writes)]
-        return Layer(name, kind, phase, flops, *accesses, part or "loss")
+        read, written = (tuple(self.access(tensor) for tensor in tensors) for tensors in (reads, writes))
+        return Layer(name, kind, phase, flops, read, written, part or "loss")
 
 
 def operands(node: gs.Node) -> list[gs.Tensor]:
