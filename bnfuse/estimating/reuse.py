@@ -1,0 +1,305 @@
+"""How often data is reused, within layers and between them (papers/004, chapter 3 and section 5.2).
+
+    reuse frequency     operations for each byte of a layer's tensors, whatever the cache (eqs. 3.3, 3.4)
+    modified roofline   what a layer attains at its reuse frequency (eq. 5.1)
+    five scopes         each further access to a tensor, by where the access before it was (section 3.3)
+
+A reuse is an access that reads what an earlier layer read or wrote. Its scope:
+
+    intra-layer         the same layer: sweeps after the first
+    recurrent-weight    another time step of the same weights, or of their gradient
+    forward-backward    the earlier access was in another pass
+    adjacent-layer      the layer before, in the order of execution
+    block-scale         a layer further back in the same pass
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from bnfuse.estimating import cache
+from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.cache import NEVER, Touch
+from bnfuse.estimating.estimate import operations
+from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.workload import Layer, Workload
+from bnfuse.text import Section, number, scaled
+
+INTRA, ADJACENT, BLOCK = "intra-layer", "adjacent-layer", "block-scale"
+RECURRENT, FORWARD_BACKWARD = "recurrent-weight", "forward-backward"
+SCOPES = (INTRA, ADJACENT, BLOCK, RECURRENT, FORWARD_BACKWARD)  # from near to far
+
+UNBOUNDED = 1 << 62  # bytes of a cache that holds everything
+
+
+# Reuse frequency
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A layer in the modified roofline: FLOP for each byte, and the FLOP/s it attains."""
+
+    name: str
+    type: str
+    phase: str
+    reuse_frequency: float
+    attainable: float
+    compute_bound: bool
+    dense: bool  # a type-I layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    workload: str
+    hardware: Hardware
+    points: tuple[Point, ...]
+
+    @property
+    def ridge_point(self) -> float:
+        return self.hardware.ridge_point
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "hardware": dataclasses.asdict(self.hardware),
+            "ridge_point": self.ridge_point,
+            "layers": [dataclasses.asdict(point) for point in self.points],
+        }
+
+    def sections(self) -> list[Section]:
+        """By type of layer: how many are bound by computing, and the range of their reuse frequencies."""
+        rows = []
+        for kind in sorted({point.type for point in self.points}):
+            points = [point for point in self.points if point.type == kind]
+            found = [point.reuse_frequency for point in points]
+            bound = sum(point.compute_bound for point in points)
+            rows.append((kind, number(len(points)), number(bound), f"{min(found):.3g}", f"{max(found):.3g}"))
+        title = f"{self.workload}: FLOP for each byte of its layers; ridge point {self.ridge_point:.3g}"
+        return [Section.table(title, ("type", "layers", "compute-bound", "least", "most"), rows)]
+
+
+def roofline(workload: Workload, hardware: Hardware, assumptions: Assumptions | None = None) -> Roofline:
+    points = []
+    for layer in workload.layers:
+        frequency = layer_reuse_frequency(workload, layer, assumptions)
+        points.append(
+            Point(
+                layer.name,
+                layer.type,
+                layer.phase,
+                frequency,
+                attainable_performance(frequency, hardware),
+                frequency >= hardware.ridge_point,
+                layer.is_dense,
+            )
+        )
+    return Roofline(workload.name, hardware, tuple(points))
+
+
+def attainable_performance(frequency: float, hardware: Hardware) -> float:
+    """FLOP/s (eq. 5.1)."""
+    return min(frequency * hardware.bandwidth, hardware.flops)
+
+
+def layer_reuse_frequency(workload: Workload, layer: Layer, assumptions: Assumptions | None = None) -> float:
+    """Operations of the layer for each byte of all its tensors (eq. 3.4)."""
+    touched = touched_bytes(workload, layer)
+    return operations(layer, assumptions or Assumptions()) / touched if touched else 0.0
+
+
+def tensor_reuse_frequency(
+    workload: Workload, layer: Layer, tensor: int, assumptions: Assumptions | None = None
+) -> float:
+    """Operations of the layer that use this tensor, for each byte of it (eq. 3.3).
+
+    A backward dense layer of two products, dx = f(dy, w) and dw = f(dy, x), uses dy in both and each of the others in
+    one.
+    """
+    sizes = {access.tensor: access.bytes for access in layer.accesses}
+    if tensor not in sizes:
+        raise KeyError(f"layer '{layer.name}' does not use tensor {workload.tensors[tensor].name}")
+    share = 1 / products(workload, layer) if layer.is_dense and not is_incoming(workload, layer, tensor) else 1
+    return share * operations(layer, assumptions or Assumptions()) / sizes[tensor] if sizes[tensor] else 0.0
+
+
+def products(workload: Workload, layer: Layer) -> int:
+    """Of a dense layer: forward one, backward one for each gradient that is no vector."""
+    kinds = [workload.tensors[access.tensor].kind for access in layer.writes]
+    return max(1, sum(kind in ("map_gradient", "weight_gradient") for kind in kinds))
+
+
+def is_incoming(workload: Workload, layer: Layer, tensor: int) -> bool:
+    read = any(access.tensor == tensor for access in layer.reads)
+    written = any(access.tensor == tensor for access in layer.writes)
+    return read and not written and workload.tensors[tensor].kind == "map_gradient"
+
+
+def touched_bytes(workload: Workload, layer: Layer) -> int:
+    """Bytes of the tensors of a layer, each once."""
+    sums: Counter[int] = Counter()
+    for access in layer.accesses:
+        sums[access.tensor] = max(sums[access.tensor], access.bytes)
+    return sum(min(count, workload.tensors[tensor].bytes) for tensor, count in sums.items())
+
+
+# Scopes
+
+
+def scope_of(workload: Workload, tensor: int, before: int, now: int) -> str:
+    """The scope of layer `now`'s access to a tensor that layer `before` accessed last."""
+    first, second = workload.layers[before], workload.layers[now]
+    if first.phase != second.phase:
+        return FORWARD_BACKWARD
+    steps = (first.recurrence, second.recurrence)
+    if workload.tensors[tensor].kind in ("weight", "weight_gradient") and None not in steps and steps[0] != steps[1]:
+        return RECURRENT
+    return ADJACENT if now == before + 1 else BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """Bytes that a cache keeps off the memory bus in one iteration, by scope.
+
+    `saved_in` are reads of what is there. `saved_out` are writes that never reach memory: of values written over, or
+    dead, before they had to leave; they count for the widest scope in which the value was read.
+    """
+
+    cache: int
+    saved_in: dict[str, int]
+    saved_out: dict[str, int]
+
+    @property
+    def saved(self) -> dict[str, int]:
+        return {scope: self.saved_in[scope] + self.saved_out[scope] for scope in SCOPES}
+
+
+def captured(workload: Workload, capacity: int, *, touches: list[list[Touch]] | None = None) -> Captured:
+    """What a cache of `capacity` bytes captures (`touches`: `cache.trace(workload)`, where it is at hand)."""
+    touches = cache.trace(workload) if touches is None else touches
+    recorder = Recorder(workload, capacity, len(touches), True)
+    for index, touched in enumerate(touches):
+        recorder.run(index, touched)
+    return Captured(capacity, recorder.saved_in, recorder.saved_out)
+
+
+def captured_over(workload: Workload, capacities: Iterable[int]) -> list[Captured]:
+    touches = cache.trace(workload)
+    return [captured(workload, capacity, touches=touches) for capacity in capacities]
+
+
+class Recorder(cache.Cache):
+    """The cache of estimates, which notes every access that the memory bus does not see."""
+
+    def __init__(self, workload: Workload, capacity: int, layers: int, look_ahead: bool) -> None:
+        super().__init__(workload, capacity, layers, look_ahead)
+        self.workload = workload
+        self.saved_in = dict.fromkeys(SCOPES, 0)
+        self.saved_out = dict.fromkeys(SCOPES, 0)
+        self.widest = [0] * len(workload.tensors)  # since the value was written: index of its widest scope
+
+    def hold(self, index: int, touch: Touch) -> None:
+        tensor = touch.tensor
+        before, dirty = self.present[tensor], self.dirty[tensor]
+        scope = scope_of(self.workload, tensor, self.last[tensor], index) if before else INTRA
+        super().hold(index, touch)
+        if touch.read and before:
+            self.saved_in[scope] += min(touch.read, before)
+            self.widest[tensor] = max(self.widest[tensor], SCOPES.index(scope))
+        self.saved_in[INTRA] += touch.swept_in - touch.read
+        self.saved_out[INTRA] += touch.swept_out - touch.written
+        self.saved_out[scope] += dirty + touch.written - self.dirty[tensor]
+        if touch.written:
+            self.widest[tensor] = 0
+
+    def stream(self, index: int, touch: Touch) -> None:
+        before = self.stream_out[index]
+        super().stream(index, touch)
+        self.saved_out[INTRA] += touch.swept_out - (self.stream_out[index] - before)  # nobody reads it
+        self.widest[touch.tensor] = 0
+
+    def release(self, index: int, touch: Touch) -> None:
+        if touch.until == NEVER and not self.kept[touch.tensor]:
+            self.saved_out[SCOPES[self.widest[touch.tensor]]] += self.dirty[touch.tensor]
+        super().release(index, touch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirement:
+    """The least cache that captures a whole scope, and the layer that needs it."""
+
+    scope: str
+    bytes: int
+    layer: str
+
+
+def requirements(workload: Workload) -> dict[str, Requirement]:
+    """The cache that each scope needs (section 3.3): the tensors of the layer that runs, and what waits meanwhile.
+
+    Adjacent-layer reuse needs the tensors of a layer. A wider scope needs besides, at each layer, every tensor that
+    was touched before and is touched after it in that scope. Scopes without a reuse in this workload are left out.
+    """
+    touches = cache.trace(workload)
+    own = [sum(max(touch.read, touch.written) for touch in touched) for touched in touches]
+    waiting = {scope: [0] * (len(own) + 1) for scope in SCOPES}  # changes of the sum, from a layer on
+    found = set()
+    last: dict[int, int] = {}
+    for now, touched in enumerate(touches):
+        for touch in touched:
+            before = last.get(touch.tensor)
+            if before is not None and touch.read:
+                scope = scope_of(workload, touch.tensor, before, now)
+                found.add(scope)
+                waiting[scope][before + 1] += touch.read
+                waiting[scope][now] -= touch.read
+            last[touch.tensor] = now
+    return {scope: requirement(workload, scope, own, waiting[scope]) for scope in SCOPES if scope in found}
+
+
+def requirement(workload: Workload, scope: str, own: list[int], changes: list[int]) -> Requirement:
+    most, where, waiting = -1, 0, 0
+    for index, size in enumerate(own):
+        waiting += changes[index]
+        if size + waiting > most:
+            most, where = size + waiting, index
+    return Requirement(scope, most, workload.layers[where].name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reuse:
+    """Bytes saved by scope over cache sizes. `possible` is what a cache that holds everything saves."""
+
+    workload: str
+    caches: tuple[Captured, ...]
+    possible: Captured
+    requirements: dict[str, Requirement]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "possible_bytes": self.possible.saved,
+            "requirements": {name: dataclasses.asdict(found) for name, found in self.requirements.items()},
+            "caches": [
+                {"cache": found.cache, "saved_in_bytes": found.saved_in, "saved_out_bytes": found.saved_out}
+                for found in self.caches
+            ],
+        }
+
+    def sections(self) -> list[Section]:
+        columns = ("scope", "possible", "cache for all of it", *(f"{scaled(c.cache, 'B')}" for c in self.caches))
+        rows = []
+        for scope in SCOPES:
+            possible = self.possible.saved[scope]
+            if not possible:
+                continue
+            need = self.requirements.get(scope)
+            shares = [f"{100 * found.saved[scope] / possible:.0f} %" for found in self.caches]
+            rows.append((scope, scaled(possible, "B"), scaled(need.bytes, "B") if need else "-", *shares))
+        return [Section.table(f"{self.workload}: bytes kept off the memory bus, by scope of reuse", columns, rows)]
+
+
+def reuse(workload: Workload, capacities: Iterable[int]) -> Reuse:
+    found = captured_over(workload, [*capacities, UNBOUNDED])
+    return Reuse(workload.name, tuple(found[:-1]), found[-1], requirements(workload))

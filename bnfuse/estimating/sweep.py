@@ -1,0 +1,228 @@
+"""Estimates over a range of one quantity: the cache, the bandwidth, the rate of computing, or the batch.
+
+cache=24MB:1000MB:2MB       from, to (with it), step
+batch=8,16,32,64            or a list
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from bnfuse.errors import BnfuseError
+from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.estimate import estimate
+from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.quantities import cache_text, parse_bandwidth, parse_bytes, parse_count, parse_flops
+from bnfuse.estimating.result import Estimate, milliseconds, percent
+from bnfuse.estimating.workload import Workload
+from bnfuse.text import Section, join, scaled
+
+Value = int | float
+Make = Callable[[int], Workload]
+Progress = Callable[[int, int], None]  # points done, of how many
+
+MOST = 10_000  # points
+SHOWN = 16  # rows of the text
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """How a swept quantity is read, shown and set. `unit` is that of its values as numbers."""
+
+    name: str
+    unit: str
+    parse: Callable[[str], Value]
+    text: Callable[[Value], str]
+
+    def hardware(self, hardware: Hardware, value: Value) -> Hardware:
+        return hardware if self.name == "batch" else dataclasses.replace(hardware, **{self.name: value})
+
+
+AXES = {
+    axis.name: axis
+    for axis in (
+        Axis("cache", "B", parse_bytes, cache_text),
+        Axis("bandwidth", "B/s", parse_bandwidth, lambda value: scaled(value, "B/s")),
+        Axis("flops", "FLOP/s", parse_flops, lambda value: scaled(value, "FLOP/s")),
+        Axis("batch", "samples", parse_count, str),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What `--sweep` names."""
+
+    axis: str
+    values: tuple[Value, ...]
+
+
+def parse_sweep(text: str) -> Range:
+    """'cache=24MB:1000MB:2MB' or 'batch=8,16,32' -> axis and values."""
+    name, equals, values = text.partition("=")
+    if not equals or not values:
+        raise BnfuseError(f"--sweep {text}: it is AXIS=FROM:TO:STEP or AXIS=A,B,C, with AXIS {', '.join(AXES)}")
+    axis = axis_of(name.strip())
+    if ":" not in values:
+        return Range(axis.name, tuple(axis.parse(part) for part in values.split(",")))
+    parts = values.split(":")
+    if len(parts) != 3:
+        raise BnfuseError(f"--sweep {text}: a range is FROM:TO:STEP, like cache=24MB:1000MB:2MB")
+    first, last, step = (axis.parse(part) for part in parts)
+    if last < first:
+        raise BnfuseError(f"--sweep {text}: it ends before it begins")
+    count = int((last - first) / step + 1e-9) + 1
+    if count > MOST:
+        raise BnfuseError(f"--sweep {text}: it has {count:,} points, more than {MOST:,}. Take a larger step.")
+    return Range(axis.name, tuple(first + index * step for index in range(count)))
+
+
+def axis_of(name: str) -> Axis:
+    if name not in AXES:
+        raise BnfuseError(f"no axis '{name}' to sweep: there are {', '.join(AXES)}")
+    return AXES[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepPoint:
+    """The totals of one estimate. `value` is in the axis's unit."""
+
+    value: Value
+    batch: int
+    time_s: float
+    compute_s: float
+    stall_s: float
+    traffic_in_bytes: int
+    traffic_out_bytes: int
+    average_bandwidth: float
+    active_time: float
+    compute_utilization: float
+    samples_per_s: float
+    by_type: dict[str, float]
+
+    @property
+    def traffic_bytes(self) -> int:
+        return self.traffic_in_bytes + self.traffic_out_bytes
+
+    def share(self, types: frozenset[str] | set[str]) -> float:
+        """The share of the time that layers of these types take."""
+        return sum(self.by_type.get(kind, 0.0) for kind in types) / self.time_s if self.time_s else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Points in the order of the values that were asked for. `hardware` has the swept quantity at what it was."""
+
+    workload: str
+    hardware: Hardware
+    assumptions: Assumptions
+    axis: str
+    points: tuple[SweepPoint, ...]
+
+    @property
+    def values(self) -> list[Value]:
+        return [point.value for point in self.points]
+
+    def at(self, value: Value) -> SweepPoint:
+        for point in self.points:
+            if point.value == value:
+                return point
+        raise KeyError(f"the sweep has no point at {self.axis} {AXES[self.axis].text(value)}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "hardware": dataclasses.asdict(self.hardware),
+            "assumptions": dataclasses.asdict(self.assumptions),
+            "axis": self.axis,
+            "unit": AXES[self.axis].unit,
+            "points": [dataclasses.asdict(point) for point in self.points],
+        }
+
+    def to_csv(self) -> str:
+        """A point a line; seconds by type as columns `time_s:TYPE`."""
+        types = sorted({kind for point in self.points for kind in point.by_type})
+        columns = [field.name for field in dataclasses.fields(SweepPoint) if field.name not in ("value", "by_type")]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        names = ["batch_swept" if self.axis == "batch" else self.axis, *columns]
+        writer.writerow([*names, *(f"time_s:{kind}" for kind in types)])
+        for point in self.points:
+            row = [point.value, *(getattr(point, column) for column in columns)]
+            writer.writerow([*row, *(point.by_type.get(kind, 0.0) for kind in types)])
+        return text.getvalue()
+
+    def sections(self) -> list[Section]:
+        axis = AXES[self.axis]
+        shown = spread(self.points, SHOWN)
+        rows = [
+            (
+                axis.text(point.value),
+                milliseconds(point.time_s),
+                percent(point.stall_s / point.time_s if point.time_s else 0.0),
+                scaled(point.traffic_in_bytes, "B"),
+                scaled(point.traffic_out_bytes, "B"),
+                scaled(point.average_bandwidth, "B/s"),
+                percent(point.compute_utilization),
+                f"{point.samples_per_s:.4g}",
+            )
+            for point in shown
+        ]
+        columns = (axis.name, "time", "stalled", "in", "out", "bandwidth", "compute utilization", "samples/s")
+        some = "" if len(shown) == len(self.points) else f" ({len(shown)} of {len(self.points)} points)"
+        return [Section.table(f"{self.workload} over the {self.axis}{some}", columns, rows)]
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+
+def sweep(
+    source: Workload | Make,
+    hardware: Hardware,
+    axis: str,
+    values: Sequence[Value],
+    *,
+    assumptions: Assumptions | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Sweep:
+    """An estimate at each value. `source` is the workload; to sweep the batch, what makes it of a batch."""
+    chosen = assumptions or Assumptions()
+    known = axis_of(axis)
+    if not values:
+        raise BnfuseError(f"nothing to sweep: no value of the {axis} is given")
+    points, name = [], ""
+    for done, (value, workload) in enumerate(each(source, known, values), start=1):
+        found = estimate(workload, known.hardware(hardware, value), chosen)
+        points.append(point_of(value, found))
+        name = workload.name
+        progress(done, len(values))
+    return Sweep(name, hardware, chosen, axis, tuple(points))
+
+
+def each(source: Workload | Make, axis: Axis, values: Sequence[Value]) -> Iterator[tuple[Value, Workload]]:
+    if axis.name == "batch":
+        if isinstance(source, Workload):
+            raise BnfuseError(f"{source.name}: its batch is fixed, so it cannot be swept. Sweep a network of the zoo.")
+        for value in values:
+            yield value, source(int(value))
+    else:
+        if not isinstance(source, Workload):
+            raise TypeError(f"a sweep of the {axis.name} needs a workload")
+        for value in values:
+            yield value, source
+
+
+def point_of(value: Value, found: Estimate) -> SweepPoint:
+    names = [field.name for field in dataclasses.fields(SweepPoint) if field.name not in ("value", "by_type")]
+    return SweepPoint(value, **{name: getattr(found, name) for name in names}, by_type=dict(found.by_type))
+
+
+def spread(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
+    """At most so many of them, evenly, with the first and the last."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
