@@ -36,21 +36,35 @@ PARTS = frozenset({"Gather", "Slice"})  # they touch as much of their operand as
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """What papers/004 leaves open about the layers of a pass."""
+    """What papers/004 leaves open about the layers of a pass. What each does to its figures: compare assumptions.py."""
 
     in_place: bool = False
-    """ReLU and its kin write their output over their input, and their gradient over the incoming one."""
+    """ReLU and its kin write their output over their input, and their gradient over the incoming one.
+
+    The paper's traffic falls where three of the largest map fit (X, dY and dX: 294 MB in ResNet-50, 441 MB in MobileNetV2).
+    In place, little changes, for BN needs three anyway: MobileNetV2's time falls by 70.6 instead of 71.0 %.
+    """
 
     sums: Literal["consumer", "layer"] = "consumer"
     """Who adds the gradients of a value with several readers: the backward layer of each further reader, which reads
-    the sum so far and writes it anew, or a layer of its own (type Add)."""
+    the sum so far and writes it anew, or a layer of its own (type Add).
+
+    A layer of its own: ResNet-50's type-II share 49.8 %, its time falls by 51.5 %.
+    """
 
     norm_sweeps: int = 1
-    """How many times BN passes over its maps, forward (X) and backward (X and dY). In the end it must do so twice, for its
-    sums and for its results, but papers/004 has no layer fetch anything again. It matters where they stream."""
+    """How many times BN passes over its maps, forward (X) and backward (X and dY). It must do so twice, for its sums and
+    for its results, but in papers/004 no layer fetches anything again. It matters where maps stream.
+
+    Twice: ResNet-50's type-II share 51.5 %, its time falls by 54.0 %, the speed-up is 18.5 %.
+    """
 
     adds_copy: bool = True
-    """The backward layer of an Add writes a gradient for each operand, instead of handing on its own."""
+    """The backward layer of an Add writes a gradient for each operand, as table 3.1 has it for every layer, instead of
+    handing on its own.
+
+    Handed on: ResNet-50's type-II share 43.0 %, its time falls by 45.9 %, the speed-up is 22.5 %.
+    """
 
 
 @dataclasses.dataclass
