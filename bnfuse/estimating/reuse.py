@@ -25,6 +25,7 @@ from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.cache import NEVER, Touch
 from bnfuse.estimating.estimate import operations
 from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.quantities import cache_text
 from bnfuse.estimating.workload import Layer, Workload
 from bnfuse.text import Section, number, scaled
 
@@ -176,18 +177,13 @@ class Captured:
         return {scope: self.saved_in[scope] + self.saved_out[scope] for scope in SCOPES}
 
 
-def captured(workload: Workload, capacity: int, *, touches: list[list[Touch]] | None = None) -> Captured:
-    """What a cache of `capacity` bytes captures (`touches`: `cache.trace(workload)`, where it is at hand)."""
-    touches = cache.trace(workload) if touches is None else touches
+def captured(workload: Workload, capacity: int) -> Captured:
+    """What a cache of `capacity` bytes captures."""
+    touches = cache.trace(workload)
     recorder = Recorder(workload, capacity, len(touches), True)
     for index, touched in enumerate(touches):
         recorder.run(index, touched)
     return Captured(capacity, recorder.saved_in, recorder.saved_out)
-
-
-def captured_over(workload: Workload, capacities: Iterable[int]) -> list[Captured]:
-    touches = cache.trace(workload)
-    return [captured(workload, capacity, touches=touches) for capacity in capacities]
 
 
 class Recorder(cache.Cache):
@@ -221,7 +217,7 @@ class Recorder(cache.Cache):
         self.widest[touch.tensor] = 0
 
     def release(self, index: int, touch: Touch) -> None:
-        if touch.until == NEVER and not self.kept[touch.tensor]:
+        if touch.until == NEVER and not touch.kept:
             self.saved_out[SCOPES[self.widest[touch.tensor]]] += self.dirty[touch.tensor]
         super().release(index, touch)
 
@@ -236,13 +232,13 @@ class Requirement:
 
 
 def requirements(workload: Workload) -> dict[str, Requirement]:
-    """The cache that each scope needs (section 3.3): the tensors of the layer that runs, and what waits meanwhile.
+    """The cache that each scope needs by itself (section 3.3): the tensors of the layer that runs, and what waits.
 
     Adjacent-layer reuse needs the tensors of a layer. A wider scope needs besides, at each layer, every tensor that
     was touched before and is touched after it in that scope. Scopes without a reuse in this workload are left out.
     """
     touches = cache.trace(workload)
-    own = [sum(max(touch.read, touch.written) for touch in touched) for touched in touches]
+    own = [sum(touch.size for touch in touched) for touched in touches]
     waiting = {scope: [0] * (len(own) + 1) for scope in SCOPES}  # changes of the sum, from a layer on
     found = set()
     last: dict[int, int] = {}
@@ -288,7 +284,7 @@ class Reuse:
         }
 
     def sections(self) -> list[Section]:
-        columns = ("scope", "possible", "cache for all of it", *(f"{scaled(c.cache, 'B')}" for c in self.caches))
+        columns = ("scope", "possible", "cache for all of it", *(cache_text(c.cache) for c in self.caches))
         rows = []
         for scope in SCOPES:
             possible = self.possible.saved[scope]
@@ -296,10 +292,10 @@ class Reuse:
                 continue
             need = self.requirements.get(scope)
             shares = [f"{100 * found.saved[scope] / possible:.0f} %" for found in self.caches]
-            rows.append((scope, scaled(possible, "B"), scaled(need.bytes, "B") if need else "-", *shares))
+            rows.append((scope, scaled(possible, "B"), cache_text(need.bytes) if need else "-", *shares))
         return [Section.table(f"{self.workload}: bytes kept off the memory bus, by scope of reuse", columns, rows)]
 
 
 def reuse(workload: Workload, capacities: Iterable[int]) -> Reuse:
-    found = captured_over(workload, [*capacities, UNBOUNDED])
+    found = [captured(workload, capacity) for capacity in (*capacities, UNBOUNDED)]
     return Reuse(workload.name, tuple(found[:-1]), found[-1], requirements(workload))
