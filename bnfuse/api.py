@@ -383,6 +383,7 @@ def bench(
     warm_up: int = 2,
     wait: float = 60.0,
     profile: bool = False,
+    estimate: bool = False,
     compile_time: bool = False,
     tune: bool = False,
     memory: bool = True,
@@ -400,8 +401,9 @@ def bench(
     `samples` (specs of `rewrite`); `against` are ort, torch, torch-cl, torch-compile; either may be empty. With a
     `target` of cuda or cuda:ARCHITECTURE all run on the GPU in `precision` (fp32, tf32, bf16, fp16), and `against` are
     torch's, each also with +graph. `wait` is the patience in seconds for an idle machine. `profile` adds our steps
-    kernel by kernel, `compile_time` compiling with empty caches; `memory=False` leaves peak memory out. `tune` is
-    that of `compile`. `plot` is the file of a picture. docs/bench.md
+    kernel by kernel, `estimate` also what each kernel is predicted to take on this machine, `compile_time` compiling
+    with empty caches; `memory=False` leaves peak memory out. `tune` is that of `compile`. `plot` is the file of a
+    picture. docs/bench.md
     """
     from bnfuse.benchmarking.run import run_benchmark
 
@@ -420,6 +422,7 @@ def bench(
         warm_up=warm_up,
         wait=wait,
         profile=profile,
+        estimate=estimate,
         compile_time=compile_time,
         tune=tune,
         memory=memory,

@@ -92,13 +92,14 @@ class Tensor:
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What one launch of a kernel does (work.py counts it). `kind` is a family of kernels, `op` the operator, `shape`
-    its sizes for people."""
+    its sizes for people, `sweeps` how often it passes over the map that it reads."""
 
     kind: str
     op: str
     shape: str
     flops: int
     bytes: int
+    sweeps: int = 1
 
 
 @dataclasses.dataclass

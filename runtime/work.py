@@ -44,7 +44,7 @@ def work_of(kernel: Kernel) -> Work:
     moved = sum(
         bytes_of(param, maps, pixels) for param in kernel.params if param.name not in unread and not is_scratch(param)
     )
-    return Work(kind, op, shape_of(problem, kernel), flops_of(problem), moved)
+    return Work(kind, op, shape_of(problem, kernel), flops_of(problem), moved, sweeps_of(problem))
 
 
 def maps_of(problem: Any) -> dict[str, MapType]:
@@ -68,8 +68,17 @@ def is_scratch(param: Param) -> bool:
 
 def sampled_pixels(problem: Any) -> int | None:
     """How many pixels of its maps a kernel touches that works on a sample; None for all of them."""
-    constants = dict(found) if isinstance(found := getattr(problem, "constants", None), tuple) else {}
+    constants = constants_of(problem)
     return math.prod(constants["extent"]) if "extent" in constants else constants.get("count")
+
+
+def sweeps_of(problem: Any) -> int:
+    """Two for the statistics of a BatchNorm that no pass has touched: mean, then variance."""
+    return constants_of(problem).get("sweeps", 1)
+
+
+def constants_of(problem: Any) -> dict[str, Any]:
+    return dict(found) if isinstance(found := getattr(problem, "constants", None), tuple) else {}
 
 
 def bytes_of(param: Param, maps: dict[str, MapType], sampled: int | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,20 @@ from bnfuse.benchmarking.children import answer, ask
 from bnfuse.errors import BnfuseError
 
 SIDE = 2048  # of the square matrices
+ELEMENT_BYTES = 2 * 4  # of a copy's working set: float32, there and here
 LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """FLOP/s by library, and the best of them; bytes/s, read and written together."""
+    """FLOP/s by library, and the best of them; bytes/s, read and written together.
+
+    `by_working_set`: the same of copies whose two arrays take so many bytes, where they were asked for.
+    """
 
     flops_by: dict[str, float]
     bytes_per_s: float
+    by_working_set: tuple[tuple[int, float], ...] = ()
 
     @property
     def flops_per_s(self) -> float:
@@ -48,9 +54,11 @@ class Limits:
         }
 
 
-def measured_limits(threads: int) -> Limits:
-    found = ask("bnfuse.benchmarking.limits", {"threads": threads}, dict.fromkeys(LIBRARIES, str(threads)))
-    return Limits(found["flops_by"], found["bytes_per_s"])
+def measured_limits(threads: int, working_sets: Sequence[int] = ()) -> Limits:
+    asked = {"threads": threads, "working_sets": list(working_sets)}
+    found = ask("bnfuse.benchmarking.limits", asked, dict.fromkeys(LIBRARIES, str(threads)))
+    by_working_set = zip(working_sets, found["copies"], strict=True)
+    return Limits(found["flops_by"], found["bytes_per_s"], tuple(by_working_set))
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +69,11 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     rates = {"numpy": numpy_rate()}
     with contextlib.suppress(BnfuseError):  # torch is not installed
         rates["torch"] = torch_rate(threads)
-    return {"flops_by": {**rates, **gemm_rates(threads)}, "bytes_per_s": copy_rate(threads)}
+    return {
+        "flops_by": {**rates, **gemm_rates(threads)},
+        "bytes_per_s": copy_rate(threads),
+        "copies": [copy_rate(threads, size // ELEMENT_BYTES) for size in asked["working_sets"]],
+    }
 
 
 def numpy_rate() -> float:

@@ -34,6 +34,7 @@ class Row:
     flops: int
     bytes: int
     floor_s: float
+    predicted_s: float | None = None  # where the step is estimated too (estimates.py)
 
     @property
     def flops_per_s(self) -> float:
@@ -103,9 +104,9 @@ class Profile:
             lines.append(f"others used {self.others:.2f} cores meanwhile")
         return [
             Section.lines(f"Profile of {self.name}", lines),
-            Section.table("Kernels", ("phase", "operator", "shape", *NUMBERS, "so far"), self._table()),
-            Section.table("Kinds", ("kind", *NUMBERS), [(row.kind, *numbers(row, total)) for row in self.kinds]),
-            Section.table("Phases", ("phase", *NUMBERS), [(row.phase, *numbers(row, total)) for row in self.phases]),
+            Section.table("Kernels", ("phase", "operator", "shape", *columns(total), "so far"), self._table()),
+            Section.table("Kinds", ("kind", *columns(total)), [(row.kind, *numbers(row, total)) for row in self.kinds]),
+            Section.table("Phases", ("phase", *columns(total)), [(r.phase, *numbers(r, total)) for r in self.phases]),
         ]
 
     def _table(self) -> list[tuple[str, ...]]:
@@ -122,6 +123,11 @@ class Profile:
 
 
 NUMBERS = ("launches", "time", "GFLOP/s", "GB/s", "of floor", "share")
+ESTIMATED = ("predicted", "to measured")
+
+
+def columns(total: Row) -> tuple[str, ...]:
+    return (*NUMBERS, *(ESTIMATED if total.predicted_s is not None else ()))
 
 
 def numbers(row: Row, total: Row) -> tuple[str, ...]:
@@ -132,7 +138,14 @@ def numbers(row: Row, total: Row) -> tuple[str, ...]:
         f"{row.bytes_per_s / 1e9:.1f}",
         f"{row.seconds / row.floor_s:.2f}x" if row.floor_s else "-",
         f"{100 * row.seconds / total.seconds:.1f} %",
+        *prediction(row),
     )
+
+
+def prediction(row: Row) -> tuple[str, ...]:
+    if row.predicted_s is None:
+        return ()
+    return milliseconds(row.predicted_s), f"{row.predicted_s / row.seconds:.2f}x" if row.seconds else "-"
 
 
 def milliseconds(seconds: float) -> str:
@@ -140,8 +153,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def row_json(row: Row, seconds: float) -> dict[str, Any]:
+    fields = dataclasses.asdict(row)
+    if row.predicted_s is None:
+        del fields["predicted_s"]
     return {
-        **dataclasses.asdict(row),
+        **fields,
         "flops_per_s": row.flops_per_s,
         "bytes_per_s": row.bytes_per_s,
         "share": row.seconds / seconds if seconds else 0.0,
@@ -149,11 +165,18 @@ def row_json(row: Row, seconds: float) -> dict[str, Any]:
 
 
 def profile_step(
-    name: str, step: Any, feeds: Sequence[Any], limits: Limits, repetitions: int, step_s: float | None = None
+    name: str,
+    step: Any,
+    feeds: Sequence[Any],
+    limits: Limits,
+    repetitions: int,
+    step_s: float | None = None,
+    predicted: Sequence[float] | None = None,
 ) -> Profile:
     """Some whole steps, launch by launch. Running statistics and momentum go on changing, as in training.
 
     `step_s` are the seconds of a step that is not profiled, where those of the profiled one say nothing: on a GPU.
+    `predicted` are those that each launch is estimated to take.
     """
     runs, outside = [], []
     step(*feeds)
@@ -165,20 +188,22 @@ def profile_step(
         runs.append(launches)
         outside.append(seconds - sum(launch.seconds for launch in launches))
     others = idle.others_between(before, idle.take_sample())
-    rows = rows_of(runs, limits)
+    rows = rows_of(runs, limits, predicted)
     apart = min(outside) if step_s is None else step_s - sum(row.seconds for row in rows)
     return Profile(name, rows, apart, limits, others)
 
 
-def rows_of(runs: Sequence[Sequence[Any]], limits: Limits) -> tuple[Row, ...]:
+def rows_of(runs: Sequence[Sequence[Any]], limits: Limits, predicted: Sequence[float] | None = None) -> tuple[Row, ...]:
     """The LaunchTimes of some runs of one step: the shortest time of each launch, then like launches together."""
     rows = []
-    for launch, *again in zip(*runs, strict=True):
+    estimates = [None] * len(runs[0]) if predicted is None else predicted
+    for estimate_s, (launch, *again) in zip(estimates, zip(*runs, strict=True), strict=True):
         work, seconds = launch.work, min(entry.seconds for entry in (launch, *again))
         if work is None:
             raise BnfuseError("the compiled step does not say what its kernels do: compile the model again")
         floor = limits.floor(work.flops, work.bytes)
-        rows.append(Row(launch.phase, work.kind, work.op, work.shape, 1, seconds, work.flops, work.bytes, floor))
+        what = (launch.phase, work.kind, work.op, work.shape)
+        rows.append(Row(*what, 1, seconds, work.flops, work.bytes, floor, estimate_s))
     groups = grouped(rows, lambda row: (row.phase, row.kind, row.op, row.shape))
     return tuple(by_time(merged(alike) for alike in groups.values()))
 
@@ -194,6 +219,8 @@ def merged(rows: Sequence[Row], **names: str) -> Row:
     """The sums, under the first row's names or those given."""
     fields = ("launches", "seconds", "flops", "bytes", "floor_s")
     sums: dict[str, Any] = {field: sum(getattr(row, field) for row in rows) for field in fields}
+    if rows and all(row.predicted_s is not None for row in rows):
+        sums["predicted_s"] = sum(row.predicted_s for row in rows if row.predicted_s is not None)
     first = {field: getattr(rows[0], field) if rows else "" for field in ("phase", "kind", "op", "shape")}
     return Row(**{**first, **names, **sums})
 

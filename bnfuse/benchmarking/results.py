@@ -7,6 +7,7 @@ from typing import Any
 
 from bnfuse.benchmarking.choices import is_gpu
 from bnfuse.benchmarking.compiling import CompileTimes
+from bnfuse.benchmarking.estimates import Estimates
 from bnfuse.benchmarking.profiles import Profile
 from bnfuse.benchmarking.times import Summary
 from bnfuse.peers.names import is_graph
@@ -99,6 +100,7 @@ class Benchmark:
     profiles: tuple[Profile, ...] = ()
     target: str = "cpu"
     floors: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # convolutions alone, on a GPU
+    estimates: Estimates | None = None
 
     def result(self, name: str) -> Result:
         return next(result for result in self.results if result.name == name)
@@ -129,6 +131,7 @@ class Benchmark:
             "machine": self.machine,
             "profile": [profile.to_json() for profile in self.profiles],
             **({"convolutions": self.floors} if self.floors else {}),
+            **({"estimates": self.estimates.to_json()} if self.estimates else {}),
         }
 
     def sections(self) -> list[Section]:
@@ -152,6 +155,8 @@ class Benchmark:
             sections += profile.sections()
         if self.floors:
             sections.append(floors_section(self.floors))
+        if self.estimates:
+            sections += self.estimates.sections()
         return [*sections, Section.lines("Machine", machine_lines(self.machine))]
 
     def _against_first(self, result: Result) -> str:

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from bnfuse.benchmarking import choices, idle
-from bnfuse.benchmarking.candidates import CompiledCandidate, compile_variant, make_peer
+from bnfuse.benchmarking.candidates import CompiledCandidate, compile_rewritten, make_peer, rewrite_variant
 from bnfuse.benchmarking.choices import Variant
 from bnfuse.benchmarking.compiling import measured_compile
+from bnfuse.benchmarking.estimates import compare, hardware_of, predicted_launches, workload_of
 from bnfuse.benchmarking.limits import measured_limits
 from bnfuse.benchmarking.machine import describe_machine
 from bnfuse.benchmarking.memory import measured_peak
@@ -28,6 +29,8 @@ from bnfuse.benchmarking.profiles import Profile, profile_step
 from bnfuse.benchmarking.results import Benchmark, Result
 from bnfuse.benchmarking.times import Candidate, Times, summarize
 from bnfuse.errors import BnfuseError
+from bnfuse.estimating.probe import WORKING_SETS
+from bnfuse.estimating.workload import Workload
 from bnfuse.feeds import draw_feeds
 from bnfuse.io import save
 from bnfuse.training_graph import TrainingGraph
@@ -45,6 +48,7 @@ class Plan:
     warm_up: int = 2
     wait: float = 60.0  # seconds of patience for an idle machine
     profile: bool = False
+    estimate: bool = False  # with the profile of which it is one
     compile_time: bool = False
     tune: bool = False
     memory: bool = True
@@ -71,6 +75,7 @@ class Record:
     file: Path
     variant: Variant | None = None
     apart: bool = False
+    workload: Workload | None = None  # of its graph, where it is estimated
     times: list[Times] = dataclasses.field(default_factory=list)
     settle_s: float = 0.0
 
@@ -95,6 +100,10 @@ def run_benchmark(
     plan = Plan(choices.variants(levels, samples), choices.peers(against, target), **options)
     if not plan.variants and not plan.peers:
         raise BnfuseError("nothing to measure: name a level or a peer")
+    if plan.estimate:
+        if plan.is_gpu:
+            raise BnfuseError("--estimate compares with this machine's processor: leave --target out")
+        plan = dataclasses.replace(plan, profile=True)
     if plan.is_gpu:
         from bnfuse.benchmarking.cuda.bench import require_gpu
 
@@ -112,7 +121,12 @@ def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) 
         save(graph.model, source)
     records, profiles, floors, machine = time_all(graph, plan, folder, source, progress)
     results = [finish(record, plan, source, progress) for record in records]
-    return Benchmark(graph.name, tuple(results), machine, plan.repetitions, profiles, plan.target, floors)
+    estimates = None
+    if plan.estimate and profiles:
+        workloads = {record.name: record.workload for record in records if record.workload is not None}
+        steps = {result.name: result.times.min_s for result in results}
+        estimates = compare(profiles, steps, workloads, hardware_of(profiles[0].limits, plan.threads))
+    return Benchmark(graph.name, tuple(results), machine, plan.repetitions, profiles, plan.target, floors, estimates)
 
 
 def time_all(
@@ -157,11 +171,13 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
     for index, variant in enumerate(plan.variants):
         progress(f"rewriting and compiling at level {variant.name}")
         bar = getattr(progress, "bar", None)
-        step = compile_variant(graph, variant, plan.threads, bar, tune=plan.tune, **plan.how)
+        rewritten = rewrite_variant(graph, variant)
+        step = compile_rewritten(rewritten, plan.threads, progress=bar, tune=plan.tune, **plan.how)
         file = folder / f"{index}.bnf"
         if plan.memory:
             step.export(file)
-        ours.append((own_candidate(variant.name, step, feeds, plan), Record(variant.name, file, variant)))
+        record = Record(variant.name, file, variant, workload=workload_of(rewritten) if plan.estimate else None)
+        ours.append((own_candidate(variant.name, step, feeds, plan), record))
     return ours + peers
 
 
@@ -185,13 +201,18 @@ def alternate(entries: Sequence[Entry], repetitions: int, progress: Progress) ->
 def profile_all(entries: Sequence[Entry], plan: Plan, progress: Progress) -> tuple[Profile, ...]:
     progress("measuring what the machine can do")
     idle.wait_for_idle(plan.wait, progress)
-    limits = measured_limits(plan.threads)
+    limits = measured_limits(plan.threads, WORKING_SETS if plan.estimate else ())
     found = []
     for candidate, _ in entries:
         if isinstance(candidate, CompiledCandidate):
             progress(f"profiling {candidate.name}")
             idle.wait_for_idle(plan.wait, progress)
-            found.append(profile_step(candidate.name, candidate.step, candidate.feeds, limits, plan.repetitions))
+            predicted = predicted_launches(candidate.step, limits, plan.threads) if plan.estimate else None
+            found.append(
+                profile_step(
+                    candidate.name, candidate.step, candidate.feeds, limits, plan.repetitions, predicted=predicted
+                )
+            )
     return tuple(found)
 
 

@@ -196,6 +196,9 @@ def bench(
         float, typer.Option(min=0, metavar="SECONDS", help="Patience for an idle machine before timing.")
     ] = 60,
     profile: Annotated[bool, typer.Option("--profile", help="Our steps kernel by kernel too.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="The profile, and beside it what the memory model predicts.")
+    ] = False,
     compile_time: Annotated[
         bool, typer.Option("--compile-time", help="Compile time too, with an empty and a filled cache.")
     ] = False,
@@ -217,6 +220,7 @@ def bench(
     bnfuse bench train.onnx --level icf --against ort,torch,torch-cl,torch-compile --plot bench.png
     bnfuse bench train.onnx --level none,none+pool-first,icf+no-pool-first,icf
     bnfuse bench train.onnx --level icf --profile
+    bnfuse bench train.onnx --level none,icf --estimate
     bnfuse bench train.onnx --level none,icf --sample fs:1/32 --sample bs:1/8
     bnfuse bench train.onnx --target cuda --precision bf16 --against torch-cl+graph,torch-compile+graph
     """
@@ -231,6 +235,7 @@ def bench(
         warm_up=warm_up,
         wait=wait,
         profile=profile,
+        estimate=estimate,
         compile_time=compile_time,
         tune=tune,
         plot=plot,

@@ -89,15 +89,16 @@ class Costs:
 def costs_of(node: ir.Node, op: OpSpec | PlainOp | None) -> Costs:
     """`op` is the node's operator in ai.bnfuse, None for a source operator."""
     if isinstance(op, OpSpec):
-        return Costs(composed_type(node, op), dense_flops(node) + step_flops(node, op))
+        dense = "Conv" in op.core
+        kind = conv_type(node, node.inputs[op.operands.index("weight")]) if dense else composed_type(op)
+        return Costs(kind, dense_flops(node) + step_flops(node, op))
     if isinstance(op, PlainOp):
         return Costs("BatchNorm", plain_flops(node, op))
     return source_costs(node)
 
 
-def composed_type(node: ir.Node, op: OpSpec) -> str:
-    if "Conv" in op.core:
-        return conv_type(node, node.inputs[op.operands.index("weight")])
+def composed_type(op: OpSpec) -> str:
+    """Of a core that is no convolution."""
     if "Pool" in op.core:
         return "Pool"
     steps = {*op.prologue, *op.epilogue}

@@ -1,0 +1,125 @@
+"""The workload of a compiled step: every launch a layer, every storage of its program a tensor.
+
+What the runtime really does is in it: copies between layouts, scratch, vectors grouped into one launch, the update. A
+program says which storages a launch touches and how many bytes it moves in all (runtime/work.py), but not which
+channels of a wider buffer it works on: what a launch's storages hold beyond its bytes is taken off those that several
+maps share, in proportion.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from bnfuse.estimating.node_costs import composed_type
+from bnfuse.estimating.operations import TYPES
+from bnfuse.estimating.workload import Access, Kind, Layer, Tensor, Workload
+from bnfuse.opset.spec import OpSpec, find
+from bnfuse.runtime import program as p
+
+VECTOR = 8192  # elements: a float tensor of the arena that has no more is one of coefficients
+KINDS: dict[str, Kind] = {
+    p.PARAMETERS: "weight",
+    p.GRADIENTS: "weight_gradient",
+    p.RUNNING: "vector",
+    p.NEW_RUNNING: "vector",
+    p.CONSTANTS: "vector",
+    p.INPUTS: "data",
+    p.OPTIMIZER: "weight",
+}
+KEPT = (p.PARAMETERS, p.OPTIMIZER, p.GRADIENTS, p.NEW_RUNNING, p.OUTPUTS)
+WORK_TYPES = {
+    "Gemm": "Dense",
+    "loss": "Loss",
+    "copy": "Copy",
+    "coefficients": "BatchNorm",
+    "BatchNorm halves": "BatchNorm",
+}
+
+
+def launch_workload(program: p.Program, name: str) -> Workload:
+    """The launches in the order in which a step runs, forward, backward, update: that of `step.profile`."""
+    data = program.inputs[program.roles["data"][0]]
+    launches = [launch for phase in p.PHASES for launch in program.phase(phase)]
+    shared = shared_storages(launches)
+    numbers: dict[int, int] = {}
+    for launch in launches:
+        for buffer in launch.buffers:
+            numbers.setdefault(buffer.storage, len(numbers))
+    layers = tuple(_layer(program, launch, numbers, shared) for launch in launches)
+    return Workload(name, data.shape[0], _tensors(program, launches, numbers), layers)
+
+
+def shared_storages(launches: Iterable[p.Launch]) -> set[int]:
+    """Storages that some launch reads or writes a part of: one that begins behind their start.
+
+    The offsets of maps follow the buffers in a launch's arguments, without saying of which buffers they are: where one
+    is not 0, all of the launch's may be shared.
+    """
+    found: set[int] = set()
+    for launch in launches:
+        if any(isinstance(a, int) and a for a in launch.arguments):
+            found.update(buffer.storage for buffer in launch.buffers)
+    return found
+
+
+def _layer(program: p.Program, launch: p.Launch, numbers: dict[int, int], shared: set[int]) -> Layer:
+    work = program.works[launch.kernel]
+    touched = touched_bytes(program, launch, work.bytes, shared)
+    reads, writes = [], []
+    for buffer, size in zip(launch.buffers, touched, strict=True):
+        if not size:
+            continue
+        if buffer.access != "out":
+            reads.append(Access(numbers[buffer.storage], size, work.sweeps if size > VECTOR * 4 else 1))
+        if buffer.access != "in":
+            writes.append(Access(numbers[buffer.storage], size))
+    return Layer(
+        launch.node, type_of(work.kind, work.op), launch.phase, work.flops, tuple(reads), tuple(writes), launch.node
+    )
+
+
+def touched_bytes(program: p.Program, launch: p.Launch, moved: int, shared: set[int]) -> list[int]:
+    """Bytes of each buffer of a launch, so that all together they are what it moves (what is updated counts twice)."""
+    sizes = [program.storages[buffer.storage].bytes for buffer in launch.buffers]
+    times = [2 if buffer.access == "inout" else 1 for buffer in launch.buffers]
+    excess = sum(size * n for size, n in zip(sizes, times, strict=True)) - moved
+    if excess <= 0:
+        return sizes
+    from_ = [buffer.storage in shared for buffer in launch.buffers]
+    room = sum(size * n for size, n, is_shared in zip(sizes, times, from_, strict=True) if is_shared)
+    if room < excess:  # scratch, or a map that only gives its shape
+        from_, room = [True] * len(sizes), excess + moved
+    left = 1 - excess / room if room else 0.0
+    return [round(size * left) if is_shared else size for size, is_shared in zip(sizes, from_, strict=True)]
+
+
+def _tensors(program: p.Program, launches: list[p.Launch], numbers: dict[int, int]) -> tuple[Tensor, ...]:
+    first: dict[int, tuple[p.Phase, str]] = {}
+    for launch in launches:
+        for buffer in launch.buffers:
+            first.setdefault(buffer.storage, (launch.phase, buffer.access))
+    found = []
+    for storage in numbers:
+        held = program.storages[storage]
+        phase, access = first[storage]
+        kind = KINDS.get(held.region) or ("map" if phase == "forward" else "map_gradient")
+        if kind in ("map", "map_gradient") and held.elements <= VECTOR:
+            kind = "vector"
+        found.append(
+            Tensor(f"{held.region}.{storage}", held.bytes, kind, given=access != "out", kept=held.region in KEPT)
+        )
+    return tuple(found)
+
+
+@functools.cache
+def type_of(kind: str, op: str) -> str:
+    """The type of a launch by its kind and operator in runtime/work.py."""
+    if kind in WORK_TYPES:
+        return WORK_TYPES[kind]
+    if kind.startswith("Conv"):
+        return "DepthwiseConv2D" if "depthwise" in kind else "Conv2D"
+    spec = find(op)
+    if isinstance(spec, OpSpec):
+        return composed_type(spec)
+    return TYPES.get(op, "Other")

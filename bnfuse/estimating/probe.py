@@ -1,0 +1,169 @@
+"""`--hardware host`: what this machine reaches, measured once and remembered.
+
+    flops            the best matrix product of several libraries          (bnfuse/benchmarking/limits.py)
+    bandwidth        a copy between arrays of 256 MiB, read and written
+    cache            the largest working set that a copy still moves faster than that
+    cache_bandwidth  of a copy within it
+
+The cache's size is measured, not read from the system: what a processor shares with others, or a hypervisor passes on,
+is not this machine's to fill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnfuse.errors import BnfuseError
+from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.hardware import HOST, MIB, Hardware
+
+if TYPE_CHECKING:
+    from bnfuse.benchmarking.limits import Limits
+
+VERSION = 1  # of what is remembered
+LARGEST = 512 * MIB  # working set of the copy that counts as memory's
+WORKING_SETS = tuple(MIB << k for k in range(9))  # 1 to 256 MiB
+FASTER = 1.25  # than memory: what a copy within a cache has to be
+INSIDE = 8  # the cache's bandwidth is that of working sets down to this part of it
+PATIENCE = 5.0  # seconds that an idle machine is waited for
+
+# What a processor's caches do of their own accord. Lines come when a layer asks for them, while it computes on others;
+# nothing is fetched for a later layer, and what was written leaves when its place is needed. Matrix products are
+# measured with a multiply-add as two operations, so layers count it as two.
+ASSUMPTIONS = Assumptions(
+    mac_operations=2, prefetch="none", look_ahead=False, loads_overlap=True, leaving_holds_space=False
+)
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """`by_working_set`: (bytes of both arrays of a copy, bytes/s), from the smallest to the largest."""
+
+    flops_by: dict[str, float]
+    by_working_set: tuple[tuple[int, float], ...]
+    others: float | None  # cores that others used just before
+
+    def hardware(self, about: str) -> Hardware:
+        cache, cache_bandwidth = effective_cache(self.by_working_set)
+        memory = self.by_working_set[-1][1]
+        return Hardware(HOST, about, max(self.flops_by.values()), memory, cache, cache_bandwidth)
+
+
+def host(*, fresh: bool = False, threads: int | None = None, progress: Progress = lambda _: None) -> Hardware:
+    """This machine, as it was measured before; measured now if it was not, or `fresh`."""
+    machine = describe(threads)
+    path = remembered(machine)
+    found = None if fresh or path is None else read(path, machine)
+    if found is None:
+        progress("measuring what the machine can do")
+        found = measure(machine["threads"], progress)
+        if path is not None:
+            write(path, machine, found)
+    return found.hardware(about(machine))
+
+
+def measure_host(threads: int | None = None, progress: Progress = lambda _: None) -> Hardware:
+    """This machine, measured now. Nothing is remembered."""
+    machine = describe(threads)
+    return measure(machine["threads"], progress).hardware(about(machine))
+
+
+def describe(threads: int | None) -> dict[str, Any]:
+    """What tells one machine from another."""
+    from bnfuse.benchmarking.machine import cpu_model
+    from bnfuse.runtime.targets import physical_cores
+
+    cores = physical_cores()
+    return {"cpu_model": cpu_model(), "identity": identity(), "cores": cores, "threads": threads or cores}
+
+
+def identity() -> str:
+    """Of the processor, finer than its name, which a hypervisor may leave vague: family, stepping, features, cache."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        first = [platform.processor(), platform.machine()]
+    lasting = [line for line in first if not line.startswith(("cpu MHz", "bogomips", "processor", "apicid", "core id"))]
+    return hashlib.sha256("\n".join(lasting).encode()).hexdigest()[:16]
+
+
+def about(machine: dict[str, Any]) -> str:
+    return f"{machine['cpu_model']}, {machine['threads']} of {machine['cores']} cores"
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def measure(threads: int, progress: Progress) -> Measured:
+    """In a process of its own."""
+    from bnfuse.benchmarking import idle
+    from bnfuse.benchmarking.limits import measured_limits
+
+    quiet = idle.wait_for_idle(PATIENCE, progress)
+    return measured(measured_limits(threads, WORKING_SETS), quiet.others)
+
+
+def measured(limits: Limits, others: float | None = None) -> Measured:
+    """From limits that were measured with `WORKING_SETS`."""
+    return Measured(limits.flops_by, (*limits.by_working_set, (LARGEST, limits.bytes_per_s)), others)
+
+
+def effective_cache(by_working_set: Sequence[tuple[int, float]]) -> tuple[int, float | None]:
+    """Bytes of the last level and its bandwidth, from copies of growing working sets, the last of them memory's.
+
+    Where no working set is faster than memory the smallest stands for the cache, and its bandwidth is not known.
+    """
+    *inside, (_, memory) = by_working_set
+    fast = [size for size, rate in inside if rate >= FASTER * memory]
+    if not fast:
+        return inside[0][0], None
+    cache = max(fast)
+    return cache, statistics.median(rate for size, rate in inside if cache / INSIDE <= size <= cache)
+
+
+# -- remembering ---------------------------------------------------------------------------------------------------
+
+
+def remembered(machine: dict[str, Any]) -> Path | None:
+    """The file of a machine in the user's cache folder; None for a user without one."""
+    from bnfuse.runtime.cache import default_folder
+
+    folder = default_folder()
+    text = json.dumps([VERSION, machine], sort_keys=True)
+    return folder / f"host-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json" if folder is not None else None
+
+
+def read(path: Path, machine: dict[str, Any]) -> Measured | None:
+    """What is remembered of this machine; nothing where the file is not there, or is not whole."""
+    try:
+        fields = json.loads(path.read_text())
+        if fields.pop("machine") != machine:
+            return None
+        fields["by_working_set"] = tuple((int(size), float(rate)) for size, rate in fields["by_working_set"])
+        found = Measured(**fields)
+        rates = [*found.flops_by.values(), *(rate for _, rate in found.by_working_set)]
+        usable = len(found.by_working_set) > 1 and bool(found.flops_by)
+        return found if usable and all(math.isfinite(rate) and rate > 0 for rate in rates) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write(path: Path, machine: dict[str, Any], found: Measured) -> None:
+    """Remembering is a convenience: where the folder cannot be written, the machine is measured again next time."""
+    from bnfuse.io import write_atomically
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"machine": machine, **dataclasses.asdict(found)}).encode())
+    except (OSError, BnfuseError):
+        return
