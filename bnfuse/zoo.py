@@ -59,7 +59,7 @@ def network_named(source: Any, zoo: dict[str, Any] | None = None) -> Network | N
     `zoo` has its batch, image, channels, classes and metaparameters; None where not given. A model takes none of them.
     """
     given = {key: value for key, value in (zoo or {}).items() if value is not None}
-    if isinstance(source, str) and source in MODELS:
+    if isinstance(source, str) and (source in MODELS or source in SHAPE_ONLY):
         return build_graph(source, **given)
     if isinstance(source, str) and not looks_like_file(source):
         entry_of(source)  # raises, with the names there are

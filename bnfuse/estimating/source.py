@@ -1,0 +1,88 @@
+"""What is estimated: a network of the zoo by its name, or a training graph, each also at levels of fusion."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bnfuse.estimating.hardware import HOST, Hardware, profile
+from bnfuse.estimating.layerwise import Passes, forward_workload
+from bnfuse.estimating.order import Order
+from bnfuse.estimating.training import Optimizer, training_workload
+from bnfuse.estimating.workload import Workload
+from bnfuse.training_graph import TrainingGraph, open_graph
+from bnfuse.zoo import network_named
+
+DEFAULT = "h100"
+
+
+def workloads(
+    source: Any,
+    *,
+    levels: Sequence[str] = (),
+    zoo: dict[str, Any] | None = None,
+    order: Order = "file",
+    passes: Passes | None = None,
+    views: bool = False,
+    optimizer: Optimizer = "none",
+    **roles: Any,
+) -> tuple[Workload, ...]:
+    """One workload, or one for each level, with the level's name.
+
+    A network of the zoo has the layers and the backward pass of papers/004; with `levels` its training graph is built,
+    as everything else that is a graph is one already. `passes` concerns the former alone, `views` and `optimizer` the
+    latter.
+    """
+    network = network_named(source, zoo)
+    if network is not None and not levels:
+        return (forward_workload(network, order=order, passes=passes),)
+    graph = built(source, zoo or {}) if network is not None else open_graph(source, **roles)
+    graphs = rewritten(graph, levels) if levels else {graph.name: graph}
+    return tuple(
+        dataclasses.replace(training_workload(each, order=order, views=views, optimizer=optimizer), name=name)
+        for name, each in graphs.items()
+    )
+
+
+def built(name: str, zoo: dict[str, Any]) -> TrainingGraph:
+    """The training graph of a network of the zoo, in memory."""
+    from bnfuse.building import build_model
+
+    return open_graph(build_model(name, zoo=zoo).model, name=name)
+
+
+def rewritten(graph: TrainingGraph, levels: Sequence[str]) -> dict[str, TrainingGraph]:
+    """Levels with their options, as `bnfuse bench --level` takes them, and the graphs that they give."""
+    from bnfuse.benchmarking.candidates import rewrite_variant
+    from bnfuse.benchmarking.choices import variants
+
+    return {each.name: open_graph(rewrite_variant(graph, each), name=each.name) for each in variants(levels)}
+
+
+def hardware_of(
+    name: str | None = None,
+    *,
+    cache: float | None = None,
+    bandwidth: float | None = None,
+    flops: float | None = None,
+    fresh: bool = False,
+) -> Hardware:
+    """A profile by name ("host": this machine, as measured), with what is given in its place: bytes, bytes/s, FLOP/s.
+
+    Without a name: hardware of one's own where all three are given, else the default profile.
+    """
+    if name == HOST:
+        from bnfuse.estimating.probe import host
+
+        chosen = host(fresh=fresh)
+    else:
+        chosen = profile(name or DEFAULT)
+    given = {
+        key: value for key, value in (("cache", cache), ("bandwidth", bandwidth), ("flops", flops)) if value is not None
+    }
+    if not given:
+        return chosen
+    own = name is None and len(given) == 3
+    label = "own" if own else f"{chosen.name} with another {' and '.join(given)}"
+    return dataclasses.replace(chosen, name=label, about="" if own else chosen.about, **given)
