@@ -23,9 +23,9 @@ class Assumptions:
     mac_operations: int = 1
     """Operations that a multiply-add of a dense layer takes of the peak rate.
 
-    The paper does not say; its figures come out with 1 and with nothing else. Peak rates of data sheets count 2, so 2 is
-    right where the rate was measured in such FLOP/s, and for absolute times. With 2: ResNet-50's type-II share is 31 %, its
-    time falls by 32 %, the speed-up is 37 %; MobileNetV2's time falls by 67 %, GNMT's by 55 %.
+    The paper does not say; its figures come out with 1 and with nothing else. Peak rates of data sheets count 2, so 2
+    is right where the rate was measured in such FLOP/s, and for absolute times. With 2: ResNet-50's type-II share is
+    31 %, its time falls by 32 %, the speed-up is 37 %; MobileNetV2's time falls by 67 %, GNMT's by 55 %.
     """
 
     prefetch: Literal["latency", "next", "none"] = "latency"

@@ -41,8 +41,8 @@ class Passes:
     in_place: bool = False
     """ReLU and its kin write their output over their input, and their gradient over the incoming one.
 
-    The paper's traffic falls where three of the largest map fit (X, dY and dX: 294 MB in ResNet-50, 441 MB in MobileNetV2).
-    In place, little changes, for BN needs three anyway: MobileNetV2's time falls by 70.6 instead of 71.0 %.
+    The paper's traffic falls where three of the largest map fit (X, dY and dX: 294 MB in ResNet-50, 441 MB in
+    MobileNetV2). In place, little changes, for BN needs three anyway: MobileNetV2's time falls by 70.6, not 71.0 %.
     """
 
     sums: Literal["consumer", "layer"] = "consumer"
@@ -53,8 +53,8 @@ class Passes:
     """
 
     norm_sweeps: int = 1
-    """How many times BN passes over its maps, forward (X) and backward (X and dY). It must do so twice, for its sums and
-    for its results, but in papers/004 no layer fetches anything again. It matters where maps stream.
+    """How many times BN passes over its maps, forward (X) and backward (X and dY). It must do so twice, for its sums
+    and for its results, but in papers/004 no layer fetches anything again. It matters where maps stream.
 
     Twice: ResNet-50's type-II share 51.5 %, its time falls by 54.0 %, the speed-up is 18.5 %.
     """

@@ -17,7 +17,6 @@ TYPES = {
     "Gemm": "Dense",
     "MatMul": "MatMul",
     "Einsum": "MatMul",
-    "Einsum": "MatMul",
     "BatchNormalization": "BatchNorm",
     "LayerNormalization": "LayerNorm",
     "Relu": "Activation",
@@ -89,7 +88,7 @@ def backward_flops(node: gs.Node, gradients: int) -> int:
     Poolings hand every gradient to where it came from: as much as forward for averages, one operation a window for
     maxima.
     """
-    if node.op in ("Conv", "Gemm", "MatMul", "Einsum"):
+    if layer_type(node) in DENSE_TYPES:
         return gradients * node_flops(node)
     if node.op == "MaxPool":
         return elements(node.outputs[0])
