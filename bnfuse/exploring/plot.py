@@ -7,7 +7,7 @@ from typing import Any
 
 from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
 from bnfuse.errors import BnfuseError
-from bnfuse.exploring.axes import described
+from bnfuse.exploring.axes import described, plain
 from bnfuse.exploring.pareto import Goal
 from bnfuse.exploring.points import Point
 from bnfuse.exploring.result import Exploration
@@ -26,7 +26,6 @@ SCALES = {
     "speedup": (1, "estimated speed-up by fusion"),
     "accuracy": (1, "accuracy"),
 }
-LABELS = 40  # points that have their names beside them
 
 
 def require_drawable(path: str | Path, asked: tuple[Goal, ...]) -> None:
@@ -52,12 +51,12 @@ def plot(found: Exploration, path: str | Path) -> None:
         label = "on the front" if on_front else "point"
         axis.scatter(*coordinates(chosen, across, up), color=color, s=36, zorder=3, label=label if chosen else None)
     axis.plot(*coordinates([p for p in found.front if p in shown], across, up), color=FRONT, linewidth=1.2, zorder=2)
-    label_points(axis, shown, across, up)
     finish(axis, across, up)
-    figure.suptitle(f"{found.network}: {', '.join(found.varied)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(f"{found.network} by {', '.join(found.varied)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     if found.hardware:
         note = f"estimated on {found.hardware}, after {found.level} (grey: before)"
         figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="#555555")
+    label_points(figure, axis, found, shown)
     save_figure(figure, path)
 
 
@@ -79,10 +78,30 @@ def draw_before(axis: Any, points: list[Point], across: Goal) -> None:
         axis.scatter([x], [high], color=BEFORE, s=24, zorder=2, label=None if index else "before fusion")
 
 
-def label_points(axis: Any, points: list[Point], across: Goal, up: Goal) -> None:
-    for point in points if len(points) <= LABELS else [p for p in points if p.pareto]:
+def label_points(figure: Any, axis: Any, found: Exploration, points: list[Point]) -> None:
+    """What each point is, where there is room: those of the front first."""
+    across, up = found.goals[:2]
+    figure.draw_without_rendering()  # now every text knows its size
+    taken: list[Any] = []
+    for point in sorted(points, key=lambda p: not p.pareto):
         where = (scaled_value(across, point), scaled_value(up, point))
-        axis.annotate(described(point.changes), where, (6, -9), textcoords="offset points", fontsize=7, color="#333333")
+        text = axis.annotate(
+            label_of(found, point), where, (6, -9), textcoords="offset points", fontsize=7, color="#333333"
+        )
+        box = text.get_window_extent()
+        dots = [axis.transData.transform((scaled_value(across, p), scaled_value(up, p))) for p in points if p != point]
+        hidden = not point.pareto and any(box.contains(*dot) for dot in dots)
+        if hidden or any(box.overlaps(other) for other in taken):
+            text.remove()
+        else:
+            taken.append(box)
+
+
+def label_of(found: Exploration, point: Point) -> str:
+    """The values alone where every point has all that vary: the title names them."""
+    if all(len(p.changes) == len(found.varied) for p in found.points):
+        return ", ".join(plain(value) for value in point.changes.values())
+    return described(point.changes)
 
 
 def finish(axis: Any, across: Goal, up: Goal) -> None:

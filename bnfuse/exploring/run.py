@@ -22,6 +22,7 @@ from bnfuse.exploring.axes import (
     one_at_a_time,
     product,
     settings_of,
+    typed,
 )
 from bnfuse.exploring.pareto import Goal, front, goals
 from bnfuse.exploring.plot import plot as draw
@@ -82,7 +83,8 @@ def explore(
     if level not in LEVELS:
         raise BnfuseError(f"there is no level '{level}'; the levels are {', '.join(LEVELS)}")
     shared = settings_of(name, {**plan.base, **(base or {})})
-    axes = {**{key: tuple(values) for key, values in plan.axes.items()}, **axes_of(name, vary)}
+    listed = {key: tuple(typed(name, key, value) for value in values) for key, values in plan.axes.items()}
+    axes = {**listed, **axes_of(name, vary)}
     asked = goals(pareto or default_goals(hardware, accuracy))
     check_files(accuracy, plot, output, asked)
     rows = read_accuracies(accuracy, name) if accuracy is not None else []
