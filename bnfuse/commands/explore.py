@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bnfuse.commands.graphs import Level, Units
-from bnfuse.commands.options import Json, Settings, settings
+from bnfuse.commands.options import Channels, Classes, ImageSize, Json, Settings, settings
 from bnfuse.commands.output import Progress, show, show_json
 
 
@@ -39,6 +39,10 @@ def explore(
     limit: Annotated[
         int | None, typer.Option(min=1, help="How many points may be (default: 200).", show_default=False)
     ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch.", show_default=False)] = None,
+    image: ImageSize = None,
+    channels: Channels = None,
+    classes: Classes = None,
     set_: Settings = None,
     hardware: Annotated[str, typer.Option(metavar="NAME", help="What step times are estimated on.")] = "h100",
     level: Annotated[Level, typer.Option(help="How far the second time is fused.")] = Level.icf,
@@ -84,14 +88,15 @@ def explore(
     bnfuse explore squeezenet --vary squeeze=0.125,0.5,1 --vary bypass=none,simple,complex
     bnfuse explore densenet40 --vary growth=12:48:12 --vary depth=6,12 --plot growth.png -o growth.csv
     bnfuse explore --preset nin-changes --no-estimate
-    bnfuse explore resnet50 --vary batch=8,16,32 --hardware a100 --set stem=large --one-at-a-time
+    bnfuse explore resnet50 --vary batch=8,16,32 --vary image=160,224 --hardware a100 --one-at-a-time
     """
     from bnfuse import exploring
 
+    sizes = {"batch": batch, "image": image, "channels": channels, "classes": classes}
     found: Any = exploring.explore(
         network,
         vary or (),
-        base=settings(set_),
+        base={**{key: value for key, value in sizes.items() if value is not None}, **settings(set_)},
         preset_name=preset,
         separately=one_at_a_time,
         limit=limit,

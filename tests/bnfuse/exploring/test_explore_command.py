@@ -7,7 +7,7 @@ import pytest
 
 from bnfuse.cli import main
 
-SMALL = ("--set", "batch=2", "--set", "image=16")
+SMALL = ("--batch", "2", "--image", "16")
 
 
 @pytest.fixture
