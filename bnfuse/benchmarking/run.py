@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.benchmarking import choices, idle
-from bnfuse.benchmarking.candidates import CompiledCandidate, compile_rewritten, make_peer, rewrite_variant
+from bnfuse.benchmarking.candidates import CompiledCandidate, compile_variant, make_peer, rewrite_variant
 from bnfuse.benchmarking.choices import Variant
 from bnfuse.benchmarking.compiling import measured_compile
 from bnfuse.benchmarking.estimates import compare, hardware_of, predicted_launches, workload_of
@@ -171,12 +171,12 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
     for index, variant in enumerate(plan.variants):
         progress(f"rewriting and compiling at level {variant.name}")
         bar = getattr(progress, "bar", None)
-        rewritten = rewrite_variant(graph, variant)
-        step = compile_rewritten(rewritten, plan.threads, progress=bar, tune=plan.tune, **plan.how)
+        step = compile_variant(graph, variant, plan.threads, bar, tune=plan.tune, **plan.how)
         file = folder / f"{index}.bnf"
         if plan.memory:
             step.export(file)
-        record = Record(variant.name, file, variant, workload=workload_of(rewritten) if plan.estimate else None)
+        workload = workload_of(rewrite_variant(graph, variant)) if plan.estimate else None
+        record = Record(variant.name, file, variant, workload=workload)
         ours.append((own_candidate(variant.name, step, feeds, plan), record))
     return ours + peers
 
@@ -201,7 +201,7 @@ def alternate(entries: Sequence[Entry], repetitions: int, progress: Progress) ->
 def profile_all(entries: Sequence[Entry], plan: Plan, progress: Progress) -> tuple[Profile, ...]:
     progress("measuring what the machine can do")
     idle.wait_for_idle(plan.wait, progress)
-    limits = measured_limits(plan.threads, WORKING_SETS if plan.estimate else ())
+    limits = measured_limits(plan.threads, WORKING_SETS) if plan.estimate else measured_limits(plan.threads)
     found = []
     for candidate, _ in entries:
         if isinstance(candidate, CompiledCandidate):
