@@ -9,8 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from bnfuse.commands.options import (
+    Channels,
     Checkpoint,
+    Classes,
     DataInput,
+    ImageSize,
     Json,
     LabelsInput,
     Model,
@@ -20,7 +23,6 @@ from bnfuse.commands.options import (
     Settings,
     Target,
     Threads,
-    image_size,
     opening,
     settings,
 )
@@ -29,15 +31,6 @@ from bnfuse.text import Section, count, number, scaled
 
 Before = Annotated[Path, typer.Argument(metavar="BEFORE.ONNX", show_default=False)]
 After = Annotated[Path, typer.Argument(metavar="AFTER.ONNX", show_default=False)]
-
-ImageSize = Annotated[
-    Any,
-    typer.Option(
-        parser=image_size, metavar="S|HxW", help="Side of the images, or height x width (zoo).", show_default=False
-    ),
-]
-Channels = Annotated[int | None, typer.Option(min=1, help="Channels of the images (zoo).", show_default=False)]
-Classes = Annotated[int | None, typer.Option(min=1, help="Classes (zoo).", show_default=False)]
 
 
 class Level(str, enum.Enum):

@@ -46,6 +46,24 @@ LabelsInput = Annotated[
         help="Graph input that takes the labels, where it cannot be told.", metavar="NAME", show_default=False
     ),
 ]
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """224 -> (224, 224), 190x226 -> (190, 226): height, then width."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) for side in sides):
+        raise typer.BadParameter(f"'{text}' is no image size: write it as 224, or as 190x226 (height x width)")
+    return int(sides[0]), int(sides[-1])
+
+
+ImageSize = Annotated[
+    Any,
+    typer.Option(
+        parser=image_size, metavar="S|HxW", help="Side of the images, or height x width (zoo).", show_default=False
+    ),
+]
+Channels = Annotated[int | None, typer.Option(min=1, help="Channels of the images (zoo).", show_default=False)]
+Classes = Annotated[int | None, typer.Option(min=1, help="Classes (zoo).", show_default=False)]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -55,14 +73,6 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-
-
-def image_size(text: str) -> tuple[int, int]:
-    """224 -> (224, 224), 190x226 -> (190, 226): height, then width."""
-    sides = text.lower().split("x")
-    if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) for side in sides):
-        raise typer.BadParameter(f"'{text}' is no image size: write it as 224, or as 190x226 (height x width)")
-    return int(sides[0]), int(sides[-1])
 
 
 def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""Several estimates beside one another: the levels of one graph on one hardware."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from typing import Any
+
+from bnfuse.estimating.result import Estimate, LayerEstimate, milliseconds, percent
+from bnfuse.text import Section, join, scaled
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Estimates by name, in the order that they were asked for. The first is what the others are compared with."""
+
+    name: str
+    estimates: tuple[Estimate, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of the first estimate that others have too are under `results`, one for each."""
+        first = self.estimates[0]
+        return {
+            "name": self.name,
+            "hardware": dataclasses.asdict(first.hardware),
+            "results": [
+                {"level": each.workload, "ratio": each.time_s / first.time_s, **each.to_json()} for each in self.estimates
+            ],
+        }
+
+    def to_csv(self) -> str:
+        """The layers of all, one a line, with the level in front."""
+        columns = [field.name for field in dataclasses.fields(LayerEstimate)]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["level", *columns])
+        for each in self.estimates:
+            writer.writerows([each.workload, *(getattr(row, column) for column in columns)] for row in each.layers)
+        return text.getvalue()
+
+    def sections(self) -> list[Section]:
+        first = self.estimates[0]
+        rows = [
+            (
+                each.workload,
+                milliseconds(each.time_s),
+                f"{each.time_s / first.time_s:.3f}",
+                milliseconds(each.by_phase.get("forward", 0.0)),
+                milliseconds(each.by_phase.get("backward", 0.0)),
+                percent(each.stall_s / each.time_s if each.time_s else 0.0),
+                scaled(each.traffic_in_bytes, "B"),
+                scaled(each.traffic_out_bytes, "B"),
+                percent(each.compute_utilization),
+            )
+            for each in self.estimates
+        ]
+        columns = ("level", "time", "ratio", "forward", "backward", "stalled", "in", "out", "compute utilization")
+        title = f"{self.name}, batch {first.batch}, on {first.hardware.name}"
+        return [Section.table(title, columns, rows), self.type_section()]
+
+    def type_section(self) -> Section:
+        types = list(dict.fromkeys(kind for each in self.estimates for kind, time in each.by_type.items() if time))
+        rows = [(kind, *(milliseconds(each.by_type.get(kind, 0.0)) for each in self.estimates)) for kind in types]
+        return Section.table("Time by type of layer", ("type", *(each.workload for each in self.estimates)), rows)
+
+    def __str__(self) -> str:
+        return join(self.sections())
