@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands.graphs import Level, Units
-from bnfuse.commands.options import Channels, Classes, ImageSize, Json, Settings, settings
+from bnfuse.commands.graphs import Channels, Classes, ImageSize, Level, Units
+from bnfuse.commands.options import Json, Settings, settings
 from bnfuse.commands.output import Progress, show, show_json
 
 
