@@ -22,7 +22,7 @@ def plot(scalings: Sequence[Scaling], path: str | Path, *, marks: Sequence[Mark]
     for scaling in scalings:
         style = {"color": colours[scaling.name], "linestyle": "-" if scaling.mode == "strong" else "--"}
         draw(left, scaling, [p.speedup for p in scaling.points], f"{scaling.name}, {scaling.mode}", style)
-        draw(right, scaling, [p.communication_s / p.step_s for p in scaling.points], None, style)
+        draw(right, scaling, [p.exposed_s / p.step_s for p in scaling.points], None, style)
     workers = sorted({p.workers for scaling in scalings for p in scaling.points})
     left.plot(workers, workers, color="#b8b8b8", linewidth=1, label="linear")
     for label, count, speedup in marks:
@@ -41,7 +41,7 @@ def plot(scalings: Sequence[Scaling], path: str | Path, *, marks: Sequence[Mark]
     left.legend(fontsize=8, frameon=False)
     right.set_ylim(0, None)
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    right.set_title("communication, part of a step's time", fontsize=9, loc="left")
+    right.set_title("waiting for communication, part of a step", fontsize=9, loc="left")
     figure.suptitle(title or "Data-parallel training", x=0.01, ha="left", fontsize=12, fontweight="bold")
     save_figure(figure, path)
 
