@@ -138,8 +138,9 @@ def _pool_partner(node: ir.Node) -> Op | None:
         return read(indices.producer()) if indices is not None else None
     base = (node.name or "").split("_Grad/")[0]
     assert node.graph is not None
-    for candidate in node.graph:
-        if candidate.name == base and (op := read(candidate)) is not None and op.spec.name.find("AveragePool") >= 0:
+    named = [other for other in node.graph if other.name == base and other.op_type != node.op_type]
+    for candidate in named:  # a gradient that others named may have any name, its own base among them
+        if (op := read(candidate)) is not None and op.spec.name.find("AveragePool") >= 0:
             return op
     return None
 

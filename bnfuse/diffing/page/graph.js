@@ -145,23 +145,27 @@ const middle = (row) => ROW * (row - view.first) + ROW / 2;
 
 /** Edges at the outer border of a side, from producers to readers. */
 function edgesOf(side) {
-  const shapes = [];
+  const shapes = new Map(); // by what they look like: many edges into one node have the same end
   const near = side ? 0 : WIDE; // where the nodes are
   const inView = (row) => row >= view.first && row < view.last;
   const chosen = view.selected && view.selected.side === side ? view.selected.index : -1;
+  const add = (from, to, bytes) => {
+    for (const [kind, d] of edge(side, near, from, to, bytes, chosen)) shapes.set(kind + d, [kind, d]);
+  };
   for (let r = view.first; r < view.last; r++) {
     const index = DATA.rows[r][side];
     if (index < 0) continue;
     for (const [from, , bytes] of NODES[side][index].inputs) {
-      if (from >= 0) shapes.push(...edge(side, near, from, index, bytes, chosen));
+      if (from >= 0) add(from, index, bytes);
     }
     for (const [reader, bytes] of READERS[side][index]) {
-      if (!inView(rowOf[side][reader])) shapes.push(...edge(side, near, index, reader, bytes, chosen));
+      if (!inView(rowOf[side][reader])) add(index, reader, bytes);
     }
   }
-  return shapes;
+  return [...shapes.values()].map(([kind, d]) => shape("path", { class: kind, d }));
 }
 
+/** The lines of one edge, as [class, path]. */
 function edge(side, near, from, to, bytes, chosen) {
   const [a, b] = [rowOf[side][from], rowOf[side][to]];
   const distance = Math.abs(b - a);
@@ -172,9 +176,10 @@ function edge(side, near, from, to, bytes, chosen) {
   const far = side ? near + reach : near - reach;
   const [y, z] = [middle(a), middle(b)];
   if (distance <= FAR || isChosen) {
-    return [shape("path", { class: kind, d: `M${near} ${y}C${far} ${y} ${far} ${z} ${near} ${z}` })];
+    return [[kind, `M${near} ${y}C${far} ${y} ${far} ${z} ${near} ${z}`]];
   }
-  const stub = (at, way) => shape("path", { class: `${kind} stub`, d: `M${near} ${at}Q${far} ${at} ${far} ${at + way}` });
+  const edgeEnd = side ? 0.9 * WIDE : 0.1 * WIDE;
+  const stub = (at, way) => [`${kind} stub`, `M${near} ${at}Q${edgeEnd} ${at} ${edgeEnd} ${at + way}`];
   return [stub(y, Math.sign(b - a) * 14), stub(z, Math.sign(a - b) * 14)];
 }
 
@@ -216,6 +221,7 @@ function reveal(target) {
 }
 
 // The map of all rows at the side: what is where, hits, the selected node, and a frame round what is visible.
+const PAINTS = [...KNOWN, "other", "same", "gone", "backward", "hit", "selected"];
 const map = element("canvas", {});
 const frame = element("div", { className: "frame" });
 at("minimap").append(map, frame);
@@ -227,12 +233,12 @@ function drawMap() {
   [map.width, map.height] = [width * scale, height * scale];
   const paint = map.getContext("2d");
   paint.scale(scale, scale);
-  const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+  const colours = Object.fromEntries(PAINTS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   const step = height / DATA.rows.length;
   const half = width / 2;
   const edge = Math.min(4, half / 5);
   const mark = (side, r, name, x, w) => {
-    paint.fillStyle = colour(name);
+    paint.fillStyle = colours[name];
     paint.fillRect(side * half + x, r * step, w, Math.max(step, name === "selected" || name === "hit" ? 2.5 : 0.8));
   };
   rowOf.forEach((rows, side) => rows.forEach((r, index) => {

@@ -5,8 +5,8 @@ function choose(node, how = "push") {
   view.selected = node;
   view.related = node ? relatedTo(node) : [];
   if (node) reveal(row(node));
-  draw();
   drawMap();
+  draw();
   showDetails(node);
   SIDES.forEach((name, side) => {
     const list = at(`side-${name}`);
@@ -61,8 +61,8 @@ function find(query) {
   view.hits = new Set(hits.map((hit) => `${hit.side}-${hit.index}`));
   const [first, last] = visibleRows();
   if (hits.length && !hits.some((hit) => row(hit) >= first && row(hit) < last)) reveal(row(hits[0]));
-  draw();
   drawMap();
+  draw();
   sayHits(words.length > 0);
 }
 
