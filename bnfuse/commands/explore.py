@@ -58,7 +58,7 @@ def explore(
         typer.Option(
             metavar="NAME,NAME",
             help="What the front is of, min: or max: before a name: parameters, model, flops, outputs, sweeps, moved, "
-            "bn-share, time, time-before, speedup, accuracy (default: parameters,time).",
+            "bn-share, time, time-before, speedup, throughput, accuracy (default: parameters,time).",
             show_default=False,
         ),
     ] = None,

@@ -19,10 +19,11 @@ QUANTITIES = {
     "bn-share": "norm_share",
     "time": "time_s",
     "time-before": "time_before_s",
+    "throughput": "samples_per_s",
     "speedup": "speedup",
     "accuracy": "accuracy",
 }
-HIGHER = ("accuracy", "speedup")  # better the more there is
+HIGHER = ("accuracy", "speedup", "throughput")  # better the more there is
 AFTER = {"sweeps": "sweeps", "moved": "moved_bytes"}  # of the source, where nothing was fused
 
 

@@ -23,6 +23,7 @@ SCALES = {
     "bn-share": (100, "BatchNorm's part of the bytes moved, per cent"),
     "time": (1e3, "estimated step, ms"),
     "time-before": (1e3, "estimated step before fusion, ms"),
+    "throughput": (1, "images a second after fusion, estimated"),
     "speedup": (1, "estimated speed-up by fusion"),
     "accuracy": (1, "accuracy"),
 }

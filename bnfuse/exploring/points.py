@@ -29,6 +29,7 @@ class Point:
 
     changes: Settings
     settings: Settings
+    batch: int | None = None
     parameters: int | None = None
     model_bytes: int | None = None
     flops_forward: int | None = None
@@ -50,8 +51,13 @@ class Point:
     def speedup(self) -> float | None:
         return self.time_before_s / self.time_s if self.time_before_s and self.time_s else None
 
+    @property
+    def samples_per_s(self) -> float | None:
+        """Images trained in a second, after fusion."""
+        return self.batch / self.time_s if self.batch and self.time_s else None
+
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "speedup": self.speedup}
+        return {**dataclasses.asdict(self), "speedup": self.speedup, "samples_per_s": self.samples_per_s}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,7 @@ def measured(network: str, changes: Settings, settings: Settings, measure: Measu
     point = Point(
         changes,
         settings,
+        batch=found.batch,
         parameters=total["parameters"],
         model_bytes=total["parameter_bytes"],
         flops_forward=total["flops_forward"],

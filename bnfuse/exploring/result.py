@@ -45,12 +45,13 @@ class Exploration:
     def to_csv(self) -> str:
         """A line a point: what was varied, a column each, then the quantities."""
         text = io.StringIO()
-        quantities = [f.name for f in dataclasses.fields(Point) if f.name not in ("changes", "settings")]
+        quantities = [*(f.name for f in dataclasses.fields(Point)), "speedup", "samples_per_s"]
+        quantities = [name for name in quantities if name not in ("changes", "settings", *self.varied)]
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*self.varied, *quantities, "speedup"])
+        writer.writerow([*self.varied, *quantities])
         for point in self.points:
             settings = [plain(point.settings.get(name, self.base.get(name, ""))) for name in self.varied]
-            values = [getattr(point, name) for name in (*quantities, "speedup")]
+            values = [getattr(point, name) for name in quantities]
             writer.writerow([*settings, *("" if value is None else value for value in values)])
         return text.getvalue()
 

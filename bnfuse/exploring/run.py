@@ -9,7 +9,7 @@ from typing import Any
 
 from bnfuse.errors import BnfuseError, first_line
 from bnfuse.estimating.assumptions import Assumptions
-from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.hardware import HOST, Hardware
 from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import hardware_of
 from bnfuse.exploring.accuracy import read_accuracies, with_accuracies
@@ -89,8 +89,8 @@ def explore(
     check_files(accuracy, plot, output, asked)
     rows = read_accuracies(accuracy, name) if accuracy is not None else []
     changes = changes_of(name, plan, axes, shared, separately=separately, limit=limit)
-    machine = hardware_of(hardware) if isinstance(hardware, str) else hardware
-    (assumptions,) = settle(assume or {}, Assumptions())
+    machine = hardware_of(hardware, progress=progress) if isinstance(hardware, str) else hardware
+    (assumptions,) = settle(assume or {}, behaviour_of(hardware))
     measure = Measure(level, machine, assumptions)
     bar = getattr(progress, "bar", None) or (lambda done, total, what: None)
     points = []
@@ -162,6 +162,15 @@ def attempt(name: str, change: Settings, settings: Settings, measure: Measure) -
     except Exception as error:
         reason = str(error) if isinstance(error, BnfuseError) else f"{type(error).__name__}: {first_line(error)}"
         return Point(change, settings, error=reason)
+
+
+def behaviour_of(hardware: str | Hardware | None) -> Assumptions:
+    """A processor's own caches are no software-managed ones."""
+    if hardware == HOST:
+        from bnfuse.estimating.probe import ASSUMPTIONS
+
+        return ASSUMPTIONS
+    return Assumptions()
 
 
 def default_goals(hardware: object, accuracy: object) -> str:

@@ -217,3 +217,13 @@ def test_nin_changes_grow_as_papers_003_says():
 def test_a_preset_takes_further_axes_and_changes_one_at_a_time():
     found = explore(preset_name="bypass", vary=["squeeze=0.125,0.5"], separately=True, hardware=None)
     assert [p.changes for p in found.points] == [{}, {"bypass": "simple"}, {"bypass": "complex"}, {"squeeze": 0.5}]
+
+
+def test_batches_are_compared_by_images_a_second():
+    found = explore("resnet20", ["batch=2,4"], base={"image": 16}, pareto="throughput,moved")
+    small, large = found.points
+    assert large.samples_per_s == pytest.approx(4 / large.time_s)
+    assert str(found.goals[0]) == "most throughput"
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [row["batch"] for row in rows] == ["2", "4"]
+    assert float(rows[0]["samples_per_s"]) == small.samples_per_s
