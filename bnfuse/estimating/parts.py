@@ -1,15 +1,15 @@
 """Which layer of the network each node of a training graph belongs to.
 
-A node of the forward graph is a layer. A node of the backward graph belongs to the layer that it shares most values
-with: operands and results of the forward node that it reads (ConvGrad its x and weight, BatchNormalizationGrad its x,
-scale, mean and inv_std). What reads gradients alone (a Sum, a Split, AveragePoolGrad) belongs to the layer whose result
-it has the gradient of, which the nodes before it tell.
+A node of the forward graph is a layer. A node of the backward graph belongs to the layer of its kind that it shares
+most values with, else to the one of another kind: operands and results of the forward node that it reads (ConvGrad its
+x and weight, BatchNormalizationGrad its x, scale, mean and inv_std). What reads gradients alone (a Sum, a Split,
+AveragePoolGrad) belongs to the layer whose result it has the gradient of, which the nodes before it tell.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -44,7 +44,7 @@ def layers_of(nodes: Sequence[ir.Node], forward: set[ir.Node]) -> dict[ir.Node, 
         if node in forward:
             found[node] = node
             continue
-        layer = _sharing(node, touching) or _of_gradient(node, gradient_of)
+        layer = _sharing(node, touching) or _of_gradient(node, gradient_of) or _before(node, found)
         found[node] = layer
         _note_gradients(node, layer, touching, gradient_of)
     return found
@@ -61,12 +61,12 @@ def _touching(layers: Iterable[ir.Node]) -> Touching:
 
 
 def _sharing(node: ir.Node, touching: Touching) -> ir.Node | None:
-    """The layer that shares most values with the node, of equals one of its kind, of those the first."""
+    """Of the layers that share values with the node, those of its kind first: the one that shares most."""
     shared = Counter(layer for value in set(node.inputs) if value is not None for layer in touching.get(value, ()))
     if not shared:
         return None
     core = core_of(node)
-    return max(shared, key=lambda layer: (shared[layer], core.startswith(core_of(layer))))
+    return max(shared, key=lambda layer: (core.startswith(core_of(layer)), shared[layer]))
 
 
 def _of_gradient(node: ir.Node, gradient_of: dict[ir.Value, ir.Value]) -> ir.Node | None:
@@ -75,6 +75,12 @@ def _of_gradient(node: ir.Node, gradient_of: dict[ir.Value, ir.Value]) -> ir.Nod
         if value is not None and value in gradient_of:
             return gradient_of[value].producer()
     return None
+
+
+def _before(node: ir.Node, found: Mapping[ir.Node, ir.Node | None]) -> ir.Node | None:
+    """The layer of the node before."""
+    makers = (value.producer() for value in node.inputs if value is not None)
+    return next((layer for maker in makers if maker is not None and (layer := found.get(maker)) is not None), None)
 
 
 def _note_gradients(

@@ -95,7 +95,10 @@ class _Builder:
         self._graph, self._constants = graph, constants
         self._index: dict[ir.Value, int] = {}
         self._batches = {graph.batch, graph.batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)}
-        self._gradients = {*graph.roles.gradients.values()}
+        outputs = {v.name: v for v in graph.model.graph.outputs}
+        self._kept = {piece.value for value in outputs.values() for piece in places.whole(value)}
+        gradients = (outputs[name] for name in graph.roles.gradients.values())
+        self._gradients = {piece.value for value in gradients for piece in places.whole(value)}
         self._running = {*graph.roles.running, *graph.roles.running.values()}
 
     def layer(self, node: ir.Node, phase: Phase, part: str) -> Layer:
@@ -114,7 +117,7 @@ class _Builder:
         for name, gradient in self._graph.roles.gradients.items():
             value = self._graph.input(name)
             made = next(v for v in self._graph.model.graph.outputs if v.name == gradient)
-            weight, slope = (self._tensor(v, "backward") for v in (value, made))
+            weight, slope = (self._tensor(self.places.whole(v)[0].value, "backward") for v in (value, made))
             size = size_of(value)
             self._mark_kept(weight)
             moments = [
@@ -169,8 +172,7 @@ class _Builder:
     def _tensor(self, value: ir.Value, phase: Phase) -> int:
         if value not in self._index:
             is_input = value.producer() is None
-            kept = value.is_graph_output()
-            kind = self._kind(value, phase)
+            kind, kept = self._kind(value, phase), value in self._kept
             self._index[value] = self._add(Tensor(str(value.name), size_of(value), kind, given=is_input, kept=kept))
         return self._index[value]
 
@@ -191,7 +193,7 @@ class _Builder:
             return "vector"
         if value.producer() is None:
             return "weight"
-        if value.name in self._gradients or _is_weight_gradient(value):
+        if value in self._gradients or _is_weight_gradient(value):
             return "weight_gradient"
         if phase == "forward":
             return "map"
