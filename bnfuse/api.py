@@ -28,6 +28,7 @@ __all__ = [
     "bench",
     "compile",
     "diff",
+    "estimate",
     "export_inference",
     "inspect",
     "load",
@@ -152,6 +153,30 @@ def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **roles: Any) 
     from bnfuse.inspecting.source import inspect_source
 
     return inspect_source(source, zoo, **roles)
+
+
+def estimate(
+    source: Source,
+    *,
+    hardware: str | None = None,
+    levels: Sequence[str] = (),
+    progress: Progress = quiet,
+    checkpoint: str | os.PathLike[str] | None = None,
+    data_input: Sequence[str] | None = None,
+    labels_input: Sequence[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Time and memory traffic of a training step on hardware that need not be here.
+
+    `source` is a training graph, or the name of a network of the zoo. `options` are those of the command line
+    (`bnfuse.estimating.request.Request`): cache, bandwidth, flops, sweep, workers, reuse, assume, plot, ...; what comes
+    back is an Estimate, or what they ask for: a Comparison of levels, a Sweep, Reuse, Scaling or Pipeline, each with
+    to_json(), to_csv() and sections(). docs/estimate.md
+    """
+    from bnfuse.estimating.request import Request, answer
+
+    roles = {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
+    return answer(Request(source, hardware, levels=levels, roles=roles, **options), progress)
 
 
 def optimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -77,7 +77,7 @@ def estimate(
         str | None,
         typer.Option(
             metavar="AXIS=A:B:STEP",
-            help="An estimate for each value of cache, bandwidth, flops or batch: cache=24MB:1000MB:2MB, batch=8,16,32.",
+            help="An estimate for each value of cache, bandwidth, flops, batch: cache=24MB:1000MB:2MB, batch=8,16.",
             show_default=False,
         ),
     ] = None,

@@ -24,9 +24,7 @@ class Comparison:
         return {
             "name": self.name,
             "hardware": dataclasses.asdict(first.hardware),
-            "results": [
-                {"level": each.workload, "ratio": each.time_s / first.time_s, **each.to_json()} for each in self.estimates
-            ],
+            "results": [{"level": x.workload, "ratio": x.time_s / first.time_s, **x.to_json()} for x in self.estimates],
         }
 
     def to_csv(self) -> str:

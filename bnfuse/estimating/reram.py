@@ -18,6 +18,9 @@ SHARINGS = ("own", "balanced", "time")
 GRADIENTS = ("hidden", "outer", "mapped")
 
 
+STACK = re.compile(r"(\d)R(\d)G", re.ASCII | re.IGNORECASE)
+
+
 @dataclasses.dataclass(frozen=True)
 class ReramAssumptions:
     """Every modelling choice of a pipeline estimate, settable as `--assume KEY=VALUE`.
@@ -167,9 +170,14 @@ class Stack:
         return f"{self.reram}R{self.gpu}G"
 
 
+def is_stack(text: str) -> bool:
+    """Whether it is written like a stack; `stack` says whether there is one."""
+    return STACK.fullmatch(text.strip()) is not None
+
+
 def stack(text: str, assumptions: ReramAssumptions) -> Stack:
     """ "3r1g" -> Stack(3, 1); the layers must be those of the stack, and some of each kind."""
-    match = re.fullmatch(r"(\d)R(\d)G", text.strip().upper(), re.ASCII)
+    match = STACK.fullmatch(text.strip())
     possible = [Stack(m, assumptions.layers - m) for m in range(1, assumptions.layers)]
     found = Stack(int(match[1]), int(match[2])) if match else None
     if found not in possible:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bnfuse.estimating.hardware import HOST, Hardware, profile
@@ -67,6 +67,7 @@ def hardware_of(
     bandwidth: float | None = None,
     flops: float | None = None,
     fresh: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Hardware:
     """A profile by name ("host": this machine, as measured), with what is given in its place: bytes, bytes/s, FLOP/s.
 
@@ -75,7 +76,7 @@ def hardware_of(
     if name == HOST:
         from bnfuse.estimating.probe import host
 
-        chosen = host(fresh=fresh)
+        chosen = host(fresh=fresh, progress=progress)
     else:
         chosen = profile(name or DEFAULT)
     given = {

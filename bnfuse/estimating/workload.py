@@ -1,4 +1,4 @@
-"""What an estimate is made from: the layers of one training iteration in their order, and the tensors that each touches.
+"""What an estimate is made from: the layers of one training iteration in order, and the tensors that each touches.
 
 Whole tensors are the units (papers/004, sections 3.2 and 4.2.3). A workload comes from a training graph, where every
 node is a layer (training.py), from a forward graph, whose backward pass follows by the paper's table 3.1

@@ -1,0 +1,215 @@
+"""What `bnfuse estimate` answers: one question of several kinds, from options as people write them.
+
+a stack of ReRAM and GPU layers     the pipeline of papers/002
+workers                             data-parallel steps of papers/003
+a sweep                             an estimate for each value
+reuse                               the scopes in which bytes are reused
+levels                              estimates beside one another
+none of these                       one estimate
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bnfuse.errors import BnfuseError
+from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.compare import Comparison
+from bnfuse.estimating.estimate import estimate
+from bnfuse.estimating.hardware import HOST, MIB, Hardware
+from bnfuse.estimating.layerwise import Passes
+from bnfuse.estimating.order import Order
+from bnfuse.estimating.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops
+from bnfuse.estimating.reram import ReramAssumptions, is_stack
+from bnfuse.estimating.result import Estimate
+from bnfuse.estimating.settings import settle
+from bnfuse.estimating.source import hardware_of, workloads
+from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
+from bnfuse.estimating.training import Optimizer
+from bnfuse.estimating.workload import Workload
+
+Progress = Callable[[str], None]
+CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options of `bnfuse estimate`. Quantities are text ("24MB", "616GB/s") or numbers."""
+
+    source: Any
+    hardware: str | None = None
+    cache: str | float | None = None
+    bandwidth: str | float | None = None
+    flops: str | float | None = None
+    measure: bool = False
+    levels: Sequence[str] = ()
+    sweep: str | None = None
+    reuse: bool = False
+    workers: str | None = None
+    network: str = "6GB/s"
+    reduce: str = "tree"
+    scaling: str = "strong"
+    overlap: float = 0.0
+    remove: str | None = None
+    order: Order = "file"
+    optimizer: Optimizer = "none"
+    views: bool = False
+    assume: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    zoo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    plot: Path | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The options that ask for something of their own: there may be one."""
+        return [name for name in ("sweep", "reuse", "workers") if getattr(self, name)]
+
+
+def answer(request: Request, progress: Progress = lambda _: None) -> Any:
+    """An Estimate, Comparison, Sweep, Reuse, Scaling or Pipeline, drawn where a picture is asked for."""
+    if len(request.kinds) > 1:
+        raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
+    if request.plot is not None:
+        from bnfuse.benchmarking.plot import require_plotting
+
+        require_plotting(request.plot)
+    found = question_of(request)(request, progress)
+    if request.plot is not None:
+        draw(found, request.plot)
+    return found
+
+
+def question_of(request: Request) -> Callable[[Request, Progress], Any]:
+    if request.hardware is not None and is_stack(request.hardware):
+        return pipelined
+    if request.remove is not None:
+        raise BnfuseError("--remove is for a ReRAM/GPU stack here: rewrite the graph with --remove first")
+    for kind, answerer in (("sweep", swept), ("reuse", reused), ("workers", scaled)):
+        if getattr(request, kind):
+            return answerer
+    return estimated
+
+
+def estimated(request: Request, progress: Progress) -> Estimate | Comparison:
+    machine, assumptions, passes = machine_of(request, progress)
+    found = tuple(estimate(each, machine, assumptions) for each in workloads_of(request, passes))
+    return Comparison(str(request.source), found) if len(found) > 1 else found[0]
+
+
+def swept(request: Request, progress: Progress) -> Sweep:
+    asked = parse_sweep(str(request.sweep))
+    machine, assumptions, passes = machine_of(request, progress)
+
+    def told(done: int, total: int) -> None:
+        progress(f"{asked.axis} {done}/{total}")
+
+    def of_batch(batch: int) -> Workload:
+        return one(dataclasses.replace(request, zoo={**request.zoo, "batch": batch}), passes)
+
+    source = of_batch if asked.axis == "batch" else one(request, passes)
+    return sweep(source, machine, asked.axis, asked.values, assumptions=assumptions, progress=told)
+
+
+def reused(request: Request, progress: Progress) -> Any:
+    from bnfuse.estimating.reuse import reuse
+
+    machine, _, passes = machine_of(request, progress)
+    return reuse(one(request, passes), sorted({*CACHES, machine.cache}))
+
+
+def scaled(request: Request, progress: Progress) -> Any:
+    from bnfuse.estimating.scaling import network, scale
+
+    machine, assumptions, passes = machine_of(request, progress)
+    return scale(
+        one(request, passes),
+        machine,
+        [parse_count(part) for part in str(request.workers).split(",")],
+        network(request.network),
+        request.reduce,  # type: ignore[arg-type]
+        request.scaling,  # type: ignore[arg-type]
+        overlap=request.overlap,
+        assumptions=assumptions,
+    )
+
+
+def pipelined(request: Request, progress: Progress) -> Any:
+    from bnfuse.estimating.pipeline import pipeline
+    from bnfuse.training_graph import open_graph
+    from bnfuse.zoo import network_named
+
+    foreign = [
+        f"--{name}" for name in ("cache", "bandwidth", "flops", "levels", *request.kinds) if getattr(request, name)
+    ]
+    if foreign:
+        raise BnfuseError(f"{', '.join(foreign)}: not for a ReRAM/GPU stack, whose choices are given by --assume")
+    (assumptions,) = settle(request.assume, ReramAssumptions())
+    network = network_named(request.source, dict(request.zoo))
+    graph = open_graph(request.source, **request.roles) if network is None else network
+    return pipeline(graph, str(request.hardware), assumptions, remove=request.remove)
+
+
+def machine_of(request: Request, progress: Progress) -> tuple[Hardware, Assumptions, Passes]:
+    """The hardware, and how it and the passes behave. A processor's own caches are no software-managed ones."""
+    defaults = Assumptions()
+    if request.hardware == HOST:
+        from bnfuse.estimating.probe import ASSUMPTIONS
+
+        defaults = ASSUMPTIONS
+    assumptions, passes = settle(request.assume, defaults, Passes())
+    machine = hardware_of(
+        request.hardware,
+        cache=read(parse_bytes, request.cache),
+        bandwidth=read(parse_bandwidth, request.bandwidth),
+        flops=read(parse_flops, request.flops),
+        fresh=request.measure,
+        progress=progress,
+    )
+    return machine, assumptions, passes
+
+
+def read(parse: Callable[[str], float], value: str | float | None) -> Any:
+    return parse(value) if isinstance(value, str) else value
+
+
+def workloads_of(request: Request, passes: Passes) -> tuple[Workload, ...]:
+    return workloads(
+        request.source,
+        levels=request.levels,
+        zoo=dict(request.zoo),
+        order=request.order,
+        passes=passes,
+        views=request.views,
+        optimizer=request.optimizer,
+        **request.roles,
+    )
+
+
+def one(request: Request, passes: Passes) -> Workload:
+    found = workloads_of(request, passes)
+    if len(found) > 1:
+        raise BnfuseError(f"--{request.kinds[0]} is about one graph: give one level")
+    return found[0]
+
+
+def draw(found: Any, path: Path) -> None:
+    from bnfuse.benchmarking.plot import save_figure
+    from bnfuse.estimating import pipeline_plot, plots, scaling_plot
+    from bnfuse.estimating.compare_plot import comparison_figure
+    from bnfuse.estimating.scaling import Scaling
+
+    if isinstance(found, Estimate):
+        plots.plot_estimate(found, path)
+    elif isinstance(found, Sweep):
+        plots.plot_sweep(found, path)
+    elif isinstance(found, Comparison):
+        save_figure(comparison_figure(found), path)
+    elif isinstance(found, Scaling):
+        scaling_plot.plot([found], path)
+    elif hasattr(found, "stages"):
+        pipeline_plot.plot(found, path)
+    else:
+        save_figure(plots.reuse_figure([found]), path)
