@@ -21,6 +21,7 @@ from bnfuse.inspecting.work import BATCH_NORM_OPS, POOLS
 from bnfuse.models.count import node_flops
 
 FLOAT, INDEX, MASK = 4, 8, 1  # bytes an element
+TYPES = {"float32": "float", "int64": "int64", "int32": "int32"}  # as ONNX names them
 DENSE = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -75,9 +76,8 @@ def inspect_network(graph: gs.Graph) -> Inspection:
             strides=tuple(node.attrs.get("strides", ())),
         )
         rows.append(row)
-    kind = f"float[{', '.join(map(str, data.shape))}]"
-    source = "by rule from the forward graph"
-    return Inspection(graph.name, tuple(rows), {data.name: kind}, data.shape[0], source)
+    inputs = {x.name: f"{TYPES.get(np.dtype(x.dtype).name, x.dtype)}{x.shape}" for x in graph.inputs}
+    return Inspection(graph.name, tuple(rows), inputs, data.shape[0], "by rule from the forward graph")
 
 
 def parameters_of(node: gs.Node) -> list[gs.Constant]:

@@ -11,7 +11,9 @@ from bnfuse.errors import BnfuseError
 from bnfuse.text import Section, count, join, number, scaled
 
 UNITS = {"decimal": (1000, ("B", "kB", "MB", "GB", "TB")), "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
-NAME_WIDTH, OPERATOR_WIDTH = 24, 12  # of the text's first columns, so that a row stays within 100
+WIDTH = 100  # of the text: what is too long loses its beginning
+OPERATOR_WIDTH = 12
+INPUTS = 4  # of a network that has many, the text names so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,23 +99,28 @@ class Inspection:
         return text.getvalue()
 
     def sections(self, units: str = "decimal") -> list[Section]:
+        norms = self.total["batch_norm_sweeps"] > 0
         rows = [
             (
-                shortened(x.name, NAME_WIDTH),
+                x.name,
                 shortened(OPERATOR_NAMES.get(x.op, x.op), OPERATOR_WIDTH),
                 plain(x.output_shape[1:] or x.output_shape),
-                *cells(dataclasses.asdict(x), units),
+                *cells(dataclasses.asdict(x), units, norms),
             )
             for x in self.layers
         ]
-        rows.append(("total", "", "", *cells(self.total, units)))
-        columns = ("layer", "operator", "output", "size", "parameters", "forward", "backward", "sweeps")
-        inputs = [f"{name}: {kind}" for name, kind in self.inputs.items()]
+        rows.append(("total", "", "", *cells(self.total, units, norms)))
+        columns = ["layer", "operator", "output", "size", "parameters", "forward", "backward", "sweeps", "BN"]
         return [
-            Section.lines(self.name, inputs),
+            Section.lines(self.name, self.inputs_shown()),
             self.traffic(units),
-            Section.table(f"Layers ({count(self.batch, 'image')} a batch; F: FLOP)", columns, rows),
+            fitted(f"Layers (batch of {number(self.batch)}; F: FLOP)", columns[: 8 + norms], rows),
         ]
+
+    def inputs_shown(self) -> list[str]:
+        lines = [f"{name}: {kind}" for name, kind in self.inputs.items()]
+        more = len(lines) - INPUTS
+        return lines if more < 1 else [*lines[:INPUTS], f"and {count(more, 'input')} more"]
 
     def traffic(self, units: str) -> Section:
         total, share = self.total, self.batch_norm_share
@@ -129,6 +136,13 @@ class Inspection:
         return join(self.sections())
 
 
+def fitted(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Section:
+    """The first column takes what the others leave of WIDTH."""
+    others = sum(2 + max(len(row[i]) for row in (columns, *rows)) for i in range(1, len(columns)))
+    room = WIDTH - 2 - others
+    return Section.table(title, columns, [(shortened(row[0], room), *row[1:]) for row in rows])
+
+
 OPERATOR_NAMES = {
     "BatchNormalization": "BatchNorm",
     "BatchNormInternal": "BatchNorm",
@@ -138,17 +152,22 @@ OPERATOR_NAMES = {
 }
 
 
-def cells(values: dict[str, int], units: str) -> tuple[str, ...]:
+def cells(values: dict[str, int], units: str, norms: bool) -> tuple[str, ...]:
+    """The last cell, where there are BatchNorms: what part of the bytes moved is there for them alone."""
+
     def flops(n: int) -> str:
         return scaled(n, "F") if n else "-"
 
     sweeps = (values["sweeps_forward"], values["sweeps_backward"])
+    moved = values["moved_bytes_forward"] + values["moved_bytes_backward"]
+    share = f"{values['batch_norm_bytes'] / moved:.0%}" if values["batch_norm_bytes"] else "-"
     return (
         size(values["output_bytes"], units) if values["output_bytes"] else "-",
         number(values["parameters"]) if values["parameters"] else "-",
         flops(values["flops_forward"]),
         flops(values["flops_backward"]),
         f"{sweeps[0]}+{sweeps[1]}" if any(sweeps) else "-",
+        *([share] if norms else []),
     )
 
 

@@ -94,6 +94,26 @@ def test_the_text_ends_with_the_total_and_fits_100_columns(name, units):
     assert any(unit in lines[-1] for unit in (("TB", "GB") if units == "decimal" else ("TiB", "GiB")))
 
 
+def test_the_text_has_a_column_for_batch_norms_where_there_are_any(model):
+    def last_cells(found):
+        lines = str(found).splitlines()
+        return {line.split()[0]: line.split()[-1] for line in lines[lines.index("Layers (batch of 2; F: FLOP)") + 1 :]}
+
+    cells = last_cells(bnfuse.inspect(model))
+    assert (cells["layer"], cells["stem/conv"], cells["stem/norm"], cells["total"]) == ("BN", "-", "100%", "26%")
+    assert last_cells(bnfuse.inspect("nin", zoo={"batch": 2}))["layer"] == "sweeps"
+
+
+def test_many_inputs_are_not_all_listed():
+    head = str(bnfuse.inspect("gnmt", zoo={"batch": 2, "steps": 4, "layers": 2})).split("\n\n")[0].splitlines()
+    assert head[1:] == [
+        "  zero_state: float[2, 1024]",
+        *(f"  source/step{n}/words: int64[2]" for n in (1, 2, 3)),
+        head[-1],
+    ]
+    assert head[-1] == "  and 5 inputs more"
+
+
 def test_unknown_units_are_refused(model):
     with pytest.raises(BnfuseError, match="decimal or binary"):
         bnfuse.inspect(model).sections("metric")
