@@ -6,27 +6,29 @@ from typing import Any
 
 from bnfuse.benchmarking.plot import pyplot_figure
 from bnfuse.estimating.compare import Comparison
-from bnfuse.estimating.plots import COLOURS, hardware_note, note, tidy, title
+from bnfuse.estimating.plots import COLOURS, LEAST_SHARE, hardware_note, note, tidy, title
 
 
 def comparison_figure(found: Comparison) -> Any:
     names = [each.workload for each in found.estimates]
-    figure = pyplot_figure()(figsize=(8, 1.4 + 0.42 * len(names)), layout="constrained")
+    figure = pyplot_figure()(figsize=(8, 1.7 + 0.42 * len(names)), layout="constrained")
     panel = figure.subplots()
     starts = [0.0] * len(names)
-    kinds = dict.fromkeys(kind for each in found.estimates for kind in each.by_type)
-    for kind in sorted(kinds, key=[*COLOURS].index):
+    for kind, colour in COLOURS.items():
         widths = [1000 * each.by_type.get(kind, 0.0) for each in found.estimates]
-        if any(widths):
-            panel.barh(names, widths, 0.7, starts, color=COLOURS[kind], label=kind, edgecolor="white", linewidth=0.3)
+        seen = max(each.share({kind}) for each in found.estimates) >= LEAST_SHARE
+        panel.barh(
+            names, widths, 0.7, starts, color=colour, label=kind if seen else None, edgecolor="white", linewidth=0.3
+        )
         starts = [a + b for a, b in zip(starts, widths, strict=True)]
     for place, each in enumerate(found.estimates):
         panel.text(starts[place], place, f" {1000 * each.time_s:.4g} ms", va="center", fontsize=8)
     panel.margins(x=0.14)
     panel.invert_yaxis()
     panel.set_xlabel("time (ms)")
-    panel.legend(fontsize=7, frameon=False, ncols=6, loc="upper left", bbox_to_anchor=(0, -0.18))
     tidy(panel)
+    panel.grid(axis="y", visible=False)
+    figure.legend(fontsize=8, frameon=False, ncols=8, loc="outside lower right")
     first = found.estimates[0]
     title(figure, f"{found.name}, batch {first.batch}, on {first.hardware.name}")
     note(figure, hardware_note(first.hardware, "FLOP/s", "bandwidth", "cache"))

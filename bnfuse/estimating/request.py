@@ -103,8 +103,11 @@ def swept(request: Request, progress: Progress) -> Sweep:
     asked = parse_sweep(str(request.sweep))
     machine, assumptions, passes = machine_of(request, progress)
 
+    bar = getattr(progress, "bar", None)
+
     def told(done: int, total: int) -> None:
-        progress(f"{asked.axis} {done}/{total}")
+        if bar is not None:
+            bar(done, total, asked.axis)
 
     def of_batch(batch: int) -> Workload:
         return one(dataclasses.replace(request, zoo={**request.zoo, "batch": batch}), passes)
