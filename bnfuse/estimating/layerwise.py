@@ -145,7 +145,7 @@ class Tape:
         labels = self.new("labels", 8 * count // logits.shape[-1], "data", given=True)
         probabilities = self.new("loss/probabilities", FLOAT * count, "map")
         loss = self.new("loss", FLOAT, "vector", kept=True)
-        gradient = self.new(gradient_name(logits.name), FLOAT * count, "map_gradient")
+        gradient = self.new(gradient_name(self.tensors[tensor].name), FLOAT * count, "map_gradient")
         forward, backward = operations.ELEMENTWISE["Loss"]
         self.gradients[tensor] = Gradient(gradient)
         reads, writes = (tensor, labels), (probabilities, loss)
@@ -213,9 +213,9 @@ class Tape:
         if before is None:
             self.gradients[tensor] = gradient
             return
-        total = before.tensor if before.owned else self.new_gradient(value, node)
+        name, flops = f"{node.name}/sum/{self.tensors[tensor].name}", operations.elements(value)
+        total = before.tensor if before.owned else self.new_gradient(value, node, name)
         self.gradients[tensor] = Gradient(total)
-        name, flops = f"{node.name}/sum", operations.elements(value)
         reads = (before.tensor, gradient.tensor)
         self.layers.append(self.layer(name, "Add", "backward", flops, reads, (total,), node.name))
 
@@ -251,10 +251,11 @@ class Tape:
         self.tensors.append(Tensor(name, count, kind, given, kept))
         return len(self.tensors) - 1
 
-    def new_gradient(self, value: gs.Tensor, node: gs.Node) -> int:
-        name = gradient_name(value.name)
-        if self.tensor_of(value, node) in self.gradients:  # further gradients of one value, by who gives them
-            name = f"{name}/{node.name}"
+    def new_gradient(self, value: gs.Tensor, node: gs.Node, giver: str = "") -> int:
+        tensor = self.tensor_of(value, node)
+        name = gradient_name(self.tensors[tensor].name)
+        if tensor in self.gradients:  # further gradients of one value, by who gives them
+            name = f"{name}/{giver or node.name}"
         weight = isinstance(value, gs.Constant)
         kind: Kind = "map_gradient"
         if weight:

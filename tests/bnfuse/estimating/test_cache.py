@@ -267,7 +267,8 @@ def test_what_streams_is_fetched_in_each_sweep_and_what_is_held_once():
 def test_a_part_of_a_tensor_takes_its_part_of_the_cache():
     tensors = (Tensor("x", 10, "map", given=True),)
     layers = tuple(
-        Layer(name, "Other", "forward", 1, (Access(0, size),), ()) for name, size in (("few", 3), ("more", 7), ("all", 10))
+        Layer(name, "Other", "forward", 1, (Access(0, size),), ())
+        for name, size in (("few", 3), ("more", 7), ("all", 10))
     )
     found = run(Workload("parts", 1, tensors, layers), 10)
     assert [[load.bytes for load in loads] for loads in found.loads] == [[3], [4], [3]]

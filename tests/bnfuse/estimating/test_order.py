@@ -25,7 +25,7 @@ def two_branches():
         step("join", 1, "l2 r2", "y"),
         step("last", 1, "y", "z"),
     ]
-    return workload(dict.fromkeys("data x l1 r1 l2 r2 y z".split(), 1), steps).layers
+    return workload(dict.fromkeys(["data", "x", "l1", "r1", "l2", "r2", "y", "z"], 1), steps).layers
 
 
 def test_a_branch_runs_to_the_join_before_the_next_branch_begins():
@@ -48,7 +48,7 @@ def test_a_value_is_not_written_over_before_its_readers_ran():
         step("read", 1, "x y", "z"),
         step("again", 1, "data", "x"),  # no value of `read` is needed here, but its operand is written over
     ]
-    layers = workload(dict.fromkeys("data x y z".split(), 1), steps).layers
+    layers = workload(dict.fromkeys(["data", "x", "y", "z"], 1), steps).layers
     assert dependencies(layers)[3] == [0, 2]
     assert names(arranged(layers, "dfs")).index("again") > names(arranged(layers, "dfs")).index("read")
 
