@@ -76,6 +76,8 @@ class Places:
     def channels(self, value: ir.Value, start: int, stop: int) -> Pieces:
         """The pieces that channels [start, stop) of a value lie in."""
         pieces = self.whole(value)
+        if len(pieces) == 1 and pieces[0].value is value:
+            return (Piece(value, start, stop),)
         if sum(piece.stop - piece.start for piece in pieces) != width_of(value):
             return pieces  # reshaped to other channels: all of it
         return tuple(_clipped(pieces, start, stop))

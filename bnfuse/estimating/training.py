@@ -94,6 +94,7 @@ class _Builder:
         self.places, self.tensors = places, list[Tensor]()
         self._graph, self._constants = graph, constants
         self._index: dict[ir.Value, int] = {}
+        self._widths: dict[int, int] = {}  # channels
         self._batches = {graph.batch, graph.batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)}
         outputs = {v.name: v for v in graph.model.graph.outputs}
         self._kept = {piece.value for value in outputs.values() for piece in places.whole(value)}
@@ -151,12 +152,16 @@ class _Builder:
         sweeps = {piece.value: costs.sweeps for i in costs.swept for piece in self._pieces_of_input(node, i)}
         return tuple(
             Access(
-                self._tensor(value, phase),
-                round(size_of(value) * covered(found) / max(width_of(value), 1) * shares[value]),
-                sweeps.get(value, 1),
+                tensor := self._tensor(value, phase), self._bytes(tensor, found, shares[value]), sweeps.get(value, 1)
             )
             for value, found in ranges.items()
         )
+
+    def _bytes(self, tensor: int, ranges: list[tuple[int, int]], share: float) -> int:
+        """Of these channels, and of each this share."""
+        size, width = self.tensors[tensor].bytes, self._widths[tensor]
+        channels = ranges[0][1] - ranges[0][0] if len(ranges) == 1 else covered(ranges)
+        return size if channels == width and share == 1 else round(size * channels / width * share)
 
     def _pieces_of_input(self, node: ir.Node, index: int) -> Sequence[Piece]:
         value = node.inputs[index]
@@ -170,11 +175,13 @@ class _Builder:
         return self.places.channels(value, *bounds) if bounds else self.places.whole(value)
 
     def _tensor(self, value: ir.Value, phase: Phase) -> int:
-        if value not in self._index:
+        if (index := self._index.get(value)) is None:
             is_input = value.producer() is None
             kind, kept = self._kind(value, phase), value in self._kept
-            self._index[value] = self._add(Tensor(str(value.name), size_of(value), kind, given=is_input, kept=kept))
-        return self._index[value]
+            index = self._add(Tensor(str(value.name), size_of(value), kind, given=is_input, kept=kept))
+            self._index[value] = index
+            self._widths[index] = max(width_of(value), 1)
+        return index
 
     def _add(self, tensor: Tensor) -> int:
         self.tensors.append(tensor)
