@@ -27,6 +27,7 @@ SCALES = {
     "speedup": (1, "estimated speed-up by fusion"),
     "accuracy": (1, "accuracy"),
 }
+WIDE = 20  # what lies further apart than so many times is drawn on a logarithmic scale
 
 
 def require_drawable(path: str | Path, asked: tuple[Goal, ...]) -> None:
@@ -52,7 +53,7 @@ def plot(found: Exploration, path: str | Path) -> None:
         label = "on the front" if on_front else "point"
         axis.scatter(*coordinates(chosen, across, up), color=color, s=36, zorder=3, label=label if chosen else None)
     axis.plot(*coordinates([p for p in found.front if p in shown], across, up), color=FRONT, linewidth=1.2, zorder=2)
-    finish(axis, across, up)
+    finish(axis, shown, across, up)
     figure.suptitle(f"{found.network} by {', '.join(found.varied)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     if found.hardware:
         note = f"estimated on {found.hardware}, after {found.level} (grey: before)"
@@ -105,7 +106,11 @@ def label_of(found: Exploration, point: Point) -> str:
     return described(point.changes)
 
 
-def finish(axis: Any, across: Goal, up: Goal) -> None:
+def finish(axis: Any, points: list[Point], across: Goal, up: Goal) -> None:
+    for goal, set_scale in ((across, axis.set_xscale), (up, axis.set_yscale)):
+        values = [scaled_value(goal, point) for point in points]
+        if min(values) > 0 and max(values) > WIDE * min(values):
+            set_scale("log")
     axis.set_xlabel(SCALES[across.name][1])
     axis.set_ylabel(SCALES[up.name][1])
     axis.margins(0.12)
