@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shutil
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ from source_files import load
 
 HERE = Path(__file__).resolve().parent
 EMULATION_TOOLS = ("aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objcopy", "qemu-aarch64")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 DESELECTED = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden texts instead of comparing")
+
+
+def chromium() -> str | None:
+    """The browser that tests of pages run in."""
+    return next(filter(None, map(shutil.which, CHROMIUM)), None)
 
 
 def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
@@ -38,6 +45,10 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
             "run Arm code under emulation for minutes (pytest -m emulation)"
             if tools
             else "need an Arm cross compiler and an emulator, which are not installed (docs/runtime.md)",
+        ),
+        "browser": (
+            importlib.util.find_spec("playwright") is not None and chromium() is not None,
+            "open pages in Chromium through playwright, which are not installed (docs/diff.md)",
         ),
     }
 
@@ -105,6 +116,17 @@ def graph_text(model: ir.Model | onnx.ModelProto) -> str:
     functions = sorted(f"{f.domain}.{f.name}" for f in proto.functions)
     lines += [f"// function {name}" for name in functions]
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines()) + "\n"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium without a window (tests that use it are marked `browser`)."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(scope="session")
