@@ -205,8 +205,9 @@ def pipeline(
 def too_large(found: Network, layers: Stack, needed: int, kept: int, capacity: int) -> BnfuseError:
     return BnfuseError(
         f"{found.name} does not fit on {layers}: weights and maps need {number(needed)} crossbars ({number(kept)} of"
-        f" them for maps), and there are {number(capacity)}. Take more ReRAM layers, or a smaller network (CIFAR-10:"
-        " --image 32 --classes 10, vgg with --set hidden=512, resnet with --set stem=small)"
+        f" them for maps), and there are {number(capacity)}. Take more ReRAM layers, a smaller network (CIFAR-10:"
+        " --image 32 --classes 10, vgg with --set hidden=512, resnet with --set stem=small), or keep maps elsewhere"
+        " (--assume buffers=false)"
     )
 
 

@@ -1,15 +1,19 @@
 """The ReRAM and GPU pipeline: stages by hand, sharing of crossbars and tiles, the claims of papers/002."""
 
 import csv
+import importlib.util
 import io
 import json
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bnfuse.building import build_model
 from bnfuse.errors import BnfuseError
 from bnfuse.estimating.layerwise import forward_workload
-from bnfuse.estimating.pipeline import average, conventional_s, pipeline
+from bnfuse.estimating.pipeline import Job, average, conventional_s, pipeline, replicate
 from bnfuse.estimating.pipeline_plot import plot
 from bnfuse.estimating.reram import ReramAssumptions, Stack, stack
 from bnfuse.estimating.reram_layers import Matrix, Network, Norm, network_of
@@ -17,6 +21,8 @@ from bnfuse.estimating.settings import settle
 from bnfuse.estimating.tiles import balanced, in_turns, own
 from bnfuse.models import build_graph
 from bnfuse.training_graph import open_graph
+
+ROOT = Path(__file__).resolve().parents[3]
 
 CIFAR = {
     "vgg11": {"hidden": 512},
@@ -70,6 +76,26 @@ def test_copies_make_the_longest_stage_as_short_as_the_crossbars_allow():
     assert found.reram_s == pytest.approx(16 * 1.6e-6)
     assert found.used_crossbars == 24 * 6
     assert pipeline(two, "1r3g", assume(tiles=1, crossbars=24 * 6 - 1, buffers=False)).reram_s > found.reram_s
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=6),
+    st.integers(0, 3000),
+    st.sampled_from(["balanced", "uniform"]),
+)
+def test_no_other_copies_within_the_budget_are_faster(sizes, spare, rule):
+    jobs = [Job(str(i), "forward", vectors, crossbars) for i, (vectors, crossbars) in enumerate(sizes)]
+    budget = sum(job.crossbars for job in jobs) + spare
+    copies = replicate(jobs, budget, assume(replication=rule))
+    assert sum(job.crossbars * n for job, n in zip(jobs, copies, strict=True)) <= budget
+    longest = max(-(-job.vectors // n) for job, n in zip(jobs, copies, strict=True))
+    if rule == "balanced":
+        faster = sum(job.crossbars * -(-job.vectors // (longest - 1)) for job in jobs) if longest > 1 else None
+    else:
+        more = max(copies) + 1
+        faster = sum(job.crossbars * min(more, job.vectors) for job in jobs) if longest > 1 else None
+    assert faster is None or faster > budget
 
 
 def test_uniform_replication_gives_every_layer_as_many_copies():
@@ -222,3 +248,23 @@ def test_results_as_json_csv_text_and_picture(tmp_path):
     assert "is the longest stage" in str(found)
     plot(found, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_the_documented_figures_are_what_the_script_prints():
+    script = ROOT / "benchmarks" / "paper_002_pipeline.py"
+    spec = importlib.util.spec_from_file_location("paper_002_pipeline", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    layers = module.networks()
+    found = module.pipelines(layers, ReramAssumptions())
+    documented = (ROOT / "docs" / "reram.md").read_text()
+    lower, fewer = module.averages(layers, found)
+    single = ", ".join(f"{100 * module.reduction(found, name):.1f}" for name in CIFAR)
+    assert f"| {lower}: {single} % |" in documented
+    assert f"| {fewer}: " in documented
+    assert f"| {module.speedup(found['vgg11', '3r1g', 'BO-N'], layers, 'vgg11'):.1f}x, " in documented
+    ratios = ", ".join(f"{module.ratio(found[name, '3r1g', 'All-BN']):.2f}" for name in CIFAR)
+    assert f"| {ratios} |" in documented
+    changed = module.pipelines(layers, assume(gradients="outer"))
+    assert changed["vgg19", "2r2g", "All-BN"] is None
+    assert str(module.variations(layers, ReramAssumptions())).count("%") == len(module.VARIATIONS) + 1
