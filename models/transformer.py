@@ -4,10 +4,13 @@ Shapes only, for estimates. As published: 6 + 6 layers, each sublayer `LayerNorm
 of 64, feed-forward layers of 4096, one table of word vectors for both inputs and the output. The factors 1/sqrt(64)
 and sqrt(H) and the masks of the softmaxes are left out: they are part of their neighbours wherever it runs.
 
-`vocabulary=0` leaves out the word vectors and the output layer: both inputs are then [N, T, H].
+Dropout is on each sublayer's result and on the inputs, as published; `attention_dropout` and `relu_dropout` put it on
+the softmax's shares and behind the ReLU too, as training scripts do. `vocabulary=0` leaves out the word vectors and the output layer: both inputs are then [N, T, H].
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -28,11 +31,13 @@ def transformer(
     steps: int = 50,
     vocabulary: int = 32000,
     dropout: float = 0.1,
+    attention_dropout: float = 0.0,
+    relu_dropout: float = 0.0,
 ) -> Network:
     if min(layers, hidden, heads, feed_forward, steps) < 1 or hidden % heads:
         raise BnfuseError("layers, hidden, heads, feed_forward and steps must be at least 1, and heads divide hidden")
     graph = Network("transformer", None)
-    size = Size(batch, steps, hidden, heads, feed_forward, dropout)
+    size = Size(batch, steps, hidden, heads, feed_forward, dropout, attention_dropout, relu_dropout)
     table = zeros("embedding/table", vocabulary, hidden) if vocabulary else None
     memory = side_input(graph, size, table, "source")
     for index in range(layers):
@@ -43,15 +48,30 @@ def transformer(
     return finish(graph, y if table is None else graph.dense_layer(y, Weights(table), name="output"))
 
 
+@dataclasses.dataclass(frozen=True)
 class Size:
-    """The sizes that every layer has in common. Feature maps are [N*T, H]."""
+    """What every layer has in common. Feature maps are [N*T, H]."""
 
-    def __init__(self, batch: int, steps: int, hidden: int, heads: int, feed_forward: int, dropout: float) -> None:
-        self.batch, self.steps, self.hidden, self.heads = batch, steps, hidden, heads
-        self.feed_forward, self.dropout = feed_forward, dropout
-        self.flat = [batch * steps, hidden]
-        self.by_head = [batch, steps, heads, hidden // heads]
-        self.scores = [batch, heads, steps, steps]
+    batch: int
+    steps: int
+    hidden: int
+    heads: int
+    feed_forward: int
+    dropout: float
+    attention_dropout: float
+    relu_dropout: float
+
+    @property
+    def flat(self) -> list[int]:
+        return [self.batch * self.steps, self.hidden]
+
+    @property
+    def by_head(self) -> list[int]:
+        return [self.batch, self.steps, self.heads, self.hidden // self.heads]
+
+    @property
+    def scores(self) -> list[int]:
+        return [self.batch, self.heads, self.steps, self.steps]
 
 
 def side_input(graph: Network, size: Size, table: gs.Constant | None, side: str) -> gs.Variable:
@@ -94,6 +114,7 @@ def attention(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, n
     query, key, value = projected(x, "query"), projected(memory, "key"), projected(memory, "value")
     scores = graph.product_layer(query, key, "nqhd,nkhd->nhqk", size.scores, name=f"{name}/scores")
     shares = graph.softmax_layer(scores, name=f"{name}/softmax")
+    shares = graph.dropout_layer(shares, size.attention_dropout, name=f"{name}/softmax/dropout")
     mixed = graph.product_layer(shares, value, "nhqk,nkhd->nqhd", size.by_head, name=f"{name}/mix")
     flat = graph.view_layer(mixed, size.flat, name=f"{name}/mix/flat")
     return graph.dense_layer(
@@ -104,4 +125,5 @@ def attention(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, n
 def feed_forward(graph: Network, size: Size, x: gs.Variable, name: str) -> gs.Variable:
     y = graph.dense_layer(x, Weights.make(f"{name}/wide", size.hidden, size.feed_forward), name=f"{name}/wide")
     y = graph.relu_layer(y, name=f"{name}/relu")
+    y = graph.dropout_layer(y, size.relu_dropout, name=f"{name}/relu/dropout")
     return graph.dense_layer(y, Weights.make(f"{name}/narrow", size.feed_forward, size.hidden), name=f"{name}/narrow")

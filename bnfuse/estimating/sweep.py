@@ -39,7 +39,8 @@ class Axis:
     text: Callable[[Value], str]
 
     def hardware(self, hardware: Hardware, value: Value) -> Hardware:
-        return hardware if self.name == "batch" else dataclasses.replace(hardware, **{self.name: value})
+        change: dict[str, Any] = {} if self.name == "batch" else {self.name: value}
+        return dataclasses.replace(hardware, **change)
 
 
 AXES = {
