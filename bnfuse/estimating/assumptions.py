@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from bnfuse.errors import BnfuseError
+
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
@@ -70,3 +72,13 @@ class Assumptions:
 
     Free at once: MobileNetV2's time falls by 75.4 %; the others change by a tenth.
     """
+
+    def __post_init__(self) -> None:
+        if self.mac_operations < 1:
+            raise BnfuseError(f"mac_operations={self.mac_operations} is out of range: it must be at least 1")
+        check_choice("prefetch", self.prefetch, ("latency", "next", "none"))
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise BnfuseError(f"{name}={value} is unknown: it is {' or '.join(choices)}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bnfuse.estimating.workload import Layer, Workload
@@ -59,7 +60,7 @@ class Residency:
     `occupied` counts what is kept from before and what the layer holds, not what is prefetched for later layers.
     """
 
-    loads: list[list[Load]]
+    loads: list[Sequence[Load]]
     stream_in: list[int]
     stream_out: list[int]
     leaving: list[int]
@@ -127,7 +128,7 @@ class Cache:
         self.last = [-1] * count  # last layer that touched it
         self.used = 0
         self.farthest: list[tuple[int, int]] = []  # heap of (-next use, tensor), entries may be out of date
-        self.loads: list[list[Load]] = [[] for _ in range(layers)]
+        self.loads: list[Sequence[Load]] = [()] * layers
         self.stream_in = [0] * layers
         self.stream_out = [0] * layers
         self.leaving = [0] * layers
@@ -204,7 +205,8 @@ class Cache:
     def hold(self, index: int, touch: Touch) -> None:
         tensor, before = touch.tensor, self.present[touch.tensor]
         if touch.read > before:
-            self.loads[index].append(Load(index, tensor, touch.read - before, self.last[tensor]))
+            load = Load(index, tensor, touch.read - before, self.last[tensor])
+            self.loads[index] = (*self.loads[index], load)
         now = max(touch.size, before)
         self.present[tensor] = now
         self.used += now - before

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterable
 
 from bnfuse.estimating import cache, prefetching
 from bnfuse.estimating.assumptions import Assumptions
@@ -36,7 +37,7 @@ def estimate(workload: Workload, hardware: Hardware, assumptions: Assumptions | 
     for index, layer in enumerate(workload.layers):
         loads = resident.loads[index]
         into, out = resident.stream_in[index], resident.stream_out[index]
-        bus.start(issued[index])
+        bus.start(issued.get(index, ()))
         bus.free(hardware.cache - resident.occupied[index])
         bus.fetch(loads)
         bus.compute(compute[index], into, out)
@@ -95,7 +96,7 @@ class Bus:
     def next(self) -> None:
         self.time = self.moved = 0.0
 
-    def start(self, loads: list[Load]) -> None:
+    def start(self, loads: Iterable[Load]) -> None:
         for load in loads:
             entry = Pending(load.bytes, load)
             self.on_its_way[load] = entry
@@ -127,7 +128,7 @@ class Bus:
                 self.pending.appendleft(entry)
         self.pending.extendleft(reversed(ahead))
 
-    def fetch(self, loads: list[Load]) -> None:
+    def fetch(self, loads: Iterable[Load]) -> None:
         """Waits for loads of this layer that have not come."""
         missing = 0.0
         for load in loads:

@@ -17,30 +17,30 @@ def issued(
     bandwidth: float,
     compute: list[float],
     how: Literal["latency", "next", "none"],
-) -> list[list[Load]]:
-    """For each layer the loads that are issued at its beginning for later layers. Reserves their space in `cache`."""
-    waiting: list[list[Load]] = [[] for _ in compute]
-    chosen: list[list[Load]] = [[] for _ in compute]
+) -> dict[int, list[Load]]:
+    """By layer, the loads that are issued at its beginning for later layers. Reserves their space in `cache`."""
+    waiting: dict[int, list[Load]] = {}
+    chosen: dict[int, list[Load]] = {}
     if how == "none":
         return chosen
     for loads in cache.loads:
         for load in loads:
             first = max(earliest(load, bandwidth, compute) if how == "latency" else load.layer - 1, load.after + 1)
             if 0 <= first < load.layer:
-                waiting[first].append(load)
+                waiting.setdefault(first, []).append(load)
     occupied = cache.occupied
-    for index, loads in enumerate(waiting):
-        for load in loads:
+    for index in range(len(compute)):
+        for load in waiting.get(index, ()):
             room = capacity - load.bytes
             first = load.layer
             while first > index and occupied[first - 1] <= room:
                 first -= 1
             if first == index:
-                chosen[index].append(load)
+                chosen.setdefault(index, []).append(load)
                 for at in range(index, load.layer):
                     occupied[at] += load.bytes
             elif first < load.layer:
-                waiting[first].append(load)
+                waiting.setdefault(first, []).append(load)
     return chosen
 
 

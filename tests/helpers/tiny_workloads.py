@@ -46,6 +46,8 @@ def workload(
     return Workload(name, 1, tensors, layers)
 
 
-def machine(cache: int, *, flops: float = 1.0, bandwidth: float = 1.0, cache_bandwidth: float | None = None) -> Hardware:
+def machine(
+    cache: int, *, flops: float = 1.0, bandwidth: float = 1.0, cache_bandwidth: float | None = None
+) -> Hardware:
     """One operation and one byte a second, so that times can be added up in the head."""
     return Hardware("unit", "for tests", flops, bandwidth, cache, cache_bandwidth)

@@ -201,7 +201,7 @@ def test_the_cache_is_never_over_full_prefetched_tensors_included(work, capacity
     issued = prefetching.issued(found, capacity, 1.0, compute, how)
     assert all(0 <= used <= capacity for used in found.occupied)
     wanted = [load for loads in found.loads for load in loads]
-    chosen = [(index, load) for index, loads in enumerate(issued) for load in loads]
+    chosen = [(index, load) for index, loads in issued.items() for load in loads]
     assert len({load for _, load in chosen}) == len(chosen) and {load for _, load in chosen} <= {*wanted}
     assert all(load.after < index < load.layer for index, load in chosen)
 

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_workloads import machine, step, workload
 
+from bnfuse.errors import BnfuseError
 from bnfuse.estimating.estimate import Assumptions, estimate
 from bnfuse.estimating.hardware import MIB, profile
-from bnfuse.estimating.layerwise import forward_workload
+from bnfuse.estimating.layerwise import Passes, forward_workload
 from bnfuse.estimating.workload import DENSE_TYPES, Workload
 from bnfuse.models import build_graph
 
@@ -214,6 +215,20 @@ def test_the_text_names_totals_types_and_the_longest_layers():
     longest = max(found.layers, key=lambda layer: layer.time_s).name
     for wanted in ("resnet18, batch 2, on a100", "stalled", "BatchNorm", longest, "The longest 10 layers"):
         assert wanted in text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Assumptions(mac_operations=0), "mac_operations=0 is out of range"),
+        (lambda: Assumptions(prefetch="soon"), "prefetch=soon is unknown: it is latency or next or none"),  # type: ignore
+        (lambda: Passes(sums="later"), "sums=later is unknown: it is consumer or layer"),  # type: ignore
+        (lambda: Passes(norm_sweeps=0), "norm_sweeps=0 is out of range"),
+    ],
+)
+def test_an_assumption_that_there_is_not_is_refused(make, message):
+    with pytest.raises(BnfuseError, match=message):
+        make()
 
 
 def on(work: Workload, megabytes: int, **how):
