@@ -9,11 +9,12 @@ from bnfuse.diffing.traffic import graph_traffic
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.layerwise import forward_workload
 from bnfuse.estimating.source import built
 from bnfuse.estimating.training import training_workload
 from bnfuse.exploring.axes import Settings
 from bnfuse.inspecting.network import inspect_network
-from bnfuse.models import build_graph
+from bnfuse.models import build_graph, entry_of
 from bnfuse.passes import rewrite
 from bnfuse.training_graph import open_graph
 
@@ -24,7 +25,7 @@ class Point:
 
     `flops_forward`, `flops` (backward too) and `output_bytes` are of a batch. `sweeps` and `moved_bytes` are those of a
     step over feature maps, as `bnfuse inspect` counts them. `norm_share` is the part of `moved_bytes` that is there for
-    BatchNorms alone, `norm_time_share` their part of `time_before_s`.
+    BatchNorms alone, `norm_time_share` their part of `time_before_s`. A network of shapes only is never fused.
     """
 
     changes: Settings
@@ -71,7 +72,8 @@ class Measure:
 
 def measured(network: str, changes: Settings, settings: Settings, measure: Measure) -> Point:
     """Counts from shapes alone, then, where there is hardware to estimate on, the training graph and its rewrite."""
-    found = inspect_network(build_graph(network, **settings))
+    graph = build_graph(network, **settings)
+    found = inspect_network(graph)
     total = found.total
     point = Point(
         changes,
@@ -86,7 +88,12 @@ def measured(network: str, changes: Settings, settings: Settings, measure: Measu
         moved_bytes=total["moved_bytes_forward"] + total["moved_bytes_backward"],
         norm_share=found.batch_norm_share["bytes"],
     )
-    return point if measure.hardware is None else with_times(point, network, measure, measure.hardware)
+    if measure.hardware is None:
+        return point
+    if entry_of(network).shape_only:
+        time = estimate(forward_workload(graph), measure.hardware, measure.assumptions).time_s
+        return dataclasses.replace(point, time_before_s=time)
+    return with_times(point, network, measure, measure.hardware)
 
 
 def with_times(point: Point, network: str, measure: Measure, hardware: Hardware) -> Point:

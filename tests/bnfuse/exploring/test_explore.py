@@ -227,3 +227,10 @@ def test_batches_are_compared_by_images_a_second():
     rows = list(csv.DictReader(io.StringIO(found.to_csv())))
     assert [row["batch"] for row in rows] == ["2", "4"]
     assert float(rows[0]["samples_per_s"]) == small.samples_per_s
+
+
+def test_a_network_of_shapes_has_the_time_of_its_layers_alone():
+    found = explore("transformer", ["layers=1,2"], base={"batch": 2})
+    assert [p.time_s for p in found.points] == [None, None]
+    assert 0 < found.points[0].time_before_s < found.points[1].time_before_s
+    assert [p.pareto for p in found.points] == [True, False]
