@@ -152,7 +152,7 @@ class Scaling:
                 scaled_time(p.compute_s),
                 scaled_time(p.communication_s),
                 scaled_time(p.step_s),
-                number(float(p.samples_per_s)),
+                f"{p.samples_per_s:,.0f}" if p.samples_per_s >= 100 else number(p.samples_per_s),
                 f"{p.speedup:.3g}x",
                 f"{p.efficiency:.1%}",
             )

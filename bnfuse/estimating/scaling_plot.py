@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
-from bnfuse.estimating.scaling import Scaling
+from bnfuse.estimating.scaling import Point, Scaling
 
 COLOURS = ("#1f4e9c", "#c8472f", "#3b8a4e", "#8a5a9c", "#b58a1b", "#6b6b6b")
 Mark = tuple[str, int, float]  # measured: label of its curve's colour, workers, speed-up
@@ -21,8 +21,8 @@ def plot(scalings: Sequence[Scaling], path: str | Path, *, marks: Sequence[Mark]
     colours = colours_of(scalings)
     for scaling in scalings:
         style = {"color": colours[scaling.name], "linestyle": "-" if scaling.mode == "strong" else "--"}
-        draw(left, scaling, [p.speedup for p in scaling.points], f"{scaling.name}, {scaling.mode}", style)
-        draw(right, scaling, [p.exposed_s / p.step_s for p in scaling.points], None, style)
+        draw(left, scaling, lambda p: p.speedup, f"{scaling.name}, {scaling.mode}", style)
+        draw(right, scaling, lambda p: p.exposed_s / p.step_s, None, style)
     workers = sorted({p.workers for scaling in scalings for p in scaling.points})
     left.plot(workers, workers, color="#b8b8b8", linewidth=1, label="linear")
     for label, count, speedup in marks:
@@ -42,7 +42,7 @@ def plot(scalings: Sequence[Scaling], path: str | Path, *, marks: Sequence[Mark]
     right.set_ylim(0, None)
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     right.set_title("waiting for communication, part of a step", fontsize=9, loc="left")
-    figure.suptitle(title or "Data-parallel training", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(title or heading(scalings), x=0.01, ha="left", fontsize=12, fontweight="bold")
     save_figure(figure, path)
 
 
@@ -51,5 +51,16 @@ def colours_of(scalings: Sequence[Scaling]) -> dict[str, str]:
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
-def draw(axis: Any, scaling: Scaling, values: list[float], label: str | None, style: dict[str, str]) -> None:
-    axis.plot([p.workers for p in scaling.points], values, marker=".", label=label, **style)
+def heading(scalings: Sequence[Scaling]) -> str:
+    """The title where none is given: what one scaling is of."""
+    if len(scalings) != 1:
+        return "Data-parallel training"
+    strategy = {"tree": "reduction tree", "server": "parameter server"}[scalings[0].strategy]
+    return f"{scalings[0].name} on {scalings[0].hardware}, {strategy}, {scalings[0].network}"
+
+
+def draw(
+    axis: Any, scaling: Scaling, value: Callable[[Point], float], label: str | None, style: dict[str, str]
+) -> None:
+    points = sorted(scaling.points, key=lambda p: p.workers)
+    axis.plot([p.workers for p in points], [value(p) for p in points], marker=".", label=label, **style)
