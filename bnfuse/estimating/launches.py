@@ -8,6 +8,7 @@ maps share, in proportion.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -38,10 +39,13 @@ WORK_TYPES = {
 
 
 def launch_workload(program: p.Program, name: str) -> Workload:
-    """The launches in the order in which a step runs, forward, backward, update: that of `step.profile`."""
+    """The launches in the order in which a step runs, forward, backward, update: that of `step.profile`.
+
+    Coefficients have the bytes of the first launch of their kernel, whatever their length: they are few.
+    """
     data = program.inputs[program.roles["data"][0]]
     launches = [launch for phase in p.PHASES for launch in program.phase(phase)]
-    shared = shared_storages(launches)
+    shared = shared_storages(program, launches)
     numbers: dict[int, int] = {}
     for launch in launches:
         for buffer in launch.buffers:
@@ -50,8 +54,8 @@ def launch_workload(program: p.Program, name: str) -> Workload:
     return Workload(name, data.shape[0], _tensors(program, launches, numbers), layers)
 
 
-def shared_storages(launches: Iterable[p.Launch]) -> set[int]:
-    """Storages that some launch reads or writes a part of: one that begins behind their start.
+def shared_storages(program: p.Program, launches: Iterable[p.Launch]) -> set[int]:
+    """Storages of the arena that some launch reads or writes a part of: one that begins behind their start.
 
     The offsets of maps follow the buffers in a launch's arguments, without saying of which buffers they are: where one
     is not 0, all of the launch's may be shared.
@@ -59,39 +63,49 @@ def shared_storages(launches: Iterable[p.Launch]) -> set[int]:
     found: set[int] = set()
     for launch in launches:
         if any(isinstance(a, int) and a for a in launch.arguments):
-            found.update(buffer.storage for buffer in launch.buffers)
+            found.update(b.storage for b in launch.buffers if program.storages[b.storage].region == p.ARENA)
     return found
 
 
 def _layer(program: p.Program, launch: p.Launch, numbers: dict[int, int], shared: set[int]) -> Layer:
     work = program.works[launch.kernel]
-    touched = touched_bytes(program, launch, work.bytes, shared)
+    touched = touched_bytes(program, launch, work, shared)
+    longest = max(
+        (size for size, buffer in zip(touched, launch.buffers, strict=True) if buffer.access == "in"), default=0
+    )
     reads, writes = [], []
     for buffer, size in zip(launch.buffers, touched, strict=True):
-        if not size:
-            continue
-        if buffer.access != "out":
-            reads.append(Access(numbers[buffer.storage], size, work.sweeps if size > VECTOR * 4 else 1))
-        if buffer.access != "in":
-            writes.append(Access(numbers[buffer.storage], size))
-    return Layer(
-        launch.node, type_of(work.kind, work.op), launch.phase, work.flops, tuple(reads), tuple(writes), launch.node
-    )
+        access = Access(numbers[buffer.storage], size)
+        if size and buffer.access != "out":
+            reads.append(dataclasses.replace(access, sweeps=work.sweeps if size == longest else 1))
+        if size and buffer.access != "in":
+            writes.append(access)
+    kind = type_of(work.kind, work.op)
+    return Layer(launch.node, kind, launch.phase, work.flops, tuple(reads), tuple(writes), launch.node)
 
 
-def touched_bytes(program: p.Program, launch: p.Launch, moved: int, shared: set[int]) -> list[int]:
-    """Bytes of each buffer of a launch, so that all together they are what it moves (what is updated counts twice)."""
-    sizes = [program.storages[buffer.storage].bytes for buffer in launch.buffers]
-    times = [2 if buffer.access == "inout" else 1 for buffer in launch.buffers]
-    excess = sum(size * n for size, n in zip(sizes, times, strict=True)) - moved
+def touched_bytes(program: p.Program, launch: p.Launch, work: p.Work, shared: set[int]) -> list[int]:
+    """Bytes of each buffer of a launch, so that all together they are what it moves (what is updated counts twice).
+
+    What a launch reads and writes in one place, it makes itself: a group of coefficients hands on its results, and a
+    gradient takes its result for an operand of which only the shape is wanted. Nothing is read then.
+    """
+    inner = {buffer.storage for buffer in launch.buffers if buffer.access == "out"}
+    inner -= shared if work.kind != "coefficients" else set()
+    sizes, times = [], []
+    for buffer in launch.buffers:
+        is_inner = buffer.access == "in" and buffer.storage in inner
+        sizes.append(0 if is_inner else program.storages[buffer.storage].bytes)
+        times.append(2 if buffer.access == "inout" else 1)
+    excess = sum(size * n for size, n in zip(sizes, times, strict=True)) - work.bytes
     if excess <= 0:
         return sizes
-    from_ = [buffer.storage in shared for buffer in launch.buffers]
-    room = sum(size * n for size, n, is_shared in zip(sizes, times, from_, strict=True) if is_shared)
+    wide = [buffer.storage in shared for buffer in launch.buffers]
+    room = sum(size * n for size, n, is_wide in zip(sizes, times, wide, strict=True) if is_wide)
     if room < excess:  # scratch, or a map that only gives its shape
-        from_, room = [True] * len(sizes), excess + moved
-    left = 1 - excess / room if room else 0.0
-    return [round(size * left) if is_shared else size for size, is_shared in zip(sizes, from_, strict=True)]
+        wide, room = [True] * len(sizes), excess + work.bytes
+    left = 1 - excess / room
+    return [round(size * left) if is_wide else size for size, is_wide in zip(sizes, wide, strict=True)]
 
 
 def _tensors(program: p.Program, launches: list[p.Launch], numbers: dict[int, int]) -> tuple[Tensor, ...]:
@@ -115,6 +129,8 @@ def _tensors(program: p.Program, launches: list[p.Launch], numbers: dict[int, in
 @functools.cache
 def type_of(kind: str, op: str) -> str:
     """The type of a launch by its kind and operator in runtime/work.py."""
+    if op == "Sum":
+        return "Add"
     if kind in WORK_TYPES:
         return WORK_TYPES[kind]
     if kind.startswith("Conv"):

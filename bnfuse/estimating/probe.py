@@ -34,6 +34,7 @@ WORKING_SETS = tuple(MIB << k for k in range(9))  # 1 to 256 MiB
 FASTER = 1.25  # than memory: what a copy within a cache has to be
 INSIDE = 8  # the cache's bandwidth is that of working sets down to this part of it
 PATIENCE = 5.0  # seconds that an idle machine is waited for
+BUSY = 0.1  # cores: what was measured beside others that used more is slow
 
 # What a processor's caches do of their own accord. Lines come when a layer asks for them, while it computes on others;
 # nothing is fetched for a later layer, and what was written leaves when its place is needed. Matrix products are
@@ -56,6 +57,8 @@ class Measured:
     def hardware(self, about: str) -> Hardware:
         cache, cache_bandwidth = effective_cache(self.by_working_set)
         memory = self.by_working_set[-1][1]
+        if self.others is not None and self.others > BUSY:
+            about += f", measured while others used {self.others:.1f} cores"
         return Hardware(HOST, about, max(self.flops_by.values()), memory, cache, cache_bandwidth)
 
 

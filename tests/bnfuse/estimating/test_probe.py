@@ -1,0 +1,120 @@
+"""What the host reaches: the cache from copies of growing working sets, and what is remembered of a machine."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from bnfuse.benchmarking import idle, limits
+from bnfuse.benchmarking.idle import Quiet
+from bnfuse.benchmarking.limits import Limits
+from bnfuse.estimating import probe
+from bnfuse.estimating.hardware import HOST, MIB
+
+GB = 1e9
+CURVE = ((1, 160), (2, 180), (4, 100), (8, 56), (16, 54), (32, 55), (64, 54), (128, 30), (256, 25), (512, 25))
+
+
+def sets(*curve):
+    return tuple((size * MIB, rate * GB) for size, rate in curve)
+
+
+def test_the_cache_is_the_largest_working_set_that_is_faster_than_memory():
+    assert probe.effective_cache(sets(*CURVE)) == (64 * MIB, 54.5 * GB)  # 128 MiB are 1.2 times as fast: in part there
+
+
+def test_a_gap_within_the_cache_does_not_end_it():
+    curve = [(size, 26 if size == 16 else rate) for size, rate in CURVE]
+    assert probe.effective_cache(sets(*curve))[0] == 64 * MIB
+
+
+def test_a_machine_whose_copies_are_all_alike_has_a_cache_of_unknown_bandwidth():
+    assert probe.effective_cache(sets((1, 20), (8, 21), (512, 20))) == (MIB, None)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine that counts how often it is measured."""
+    calls = []
+
+    def measured_limits(threads, working_sets=()):
+        calls.append((threads, tuple(working_sets)))
+        rates = dict(sets(*CURVE))
+        return Limits({"numpy": 300e9, "torch": 350e9}, 25 * GB, tuple((size, rates[size]) for size in working_sets))
+
+    monkeypatch.setenv("BNFUSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(limits, "measured_limits", measured_limits)
+    monkeypatch.setattr(idle, "wait_for_idle", lambda *_: Quiet(0.0, 1.0))
+    return calls
+
+
+def test_the_host_is_measured_once_and_again_when_asked(machine):
+    said = []
+    first = probe.host(progress=said.append)
+    assert (first.name, first.flops, first.bandwidth) == (HOST, 350e9, 25 * GB)
+    assert (first.cache, first.cache_bandwidth) == (64 * MIB, 54.5 * GB)
+    assert probe.host() == first and len(machine) == 1 and said
+    assert probe.host(fresh=True) == first and len(machine) == 2
+    assert machine[0] == (probe.describe(None)["threads"], probe.WORKING_SETS)
+
+
+def test_other_threads_are_another_machine(machine):
+    assert probe.host(threads=1).about != probe.host(threads=3).about
+    assert [threads for threads, _ in machine] == [1, 3]
+
+
+def test_measuring_without_remembering_leaves_no_file(machine, tmp_path):
+    assert probe.measure_host().flops == 350e9
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: json.dumps({**json.loads(text), "flops_by": {"numpy": math.nan}}),
+        lambda text: json.dumps({**json.loads(text), "by_working_set": []}),
+        lambda text: json.dumps({**json.loads(text), "machine": {}}),
+    ],
+)
+def test_what_is_damaged_is_measured_anew(machine, damage):
+    expected = probe.host()
+    path = probe.remembered(probe.describe(None))
+    path.write_text(damage(path.read_text()))
+    assert probe.host() == expected and len(machine) == 2
+    assert probe.host() == expected and len(machine) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(machine, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BNFUSE_CACHE", str(tmp_path / "file" / "below"))
+    assert probe.host() == probe.host() and len(machine) == 2
+
+
+def test_a_machine_that_was_busy_says_so(machine, monkeypatch):
+    monkeypatch.setattr(idle, "wait_for_idle", lambda *_: Quiet(1.5, 5.0))
+    assert "others used 1.5 cores" in probe.host().about
+    assert "others" not in probe.Measured({"numpy": 1e9}, sets(*CURVE), None).hardware("a machine").about
+
+
+def test_the_identity_of_a_processor_does_not_move():
+    assert probe.identity() == probe.identity() and len(probe.identity()) == 16
+
+
+def test_a_child_measures_the_working_sets_that_it_is_asked_for(monkeypatch):
+    """The real thing, with arrays that are small."""
+    from bnfuse.runtime import limits as own
+
+    monkeypatch.setattr(own, "gemm_rates", lambda threads: {"own": 1.0 * threads})
+    monkeypatch.setattr(limits, "numpy_rate", lambda: 2.0)
+    monkeypatch.setattr(limits, "torch_rate", lambda threads: 3.0)
+    real = own.copy_rate
+    asked = []
+    monkeypatch.setattr(own, "copy_rate", lambda threads, n=1 << 12: asked.append(n) or real(threads, min(n, 1 << 12)))
+    found = limits.measure({"threads": 1, "working_sets": [MIB, 2 * MIB]})
+    assert asked == [1 << 12, MIB // 8, 2 * MIB // 8]
+    assert len(found["copies"]) == 2 and all(rate > 0 for rate in found["copies"])
+    assert found["flops_by"] == {"numpy": 2.0, "torch": 3.0, "own": 1.0}
