@@ -204,6 +204,14 @@ def test_what_a_rewrite_refused_is_told_with_its_reason():
     assert all(norm["reasons"] for norm in page.data["norms"])
 
 
+def test_what_a_sampled_batch_norm_does_on_its_own_counts_against_it():
+    source = small()
+    found = gather(open_graph(source), open_graph(bnfuse.rewrite(source, sample="fs:1/4")), hardware=())
+    for norm in found.norms:
+        assert 0 < norm.own_after.bytes < norm.around_after.bytes
+        assert norm.own_after.bytes < norm.own_before.bytes
+
+
 @pytest.mark.parametrize("how, status", [({"remove": "1,2"}, "gone"), ({"sample": "fs:1/4"}, "sampled")])
 def test_removed_and_sampled_batch_norms_have_a_status(how, status):
     source = small()

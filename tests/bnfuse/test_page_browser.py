@@ -37,7 +37,8 @@ TIMED = """async (count) => {
 FOCUS = """(() => {
   const it = document.activeElement === document.body ? null : document.activeElement;
   const shown = it && (it.querySelector(".selected") || it);
-  return { id: it ? it.closest("[id]")?.id || "skip" : "", outline: it ? getComputedStyle(shown).outlineStyle : "none" };
+  if (!it) return { id: "", outline: "none" };
+  return { id: it.closest("[id]")?.id || "skip", outline: getComputedStyle(shown).outlineStyle };
 })()"""
 
 

@@ -40,8 +40,8 @@ class Cost:
 class Norm:
     """`nodes`: the BatchNorm and its gradient before. `homes`: the nodes after that these are counted with.
 
-    `own_before`, `own_after`: what operators cost that do nothing but its halves. `around_before`, `around_after`: what
-    everything with the same homes cost, and what the homes cost. `reasons`: why a half is not fused, where it is known.
+    `own_before`, `own_after`: the cost of operators that do nothing but its halves. `around_after`: that of these and the
+    homes; `around_before`: that of everything that went into them. `reasons`: why a half is not fused, where known.
     """
 
     fate: BatchNormFate
@@ -92,9 +92,10 @@ def norms_of(
     for norm, fate in zip(gradients, fates, strict=True):
         nodes = (norm, *gradients[norm])
         homes = tuple(dict.fromkeys(alignment.home[i] for i in nodes if i in alignment.home))
-        together = [*dict.fromkeys([*nodes, *(b for a in homes for b in sources[a])])]
         places = (place for half in HALVES for place in getattr(fate, half))
         own = dict.fromkeys(index[p.node] for p in places if p.where in ("own", "sample") and p.node in index)
+        around = dict.fromkeys([*homes, *own])
+        together = dict.fromkeys([*nodes, *(b for a in around for b in sources[a])])
         found.append(
             Norm(
                 fate,
@@ -104,7 +105,7 @@ def norms_of(
                 own_before=cost(before[i] for i in nodes),
                 own_after=cost(after[i] for i in (homes if fate.whole else own)),
                 around_before=cost(before[i] for i in together),
-                around_after=cost(after[i] for i in homes),
+                around_after=cost(after[i] for i in around),
                 reasons=reasons.get(fate.name, ()),
             )
         )
