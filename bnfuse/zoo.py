@@ -53,13 +53,18 @@ def zoo_entry(name: str) -> ZooEntry:
     )
 
 
+def is_network(source: Any) -> bool:
+    """Whether it is the name of a network of the zoo."""
+    return isinstance(source, str) and (source in MODELS or source in SHAPE_ONLY)
+
+
 def network_named(source: Any, zoo: dict[str, Any] | None = None) -> Network | None:
     """The network of the zoo that `source` names, without its weights, or None where `source` is a model.
 
     `zoo` has its batch, image, channels, classes and metaparameters; None where not given. A model takes none of them.
     """
     given = {key: value for key, value in (zoo or {}).items() if value is not None}
-    if isinstance(source, str) and (source in MODELS or source in SHAPE_ONLY):
+    if is_network(source):
         return build_graph(source, **given)
     if isinstance(source, str) and not looks_like_file(source):
         entry_of(source)  # raises, with the names there are

@@ -168,7 +168,7 @@ def estimate(
     )
     progress.clear()
     if csv:
-        write_text(csv, found.to_csv())
+        write_text(csv, found.to_csv().rstrip("\n"))
     show_json(found.to_json()) if json else show(found.sections())
 
 

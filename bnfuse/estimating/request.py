@@ -30,6 +30,7 @@ from bnfuse.estimating.source import hardware_of, workloads
 from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
 from bnfuse.estimating.training import Optimizer
 from bnfuse.estimating.workload import Workload
+from bnfuse.zoo import is_network
 
 Progress = Callable[[str], None]
 CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
@@ -109,10 +110,7 @@ def swept(request: Request, progress: Progress) -> Sweep:
         if bar is not None:
             bar(done, total, asked.axis)
 
-    def of_batch(batch: int) -> Workload:
-        return one(dataclasses.replace(request, zoo={**request.zoo, "batch": batch}), passes)
-
-    source = of_batch if asked.axis == "batch" else one(request, passes)
+    source = of_batch(request, passes) if asked.axis == "batch" else one(request, passes)
     return sweep(source, machine, asked.axis, asked.values, assumptions=assumptions, progress=told)
 
 
@@ -127,13 +125,15 @@ def scaled(request: Request, progress: Progress) -> Any:
     from bnfuse.estimating.scaling import network, scale
 
     machine, assumptions, passes = machine_of(request, progress)
+    whole = one(request, passes)
     return scale(
-        one(request, passes),
+        of_batch(request, passes) if is_network(request.source) else whole,
         machine,
         [parse_count(part) for part in str(request.workers).split(",")],
         network(request.network),
         request.reduce,  # type: ignore[arg-type]
         request.scaling,  # type: ignore[arg-type]
+        batch=whole.batch,
         overlap=request.overlap,
         assumptions=assumptions,
     )
@@ -196,6 +196,11 @@ def one(request: Request, passes: Passes) -> Workload:
     if len(found) > 1:
         raise BnfuseError(f"--{request.kinds[0]} is about one graph: give one level")
     return found[0]
+
+
+def of_batch(request: Request, passes: Passes) -> Callable[[int], Workload]:
+    """The workload by its batch; of a network of the zoo, as a graph has one batch."""
+    return lambda batch: one(dataclasses.replace(request, zoo={**request.zoo, "batch": batch}), passes)
 
 
 def draw(found: Any, path: Path) -> None:

@@ -15,7 +15,9 @@ A reuse is an access that reads what an earlier layer read or wrote. Its scope:
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -282,6 +284,15 @@ class Reuse:
                 for found in self.caches
             ],
         }
+
+    def to_csv(self) -> str:
+        """A cache and scope a line."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["cache", "scope", "saved_in_bytes", "saved_out_bytes"])
+        for found in self.caches:
+            writer.writerows([found.cache, scope, found.saved_in[scope], found.saved_out[scope]] for scope in SCOPES)
+        return text.getvalue()
 
     def sections(self) -> list[Section]:
         columns = ("scope", "possible", "cache for all of it", *(cache_text(c.cache) for c in self.caches))

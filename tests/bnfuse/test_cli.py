@@ -14,7 +14,7 @@ from bnfuse.cli import main
 from bnfuse.text import Section, change, scaled
 
 GRAPH_COMMANDS = ("models", "build", "inspect", "rewrite", "diff", "verify")
-COMMANDS = (*GRAPH_COMMANDS, "compile", "run", "train", "search", "bench", "demo")
+COMMANDS = (*GRAPH_COMMANDS, "compile", "run", "train", "search", "estimate", "explore", "bench", "demo")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,179 @@
+"""`bnfuse estimate` as a user runs it: every kind of question, and what is refused."""
+
+import csv
+import json
+
+import pytest
+
+import bnfuse
+from bnfuse.cli import main
+from bnfuse.estimating.hardware import MIB, PROFILES
+
+NETWORK = ["densenet40", "--set", "growth=4", "--set", "depth=2", "--batch", "4", "--image", "8"]
+TOTALS = (
+    "time_s",
+    "stall_s",
+    "traffic_in_bytes",
+    "traffic_out_bytes",
+    "average_bandwidth",
+    "compute_utilization",
+    "by_type",
+)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    path = tmp_path_factory.mktemp("estimate") / "train.onnx"
+    assert main(["build", *NETWORK, "-o", str(path)]) == 0
+    return str(path)
+
+
+@pytest.fixture
+def ask(capsys):
+    """The JSON of `bnfuse estimate ARGUMENTS`."""
+
+    def asked(*arguments):
+        assert main(["estimate", *arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return asked
+
+
+@pytest.fixture
+def refused(capsys):
+    """The one line that `bnfuse estimate ARGUMENTS` ends with."""
+
+    def line(*arguments):
+        assert main(["estimate", *arguments]) == 2
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1
+        return text
+
+    return line
+
+
+def test_an_estimate_has_the_documented_keys_and_adds_up(ask, train):
+    found = ask(train, "--hardware", "a100")
+    assert {*TOTALS} <= {*found}
+    assert found["hardware"]["name"] == "a100"
+    assert found["time_s"] == pytest.approx(sum(found["by_type"].values()))
+    assert found["time_s"] == pytest.approx(found["compute_s"] + found["stall_s"])
+    assert sum(layer["in_bytes"] for layer in found["layers"]) == found["traffic_in_bytes"]
+    assert found["batch"] == 4
+
+
+def test_the_api_gives_the_same_as_the_command(ask, train):
+    asked = ask(train, "--cache", "1MB", "--bandwidth", "100GB/s", "--flops", "1TFLOP/s")
+    found = bnfuse.estimate(train, cache=MIB, bandwidth=100e9, flops=1e12)
+    assert asked["hardware"] == {**asked["hardware"], "cache": MIB, "bandwidth": 100e9, "flops": 1e12, "name": "own"}
+    assert found.time_s == asked["time_s"]
+
+
+def test_a_part_of_a_profile_can_be_another(ask, train):
+    found = ask(train, "--hardware", "a100", "--cache", "2MB")["hardware"]
+    assert found["cache"] == 2 * MIB
+    assert found["bandwidth"] == PROFILES["a100"].bandwidth
+    assert found["name"] != "a100"
+
+
+def test_fused_levels_move_less_and_take_less_time(ask, train):
+    found = ask(train, "--level", "none,mvf,icf", "--cache", "16KB", "--hardware", "a100")["results"]
+    assert [each["level"] for each in found] == ["none", "mvf", "icf"]
+    assert found[0]["ratio"] == 1
+    times = [each["time_s"] for each in found]
+    moved = [each["traffic_in_bytes"] + each["traffic_out_bytes"] for each in found]
+    assert times == sorted(times, reverse=True) and len(set(times)) == 3
+    assert moved == sorted(moved, reverse=True) and len(set(moved)) == 3
+
+
+def test_a_rewritten_file_is_estimated_as_its_level(ask, train, tmp_path):
+    fused = str(tmp_path / "fused.onnx")
+    bnfuse.save(bnfuse.rewrite(train).model, fused)
+    assert ask(train, "--level", "icf")["time_s"] == pytest.approx(ask(fused)["time_s"])
+
+
+def test_a_network_by_name_needs_no_file(ask):
+    found = ask(*NETWORK, "--hardware", "rtx2080ti")
+    assert found["workload"] == "densenet40"
+    assert found["batch"] == 4
+    assert {"Conv2D", "BatchNorm", "Activation"} <= {*found["by_type"]}
+
+
+@pytest.mark.parametrize("name", ["gnmt", "transformer"])
+def test_networks_of_shapes_alone_are_estimated(ask, name):
+    found = ask(name, "--batch", "2", "--set", "steps=3", "--set", "hidden=32", "--set", "vocabulary=50")
+    assert found["time_s"] > 0
+
+
+def test_a_sweep_of_the_cache(ask, train, tmp_path):
+    table = tmp_path / "sweep.csv"
+    found = ask(train, "--sweep", "cache=16KB:64KB:16KB", "--csv", str(table))
+    assert [point["value"] for point in found["points"]] == [16384, 32768, 49152, 65536]
+    moved = [point["traffic_in_bytes"] + point["traffic_out_bytes"] for point in found["points"]]
+    assert moved == sorted(moved, reverse=True)
+    rows = list(csv.DictReader(table.open()))
+    assert [int(row["cache"]) for row in rows] == [16384, 32768, 49152, 65536]
+
+
+def test_a_sweep_of_the_batch(ask):
+    found = ask(*NETWORK, "--sweep", "batch=1,2,4")
+    assert [point["batch"] for point in found["points"]] == [1, 2, 4]
+
+
+def test_reuse_by_scope(ask, train):
+    found = ask(train, "--reuse", "--cache", "32KB")
+    shares = [sum(each["saved_in_bytes"].values()) for each in found["caches"]]
+    assert found["caches"][0]["cache"] == 32768
+    assert shares == sorted(shares)
+
+
+def test_workers_share_a_batch(ask, train):
+    found = ask(train, "--workers", "1,2,4", "--network", "1GB/s", "--reduce", "server")
+    assert [point["share"] for point in found["points"]] == [4, 2, 1]
+    seconds = [point["communication_s"] for point in found["points"]]
+    assert seconds == pytest.approx([0, 2 * found["gradient_bytes"] / 1e9, 4 * found["gradient_bytes"] / 1e9])
+
+
+def test_a_stack_of_reram_and_gpu_layers(ask):
+    everything = ask("vgg11", "--image", "32", "--hardware", "3r1g")
+    few = ask("vgg11", "--image", "32", "--hardware", "3R1G", "--remove", "paper")
+    assert few["gpu_instructions"] < everything["gpu_instructions"]
+
+
+def test_an_assumption_changes_the_estimate(ask, train):
+    own = ["--cache", "1GB", "--bandwidth", "1TB/s", "--flops", "1GFLOP/s"]
+    one, two = (ask(train, *own, "--assume", f"mac_operations={n}") for n in (1, 2))
+    assert one["compute_s"] < two["compute_s"] < 2 * one["compute_s"]
+    assert two["assumptions"]["mac_operations"] == 2
+
+
+@pytest.mark.parametrize(
+    "question",
+    [[], ["--level", "none,icf"], ["--sweep", "cache=16KB:64KB:16KB"], ["--reuse"], ["--workers", "1,2"]],
+    ids=["estimate", "levels", "sweep", "reuse", "workers"],
+)
+def test_every_answer_has_text_a_picture_and_csv(train, tmp_path, capsys, question):
+    picture, table = tmp_path / "p.png", tmp_path / "t.csv"
+    assert main(["estimate", train, *question, "--plot", str(picture), "--csv", str(table)]) == 0
+    assert capsys.readouterr().out.strip()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.reader(table.open()))
+    assert len(rows) > 1
+    assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def test_what_cannot_be_asked_is_refused(refused, train):
+    assert "h100" in refused(train, "--hardware", "abacus")
+    assert "densenet121" in refused("nosuchnetwork")
+    assert "one of them" in refused(train, "--reuse", "--workers", "1,2")
+    assert "no such assumption" in refused(train, "--assume", "speed=fast")
+    assert "KEY=VALUE" in refused(train, "--assume", "speed")
+    assert "networks of the zoo" in refused(train, "--batch", "2")
+    assert "networks of the zoo" in refused(train, "--sweep", "batch=1,2")
+    assert "one level" in refused(train, "--level", "none,icf", "--reuse")
+    assert "--sweep" in refused("vgg11", "--hardware", "2r2g", "--sweep", "cache=1MB,2MB")
+    assert "2r2g" in refused("vgg11", "--hardware", "4r4g")
+    assert "--remove" in refused(train, "--remove", "1")
+    assert "ends in" in refused(train, "--plot", "picture.txt")
+    assert "not a size" in refused(train, "--cache", "lots")
+    assert "out of range" in refused(train, "--cache", "0")
