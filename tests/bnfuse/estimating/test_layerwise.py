@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
@@ -15,7 +17,10 @@ from bnfuse.models.layers import Network, add, finish, start
 MAP = 2 * 4 * 8 * 8 * 4  # bytes of a map of the block: float32 [2, 4, 8, 8]
 
 
-def block(**how) -> Workload:
+COPIES = Passes(sums="consumer", step_sums=False, adds_copy=True)  # one backward layer for every forward layer
+
+
+def block(passes: Passes = COPIES, **how) -> Workload:
     """stem -> conv, BN, ReLU -> + stem -> classifier."""
     graph, x = start("block", 2, 3, 8, None)
     x = graph.conv_layer(x, 4, 3, name="stem")
@@ -23,7 +28,7 @@ def block(**how) -> Workload:
     y = graph.relu_layer(graph.batch_norm_layer(y, name="norm"), name="relu")
     y = graph.add_layer(y, x, name="add")
     y = graph.flatten_layer(y, name="flat")
-    return forward_workload(finish(graph, graph.linear_layer(y, 5, name="classifier")), **how)
+    return forward_workload(finish(graph, graph.linear_layer(y, 5, name="classifier")), passes=passes, **how)
 
 
 def layer_of(work: Workload, name: str) -> Layer:
@@ -74,7 +79,7 @@ def test_bn_reads_its_input_and_relu_its_output():
 
 def test_an_add_copies_its_gradient_or_hands_it_on():
     assert backward(block(), "add") == (["add/gradient"], ["relu/gradient", "stem/gradient"])
-    handed = block(passes=Passes(adds_copy=False))
+    handed = block(passes=dataclasses.replace(COPIES, adds_copy=False))
     assert not any(layer.name == "add/backward" for layer in handed.layers)
     assert backward(handed, "relu")[0] == ["add/gradient", "relu"]
     reads, writes = backward(handed, "conv")
@@ -82,7 +87,7 @@ def test_an_add_copies_its_gradient_or_hands_it_on():
 
 
 def test_gradients_of_a_value_with_two_readers_are_added_by_a_layer_of_its_own_if_asked():
-    work = block(passes=Passes(sums="layer"))
+    work = block(passes=dataclasses.replace(COPIES, sums="layer"))
     total = layer_of(work, "conv/sum/stem")
     assert (total.type, total.phase, total.part) == ("Add", "backward", "conv")
     assert maps(work, total.reads) == ["stem/gradient", "stem/gradient/conv"]
@@ -92,7 +97,7 @@ def test_gradients_of_a_value_with_two_readers_are_added_by_a_layer_of_its_own_i
 
 
 def test_in_place_a_relu_has_no_map_of_its_own():
-    work = block(passes=Passes(in_place=True))
+    work = block(passes=dataclasses.replace(COPIES, in_place=True))
     relu = layer_of(work, "relu")
     assert maps(work, relu.reads) == maps(work, relu.writes) == ["norm"]
     assert backward(work, "relu") == (["norm/gradient", "norm"], ["norm/gradient"])
@@ -102,7 +107,7 @@ def test_bn_may_pass_over_its_maps_twice():
     def sweeps(work: Workload, name: str) -> dict[str, int]:
         return {work.tensors[a.tensor].name: a.sweeps for a in layer_of(work, name).accesses}
 
-    twice = block(passes=Passes(norm_sweeps=2))
+    twice = block(passes=dataclasses.replace(COPIES, norm_sweeps=2))
     assert sweeps(twice, "norm")["conv"] == 2 and sweeps(twice, "norm")["norm"] == 1
     assert sweeps(twice, "norm/backward")["conv"] == sweeps(twice, "norm/backward")["norm/gradient"] == 2
     assert set(sweeps(block(), "norm").values()) == {1}
@@ -160,14 +165,14 @@ def test_a_concat_gives_every_operand_its_part():
     assert sizes == [2 * n * 64 * 4 for n in (2, 3)]
 
 
-def shared_weights() -> Workload:
+def shared_weights(passes: Passes = COPIES) -> Workload:
     graph = Network("shared", None)
     x = gs.Variable("data", np.float32, [2, 4])
     graph.inputs = [x]
     weight = gs.Constant("weight", np.zeros((4, 4), np.float32))
     for index in (1, 2, 3):
         x = add(graph, "Gemm", [x, weight], f"step{index}", [2, 4], {"transB": 1})
-    return forward_workload(finish(graph, x))
+    return forward_workload(finish(graph, x), passes=passes)
 
 
 def test_the_gradient_of_a_shared_weight_is_added_up_in_place():
@@ -175,6 +180,33 @@ def test_the_gradient_of_a_shared_weight_is_added_up_in_place():
     assert backward(work, "step3") == (["logits/gradient", "step2", "weight"], ["step2/gradient", "weight/gradient"])
     assert backward(work, "step1")[0] == ["step1/gradient", "data", "weight", "weight/gradient"]
     assert backward(work, "step1")[1] == ["weight/gradient"]
+
+
+def test_the_gradient_of_a_shared_weight_is_added_up_by_layers_of_their_own_if_asked():
+    work = shared_weights(Passes())
+    assert backward(work, "step2")[1] == ["step1/gradient", "weight/gradient/step2"]
+    total = layer_of(work, "step2/sum/weight")
+    assert maps(work, total.reads) == ["weight/gradient", "weight/gradient/step2"]
+    assert maps(work, total.writes) == ["weight/gradient"]
+    kept = [tensor.name for tensor in work.tensors if tensor.kept]
+    assert "weight/gradient" in kept and "weight/gradient/step2" not in kept
+
+
+def test_by_default_gradients_pass_through_an_add_and_layers_sum_them():
+    names = [layer.name for layer in block(Passes()).layers]
+    assert names[-5:] == ["relu/backward", "norm/backward", "conv/backward", "conv/sum/stem", "stem/backward"]
+
+
+def test_a_parameter_that_is_added_has_a_gradient_of_its_own():
+    graph = Network("places", None)
+    x = gs.Variable("data", np.float32, [2, 4])
+    graph.inputs = [x]
+    x = add(graph, "Gemm", [x, gs.Constant("weight", np.zeros((4, 4), np.float32))], "dense", [2, 4], {"transB": 1})
+    x = add(graph, "Add", [x, gs.Constant("places", np.zeros((2, 4), np.float32))], "add", [2, 4])
+    work = forward_workload(finish(graph, x))
+    assert backward(work, "add") == (["logits/gradient"], ["places/gradient"])
+    assert backward(work, "dense")[0] == ["logits/gradient", "data", "weight"]
+    assert {"places/gradient", "weight/gradient"} <= {tensor.name for tensor in work.tensors if tensor.kept}
 
 
 def test_an_embedding_touches_as_much_of_its_table_as_there_are_words():
@@ -209,9 +241,7 @@ def test_depth_first_runs_the_longer_branch_before_the_shortcut():
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize(
-    "how", [Passes(), Passes(in_place=True, sums="layer", adds_copy=False)], ids=["default", "other"]
-)
+@pytest.mark.parametrize("how", [Passes(), dataclasses.replace(COPIES, in_place=True)], ids=["default", "copies"])
 def test_every_network_of_the_zoo_reads_only_what_there_is(name, how):
     image = 64 if MODELS[name].image > 100 else 32
     work = forward_workload(build_graph(name, batch=2, image=image), passes=how)
