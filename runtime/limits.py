@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
 
 from bnfuse.runtime.build import Library, Request, objects
 from bnfuse.runtime.cache import Cache, default_folder
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
+from bnfuse.runtime.memory import aligned
 from bnfuse.runtime.targets import resolve, start_threads
 from bnfuse.runtime.tuning import random_arguments
 from bnfuse.runtime.work import work_of
 
 RUNS = 7
+CHAIN_RUNS = 3
+CHAIN = 512 << 20  # bytes of all buffers of a chain: more than most caches hold
 
 
 def gemm_rates(threads: int) -> dict[str, float]:
@@ -39,6 +46,33 @@ def copy_rate(threads: int, elements: int = 1 << 26) -> float:
     """Bytes a second, read and written, of a copy between arrays of 256 MiB: more than most caches hold."""
     target = resolve("cpu", threads)
     return rate(Request("cpu.layout:copy", (elements, target, "float32")), target, "bytes")
+
+
+def chain_rates(threads: int, sizes: Sequence[int]) -> list[float]:
+    """Bytes a second of a chain of copies between buffers of so many bytes, for each size.
+
+    As in a chain of layers, each copy reads what the one before wrote, and writes where nothing has been for long. A
+    cache that is large enough saves the reading; what is written it has to fetch first, and to write out some time.
+    """
+    target = resolve("cpu", threads)
+    memory = aligned(CHAIN).view("float32")
+    memory[:] = 1.0
+    requests = [Request("cpu.layout:copy", (size // 4, target, "float32")) for size in sizes]
+    codes = objects(requests, Cache(default_folder()))
+    library = Library([request.kernel().name for request in requests], codes)
+    start_threads(threads)
+    found = []
+    for size, copy in zip(sizes, library.functions, strict=True):
+        count = CHAIN // size
+        buffers = [tvm.runtime.from_dlpack(part) for part in np.split(memory[: count * size // 4], count)]
+        pairs = list(zip(buffers, [*buffers[1:], buffers[0]], strict=True))
+
+        def run(copy: Callable[..., object] = copy, pairs: list[tuple[Any, Any]] = pairs) -> None:
+            for source, result in pairs:
+                copy(source, result)
+
+        found.append(2 * size * count / shortest(run, CHAIN_RUNS))
+    return found
 
 
 def rate(request: Request, target: Target, of: str) -> float:

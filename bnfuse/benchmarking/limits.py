@@ -17,7 +17,6 @@ from bnfuse.benchmarking.children import answer, ask
 from bnfuse.errors import BnfuseError
 
 SIDE = 2048  # of the square matrices
-ELEMENT_BYTES = 2 * 4  # of a copy's working set: float32, there and here
 LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -25,7 +24,8 @@ LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 class Limits:
     """FLOP/s by library, and the best of them; bytes/s, read and written together.
 
-    `by_working_set`: the same of copies whose two arrays take so many bytes, where they were asked for.
+    `by_working_set`: the same of chains of copies whose two arrays take so many bytes, where they were asked for
+    (runtime/limits.py).
     """
 
     flops_by: dict[str, float]
@@ -57,13 +57,13 @@ class Limits:
 def measured_limits(threads: int, working_sets: Sequence[int] = ()) -> Limits:
     asked = {"threads": threads, "working_sets": list(working_sets)}
     found = ask("bnfuse.benchmarking.limits", asked, dict.fromkeys(LIBRARIES, str(threads)))
-    by_working_set = zip(working_sets, found["copies"], strict=True)
+    by_working_set = zip(working_sets, found["chains"], strict=True)
     return Limits(found["flops_by"], found["bytes_per_s"], tuple(by_working_set))
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
     """In the child."""
-    from bnfuse.runtime.limits import copy_rate, gemm_rates
+    from bnfuse.runtime.limits import chain_rates, copy_rate, gemm_rates
 
     threads = asked["threads"]
     rates = {"numpy": numpy_rate()}
@@ -72,7 +72,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "flops_by": {**rates, **gemm_rates(threads)},
         "bytes_per_s": copy_rate(threads),
-        "copies": [copy_rate(threads, size // ELEMENT_BYTES) for size in asked["working_sets"]],
+        "chains": chain_rates(threads, [size // 2 for size in asked["working_sets"]]),
     }
 
 

@@ -2,11 +2,14 @@
 
     flops            the best matrix product of several libraries          (bnfuse/benchmarking/limits.py)
     bandwidth        a copy between arrays of 256 MiB, read and written
-    cache            the largest working set that a copy still moves faster than that
-    cache_bandwidth  of a copy within it
+    cache            the largest working set that a chain of copies still moves faster than that
+    cache_bandwidth  of such a chain
 
-The cache's size is measured, not read from the system: what a processor shares with others, or a hypervisor passes on,
-is not this machine's to fill.
+The cache is measured, not read from the system: what a processor shares with others, or a hypervisor passes on, is not
+this machine's to fill. It is measured as layers use it: each copy of a chain reads what the one before it wrote, and
+writes where nothing has been for long (runtime/limits.py). Copies to and fro between the same two arrays would find a
+cache that layers do not: a processor fetches what a layer overwrites, so that its results cost memory their transfers
+even where they fit. Where no chain is faster than memory, no cache beyond the smallest working set counts.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ from bnfuse.estimating.hardware import HOST, MIB, Hardware
 if TYPE_CHECKING:
     from bnfuse.benchmarking.limits import Limits
 
-VERSION = 1  # of what is remembered
+VERSION = 2  # of what is remembered
 LARGEST = 512 * MIB  # working set of the copy that counts as memory's
-WORKING_SETS = tuple(MIB << k for k in range(9))  # 1 to 256 MiB
-FASTER = 1.25  # than memory: what a copy within a cache has to be
+WORKING_SETS = tuple(MIB << k for k in range(8))  # 1 to 128 MiB
+FASTER = 1.25  # than memory: what a chain within a cache has to be
 INSIDE = 8  # the cache's bandwidth is that of working sets down to this part of it
 PATIENCE = 5.0  # seconds that an idle machine is waited for
 BUSY = 0.1  # cores: what was measured beside others that used more is slow
@@ -48,7 +51,7 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """`by_working_set`: (bytes of both arrays of a copy, bytes/s), from the smallest to the largest."""
+    """`by_working_set`: (bytes of both arrays of a copy, bytes/s), from the smallest to the largest, memory's."""
 
     flops_by: dict[str, float]
     by_working_set: tuple[tuple[int, float], ...]
@@ -122,7 +125,7 @@ def measured(limits: Limits, others: float | None = None) -> Measured:
 
 
 def effective_cache(by_working_set: Sequence[tuple[int, float]]) -> tuple[int, float | None]:
-    """Bytes of the last level and its bandwidth, from copies of growing working sets, the last of them memory's.
+    """Bytes of the last level and its bandwidth, from chains of growing working sets and, last, a copy in memory.
 
     Where no working set is faster than memory the smallest stands for the cache, and its bandwidth is not known.
     """

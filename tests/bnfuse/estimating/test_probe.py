@@ -1,10 +1,11 @@
-"""What the host reaches: the cache from copies of growing working sets, and what is remembered of a machine."""
+"""What the host reaches: the cache from chains of growing working sets, and what is remembered of a machine."""
 
 from __future__ import annotations
 
 import json
 import math
 
+import numpy as np
 import pytest
 
 from bnfuse.benchmarking import idle, limits
@@ -105,16 +106,41 @@ def test_the_identity_of_a_processor_does_not_move():
 
 
 def test_a_child_measures_the_working_sets_that_it_is_asked_for(monkeypatch):
-    """The real thing, with arrays that are small."""
+    """The real chains, over little memory."""
     from bnfuse.runtime import limits as own
 
     monkeypatch.setattr(own, "gemm_rates", lambda threads: {"own": 1.0 * threads})
+    monkeypatch.setattr(own, "copy_rate", lambda threads: 4.0)
+    monkeypatch.setattr(own, "CHAIN", 1 << 20)
     monkeypatch.setattr(limits, "numpy_rate", lambda: 2.0)
     monkeypatch.setattr(limits, "torch_rate", lambda threads: 3.0)
-    real = own.copy_rate
-    asked = []
-    monkeypatch.setattr(own, "copy_rate", lambda threads, n=1 << 12: asked.append(n) or real(threads, min(n, 1 << 12)))
-    found = limits.measure({"threads": 1, "working_sets": [MIB, 2 * MIB]})
-    assert asked == [1 << 12, MIB // 8, 2 * MIB // 8]
-    assert len(found["copies"]) == 2 and all(rate > 0 for rate in found["copies"])
-    assert found["flops_by"] == {"numpy": 2.0, "torch": 3.0, "own": 1.0}
+    found = limits.measure({"threads": 1, "working_sets": [1 << 16, 1 << 18]})
+    assert len(found["chains"]) == 2 and all(rate > 0 for rate in found["chains"])
+    assert found["flops_by"] == {"numpy": 2.0, "torch": 3.0, "own": 1.0} and found["bytes_per_s"] == 4.0
+
+
+def test_a_chain_hands_every_buffer_on(monkeypatch):
+    """What lies in the first buffer is in all of them afterwards."""
+    from bnfuse.runtime import limits as own
+
+    memory = np.zeros(1 << 12, np.float32)
+    memory[:1024] = np.arange(1024)
+    monkeypatch.setattr(own, "CHAIN", memory.nbytes)
+    monkeypatch.setattr(own, "aligned", lambda size: Keeping(memory))
+    own.chain_rates(1, [4096])
+    assert (memory.reshape(4, 1024) == np.arange(1024)).all()
+
+
+class Keeping:
+    """An array that is not overwritten when it is filled."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+
+    def view(self, dtype: str) -> Keeping:
+        return self
+
+    def __setitem__(self, key: slice, value: float) -> None: ...
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        return self.memory[key]
