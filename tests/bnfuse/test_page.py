@@ -338,3 +338,28 @@ def test_the_page_of_densenet121_is_small():
     page = diff_page(before, bnfuse.rewrite(before, level="icf"))
     assert len(page.encode()) < LIMIT
     assert len(Document(page).data["sides"][0]["nodes"]) == 928
+
+
+def test_a_foreign_graph_without_provenance_is_compared_by_its_structure():
+    """Two graphs that no pass of ours has seen: what is the same is told by structure, the rest is new or gone."""
+    before, after = small(), small()
+    for node in after.graph:
+        node.name = f"other/{node.name}"
+        for value in node.outputs:
+            if value.name and not value.is_graph_output():
+                value.name = f"other/{value.name}"
+    last = next(node for node in after.graph if node.op_type == "Relu")
+    last.op_type = "Softplus"
+    read = Document(diff_page(before, after))
+    kinds = [node["op"] for node in read.data["sides"][1]["nodes"]]
+    partner = read.data["partner"]
+    assert partner[kinds.index("Conv")] >= 0  # nothing above it differs
+    assert partner[kinds.index("Softplus")] == -1
+    assert read.data["into"][[n["op"] for n in read.data["sides"][0]["nodes"]].index("Relu")] == []
+
+
+def test_the_style_has_no_rule_that_browsers_drop():
+    """Braces match, and nothing stands between a rule and the next: a browser would skip the next."""
+    style = re.sub(r"/\*.*?\*/", "", document.asset("page.css"), flags=re.DOTALL)
+    assert style.count("{") == style.count("}")
+    assert not re.search(r"}\s*;", style)

@@ -24,9 +24,14 @@ def data_of(page: Page) -> dict[str, Any]:
         "home": [alignment.home.get(i, -1) for i in range(len(page.before))],
         "into": [list(alignment.into[i]) for i in range(len(page.before))],
         "partner": [alignment.partner.get(i, -1) for i in range(len(page.after))],
-        "changed": {places[n.name]: n.attributes for n in page.diff.changed if n.name in places},
+        "changed": {places[n.name]: shown(n.attributes) for n in page.diff.changed if n.name in places},
         "norms": [norm_data(norm, places) for norm in page.norms],
     }
+
+
+def shown(attributes: Mapping[str, tuple[Any, Any]]) -> dict[str, list[str]]:
+    """Attributes before and after, as texts: their values may be anything that ONNX has."""
+    return {name: ["absent" if value is None else str(value) for value in both] for name, both in attributes.items()}
 
 
 def index_or(i: int | None) -> int:

@@ -1,7 +1,17 @@
 // What the selected node is, where it went or came from, and what it costs.
 
-const HALVES = { statistics: "statistics", normalize: "normalize", gradient_reduce: "gradient reduce", gradient_input: "gradient input" };
-const PLACES = { prologue: "on the way in of", epilogue: "on the way out of", own: "on its own in", sample: "on a sample, in" };
+const HALVES = {
+  statistics: "statistics",
+  normalize: "normalize",
+  gradient_reduce: "gradient reduce",
+  gradient_input: "gradient input",
+};
+const PLACES = {
+  prologue: "on the way in of",
+  epilogue: "on the way out of",
+  own: "on its own in",
+  sample: "on a sample, in",
+};
 const STATUS = {
   fused: "No half sweeps a feature map of its own.",
   sampled: "A half touches a sample of the map in an operator of its own.",
@@ -21,28 +31,30 @@ DATA.norms.forEach((norm) => Object.keys(HALVES).forEach((half) =>
   norm.halves[half].forEach(([index, where]) => index >= 0 && WORK[index].push([norm, half, where]))));
 
 function address(node) {
-  return `#node=${encodeURIComponent(NODES[node.side][node.index].name).replaceAll("%2F", "/")}&side=${SIDES[node.side]}`;
+  const name = encodeURIComponent(NODES[node.side][node.index].name).replaceAll("%2F", "/");
+  return `#node=${name}&side=${SIDES[node.side]}`;
 }
 
 /** The other nodes that are marked with a selected one. */
 function relatedTo(node) {
-  if (node.side) return numbers(NODES[1][node.index].sources).map((index) => ({ side: 0, index })).concat(partnerOf(node));
+  const before = (index) => ({ side: 0, index });
+  if (node.side) return [...numbers(NODES[1][node.index].sources), ...partnerOf(node)].map(before);
   const norm = NORMS.get(node.index);
   const found = new Set(DATA.into[node.index]);
   if (norm) Object.values(norm.halves).flat().forEach(([index]) => index >= 0 && found.add(index));
-  const other = norm ? norm.nodes.filter((index) => index !== node.index).map((index) => ({ side: 0, index })) : [];
-  return [...found].map((index) => ({ side: 1, index })).concat(other);
+  const other = norm ? norm.nodes.filter((index) => index !== node.index) : [];
+  return [...[...found].map((index) => ({ side: 1, index })), ...other.map(before)];
 }
 
 const numbers = (list) => (list || []).filter((entry) => typeof entry === "number");
-const partnerOf = (node) => (DATA.partner[node.index] >= 0 ? [{ side: 0, index: DATA.partner[node.index] }] : []);
+const partnerOf = (node) => (DATA.partner[node.index] >= 0 ? [DATA.partner[node.index]] : []);
 
 function showDetails(node) {
   const panel = at("details");
   panel.classList.toggle("empty", !node);
   if (!node) {
-    panel.replaceChildren(element("p", { className: "note" },
-      "Choose a node, or find one by its name, its operator or its pass. A BatchNorm shows what became of its halves."));
+    const hint = "Choose a node, or find one by its name, its operator or its pass. ";
+    panel.replaceChildren(note(`${hint}A BatchNorm shows what became of its halves.`));
     return;
   }
   const found = NODES[node.side][node.index];
@@ -50,12 +62,17 @@ function showDetails(node) {
     element("button", { type: "button", className: "close", "aria-label": "Close", onclick: () => choose(null) }, "×"),
     element("h3", {}, found.name),
     element("p", { className: "op" }, ...steps(found.op)),
-    element("p", { className: "note" }, [SIDES[node.side], found.forward ? "forward" : "backward", found.domain, origin(node)].filter(Boolean).join(" · ")),
+    note(summaryOf(node)),
   ];
   if (!node.side && NORMS.has(node.index)) parts.push(normDetails(NORMS.get(node.index)));
   parts.push(...(node.side ? afterDetails(node.index) : beforeDetails(node.index)), ...values(node));
   panel.replaceChildren(...parts);
   panel.scrollTop = 0;
+}
+
+function summaryOf(node) {
+  const { forward, domain } = NODES[node.side][node.index];
+  return [SIDES[node.side], forward ? "forward" : "backward", domain, origin(node)].filter(Boolean).join(" · ");
 }
 
 /** An operator's name with places to break the line at. */
@@ -79,59 +96,67 @@ function normDetails(norm) {
   const channels = norm.channels === null ? "" : ` ${norm.channels} channels.`;
   return element("section", {},
     element("h4", {}, "BatchNorm ", element("span", { className: `status ${norm.status}` }, norm.status)),
-    element("p", {}, STATUS[norm.status] + channels), list,
+    element("p", {}, STATUS[norm.status] + channels),
+    element("p", {}, "Saved: ", element("strong", {}, saved(norm.around)),
+      ` with what is fused with it; ${saved(norm.own)} in its operators alone.`),
+    list,
     costTable("Feature maps", [["its operators alone", ...norm.own], ["with what is fused with it", ...norm.around]]));
 }
+
+const saved = ([old, now]) => `${old[0] - now[0]} sweeps, ${scaled(old[1] - now[1])}`;
 
 /** Where a half is done, by the way in which it is done there. */
 function places(norm, half) {
   if (!norm.halves[half].length) return [norm.status === "whole" ? "in the BatchNorm" : "nowhere"];
   return Object.entries(PLACES).flatMap(([where, shown]) => {
-    const links = norm.halves[half].filter(([, how]) => how === where).map(([index]) => (index < 0 ? "?" : reference(1, index)));
-    if (!links.length) return [];
-    return links.length === 1 ? [element("div", {}, `${shown} `, links[0])] : [`${shown} ${links.length} nodes:`, ...folded(links)];
+    const here = norm.halves[half].filter(([, how]) => how === where);
+    const links = here.map(([index]) => (index < 0 ? "?" : reference(1, index)));
+    if (links.length < 2) return links.map((link) => element("div", {}, `${shown} `, link));
+    return [`${shown} ${links.length} nodes:`, ...folded(links)];
   });
 }
 
 function beforeDetails(index) {
   const into = DATA.into[index].map((other) => [reference(1, other), ` ${NODES[1][other].op}`]);
-  return into.length ? [heading(DATA.partner[DATA.into[index][0]] === index ? "Is" : "Went into", into.length), ...folded(into)] : [];
+  const title = DATA.partner[DATA.into[index][0]] === index ? "Is" : "Went into";
+  return listed(title, into);
 }
 
 function afterDetails(index) {
   const node = NODES[1][index];
-  const parts = [];
-  if (WORK[index].length) {
-    const work = WORK[index].map(([norm, half, where]) => [`${HALVES[half]} of `, reference(0, norm.nodes[0]), where === "own" ? " (alone)" : ""]);
-    parts.push(heading("Does for BatchNorms", work.length), ...folded(work));
-  }
-  const sources = (node.sources || []).map((source) => (typeof source === "number" ? [reference(0, source), ` ${NODES[0][source].op}`] : [source]));
-  if (sources.length) parts.push(heading("Made of", sources.length), ...folded(sources));
-  if (MEMBERS[index].length) {
-    const sum = (key) => MEMBERS[index].reduce((total, i) => total + NODES[0][i][key], 0);
-    const costs = [["here", [sum("sweeps"), sum("bytes")], [node.sweeps, node.bytes]]];
-    parts.push(costTable("Feature maps, against what was fused here", costs));
-  }
-  const changes = Object.entries(DATA.changed[index] || {}).map(([name, [old, now]]) => [`${name}: ${JSON.stringify(old)} → ${JSON.stringify(now)}`]);
-  if (changes.length) parts.push(heading("Changed attributes", changes.length), ...folded(changes));
-  return parts;
+  const work = WORK[index].map(([norm, half, where]) =>
+    [`${HALVES[half]} of `, reference(0, norm.nodes[0]), where === "own" ? " (alone)" : ""]);
+  const sources = (node.sources || []).map((source) =>
+    (typeof source === "number" ? [reference(0, source), ` ${NODES[0][source].op}`] : [source]));
+  const changes = Object.entries(DATA.changed[index] || {}).map(([name, [old, now]]) => [`${name}: ${old} → ${now}`]);
+  const sum = (key) => MEMBERS[index].reduce((total, i) => total + NODES[0][i][key], 0);
+  const costs = [["here", [sum("sweeps"), sum("bytes")], [node.sweeps, node.bytes]]];
+  return [
+    ...listed("Does for BatchNorms", work),
+    ...listed("Made of", sources),
+    ...(MEMBERS[index].length ? [costTable("Feature maps, against what was fused here", costs)] : []),
+    ...listed("Changed attributes", changes),
+  ];
 }
 
 /** What the node reads and writes, with the nodes at the other end of each edge. */
 function values(node) {
   const { inputs, outputs, sweeps, bytes } = NODES[node.side][node.index];
+  const producer = (from) => (from < 0 ? [] : [" from ", reference(node.side, from)]);
   const reads = inputs.filter(([, name]) => name).map(([from, name, size]) =>
-    [element("code", {}, name), size ? ` ${scaled(size)}` : "", ...(from >= 0 ? [" from ", reference(node.side, from)] : "")]);
-  const readers = [...new Set(READERS[node.side][node.index].map(([reader]) => reader))];
+    [element("code", {}, name), size ? ` ${scaled(size)}` : "", ...producer(from)]);
   const writes = outputs.map(([name, type]) => [element("code", {}, name), ` ${type}`]);
+  const readers = [...new Set(READERS[node.side][node.index].map(([reader]) => reader))];
   return [
-    heading("Reads", reads.length), ...folded(reads),
-    heading("Writes", writes.length), ...folded(writes),
-    ...(readers.length ? [heading("Read by", readers.length), ...folded(readers.map((reader) => [reference(node.side, reader)]))] : []),
-    element("p", { className: "note" }, `${sweeps} feature-map sweeps, ${scaled(bytes)}`),
+    ...listed("Reads", reads),
+    ...listed("Writes", writes),
+    ...listed("Read by", readers.map((reader) => [reference(node.side, reader)])),
+    note(`${sweeps} feature-map sweeps, ${scaled(bytes)}`),
   ];
 }
 
+const note = (text) => element("p", { className: "note" }, text);
+const listed = (title, entries) => (entries.length ? [heading(title, entries.length), ...folded(entries)] : []);
 const heading = (title, count) => element("h4", {}, `${title} `, element("span", { className: "note" }, `${count}`));
 const reference = (side, index) => element("a", { href: address({ side, index }) }, NODES[side][index].name);
 
@@ -146,12 +171,17 @@ function folded(entries) {
 
 /** Rows of [name, [sweeps, bytes] before, [sweeps, bytes] after]. */
 function costTable(caption, rows) {
+  const cell = (text) => element("td", { className: "number" }, text);
   const line = (name, old, now, show) => element("tr", {},
-    element("th", { scope: "row" }, name),
-    ...[show(old), show(now), show(old - now)].map((text) => element("td", { className: "number" }, text)));
-  const head = ["", "before", "after", "saved"].map((text, i) => element("th", { scope: "col", className: i ? "number" : "" }, text));
-  const body = rows.flatMap(([name, old, now]) => [line(`${name}, sweeps`, old[0], now[0], String), line(`${name}, bytes`, old[1], now[1], scaled)]);
-  return element("table", {}, element("caption", {}, caption), element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
+    element("th", { scope: "row" }, name), ...[show(old), show(now), show(old - now)].map(cell));
+  const columns = ["", "before", "after", "saved"].map((text) =>
+    element("th", { scope: "col", className: text && "number" }, text));
+  const lines = rows.flatMap(([name, old, now]) => [
+    line(`${name}, sweeps`, old[0], now[0], String),
+    line(`${name}, bytes`, old[1], now[1], scaled),
+  ]);
+  const head = element("thead", {}, element("tr", {}, ...columns));
+  return element("table", {}, element("caption", {}, caption), head, element("tbody", {}, ...lines));
 }
 
 /** 1234567 -> 1.23 MB */

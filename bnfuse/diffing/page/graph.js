@@ -54,7 +54,11 @@ DATA.home.forEach((home, i) => home >= 0 && MEMBERS[home].push(i));
 
 /** Nodes of a side in the order of their rows, for the arrow keys. */
 const ORDER = SIDES.map((_, side) => DATA.rows.map((pair) => pair[side]).filter((index) => index >= 0));
-const PLACE = ORDER.map((order) => { const place = []; order.forEach((index, i) => (place[index] = i)); return place; });
+const PLACE = ORDER.map((order) => {
+  const place = [];
+  order.forEach((index, i) => (place[index] = i));
+  return place;
+});
 
 /** What made a node, or became of it: a pass, "same", "new" (no pass says so) or "gone". */
 function fateOf(side, index) {
@@ -196,7 +200,7 @@ function bandsInView() {
 
 function touches(band, node) {
   if (node.side) return band.after === node.index;
-  return DATA.home[node.index] === band.after && rowOf[0][node.index] >= band.top && rowOf[0][node.index] <= band.bottom;
+  return DATA.home[node.index] === band.after && row(node) >= band.top && row(node) <= band.bottom;
 }
 
 /** Lines from the selected node to everything on the other side that it became, or was made of. */
@@ -204,9 +208,8 @@ function linksOfSelected() {
   if (!view.selected) return [];
   const [x, z] = view.selected.side ? [WIDE, 0] : [0, WIDE];
   const y = middle(row(view.selected));
-  return view.related
-    .filter((other) => other.side !== view.selected.side)
-    .map((other) => shape("path", { class: "link", d: `M${x} ${y}C50 ${y} 50 ${middle(row(other))} ${z} ${middle(row(other))}` }));
+  const across = view.related.filter((other) => other.side !== view.selected.side).map((other) => middle(row(other)));
+  return across.map((to) => shape("path", { class: "link", d: `M${x} ${y}C50 ${y} 50 ${to} ${z} ${to}` }));
 }
 
 /** Scroll so that a row is well inside the view; `middle`: into its middle, where it was not visible. */
@@ -225,6 +228,8 @@ const PAINTS = [...KNOWN, "other", "same", "gone", "backward", "hit", "selected"
 const map = element("canvas", {});
 const frame = element("div", { className: "frame" });
 at("minimap").append(map, frame);
+
+const marked = () => (view.selected ? [view.selected, ...view.related] : []);
 
 function drawMap() {
   const [width, height] = [at("minimap").clientWidth, at("minimap").clientHeight];
@@ -249,7 +254,7 @@ function drawMap() {
     const [side, index] = hit.split("-").map(Number);
     mark(side, rowOf[side][index], "hit", 0, edge);
   }
-  for (const node of [...view.related, ...(view.selected ? [view.selected] : [])]) mark(node.side, row(node), "selected", 0, half - edge);
+  for (const node of marked()) mark(node.side, row(node), "selected", 0, half - edge);
 }
 
 /** The frame on the map, and how many related nodes are out of sight. */
@@ -257,7 +262,7 @@ function moveFrame(first, last) {
   const all = DATA.rows.length || 1;
   frame.style.top = `${(100 * first) / all}%`;
   frame.style.height = `${(100 * (last - first)) / all}%`;
-  const rows = [...view.related, ...(view.selected ? [view.selected] : [])].map(row);
+  const rows = marked().map(row);
   const above = rows.filter((r) => r < first);
   const below = rows.filter((r) => r >= last);
   for (const [id, list, sign, word, next] of [

@@ -40,8 +40,8 @@ class Cost:
 class Norm:
     """`nodes`: the BatchNorm and its gradient before. `homes`: the nodes after that these are counted with.
 
-    `own_before`, `own_after`: the cost of operators that do nothing but its halves. `around_after`: that of these and the
-    homes; `around_before`: that of everything that went into them. `reasons`: why a half is not fused, where known.
+    `own_before`, `own_after`: the cost of operators that do nothing but its halves. `around_after`: that of these and
+    of the homes; `around_before`: that of everything that went into them. `reasons`: why a half is not fused.
     """
 
     fate: BatchNormFate

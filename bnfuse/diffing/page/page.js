@@ -106,7 +106,8 @@ function acrossFrom(node, side) {
   if (node.side === side) return node;
   const kin = node.side ? MEMBERS[node.index][0] : DATA.home[node.index];
   if (kin !== undefined && kin >= 0) return { side, index: kin };
-  const nearest = ORDER[side].reduce((best, i) => (Math.abs(rowOf[side][i] - row(node)) < Math.abs(rowOf[side][best] - row(node)) ? i : best));
+  const away = (index) => Math.abs(rowOf[side][index] - row(node));
+  const nearest = ORDER[side].reduce((best, index) => (away(index) < away(best) ? index : best));
   return { side, index: nearest };
 }
 
@@ -142,9 +143,11 @@ function drawLegend() {
   const gone = NODES[0].filter((_, index) => fateOf(0, index) === "gone").length;
   if (gone) counts.set("gone", gone);
   for (const fate of [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a))) {
-    const look = () => { at("search").value = `pass:${fate}`; find(at("search").value); };
-    at("legend").append(element("button", { type: "button", className: `fate-${colourOf(fate)}`, onclick: look, title: `Find the nodes: pass:${fate}` },
-      element("span", { className: "swatch" }), `${fate} ${counts.get(fate)}`));
+    const query = `pass:${fate}`;
+    const look = () => { at("search").value = query; find(query); };
+    const settings = { type: "button", className: `fate-${colourOf(fate)}`, title: `Find ${query}`, onclick: look };
+    const swatch = element("span", { className: "swatch" });
+    at("legend").append(element("button", settings, swatch, `${fate} ${counts.get(fate)}`));
   }
 }
 
@@ -172,7 +175,10 @@ function listen() {
     const box = at("minimap").getBoundingClientRect();
     scroller.scrollTop = ((event.clientY - box.top) / box.height) * ROW * DATA.rows.length - scroller.clientHeight / 2;
   };
-  at("minimap").addEventListener("pointerdown", (event) => { at("minimap").setPointerCapture(event.pointerId); jump(event); });
+  at("minimap").addEventListener("pointerdown", (event) => {
+    at("minimap").setPointerCapture(event.pointerId);
+    jump(event);
+  });
   at("minimap").addEventListener("pointermove", (event) => event.buttons && jump(event));
   document.addEventListener("keydown", onKey);
   window.addEventListener("beforeprint", printVisible);

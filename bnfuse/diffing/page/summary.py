@@ -126,7 +126,10 @@ def statuses(page: Page) -> Markup:
     if refused:
         rows.append(("refused", exact(refused, number), "of these, a pass said why a half is left alone: below"))
     rows.append(("all", exact(len(page.norms), number), ""))
-    return table("BatchNorms", ("", "count", "meaning"), rows, numbers=(1,))
+    listed = table("BatchNorms", ("", "count", "meaning"), rows, numbers=(1,))
+    untold = not page.report and any(norm.status in ("split", "whole") for norm in page.norms)
+    hint = "Why a half is not fused stands in the page that bnfuse rewrite --report FILE.html writes."
+    return joined([listed, tag("p", hint, class_="note")] if untold else [listed])
 
 
 def compared(caption: str, rows: Iterable[tuple[object, float, float]], show: Show, skip: int = 0) -> Markup:
