@@ -5,7 +5,10 @@ of 64, feed-forward layers of 4096, one table of word vectors for both inputs an
 and sqrt(H) and the masks of the softmaxes are left out: they are part of their neighbours wherever it runs.
 
 Dropout is on each sublayer's result and on the inputs, as published; `attention_dropout` and `relu_dropout` put it on
-the softmax's shares and behind the ReLU too, as training scripts do. `vocabulary=0` leaves out the word vectors and the output layer: both inputs are then [N, T, H].
+the softmax's shares and behind the ReLU too, as training scripts do. `projection_relu` puts a ReLU behind queries, keys
+and values, and `attention_output=false` leaves out the layer behind the heads: some implementations have it so, and
+papers/004's figures come out best this way, with feed_forward=1024. `vocabulary=0` leaves out the word vectors and the
+output layer: both inputs are then [N, T, H].
 """
 
 from __future__ import annotations
@@ -33,11 +36,14 @@ def transformer(
     dropout: float = 0.1,
     attention_dropout: float = 0.0,
     relu_dropout: float = 0.0,
+    projection_relu: bool = False,
+    attention_output: bool = True,
 ) -> Network:
     if min(layers, hidden, heads, feed_forward, steps) < 1 or hidden % heads:
         raise BnfuseError("layers, hidden, heads, feed_forward and steps must be at least 1, and heads divide hidden")
     graph = Network("transformer", None)
-    size = Size(batch, steps, hidden, heads, feed_forward, dropout, attention_dropout, relu_dropout)
+    dropouts = (dropout, attention_dropout, relu_dropout)
+    size = Size(batch, steps, hidden, heads, feed_forward, *dropouts, projection_relu, attention_output)
     table = zeros("embedding/table", vocabulary, hidden) if vocabulary else None
     memory = side_input(graph, size, table, "source")
     for index in range(layers):
@@ -60,6 +66,8 @@ class Size:
     dropout: float
     attention_dropout: float
     relu_dropout: float
+    projection_relu: bool
+    attention_output: bool
 
     @property
     def flat(self) -> list[int]:
@@ -109,6 +117,8 @@ def attention(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, n
     def projected(source: gs.Variable, what: str) -> gs.Variable:
         weights = Weights.make(f"{name}/{what}", size.hidden, size.hidden, bias=False)
         y = graph.dense_layer(source, weights, name=f"{name}/{what}")
+        if size.projection_relu:
+            y = graph.relu_layer(y, name=f"{name}/{what}/relu")
         return graph.view_layer(y, size.by_head, name=f"{name}/{what}/heads")
 
     query, key, value = projected(x, "query"), projected(memory, "key"), projected(memory, "value")
@@ -117,6 +127,8 @@ def attention(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, n
     shares = graph.dropout_layer(shares, size.attention_dropout, name=f"{name}/softmax/dropout")
     mixed = graph.product_layer(shares, value, "nhqk,nkhd->nqhd", size.by_head, name=f"{name}/mix")
     flat = graph.view_layer(mixed, size.flat, name=f"{name}/mix/flat")
+    if not size.attention_output:
+        return flat
     return graph.dense_layer(
         flat, Weights.make(f"{name}/output", size.hidden, size.hidden, bias=False), name=f"{name}/output"
     )

@@ -232,7 +232,7 @@ class Tape:
         total = before.tensor if before.owned else self.new_gradient(value, node, name)
         self.gradients[tensor] = Gradient(total)
         reads = (before.tensor, gradient.tensor)
-        self.layers.append(self.layer(name, "Add", "backward", flops, reads, (total,), node.name))
+        self.layers.append(self.layer(name, "Add", "backward", flops, reads, (total,), node))
 
     def saved_by(self, node: gs.Node) -> list[Access]:
         """What the backward layer reads besides the gradient."""
@@ -292,10 +292,19 @@ class Tape:
         self.layers.append(Layer(name, kind, phase, flops, tuple(reads), tuple(writes), node.name, step))
 
     def layer(
-        self, name: str, kind: str, phase: Phase, flops: int, reads: tuple[int, ...], writes: tuple[int, ...], part=""
+        self,
+        name: str,
+        kind: str,
+        phase: Phase,
+        flops: int,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        node: gs.Node | None = None,
     ) -> Layer:
+        """A layer over whole tensors that belongs to a node, or to the loss that the graph lacks."""
         read, written = (tuple(self.access(tensor) for tensor in tensors) for tensors in (reads, writes))
-        return Layer(name, kind, phase, flops, read, written, part or "loss")
+        part, step = ("loss", None) if node is None else (node.name, node.attrs.get("recurrence"))
+        return Layer(name, kind, phase, flops, read, written, part, step)
 
 
 def operands(node: gs.Node) -> list[gs.Tensor]:

@@ -269,6 +269,26 @@ def test_mobilenetv2_comes_out_as_in_papers_004(mobilenetv2):
     assert 100 * (small.time_s / faster.time_s - 1) < 10  # observation 9
 
 
+def test_a_transformer_comes_out_as_in_papers_004():
+    """Its maps are nearly all of one size there (observation 3), so that its feed-forward layers are not wider."""
+    how = {"vocabulary": 0, "feed_forward": 1024, "projection_relu": True, "attention_output": False}
+    work = forward_workload(build_graph("transformer", batch=128, **how))
+    small, faster = on(work, 24), on(work, 24, flops=23.04e12)
+    assert fall(small.traffic_bytes, on(work, 128).traffic_bytes) == pytest.approx(67, abs=2)
+    assert fall(small.time_s, on(work, 500).time_s) == pytest.approx(26.5, abs=2)
+    assert 100 * (small.time_s / faster.time_s - 1) == pytest.approx(40, abs=2)
+    assert 100 * small.share({*POINTWISE, "LayerNorm", "Dropout"}) == pytest.approx(26.69, abs=5)
+
+
+def test_gnmt_comes_out_as_in_papers_004():
+    """With fewer layers and steps, which changes little: each layer's weights are read in each step."""
+    work = forward_workload(build_graph("gnmt", batch=32, vocabulary=0, layers=3, steps=25))
+    small, large = on(work, 24), on(work, 500)
+    assert fall(small.traffic_bytes, large.traffic_bytes) == pytest.approx(96.6, abs=1.5)
+    assert fall(small.time_s, large.time_s) == pytest.approx(81.1, abs=4)
+    assert 100 * (small.time_s / on(work, 24, flops=23.04e12).time_s - 1) < 10
+
+
 @pytest.mark.parametrize(("network", "megabytes"), [("resnet50", 296), ("mobilenetv2", 442)])
 def test_traffic_falls_where_papers_004_says(network, megabytes, request):
     """At 296 and 442 MB three of the largest maps fit; 2 MB is the paper's step, 4 MB below they do not."""
