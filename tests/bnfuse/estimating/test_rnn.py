@@ -26,12 +26,14 @@ def test_layers_know_their_time_step_in_both_passes(gnmt):
     for layer in gnmt.layers:
         expected = int(layer.name.split("/step")[1].split("/")[0]) if "/step" in layer.name else None
         assert layer.recurrence == expected, layer.name
-    forget = [layer for layer in gnmt.layers if layer.part.endswith("/forget") and "encoder/layer3/" in layer.part]
+    cell = [layer for layer in gnmt.layers if layer.part.endswith("/forget") and "encoder/layer3/" in layer.part]
+    forget = [layer for layer in cell if layer.type == "Dense"]
+    assert {layer.type for layer in cell} == {"Dense", "Add"}  # which sum the gradients
     phases = {phase: [x.recurrence for x in forget if x.phase == phase] for phase in ("forward", "backward")}
     assert phases == {"forward": list(range(1, 11)), "backward": list(range(10, 0, -1))}
 
 
-def test_a_weight_is_one_tensor_that_every_step_reads_and_one_gradient_to_which_every_step_s_is_added(gnmt):
+def test_a_weight_is_one_tensor_that_every_step_reads_and_one_gradient_that_all_steps_add_to(gnmt):
     names = [tensor.name for tensor in gnmt.tensors]
     weight = names.index("encoder/layer3/forget/weight")
     readers = [layer for layer in gnmt.layers if any(a.tensor == weight for a in layer.reads)]
