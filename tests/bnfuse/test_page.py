@@ -18,8 +18,10 @@ from bnfuse.diffing import diff_graphs
 from bnfuse.diffing.page import diff_page, document, estimates, rewrite_page
 from bnfuse.diffing.page.align import align, longest_increasing, nearest_order, rows_of
 from bnfuse.diffing.page.gather import gather
+from bnfuse.diffing.page.lists import saved
 from bnfuse.diffing.page.markup import Markup, script_json, table, tag, text
 from bnfuse.diffing.page.nodes import nodes_of, unique_keys
+from bnfuse.diffing.page.norms import Cost
 from bnfuse.errors import BnfuseError
 from bnfuse.training_graph import open_graph
 
@@ -210,6 +212,19 @@ def test_what_a_sampled_batch_norm_does_on_its_own_counts_against_it():
     for norm in found.norms:
         assert 0 < norm.own_after.bytes < norm.around_after.bytes
         assert norm.own_after.bytes < norm.own_before.bytes
+
+
+@pytest.mark.parametrize(
+    "before, after, shown",
+    [
+        (Cost(9, 2000), Cost(5, 1000), "4 sweeps, 1 kB less"),
+        (Cost(5, 2000), Cost(6, 1000), "1 kB less; 1 sweep more"),
+        (Cost(5, 1000), Cost(7, 3000), "2 sweeps, 2 kB more"),
+        (Cost(5, 1000), Cost(5, 1000), "nothing saved"),
+    ],
+)
+def test_savings_in_words(before, after, shown):
+    assert saved(before, after) == shown
 
 
 @pytest.mark.parametrize("how, status", [({"remove": "1,2"}, "gone"), ({"sample": "fs:1/4"}, "sampled")])

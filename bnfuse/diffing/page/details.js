@@ -103,6 +103,7 @@ function normDetails(norm) {
     costTable("Feature maps", [["its operators alone", ...norm.own], ["with what is fused with it", ...norm.around]]));
 }
 
+/** "18 sweeps, 77 MB"; what grew has a minus. */
 const saved = ([old, now]) => `${old[0] - now[0]} sweeps, ${scaled(old[1] - now[1])}`;
 
 /** Where a half is done, by the way in which it is done there. */

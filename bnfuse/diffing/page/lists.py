@@ -69,10 +69,15 @@ def cost_rows(name: str, old: Cost, new: Cost) -> list[Sequence[object]]:
 
 
 def saved(before: Cost, after: Cost) -> str:
+    """18 sweeps, 77 MB less; what grew is said apart."""
     less = before - after
-    if not less.sweeps and not less.bytes:
-        return "nothing saved"
-    return f"{count(less.sweeps, 'sweep')}, {as_bytes(less.bytes)} less"
+    parts = [(less.sweeps, count(abs(less.sweeps), "sweep")), (less.bytes, as_bytes(abs(less.bytes)))]
+    shown = (
+        ", ".join(text for amount, text in parts if sign * amount > 0) + word
+        for sign, word in ((1, " less"), (-1, " more"))
+        if any(sign * amount > 0 for amount, _ in parts)
+    )
+    return "; ".join(shown) or "nothing saved"
 
 
 def half_places(norm: Norm, half: str, page: Page, index: dict[str, int]) -> Markup:
