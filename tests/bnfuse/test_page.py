@@ -288,7 +288,7 @@ def test_graphs_without_anything_in_common_stand_apart(gathered):
 
 def test_tables_name_their_columns_and_rows():
     read = Document(table("t", ("", "n"), [("a", 1)], numbers=(1,)))
-    assert [attributes["scope"] for attributes, _ in read.named("th")] == ["col", "col", "row"]
+    assert [attributes["scope"] for attributes, _ in read.named("th")] == ["col", "row"]  # the corner is no header
     assert read.named("caption")[0][1] == "t"
 
 

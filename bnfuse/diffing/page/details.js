@@ -175,13 +175,12 @@ function costTable(caption, rows) {
   const cell = (text) => element("td", { className: "number" }, text);
   const line = (name, old, now, show) => element("tr", {},
     element("th", { scope: "row" }, name), ...[show(old), show(now), show(old - now)].map(cell));
-  const columns = ["", "before", "after", "saved"].map((text) =>
-    element("th", { scope: "col", className: text && "number" }, text));
+  const columns = ["before", "after", "saved"].map((text) => element("th", { scope: "col", className: "number" }, text));
   const lines = rows.flatMap(([name, old, now]) => [
     line(`${name}, sweeps`, old[0], now[0], String),
     line(`${name}, bytes`, old[1], now[1], scaled),
   ]);
-  const head = element("thead", {}, element("tr", {}, ...columns));
+  const head = element("thead", {}, element("tr", {}, element("td"), ...columns));
   return element("table", {}, element("caption", {}, caption), head, element("tbody", {}, ...lines));
 }
 

@@ -44,7 +44,7 @@ def table(
     def side(i: int) -> str | None:
         return "number" if i in numbers else None
 
-    head = tag("tr", *(tag("th", column, scope="col", class_=side(i)) for i, column in enumerate(columns)))
+    head = [tag("th", column, scope="col", class_=side(i)) if column else tag("td") for i, column in enumerate(columns)]
     body = [
         tag(
             "tr",
@@ -53,7 +53,7 @@ def table(
         )
         for row in rows
     ]
-    inside = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body))
+    inside = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body))
     return tag("div", inside, class_="table", tabindex="0", role="region", aria_label=caption)
 
 
