@@ -175,16 +175,12 @@ class Cache:
         self.last[tensor] = index
 
     def make_room(self, index: int, held: list[Touch]) -> None:
+        """Evicts until what is held fits beside the rest. What is held is used now, so it is never the farthest."""
         present, until, heap = self.present, self.until, self.farthest
-        more = 0
-        for touch in held:
-            tensor = touch.tensor
-            if touch.size > present[tensor]:
-                more += touch.size - present[tensor]
-            until[tensor] = index  # in use: its entries of the heap are out of date
+        more = sum(max(0, touch.size - present[touch.tensor]) for touch in held)
         while self.used + more > self.capacity:
             negative, tensor = heapq.heappop(heap)
-            if present[tensor] and until[tensor] == -negative and -negative > index:
+            if present[tensor] and until[tensor] == -negative:
                 self.evict(index, tensor)
 
     def evict(self, index: int, tensor: int) -> None:

@@ -197,9 +197,14 @@ def test_a_cache_for_all_tensors_moves_just_what_must(work):
 @given(any_workload(), st.integers(1, 40), st.sampled_from(("latency", "next", "none")), st.booleans())
 def test_the_cache_is_never_over_full_prefetched_tensors_included(work, capacity, how, look_ahead):
     found = run(work, capacity, look_ahead=look_ahead)
+    used = [*found.occupied]
     compute = [float(layer.flops) for layer in work.layers]
     issued = prefetching.issued(found, capacity, 1.0, compute, how)
-    assert all(0 <= used <= capacity for used in found.occupied)
+    for first, loads in issued.items():
+        for load in loads:
+            used[first : load.layer] = [there + load.bytes for there in used[first : load.layer]]
+    assert used == found.occupied
+    assert all(0 <= there <= capacity for there in used)
     wanted = [load for loads in found.loads for load in loads]
     chosen = [(index, load) for index, loads in issued.items() for load in loads]
     assert len({load for _, load in chosen}) == len(chosen) and {load for _, load in chosen} <= {*wanted}

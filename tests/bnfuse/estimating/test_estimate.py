@@ -83,6 +83,11 @@ def test_what_streams_takes_the_longer_of_computing_and_moving():
     assert times(work, 8, streams_overlap=False) == [45, 71]
 
 
+def test_what_waits_for_an_idle_bus_waits_for_what_streams():
+    steps = [step("make", 1, "", "a"), step("norm", 5, "x"), step("last", 1)]
+    assert times(workload({"a": 10, "x": 20}, steps, kept="a"), 12) == [1, 20, 10]
+
+
 def test_a_layer_may_compute_on_what_has_come_of_its_operands():
     work = workload({"x": 20}, [step("conv", 50, "x")])
     assert times(work, 100) == [70]
@@ -94,6 +99,14 @@ def test_what_is_waited_for_overtakes_what_was_issued_before():
     work = workload({"x": 8, "w": 8}, steps, weights="w")
     assert times(work, 15, leaving_holds_space=False)[:2] == [1, 9]  # w comes before x goes
     assert times(work, 15, leaving_holds_space=False, demand_first=False)[:2] == [1, 17]
+
+
+def test_space_that_is_needed_is_made_before_loads_go_on():
+    steps = [step("make", 1, "", "a"), step("next", 5, "", "y"), step("use", 1, "w")]
+    work = workload({"a": 10, "y": 6, "w": 20}, steps, kept="a", weights="w")
+    # w begins to come with the first layer; y waits for 6 bytes of a to leave, and then w for its other 14
+    assert times(work, 30) == [1, 6 + 5, 14 + 1 + 4]
+    assert times(work, 30, demand_first=False) == [1, 19 + 6 + 5, 1]  # all of w comes before a leaves
 
 
 def test_the_iteration_ends_when_memory_has_what_it_must():
