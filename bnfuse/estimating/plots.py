@@ -17,7 +17,6 @@ from bnfuse.estimating.quantities import cache_text
 from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.reuse import SCOPES, Reuse, Roofline
 from bnfuse.estimating.sweep import AXES, Sweep
-from bnfuse.text import scaled
 
 # Okabe and Ito's colours, which colour-blind readers tell apart. Type-I layers are blues and greens.
 COLOURS = {
@@ -136,11 +135,10 @@ def time_figure(pairs: Sequence[Pair]) -> Any:
         right.tick_params(labelsize=8)
         right.set_ylim(1, 1 + 1.08 * (bound - 1))
         right.spines["top"].set_visible(False)
-        together = panel.get_lines() + right.get_lines()[1:]
-        panel.legend(
-            together, [line.get_label() for line in together], fontsize=7, loc="lower right", ncols=3, frameon=False
-        )
-    note(figure, f"{scaled(pairs[0].slow.hardware.bandwidth, 'B/s')}; dashed: the ratio of the rates of computing")
+        lines = panel.get_lines() + right.get_lines()[1:]
+    labels = [line.get_label() for line in lines]
+    figure.legend(lines, labels, fontsize=8, loc="outside lower right", ncols=3, frameon=False)
+    note(figure, f"{memory_rate(pairs[0].slow.hardware)}; dashed: the ratio of the rates of computing")
     return figure
 
 
@@ -150,7 +148,7 @@ def bandwidth_figure(pairs: Sequence[Pair]) -> Any:
     for panel, pair in zip(panels, pairs, strict=True):
         x, _ = horizontal(panel, pair.slow)
         for found, colour in ((pair.slow, DARK), (pair.fast, LIGHT)):
-            label = f"memory of {scaled(found.hardware.bandwidth, 'B/s')}"
+            label = f"memory of {memory_rate(found.hardware)}"
             panel.plot(x, [point.average_bandwidth / 1e9 for point in found.points], color=colour, label=label)
         name(panel, pair.slow.workload)
         panel.set(ylabel="average bandwidth (GB/s)", ylim=(0, None))
@@ -376,7 +374,7 @@ def note(figure: Any, text: str) -> None:
 def hardware_note(hardware: Any, *which: str) -> str:
     texts = {
         "FLOP/s": rate(hardware),
-        "bandwidth": scaled(hardware.bandwidth, "B/s"),
+        "bandwidth": memory_rate(hardware),
         "cache": f"cache of {cache_text(hardware.cache)}",
     }
     return ", ".join(texts[each] for each in which)
@@ -384,6 +382,10 @@ def hardware_note(hardware: Any, *which: str) -> str:
 
 def rate(hardware: Any) -> str:
     return f"{hardware.flops / 1e12:.4g} TFLOP/s"
+
+
+def memory_rate(hardware: Any) -> str:
+    return f"{hardware.bandwidth / 1e9:.4g} GB/s"
 
 
 def darker(colour: str) -> str:
