@@ -104,7 +104,7 @@ def test_what_is_waited_for_overtakes_what_was_issued_before():
 def test_space_that_is_needed_is_made_before_loads_go_on():
     steps = [step("make", 1, "", "a"), step("next", 5, "", "y"), step("use", 1, "w")]
     work = workload({"a": 10, "y": 6, "w": 20}, steps, kept="a", weights="w")
-    # w begins to come with the first layer; y waits for 6 bytes of a to leave; then 14 of w, then 4 of a, 1 while computing
+    # w begins to come at once; y waits until 6 bytes of a have left; then 14 of w, then 4 of a, 1 while computing
     assert times(work, 30) == [1, 6 + 5, 14 + 4]
     assert times(work, 30, demand_first=False) == [1, 19 + 6 + 5, 1]  # all of w comes before a leaves
 
