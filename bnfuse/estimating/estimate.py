@@ -92,6 +92,7 @@ class Bus:
         self.pending: deque[Pending] = deque()
         self.on_its_way: dict[Load, Pending] = {}
         self.going_out = 0.0
+        self.own = 0.0  # bytes of this layer's whole inputs that come while it computes
 
     def next(self) -> None:
         self.time = self.moved = 0.0

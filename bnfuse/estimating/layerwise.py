@@ -92,15 +92,20 @@ def forward_workload(graph: gs.Graph, *, order: Order = "file", passes: Passes |
     A node's attribute `recurrence` numbers the time step that it belongs to.
     """
     tape = Tape(passes or Passes())
-    nodes = {node.name: node for node in graph.nodes}
+    nodes = []
     for node in graph.nodes:
-        tape.forward(node)
-    tape.layers = list(arranged(tape.layers, order))
-    done = [nodes[layer.name] for layer in tape.layers]
-    if not any(layer.type == "Loss" for layer in tape.layers):
-        tape.add_loss(graph.outputs[0], graph.name)
-    for node in reversed(done):
-        tape.backward(node)
+        if node.op in operations.VIEWS:
+            tape.view(node)
+        else:
+            tape.forward(node)
+            nodes.append(node)
+    node_of = {id(layer): node for layer, node in zip(tape.layers, nodes, strict=True)}
+    forward = arranged(tape.layers, order)
+    tape.layers = list(forward)
+    if not any(is_loss(node) for node in nodes):
+        tape.add_loss(graph.outputs[0])
+    for layer in reversed(forward):
+        tape.backward(node_of[id(layer)])
     batch = next((value.shape[0] for value in graph.inputs if value.shape), 1)
     return Workload(graph.name, batch, tuple(tape.tensors), tuple(tape.layers))
 
@@ -116,10 +121,10 @@ class Tape:
         self.trained: set[int] = set()  # tensors that need a gradient
         self.gradients: dict[int, Gradient] = {}
 
+    def view(self, node: gs.Node) -> None:
+        self.by_name[node.outputs[0].name] = self.tensor_of(node.inputs[0], node)
+
     def forward(self, node: gs.Node) -> None:
-        if node.op in operations.VIEWS:
-            self.by_name[node.outputs[0].name] = self.tensor_of(node.inputs[0], node)
-            return
         reads = [self.tensor_of(value, node) for value in operands(node)]
         writes = self.outputs_of(node)
         if any(tensor in self.trained for tensor in reads):
@@ -152,7 +157,7 @@ class Tape:
         x = node.inputs[0]
         return bool(x.inputs) and len(x.outputs) == 1 and "y" not in SAVED.get(x.inputs[0].op, "x")
 
-    def add_loss(self, logits: gs.Tensor, network: str) -> None:
+    def add_loss(self, logits: gs.Tensor) -> None:
         """Softmax and cross entropy of `logits`: the probabilities are kept for the gradient."""
         tensor, count = self.by_name[logits.name], operations.elements(logits)
         labels = self.new("labels", 8 * count // logits.shape[-1], "data", given=True)
@@ -169,8 +174,9 @@ class Tape:
     def backward(self, node: gs.Node) -> None:
         found = [self.gradients.pop(self.by_name[value.name], None) for value in node.outputs]
         incoming = [gradient for gradient in found if gradient is not None]
-        if is_loss(node):
-            incoming = [Gradient(self.by_name[node.outputs[0].name])]
+        if is_loss(node):  # its labels are all that comes in
+            labels = [self.tensor_of(value, node) for value in node.inputs[1:]]
+            incoming = [Gradient(tensor, owned=False) for tensor in labels]
         wanted = [value for value in operands(node) if self.tensor_of(value, node) in self.trained]
         if not incoming or not wanted:
             return
@@ -186,8 +192,8 @@ class Tape:
             products = sum(len(value.shape) > 1 for value in wanted)
             self.append(node, "backward", operations.backward_flops(node, products), reads, writes)
         for value, gradient in summed:
-            handed = any(value is other for other in passed)
-            self.hand_on(node, value, Gradient(gradient, not handed or (incoming[0].owned and len(passed) == 1)))
+            owned = value not in passed or (incoming[0].owned and len(passed) == 1)
+            self.hand_on(node, value, Gradient(gradient, owned))
 
     def passes_on(self, node: gs.Node, value: gs.Tensor) -> bool:
         """Whether an operand's gradient is the incoming one itself; a parameter's is always a tensor of its own."""
@@ -237,6 +243,8 @@ class Tape:
     def saved_by(self, node: gs.Node) -> list[Access]:
         """What the backward layer reads besides the gradient."""
         saved = SAVED.get(node.op, "x")
+        if "m" in saved and len(node.outputs) < 2:
+            saved = "x"
         found = [self.tensor_of(value, node) for value in operands(node)] if "x" in saved else []
         if "y" in saved:
             found.append(self.by_name[node.outputs[0].name])

@@ -22,7 +22,7 @@ class LayerEstimate:
     waited for memory.
 
     `in_bytes` and `out_bytes` were moved for its own tensors, whenever that was; `moved_bytes` crossed the bus while
-    this layer ran, for whatever layer (papers/004, eq. 4.1).
+    this layer ran, for whatever layer (papers/004, eq. 4.1). `flops` are operations as the assumptions count them.
     """
 
     name: str

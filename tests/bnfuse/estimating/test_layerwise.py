@@ -224,6 +224,18 @@ def test_an_embedding_touches_as_much_of_its_table_as_there_are_words():
     assert [access.bytes for access in back.writes] == [rows]
 
 
+def test_a_graph_with_a_loss_gets_no_other():
+    graph, x = start("loss", 2, 3, 8, None)
+    x = graph.global_pool_layer(graph.conv_layer(x, 5, 3, name="conv"), name="pool")
+    labels = gs.Variable("labels", np.int64, [2])
+    graph.inputs.append(labels)
+    log = gs.Variable("log", np.float32, [2, 5])
+    work = forward_workload(finish(graph, add(graph, "SoftmaxCrossEntropyLoss", [x, labels], "ce", [], {}, [log])))
+    assert [layer.name for layer in work.layers if layer.type == "Loss"] == ["ce", "ce/backward"]
+    assert backward(work, "ce") == (["labels", "log"], ["pool/gradient"])
+    assert [tensor.name for tensor in work.tensors if tensor.kept] == ["logits", "conv/weight/gradient"]
+
+
 def test_a_value_of_unknown_shape_is_refused_by_name():
     graph, x = start("unknown", 2, 3, 8, None)
     y = graph.relu_layer(x, name="relu")
