@@ -51,6 +51,7 @@ const partnerOf = (node) => (DATA.partner[node.index] >= 0 ? [DATA.partner[node.
 
 function showDetails(node) {
   const panel = at("details");
+  panel.scrollTop = 0;
   panel.classList.toggle("empty", !node);
   if (!node) {
     const hint = "Choose a node, or find one by its name, its operator or its pass. ";
@@ -67,7 +68,6 @@ function showDetails(node) {
   if (!node.side && NORMS.has(node.index)) parts.push(normDetails(NORMS.get(node.index)));
   parts.push(...(node.side ? afterDetails(node.index) : beforeDetails(node.index)), ...values(node));
   panel.replaceChildren(...parts);
-  panel.scrollTop = 0;
 }
 
 function summaryOf(node) {

@@ -6,8 +6,8 @@ function choose(node, how = "push") {
   view.related = node ? relatedTo(node) : [];
   if (node) reveal(row(node));
   drawMap();
+  showDetails(node); // what asks for the layout comes before what changes it
   draw();
-  showDetails(node);
   SIDES.forEach((name, side) => {
     const list = at(`side-${name}`);
     if (node && node.side === side) list.setAttribute("aria-activedescendant", `${name}-${node.index}`);
