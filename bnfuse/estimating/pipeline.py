@@ -29,7 +29,7 @@ from bnfuse.estimating.reram_layers import Matrix, Network, Norm, network_of
 from bnfuse.estimating.tiles import SHARING
 from bnfuse.estimating.workload import Workload
 from bnfuse.placements import Selection
-from bnfuse.text import Section, join, number, scaled
+from bnfuse.text import Section, join, number
 from bnfuse.training_graph import TrainingGraph
 
 CONFIGURATIONS = ("1r3g", "2r2g", "3r1g")
@@ -157,7 +157,8 @@ class Pipeline:
 
 
 def seconds(value: float) -> str:
-    return scaled(1e6 * value, "us").replace(" kus", " ms").replace(" Mus", " s") if value else "0 us"
+    """In microseconds, or milliseconds from a thousand on."""
+    return f"{1e6 * value:.3g} us" if value < 1e-3 else f"{1e3 * value:.3g} ms"
 
 
 def pipeline(
