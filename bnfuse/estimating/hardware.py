@@ -14,8 +14,8 @@ class Hardware:
     """`flops` in FLOP/s, float32; `bandwidth` of the off-chip memory in bytes/s, both directions together; `cache` the
     bytes of the last level on the chip.
 
-    `cache_bandwidth`: bytes/s of that cache, where it is known to matter (None: it never holds a layer up, which is what
-    papers/004 assumes).
+    `cache_bandwidth`: bytes/s of that cache, where it is known to matter (None: it never holds a layer up, as in
+    papers/004).
     """
 
     name: str
