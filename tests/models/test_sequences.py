@@ -123,6 +123,17 @@ def test_without_a_vocabulary_the_maps_are_all_of_the_hidden_size(name, output):
     assert all(len(x.shape) in (2, 3) and x.shape[-1] == 8 for x in graph.inputs)
 
 
+def test_the_transformer_s_variants_change_the_layers_that_they_name():
+    def ops(**settings) -> Counter:
+        return Counter(n.op for n in small("transformer", layers=2, **settings).nodes)
+
+    plain, attentions = ops(), 2 + 2 * 2  # in two encoder layers, and two in each of two decoder layers
+    assert ops(projection_relu=True) - plain == {"Relu": 3 * attentions}
+    assert plain - ops(attention_output=False) == {"Gemm": attentions}
+    assert ops(attention_dropout=0.1) - plain == {"Dropout": attentions}
+    assert ops(relu_dropout=0.1) - plain == {"Dropout": 4}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
