@@ -109,7 +109,7 @@ def build_forward(
     them): they are read as what their default is.
     """
     if entry_of(name).shape_only:
-        raise BnfuseError(f"{name} has shapes only, nothing to train or rewrite: `bnfuse estimate {name}` takes it as it is")
+        raise BnfuseError(f"{name} has shapes only, nothing to train or rewrite: `bnfuse estimate {name}` takes it")
     if seed < 0:
         raise BnfuseError(f"{name}: seed={seed} is out of range: it must not be negative")
     graph = build_graph(name, batch=batch, image=image, channels=channels, classes=classes, seed=seed, **metaparameters)
