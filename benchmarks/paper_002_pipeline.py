@@ -13,9 +13,9 @@ from typing import Any
 
 from bnfuse.benchmarking.plot import finish, pyplot_figure, save_figure
 from bnfuse.errors import BnfuseError
-from bnfuse.estimating.pipeline import Pipeline, average, conventional_s, pipeline
-from bnfuse.estimating.reram import ReramAssumptions
-from bnfuse.estimating.reram_layers import Network, network_of
+from bnfuse.estimating.reram.assumptions import ReramAssumptions
+from bnfuse.estimating.reram.layers import Network, network_of
+from bnfuse.estimating.reram.pipeline import Pipeline, average, conventional_s, pipeline
 from bnfuse.estimating.settings import settle
 from bnfuse.models import build_graph
 from bnfuse.text import Section, join

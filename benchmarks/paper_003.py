@@ -3,8 +3,8 @@
     python benchmarks/paper_003.py [--bandwidth 6GB/s] [--write docs/design-space.md] [--plot docs/scaling.png]
 
 Tables 4.1 to 4.8, 3.1, 5.1 and the model sizes of chapter 5 come from the forward graphs of the zoo (`bnfuse inspect`),
-tables 3.2 and 3.3 from equations 3.3 and 3.4 (bnfuse/estimating/scaling.py). Nothing is measured: the figures are the
-same on every machine. A difference is marked where a figure does not round to what is printed; NOTES says why.
+tables 3.2 and 3.3 from equations 3.3 and 3.4 (bnfuse/estimating/parallel/scaling.py). Nothing is measured: the figures
+are the same on every machine. A difference is marked where a figure does not round to what is printed; NOTES says why.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import onnx_graphsurgeon as gs
 import paper_003_tables as paper
 
 import bnfuse
-from bnfuse.estimating import scaling
-from bnfuse.estimating.scaling import Quantities, Scaling, scale
+from bnfuse.estimating.parallel import scaling
+from bnfuse.estimating.parallel.scaling import Quantities, Scaling, scale
 from bnfuse.inspecting import Inspection, Layer
 from bnfuse.inspecting.network import DENSE, parameters_of
 from bnfuse.inspecting.work import POOLS
@@ -440,7 +440,7 @@ def draw(path: str) -> None:
 
     The curves are of images a second: 47x with 72 epochs in place of 64 is 52.9x there.
     """
-    from bnfuse.estimating.scaling_plot import plot
+    from bnfuse.estimating.parallel.plot import plot
 
     workers = [1, 2, 4, 8, 16, 32, 64, 128]
     rate = fitted_bandwidth()

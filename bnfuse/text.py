@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import re
 from collections.abc import Iterable, Sequence
 
@@ -42,6 +44,15 @@ class Section:
     def is_number_column(self, index: int) -> bool:
         """Whether the column is flushed right: every cell starts like a number."""
         return bool(self.rows) and all(re.match(r"[-+]?[0-9.]|-?$|inf|nan", row[index]) for row in self.rows)
+
+
+def csv_text(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """CSV with a line of names, every line with its end."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def join(sections: Iterable[Section]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from typing import Any
 
 from bnfuse.estimating.result import Estimate, LayerEstimate, milliseconds, percent
-from bnfuse.text import Section, join, scaled
+from bnfuse.text import Section, csv_text, join, scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +28,8 @@ class Comparison:
     def to_csv(self) -> str:
         """The layers of all, one a line, with the level in front."""
         columns = [field.name for field in dataclasses.fields(LayerEstimate)]
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["level", *columns])
-        for each in self.estimates:
-            writer.writerows([each.workload, *(getattr(row, column) for column in columns)] for row in each.layers)
-        return text.getvalue()
+        rows = ((each.workload, *dataclasses.astuple(row)) for each in self.estimates for row in each.layers)
+        return csv_text(["level", *columns], rows)
 
     def sections(self) -> list[Section]:
         first = self.estimates[0]

@@ -23,7 +23,7 @@ from bnfuse.estimating.hardware import HOST, MIB, Hardware
 from bnfuse.estimating.layerwise import Passes
 from bnfuse.estimating.order import Order
 from bnfuse.estimating.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops
-from bnfuse.estimating.reram import ReramAssumptions, is_stack
+from bnfuse.estimating.reram.assumptions import ReramAssumptions, is_stack
 from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import hardware_of, workloads
@@ -122,7 +122,7 @@ def reused(request: Request, progress: Progress) -> Any:
 
 
 def scaled(request: Request, progress: Progress) -> Any:
-    from bnfuse.estimating.scaling import network, scale
+    from bnfuse.estimating.parallel.scaling import network, scale
 
     machine, assumptions, passes = machine_of(request, progress)
     whole = one(request, passes)
@@ -140,7 +140,7 @@ def scaled(request: Request, progress: Progress) -> Any:
 
 
 def pipelined(request: Request, progress: Progress) -> Any:
-    from bnfuse.estimating.pipeline import pipeline
+    from bnfuse.estimating.reram.pipeline import pipeline
     from bnfuse.training_graph import open_graph
     from bnfuse.zoo import network_named
 
@@ -205,9 +205,12 @@ def of_batch(request: Request, passes: Passes) -> Callable[[int], Workload]:
 
 def draw(found: Any, path: Path) -> None:
     from bnfuse.benchmarking.plot import save_figure
-    from bnfuse.estimating import pipeline_plot, plots, scaling_plot
+    from bnfuse.estimating import plots
     from bnfuse.estimating.compare_plot import comparison_figure
-    from bnfuse.estimating.scaling import Scaling
+    from bnfuse.estimating.parallel import plot as parallel_plot
+    from bnfuse.estimating.parallel.scaling import Scaling
+    from bnfuse.estimating.reram import plot as reram_plot
+    from bnfuse.estimating.reram.pipeline import Pipeline
 
     if isinstance(found, Estimate):
         plots.plot_estimate(found, path)
@@ -216,8 +219,8 @@ def draw(found: Any, path: Path) -> None:
     elif isinstance(found, Comparison):
         save_figure(comparison_figure(found), path)
     elif isinstance(found, Scaling):
-        scaling_plot.plot([found], path)
-    elif hasattr(found, "stages"):
-        pipeline_plot.plot(found, path)
+        parallel_plot.plot([found], path)
+    elif isinstance(found, Pipeline):
+        reram_plot.plot(found, path)
     else:
         save_figure(plots.reuse_figure([found]), path)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import io
 from collections.abc import Callable
 from typing import Any
 
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import Hardware
-from bnfuse.text import Section, count, join, scaled
+from bnfuse.text import Section, count, csv_text, join, scaled
 
 LONGEST = 10  # layers that the text lists
 
@@ -143,11 +141,7 @@ class Estimate:
     def to_csv(self) -> str:
         """The layers, one a line, with a line of column names."""
         columns = [field.name for field in dataclasses.fields(LayerEstimate)]
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([getattr(layer, column) for column in columns] for layer in self.layers)
-        return text.getvalue()
+        return csv_text(columns, map(dataclasses.astuple, self.layers))
 
     def sections(self) -> list[Section]:
         return [self.total_section(), self.type_section(), self.layer_section()]

@@ -15,9 +15,7 @@ A reuse is an access that reads what an earlier layer read or wrote. Its scope:
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -29,7 +27,7 @@ from bnfuse.estimating.estimate import operations
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.quantities import cache_text
 from bnfuse.estimating.workload import Layer, Workload
-from bnfuse.text import Section, number, scaled
+from bnfuse.text import Section, csv_text, number, scaled
 
 INTRA, ADJACENT, BLOCK = "intra-layer", "adjacent-layer", "block-scale"
 RECURRENT, FORWARD_BACKWARD = "recurrent-weight", "forward-backward"
@@ -287,12 +285,8 @@ class Reuse:
 
     def to_csv(self) -> str:
         """A cache and scope a line."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["cache", "scope", "saved_in_bytes", "saved_out_bytes"])
-        for found in self.caches:
-            writer.writerows([found.cache, scope, found.saved_in[scope], found.saved_out[scope]] for scope in SCOPES)
-        return text.getvalue()
+        rows = ((c.cache, scope, c.saved_in[scope], c.saved_out[scope]) for c in self.caches for scope in SCOPES)
+        return csv_text(["cache", "scope", "saved_in_bytes", "saved_out_bytes"], rows)
 
     def sections(self) -> list[Section]:
         columns = ("scope", "possible", "cache for all of it", *(cache_text(c.cache) for c in self.caches))

@@ -6,9 +6,7 @@ batch=8,16,32,64            or a list
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.quantities import cache_text, parse_bandwidth, parse_bytes, parse_count, parse_flops
 from bnfuse.estimating.result import Estimate, milliseconds, percent
 from bnfuse.estimating.workload import Workload
-from bnfuse.text import Section, join, scaled
+from bnfuse.text import Section, csv_text, join, scaled
 
 Value = int | float
 Make = Callable[[int], Workload]
@@ -148,14 +146,13 @@ class Sweep:
         """A point a line; seconds by type as columns `time_s:TYPE`."""
         types = sorted({kind for point in self.points for kind in point.by_type})
         columns = [field.name for field in dataclasses.fields(SweepPoint) if field.name not in ("value", "by_type")]
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        names = ["batch_swept" if self.axis == "batch" else self.axis, *columns]
-        writer.writerow([*names, *(f"time_s:{kind}" for kind in types)])
-        for point in self.points:
-            row = [point.value, *(getattr(point, column) for column in columns)]
-            writer.writerow([*row, *(point.by_type.get(kind, 0.0) for kind in types)])
-        return text.getvalue()
+        swept = "batch_swept" if self.axis == "batch" else self.axis
+
+        def row(point: SweepPoint) -> list[object]:
+            totals = [getattr(point, column) for column in columns]
+            return [point.value, *totals, *(point.by_type.get(kind, 0.0) for kind in types)]
+
+        return csv_text([swept, *columns, *(f"time_s:{kind}" for kind in types)], map(row, self.points))
 
     def sections(self) -> list[Section]:
         axis = AXES[self.axis]

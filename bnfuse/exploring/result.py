@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from typing import Any
 
 from bnfuse.exploring.axes import Settings, described, plain
 from bnfuse.exploring.pareto import Goal
 from bnfuse.exploring.points import Point
 from bnfuse.inspecting.result import size
-from bnfuse.text import Section, count, join, number, scaled
+from bnfuse.text import Section, count, csv_text, join, number, scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +42,15 @@ class Exploration:
 
     def to_csv(self) -> str:
         """A line a point: what was varied, a column each, then the quantities."""
-        text = io.StringIO()
         quantities = [*(f.name for f in dataclasses.fields(Point)), "speedup", "samples_per_s"]
         quantities = [name for name in quantities if name not in ("changes", "settings", *self.varied)]
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*self.varied, *quantities])
-        for point in self.points:
+
+        def row(point: Point) -> list[object]:
             settings = [plain(point.settings.get(name, self.base.get(name, ""))) for name in self.varied]
             values = [getattr(point, name) for name in quantities]
-            writer.writerow([*settings, *("" if value is None else value for value in values)])
-        return text.getvalue()
+            return [*settings, *("" if value is None else value for value in values)]
+
+        return csv_text([*self.varied, *quantities], map(row, self.points))
 
     def sections(self, units: str = "decimal") -> list[Section]:
         failed = [point for point in self.points if point.error]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from typing import Any
 
 from bnfuse.errors import BnfuseError
-from bnfuse.text import Section, count, join, number, scaled
+from bnfuse.text import Section, count, csv_text, join, number, scaled
 
 UNITS = {"decimal": (1000, ("B", "kB", "MB", "GB", "TB")), "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
 WIDTH = 100  # of the text: what is too long loses its beginning
@@ -91,12 +89,8 @@ class Inspection:
 
     def to_csv(self) -> str:
         """A row a layer, the columns in the order of the JSON's keys; sizes in bytes, shapes as 96x55x55."""
-        text = io.StringIO()
-        rows = [dataclasses.asdict(layer) for layer in self.layers]
-        writer = csv.DictWriter(text, rows[0].keys() if rows else FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: plain(value) for key, value in row.items()} for row in rows)
-        return text.getvalue()
+        columns = [field.name for field in dataclasses.fields(Layer)]
+        return csv_text(columns, (map(plain, dataclasses.asdict(layer).values()) for layer in self.layers))
 
     def sections(self, units: str = "decimal") -> list[Section]:
         norms = self.total["batch_norm_sweeps"] > 0

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from bnfuse.building import build_model
 from bnfuse.errors import BnfuseError
 from bnfuse.estimating.layerwise import forward_workload
-from bnfuse.estimating.pipeline import Job, average, conventional_s, pipeline, replicate
-from bnfuse.estimating.pipeline_plot import plot
-from bnfuse.estimating.reram import ReramAssumptions, Stack, stack
-from bnfuse.estimating.reram_layers import Matrix, Network, Norm, network_of
+from bnfuse.estimating.reram.assumptions import ReramAssumptions, Stack, stack
+from bnfuse.estimating.reram.layers import Matrix, Network, Norm, network_of
+from bnfuse.estimating.reram.pipeline import Job, average, conventional_s, pipeline, replicate
+from bnfuse.estimating.reram.plot import plot
+from bnfuse.estimating.reram.tiles import balanced, in_turns, own
 from bnfuse.estimating.settings import settle
-from bnfuse.estimating.tiles import balanced, in_turns, own
 from bnfuse.models import build_graph
 from bnfuse.training_graph import open_graph
 

@@ -11,7 +11,7 @@ from bnfuse.errors import BnfuseError
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.layerwise import forward_workload
-from bnfuse.estimating.scaling import Network, Quantities, communication_s, gradient_bytes, network, scale
+from bnfuse.estimating.parallel.scaling import Network, Quantities, communication_s, gradient_bytes, network, scale
 from bnfuse.models import build_graph
 
 GIGABYTE = Network(1e9)
@@ -143,7 +143,7 @@ def test_networks_in_words(text, bandwidth):
     assert network(text).bandwidth == pytest.approx(bandwidth)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "6 furlongs", "0GB/s", "-1GB/s", "1.2.3GB/s", "6GB"])
+@pytest.mark.parametrize("text", ["", "fast", "6 furlongs", "0GB/s", "-1GB/s", "1.2.3GB/s", "6GB/h"])
 def test_what_is_no_network_is_refused(text):
     with pytest.raises(BnfuseError, match="6GB/s"):
         network(text)
@@ -171,7 +171,7 @@ def test_a_time_or_a_rate_is_needed():
 
 
 def test_curves_are_drawn(tmp_path):
-    from bnfuse.estimating.scaling_plot import plot
+    from bnfuse.estimating.parallel.plot import plot
 
     curves = [scale(NETWORK, network=GIGABYTE, mode=mode) for mode in ("strong", "weak")]
     plot(curves, tmp_path / "s.svg", marks=[("net", 32, 12.0)])

@@ -15,21 +15,19 @@ way, and communication is hidden, as the paper has it (section IV-B).
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import onnx_graphsurgeon as gs
 
 from bnfuse.errors import BnfuseError
-from bnfuse.estimating.reram import ReramAssumptions, Stack, stack
-from bnfuse.estimating.reram_layers import Matrix, Network, Norm, network_of
-from bnfuse.estimating.tiles import SHARING
+from bnfuse.estimating.reram.assumptions import ReramAssumptions, Stack, stack
+from bnfuse.estimating.reram.layers import Matrix, Network, Norm, network_of
+from bnfuse.estimating.reram.tiles import SHARING
 from bnfuse.estimating.workload import Workload
 from bnfuse.placements import Selection
-from bnfuse.text import Section, join, number
+from bnfuse.text import Section, csv_text, join, number
 from bnfuse.training_graph import TrainingGraph
 
 CONFIGURATIONS = ("1r3g", "2r2g", "3r1g")
@@ -111,11 +109,7 @@ class Pipeline:
 
     def to_csv(self) -> str:
         """A line for each stage."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(field.name for field in dataclasses.fields(Stage))
-        writer.writerows(dataclasses.astuple(stage) for stage in self.stages)
-        return text.getvalue()
+        return csv_text((field.name for field in dataclasses.fields(Stage)), map(dataclasses.astuple, self.stages))
 
     def sections(self) -> list[Section]:
         ratio = self.gpu_s / self.reram_s

@@ -12,9 +12,7 @@ divided by p, rounded up (strong scaling), or the batch itself, so that all of t
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -24,8 +22,9 @@ from bnfuse.errors import BnfuseError
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.quantities import parse_bandwidth
 from bnfuse.estimating.workload import Workload
-from bnfuse.text import Section, join, number, scaled
+from bnfuse.text import Section, csv_text, join, number, scaled
 
 Strategy = Literal["tree", "server"]
 Mode = Literal["strong", "weak"]
@@ -55,19 +54,13 @@ class Network:
         return f"{self.name}{': ' if self.name else ''}{scaled(self.bandwidth, 'B/s')}{latency}"
 
 
-PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-
 def network(text: str, latency: float = 0.0) -> Network:
     """6GB/s, 100Gbit/s or plain bytes/s as a network."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?(?:([kMGT]?)(B|bit)/s)?", text.strip())
+    bits = re.fullmatch(r"(.*?)bit/s", text.strip(), re.IGNORECASE)
     try:
-        amount = float(found[1]) if found else 0.0
-    except ValueError:
-        amount = 0.0
-    if not found or not amount:
-        raise BnfuseError(f"network {text}: write its bandwidth as 6GB/s or 100Gbit/s")
-    return Network(amount * PREFIXES[found[2] or ""] / (8 if found[3] == "bit" else 1), latency)
+        return Network(parse_bandwidth(bits[1]) / 8 if bits else parse_bandwidth(text), latency)
+    except BnfuseError as error:
+        raise BnfuseError(f"network: {error}; write its bandwidth as 6GB/s or 100Gbit/s") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +122,7 @@ class Scaling:
         return dataclasses.asdict(self)
 
     def to_csv(self) -> str:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Point)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(point) for point in self.points)
-        return text.getvalue()
+        return csv_text((field.name for field in dataclasses.fields(Point)), map(dataclasses.astuple, self.points))
 
     def sections(self) -> list[Section]:
         how = {"tree": "reduction tree", "server": "parameter server"}[self.strategy]
