@@ -16,6 +16,7 @@ from bnfuse.training_graph import open_graph
 if TYPE_CHECKING:
     from bnfuse.benchmarking.results import Benchmark
     from bnfuse.diffing import Diff
+    from bnfuse.exploring import Exploration
     from bnfuse.inspecting import Inspection
     from bnfuse.passes import Rewritten
     from bnfuse.runtime import Step
@@ -29,6 +30,7 @@ __all__ = [
     "compile",
     "diff",
     "estimate",
+    "explore",
     "export_inference",
     "inspect",
     "load",
@@ -177,6 +179,17 @@ def estimate(
 
     roles = {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
     return answer(Request(source, hardware, levels=levels, roles=roles, **options), progress)
+
+
+def explore(network: str | None = None, vary: Iterable[str] = (), **options: Any) -> Exploration:
+    """Sizes, work and estimated step times, before and after fusion, of a family of networks of the zoo.
+
+    `vary` has axes in words: "growth=12:48:12", "bypass=none,simple". `options` are those of
+    `bnfuse.exploring.explore`: base, preset_name, hardware, level, pareto, plot, ... docs/design-space.md
+    """
+    from bnfuse import exploring
+
+    return exploring.explore(network, vary, **options)
 
 
 def optimizer(

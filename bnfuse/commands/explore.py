@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -90,10 +90,10 @@ def explore(
     bnfuse explore --preset nin-changes --no-estimate
     bnfuse explore resnet50 --vary batch=8,16,32 --vary image=160,224 --hardware a100 --one-at-a-time
     """
-    from bnfuse import exploring
+    from bnfuse import api
 
     sizes = {"batch": batch, "image": image, "channels": channels, "classes": classes}
-    found: Any = exploring.explore(
+    found = api.explore(
         network,
         vary or (),
         base={**{key: value for key, value in sizes.items() if value is not None}, **settings(set_)},
@@ -112,4 +112,4 @@ def explore(
     show_json(found.to_json()) if json else show(found.sections(units.value))
 
 
-COMMANDS: tuple[Any, ...] = (explore,)
+COMMANDS = (explore,)
