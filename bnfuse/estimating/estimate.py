@@ -30,7 +30,10 @@ def estimate(workload: Workload, hardware: Hardware, assumptions: Assumptions | 
     touches = cache.trace(workload)
     resident = cache.residency(workload, touches, hardware.cache, look_ahead=chosen.look_ahead)
     flops = [operations(layer, chosen) for layer in workload.layers]
-    compute = [compute_s(layer, n, hardware) for layer, n in zip(workload.layers, flops, strict=True)]
+    streamed = [0] * len(flops)
+    if not chosen.streams_overlap:  # what is added at the memory's bandwidth passes the cache meanwhile
+        streamed = [i + o for i, o in zip(resident.stream_in, resident.stream_out, strict=True)]
+    compute = [compute_s(*each, hardware) for each in zip(workload.layers, flops, streamed, strict=True)]
     issued = prefetching.issued(resident, hardware.cache, hardware.bandwidth, compute, chosen.prefetch)
     bus = Bus(hardware, chosen)
     rows = []
@@ -68,10 +71,12 @@ def operations(layer: Layer, assumptions: Assumptions) -> float:
     return layer.flops * assumptions.mac_operations / 2 if layer.is_dense else layer.flops
 
 
-def compute_s(layer: Layer, flops: float, hardware: Hardware) -> float:
+def compute_s(layer: Layer, flops: float, streamed: int, hardware: Hardware) -> float:
+    """Of computing, or of moving within the cache what does not stream, if that takes longer."""
     time = flops / hardware.flops
     if hardware.cache_bandwidth is not None:
-        time = max(time, sum(a.bytes * a.sweeps for a in layer.accesses) / hardware.cache_bandwidth)
+        touched = sum(a.bytes * a.sweeps for a in layer.accesses) - streamed
+        time = max(time, touched / hardware.cache_bandwidth)
     return time
 
 

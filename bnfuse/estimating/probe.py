@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 VERSION = 2  # of what is remembered
 LARGEST = 512 * MIB  # working set of the copy that counts as memory's
 WORKING_SETS = tuple(MIB << k for k in range(8))  # 1 to 128 MiB
-FASTER = 1.25  # than memory: what a chain within a cache has to be
+FASTER = 1.5  # than memory: what a chain within a cache has to be; noise reaches 1.35
 INSIDE = 8  # the cache's bandwidth is that of working sets down to this part of it
 PATIENCE = 5.0  # seconds that an idle machine is waited for
 BUSY = 0.1  # cores: what was measured beside others that used more is slow
 
 # What a processor does of its own accord. Lines come when a layer asks for them: nothing is fetched for a later layer,
 # and what was written leaves when its place is needed. Computing waits for them: of the shorter of both, computing and
-# moving, a plain 1x1 convolution hides 0.25 to 0.57 behind the other (benchmarks/experiments/overlap.py), and a fused
+# moving, a plain 1x1 convolution hides under a half behind the other (benchmarks/experiments/overlap.py), and a fused
 # one, which has more to do with each element, less. Both are added, then. Matrix products are measured with a
 # multiply-add as two operations, so layers count it as two.
 ASSUMPTIONS = Assumptions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,9 @@ from bnfuse.benchmarking import idle, limits
 from bnfuse.benchmarking.idle import Quiet
 from bnfuse.benchmarking.limits import Limits
 from bnfuse.estimating import probe
-from bnfuse.estimating.hardware import HOST, MIB
+from bnfuse.estimating.estimate import estimate
+from bnfuse.estimating.hardware import HOST, MIB, Hardware
+from bnfuse.estimating.workload import Access, Layer, Tensor, Workload
 
 GB = 1e9
 CURVE = ((1, 160), (2, 180), (4, 100), (8, 56), (16, 54), (32, 55), (64, 54), (128, 30), (256, 25), (512, 25))
@@ -23,7 +26,7 @@ def sets(*curve):
 
 
 def test_the_cache_is_the_largest_working_set_that_is_faster_than_memory():
-    assert probe.effective_cache(sets(*CURVE)) == (64 * MIB, 54.5 * GB)  # 128 MiB are 1.2 times as fast: in part there
+    assert probe.effective_cache(sets(*CURVE)) == (64 * MIB, 54.5 * GB)  # 128 MiB are 1.2 times as fast: noise
 
 
 def test_a_gap_within_the_cache_does_not_end_it():
@@ -144,3 +147,14 @@ class Keeping:
 
     def __getitem__(self, key: slice) -> np.ndarray:
         return self.memory[key]
+
+
+def test_a_host_adds_computing_and_moving_and_counts_no_byte_twice():
+    """A layer that computes for 1 s and streams for 2 s, on a machine whose cache is four times as fast as memory."""
+    tensors = (Tensor("x", 1000, "map", given=True), Tensor("y", 1000, "map", kept=True))
+    layer = Layer("conv", "Conv2D", "forward", 100, (Access(0, 1000),), (Access(1, 1000),))
+    machine = Hardware("machine", "", 100.0, 1000.0, 10, 4000.0)
+    found = estimate(Workload("graph", 1, tensors, (layer,)), machine, probe.ASSUMPTIONS)
+    assert found.time_s == pytest.approx(3.0)
+    within = dataclasses.replace(machine, cache=10_000, cache_bandwidth=500.0)  # held whole: 4 s within the cache
+    assert estimate(Workload("graph", 1, tensors, (layer,)), within, probe.ASSUMPTIONS).compute_s == pytest.approx(4.0)
