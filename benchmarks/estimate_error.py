@@ -88,8 +88,8 @@ def levels(estimates: Estimates) -> str:
         "from the graph",
         "kernel by kernel",
         "speed-up",
-        "from launches",
-        "from the graph",
+        "by launches",
+        "by the graph",
     )
     return table(head, rows)
 

@@ -41,8 +41,8 @@ BUSY = 0.1  # cores: what was measured beside others that used more is slow
 
 # What a processor does of its own accord. Lines come when a layer asks for them: nothing is fetched for a later layer,
 # and what was written leaves when its place is needed. Computing waits for them: of the shorter of both, computing and
-# moving, a plain 1x1 convolution hides under a half behind the other (benchmarks/experiments/overlap.py), and a fused
-# one, which has more to do with each element, less. Both are added, then. Matrix products are measured with a
+# moving, a plain 1x1 convolution hides at most about a half behind the other (benchmarks/experiments/overlap.py), and a
+# fused one, which has more to do with each element, less. Both are added, then. Matrix products are measured with a
 # multiply-add as two operations, so layers count it as two.
 ASSUMPTIONS = Assumptions(
     mac_operations=2,
