@@ -176,9 +176,9 @@ class _Builder:
 
     def _tensor(self, value: ir.Value, phase: Phase) -> int:
         if (index := self._index.get(value)) is None:
-            is_input = value.producer() is None
+            given = value.producer() is None or value in self._constants
             kind, kept = self._kind(value, phase), value in self._kept
-            index = self._add(Tensor(str(value.name), size_of(value), kind, given=is_input, kept=kept))
+            index = self._add(Tensor(str(value.name), size_of(value), kind, given=given, kept=kept))
             self._index[value] = index
             self._widths[index] = max(width_of(value), 1)
         return index

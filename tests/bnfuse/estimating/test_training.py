@@ -101,6 +101,13 @@ def test_tensors_are_given_or_written_before_they_are_read(graphs, level, order)
     assert "classifier_Grad/dC_reduced" in kept
 
 
+def test_the_gradient_of_a_bias_that_was_dropped_is_a_constant_that_is_there():
+    graph = open_graph(bnfuse.rewrite(build_model("vgg11", zoo={"batch": 2, "image": 32}).model, level="bnff"))
+    workload = training_workload(graph, optimizer="sgd")
+    check_order(workload)
+    assert next(t for t in workload.tensors if t.name == "stage1/layer1/conv/bias_grad").given
+
+
 def test_local_statistics_are_coefficients_and_no_maps(built):
     workload = training_workload(open_graph(bnfuse.rewrite(built, level="none", local_bn=1)))
     check_order(workload)
