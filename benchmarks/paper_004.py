@@ -22,7 +22,7 @@ from typing import Any
 from PIL import Image
 
 from bnfuse.estimating import plots
-from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.assumptions import PAPER, Assumptions
 from bnfuse.estimating.estimate import Estimate, estimate
 from bnfuse.estimating.hardware import MIB, PROFILES, Hardware, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
@@ -79,7 +79,7 @@ class Variant:
     """One choice made otherwise."""
 
     name: str
-    assumptions: Assumptions = dataclasses.field(default_factory=Assumptions)
+    assumptions: Assumptions = dataclasses.field(default_factory=lambda: PAPER)
     passes: Passes = dataclasses.field(default_factory=Passes)
     order: Order = "file"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -166,7 +166,7 @@ FIGURES = (
 
 
 def assume(name: str, **change: Any) -> Variant:
-    return Variant(name, assumptions=dataclasses.replace(Assumptions(), **change))
+    return Variant(name, assumptions=dataclasses.replace(PAPER, **change))
 
 
 def passes(name: str, **change: Any) -> Variant:

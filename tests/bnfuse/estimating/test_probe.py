@@ -126,7 +126,8 @@ def test_a_chain_hands_every_buffer_on(monkeypatch):
     """What lies in the first buffer is in all of them afterwards."""
     from bnfuse.runtime import limits as own
 
-    memory = np.zeros(1 << 12, np.float32)
+    memory = own.aligned(1 << 14).view(np.float32)
+    memory[:] = 0
     memory[:1024] = np.arange(1024)
     monkeypatch.setattr(own, "CHAIN", memory.nbytes)
     monkeypatch.setattr(own, "aligned", lambda size: Keeping(memory))
