@@ -283,7 +283,7 @@ def bound_section(runs: dict[str, Runs]) -> Section:
     """Observation 2: how much of a workload's computing is in layers whose reuse frequency reaches the ridge point."""
     rows = []
     for label, each in runs.items():
-        points = roofline(each.workload, HARDWARE).points
+        points = roofline(each.workload, HARDWARE, each.variant.assumptions).points
         dense = [point for point in points if point.dense]
         bound = sum(point.compute_bound for point in dense)
         flops = [layer.flops for layer in each.workload.layers]
@@ -306,7 +306,10 @@ def draw(cases: Sequence[Case], folder: Path) -> None:
         write_small(figure, folder / f"estimate-{name}.png")
         print(f"{folder}/estimate-{name}.png", file=sys.stderr, flush=True)
 
-    small("roofline", plots.roofline_figure([roofline(each.workload, HARDWARE) for each in runs]))
+    small(
+        "roofline",
+        plots.roofline_figure([roofline(each.workload, HARDWARE, each.variant.assumptions) for each in runs]),
+    )
     over = [each.sweep(each.case.caches) for each in runs]
     small("traffic", plots.traffic_figure(over))
     faster = [each.sweep(each.case.caches, flops=FASTER) for each in runs]
@@ -320,7 +323,9 @@ def draw(cases: Sequence[Case], folder: Path) -> None:
 
 def batch_pair(runs: Runs) -> Pair:
     make = functools.cache(runs.make)
-    small, large = (sweep(make, with_cache(MIB * size), "batch", runs.case.batches) for size in (24, 400))
+    small, large = (
+        sweep(make, with_cache(MIB * size), "batch", runs.case.batches, assumptions=PAPER) for size in (24, 400)
+    )
     return Pair(small, large)
 
 
