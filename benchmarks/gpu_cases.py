@@ -50,6 +50,7 @@ CASES: tuple[Case, ...] = (
     small("googlenet-small", "googlenet", image=64, classes=10),
     small("training", "densenet40", ("training",), growth=12, depth=6, batch=64, image=28, channels=1, classes=10),
     Case("densenet121", "densenet121", 64, 224, ("bf16", "tf32", "fp32"), ("none", "icf"), (*FAST, "memory")),
+    Case("densenet121-levels", "densenet121", 64, 224, ("fp32",), ("none", "rcf", "mvf", "bnff", "icf"), ("timing",)),
     Case("densenet121-sampled", "densenet121", 64, 224, ("bf16",), SAMPLED, ("timing",)),
     Case("resnet50", "resnet50", 64, 224, ("bf16",), ("icf",), FAST),
     Case("mobilenetv2", "mobilenetv2", 64, 224, ("bf16",), ("icf",), FAST),
