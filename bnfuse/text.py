@@ -73,6 +73,19 @@ def scaled(value: float, unit: str) -> str:
     return f"{value:.3g} {prefix}{unit}" if prefix else f"{value:g} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """0.0123 -> 12.3 ms: three digits, in us, ms or s."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if 0 < factor * abs(seconds) < 999.5:
+            return f"{factor * seconds:.3g} {unit}"
+    return f"{seconds:.3g} s" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"
+
+
+def percent(share: float) -> str:
+    """0.4615 -> 46.1 %"""
+    return f"{100 * share:.1f} %"
+
+
 def change(before: float, after: float) -> str:
     """The relative change in per cent, with its sign."""
     if before == after:

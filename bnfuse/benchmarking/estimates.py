@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bnfuse.benchmarking.limits import Limits
-from bnfuse.benchmarking.profiles import Profile
+from bnfuse.benchmarking.profiles import Profile, milliseconds
 from bnfuse.estimating import probe
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
@@ -135,7 +135,3 @@ def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
         if so_far >= share * total:
             return value
     return float("nan")
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"

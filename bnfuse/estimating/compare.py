@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bnfuse.estimating.result import Estimate, LayerEstimate, milliseconds, percent
-from bnfuse.text import Section, csv_text, join, scaled
+from bnfuse.estimating.result import Estimate, LayerEstimate
+from bnfuse.text import Section, csv_text, duration, join, percent, scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Comparison:
         rows = [
             (
                 each.workload,
-                milliseconds(each.time_s),
+                duration(each.time_s),
                 f"{each.time_s / first.time_s:.3f}",
-                milliseconds(each.by_phase.get("forward", 0.0)),
-                milliseconds(each.by_phase.get("backward", 0.0)),
+                duration(each.by_phase.get("forward", 0.0)),
+                duration(each.by_phase.get("backward", 0.0)),
                 percent(each.stall_s / each.time_s if each.time_s else 0.0),
                 scaled(each.traffic_in_bytes, "B"),
                 scaled(each.traffic_out_bytes, "B"),
@@ -53,7 +53,7 @@ class Comparison:
 
     def type_section(self) -> Section:
         types = list(dict.fromkeys(kind for each in self.estimates for kind, time in each.by_type.items() if time))
-        rows = [(kind, *(milliseconds(each.by_type.get(kind, 0.0)) for each in self.estimates)) for kind in types]
+        rows = [(kind, *(duration(each.by_type.get(kind, 0.0)) for each in self.estimates)) for kind in types]
         return Section.table("Time by type of layer", ("type", *(each.workload for each in self.estimates)), rows)
 
     def __str__(self) -> str:

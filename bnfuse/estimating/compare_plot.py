@@ -7,6 +7,7 @@ from typing import Any
 from bnfuse.benchmarking.plot import pyplot_figure
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.plots import COLOURS, LEAST_SHARE, hardware_note, note, tidy, title
+from bnfuse.text import duration
 
 
 def comparison_figure(found: Comparison) -> Any:
@@ -22,7 +23,7 @@ def comparison_figure(found: Comparison) -> Any:
         )
         starts = [a + b for a, b in zip(starts, widths, strict=True)]
     for place, each in enumerate(found.estimates):
-        panel.text(starts[place], place, f" {1000 * each.time_s:.4g} ms", va="center", fontsize=8)
+        panel.text(starts[place], place, f" {duration(each.time_s)}", va="center", fontsize=8)
     panel.margins(x=0.14)
     panel.invert_yaxis()
     panel.set_xlabel("time (ms)")

@@ -17,6 +17,7 @@ from bnfuse.estimating.quantities import cache_text
 from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.reuse import SCOPES, Reuse, Roofline
 from bnfuse.estimating.sweep import AXES, Sweep
+from bnfuse.text import duration
 
 # Okabe and Ito's colours, which colour-blind readers tell apart. Type-I layers are blues and greens.
 COLOURS = {
@@ -241,7 +242,7 @@ def plot_estimate(found: Estimate, path: str | Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[2, 3])
     draw_types(left, found)
     draw_timeline(right, found)
-    what = f"{found.workload}, batch {found.batch}: {1000 * found.time_s:.3g} ms an iteration"
+    what = f"{found.workload}, batch {found.batch}: {duration(found.time_s)} an iteration"
     title(figure, f"{what} on {found.hardware.name}")
     note(figure, hardware_note(found.hardware, "FLOP/s", "bandwidth", "cache"))
     save_figure(figure, path)

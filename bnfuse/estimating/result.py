@@ -9,7 +9,7 @@ from typing import Any
 
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import Hardware
-from bnfuse.text import Section, count, csv_text, join, scaled
+from bnfuse.text import Section, count, csv_text, duration, join, percent, scaled
 
 LONGEST = 10  # layers that the text lists
 
@@ -152,9 +152,9 @@ class Estimate:
     def total_section(self) -> Section:
         title = f"{self.workload}, batch {self.batch}, on {self.hardware.name}: {count(len(self.layers), 'layer')}"
         rows = [
-            ("time", milliseconds(self.time_s)),
-            ("computing", milliseconds(self.compute_s)),
-            ("stalled", milliseconds(self.stall_s)),
+            ("time", duration(self.time_s)),
+            ("computing", duration(self.compute_s)),
+            ("stalled", duration(self.stall_s)),
             ("samples a second", f"{self.samples_per_s:.4g}"),
             ("traffic in", scaled(self.traffic_in_bytes, "B")),
             ("traffic out", scaled(self.traffic_out_bytes, "B")),
@@ -165,7 +165,7 @@ class Estimate:
         return Section.table(title, ("", ""), rows)
 
     def type_section(self) -> Section:
-        rows = [(kind, milliseconds(time), percent(time / self.time_s)) for kind, time in self.by_type.items() if time]
+        rows = [(kind, duration(time), percent(time / self.time_s)) for kind, time in self.by_type.items() if time]
         return Section.table("Time by type of layer", ("type", "time", "share"), rows)
 
     def layer_section(self) -> Section:
@@ -175,8 +175,8 @@ class Estimate:
                 layer.name,
                 layer.type,
                 layer.phase,
-                milliseconds(layer.time_s),
-                milliseconds(layer.stall_s),
+                duration(layer.time_s),
+                duration(layer.stall_s),
                 scaled(layer.in_bytes, "B"),
                 scaled(layer.out_bytes, "B"),
             )
@@ -184,11 +184,3 @@ class Estimate:
         ]
         columns = ("layer", "type", "phase", "time", "stalled", "in", "out")
         return Section.table(f"The longest {count(len(longest), 'layer')}", columns, rows)
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -15,9 +15,9 @@ from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.quantities import cache_text, parse_bandwidth, parse_bytes, parse_count, parse_flops
-from bnfuse.estimating.result import Estimate, milliseconds, percent
+from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.workload import Workload
-from bnfuse.text import Section, csv_text, join, scaled
+from bnfuse.text import Section, csv_text, duration, join, percent, scaled
 
 Value = int | float
 Make = Callable[[int], Workload]
@@ -160,7 +160,7 @@ class Sweep:
         rows = [
             (
                 axis.text(point.value),
-                milliseconds(point.time_s),
+                duration(point.time_s),
                 percent(point.stall_s / point.time_s if point.time_s else 0.0),
                 scaled(point.traffic_in_bytes, "B"),
                 scaled(point.traffic_out_bytes, "B"),

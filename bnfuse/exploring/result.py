@@ -9,7 +9,7 @@ from bnfuse.exploring.axes import Settings, described, plain
 from bnfuse.exploring.pareto import Goal
 from bnfuse.exploring.points import Point
 from bnfuse.inspecting.result import size
-from bnfuse.text import Section, count, csv_text, join, number, scaled
+from bnfuse.text import Section, count, csv_text, duration, join, number, percent, scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,17 +94,9 @@ def _or_dash(value: Any, text: Any) -> str:
     return "-" if value is None else str(text(value))
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
-
-
 def _sweeps(point: Point, units: str) -> str:
     after = None if point.sweeps_after is None else number(point.sweeps_after)
     return _or_dash(point.sweeps, lambda value: arrow(number(value), after))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 COUNTS: tuple[tuple[str, Any], ...] = (
@@ -113,11 +105,11 @@ COUNTS: tuple[tuple[str, Any], ...] = (
     ("forward", lambda p, _: _or_dash(p.flops_forward, lambda v: scaled(v, "FLOP"))),
     ("outputs", lambda p, units: _or_dash(p.output_bytes, lambda v: size(v, units))),
     ("sweeps", _sweeps),
-    ("BN share", lambda p, _: _or_dash(p.norm_share if p.norm_time_share is None else p.norm_time_share, _percent)),
+    ("BN share", lambda p, _: _or_dash(p.norm_share if p.norm_time_share is None else p.norm_time_share, percent)),
     ("accuracy", lambda p, _: _or_dash(p.accuracy, lambda v: f"{v:g}")),
 )
 TIMES: tuple[tuple[str, Any], ...] = (
-    ("before", lambda p, _: _or_dash(p.time_before_s, milliseconds)),
-    ("after", lambda p, _: _or_dash(p.time_s, milliseconds)),
+    ("before", lambda p, _: _or_dash(p.time_before_s, duration)),
+    ("after", lambda p, _: _or_dash(p.time_s, duration)),
     ("speed-up", lambda p, _: _or_dash(p.speedup, lambda v: f"{v:.2f}x")),
 )

@@ -10,7 +10,7 @@ from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.markup import Markup, joined, table, tag
 from bnfuse.diffing.page.norms import STATUSES
 from bnfuse.estimating.result import Estimate
-from bnfuse.text import change, number, scaled
+from bnfuse.text import change, duration, number, scaled
 
 Show = Callable[[float], str]
 COLUMNS = ("", "before", "after", "change", "")
@@ -21,14 +21,6 @@ SMALL = 0.003  # of a step: types of layers below this are not listed one by one
 
 def as_bytes(value: float) -> str:
     return scaled(value, "B")
-
-
-def as_time(seconds: float) -> str:
-    """Three digits, in the unit that fits."""
-    if not seconds:
-        return "0"
-    value, unit = (1e3 * seconds, "ms") if seconds >= 1e-3 else (1e6 * seconds, "µs")
-    return f"{value:.3g} {unit}"
 
 
 def relative(old: float, new: float) -> str:
@@ -46,7 +38,7 @@ def figures(page: Page) -> Markup:
         figure("Feature-map sweeps", old.sweeps, new.sweeps, number),
         figure("Feature-map bytes", old.bytes, new.bytes, as_bytes),
         *(
-            figure(f"Estimated step, {e.hardware.name}", e.before.time_s, e.after.time_s, as_time)
+            figure(f"Estimated step, {e.hardware.name}", e.before.time_s, e.after.time_s, duration)
             for e in page.estimates.found[:1]
         ),
         tile("BatchNorms fused", f"{done} of {len(page.norms)}", "no sweep of their own"),
@@ -105,7 +97,7 @@ def estimated(estimates: Estimates) -> Markup:
         old, new = found.before, found.after
         rows = [("step", old.time_s, new.time_s), ("of this, waiting for memory", old.stall_s, new.stall_s)]
         caption = f"Estimated time on {found.hardware.about}"
-        parts.append(compared(caption, [*rows, *by_type(old, new)], as_time))
+        parts.append(compared(caption, [*rows, *by_type(old, new)], duration))
     if estimates.why_not:
         parts.append(tag("p", f"No estimate of time: {estimates.why_not}", class_="note"))
     return joined(parts)

@@ -24,7 +24,7 @@ from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.quantities import parse_bandwidth
 from bnfuse.estimating.workload import Workload
-from bnfuse.text import Section, csv_text, join, number, scaled
+from bnfuse.text import Section, csv_text, duration, join, number, percent, scaled
 
 Strategy = Literal["tree", "server"]
 Mode = Literal["strong", "weak"]
@@ -50,7 +50,7 @@ class Network:
             )
 
     def __str__(self) -> str:
-        latency = f", {scaled_time(self.latency)} a message" if self.latency else ""
+        latency = f", {duration(self.latency)} a message" if self.latency else ""
         return f"{self.name}{': ' if self.name else ''}{scaled(self.bandwidth, 'B/s')}{latency}"
 
 
@@ -138,12 +138,12 @@ class Scaling:
             (
                 number(p.workers),
                 number(p.share),
-                scaled_time(p.compute_s),
-                scaled_time(p.communication_s),
-                scaled_time(p.step_s),
+                duration(p.compute_s),
+                duration(p.communication_s),
+                duration(p.step_s),
                 f"{p.samples_per_s:,.0f}" if p.samples_per_s >= 100 else number(p.samples_per_s),
                 f"{p.speedup:.3g}x",
-                f"{p.efficiency:.1%}",
+                percent(p.efficiency),
             )
             for p in self.points
         ]
@@ -164,12 +164,6 @@ class Scaling:
 
     def __str__(self) -> str:
         return join(self.sections())
-
-
-def scaled_time(seconds: float) -> str:
-    if seconds >= 1 or not seconds:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def communication_s(gradient_bytes: float, workers: float, network: Network, strategy: Strategy = "tree") -> float:

@@ -27,7 +27,7 @@ from bnfuse.estimating.reram.layers import Matrix, Network, Norm, network_of
 from bnfuse.estimating.reram.tiles import SHARING
 from bnfuse.estimating.workload import Workload
 from bnfuse.placements import Selection
-from bnfuse.text import Section, csv_text, join, number
+from bnfuse.text import Section, csv_text, duration, join, number
 from bnfuse.training_graph import TrainingGraph
 
 CONFIGURATIONS = ("1r3g", "2r2g", "3r1g")
@@ -114,12 +114,12 @@ class Pipeline:
     def sections(self) -> list[Section]:
         ratio = self.gpu_s / self.reram_s
         lines = (
-            f"period {seconds(self.period_s)}: {self.bottleneck.name} ({self.bottleneck.unit}) is the longest stage",
-            f"longest Conv/FC stage {seconds(self.reram_s)}, longest BatchNorm {seconds(self.gpu_s)} ({ratio:.2f} x)",
+            f"period {duration(self.period_s)}: {self.bottleneck.name} ({self.bottleneck.unit}) is the longest stage",
+            f"longest Conv/FC stage {duration(self.reram_s)}, longest BatchNorm {duration(self.gpu_s)} ({ratio:.2f} x)",
             f"{number(self.used_crossbars)} of {number(self.crossbars)} crossbars hold something, "
             f"{number(self.kept_crossbars)} of them maps for the backward pass",
             f"{number(self.instructions)} GPU instructions an image",
-            f"batch of {self.assumptions.batch}: {seconds(self.step_s)}, {self.depth} stages deep",
+            f"batch of {self.assumptions.batch}: {duration(self.step_s)}, {self.depth} stages deep",
         )
         rows = [
             (
@@ -148,11 +148,6 @@ class Pipeline:
 
     def __str__(self) -> str:
         return join(self.sections())
-
-
-def seconds(value: float) -> str:
-    """In microseconds, or milliseconds from a thousand on."""
-    return f"{1e6 * value:.3g} us" if value < 1e-3 else f"{1e3 * value:.3g} ms"
 
 
 def pipeline(
