@@ -1,7 +1,7 @@
 """The software-managed cache of papers/004, chapter 4: what is loaded, kept, streamed and written out, and where.
 
-    trace(workload)            who touches what, when next
-    residency(trace, capacity) Belady's replacement: for each layer its loads, its streams and what leaves after it
+    workload.touches               who touches what, when next
+    residency(workload, capacity)  Belady's replacement: for each layer its loads, its streams and what leaves after it
 
 Whole tensors are the units. A layer whose tensors fit together holds all of them; otherwise those that are there
 already, then weights, then those that are used again soonest are held, and the others stream through the cache row by
@@ -14,34 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bnfuse.estimating.workload import Layer, Workload
-
-NEVER = 1 << 60
-TRACES: dict[int, list[list[Touch]]] = {}  # by id of the workload
-
-
-class Touch(NamedTuple):
-    """What one layer does with one tensor.
-
-    `size` is what it holds of it; `until` the layer that needs its value next (NEVER: its value is dead here); `kept`:
-    memory must have this value in the end.
-
-    `swept_in` and `swept_out` are the bytes that cross the bus if it streams, all sweeps together.
-    """
-
-    tensor: int
-    read: int
-    written: int
-    size: int
-    swept_in: int
-    swept_out: int
-    until: int
-    kept: bool
-    weight: bool
+from bnfuse.estimating.workload import NEVER, Touch, Workload
 
 
 class Load(NamedTuple):
@@ -67,61 +43,18 @@ class Residency:
     occupied: list[int]
 
 
-def trace(workload: Workload) -> list[list[Touch]]:
-    """For each layer its tensors, merged where it reads and writes the same. Remembered while the workload lives, for
-    sweeps."""
-    key = id(workload)
-    if key not in TRACES:
-        forget = weakref.finalize(workload, TRACES.pop, key, None)
-        forget.atexit = False
-        TRACES[key] = traced(workload)
-    return TRACES[key]
-
-
-def traced(workload: Workload) -> list[list[Touch]]:
-    found: list[list[Touch]] = []
-    later: dict[int, tuple[int, bool]] = {}  # tensor -> the next layer that touches it, and whether it needs the value
-    for index in range(len(workload.layers) - 1, -1, -1):
-        touches = merged(workload, workload.layers[index], later)
-        for touch in touches:
-            covers = touch.written >= workload.tensors[touch.tensor].bytes
-            later[touch.tensor] = (index, touch.read > 0 or not covers)
-        found.append(touches)
-    found.reverse()
-    return found
-
-
-def merged(workload: Workload, layer: Layer, later: dict[int, tuple[int, bool]]) -> list[Touch]:
-    sums: dict[int, list[int]] = {}
-    for position, accesses in ((0, layer.reads), (1, layer.writes)):
-        for access in accesses:
-            entry = sums.setdefault(access.tensor, [0, 0, 0, 0])
-            entry[position] += access.bytes
-            entry[position + 2] += access.bytes * access.sweeps
-    touches = []
-    for index, (read, written, swept_in, swept_out) in sums.items():
-        tensor = workload.tensors[index]
-        until, needed = later.get(index, (NEVER, False))
-        kept = tensor.kept and index not in later
-        read, written = min(read, tensor.bytes), min(written, tensor.bytes)
-        size, weight = max(read, written), tensor.kind == "weight"
-        until = until if needed else NEVER
-        touches.append(Touch(index, read, written, size, swept_in, swept_out, until, kept, weight))
-    return touches
-
-
-def residency(workload: Workload, touches: list[list[Touch]], capacity: int, *, look_ahead: bool) -> Residency:
-    cache = Cache(workload, capacity, len(touches), look_ahead)
-    for index, touched in enumerate(touches):
+def residency(workload: Workload, capacity: int, *, look_ahead: bool) -> Residency:
+    cache = Cache(workload, capacity, look_ahead)
+    for index, touched in enumerate(workload.touches):
         cache.run(index, touched)
     return cache.result()
 
 
 class Cache:
-    def __init__(self, workload: Workload, capacity: int, layers: int, look_ahead: bool) -> None:
+    def __init__(self, workload: Workload, capacity: int, look_ahead: bool) -> None:
         self.capacity = capacity
         self.look_ahead = look_ahead
-        count = len(workload.tensors)
+        count, layers = len(workload.tensors), len(workload.layers)
         self.present = [0] * count  # bytes in the cache
         self.dirty = [0] * count  # of these, bytes that memory lacks
         self.until = [NEVER] * count  # next use

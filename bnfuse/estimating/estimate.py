@@ -27,8 +27,7 @@ __all__ = ["Assumptions", "Estimate", "LayerEstimate", "estimate"]
 def estimate(workload: Workload, hardware: Hardware, assumptions: Assumptions | None = None) -> Estimate:
     """The estimate of one iteration, which starts with an empty cache and ends when memory holds all it must."""
     chosen = assumptions or Assumptions()
-    touches = cache.trace(workload)
-    resident = cache.residency(workload, touches, hardware.cache, look_ahead=chosen.look_ahead)
+    resident = cache.residency(workload, hardware.cache, look_ahead=chosen.look_ahead)
     flops = [operations(layer, chosen) for layer in workload.layers]
     streamed = [0] * len(flops)
     if not chosen.streams_overlap:  # what is added at the memory's bandwidth passes the cache meanwhile

@@ -22,11 +22,10 @@ from typing import Any
 
 from bnfuse.estimating import cache
 from bnfuse.estimating.assumptions import Assumptions
-from bnfuse.estimating.cache import NEVER, Touch
 from bnfuse.estimating.estimate import operations
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.quantities import cache_text
-from bnfuse.estimating.workload import Layer, Workload
+from bnfuse.estimating.workload import NEVER, Layer, Touch, Workload
 from bnfuse.text import Section, csv_text, number, scaled
 
 INTRA, ADJACENT, BLOCK = "intra-layer", "adjacent-layer", "block-scale"
@@ -179,9 +178,8 @@ class Captured:
 
 def captured(workload: Workload, capacity: int) -> Captured:
     """What a cache of `capacity` bytes captures."""
-    touches = cache.trace(workload)
-    recorder = Recorder(workload, capacity, len(touches), True)
-    for index, touched in enumerate(touches):
+    recorder = Recorder(workload, capacity)
+    for index, touched in enumerate(workload.touches):
         recorder.run(index, touched)
     return Captured(capacity, recorder.saved_in, recorder.saved_out)
 
@@ -189,8 +187,8 @@ def captured(workload: Workload, capacity: int) -> Captured:
 class Recorder(cache.Cache):
     """The cache of estimates, which notes every access that the memory bus does not see."""
 
-    def __init__(self, workload: Workload, capacity: int, layers: int, look_ahead: bool) -> None:
-        super().__init__(workload, capacity, layers, look_ahead)
+    def __init__(self, workload: Workload, capacity: int) -> None:
+        super().__init__(workload, capacity, look_ahead=True)
         self.workload = workload
         self.saved_in = dict.fromkeys(SCOPES, 0)
         self.saved_out = dict.fromkeys(SCOPES, 0)
@@ -237,7 +235,7 @@ def requirements(workload: Workload) -> dict[str, Requirement]:
     Adjacent-layer reuse needs the tensors of a layer. A wider scope needs besides, at each layer, every tensor that
     was touched before and is touched after it in that scope. Scopes without a reuse in this workload are left out.
     """
-    touches = cache.trace(workload)
+    touches = workload.touches
     own = [sum(touch.size for touch in touched) for touched in touches]
     waiting = {scope: [0] * (len(own) + 1) for scope in SCOPES}  # changes of the sum, from a layer on
     found = set()

@@ -8,10 +8,12 @@ node is a layer (training.py), from a forward graph, whose backward pass follows
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["data", "weight", "map", "map_gradient", "weight_gradient", "vector"]
+NEVER = 1 << 60  # the next use of what is not used again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,26 @@ class Layer:
 DENSE_TYPES = frozenset({"Conv2D", "DepthwiseConv2D", "Dense", "MatMul"})
 
 
+class Touch(NamedTuple):
+    """What one layer does with one tensor.
+
+    `size` is what it holds of it; `until` the layer that needs its value next (NEVER: its value is dead here); `kept`:
+    memory must have this value in the end.
+
+    `swept_in` and `swept_out` are the bytes that cross the bus if it streams, all sweeps together.
+    """
+
+    tensor: int
+    read: int
+    written: int
+    size: int
+    swept_in: int
+    swept_out: int
+    until: int
+    kept: bool
+    weight: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """`batch` samples an iteration."""
@@ -86,3 +108,36 @@ class Workload:
     @property
     def flops(self) -> int:
         return sum(layer.flops for layer in self.layers)
+
+    @functools.cached_property
+    def touches(self) -> list[list[Touch]]:
+        """For each layer its tensors, merged where it reads and writes the same."""
+        found: list[list[Touch]] = []
+        later: dict[int, tuple[int, bool]] = {}  # tensor -> next layer that touches it, whether it needs the value
+        for index in range(len(self.layers) - 1, -1, -1):
+            touches = merged(self, self.layers[index], later)
+            for touch in touches:
+                covers = touch.written >= self.tensors[touch.tensor].bytes
+                later[touch.tensor] = (index, touch.read > 0 or not covers)
+            found.append(touches)
+        found.reverse()
+        return found
+
+
+def merged(workload: Workload, layer: Layer, later: dict[int, tuple[int, bool]]) -> list[Touch]:
+    sums: dict[int, list[int]] = {}
+    for position, accesses in ((0, layer.reads), (1, layer.writes)):
+        for access in accesses:
+            entry = sums.setdefault(access.tensor, [0, 0, 0, 0])
+            entry[position] += access.bytes
+            entry[position + 2] += access.bytes * access.sweeps
+    touches = []
+    for index, (read, written, swept_in, swept_out) in sums.items():
+        tensor = workload.tensors[index]
+        until, needed = later.get(index, (NEVER, False))
+        kept = tensor.kept and index not in later
+        read, written = min(read, tensor.bytes), min(written, tensor.bytes)
+        size, weight = max(read, written), tensor.kind == "weight"
+        until = until if needed else NEVER
+        touches.append(Touch(index, read, written, size, swept_in, swept_out, until, kept, weight))
+    return touches

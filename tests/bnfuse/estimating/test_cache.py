@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 
 from hypothesis import assume, given, settings
@@ -14,7 +13,7 @@ from bnfuse.estimating.workload import Access, Layer, Tensor, Workload
 
 
 def run(work: Workload, capacity: int, *, look_ahead: bool = True) -> cache.Residency:
-    return cache.residency(work, cache.trace(work), capacity, look_ahead=look_ahead)
+    return cache.residency(work, capacity, look_ahead=look_ahead)
 
 
 def traffic(work: Workload, capacity: int, *, look_ahead: bool = True) -> tuple[int, int]:
@@ -280,17 +279,8 @@ def test_a_part_of_a_tensor_takes_its_part_of_the_cache():
     assert found.occupied == [3, 7, 10]
 
 
-def test_the_trace_of_a_workload_is_made_once_and_forgotten_with_it():
-    work = workload({"x": 1}, [step("a", 1, "x")])
-    key = id(work)
-    assert cache.trace(work) is cache.trace(work)
-    del work
-    gc.collect()
-    assert key not in cache.TRACES
-
-
 @given(any_workload())
 def test_a_layer_touches_each_tensor_once(work):
     assume(work.layers)
-    for layer, touches in zip(work.layers, cache.trace(work), strict=True):
+    for layer, touches in zip(work.layers, work.touches, strict=True):
         assert sorted(touch.tensor for touch in touches) == sorted({access.tensor for access in layer.accesses})
