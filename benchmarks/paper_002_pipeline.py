@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from bnfuse.benchmarking.plot import finish, pyplot_figure, save_figure
 from bnfuse.errors import BnfuseError
 from bnfuse.estimating.reram.assumptions import ReramAssumptions
 from bnfuse.estimating.reram.layers import Network, network_of
-from bnfuse.estimating.reram.pipeline import Pipeline, average, conventional_s, pipeline
+from bnfuse.estimating.reram.pipeline import Pipeline, conventional_s, pipeline
 from bnfuse.estimating.settings import settle
 from bnfuse.models import build_graph
 from bnfuse.text import Section, join
@@ -133,8 +134,8 @@ def sections(layers: dict[tuple[str, str], Network], found: Found, assumed: Rera
 
 
 def averages(layers: dict[tuple[str, str], Network], found: Found) -> tuple[str, str]:
-    lower = average(reduction(found, name) for name in NETWORKS)
-    fewer = average(fewer_instructions(layers, name) for name in NETWORKS)
+    lower = fmean(reduction(found, name) for name in NETWORKS)
+    fewer = fmean(fewer_instructions(layers, name) for name in NETWORKS)
     return f"{100 * lower:.1f} %", f"{100 * fewer:.1f} %"
 
 
@@ -151,7 +152,7 @@ def variations(layers: dict[tuple[str, str], Network], assumed: ReramAssumptions
         lower = [reduction(found, name) for name in NETWORKS]
         ratios = [[ratio(found[name, config, "All-BN"]) for name in NETWORKS] for config in STACKS]
         best = max(speedup(found[name, "3r1g", "BO-N"], layers, name) for name in NETWORKS)
-        rows.append((change, f"{100 * average(lower):.1f} %", *(span(values) for values in ratios), f"{best:.1f}"))
+        rows.append((change, f"{100 * fmean(lower):.1f} %", *(span(values) for values in ratios), f"{best:.1f}"))
     columns = ("assumption", "shorter period, average", "BN / Conv, 2R2G All-BN", "3R1G All-BN", "largest speed-up")
     return Section.table("One assumption changed", columns, rows)
 
@@ -205,7 +206,7 @@ def draw_reductions(axis: Any, layers: dict[tuple[str, str], Network], found: Fo
         (lower, -0.2, CONV, "shorter period (figure 12)", 67.1),
         (fewer, 0.2, NORM, "fewer GPU instructions (figure 9b)", 82),
     ):
-        values = [*values, average(values)]
+        values = [*values, fmean(values)]
         places = [i + offset for i in range(len(values))]
         axis.bar(places, values, width=0.4, color=color, label=label)
         for place, value in zip(places, values, strict=True):

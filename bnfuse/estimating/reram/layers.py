@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -12,7 +11,6 @@ import onnx_ir as ir
 
 from bnfuse.diffing.traffic import forward_nodes, static_shape
 from bnfuse.errors import BnfuseError, at_node
-from bnfuse.estimating.workload import Layer, Workload
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.placements import BATCH_NORM, Selection, select
 from bnfuse.training_graph import TrainingGraph
@@ -75,15 +73,11 @@ class Network:
         return tuple(x for x in self.layers if isinstance(x, Norm))
 
 
-def network_of(source: gs.Graph | TrainingGraph | Workload, remove: Selection | None = None) -> Network:
-    """The layers of a forward graph of the zoo, of a source training graph or (roughly) of a workload.
+def network_of(source: gs.Graph | TrainingGraph, remove: Selection | None = None) -> Network:
+    """The layers of a forward graph of the zoo, or of a source training graph.
 
     `remove` takes BatchNorms out, as `bnfuse rewrite --remove` does.
     """
-    if isinstance(source, Workload):
-        if remove is not None:
-            raise BnfuseError("BatchNorms cannot be removed from a workload: give the graph that it was made from")
-        return _of_workload(source)
     model = source.model if isinstance(source, TrainingGraph) else skeleton(source)
     forward = forward_nodes(source) if isinstance(source, TrainingGraph) else set(model.graph)
     gone = {norm.node for norm in select(model, remove)} if remove is not None else set()
@@ -153,36 +147,3 @@ def _shape(node: ir.Node, value: ir.Value | None) -> list[int]:
     if not dims:
         raise at_node(node.name or "", node.op_type, "has a map of no fixed shape. Build with --batch.")
     return dims
-
-
-def _of_workload(workload: Workload) -> Network:
-    """A workload has no kernel sizes: each matrix is as if its weights filled whole crossbars."""
-    found: list[Matrix | Norm] = []
-    for layer in workload.layers:
-        if layer.phase == "forward" and layer.is_dense:
-            found += _matrices(workload, layer)
-        elif layer.phase == "forward" and layer.type == "BatchNorm":
-            size = max((access.bytes for access in layer.reads), default=0)
-            found.append(Norm(layer.name, 1, size // 4 // workload.batch))
-    if not any(isinstance(x, Matrix) for x in found):
-        raise BnfuseError(f"{workload.name}: has no convolution and no matrix product for the ReRAM tiles")
-    return Network(workload.name, tuple(found))
-
-
-def _matrices(workload: Workload, layer: Layer) -> list[Matrix]:
-    weights = _elements(workload, layer, ("weight",))
-    if not weights:
-        return []
-    vectors = max(1, round(layer.flops / (2 * weights * workload.batch)))
-    inputs = _elements(workload, layer, ("data", "map")) // workload.batch
-    outputs = sum(access.bytes for access in layer.writes) // 4 // workload.batch
-    columns = max(1, min(weights, round(outputs / vectors)))
-    rows = max(1, round(weights / columns))
-    kind = "Conv" if layer.type.endswith("Conv2D") else "FC"
-    return [Matrix(layer.name, kind, 1, rows, columns, vectors, columns, rows, vectors, inputs, outputs)]
-
-
-def _elements(workload: Workload, layer: Layer, kinds: Iterable[str]) -> int:
-    """Float32 numbers that the layer reads of tensors of some kinds."""
-    found = {a.tensor: a.bytes for a in layer.reads if workload.tensors[a.tensor].kind in kinds}
-    return sum(found.values()) // 4

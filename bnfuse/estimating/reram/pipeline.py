@@ -16,7 +16,7 @@ way, and communication is hidden, as the paper has it (section IV-B).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -25,12 +25,9 @@ from bnfuse.errors import BnfuseError
 from bnfuse.estimating.reram.assumptions import ReramAssumptions, Stack, stack
 from bnfuse.estimating.reram.layers import Matrix, Network, Norm, network_of
 from bnfuse.estimating.reram.tiles import SHARING
-from bnfuse.estimating.workload import Workload
 from bnfuse.placements import Selection
 from bnfuse.text import Section, csv_text, duration, join, number
 from bnfuse.training_graph import TrainingGraph
-
-CONFIGURATIONS = ("1r3g", "2r2g", "3r1g")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +148,7 @@ class Pipeline:
 
 
 def pipeline(
-    network: gs.Graph | TrainingGraph | Workload | Network,
+    network: gs.Graph | TrainingGraph | Network,
     config: str = "3r1g",
     assumptions: ReramAssumptions | None = None,
     *,
@@ -159,7 +156,7 @@ def pipeline(
 ) -> Pipeline:
     """The pipeline of a network on a stack of ReRAM and GPU layers, such as 3r1g.
 
-    `network` is a forward graph of the zoo, a source training graph, or a workload (whose kernel sizes are guessed).
+    `network` is a forward graph of the zoo, a source training graph, or what `network_of` read of one.
     With `remove`, BatchNorms are taken out first: numbers, or a list in words such as "paper" (bnfuse/placements.py).
     Raises BnfuseError where the weights and the kept maps do not fit.
     """
@@ -307,8 +304,3 @@ def conventional_s(network: Network, assumed: ReramAssumptions) -> float:
     norms = sum(norm.elements for norm in network.norms) * assumed.accesses
     relus = sum(layer.outputs for layer in network.matrices) * 5
     return flops / (assumed.titan_flops * assumed.titan_efficiency) + 4 * (norms + relus) / assumed.titan_bandwidth
-
-
-def average(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
