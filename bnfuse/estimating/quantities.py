@@ -11,6 +11,7 @@ import re
 from bnfuse.errors import BnfuseError
 
 PREFIXES = "KMGTP"
+MOST_BYTES, MOST_RATE = 2.0**60, 1e24  # of a cache, of a second: beyond these something is mistyped
 NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
 
 
@@ -20,7 +21,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(rf"([{PREFIXES}]?)(I?)B?", unit)
     if found is None or (found[2] and not found[1]):
         raise BnfuseError(f"'{text}' is no size: it is a number with B, KB, MB or GB (2^10, 2^20, 2^30 bytes)")
-    return at_least_one(round(value * 1024 ** exponent(found[1])), text)
+    size = value * 1024 ** exponent(found[1])
+    if not size <= MOST_BYTES:
+        raise BnfuseError(f"'{text}' is out of range: it must be at most 1024 PB")
+    return at_least_one(round(size), text)
 
 
 def parse_bandwidth(text: str) -> float:
@@ -29,7 +33,7 @@ def parse_bandwidth(text: str) -> float:
     found = re.fullmatch(rf"([{PREFIXES}]?)(I?)(?:B(?:/S|PS)?)?", unit)
     if found is None or (found[2] and not found[1]):
         raise BnfuseError(f"'{text}' is no bandwidth: it is a number with B/s, MB/s, GB/s or TB/s")
-    return positive(value * (1024 if found[2] else 1000) ** exponent(found[1]), text)
+    return rate(value * (1024 if found[2] else 1000) ** exponent(found[1]), text)
 
 
 def parse_flops(text: str) -> float:
@@ -38,11 +42,11 @@ def parse_flops(text: str) -> float:
     found = re.fullmatch(rf"([{PREFIXES}]?)(?:FLOPS?(?:/S)?)?", unit)
     if found is None:
         raise BnfuseError(f"'{text}' is no rate of computing: it is a number with GFLOP/s or TFLOP/s")
-    return positive(value * 1000 ** exponent(found[1]), text)
+    return rate(value * 1000 ** exponent(found[1]), text)
 
 
 def parse_count(text: str) -> int:
-    if not text.strip().isdecimal():
+    if not (text.strip().isascii() and text.strip().isdecimal()):
         raise BnfuseError(f"'{text}' is no whole number")
     return at_least_one(int(text), text)
 
@@ -58,9 +62,9 @@ def exponent(prefix: str) -> int:
     return PREFIXES.index(prefix) + 1 if prefix else 0
 
 
-def positive(value: float, text: str) -> float:
-    if value <= 0:
-        raise BnfuseError(f"'{text}' is out of range: it must be above 0")
+def rate(value: float, text: str) -> float:
+    if not 1 <= value <= MOST_RATE:
+        raise BnfuseError(f"'{text}' is out of range: it must be from 1 to {MOST_RATE:g} a second")
     return value
 
 

@@ -19,14 +19,14 @@ from bnfuse.errors import BnfuseError
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.estimate import estimate
-from bnfuse.estimating.hardware import HOST, MIB, Hardware
+from bnfuse.estimating.hardware import MIB, Hardware
 from bnfuse.estimating.layerwise import Passes
 from bnfuse.estimating.order import Order
 from bnfuse.estimating.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops
 from bnfuse.estimating.reram.assumptions import ReramAssumptions, is_stack
 from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.settings import settle
-from bnfuse.estimating.source import hardware_of, workloads
+from bnfuse.estimating.source import behaviour_of, hardware_of, workloads
 from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
 from bnfuse.estimating.training import Optimizer
 from bnfuse.estimating.workload import Workload
@@ -156,13 +156,8 @@ def pipelined(request: Request, progress: Progress) -> Any:
 
 
 def machine_of(request: Request, progress: Progress) -> tuple[Hardware, Assumptions, Passes]:
-    """The hardware, and how it and the passes behave. A processor's own caches are no software-managed ones."""
-    defaults = Assumptions()
-    if request.hardware == HOST:
-        from bnfuse.estimating.probe import ASSUMPTIONS
-
-        defaults = ASSUMPTIONS
-    assumptions, passes = settle(request.assume, defaults, Passes())
+    """The hardware, and how it and the passes behave."""
+    assumptions, passes = settle(request.assume, behaviour_of(request.hardware), Passes())
     machine = hardware_of(
         request.hardware,
         cache=read(parse_bytes, request.cache),
@@ -175,7 +170,7 @@ def machine_of(request: Request, progress: Progress) -> tuple[Hardware, Assumpti
 
 
 def read(parse: Callable[[str], float], value: str | float | None) -> Any:
-    return parse(value) if isinstance(value, str) else value
+    return None if value is None else parse(str(value))
 
 
 def workloads_of(request: Request, passes: Passes) -> tuple[Workload, ...]:

@@ -74,9 +74,10 @@ def parse_sweep(text: str) -> Range:
     first, last, step = (axis.parse(part) for part in parts)
     if last < first:
         raise BnfuseError(f"--sweep {text}: it ends before it begins")
-    count = int((last - first) / step + 1e-9) + 1
-    if count > MOST:
-        raise BnfuseError(f"--sweep {text}: it has {count:,} points, more than {MOST:,}. Take a larger step.")
+    steps = (last - first) / step
+    if steps >= MOST:
+        raise BnfuseError(f"--sweep {text}: it has {steps + 1:,.0f} points, more than {MOST:,}. Take a larger step.")
+    count = int(steps + 1e-9) + 1
     return Range(axis.name, tuple(first + index * step for index in range(count)))
 
 
