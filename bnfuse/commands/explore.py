@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bnfuse.commands.graphs import Channels, Classes, ImageSize, Level, Units
-from bnfuse.commands.options import Json, Settings, settings
+from bnfuse.commands.graphs import Level
+from bnfuse.commands.options import Channels, Classes, ImageSize, Json, Settings, Unit, Units, settings
 from bnfuse.commands.output import Progress, show, show_json
 
 
@@ -76,7 +76,7 @@ def explore(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.csv", help="Write the points as CSV.", show_default=False),
     ] = None,
-    units: Annotated[Units, typer.Option(help="MB of 10^6 bytes, or MiB of 2^20.")] = Units.decimal,
+    units: Units = Unit.decimal,
     json: Json = False,
 ) -> None:
     """Sweep a network's metaparameters: sizes, work, time before and after fusion.

@@ -23,6 +23,8 @@ from bnfuse.commands.options import (
     Settings,
     Target,
     Threads,
+    Unit,
+    Units,
     opening,
     settings,
 )
@@ -39,11 +41,6 @@ class Level(str, enum.Enum):
     mvf = "mvf"
     bnff = "bnff"
     icf = "icf"
-
-
-class Units(str, enum.Enum):
-    decimal = "decimal"
-    binary = "binary"
 
 
 class Format(str, enum.Enum):
@@ -151,7 +148,7 @@ def inspect(
     channels: Channels = None,
     classes: Classes = None,
     set_: Settings = None,
-    units: Annotated[Units, typer.Option(help="MB of 10^6 bytes, or MiB of 2^20.")] = Units.decimal,
+    units: Units = Unit.decimal,
     json: Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout, a row a layer.")] = False,
     checkpoint: Checkpoint = None,

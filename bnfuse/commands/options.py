@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,6 +74,14 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
+
+
+class Unit(str, enum.Enum):
+    decimal = "decimal"
+    binary = "binary"
+
+
+Units = Annotated[Unit, typer.Option(help="MB of 10^6 bytes, or MiB of 2^20.")]
 
 
 def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:

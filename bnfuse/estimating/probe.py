@@ -85,12 +85,6 @@ def host(*, fresh: bool = False, threads: int | None = None, progress: Progress 
     return found.hardware(about(machine))
 
 
-def measure_host(threads: int | None = None, progress: Progress = lambda _: None) -> Hardware:
-    """This machine, measured now. Nothing is remembered."""
-    machine = describe(threads)
-    return measure(machine["threads"], progress).hardware(about(machine))
-
-
 def describe(threads: int | None) -> dict[str, Any]:
     """What tells one machine from another."""
     from bnfuse.benchmarking.machine import cpu_model

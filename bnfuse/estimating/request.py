@@ -29,7 +29,9 @@ from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import behaviour_of, hardware_of, workloads
 from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
 from bnfuse.estimating.training import Optimizer
+from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
+from bnfuse.io import require_apart, require_writable
 from bnfuse.zoo import is_network
 
 Progress = Callable[[str], None]
@@ -73,10 +75,13 @@ def answer(request: Request, progress: Progress = lambda _: None) -> Any:
     """An Estimate, Comparison, Sweep, Reuse, Scaling or Pipeline, drawn where a picture is asked for."""
     if len(request.kinds) > 1:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
+    refuse_unread(request)
     if request.plot is not None:
         from bnfuse.benchmarking.plot import require_plotting
 
         require_plotting(request.plot)
+        require_apart(request.source, request.plot)
+        require_writable(request.plot)
     found = question_of(request)(request, progress)
     if request.plot is not None:
         draw(found, request.plot)
@@ -144,11 +149,6 @@ def pipelined(request: Request, progress: Progress) -> Any:
     from bnfuse.training_graph import open_graph
     from bnfuse.zoo import network_named
 
-    foreign = [
-        f"--{name}" for name in ("cache", "bandwidth", "flops", "levels", *request.kinds) if getattr(request, name)
-    ]
-    if foreign:
-        raise BnfuseError(f"{', '.join(foreign)}: not for a ReRAM/GPU stack, whose choices are given by --assume")
     (assumptions,) = settle(request.assume, ReramAssumptions())
     network = network_named(request.source, dict(request.zoo))
     graph = open_graph(request.source, **request.roles) if network is None else network

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST, Hardware, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
 from bnfuse.estimating.order import Order
@@ -87,3 +88,12 @@ def hardware_of(
     own = name is None and len(given) == 3
     label = "own" if own else f"{chosen.name} with another {' and '.join(given)}"
     return dataclasses.replace(chosen, name=label, about="" if own else chosen.about, **given)
+
+
+def behaviour_of(name: object) -> Assumptions:
+    """What is assumed of hardware by its name: a processor's own caches are no software-managed ones."""
+    if name != HOST:
+        return Assumptions()
+    from bnfuse.estimating.probe import ASSUMPTIONS
+
+    return ASSUMPTIONS

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.errors import BnfuseError, first_line
-from bnfuse.estimating.assumptions import Assumptions
-from bnfuse.estimating.hardware import HOST, Hardware
+from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.settings import settle
-from bnfuse.estimating.source import hardware_of
+from bnfuse.estimating.source import behaviour_of, hardware_of
 from bnfuse.exploring.accuracy import read_accuracies, with_accuracies
 from bnfuse.exploring.axes import (
     Settings,
@@ -162,15 +161,6 @@ def attempt(name: str, change: Settings, settings: Settings, measure: Measure) -
     except Exception as error:
         reason = str(error) if isinstance(error, BnfuseError) else f"{type(error).__name__}: {first_line(error)}"
         return Point(change, settings, error=reason)
-
-
-def behaviour_of(hardware: str | Hardware | None) -> Assumptions:
-    """A processor's own caches are no software-managed ones."""
-    if hardware == HOST:
-        from bnfuse.estimating.probe import ASSUMPTIONS
-
-        return ASSUMPTIONS
-    return Assumptions()
 
 
 def default_goals(hardware: object, accuracy: object) -> str:

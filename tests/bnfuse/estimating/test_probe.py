@@ -69,11 +69,6 @@ def test_other_threads_are_another_machine(machine):
     assert [threads for threads, _ in machine] == [1, 3]
 
 
-def test_measuring_without_remembering_leaves_no_file(machine, tmp_path):
-    assert probe.measure_host().flops == 350e9
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
