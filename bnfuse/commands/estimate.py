@@ -20,7 +20,8 @@ from bnfuse.commands.options import (
     opening,
     settings,
 )
-from bnfuse.commands.output import Progress, show, show_json, write_text
+from bnfuse.commands.output import Progress, require_text_writable, show, show_json, write_text
+from bnfuse.io import require_apart
 
 
 class Order(str, enum.Enum):
@@ -140,6 +141,9 @@ def estimate(
     """
     from bnfuse import api
 
+    require_apart(source, plot, csv)
+    if csv:
+        require_text_writable(csv)
     progress = Progress()
     found = api.estimate(
         source,

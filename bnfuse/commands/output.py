@@ -73,6 +73,14 @@ def write_text(path: Path, text: str) -> None:
         write_atomically(path.resolve(), data)
 
 
+def require_text_writable(path: Path) -> None:
+    """Before the work: raises where `write_text` could not write there."""
+    from bnfuse.io import require_writable
+
+    if path.is_dir() or path.is_file() or not path.exists():
+        require_writable(path.resolve())
+
+
 SILENCE = 10.0  # seconds that pass without a line before a plain one is printed
 
 

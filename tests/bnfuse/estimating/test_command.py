@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_a_sweep_of_the_cache(ask, train, tmp_path):
 
 
 def test_a_sweep_of_the_batch(ask):
-    found = ask(*NETWORK, "--sweep", "batch=1,2,4")
+    found = ask(*NETWORK[:5], "--image", "8", "--sweep", "batch=1,2,4")
     assert [point["batch"] for point in found["points"]] == [1, 2, 4]
 
 
@@ -177,3 +178,40 @@ def test_what_cannot_be_asked_is_refused(refused, train):
     assert "ends in" in refused(train, "--plot", "picture.txt")
     assert "not a size" in refused(train, "--cache", "lots")
     assert "out of range" in refused(train, "--cache", "0")
+
+
+@pytest.mark.parametrize(
+    ("by_name", "arguments", "option"),
+    [
+        (False, ["--measure"], "--measure"),
+        (False, ["--overlap", "0.5"], "--overlap"),
+        (False, ["--network", "1GB/s", "--reuse"], "--network"),
+        (False, ["--assume", "norm_sweeps=2"], "norm_sweeps"),
+        (False, ["--reuse", "--assume", "look_ahead=false"], "look_ahead"),
+        (False, ["--sweep", "cache=1MB,2MB", "--cache", "3MB"], "--cache"),
+        (True, ["--sweep", "batch=1,2"], "--batch"),
+        (True, ["--optimizer", "sgd"], "--optimizer"),
+        (True, ["--views"], "--views"),
+        (True, ["--level", "none", "--assume", "in_place=true"], "in_place"),
+        (True, ["--checkpoint", "nowhere"], "--checkpoint"),
+        (True, ["--hardware", "3r1g", "--order", "dfs", "--overlap", "1"], "--overlap, --order: not for a ReRAM"),
+        (True, ["--level", ","], "no level is named"),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(refused, train, by_name, arguments, option):
+    assert option in refused(*(NETWORK if by_name else [train]), *arguments)
+
+
+def test_results_are_not_written_over_one_another_or_over_the_model(refused, train, tmp_path):
+    before = Path(train).read_bytes()
+    assert "named twice" in refused(train, "--csv", train)
+    assert "named twice" in refused(*NETWORK, "--csv", str(tmp_path / "a.png"), "--plot", str(tmp_path / "a.png"))
+    assert Path(train).read_bytes() == before
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(refused, tmp_path):
+    nowhere = str(tmp_path / "no" / "such.csv")
+    assert nowhere in refused("nosuchnetwork", "--csv", nowhere)
+    assert "it is a folder" in refused("nosuchnetwork", "--csv", str(tmp_path))
+    assert "no/such.png" in refused("densenet40", "--plot", str(tmp_path / "no" / "such.png"))

@@ -1,0 +1,69 @@
+"""Options that a question of `bnfuse estimate` does not read: they are refused, for an answer without them misleads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from bnfuse.errors import BnfuseError
+from bnfuse.estimating.assumptions import Assumptions
+from bnfuse.estimating.hardware import HOST
+from bnfuse.estimating.layerwise import Passes
+from bnfuse.estimating.reram.assumptions import is_stack
+from bnfuse.zoo import is_network
+
+if TYPE_CHECKING:
+    from bnfuse.estimating.request import Request
+
+BETWEEN_WORKERS = ("network", "reduce", "scaling", "overlap")
+OF_GRAPHS = ("order", "optimizer", "views")
+OF_CACHES = ("cache", "bandwidth", "flops", "measure", "levels", "sweep", "reuse", "workers")
+
+
+def refuse_unread(request: Request) -> None:
+    for complaint in complaints(request):
+        raise BnfuseError(complaint)
+
+
+def complaints(request: Request) -> Iterator[str]:
+    options = given(request)
+    by_name, graph = is_network(request.source), not is_network(request.source) or bool(request.levels)
+    if by_name and (found := chosen(options, request.roles)):
+        yield f"{found}: about training graphs that others wrote, not about a network of the zoo"
+    if request.hardware is not None and is_stack(request.hardware):
+        if found := chosen(options, (*OF_CACHES, *BETWEEN_WORKERS, *OF_GRAPHS)):
+            yield f"{found}: not for a ReRAM/GPU stack, whose choices are given by --assume"
+        return
+    if request.measure and request.hardware != HOST:
+        yield "--measure: about this machine, so it takes --hardware host"
+    if not request.workers and (found := chosen(options, BETWEEN_WORKERS)):
+        yield f"{found}: about several workers: say how many with --workers 1,2,4"
+    if not graph and (found := chosen(options, ("optimizer", "views"))):
+        yield f"{found}: about a training graph, which a network of the zoo has with --level none"
+    passes = [key for key in request.assume if key in names(Passes)]
+    if graph and passes:
+        yield f"--assume {passes[0]}: about networks of the zoo by name: a training graph says it itself"
+    timing = [key for key in request.assume if key in names(Assumptions)]
+    if request.reuse and timing:
+        yield f"--assume {timing[0]}: about when things happen, on which --reuse does not depend"
+    axis = (request.sweep or "").partition("=")[0].strip()
+    if found := chosen(options, (axis,) if axis in ("cache", "bandwidth", "flops", "batch") else ()):
+        yield f"{found}: is what --sweep varies: leave one of them out"
+
+
+def given(request: Request) -> set[str]:
+    """The options that are not as they are by default."""
+    fields = [field for field in dataclasses.fields(request) if field.default is not dataclasses.MISSING]
+    found = {field.name for field in fields if getattr(request, field.name) not in (field.default, [])}
+    return found | {key for options in (request.zoo, request.roles) for key, value in options.items() if value}
+
+
+def chosen(options: set[str], wanted: Iterable[str]) -> str:
+    """Those of `wanted` that were given, as they are written."""
+    flags = ["--level" if name == "levels" else f"--{name.replace('_', '-')}" for name in wanted if name in options]
+    return ", ".join(flags)
+
+
+def names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
