@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnfuse.errors import BnfuseError
 from bnfuse.inspecting.network import inspect_network
 from bnfuse.inspecting.result import Inspection
 from bnfuse.inspecting.training import inspect_graph
@@ -14,4 +15,8 @@ from bnfuse.zoo import network_named
 def inspect_source(source: Any, zoo: dict[str, Any] | None = None, **roles: Any) -> Inspection:
     """`zoo`: batch, image, channels, classes and metaparameters of a network of the zoo; None where not given."""
     network = network_named(source, zoo)
-    return inspect_network(network) if network is not None else inspect_graph(open_graph(source, **roles))
+    if network is None:
+        return inspect_graph(open_graph(source, **roles))
+    if given := [f"--{key.replace('_', '-')}" for key, value in roles.items() if value]:
+        raise BnfuseError(f"{', '.join(given)}: about training graphs that others wrote, not about {source} of the zoo")
+    return inspect_network(network)

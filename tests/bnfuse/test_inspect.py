@@ -192,3 +192,8 @@ def test_sizes_and_metaparameters_are_for_names_alone(tmp_path, model):
 def test_a_name_that_is_none_is_refused_with_those_there_are():
     with pytest.raises(BnfuseError, match="no network named 'densenet' in the zoo: there are alexnet"):
         bnfuse.inspect("densenet")
+
+
+def test_roles_are_for_training_graphs_alone():
+    with pytest.raises(BnfuseError, match="--data-input, --labels-input: about training graphs"):
+        bnfuse.inspect("resnet20", data_input=["x"], labels_input=["y"])
