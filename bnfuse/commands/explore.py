@@ -10,6 +10,7 @@ import typer
 from bnfuse.commands.graphs import Level
 from bnfuse.commands.options import Channels, Classes, ImageSize, Json, Settings, Unit, Units, settings
 from bnfuse.commands.output import Progress, show, show_json
+from bnfuse.errors import BnfuseError
 
 
 def explore(
@@ -44,8 +45,13 @@ def explore(
     channels: Channels = None,
     classes: Classes = None,
     set_: Settings = None,
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="What step times are estimated on.")] = "h100",
-    level: Annotated[Level, typer.Option(help="How far the second time is fused.")] = Level.icf,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What step times are estimated on (default: h100).", show_default=False),
+    ] = None,
+    level: Annotated[
+        Level | None, typer.Option(help="How far the second time is fused (default: icf).", show_default=False)
+    ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate/--no-estimate", help="Step times, which need a training graph of each point.")
     ] = True,
@@ -92,6 +98,8 @@ def explore(
     """
     from bnfuse import api
 
+    if not estimate and (hardware or level or assume):
+        raise BnfuseError("--hardware, --level and --assume are about step times: leave them or --no-estimate out")
     sizes = {"batch": batch, "image": image, "channels": channels, "classes": classes}
     found = api.explore(
         network,
@@ -100,8 +108,8 @@ def explore(
         preset_name=preset,
         separately=one_at_a_time,
         limit=limit,
-        hardware=hardware if estimate else None,
-        level=level.value,
+        hardware=(hardware or "h100") if estimate else None,
+        level=(level or Level.icf).value,
         assume=settings(assume, "--assume"),
         pareto=pareto,
         accuracy=accuracy,

@@ -98,7 +98,10 @@ def one_at_a_time(axes: Mapping[str, Sequence[Any]], base: Settings) -> list[Set
 def check_number(axes: Mapping[str, Sequence[Any]], *, separately: bool, limit: int | None) -> None:
     """Before they are made: too many points are refused, unless `limit` allows them."""
     sizes = [len(values) for values in axes.values()]
-    number = 1 + sum(sizes) if separately else math.prod(sizes)
+    check_limit(1 + sum(sizes) if separately else math.prod(sizes), limit)
+
+
+def check_limit(number: int, limit: int | None) -> None:
     allowed = LIMIT if limit is None else limit
     if number > allowed:
         raise BnfuseError(

@@ -23,6 +23,7 @@ QUANTITIES = {
     "speedup": "speedup",
     "accuracy": "accuracy",
 }
+TIMED = ("time", "time-before", "throughput", "speedup")  # known where something is estimated
 HIGHER = ("accuracy", "speedup", "throughput")  # better the more there is
 AFTER = {"sweeps": "sweeps", "moved": "moved_bytes", "time": "time_before_s"}  # of what cannot be fused, or was not
 

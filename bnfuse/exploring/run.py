@@ -15,6 +15,7 @@ from bnfuse.exploring.accuracy import read_accuracies, with_accuracies
 from bnfuse.exploring.axes import (
     Settings,
     axes_of,
+    check_limit,
     check_number,
     described,
     full_settings,
@@ -23,7 +24,7 @@ from bnfuse.exploring.axes import (
     settings_of,
     typed,
 )
-from bnfuse.exploring.pareto import Goal, front, goals
+from bnfuse.exploring.pareto import TIMED, Goal, front, goals
 from bnfuse.exploring.plot import plot as draw
 from bnfuse.exploring.plot import require_drawable
 from bnfuse.exploring.points import Measure, Point, measured
@@ -85,6 +86,7 @@ def explore(
     listed = {key: tuple(typed(name, key, value) for value in values) for key, values in plan.axes.items()}
     axes = {**listed, **axes_of(name, vary)}
     asked = goals(pareto or default_goals(hardware, accuracy))
+    check_known(asked, timed=hardware is not None, accuracy=accuracy is not None)
     check_files(accuracy, plot, output, asked)
     rows = read_accuracies(accuracy, name) if accuracy is not None else []
     changes = changes_of(name, plan, axes, shared, separately=separately, limit=limit)
@@ -115,6 +117,15 @@ def explore(
     if plot is not None:
         draw(found, plot)
     return found
+
+
+def check_known(asked: tuple[Goal, ...], *, timed: bool, accuracy: bool) -> None:
+    """Before the work: a front of what no point has would be empty."""
+    for goal in asked:
+        if goal.name in TIMED and not timed:
+            raise BnfuseError(f"a front of {goal.name} needs step times, and nothing is estimated")
+        if goal.name == "accuracy" and not accuracy:
+            raise BnfuseError("a front of accuracy needs accuracies: --accuracy FILE.csv")
 
 
 def check_files(accuracy: object, plot: str | Path | None, output: str | Path | None, asked: tuple[Goal, ...]) -> None:
@@ -151,6 +162,7 @@ def changes_of(
     if listed:
         found = [{}, *listed, *(change for change in found if change)]
     unique: dict[str, Settings] = {described(change): change for change in found}
+    check_limit(len(unique), limit)
     return list(unique.values())
 
 

@@ -78,3 +78,25 @@ def test_bad_use_is_one_line_and_status_2(run, arguments, message):
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-estimate", "--hardware", "a100"], "about step times"),
+        (["--no-estimate", "--level", "rcf"], "about step times"),
+        (["--no-estimate", "--assume", "mac_operations=1"], "about step times"),
+        (["--no-estimate", "--pareto", "parameters,time"], "a front of time needs step times"),
+        (["--pareto", "accuracy,time"], "a front of accuracy needs accuracies"),
+    ],
+)
+def test_what_would_not_be_known_is_not_asked_for(run, arguments, message):
+    status, _, err = run("resnet20", "--vary", "batch=1,2", *arguments)
+    assert status == 2
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_points_of_a_preset_count_too(run):
+    status, _, err = run("--preset", "nin-changes", "--no-estimate", "--limit", "3")
+    assert status == 2
+    assert "7 points, and 3 are the limit" in err
