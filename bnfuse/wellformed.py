@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import onnx
 
 from bnfuse.errors import BnfuseError, at_node
 
 COUNTS = ("strides", "dilations", "kernel_shape", "group")  # each at least 1: onnxruntime divides by some of them
+SOURCES = "bnfuse.sources"
 WINDOWED = ("Conv", "ConvGrad", "AveragePool", "AveragePoolGrad", "MaxPool", "MaxPoolGrad")
 
 
@@ -36,6 +39,7 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
             written.add(name)
         if node.op_type in WINDOWED:
             _check_window(node, file)
+        _check_sources(node, file)
     for value in graph.output:
         if value.name not in written:
             raise BnfuseError(f"{file or graph.name}: nothing writes the output '{value.name}': write the file anew")
@@ -52,6 +56,22 @@ def _check_window(node: onnx.NodeProto, file: str | None) -> None:
                 node.name,
                 node.op_type,
                 f"has {attr.name}={shown}: it must be at least {least}. Export it anew.",
+                file=file,
+            )
+
+
+def _check_sources(node: onnx.NodeProto, file: str | None) -> None:
+    """What a pass made a node of is a list of names, as JSON in its metadata."""
+    for text in (entry.value for entry in node.metadata_props if entry.key == SOURCES):
+        try:
+            names = json.loads(text)
+        except (ValueError, RecursionError):
+            names = None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise at_node(
+                node.name,
+                node.op_type,
+                f"has metadata '{SOURCES}' that is no JSON list of names: remove it, or rewrite the graph anew.",
                 file=file,
             )
 

@@ -233,6 +233,18 @@ def test_a_window_that_makes_no_sense(at, train, attribute, value):
     assert f"node '{node.name}' (Conv) has {attribute}=" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "sources", ["no json", '{"a": 1}', "[1]", '"a"', "null", "[" * 100_000], ids=lambda text: text[:9]
+)
+def test_metadata_that_a_pass_did_not_write(at, capsys, train, sources):
+    model = copy_of(train)
+    model.graph.node[3].metadata_props.add(key="bnfuse.sources", value=sources)
+    onnx.save(model, at / "t.onnx")
+    for command in (("diff", "t.onnx", "t.onnx", "--format", "html"), ("rewrite", "t.onnx", "-o", "f.onnx")):
+        line = refused(capsys, *command)
+        assert "t.onnx" in line and model.graph.node[3].name in line and "bnfuse.sources" in line
+
+
 def test_an_initial_value_of_another_shape_than_its_input(at, capsys, train):
     model = copy_of(train)
     tensor = next(t for t in model.graph.initializer if len(t.dims) == 4 and t.dims[0] != t.dims[1])
