@@ -28,6 +28,7 @@ from .layers import Network, finish
 from .sequence import Weights, new_input, number_steps, tokens, zeros
 
 GATES = ("input", "forget", "candidate", "output")
+MAX_CELLS = 1 << 12  # of a side: layers x time steps, ten times those of papers/004
 RESIDUAL_FROM = 3  # the first layer whose input is added to its output
 
 
@@ -43,6 +44,8 @@ def gnmt(
 ) -> Network:
     if min(hidden, steps) < 1 or layers < 2:
         raise BnfuseError("hidden and steps must be at least 1, layers at least 2")
+    if layers * steps > MAX_CELLS:
+        raise BnfuseError(f"{layers} layers of {steps} steps are more than {MAX_CELLS:,} cells: take fewer of either")
     if unroll not in ("layer", "step"):
         raise BnfuseError(f"unroll={unroll} is unknown: it is layer or step")
     graph = Network("gnmt", None)

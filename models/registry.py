@@ -18,6 +18,7 @@ from .layers import Network, Size, pair
 
 MAX_SIDE = 1 << 14  # of an image, and the most classes, channels or images of a batch that make sense
 MAX_WORDS = 1 << 20  # of a vocabulary
+MAX_LAYERS = 1 << 9  # that a metaparameter asks for: every one of them is several nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +189,7 @@ def read_metaparameters(name: str, entry: Entry, given: dict[str, object]) -> di
             raise BnfuseError(f"{name} has no metaparameter '{key}': it has {settable}")
     chosen = {key: read_like(name, key, value, known[key]) for key, value in given.items()}
     for key, value in chosen.items():
-        most = MAX_WORDS if key == "vocabulary" else MAX_SIDE
+        most = {"vocabulary": MAX_WORDS, "layers": MAX_LAYERS, "depth": MAX_LAYERS}.get(key, MAX_SIDE)
         if isinstance(value, int | float) and not 0 <= value <= most:
             raise BnfuseError(f"{name}: {key}={value} is out of range: it must be from 0 to {most}")
     return chosen

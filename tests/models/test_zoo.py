@@ -176,6 +176,7 @@ def test_count_of_a_file_equals_count_of_the_graph():
         ("vgg16", {"depth": 11}, "vgg16 has no metaparameter 'depth'"),
         ("densenet40", {"growth": "many"}, "densenet40: growth=many must be of type int"),
         ("densenet40", {"concat": "deep"}, "densenet40: concat=deep is unknown"),
+        ("densenet40", {"depth": 16384}, "densenet40: depth=16384 is out of range"),
         ("densenet40", {"growth": -4}, "densenet40: growth=-4 is out of range"),
         ("squeezenet", {"bypass": "some"}, "squeezenet: bypass=some is unknown"),
         ("vgg16", {"dropout": "1.5"}, "vgg16: dropout=1.5 is not a ratio"),
