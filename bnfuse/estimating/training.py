@@ -1,6 +1,6 @@
 """The workload of a training graph, source or rewritten: every node a layer, every operand an access.
 
-    TrainingGraph  ->  places of values (pieces.py), layers of nodes (parts.py), costs (node_costs.py)  ->  Workload
+    TrainingGraph  ->  places of values (pieces.py), layers of nodes (inspecting/owners.py), costs (node_costs.py)
 
 An operand counts with the bytes that are really touched: a range of channels, a sample. Views move nothing, so what
 reads a concatenation reads its parts. Nodes that depend on shapes and constants alone are no layers: they are evaluated
@@ -20,9 +20,9 @@ from bnfuse.diffing.match import label
 from bnfuse.diffing.traffic import forward_nodes
 from bnfuse.estimating.node_costs import Costs, costs_of
 from bnfuse.estimating.order import Order, arranged
-from bnfuse.estimating.parts import parts_of
 from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
+from bnfuse.inspecting.owners import layer_name, owners
 from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
 from bnfuse.opset.traffic import SHAPE_READERS, channels_touched, reads_elements_of_x, touched_shape
 from bnfuse.passes.canonical import match_clip_gradient
@@ -49,10 +49,11 @@ def training_workload(
     nodes, constants = executed(graph.model.graph)
     builder = _Builder(graph, Places(nodes, views=views), constants)
     forward = forward_nodes(graph)
-    parts = parts_of(nodes, forward)
+    network = [node for node in nodes if node in forward]
+    layer_of = owners((node for node in nodes if node not in forward), network) | {node: node for node in network}
     absorbed = absorbed_by_clip(nodes)
     layers = [
-        builder.layer(node, "forward" if node in forward else "backward", parts[node])
+        builder.layer(node, "forward" if node in forward else "backward", layer_of[node])
         for node in nodes
         if not builder.places.is_view(node) and node not in absorbed
     ]
@@ -102,7 +103,8 @@ class _Builder:
         self._gradients = {piece.value for value in gradients for piece in places.whole(value)}
         self._running = {*graph.roles.running, *graph.roles.running.values()}
 
-    def layer(self, node: ir.Node, phase: Phase, part: str) -> Layer:
+    def layer(self, node: ir.Node, phase: Phase, part_of: ir.Node | None) -> Layer:
+        """`part_of` is the node's layer of the network, where one can be told."""
         clip = match_clip_gradient(node) if node.op_type == "Mul" else None
         op = find(node.op_type) if node.domain == DOMAIN else None
         costs = costs_of(node, op)
@@ -111,6 +113,7 @@ class _Builder:
             costs = Costs("Activation", costs.flops)
         reads = self._accesses(node, op, operands, phase, costs)
         writes = self._accesses(node, op, list(_results(node, op)), phase, Costs(costs.type, 0))
+        part = layer_name(part_of) if part_of is not None else ""
         return Layer(label(node), costs.type, phase, costs.flops, reads, writes, part)
 
     def updates(self, optimizer: Optimizer) -> list[Layer]:

@@ -1,14 +1,12 @@
 """A training graph, rewritten or not, layer by layer.
 
-A layer is a node of the forward graph. A node of the backward graph belongs to the layer whose gradient it computes:
-a convolution or matrix product to the one that it shares its operands with, any other to the one that its name or its
-sources' names begin with, or that it shares a feature map with. What belongs to none is a row of its own at the end,
-so that the totals are always those of the graph.
+A layer is a node of the forward graph. The traffic of a node of the backward graph is that of the layer whose gradient
+it computes (owners.py), the work that of the layer that it shares its operands with. What belongs to none is a row of
+its own at the end, so that the totals are always those of the graph.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -16,8 +14,9 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
-from bnfuse.diffing.match import label, sources
+from bnfuse.diffing.match import label
 from bnfuse.diffing.traffic import forward_nodes, node_maps
+from bnfuse.inspecting.owners import owners
 from bnfuse.inspecting.result import Inspection, Layer
 from bnfuse.inspecting.work import (
     POOLS,
@@ -41,7 +40,9 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
     layers = [node for node in model.graph if node in forward]
     later = [node for node in model.graph if node not in forward]
     backward = backward_flops(later, layers, {*roles.trainable})
-    owned = by_owner(later, layers)
+    owned: dict[ir.Node | None, list[ir.Node]] = defaultdict(list)
+    for node, layer in owners(later, layers).items():
+        owned[layer].append(node)
     parameters = {*roles.trainable, *roles.frozen}
     counted: set[ir.Value] = set()
     rows = []
@@ -120,53 +121,6 @@ def traffic(forward: Iterable[ir.Node], backward: Iterable[ir.Node], graph: Trai
             found["batch_norm_sweeps"] += len(norms)
             found["batch_norm_bytes"] += sum(size for _, size in norms)
     return dict(found)
-
-
-def by_owner(nodes: Iterable[ir.Node], layers: list[ir.Node]) -> dict[ir.Node | None, list[ir.Node]]:
-    """Backward nodes by the layer that each belongs to."""
-    named: dict[str, ir.Node] = {}
-    for names in (own_names, source_names):
-        for layer in layers:
-            for name in names(layer):
-                named.setdefault(name, layer)
-    found: dict[ir.Node | None, list[ir.Node]] = defaultdict(list)
-    for node in nodes:
-        found[owner(node, named, layers)].append(node)
-    return found
-
-
-def own_names(node: ir.Node) -> list[str]:
-    return [name for name in (node.name, *(v.name for v in node.outputs)) if name]
-
-
-def source_names(node: ir.Node) -> list[str]:
-    return list(sources(node))
-
-
-def owner(node: ir.Node, named: dict[str, ir.Node], layers: list[ir.Node]) -> ir.Node | None:
-    for name in (*source_names(node), node.name or ""):
-        layer = named.get(forward_name(name))
-        if layer is not None:
-            return layer
-    values = {v for v in (*node.inputs, *node.outputs) if v is not None and len(shape(v)) >= 4}
-    return max(
-        (layer for layer in layers if shared(layer, values)), key=lambda layer: shared(layer, values), default=None
-    )
-
-
-def shared(layer: ir.Node, values: set[ir.Value]) -> int:
-    return len(values & {v for v in (*layer.inputs, *layer.outputs) if v is not None})
-
-
-def forward_name(name: str) -> str:
-    """What onnxruntime made the name of a backward node of: the forward node's name, or the tensor's whose gradients
-    are summed.
-
-    conv1_Grad/ConvGrad_0 -> conv1, norm1_BatchNormInternal_Grad/... -> norm1, AccumulateGrad_x_grad -> x
-    """
-    if name.startswith("AccumulateGrad_"):
-        return name.removeprefix("AccumulateGrad_").removesuffix("_grad")
-    return re.sub(r"(/ConcatReplacement/|_BatchNormInternal)?_Grad/.*$", "", name)
 
 
 def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node], trainable: set[str]) -> dict[ir.Node, int]:
