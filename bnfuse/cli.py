@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -36,6 +38,7 @@ interrupts = Interrupts()
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `bnfuse ARGUMENTS` (those of the process by default)."""
+    write_utf8()
     try:
         status = run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -43,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
+
+
+def write_utf8() -> None:
+    """JSON and pages are UTF-8 wherever they go; a terminal with another encoding shows what it can."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(encoding=stream.encoding if stream.isatty() else "utf-8", errors="replace")
 
 
 def run(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -188,6 +189,14 @@ def test_an_unforeseen_error_is_one_line_too(monkeypatch, files, capsys):
 def test_the_installed_command_is_the_same():
     done = subprocess.run([sys.executable, "-m", "bnfuse", "--version"], capture_output=True, text=True)
     assert done.stdout == f"bnfuse {bnfuse.__version__}\n"
+
+
+def test_a_page_is_utf8_whatever_the_encoding_of_the_output_is(files):
+    command = [sys.executable, "-m", "bnfuse", "diff", "train.onnx", "fused.onnx", "--format", "html"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=files, env=environment, capture_output=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "train.onnx \u2192 fused.onnx" in done.stdout.decode("utf-8")
 
 
 def test_numbers_for_people():
