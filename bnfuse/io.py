@@ -266,8 +266,12 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """All of `data` under that name, or what was there before; with `durable` even where the power fails."""
+    """All of `data` under that name, or what was there before; with `durable` even where the power fails. A pipe, a
+    terminal or /dev/null stays what it is and is written to."""
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -28,7 +28,7 @@ from bnfuse.commands.options import (
     opening,
     settings,
 )
-from bnfuse.commands.output import Progress, show, show_json, to_json, write_text
+from bnfuse.commands.output import Progress, require_text_writable, show, show_json, to_json, write_text
 from bnfuse.text import Section, count, number, scaled
 
 Before = Annotated[Path, typer.Argument(metavar="BEFORE.ONNX", show_default=False)]
@@ -240,7 +240,12 @@ def rewrite(
     bnfuse rewrite train.onnx -o fused.onnx --local-bn 4 --sample bn+vdn:1
     """
     from bnfuse import api
+    from bnfuse.io import require_apart
 
+    if report:
+        require_apart(model, report)  # the rewritten graph may take the place of the graph
+        require_apart(output, report)
+        require_text_writable(report)
     roles = opening(checkpoint, data_input, labels_input)
     rewritten = api.rewrite(
         model,
@@ -313,8 +318,11 @@ def diff(
     """
     from bnfuse import api
     from bnfuse.diffing.page import diff_page
+    from bnfuse.io import require_apart
     from bnfuse.training_graph import open_graph
 
+    for graph in (before, after):
+        require_apart(graph, output)
     roles: dict[str, Any] = {"data_input": data_input, "labels_input": labels_input}
     graphs = (open_graph(before, **roles), open_graph(after, **roles))
     found = api.diff(*graphs)

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from bnfuse.errors import BnfuseError
 from bnfuse.text import Section, join
 
 
@@ -60,17 +59,11 @@ def finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All of the text and a line end, or what was there before. A pipe or a terminal is written to as it is."""
+    """All of the text and a line end, or what was there before; through links, of which some lead to no file."""
     from bnfuse.io import write_atomically
 
-    data = f"{text}\n".encode()
-    if path.exists() and not path.is_file():
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise BnfuseError(f"{path}: cannot be written: {error.strerror}") from None
-    else:
-        write_atomically(path.resolve(), data)
+    is_special = path.exists() and not path.is_file()
+    write_atomically(path if is_special else path.resolve(), f"{text}\n".encode())
 
 
 def require_text_writable(path: Path) -> None:

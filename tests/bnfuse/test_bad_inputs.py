@@ -366,6 +366,8 @@ def test_an_output_that_cannot_be_written(at, capsys, train):
     onnx.save(train, at / "t.onnx")
     assert "nowhere" in refused(capsys, "rewrite", "t.onnx", "-o", "nowhere/f.onnx")
     assert "nowhere" in refused(capsys, "diff", "t.onnx", "t.onnx", "-o", "nowhere/d.json")
+    assert "nowhere" in refused(capsys, "rewrite", "t.onnx", "-o", "f.onnx", "--report", "nowhere/r.html")
+    assert not (at / "f.onnx").exists()  # told before the work
 
 
 @pytest.mark.parametrize("where", ["nowhere/state", "folder"])
@@ -388,6 +390,35 @@ def test_a_training_writes_over_neither_its_model_nor_its_own_results(at, capsys
     before = (at / "t.onnx").read_bytes()
     assert "is named twice" in refused(capsys, "train", "t.onnx", "--data", "digits", *results)
     assert (at / "t.onnx").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("rewrite", "t.onnx", "-o", "f.onnx", "--report", "./t.onnx"), id="the report over the graph"),
+        pytest.param(("rewrite", "t.onnx", "-o", "f.html", "--report", "f.html"), id="the report over the result"),
+        pytest.param(("diff", "t.onnx", "f.onnx", "--format", "html", "-o", "t.onnx"), id="the page over a graph"),
+        pytest.param(("diff", "t.onnx", "f.onnx", "-o", "f.onnx"), id="the difference over the other graph"),
+    ],
+)
+def test_a_report_is_written_over_no_graph(at, capsys, train, arguments):
+    for name in ("t.onnx", "f.onnx"):
+        onnx.save(train, at / name)
+    before = (at / "t.onnx").read_bytes()
+    assert "is named twice" in refused(capsys, *arguments)
+    assert (at / "t.onnx").read_bytes() == (at / "f.onnx").read_bytes() == before
+    assert not (at / "f.html").exists()
+
+
+def test_what_is_no_file_stays_what_it_is(at, train):
+    """A pipe, or /dev/null, is written to and not replaced."""
+    onnx.save(train, at / "t.onnx")
+    pipe = at / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        assert main(["rewrite", "t.onnx", "-o", "pipe"]) == 0
+        assert onnx.load_from_string(reader.communicate(timeout=60)[0]).graph.node
+    assert pipe.is_fifo()
 
 
 def test_missing_values_are_told_before_kernels_are_compiled(at, capsys, train, monkeypatch):
