@@ -36,7 +36,7 @@ def owners(nodes: Iterable[ir.Node], layers: Sequence[ir.Node]) -> dict[ir.Node,
 
 
 def owner(node: ir.Node, named: Mapping[str, ir.Node], touching: Touching) -> ir.Node | None:
-    for name in (*sources(node), node.name or ""):
+    for name in (node.name or "", *sources(node)):
         layer = named.get(forward_name(name))
         if layer is not None:
             return layer
