@@ -8,6 +8,7 @@ import random
 import re
 from importlib import resources
 
+import onnx_ir as ir
 import pytest
 from page_case import HOSTILE, SMALL, Document, hostile_pair, small
 
@@ -371,6 +372,41 @@ def test_a_foreign_graph_without_provenance_is_compared_by_its_structure():
     assert partner[kinds.index("Conv")] >= 0  # nothing above it differs
     assert partner[kinds.index("Softplus")] == -1
     assert read.data["into"][[n["op"] for n in read.data["sides"][0]["nodes"]].index("Relu")] == []
+
+
+def test_another_operator_of_the_same_name_faces_the_one_before():
+    before, after = small(), small()
+    changed = next(node for node in after.graph if node.op_type == "Relu")
+    changed.op_type = "Softplus"
+    after.graph.insert_before(changed, ir.Node("", "Sigmoid", changed.inputs, name="another"))  # moves all below by a row
+    data = Document(diff_page(before, after)).data
+    names = [[node["name"] for node in side["nodes"]] for side in data["sides"]]
+    b, a = (side.index(changed.name) for side in names)
+    assert b != a and [b, a] in data["rows"]
+    assert (data["home"][b], data["partner"][a]) == (-1, -1)  # what one reads is not set against what the other does
+
+
+def test_graphs_in_the_wrong_order_are_told_so(pair):
+    before, after = pair
+    hint = "looks like a rewrite of the graph after"
+    swapped = Document(diff_page(after, before))
+    assert any(hint in text for _, text in swapped.named("p"))
+    names = [[node["name"] for node in side["nodes"]] for side in swapped.data["sides"]]
+    facing = sum(b >= 0 and a >= 0 and names[0][b] == names[1][a] for b, a in swapped.data["rows"])
+    assert facing >= 0.8 * len({*names[0]} & {*names[1]})
+    for graphs in ((before, after), (before, before), (after, after)):
+        assert hint not in diff_page(*graphs)
+
+
+def test_the_figure_of_batch_norms_says_what_it_counts(pair):
+    def shown(*graphs):
+        return [text for _, text in Document(diff_page(*graphs)).named("div") if text.startswith("BatchNorms fused")]
+
+    count = len(diff_graphs(*pair).batch_norms)
+    assert shown(*pair) == [f"BatchNorms fused{count} of {count}no sweep of their own"]
+    sampled = bnfuse.rewrite(small(), sample="fs:1/4")
+    assert shown(small(), sampled) == [f"BatchNorms fused{count} of {count}{count} of them read samples on their own"]
+    assert shown(pair[1], pair[1]) == []  # there was none to fuse
 
 
 def test_the_style_has_no_rule_that_browsers_drop():

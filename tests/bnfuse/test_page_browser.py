@@ -28,7 +28,10 @@ def pages(tmp_path_factory):
     rewritten = bnfuse.rewrite(before, level="icf")
     sampled = bnfuse.rewrite(before, level="bnff", sample="fs:1/4")
     dense = build_model("densenet121", zoo={"batch": 16}).model
+    named = bnfuse.rewrite(before).model
+    named.graph[0].metadata_props["bnfuse.pass"] = 300 * "x"
     made = {
+        "named": diff_page(before, named),
         "small": diff_page(before, rewritten),
         "refused": rewrite_page(before, sampled, output="sampled.onnx"),
         "equal": diff_page(before, before),
@@ -228,6 +231,12 @@ def test_hostile_names_are_shown_and_do_nothing(visit):
     page.locator("#legend button").first.click()
     assert page.evaluate("window.pwned") is None
     assert page.locator("img, #explorer script").count() == 0
+
+
+def test_a_long_name_of_a_pass_stays_inside_the_window(visit):
+    page = visit("named")
+    assert max(len(button.inner_text()) for button in page.locator("#legend button").all()) > 300
+    assert page.evaluate("document.documentElement.scrollWidth") <= LAPTOP["width"]
 
 
 def test_equal_graphs_face_each_other(visit):

@@ -35,8 +35,18 @@ def align(
     into = destinations(before, after, partner)
     home = {i: home_of(i, before, after, into[i], preferred) for i in into if into[i]}
     anchors = {a: b for b, a in home.items() if partner.get(a) == b or before[b].label == after[a].label}
+    anchors |= namesakes(before, after, home)
     order = nearest_order(after, wishes(before, after, anchors))
     return Alignment(dict(partner), home, into, rows_of(len(before), order, anchors, home))
+
+
+def namesakes(before: Sequence[Node], after: Sequence[Node], home: Mapping[int, int]) -> dict[int, int]:
+    """after -> before: nodes of one name that no pass and no equality has brought together, as another operator put
+    in the place of one has it. They face each other, but are not counted with each other."""
+    homes = set(home.values())
+    waiting = {before[b].label: b for b in reversed(range(len(before))) if b not in home}
+    alone = (a for a in range(len(after)) if a not in homes and not after[a].sources)
+    return {a: waiting.pop(after[a].label) for a in alone if after[a].label in waiting}
 
 
 def destinations(

@@ -104,7 +104,8 @@ function normDetails(norm) {
 }
 
 /** "18 sweeps, 77 MB"; what grew has a minus. */
-const saved = ([old, now]) => `${old[0] - now[0]} sweeps, ${scaled(old[1] - now[1])}`;
+const saved = ([old, now]) => `${sweepsOf(old[0] - now[0])}, ${scaled(old[1] - now[1])}`;
+const sweepsOf = (count, kind = "") => `${count} ${kind}${Math.abs(count) === 1 ? "sweep" : "sweeps"}`;
 
 /** Where a half is done, by the way in which it is done there. */
 function places(norm, half) {
@@ -152,7 +153,7 @@ function values(node) {
     ...listed("Reads", reads),
     ...listed("Writes", writes),
     ...listed("Read by", readers.map((reader) => [reference(node.side, reader)])),
-    note(`${sweeps} feature-map sweeps, ${scaled(bytes)}`),
+    note(`${sweepsOf(sweeps, "feature-map ")}, ${scaled(bytes)}`),
   ];
 }
 

@@ -85,9 +85,12 @@ def both(page: Page) -> tuple[tuple[str, str], tuple[str, str]]:
 
 
 def sections(page: Page) -> list[Markup]:
-    equal = [tag("p", "The graphs are equal.", class_="equal", role="status")] if page.diff.equal else []
+    notes = [tag("p", "The graphs are equal.", class_="banner", role="status")] if page.diff.equal else []
+    if page.is_reversed:
+        order = "The graph before looks like a rewrite of the graph after: to see what it did, swap the two."
+        notes.append(tag("p", order, class_="banner turned", role="status"))
     found = [
-        section("summary", "Summary", *equal, summary.figures(page), summary_tables(page)),
+        section("summary", "Summary", *notes, summary.figures(page), summary_tables(page)),
         section("graphs", "Graphs side by side", explorer()),
         section(
             "norms",

@@ -30,6 +30,13 @@ class Page:
     estimates: Estimates
     report: dict[str, Any] | None
 
+    @property
+    def is_reversed(self) -> bool:
+        """Whether it looks as if passes had made the graph before of the graph after."""
+        names = {node.label for node in self.after}
+        made = (node for node in self.before if node.made_by and node.sources)
+        return not any(node.made_by for node in self.after) and any(names.issuperset(n.sources) for n in made)
+
 
 def gather(
     first: TrainingGraph, second: TrainingGraph, *, hardware: tuple[str, ...], report: dict[str, Any] | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from bnfuse.diffing.page.estimates import Estimates
 from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.markup import Markup, joined, table, tag
-from bnfuse.diffing.page.norms import STATUSES
+from bnfuse.diffing.page.norms import STATUSES, Norm
 from bnfuse.estimating.result import Estimate
 from bnfuse.text import change, duration, number, scaled
 
@@ -30,9 +30,8 @@ def relative(old: float, new: float) -> str:
 
 
 def figures(page: Page) -> Markup:
-    """The five numbers that a reader wants first."""
+    """The numbers that a reader wants first."""
     old, new = page.diff.traffic_before.total, page.diff.traffic_after.total
-    done = sum(norm.status in ("fused", "sampled") for norm in page.norms)
     parts = [
         figure("Nodes", len(page.before), len(page.after), number),
         figure("Feature-map sweeps", old.sweeps, new.sweeps, number),
@@ -41,9 +40,17 @@ def figures(page: Page) -> Markup:
             figure(f"Estimated step, {e.hardware.name}", e.before.time_s, e.after.time_s, duration)
             for e in page.estimates.found[:1]
         ),
-        tile("BatchNorms fused", f"{done} of {len(page.norms)}", "no sweep of their own"),
+        *norms_figure(page.norms),
     ]
     return tag("dl", *parts, class_="figures")
+
+
+def norms_figure(norms: Sequence[Norm]) -> list[Markup]:
+    """How many BatchNorms are fused; nothing where there were none."""
+    counts = Counter(norm.status for norm in norms)
+    done = counts["fused"] + counts["sampled"]
+    note = f"{counts['sampled']} of them read samples on their own" if counts["sampled"] else "no sweep of their own"
+    return [tile("BatchNorms fused", f"{done} of {len(norms)}", note)] if norms else []
 
 
 def figure(name: str, old: float, new: float, show: Show) -> Markup:
@@ -112,6 +119,8 @@ def by_type(old: Estimate, new: Estimate) -> list[tuple[str, float, float]]:
 
 
 def statuses(page: Page) -> Markup:
+    if not page.norms:
+        return Markup()
     counts = Counter(norm.status for norm in page.norms)
     rows = [(status, exact(counts[status], number), about) for status, about in STATUSES.items() if counts[status]]
     refused = sum(bool(norm.reasons) for norm in page.norms)
