@@ -26,9 +26,10 @@ import bnfuse
 from bnfuse.estimating.parallel import scaling
 from bnfuse.estimating.parallel.scaling import Quantities, Scaling, scale
 from bnfuse.inspecting import Inspection, Layer
-from bnfuse.inspecting.network import DENSE, parameters_of
+from bnfuse.inspecting.network import DENSE
 from bnfuse.inspecting.work import POOLS
 from bnfuse.models import build_graph
+from bnfuse.models.count import parameters_of
 from bnfuse.models.layers import Network
 from bnfuse.text import Section, join, scaled
 

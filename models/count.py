@@ -35,11 +35,19 @@ def count(source: gs.Graph | onnx.ModelProto) -> Counts:
 
 
 def count_parameters(graph: gs.Graph) -> int:
-    """Values of float constants of rank 1 and more that are no running statistics."""
-    constants = {t.name: t for node in graph.nodes for t in node.inputs if isinstance(t, gs.Constant)}
-    running = {t.name for node in graph.nodes if node.op == "BatchNormalization" for t in node.inputs[3:5]}
-    floats = [t for t in constants.values() if t.dtype == np.float32 and len(t.shape)]
-    return sum(math.prod(tensor.shape) for tensor in floats if tensor.name not in running)
+    """Trained values, those that several nodes share once."""
+    found = {parameter.name: parameter for node in graph.nodes for parameter in parameters_of(node)}
+    return sum(math.prod(parameter.shape) for parameter in found.values())
+
+
+def parameters_of(node: gs.Node) -> list[gs.Constant]:
+    """Trained values: float constants of rank 1 and more, without running statistics."""
+    running = node.inputs[3:5] if node.op == "BatchNormalization" else []
+    return [
+        p
+        for p in node.inputs
+        if isinstance(p, gs.Constant) and p.dtype == np.float32 and len(p.shape) and all(p is not r for r in running)
+    ]
 
 
 def node_flops(node: gs.Node) -> int:

@@ -19,6 +19,7 @@ from bnfuse.estimating import operations
 from bnfuse.estimating.assumptions import check_choice
 from bnfuse.estimating.order import Order, arranged
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
+from bnfuse.models.count import parameters_of
 
 FLOAT = 4
 
@@ -266,7 +267,7 @@ class Tape:
             constant = isinstance(value, gs.Constant)
             kind: Kind = ("weight" if len(value.shape) > 1 else "vector") if constant else "data"
             self.by_name[value.name] = self.new(value.name, size(value, node), kind, given=True)
-            if constant and not is_running(value):
+            if any(value is parameter for parameter in parameters_of(node)):
                 self.trained.add(self.by_name[value.name])
         return self.by_name[value.name]
 
@@ -336,13 +337,6 @@ def size(value: gs.Tensor, node: gs.Node) -> int:
 
 def is_loss(node: gs.Node) -> bool:
     return operations.layer_type(node) == "Loss"
-
-
-def is_running(value: gs.Tensor) -> bool:
-    """Whether a constant is a running statistic, which no gradient reaches."""
-    return any(
-        node.op == "BatchNormalization" and any(value is other for other in node.inputs[3:5]) for node in value.outputs
-    )
 
 
 def statistics_of(norm: gs.Node) -> str:

@@ -18,7 +18,7 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.inspecting.result import Inspection, Layer
 from bnfuse.inspecting.work import BATCH_NORM_OPS, POOLS
-from bnfuse.models.count import node_flops
+from bnfuse.models.count import node_flops, parameters_of
 
 FLOAT, INDEX, MASK = 4, 8, 1  # bytes an element
 TYPES = {"float32": "float", "int64": "int64", "int32": "int32"}  # as ONNX names them
@@ -78,16 +78,6 @@ def inspect_network(graph: gs.Graph) -> Inspection:
         rows.append(row)
     inputs = {x.name: f"{TYPES.get(np.dtype(x.dtype).name, x.dtype)}{x.shape}" for x in graph.inputs}
     return Inspection(graph.name, tuple(rows), inputs, data.shape[0], "by rule from the forward graph")
-
-
-def parameters_of(node: gs.Node) -> list[gs.Constant]:
-    """Trained values: float constants of rank 1 and more, without running statistics."""
-    running = node.inputs[3:5] if node.op == "BatchNormalization" else []
-    return [
-        p
-        for p in node.inputs
-        if isinstance(p, gs.Constant) and p.dtype == np.float32 and len(p.shape) and all(p is not r for r in running)
-    ]
 
 
 def maps_read(node: gs.Node) -> list[gs.Variable]:
