@@ -145,13 +145,17 @@ def scaled(request: Request, progress: Progress) -> Any:
 
 
 def pipelined(request: Request, progress: Progress) -> Any:
+    from bnfuse.analysis.executed import require_fixed_shapes
     from bnfuse.estimating.reram.pipeline import pipeline
     from bnfuse.training_graph import open_graph
     from bnfuse.zoo import network_named
 
     (assumptions,) = settle(request.assume, ReramAssumptions())
     network = network_named(request.source, dict(request.zoo))
-    graph = open_graph(request.source, **request.roles) if network is None else network
+    if network is None:
+        opened = open_graph(request.source, **request.roles)
+        require_fixed_shapes(opened)
+    graph = opened if network is None else network
     return pipeline(graph, str(request.hardware), assumptions, remove=request.remove)
 
 

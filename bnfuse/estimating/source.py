@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bnfuse.analysis.executed import require_fixed_shapes
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST, Hardware, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
@@ -39,6 +40,7 @@ def workloads(
     if network is not None and not levels:
         return (forward_workload(network, order=order, passes=passes),)
     graph = built(source, zoo or {}) if network is not None else open_graph(source, **roles)
+    require_fixed_shapes(graph)
     graphs = rewritten(graph, levels) if levels else {graph.name: graph}
     return tuple(
         dataclasses.replace(training_workload(each, order=order, views=views, optimizer=optimizer), name=name)

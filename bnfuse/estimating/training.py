@@ -16,6 +16,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from bnfuse.analysis.executed import executed, require_fixed_shapes
 from bnfuse.diffing.match import label
 from bnfuse.diffing.traffic import forward_nodes
 from bnfuse.estimating.node_costs import Costs, costs_of
@@ -24,7 +25,7 @@ from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
 from bnfuse.inspecting.owners import layer_name, owners
 from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
-from bnfuse.opset.traffic import SHAPE_READERS, channels_touched, reads_elements_of_x, touched_shape
+from bnfuse.opset.traffic import channels_touched, reads_elements_of_x, touched_shape
 from bnfuse.passes.canonical import match_clip_gradient
 from bnfuse.training_graph import TrainingGraph
 
@@ -46,6 +47,7 @@ def training_workload(
     that they are where nothing is aliased. `optimizer` adds a layer for each parameter that updates it: it reads the
     parameter, its gradient and the moments (one with momentum, two for AdamW), and writes all but the gradient.
     """
+    require_fixed_shapes(graph)
     nodes, constants = executed(graph.model.graph)
     builder = _Builder(graph, Places(nodes, views=views), constants)
     forward = forward_nodes(graph)
@@ -60,23 +62,6 @@ def training_workload(
     if optimizer != "none":
         layers += builder.updates(optimizer)
     return Workload(graph.name, graph.batch, tuple(builder.tensors), arranged(layers, order))
-
-
-def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:
-    """The nodes that compute when a step runs, and the values that are known before: constants, and what is made of
-    shapes and constants alone."""
-    inputs = {value.name for value in graph.inputs}
-    constants = {value for name, value in graph.initializers.items() if name not in inputs}
-    nodes = []
-    for node in graph:
-        known = node.op_type in SHAPE_READERS or all(v is None or not v.name or v in constants for v in node.inputs)
-        if known and node.domain != DOMAIN:
-            constants.update(node.outputs)
-        else:
-            nodes.append(node)
-            if node.op_type == "ConcatTraining":
-                constants.update(node.outputs[1:])  # the lengths of its operands
-    return nodes, constants
 
 
 def absorbed_by_clip(nodes: Iterable[ir.Node]) -> set[ir.Node]:

@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
+from bnfuse.analysis.executed import require_fixed_shapes
 from bnfuse.diffing.match import label
 from bnfuse.diffing.traffic import forward_nodes, node_maps
 from bnfuse.inspecting.owners import owners
@@ -35,6 +36,7 @@ UNOWNED = "(other gradients)"
 
 
 def inspect_graph(graph: TrainingGraph) -> Inspection:
+    require_fixed_shapes(graph)
     model, roles = graph.model, graph.roles
     forward = forward_nodes(graph)
     layers = [node for node in model.graph if node in forward]

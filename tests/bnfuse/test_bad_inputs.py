@@ -93,6 +93,25 @@ def test_a_file_that_is_no_onnx(at, capsys):
     assert "text.onnx: is not an ONNX model" in refused(capsys, "diff", "text.onnx", "text.onnx")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["inspect"], ["estimate"], ["estimate", "--level", "none,icf"], ["estimate", "--hardware", "3r1g"]],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("change", ["no shapes", "a symbol within", "a symbol"])
+def test_a_training_graph_without_fixed_shapes(at, capsys, train, command, change):
+    """Nothing is counted as if it were one element."""
+    model = copy_of(train)
+    if change == "no shapes":
+        del model.graph.value_info[:]
+    images = [v for v in (*model.graph.value_info, *model.graph.input) if len(v.type.tensor_type.shape.dim) == 4]
+    for value in images if change == "a symbol" else images[:1]:
+        value.type.tensor_type.shape.dim[0].dim_param = "N"
+    onnx.save(model, at / "open.onnx")
+    line = refused(capsys, command[0], "open.onnx", *command[1:])
+    assert line.startswith("bnfuse: open.onnx: ") and "no fixed shape" in line and "--batch" in line
+
+
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.99])
 def test_a_file_that_is_cut_short(at, capsys, train, share):
     data = train.SerializeToString()
