@@ -19,13 +19,13 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import Leaf, is_channel_concat, leaves
+from bnfuse.opset.traffic import RESHAPES, SPLITS
 from bnfuse.runtime.kernels.kernel import MapType, Target
 
 HALVES = ("bfloat16", "float16")  # the types in which a GPU stores maps that are float32 in the file
 ALIGN = 8  # elements: the most that a MapType's `align` promises
 LINE = 16  # float32 elements of a cache line: where a storage may start
-RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the result is the operand's storage
-VIEWS = ("Split", "SplitTraining", *RESHAPES)  # they produce no buffer
+VIEWS = (*SPLITS, *RESHAPES)  # they produce no buffer: the result is the operand's storage
 
 
 @dataclasses.dataclass(frozen=True)

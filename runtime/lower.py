@@ -17,13 +17,14 @@ import onnx_ir as ir
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.traffic import RESHAPES
 from bnfuse.roles import Roles
 from bnfuse.runtime import plan
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Request
 from bnfuse.runtime.grouping import group_coefficients
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.layout import RESHAPES, assign_slots, assign_vector_slots
+from bnfuse.runtime.layout import assign_slots, assign_vector_slots
 from bnfuse.runtime.lower_bnfuse import lower_bnfuse
 from bnfuse.runtime.lower_dense import check_scaled
 from bnfuse.runtime.lower_generic import lower_generic

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import is_channel_concat
 from bnfuse.opset.spec import DOMAIN, OpSpec, parse
-from bnfuse.runtime.layout import RESHAPES
+from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.lower_dense import lower_gemm, lower_matmul, lower_softmax_loss, lower_softmax_loss_grad
 from bnfuse.runtime.lower_generic import lower_generic, lower_sum
 from bnfuse.runtime.lower_norm import batch_norm_grad_source, batch_norm_source

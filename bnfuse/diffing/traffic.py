@@ -12,11 +12,12 @@ import dataclasses
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
+from bnfuse.analysis.provenance import CONCATS
 from bnfuse.opset.spec import DOMAIN
-from bnfuse.opset.traffic import Touched, maps_touched
+from bnfuse.opset.traffic import RESHAPES, SPLITS, Touched, maps_touched
 from bnfuse.training_graph import TrainingGraph
 
-VIEWS = ("Concat", "ConcatTraining", "Split", "SplitTraining", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity")
+VIEWS = (*CONCATS, *SPLITS, *RESHAPES)
 
 
 @dataclasses.dataclass(frozen=True)

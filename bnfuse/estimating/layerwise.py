@@ -20,6 +20,7 @@ from bnfuse.estimating.assumptions import check_choice
 from bnfuse.estimating.order import Order, arranged
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
 from bnfuse.models.count import parameters_of
+from bnfuse.opset.traffic import RESHAPES
 
 FLOAT = 4
 
@@ -95,7 +96,7 @@ def forward_workload(graph: gs.Graph, *, order: Order = "file", passes: Passes |
     tape = Tape(passes or Passes())
     nodes = []
     for node in graph.nodes:
-        if node.op in operations.VIEWS:
+        if node.op in RESHAPES:
             tape.view(node)
         else:
             tape.forward(node)

@@ -15,6 +15,7 @@ from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
 from bnfuse.inspecting.work import flops as dense_flops
 from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, OpSpec, PlainOp
+from bnfuse.opset.traffic import RESHAPES
 
 # operations for each element of the map that the step works on (see operations.ELEMENTWISE for BatchNorm in all)
 NORMALIZE, GRADIENT_INPUT = 2, 4  # a*x + b; p*dy + q*x + w
@@ -67,11 +68,7 @@ GRADIENT_TYPES = {
     "SplitTraining": "Copy",
     "GatherGrad": "Embedding",
     "Scale": "Mul",
-    "Identity": "Copy",
-    "Reshape": "Copy",
-    "Flatten": "Copy",
-    "Squeeze": "Copy",
-    "Unsqueeze": "Copy",
+    **dict.fromkeys(RESHAPES, "Copy"),
 }
 COPIES = ("Concat", "Copy", "Embedding")  # they compute nothing
 

@@ -51,7 +51,6 @@ TYPES = {
     "Pad": "Copy",
     "Expand": "Copy",
 }
-VIEWS = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze", "Identity"})  # other shape, same bytes: no layer
 
 # Operations for each element: forward for each output, backward for each incoming gradient. BN forward: the sum, the
 # squared difference and its sum, the scaled and shifted value; backward: two sums of products, then p*dz + q*x + w.

@@ -18,10 +18,8 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import CONCATS
 from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
-from bnfuse.opset.traffic import channels_touched
+from bnfuse.opset.traffic import RESHAPES, SPLITS, channels_touched
 
-SPLITS = ("Split", "SplitTraining")
-RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 IN_PLACE = ("AddSampled", "AddAtPoints", "LocalAddSampled")  # dx is acc, changed at the places of the sample
 
 

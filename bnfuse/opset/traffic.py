@@ -20,6 +20,8 @@ Touched = list[tuple[ir.Value, int]]
 WEIGHT_INPUTS = {"Conv": (1,), "ConvTranspose": (1,), "ConvGrad": (2,), "ConvTransposeGrad": (2,)}
 WEIGHT_OUTPUTS = {"ConvGrad": (1,), "ConvTransposeGrad": (1,)}
 SHAPE_READERS = ("Shape", "Size")  # they read no element
+RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the same bytes under another shape
+SPLITS = ("Split", "SplitTraining")
 
 
 def maps_touched(
