@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import onnx_graphsurgeon as gs
 import paper_003_tables as paper
+from documents import write_into
 
 import bnfuse
 from bnfuse.estimating.parallel import scaling
@@ -412,30 +413,6 @@ def sections(nominal: float) -> list[Section]:
     return [*(table.section() for table in found), notes(found), rates_section(), scaling_section(nominal)]
 
 
-def markdown(section: Section) -> str:
-    if not section.columns:
-        return "\n".join([f"**{section.title}**", "", *(f"- {row[0]}" for row in section.rows)])
-    rules = ["---:" if section.is_number_column(i) else "---" for i in range(len(section.columns))]
-    rows = [section.columns, tuple(rules), *section.rows]
-    return "\n".join([f"**{section.title}**", "", *(f"| {' | '.join(escape(c) for c in row)} |" for row in rows)])
-
-
-def escape(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("*", "\\*")
-
-
-BEGIN, END = "<!-- benchmarks/paper_003.py --write begins -->", "<!-- benchmarks/paper_003.py --write ends -->"
-
-
-def write(path: Path, parts: Sequence[Section]) -> None:
-    """Replace what stands between the two marks."""
-    text = path.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    body = "\n\n".join(map(markdown, parts))
-    path.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{after}", encoding="utf-8")
-
-
 def draw(path: str) -> None:
     """Speed-ups of NiN and GoogLeNet, batch 1024, and those of tables 3.2 and 3.3.
 
@@ -461,7 +438,7 @@ def main() -> None:
     parts = sections(scaling.network(given.bandwidth).bandwidth)
     print(join(parts))
     if given.write:
-        write(given.write, parts)
+        write_into(given.write, Path(__file__).name, parts)
     if given.plot:
         draw(given.plot)
 

@@ -13,12 +13,14 @@ import argparse
 import dataclasses
 import functools
 import io
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from documents import write_into
 from PIL import Image
 
 from bnfuse.estimating import plots
@@ -343,24 +345,6 @@ def write_small(figure: Any, path: Path) -> None:
         )
 
 
-def write_into(document: Path, tables: Iterable[Section]) -> None:
-    """Replaces what is between the marks of benchmarks/paper_004.py."""
-    text = document.read_text()
-    begin, end = "<!-- begin: benchmarks/paper_004.py -->", "<!-- end: benchmarks/paper_004.py -->"
-    if begin not in text or end not in text:
-        raise SystemExit(f"{document} lacks the marks {begin} and {end}")
-    body = "\n\n".join(markdown(table) for table in tables)
-    replaced = re.sub(
-        f"{re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n{body}\n{end}", text, flags=re.DOTALL
-    )
-    document.write_text(replaced)
-
-
-def markdown(table: Section) -> str:
-    lines = [table.columns, tuple("---" for _ in table.columns), *table.rows]
-    return "\n".join([f"**{table.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE.md")
@@ -371,7 +355,7 @@ def main() -> int:
     tables = sections(cases)
     print(join(tables))
     if args.write:
-        write_into(args.write, tables)
+        write_into(args.write, Path(__file__).name, tables)
     if args.plots:
         draw(cases, args.plots)
     return 0

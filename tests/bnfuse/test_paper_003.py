@@ -11,7 +11,9 @@ from source_files import load
 
 import bnfuse
 
-SCRIPT = load(pathlib.Path(__file__).parents[2] / "benchmarks" / "paper_003.py")
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+SCRIPT = load(BENCHMARKS / "paper_003.py")
+DOCUMENTS = load(BENCHMARKS / "documents.py")
 paper = SCRIPT.paper
 TABLES = {table.key: table for table in SCRIPT.tables()}
 
@@ -179,14 +181,18 @@ def test_exchanging_the_gradients_of_convolutions_alone_gives_krizhevskys_speedu
 
 def test_the_document_has_the_scripts_tables():
     document = (pathlib.Path(__file__).parents[2] / "docs" / "design-space.md").read_text(encoding="utf-8")
-    body = document.partition(SCRIPT.BEGIN)[2].partition(SCRIPT.END)[0]
+    begin, end = DOCUMENTS.marks("paper_003.py")
+    body = document.partition(begin)[2].partition(end)[0]
     parts = SCRIPT.sections(SCRIPT.NOMINAL)
-    assert body.strip() == "\n\n".join(map(SCRIPT.markdown, parts))
+    assert body.strip() == "\n\n".join(map(DOCUMENTS.markdown, parts))
 
 
 def test_writing_replaces_what_is_between_the_marks_alone(tmp_path):
     path = tmp_path / "d.md"
-    path.write_text(f"before\n{SCRIPT.BEGIN}\nold\n{SCRIPT.END}\nafter\n", encoding="utf-8")
-    SCRIPT.write(path, [bnfuse.text.Section.table("T", ("a", "b"), [("1|2", "3 *")])])
+    begin, end = DOCUMENTS.marks("a.py")
+    path.write_text(f"before\n{begin}\nold\n{end}\nafter\n", encoding="utf-8")
+    DOCUMENTS.write_into(path, "a.py", [bnfuse.text.Section.table("T", ("a", "b"), [("1|2", "3 *")])])
     table = "**T**\n\n| a | b |\n| ---: | ---: |\n| 1\\|2 | 3 \\* |"
-    assert path.read_text(encoding="utf-8") == f"before\n{SCRIPT.BEGIN}\n\n{table}\n\n{SCRIPT.END}\nafter\n"
+    assert path.read_text(encoding="utf-8") == f"before\n{begin}\n\n{table}\n\n{end}\nafter\n"
+    with pytest.raises(SystemExit, match="lacks the marks"):
+        DOCUMENTS.write_into(path, "b.py", [])
