@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from documents import write_into
 from PIL import Image
 
-from bnfuse.estimating import plots
+from bnfuse.estimating import figures, plots
 from bnfuse.estimating.assumptions import PAPER, Assumptions
 from bnfuse.estimating.estimate import Estimate, estimate
+from bnfuse.estimating.figures import Pair
 from bnfuse.estimating.hardware import MIB, PROFILES, Hardware, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
 from bnfuse.estimating.order import Order
-from bnfuse.estimating.plots import Pair
 from bnfuse.estimating.quantities import cache_text
 from bnfuse.estimating.reuse import SCOPES, UNBOUNDED, captured, requirements, reuse, roofline
 from bnfuse.estimating.sweep import Sweep, sweep
@@ -310,17 +310,17 @@ def draw(cases: Sequence[Case], folder: Path) -> None:
 
     small(
         "roofline",
-        plots.roofline_figure([roofline(each.workload, HARDWARE, each.variant.assumptions) for each in runs]),
+        figures.roofline_figure([roofline(each.workload, HARDWARE, each.variant.assumptions) for each in runs]),
     )
     over = [each.sweep(each.case.caches) for each in runs]
-    small("traffic", plots.traffic_figure(over))
+    small("traffic", figures.traffic_figure(over))
     faster = [each.sweep(each.case.caches, flops=FASTER) for each in runs]
-    small("time", plots.time_figure([Pair(*both) for both in zip(over, faster, strict=True)]))
+    small("time", figures.time_figure([Pair(*both) for both in zip(over, faster, strict=True)]))
     wider = [each.sweep(each.case.caches, bandwidth=WIDER) for each in runs]
-    small("bandwidth", plots.bandwidth_figure([Pair(*both) for both in zip(over, wider, strict=True)]))
-    small("types", plots.breakdown_figure([each.sweep(BAR_CACHES) for each in runs]))
-    small("batch", plots.batch_figure([batch_pair(each) for each in runs]))
-    small("reuse", plots.reuse_figure([reuse(each.workload, thinned(each.case.caches)) for each in runs]))
+    small("bandwidth", figures.bandwidth_figure([Pair(*both) for both in zip(over, wider, strict=True)]))
+    small("types", figures.breakdown_figure([each.sweep(BAR_CACHES) for each in runs]))
+    small("batch", figures.batch_figure([batch_pair(each) for each in runs]))
+    small("reuse", figures.reuse_figure([reuse(each.workload, thinned(each.case.caches)) for each in runs]))
 
 
 def batch_pair(runs: Runs) -> Pair:

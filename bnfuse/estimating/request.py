@@ -204,8 +204,7 @@ def of_batch(request: Request, passes: Passes) -> Callable[[int], Workload]:
 
 def draw(found: Any, path: Path) -> None:
     from bnfuse.benchmarking.plot import save_figure
-    from bnfuse.estimating import plots
-    from bnfuse.estimating.compare_plot import comparison_figure
+    from bnfuse.estimating import figures, plots
     from bnfuse.estimating.parallel import plot as parallel_plot
     from bnfuse.estimating.parallel.scaling import Scaling
     from bnfuse.estimating.reram import plot as reram_plot
@@ -216,10 +215,10 @@ def draw(found: Any, path: Path) -> None:
     elif isinstance(found, Sweep):
         plots.plot_sweep(found, path)
     elif isinstance(found, Comparison):
-        save_figure(comparison_figure(found), path)
+        plots.plot_comparison(found, path)
     elif isinstance(found, Scaling):
         parallel_plot.plot([found], path)
     elif isinstance(found, Pipeline):
         reram_plot.plot(found, path)
     else:
-        save_figure(plots.reuse_figure([found]), path)
+        save_figure(figures.reuse_figure([found]), path)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from bnfuse.errors import BnfuseError
-from bnfuse.estimating import plots
+from bnfuse.estimating import figures, plots
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, profile
 from bnfuse.estimating.layerwise import forward_workload
@@ -47,7 +47,7 @@ def panels_of(figure) -> list:
 
 def test_the_roofline_has_each_layer_at_its_reuse_frequency(net):
     found = roofline(net, SLOW)
-    (panel,) = panels_of(plots.roofline_figure([found]))
+    (panel,) = panels_of(figures.roofline_figure([found]))
     points = {tuple(point) for each in panel.collections for point in each.get_offsets()}
     expected = {(p.reuse_frequency, p.attainable / 1e9) for p in found.points if p.reuse_frequency}
     assert points == expected
@@ -58,14 +58,14 @@ def test_the_roofline_has_each_layer_at_its_reuse_frequency(net):
 
 def test_the_dashed_line_parts_the_two_types():
     found = roofline(make(64), SLOW)
-    line = plots.parting_line(found)
+    line = figures.parting_line(found)
     assert line is not None
     assert all(point.reuse_frequency < line for point in found.points if not point.dense)
     assert all(point.reuse_frequency > line for point in found.points if point.dense)
 
 
 def test_traffic_is_drawn_in_and_out(small):
-    (panel,) = panels_of(plots.traffic_figure([small]))
+    (panel,) = panels_of(figures.traffic_figure([small]))
     lines = drawn(panel)
     unit = 1e6 if "MB)" in panel.get_ylabel() else 1e9
     assert lines["in"] == [point.traffic_in_bytes / unit for point in small.points]
@@ -75,7 +75,7 @@ def test_traffic_is_drawn_in_and_out(small):
 
 def test_times_and_their_ratio_are_drawn_on_two_axes(net, small):
     fast = sweep(net, FAST, "cache", CACHES)
-    left, right = panels_of(plots.time_figure([plots.Pair(small, fast)]))
+    left, right = panels_of(figures.time_figure([figures.Pair(small, fast)]))
     times = list(drawn(left).values())
     assert times == [[1000 * p.time_s for p in small.points], [1000 * p.time_s for p in fast.points]]
     ratio = [a.time_s / b.time_s for a, b in zip(small.points, fast.points, strict=True)]
@@ -85,14 +85,14 @@ def test_times_and_their_ratio_are_drawn_on_two_axes(net, small):
 
 def test_bandwidths_of_two_memories(net, small):
     wide = sweep(net, WIDE, "cache", CACHES)
-    (panel,) = panels_of(plots.bandwidth_figure([plots.Pair(small, wide)]))
+    (panel,) = panels_of(figures.bandwidth_figure([figures.Pair(small, wide)]))
     lines = drawn(panel)
     assert list(lines) == ["memory of 616 GB/s", "memory of 1232 GB/s"]
     assert lines["memory of 616 GB/s"] == [point.average_bandwidth / 1e9 for point in small.points]
 
 
 def test_bars_by_type_add_up_to_the_time(small):
-    (panel,) = panels_of(plots.breakdown_figure([small]))
+    (panel,) = panels_of(figures.breakdown_figure([small]))
     heights = [0.0] * 4
     for bar in panel.patches:
         heights[round(bar.get_x() + bar.get_width() / 2)] += bar.get_height()
@@ -101,10 +101,10 @@ def test_bars_by_type_add_up_to_the_time(small):
 
 
 def test_throughput_over_the_batch_has_an_axis_for_each_cache():
-    pair = plots.Pair(
+    pair = figures.Pair(
         *(sweep(make, dataclasses.replace(SLOW, cache=size), "batch", [2, 4]) for size in (CACHES[0], CACHES[-1]))
     )
-    left, right = panels_of(plots.batch_figure([pair]))
+    left, right = panels_of(figures.batch_figure([pair]))
     for panel, found in ((left, pair.slow), (right, pair.fast)):
         assert [bar.get_height() for bar in panel.patches] == [point.samples_per_s for point in found.points]
     assert "1 MB" in left.get_ylabel() and "8 MB" in right.get_ylabel()
@@ -112,7 +112,7 @@ def test_throughput_over_the_batch_has_an_axis_for_each_cache():
 
 def test_scopes_are_stacked_to_what_is_saved(net):
     found = reuse(net, CACHES)
-    (panel,) = panels_of(plots.reuse_figure([found]))
+    (panel,) = panels_of(figures.reuse_figure([found]))
     top = max(path.vertices[:, 1].max() for each in panel.collections for path in each.get_paths())
     saved = sum(found.caches[-1].saved.values())
     small_scopes = sum(v for v in found.possible.saved.values() if v <= plots.LEAST_SHARE * saved)
