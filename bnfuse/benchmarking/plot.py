@@ -31,9 +31,13 @@ def pyplot_figure() -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """The whole picture, or what was there before."""
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=160, format=Path(path).suffix.lower().removeprefix("."))
+    """The whole picture, or what was there before. The same figure gives the same bytes: no date, no random names."""
+    import matplotlib
+
+    picture, kind = io.BytesIO(), Path(path).suffix.lower().removeprefix(".")
+    dates: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with matplotlib.rc_context({"svg.hashsalt": "bnfuse"}):
+        figure.savefig(picture, dpi=160, format=kind, metadata=dates.get(kind))
     write_atomically(Path(path), picture.getvalue())
 
 

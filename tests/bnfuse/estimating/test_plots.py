@@ -142,3 +142,18 @@ def test_every_type_of_layer_has_a_colour():
     from bnfuse.estimating.operations import TYPES
 
     assert {*TYPES.values(), "Conv2D", "DepthwiseConv2D", "Other"} <= {*plots.COLOURS}
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_the_same_figure_is_the_same_file(tmp_path, ending, monkeypatch):
+    from bnfuse.benchmarking.plot import pyplot_figure, save_figure
+
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    files = []
+    for name in ("a", "b"):
+        figure = pyplot_figure()()
+        figure.subplots().plot([1, 2], [3, 4], label="line")
+        save_figure(figure, tmp_path / f"{name}.{ending}")
+        files.append((tmp_path / f"{name}.{ending}").read_bytes())
+    assert files[0] == files[1]
+    assert b"CreationDate" not in files[0] and b"<dc:date>" not in files[0]
