@@ -76,6 +76,7 @@ def test_other_threads_are_another_machine(machine):
         lambda text: "[]",
         lambda text: json.dumps({**json.loads(text), "flops_by": {"numpy": math.nan}}),
         lambda text: json.dumps({**json.loads(text), "by_working_set": []}),
+        lambda text: json.dumps({**json.loads(text), "others": "many"}),
         lambda text: json.dumps({**json.loads(text), "machine": {}}),
     ],
 )
