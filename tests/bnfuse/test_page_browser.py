@@ -179,6 +179,15 @@ def test_the_keyboard_walks_along_the_graph_and_across(visit):
     assert is_visible_in_list(page, "#side-before .node.selected")
 
 
+@pytest.mark.parametrize("inside, key", [("a", "Escape"), ("button.close", "Enter")])
+def test_closing_a_node_by_key_leaves_the_focus_in_its_list(visit, inside, key):
+    page = visit("small", "#node=block1/layer1/norm1&side=before")
+    page.locator(f"#details {inside}").first.focus()
+    page.keyboard.press(key)
+    assert chosen(page) is None
+    assert page.evaluate("document.activeElement.id") == "side-before"
+
+
 def test_the_tab_key_reaches_everything_and_its_place_is_visible(visit):
     page = visit("small")
     page.evaluate("choose({ side: 0, index: 5 }, null)")

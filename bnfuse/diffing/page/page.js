@@ -2,6 +2,7 @@
 
 /** Select a node, or none, and show it. `how`: "push" makes a step of the browser's history, "replace" none. */
 function choose(node, how = "push") {
+  const left = !node && at("details").contains(document.activeElement) ? view.selected : null;
   view.selected = node;
   view.related = node ? relatedTo(node) : [];
   if (node) reveal(row(node));
@@ -13,6 +14,7 @@ function choose(node, how = "push") {
     if (node && node.side === side) list.setAttribute("aria-activedescendant", `${name}-${node.index}`);
     else list.removeAttribute("aria-activedescendant");
   });
+  if (left) focusOn(left); // where the focus was has gone
   const target = node ? address(node) : "#graphs";
   if (how && location.hash !== target) history[how === "push" ? "pushState" : "replaceState"](null, "", target);
 }
