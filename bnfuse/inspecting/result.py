@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from bnfuse.errors import BnfuseError
-from bnfuse.text import Section, count, csv_text, join, number, scaled
+from bnfuse.text import Section, count, csv_text, join, number, percent, scaled
 
 UNITS = {"decimal": (1000, ("B", "kB", "MB", "GB", "TB")), "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
 WIDTH = 100  # of the text: what is too long loses its beginning
@@ -123,7 +123,9 @@ class Inspection:
             f"{size(total[f'moved_bytes_{way}'], units)} moved"
             for way in ("forward", "backward")
         ]
-        norms = f"for BatchNorms alone: {share['sweeps']:.1%} of the sweeps, {share['bytes']:.1%} of the bytes"
+        norms = (
+            f"for BatchNorms alone: {percent(share['sweeps'])} of the sweeps, {percent(share['bytes'])} of the bytes"
+        )
         return Section.lines(f"Traffic ({self.source})", [*ways, norms])
 
     def __str__(self) -> str:
@@ -154,7 +156,7 @@ def cells(values: dict[str, int], units: str, norms: bool) -> tuple[str, ...]:
 
     sweeps = (values["sweeps_forward"], values["sweeps_backward"])
     moved = values["moved_bytes_forward"] + values["moved_bytes_backward"]
-    share = f"{values['batch_norm_bytes'] / moved:.0%}" if values["batch_norm_bytes"] else "-"
+    share = f"{100 * values['batch_norm_bytes'] / moved:.0f} %" if values["batch_norm_bytes"] else "-"
     return (
         size(values["output_bytes"], units) if values["output_bytes"] else "-",
         number(values["parameters"]) if values["parameters"] else "-",

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,9 @@ def test_the_json_has_the_documented_keys(model):
     assert json.loads(to_json(found))["total"] == found["total"]
     assert {"name", "inputs", "batch", "source", "total", "layers"} == found.keys()
     assert {*FIELDS, "batch_norm_share"} == found["total"].keys()
+    documented = " ".join((Path(__file__).parents[2] / "docs" / "cli.md").read_text().split())
+    assert f"`{found['source']}`" in documented
+    assert f"`{bnfuse.inspect('resnet20').source}`" in documented
     assert {"name", "op", "output_shape", "kernel_shape", "strides", *FIELDS} == found["layers"][0].keys()
     assert {"output_bytes", "parameters", "parameter_bytes", "flops_forward", "flops_backward"} < {*FIELDS}
 
@@ -97,10 +101,13 @@ def test_the_text_ends_with_the_total_and_fits_100_columns(name, units):
 def test_the_text_has_a_column_for_batch_norms_where_there_are_any(model):
     def last_cells(found):
         lines = str(found).splitlines()
-        return {line.split()[0]: line.split()[-1] for line in lines[lines.index("Layers (batch of 2; F: FLOP)") + 1 :]}
+        return {
+            line.split()[0]: line.split("  ")[-1].strip()
+            for line in lines[lines.index("Layers (batch of 2; F: FLOP)") + 1 :]
+        }
 
     cells = last_cells(bnfuse.inspect(model))
-    assert (cells["layer"], cells["stem/conv"], cells["stem/norm"], cells["total"]) == ("BN", "-", "100%", "26%")
+    assert (cells["layer"], cells["stem/conv"], cells["stem/norm"], cells["total"]) == ("BN", "-", "100 %", "26 %")
     assert last_cells(bnfuse.inspect("nin", zoo={"batch": 2}))["layer"] == "sweeps"
 
 

@@ -131,7 +131,7 @@ class Scaling:
             f"each worker: {self.hardware}",
         ]
         if self.overlap:
-            about.append(f"communication may hide behind {self.overlap:.0%} of the backward pass")
+            about.append(f"communication may hide behind {percent(self.overlap)} of the backward pass")
         if self.balance is not None:
             about.append(f"communication takes as long as computing at {self.balance:.3g} workers")
         rows = [
