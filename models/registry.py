@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,7 @@ SHAPE_ONLY: dict[str, Entry] = {
 
 def build_forward(
     name: str,
+    /,
     *,
     batch: int | None = None,
     image: Size | None = None,
@@ -111,14 +113,15 @@ def build_forward(
     """
     if entry_of(name).shape_only:
         raise BnfuseError(f"{name} has shapes only, nothing to train or rewrite: `bnfuse estimate {name}` takes it")
-    if seed < 0:
-        raise BnfuseError(f"{name}: seed={seed} is out of range: it must not be negative")
+    if not whole(seed) or seed < 0:
+        raise BnfuseError(f"{name}: seed={seed} is out of range: it must be a whole number, not negative")
     graph = build_graph(name, batch=batch, image=image, channels=channels, classes=classes, seed=seed, **metaparameters)
     return gs.export_onnx(graph, do_type_check=False)
 
 
 def count_forward(
     name: str,
+    /,
     *,
     batch: int | None = None,
     image: Size | None = None,
@@ -132,6 +135,7 @@ def count_forward(
 
 def build_graph(
     name: str,
+    /,
     *,
     batch: int | None = None,
     image: Size | None = None,
@@ -142,6 +146,8 @@ def build_graph(
 ) -> Network:
     """`build_forward` as a gs.Graph; without a seed its weights are zeros that take no memory."""
     entry = entry_of(name)
+    if seed is not None and not whole(seed):
+        raise BnfuseError(f"{name}: seed={seed} is no whole number")
     image = entry.image if image is None else image
     classes = entry.classes if classes is None else classes
     batch = entry.batch if batch is None else batch
@@ -163,15 +169,24 @@ def build_graph(
 def check_sizes(batch: int, image: Size, channels: int, classes: int) -> None:
     sizes = (("batch", batch), ("channels", channels), ("classes", classes), *(("image", side) for side in pair(image)))
     for what, size in sizes:
-        if not 1 <= size <= MAX_SIDE:
-            raise BnfuseError(f"{what}={size} is out of range: it must be from 1 to {MAX_SIDE}")
+        check_size(what, size)
+
+
+def check_size(what: str, size: object) -> None:
+    if not whole(size):
+        raise BnfuseError(f"{what}={size} is no whole number (on the command line it is --{what}, not --set)")
+    if not 1 <= size <= MAX_SIDE:  # type: ignore[operator]
+        raise BnfuseError(f"{what}={size} is out of range: it must be from 1 to {MAX_SIDE}")
+
+
+def whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_sequence(batch: int, image: Size | None, channels: int, classes: int | None) -> None:
     if image is not None or classes is not None or channels != 3:
         raise BnfuseError("it reads sequences, not images: its sizes are metaparameters (--set steps=50)")
-    if not 1 <= batch <= MAX_SIDE:
-        raise BnfuseError(f"batch={batch} is out of range: it must be from 1 to {MAX_SIDE}")
+    check_size("batch", batch)
 
 
 def entry_of(name: str) -> Entry:
