@@ -78,5 +78,5 @@ def precision(text: str | None, target: str) -> str:
 
 def split(texts: Iterable[str]) -> Iterator[str]:
     """Comma lists, repeated or not, as one."""
-    for text in texts:
+    for text in [texts] if isinstance(texts, str) else texts:
         yield from (part.strip() for part in text.split(",") if part.strip())

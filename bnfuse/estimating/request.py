@@ -135,7 +135,7 @@ def scaled(request: Request, progress: Progress) -> Any:
         of_batch(request, passes) if is_network(request.source) else whole,
         machine,
         [parse_count(part) for part in str(request.workers).split(",")],
-        network(request.network),
+        network(str(request.network)),
         request.reduce,  # type: ignore[arg-type]
         request.scaling,  # type: ignore[arg-type]
         batch=whole.batch,

@@ -102,6 +102,7 @@ class SweepPoint:
     active_time: float
     compute_utilization: float
     samples_per_s: float
+    flops: float
     by_type: dict[str, float]
 
     @property

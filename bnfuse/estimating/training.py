@@ -19,6 +19,7 @@ import onnx_ir as ir
 from bnfuse.analysis.executed import executed, require_fixed_shapes
 from bnfuse.diffing.match import label
 from bnfuse.diffing.traffic import forward_nodes
+from bnfuse.estimating.assumptions import check_choice
 from bnfuse.estimating.node_costs import Costs, costs_of
 from bnfuse.estimating.order import Order, arranged
 from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
@@ -47,6 +48,7 @@ def training_workload(
     that they are where nothing is aliased. `optimizer` adds a layer for each parameter that updates it: it reads the
     parameter, its gradient and the moments (one with momentum, two for AdamW), and writes all but the gradient.
     """
+    check_choice("optimizer", optimizer, tuple(MOMENTS))
     require_fixed_shapes(graph)
     nodes, constants = executed(graph.model.graph)
     builder = _Builder(graph, Places(nodes, views=views), constants)

@@ -55,7 +55,10 @@ def complaints(request: Request) -> Iterator[str]:
 def given(request: Request) -> set[str]:
     """The options that are not as they are by default."""
     fields = [field for field in dataclasses.fields(request) if field.default is not dataclasses.MISSING]
-    found = {field.name for field in fields if getattr(request, field.name) not in (field.default, [])}
+    values = {field.name: getattr(request, field.name) for field in fields}
+    found = {field.name for field in fields if values[field.name] != field.default}
+    if not request.levels:  # an empty list is not the default's empty tuple
+        found.discard("levels")
     return found | {key for options in (request.zoo, request.roles) for key, value in options.items() if value}
 
 

@@ -4,10 +4,12 @@ import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import bnfuse
 from bnfuse.cli import main
+from bnfuse.errors import BnfuseError
 from bnfuse.estimating.hardware import MIB, PROFILES
 
 NETWORK = ["densenet40", "--set", "growth=4", "--set", "depth=2", "--batch", "4", "--image", "8"]
@@ -109,6 +111,7 @@ def test_networks_of_shapes_alone_are_estimated(ask, name):
 def test_a_sweep_of_the_cache(ask, train, tmp_path):
     table = tmp_path / "sweep.csv"
     found = ask(train, "--sweep", "cache=16KB:64KB:16KB", "--csv", str(table))
+    assert {*TOTALS, "batch", "compute_s", "active_time", "samples_per_s", "flops"} <= {*found["points"][0]}
     assert [point["value"] for point in found["points"]] == [16384, 32768, 49152, 65536]
     moved = [point["traffic_in_bytes"] + point["traffic_out_bytes"] for point in found["points"]]
     assert moved == sorted(moved, reverse=True)
@@ -215,3 +218,18 @@ def test_what_cannot_be_written_is_refused_before_the_work(refused, tmp_path):
     assert nowhere in refused("nosuchnetwork", "--csv", nowhere)
     assert "it is a folder" in refused("nosuchnetwork", "--csv", str(tmp_path))
     assert "no/such.png" in refused("densenet40", "--plot", str(tmp_path / "no" / "such.png"))
+
+
+@pytest.mark.parametrize("setting", ["batch=4", "image=8", "seed=x", "name=x"])
+def test_what_is_no_metaparameter_is_not_set_as_one(refused, setting):
+    assert "internal error" not in refused("resnet20", "--set", setting)
+    assert "internal error" not in refused("resnet20", "--level", "none", "--set", setting)
+
+
+def test_numbers_and_names_may_be_pythons_own(train):
+    one = bnfuse.estimate(train, levels="icf", flops=np.float64(1e12), cache=np.int64(MIB))
+    assert one.hardware.flops == 1e12 and one.hardware.cache == MIB
+    two = bnfuse.estimate(train, workers="1,2", network=6e9)
+    assert two.points[1].communication_s == pytest.approx(2 * two.gradient_bytes / 6e9)
+    with pytest.raises(BnfuseError, match="optimizer=lion is unknown"):
+        bnfuse.estimate(train, optimizer="lion")
