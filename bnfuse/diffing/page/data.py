@@ -8,11 +8,12 @@ from typing import Any
 
 from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.nodes import Node
-from bnfuse.diffing.page.norms import HALVES, Norm, first_index
+from bnfuse.diffing.page.norms import HALVES, PLACES, STATUSES, Norm, first_index
 
 
 def data_of(page: Page) -> dict[str, Any]:
-    """sides (before, after), rows (before, after), home and into (by node before), partner (by node after), norms."""
+    """sides (before, after), rows (before, after), home and into (by node before), partner (by node after), norms; and
+    the words for what they hold."""
     alignment = page.alignment
     sources, places = first_index(page.before), first_index(page.after)
     return {
@@ -26,6 +27,7 @@ def data_of(page: Page) -> dict[str, Any]:
         "partner": [alignment.partner.get(i, -1) for i in range(len(page.after))],
         "changed": {places[n.name]: shown(n.attributes) for n in page.diff.changed if n.name in places},
         "norms": [norm_data(norm, places) for norm in page.norms],
+        "words": {"halves": HALVES, "places": PLACES, "statuses": STATUSES},
     }
 
 

@@ -1,24 +1,6 @@
 // What the selected node is, where it went or came from, and what it costs.
 
-const HALVES = {
-  statistics: "statistics",
-  normalize: "normalize",
-  gradient_reduce: "gradient reduce",
-  gradient_input: "gradient input",
-};
-const PLACES = {
-  prologue: "on the way in of",
-  epilogue: "on the way out of",
-  own: "on its own in",
-  sample: "on a sample, in",
-};
-const STATUS = {
-  fused: "No half sweeps a feature map of its own.",
-  sampled: "A half touches a sample of the map in an operator of its own.",
-  split: "A half is still an operator of its own.",
-  whole: "It is still one operator.",
-  gone: "It was taken out of the graph, or is not to be found in it.",
-};
+const { halves: HALVES, places: PLACES, statuses: STATUSES } = DATA.words;
 const MOST = 12; // entries of a list that are shown before the rest is folded
 
 /** BatchNorms by the index of each of their nodes before. */
@@ -87,6 +69,8 @@ function origin(node) {
   return node.side ? (fate === "new" ? "only in this graph" : `made by ${fate}`) : `fused by ${fate}`;
 }
 
+const sentence = (words) => `${words[0].toUpperCase()}${words.slice(1)}.`;
+
 function normDetails(norm) {
   const list = element("dl", { className: "facts" });
   for (const [half, shown] of Object.entries(HALVES)) {
@@ -96,7 +80,7 @@ function normDetails(norm) {
   const channels = norm.channels === null ? "" : ` ${norm.channels} channels.`;
   return element("section", {},
     element("h4", {}, "BatchNorm ", element("span", { className: `status ${norm.status}` }, norm.status)),
-    element("p", {}, STATUS[norm.status] + channels),
+    element("p", {}, `${sentence(STATUSES[norm.status])}${channels}`),
     element("p", {}, "Saved: ", element("strong", {}, saved(norm.around)),
       ` with what is fused with it; ${saved(norm.own)} in its operators alone.`),
     list,

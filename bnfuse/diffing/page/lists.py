@@ -9,18 +9,10 @@ from urllib.parse import quote
 from bnfuse.diffing.halves import Place
 from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.markup import Markup, joined, table, tag, text
-from bnfuse.diffing.page.norms import HALVES, Cost, Norm, first_index
+from bnfuse.diffing.page.norms import HALVES, PLACES, Cost, Norm, first_index
 from bnfuse.diffing.page.summary import COLUMNS, NUMBERS, as_bytes, exact
 from bnfuse.diffing.report import describe_changed, describe_rewired
 from bnfuse.text import change, count, number
-
-SHOWN_HALVES = {half: half.replace("_", " ") for half in HALVES}
-WHERE = {
-    "prologue": "on the way in of",
-    "epilogue": "on the way out of",
-    "own": "on its own in",
-    "sample": "on a sample, in",
-}
 
 
 def norm_list(page: Page) -> Markup:
@@ -44,7 +36,7 @@ def norm_details(norm: Norm, page: Page, index: dict[str, int]) -> Markup:
     own = page.before[norm.nodes[0]]
     facts = [
         ("channels", "unknown" if norm.fate.channels is None else number(norm.fate.channels)),
-        *((SHOWN_HALVES[half], half_places(norm, half, page, index)) for half in HALVES),
+        *((HALVES[half], half_places(norm, half, page, index)) for half in HALVES),
         *(("not fused", reason) for reason in norm.reasons),
         ("show", node_link("before", own.key, "in the graphs side by side")),
     ]
@@ -86,7 +78,7 @@ def half_places(norm: Norm, half: str, page: Page, index: dict[str, int]) -> Mar
     if not found:
         return tag("span", "in the BatchNorm" if norm.fate.whole else "nowhere", class_="note")
     parts = []
-    for where, shown in WHERE.items():
+    for where, shown in PLACES.items():
         links = [place_link(place, page, index) for place in found if place.where == where]
         if len(links) == 1:
             parts.append(tag("div", f"{shown} ", links[0]))

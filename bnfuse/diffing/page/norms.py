@@ -12,7 +12,19 @@ from bnfuse.diffing.halves import BATCH_NORMS, BatchNormFate
 from bnfuse.diffing.page.align import Alignment
 from bnfuse.diffing.page.nodes import Node
 
-HALVES = ("statistics", "normalize", "gradient_reduce", "gradient_input")
+# what the page calls them
+HALVES = {
+    "statistics": "statistics",
+    "normalize": "normalize",
+    "gradient_reduce": "gradient reduce",
+    "gradient_input": "gradient input",
+}
+PLACES = {
+    "prologue": "on the way in of",
+    "epilogue": "on the way out of",
+    "own": "on its own in",
+    "sample": "on a sample, in",
+}
 STATUSES = {
     "fused": "no half sweeps a feature map of its own",
     "sampled": "a half touches a sample of the map in an operator of its own",
