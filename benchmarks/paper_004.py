@@ -31,7 +31,8 @@ from bnfuse.estimating.hardware import MIB, PROFILES, Hardware, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
 from bnfuse.estimating.order import Order
 from bnfuse.estimating.quantities import cache_text
-from bnfuse.estimating.reuse import SCOPES, UNBOUNDED, captured, requirements, reuse, roofline
+from bnfuse.estimating.reuse import SCOPES, UNBOUNDED, captured, requirements, reuse
+from bnfuse.estimating.roofline import roofline
 from bnfuse.estimating.sweep import Sweep, sweep
 from bnfuse.estimating.workload import Workload
 from bnfuse.models import build_graph

@@ -28,7 +28,8 @@ from bnfuse.estimating.plots import (
     tidy,
 )
 from bnfuse.estimating.quantities import cache_text
-from bnfuse.estimating.reuse import SCOPES, Reuse, Roofline
+from bnfuse.estimating.reuse import SCOPES, Reuse
+from bnfuse.estimating.roofline import Roofline
 from bnfuse.estimating.sweep import AXES, Sweep
 
 MARKS = {"Conv2D": "o", "DepthwiseConv2D": "s", "Dense": "D", "MatMul": "P"}  # the others: x

@@ -11,7 +11,8 @@ from bnfuse.estimating import figures, plots
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, profile
 from bnfuse.estimating.layerwise import forward_workload
-from bnfuse.estimating.reuse import reuse, roofline
+from bnfuse.estimating.reuse import reuse
+from bnfuse.estimating.roofline import roofline
 from bnfuse.estimating.sweep import sweep
 from bnfuse.models import build_graph
 

@@ -20,12 +20,10 @@ from bnfuse.estimating.reuse import (
     SCOPES,
     UNBOUNDED,
     captured,
-    layer_reuse_frequency,
     requirements,
     reuse,
-    roofline,
-    tensor_reuse_frequency,
 )
+from bnfuse.estimating.roofline import layer_reuse_frequency, roofline, tensor_reuse_frequency
 from bnfuse.estimating.workload import Access, Layer, Tensor, Workload
 from bnfuse.models import build_graph
 from bnfuse.text import join
