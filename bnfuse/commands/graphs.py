@@ -29,6 +29,7 @@ from bnfuse.commands.options import (
     settings,
 )
 from bnfuse.commands.output import Progress, require_text_writable, show, show_json, to_json, write_text
+from bnfuse.errors import BnfuseError
 from bnfuse.text import Section, count, number, scaled
 
 Before = Annotated[Path, typer.Argument(metavar="BEFORE.ONNX", show_default=False)]
@@ -163,6 +164,8 @@ def inspect(
     bnfuse inspect squeezenet-plain --image 227 --units binary
     bnfuse inspect densenet121 --batch 32 --csv
     """
+    if csv and json:
+        raise BnfuseError("--csv and --json are both for stdout: give one of them")
     from bnfuse import api
 
     zoo = {"batch": batch, "image": image, "channels": channels, "classes": classes, **settings(set_)}

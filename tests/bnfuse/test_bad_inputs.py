@@ -536,3 +536,7 @@ def test_a_closed_output_is_no_traceback(at):
     )
     os.close(write)
     assert done.stderr == b""
+
+
+def test_stdout_is_one_of_csv_and_json(at, capsys):
+    assert "give one of them" in refused(capsys, "inspect", "densenet40", "--csv", "--json")
