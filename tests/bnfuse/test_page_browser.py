@@ -221,7 +221,10 @@ def test_no_window_makes_the_page_scroll_sideways(visit, width):
     page.evaluate("document.querySelectorAll('details').forEach((each) => each.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     for name in ("before", "after"):
-        assert page.locator(f"#side-{name} .node").first.bounding_box()["width"] > 0.3 * min(width, 900) - 20
+        node = page.locator(f"#side-{name} .node").first.bounding_box()
+        assert node["width"] > 0.3 * min(width, 900) - 20
+        head = page.locator(f"#head-{name}").bounding_box()
+        assert abs(head["x"] - node["x"]) < 12  # of these up to 9 by the bar to scroll with
 
 
 def test_hostile_names_are_shown_and_do_nothing(visit):
