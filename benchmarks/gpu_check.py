@@ -35,7 +35,7 @@ from gpu_cases import CASES, PRECISIONS, Entry, chosen, read_index
 
 PARTS = ("card", "numerics", "training", "timing", "memory", "profile", "sanitizer")
 PEERS = ("torch+graph", "torch-cl", "torch-cl+graph", "torch-compile+graph")
-LEVELS = ("none", "icf")
+LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
 
 
 class OutOfTime(Exception):
