@@ -30,6 +30,8 @@ def parse_bytes(text: str) -> int:
 def parse_bandwidth(text: str) -> float:
     """'616GB/s', '1.5 TB/s', '616e9', '100GiB/s', '94G' -> bytes/s."""
     value, unit = split(text, "a bandwidth, like 616GB/s")
+    if re.search(r"[KMGTP]i?b(/s|ps)?\s*$", text):
+        raise BnfuseError(f"'{text}' may be bits or bytes: write B for bytes, as in 6GB/s")
     found = re.fullmatch(rf"([{PREFIXES}]?)(I?)(?:B(?:/S|PS)?)?", unit)
     if found is None or (found[2] and not found[1]):
         raise BnfuseError(f"'{text}' is no bandwidth: it is a number with B/s, MB/s, GB/s or TB/s")

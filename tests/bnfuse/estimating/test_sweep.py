@@ -62,6 +62,8 @@ def test_rates_are_decimal():
         (parse_bytes, "1e400", "at most 1024 PB"),
         (parse_bytes, "1025PB", "at most 1024 PB"),
         (parse_bandwidth, "0GB/s", "from 1 to"),
+        (parse_bandwidth, "6Gb/s", "bits or bytes"),
+        (parse_bandwidth, "100 Gbps", "bits or bytes"),
         (parse_bandwidth, "1e400", "from 1 to"),
         (parse_flops, "1e-300", "from 1 to"),
         (parse_flops, "1e308T", "from 1 to"),
