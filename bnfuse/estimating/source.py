@@ -30,7 +30,7 @@ def workloads(
     optimizer: Optimizer = "none",
     **roles: Any,
 ) -> tuple[Workload, ...]:
-    """One workload, or one for each level, with the level's name.
+    """One workload, or one for each level, with the level's name; of a single level with the graph's before it.
 
     A network of the zoo has the layers and the backward pass of papers/004; with `levels` its training graph is built,
     as everything else that is a graph is one already. `passes` concerns the former alone, `views` and `optimizer` the
@@ -42,6 +42,8 @@ def workloads(
     graph = built(source, zoo or {}) if network is not None else open_graph(source, **roles)
     require_fixed_shapes(graph)
     graphs = rewritten(graph, levels) if levels else {graph.name: graph}
+    if levels and len(graphs) == 1:
+        graphs = {f"{graph.name} {level}": each for level, each in graphs.items()}
     return tuple(
         dataclasses.replace(training_workload(each, order=order, views=views, optimizer=optimizer), name=name)
         for name, each in graphs.items()

@@ -93,6 +93,7 @@ def test_a_rewritten_file_is_estimated_as_its_level(ask, train, tmp_path):
     fused = str(tmp_path / "fused.onnx")
     bnfuse.save(bnfuse.rewrite(train).model, fused)
     assert ask(train, "--level", "icf")["time_s"] == pytest.approx(ask(fused)["time_s"])
+    assert ask(train, "--level", "icf")["workload"] == f"{train} icf"
 
 
 def test_a_network_by_name_needs_no_file(ask):
