@@ -49,10 +49,15 @@ def _row(path: str | Path, network: str, number: int, line: dict[str, str]) -> R
         raise BnfuseError(f"{path}: line {number}: {error}") from None
 
 
+def row_of(rows: Sequence[Row], full: Settings) -> Row | None:
+    """The last row that belongs to a point with these settings, defaults included."""
+    found = [row for row in rows if all(full.get(key) == value for key, value in row[0].items())]
+    return found[-1] if found else None
+
+
 def with_accuracies(points: Sequence[Point], rows: Sequence[Row], settings: Sequence[Settings]) -> list[Point]:
     """`settings` are each point's in full, defaults included."""
-    found = []
-    for point, full in zip(points, settings, strict=True):
-        known = [accuracy for wanted, accuracy in rows if all(full.get(key) == value for key, value in wanted.items())]
-        found.append(dataclasses.replace(point, accuracy=known[-1] if known else None))
-    return found
+    known = [row_of(rows, full) for full in settings]
+    return [
+        dataclasses.replace(point, accuracy=row[1] if row else None) for point, row in zip(points, known, strict=True)
+    ]

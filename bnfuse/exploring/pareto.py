@@ -36,6 +36,8 @@ class Goal:
     more: bool
 
     def value(self, point: Point) -> float | None:
+        if self.name == "bn-share" and point.norm_time_share is not None:
+            return point.norm_time_share
         found = getattr(point, QUANTITIES[self.name])
         if found is None and self.name in AFTER:
             found = getattr(point, AFTER[self.name])

@@ -20,7 +20,7 @@ SCALES = {
     "outputs": (1e-6, "outputs of all layers, MB"),
     "sweeps": (1, "sweeps over feature maps after fusion"),
     "moved": (1e-9, "feature maps moved after fusion, GB a step"),
-    "bn-share": (100, "BatchNorm's part of the bytes moved, per cent"),
+    "bn-share": (100, "BatchNorm's part, per cent"),
     "time": (1e3, "estimated step, ms"),
     "time-before": (1e3, "estimated step before fusion, ms"),
     "throughput": (1, "images a second after fusion, estimated"),

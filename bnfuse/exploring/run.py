@@ -11,7 +11,7 @@ from bnfuse.errors import BnfuseError, first_line
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import behaviour_of, hardware_of
-from bnfuse.exploring.accuracy import read_accuracies, with_accuracies
+from bnfuse.exploring.accuracy import read_accuracies, row_of, with_accuracies
 from bnfuse.exploring.axes import (
     Settings,
     axes_of,
@@ -90,6 +90,8 @@ def explore(
     check_files(accuracy, plot, output, asked)
     rows = read_accuracies(accuracy, name) if accuracy is not None else []
     changes = changes_of(name, plan, axes, shared, separately=separately, limit=limit)
+    if rows and not any(row_of(rows, full_settings(name, {**shared, **change})) for change in changes):
+        raise BnfuseError(f"{accuracy}: no line belongs to any of these points: its settings are of others")
     machine = hardware_of(hardware, progress=progress) if isinstance(hardware, str) else hardware
     (assumptions,) = settle(assume or {}, behaviour_of(hardware))
     measure = Measure(level, machine, assumptions)

@@ -100,3 +100,19 @@ def test_the_points_of_a_preset_count_too(run):
     status, _, err = run("--preset", "nin-changes", "--no-estimate", "--limit", "3")
     assert status == 2
     assert "7 points, and 3 are the limit" in err
+
+
+def test_accuracies_of_other_points_are_refused(run, tmp_path):
+    (tmp_path / "a.csv").write_text("depth,accuracy\n7,90.5\n")
+    status, _, err = run("densenet40", "--vary", "depth=2,3", "--accuracy", "a.csv")
+    assert status == 2
+    assert "a.csv: no line belongs to any of these points" in err and err.count("\n") == 1
+
+
+def test_the_front_of_the_norms_share_is_of_the_share_that_is_shown(run):
+    _, out, _ = run(
+        "densenet40", "--vary", "growth=2,4,8", *SMALL, "--set", "depth=1", "--pareto", "bn-share", "--json"
+    )
+    points = json.loads(out)["points"]
+    least = min(points, key=lambda point: point["norm_time_share"])
+    assert [point for point in points if point["pareto"]] == [least]
