@@ -1,8 +1,8 @@
 """What papers/004 leaves open about the machine, as named choices.
 
-Choices about the passes of a network are `layerwise.Passes`. Its defaults and `PAPER` are the one set that comes nearest
-to the paper's printed figures for all of its networks at once; each choice says what it does to them. They are, paper and
-`PAPER` (RTX 2080 Ti of table 5.2, batch 32, MB of 2^20 bytes):
+Choices about the passes of a network are `layerwise.Passes`. Its defaults and `PAPER` are the one set that comes
+nearest to the paper's printed figures for all of its networks at once; each choice says what it does to them. They are,
+paper and `PAPER` (RTX 2080 Ti of table 5.2, batch 32, MB of 2^20 bytes):
 
     ResNet-50      type-II layers (BN, ReLU, Add) at 24 MB 46.15 %, 45.7 %; time from 24 to 500 MB -48.1 %, -48.7 %;
                    speed-up of a 1.71 times higher rate at 24 MB 20 %, 22.0 %; traffic at 296 MB about -70 %, -74 %
@@ -28,9 +28,9 @@ class Assumptions:
     mac_operations: int = 2
     """Operations that a multiply-add of a dense layer takes of the peak rate.
 
-    Peak rates of data sheets count 2, so with less a time may come out that the hardware cannot reach. The paper does not
-    say; its figures come out with 1 and with nothing else. With 2: ResNet-50's type-II share is
-    31 %, its time falls by 32 %, the speed-up is 38 %; MobileNetV2's time falls by 67 %, GNMT's by 64 %.
+    Peak rates of data sheets count 2, so with less a time may come out that the hardware cannot reach. The paper does
+    not say; its figures come out with 1 and with nothing else. With 2: ResNet-50's type-II share is 31 %, its time falls
+    by 32 %, the speed-up is 38 %; MobileNetV2's time falls by 67 %, GNMT's by 64 %.
     """
 
     prefetch: Literal["latency", "next", "none"] = "latency"

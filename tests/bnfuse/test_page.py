@@ -378,7 +378,8 @@ def test_another_operator_of_the_same_name_faces_the_one_before():
     before, after = small(), small()
     changed = next(node for node in after.graph if node.op_type == "Relu")
     changed.op_type = "Softplus"
-    after.graph.insert_before(changed, ir.Node("", "Sigmoid", changed.inputs, name="another"))  # moves all below by a row
+    another = ir.Node("", "Sigmoid", changed.inputs, name="another")
+    after.graph.insert_before(changed, another)  # moves all below by a row
     data = Document(diff_page(before, after)).data
     names = [[node["name"] for node in side["nodes"]] for side in data["sides"]]
     b, a = (side.index(changed.name) for side in names)
