@@ -29,8 +29,8 @@ class Assumptions:
     """Operations that a multiply-add of a dense layer takes of the peak rate.
 
     Peak rates of data sheets count 2, so with less a time may come out that the hardware cannot reach. The paper does
-    not say; its figures come out with 1 and with nothing else. With 2: ResNet-50's type-II share is 31 %, its time falls
-    by 32 %, the speed-up is 38 %; MobileNetV2's time falls by 67 %, GNMT's by 64 %.
+    not say; its figures come out with 1 and with nothing else. With 2: ResNet-50's type-II share is 31 %, its time
+    falls by 32 %, the speed-up is 38 %; MobileNetV2's time falls by 67 %, GNMT's by 64 %.
     """
 
     prefetch: Literal["latency", "next", "none"] = "latency"
