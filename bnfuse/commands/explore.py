@@ -108,7 +108,7 @@ def explore(
         preset_name=preset,
         separately=one_at_a_time,
         limit=limit,
-        hardware=(hardware or "h100") if estimate else None,
+        hardware=("h100" if hardware is None else hardware) if estimate else None,
         level=(level or Level.icf).value,
         assume=settings(assume, "--assume"),
         pareto=pareto,

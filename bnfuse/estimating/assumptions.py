@@ -20,6 +20,8 @@ from typing import Literal
 
 from bnfuse.errors import BnfuseError
 
+MOST = 100  # operations of a multiply-add, or sweeps: more is mistyped
+
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
@@ -77,9 +79,13 @@ class Assumptions:
     """
 
     def __post_init__(self) -> None:
-        if self.mac_operations < 1:
-            raise BnfuseError(f"mac_operations={self.mac_operations} is out of range: it must be at least 1")
+        check_times("mac_operations", self.mac_operations)
         check_choice("prefetch", self.prefetch, ("latency", "next", "none"))
+
+
+def check_times(name: str, value: int) -> None:
+    if not 1 <= value <= MOST:
+        raise BnfuseError(f"{name}={value} is out of range: it must be at least 1, and at most {MOST}")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -14,9 +14,9 @@ from typing import Literal
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.errors import at_node
 from bnfuse.estimating import operations
-from bnfuse.estimating.assumptions import check_choice
+from bnfuse.estimating.assumptions import check_choice, check_times
 from bnfuse.estimating.order import Order, arranged
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
 from bnfuse.models.count import parameters_of
@@ -78,8 +78,7 @@ class Passes:
 
     def __post_init__(self) -> None:
         check_choice("sums", self.sums, ("consumer", "layer"))
-        if self.norm_sweeps < 1:
-            raise BnfuseError(f"norm_sweeps={self.norm_sweeps} is out of range: it must be at least 1")
+        check_times("norm_sweeps", self.norm_sweeps)
 
 
 @dataclasses.dataclass

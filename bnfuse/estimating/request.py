@@ -68,7 +68,7 @@ class Request:
     @property
     def kinds(self) -> list[str]:
         """The options that ask for something of their own: there may be one."""
-        return [name for name in ("sweep", "reuse", "workers") if getattr(self, name)]
+        return [name for name in ("sweep", "reuse", "workers") if getattr(self, name) not in (None, False)]
 
 
 def answer(request: Request, progress: Progress = lambda _: None) -> Any:
@@ -94,7 +94,7 @@ def question_of(request: Request) -> Callable[[Request, Progress], Any]:
     if request.remove is not None:
         raise BnfuseError("--remove is for a ReRAM/GPU stack here: rewrite the graph with --remove first")
     for kind, answerer in (("sweep", swept), ("reuse", reused), ("workers", scaled)):
-        if getattr(request, kind):
+        if kind in request.kinds:
             return answerer
     return estimated
 

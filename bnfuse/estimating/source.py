@@ -83,7 +83,7 @@ def hardware_of(
 
         chosen = host(fresh=fresh, progress=progress)
     else:
-        chosen = profile(name or DEFAULT)
+        chosen = profile(DEFAULT if name is None else name)
     given: dict[str, Any] = {
         key: value for key, value in (("cache", cache), ("bandwidth", bandwidth), ("flops", flops)) if value is not None
     }

@@ -116,7 +116,7 @@ class ReramAssumptions:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type in ("int", "float") and not (math.isfinite(value) and 0 <= value <= 1e18):
-                raise BnfuseError(f"{field.name}={value} is out of range: it must not be negative")
+                raise BnfuseError(f"{field.name}={value} is out of range: it must be from 0 to 1e18")
             if field.type in ("int", "float") and not value and field.name not in MAY_BE_ZERO:
                 raise BnfuseError(f"{field.name}={value} is out of range: it must be above 0")
         if self.titan_efficiency > 1:

@@ -234,3 +234,16 @@ def test_numbers_and_names_may_be_pythons_own(train):
     assert two.points[1].communication_s == pytest.approx(2 * two.gradient_bytes / 6e9)
     with pytest.raises(BnfuseError, match="optimizer=lion is unknown"):
         bnfuse.estimate(train, optimizer="lion")
+
+
+def test_what_is_empty_is_not_left_out(refused, train):
+    """An unset variable of a shell script."""
+    assert "AXIS=FROM:TO:STEP" in refused(train, "--sweep", "")
+    assert "whole number" in refused(train, "--workers", "")
+    assert "no hardware" in refused(train, "--hardware", "")
+
+
+def test_assumptions_have_a_range(refused, train):
+    assert "at most 100" in refused(train, "--assume", f"mac_operations={10**400}")
+    assert "at most 100" in refused("resnet20", "--assume", "norm_sweeps=1000")
+    assert "from 0 to 1e18" in refused("resnet20", "--hardware", "2r2g", "--assume", "clock=inf")
