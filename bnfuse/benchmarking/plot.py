@@ -33,7 +33,11 @@ def pyplot_figure() -> Any:
 def save_figure(figure: Any, path: str | Path) -> None:
     """The whole picture, or what was there before. The same figure gives the same bytes: no date, no random names."""
     import matplotlib
+    from matplotlib.text import Text
 
+    for text in figure.findobj(Text):
+        if "$" in text.get_text():  # a name, no formula
+            text.set_parse_math(False)
     picture, kind = io.BytesIO(), Path(path).suffix.lower().removeprefix(".")
     dates: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context({"svg.hashsalt": "bnfuse"}):

@@ -158,3 +158,16 @@ def test_the_same_figure_is_the_same_file(tmp_path, ending, monkeypatch):
         files.append((tmp_path / f"{name}.{ending}").read_bytes())
     assert files[0] == files[1]
     assert b"CreationDate" not in files[0] and b"<dc:date>" not in files[0]
+
+
+def test_a_name_is_no_formula(tmp_path):
+    from bnfuse.benchmarking.plot import pyplot_figure, save_figure
+
+    figure = pyplot_figure()()
+    axis = figure.subplots()
+    axis.bar([0, 1], [1, 2])
+    axis.set_xticks([0, 1], ["stem_{conv}$$", "a$x$b"])
+    axis.set_title("net$$")
+    axis.set_yscale("log")
+    save_figure(figure, tmp_path / "names.svg")
+    assert "stem_{conv}$$" in (tmp_path / "names.svg").read_text()
