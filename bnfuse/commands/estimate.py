@@ -85,6 +85,9 @@ def estimate(
     reuse: Annotated[
         bool, typer.Option("--reuse", help="Where bytes are reused: the five scopes, and the cache that each needs.")
     ] = False,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="FLOP for each byte of the layers, and what they attain at that.")
+    ] = False,
     workers: Annotated[
         str | None,
         typer.Option(metavar="P,...", help="Data-parallel steps on so many workers: 1,2,4,8.", show_default=False),
@@ -155,6 +158,7 @@ def estimate(
         levels=level or (),
         sweep=sweep,
         reuse=reuse,
+        roofline=roofline,
         workers=workers,
         network=network,
         reduce=reduce.value,

@@ -4,6 +4,7 @@ a stack of ReRAM and GPU layers     the pipeline of papers/002
 workers                             data-parallel steps of papers/003
 a sweep                             an estimate for each value
 reuse                               the scopes in which bytes are reused
+roofline                            how often layers reuse data, and what they attain at that
 levels                              estimates beside one another
 none of these                       one estimate
 """
@@ -51,6 +52,7 @@ class Request:
     levels: Sequence[str] = ()
     sweep: str | None = None
     reuse: bool = False
+    roofline: bool = False
     workers: str | None = None
     network: str = "6GB/s"
     reduce: str = "tree"
@@ -68,11 +70,11 @@ class Request:
     @property
     def kinds(self) -> list[str]:
         """The options that ask for something of their own: there may be one."""
-        return [name for name in ("sweep", "reuse", "workers") if getattr(self, name) not in (None, False)]
+        return [name for name in ("sweep", "reuse", "roofline", "workers") if getattr(self, name) not in (None, False)]
 
 
 def answer(request: Request, progress: Progress = lambda _: None) -> Any:
-    """An Estimate, Comparison, Sweep, Reuse, Scaling or Pipeline, drawn where a picture is asked for."""
+    """An Estimate, Comparison, Sweep, Reuse, Roofline, Scaling or Pipeline, drawn where a picture is asked for."""
     if len(request.kinds) > 1:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
     refuse_unread(request)
@@ -93,7 +95,7 @@ def question_of(request: Request) -> Callable[[Request, Progress], Any]:
         return pipelined
     if request.remove is not None:
         raise BnfuseError("--remove is for a ReRAM/GPU stack here: rewrite the graph with --remove first")
-    for kind, answerer in (("sweep", swept), ("reuse", reused), ("workers", scaled)):
+    for kind, answerer in (("sweep", swept), ("reuse", reused), ("roofline", roofs), ("workers", scaled)):
         if kind in request.kinds:
             return answerer
     return estimated
@@ -124,6 +126,13 @@ def reused(request: Request, progress: Progress) -> Any:
 
     machine, _, passes = machine_of(request, progress)
     return reuse(one(request, passes), sorted({*CACHES, machine.cache}))
+
+
+def roofs(request: Request, progress: Progress) -> Any:
+    from bnfuse.estimating.roofline import roofline
+
+    machine, assumptions, passes = machine_of(request, progress)
+    return roofline(one(request, passes), machine, assumptions)
 
 
 def scaled(request: Request, progress: Progress) -> Any:
@@ -209,6 +218,7 @@ def draw(found: Any, path: Path) -> None:
     from bnfuse.estimating.parallel.scaling import Scaling
     from bnfuse.estimating.reram import plot as reram_plot
     from bnfuse.estimating.reram.pipeline import Pipeline
+    from bnfuse.estimating.roofline import Roofline
 
     if isinstance(found, Estimate):
         plots.plot_estimate(found, path)
@@ -220,5 +230,7 @@ def draw(found: Any, path: Path) -> None:
         parallel_plot.plot([found], path)
     elif isinstance(found, Pipeline):
         reram_plot.plot(found, path)
+    elif isinstance(found, Roofline):
+        save_figure(figures.roofline_figure([found]), path)
     else:
         save_figure(figures.reuse_figure([found]), path)

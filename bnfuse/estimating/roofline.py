@@ -14,7 +14,7 @@ from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import operations
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.workload import Layer, Workload
-from bnfuse.text import Section, number
+from bnfuse.text import Section, csv_text, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Roofline:
             "ridge_point": self.ridge_point,
             "layers": [dataclasses.asdict(point) for point in self.points],
         }
+
+    def to_csv(self) -> str:
+        """A layer a line."""
+        return csv_text((field.name for field in dataclasses.fields(Point)), map(dataclasses.astuple, self.points))
 
     def sections(self) -> list[Section]:
         """By type of layer: how many are bound by computing, and the range of their reuse frequencies."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BETWEEN_WORKERS = ("network", "reduce", "scaling", "overlap")
 OF_GRAPHS = ("order", "optimizer", "views")
-OF_CACHES = ("cache", "bandwidth", "flops", "measure", "levels", "sweep", "reuse", "workers")
+OF_CACHES = ("cache", "bandwidth", "flops", "measure", "levels", "sweep", "reuse", "roofline", "workers")
 
 
 def refuse_unread(request: Request) -> None:

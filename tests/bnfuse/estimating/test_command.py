@@ -132,6 +132,16 @@ def test_reuse_by_scope(ask, train):
     assert shares == sorted(shares)
 
 
+def test_the_roofline_of_a_network(ask, train):
+    found = ask(train, "--roofline", "--bandwidth", "1TB/s", "--flops", "2TFLOP/s", "--cache", "1MB")
+    assert found["ridge_point"] == 2
+    bound = {layer["compute_bound"]: [] for layer in found["layers"]}
+    for layer in found["layers"]:
+        assert layer["attainable"] == pytest.approx(min(2e12, 1e12 * layer["reuse_frequency"]))
+        bound[layer["compute_bound"]].append(layer["type"])
+    assert {"Conv2D"} <= {*bound[True]} and "BatchNorm" in bound[False]
+
+
 def test_workers_share_a_batch(ask, train):
     found = ask(train, "--workers", "1,2,4", "--network", "1GB/s", "--reduce", "server")
     assert [point["share"] for point in found["points"]] == [4, 2, 1]
@@ -154,8 +164,15 @@ def test_an_assumption_changes_the_estimate(ask, train):
 
 @pytest.mark.parametrize(
     "question",
-    [[], ["--level", "none,icf"], ["--sweep", "cache=16KB:64KB:16KB"], ["--reuse"], ["--workers", "1,2"]],
-    ids=["estimate", "levels", "sweep", "reuse", "workers"],
+    [
+        [],
+        ["--level", "none,icf"],
+        ["--sweep", "cache=16KB:64KB:16KB"],
+        ["--reuse"],
+        ["--roofline"],
+        ["--workers", "1,2"],
+    ],
+    ids=["estimate", "levels", "sweep", "reuse", "roofline", "workers"],
 )
 def test_every_answer_has_text_a_picture_and_csv(train, tmp_path, capsys, question):
     picture, table = tmp_path / "p.png", tmp_path / "t.csv"
