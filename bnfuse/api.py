@@ -172,8 +172,8 @@ def estimate(
 
     `source` is a training graph, or the name of a network of the zoo. `options` are those of the command line
     (`bnfuse.estimating.request.Request`): cache, bandwidth, flops, sweep, workers, reuse, assume, plot, ...; what comes
-    back is an Estimate, or what they ask for: a Comparison of levels, a Sweep, Reuse, Roofline, Scaling or Pipeline, each with
-    to_json(), to_csv() and sections(). docs/estimate.md
+    back is an Estimate, or what they ask for: a Comparison of levels, a Sweep, Reuse, Roofline, Scaling or
+    Pipeline, each with to_json(), to_csv() and sections(). docs/estimate.md
     """
     from bnfuse.estimating.request import Request, answer
 
