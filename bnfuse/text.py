@@ -74,8 +74,8 @@ def scaled(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.0123 -> 12.3 ms: three digits, in us, ms or s."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+    """0.0123 -> 12.3 ms: three digits, in ns, us, ms or s."""
+    for factor, unit in ((1e9, "ns"), (1e6, "us"), (1e3, "ms")):
         if 0 < factor * abs(seconds) < 999.5:
             return f"{factor * seconds:.3g} {unit}"
     return f"{seconds:.3g} s" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"

@@ -11,7 +11,8 @@ from bnfuse.text import duration, percent
     "seconds, text",
     [
         (0, "0 s"),
-        (2.5e-7, "0.25 us"),
+        (2.5e-10, "0.25 ns"),
+        (2.5e-7, "250 ns"),
         (9.99e-4, "999 us"),
         (9.996e-4, "1 ms"),
         (0.0123456, "12.3 ms"),
