@@ -36,8 +36,9 @@ def variants(texts: Iterable[str], samples: Iterable[str] = ()) -> tuple[Variant
 
     Each level also with each of `samples`, which are specs as `bnfuse rewrite --sample` takes them.
     """
-    levels = [variant(text) for text in split(texts)]
-    if not levels:
+    given = [texts] if isinstance(texts, str) else [*texts]
+    levels = [variant(text) for text in split(given)]
+    if given and not levels:
         raise BnfuseError(f"no level is named: the levels are {', '.join(LEVELS)}")
     sampled = [dataclasses.replace(level, sample=sample) for sample in ("", *samples) for level in levels]
     return tuple(dict.fromkeys(sampled))
