@@ -70,7 +70,7 @@ class Request:
     @property
     def kinds(self) -> list[str]:
         """The options that ask for something of their own: there may be one."""
-        return [name for name in ("sweep", "reuse", "roofline", "workers") if getattr(self, name) not in (None, False)]
+        return [name for name in QUESTIONS if getattr(self, name) not in (None, False)]
 
 
 def answer(request: Request, progress: Progress = lambda _: None) -> Any:
@@ -95,10 +95,7 @@ def question_of(request: Request) -> Callable[[Request, Progress], Any]:
         return pipelined
     if request.remove is not None:
         raise BnfuseError("--remove is for a ReRAM/GPU stack here: rewrite the graph with --remove first")
-    for kind, answerer in (("sweep", swept), ("reuse", reused), ("roofline", roofs), ("workers", scaled)):
-        if kind in request.kinds:
-            return answerer
-    return estimated
+    return next((QUESTIONS[kind] for kind in request.kinds), estimated)
 
 
 def estimated(request: Request, progress: Progress) -> Estimate | Comparison:
@@ -151,6 +148,14 @@ def scaled(request: Request, progress: Progress) -> Any:
         overlap=request.overlap,
         assumptions=assumptions,
     )
+
+
+QUESTIONS: dict[str, Callable[[Request, Progress], Any]] = {
+    "sweep": swept,
+    "reuse": reused,
+    "roofline": roofs,
+    "workers": scaled,
+}
 
 
 def pipelined(request: Request, progress: Progress) -> Any:

@@ -121,17 +121,10 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
         return []
     if op.core in ("Map", "MapGrad") and BATCH_NORM_STEPS & {*op.prologue, *op.epilogue} and not adds(op):
         return touched
-    own = {
-        value
-        for name, value in zip(op.operands, node.inputs, strict=False)
-        if value is not None and (name == "grad_x" or name.startswith("x_"))
-    }
-    others = {
-        value
-        for name, value in zip(op.operands, node.inputs, strict=False)
-        if value is not None and not (name == "grad_x" or name.startswith("x_"))
-    }
-    return [(value, bytes_) for value, bytes_ in touched if value in own - others]
+    readers: dict[bool, set[ir.Value | None]] = {True: set(), False: set()}  # whether it is a BN's own input
+    for name, value in zip(op.operands, node.inputs, strict=False):
+        readers[name == "grad_x" or name.startswith("x_")].add(value)
+    return [(value, bytes_) for value, bytes_ in touched if value in readers[True] - readers[False]]
 
 
 def adds(op: OpSpec) -> bool:
