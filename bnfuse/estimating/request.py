@@ -33,6 +33,7 @@ from bnfuse.estimating.training import Optimizer
 from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
 from bnfuse.io import require_apart, require_writable
+from bnfuse.models import entry_of
 from bnfuse.zoo import is_network
 
 Progress = Callable[[str], None]
@@ -136,15 +137,15 @@ def scaled(request: Request, progress: Progress) -> Any:
     from bnfuse.estimating.parallel.scaling import network, scale
 
     machine, assumptions, passes = machine_of(request, progress)
-    whole = one(request, passes)
+    by_name = is_network(request.source)
     return scale(
-        of_batch(request, passes) if is_network(request.source) else whole,
+        of_batch(request, passes) if by_name else one(request, passes),
         machine,
         [parse_count(part) for part in str(request.workers).split(",")],
         network(str(request.network)),
         request.reduce,  # type: ignore[arg-type]
         request.scaling,  # type: ignore[arg-type]
-        batch=whole.batch,
+        batch=request.zoo.get("batch") or entry_of(request.source).batch if by_name else None,
         overlap=request.overlap,
         assumptions=assumptions,
     )
@@ -165,11 +166,10 @@ def pipelined(request: Request, progress: Progress) -> Any:
     from bnfuse.zoo import network_named
 
     (assumptions,) = settle(request.assume, ReramAssumptions())
-    network = network_named(request.source, dict(request.zoo))
-    if network is None:
-        opened = open_graph(request.source, **request.roles)
-        require_fixed_shapes(opened)
-    graph = opened if network is None else network
+    graph: Any = network_named(request.source, dict(request.zoo))
+    if graph is None:
+        graph = open_graph(request.source, **request.roles)
+        require_fixed_shapes(graph)
     return pipeline(graph, str(request.hardware), assumptions, remove=request.remove)
 
 
