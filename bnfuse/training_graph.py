@@ -91,6 +91,13 @@ def without_dropout(model: ir.Model) -> ir.Model:
     return copy
 
 
+def put_in_place(old: ir.Value, new: ir.Value) -> None:
+    """Let all that reads `old` read `new`. Where `old` is an output of the graph, `new` becomes it, under its name."""
+    if old.is_graph_output():
+        old.name, new.name = new.name, old.name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
 def zero(dtype: ir.DataType, graph: ir.Graph) -> ir.Value:
     """A scalar initializer of 0 with a name that nothing else has."""
     taken = {*graph.initializers, *(v.name for v in graph.inputs), *(v.name for n in graph for v in n.outputs)}

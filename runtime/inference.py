@@ -17,6 +17,7 @@ from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.roles import Roles
 from bnfuse.runtime.lower_values import dtype_name, static_shape
+from bnfuse.training_graph import put_in_place
 
 
 def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
@@ -27,6 +28,7 @@ def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
         raise BnfuseError(
             "the training graph names no logits, so it cannot be evaluated: build it with this version of bnfuse"
         )
+    graph.outputs[:] = [logits]
     for node in list(graph):
         if node.op_type == "LocalFinalize" and node.domain == DOMAIN:
             finalize_for_all(graph, node)
@@ -40,11 +42,12 @@ def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
         elif node.op_type == "Dropout":
             source = node.inputs[0]
             assert source is not None
-            node.outputs[0].replace_all_uses_with(source)
-    graph.outputs[:] = [logits]
+            put_in_place(node.outputs[0], source)
     for name in (*roles.offsets, *roles.virtual):
         leave_out(graph, name)
-    return graph, dataclasses.replace(roles, labels=(), gradients={}, loss=logits.name or "", offsets=(), virtual=())
+    return graph, dataclasses.replace(
+        roles, labels=(), gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
+    )
 
 
 def leave_out(graph: ir.Graph, name: str) -> None:
@@ -78,7 +81,7 @@ def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
     normalize.outputs[0].name = f"{y.name}/inference"
     normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
     graph.insert_after(node, normalize)
-    y.replace_all_uses_with(normalize.outputs[0])
+    put_in_place(y, normalize.outputs[0])
 
 
 def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
@@ -99,4 +102,4 @@ def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
         value.name = f"{y.name}/inference_{index}"
     normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
     graph.insert_after(node, [finalize, normalize])
-    y.replace_all_uses_with(normalize.outputs[0])
+    put_in_place(y, normalize.outputs[0])

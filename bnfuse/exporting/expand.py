@@ -65,6 +65,15 @@ class Expansion:
                 self._microsoft(node)
             else:
                 self._standard(node)
+        self._name_output()
+
+    def _name_output(self) -> None:
+        """The result gets the name that it has in the training graph, whichever node it came from."""
+        made, wanted = self.output, str(self.graph.outputs[0].name)
+        for node in self.nodes:
+            for names in (node.input, node.output):
+                names[:] = [wanted if name == made else name for name in names]
+        self.names[self.graph.outputs[0]] = wanted
 
     @property
     def output(self) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.errors import at_node
+from bnfuse.training_graph import put_in_place
 
 VIRTUAL = -1
 
@@ -60,9 +61,7 @@ def _follow(graph: ir.Graph, node: ir.Node, known: dict[ir.Value, Rows], count: 
         whole = next(known[v].whole for v in inputs)
         real = ids[ids != VIRTUAL]
         if np.array_equal(real, np.arange(count)):
-            if value.is_graph_output():  # the results keep their names
-                value.name, whole.name = whole.name, value.name
-            value.replace_all_uses_with(whole, replace_graph_outputs=True)
+            put_in_place(value, whole)
             known[whole] = Rows(ids, whole)
         else:
             known[value] = Rows(ids, whole)

@@ -164,3 +164,64 @@ def test_where_the_batch_cannot_be_left_open_it_stays():
     exported = inference_model(graph, graph.state())
     assert exported.graph.input[0].type.tensor_type.shape.dim[0].dim_value == BATCH
     assert run(exported, np.zeros((BATCH, 1, 8, 8), np.float32)).shape == (BATCH, 10)
+
+
+def segmenter(last: str) -> onnx.ModelProto:
+    """Conv, BN, ReLU, and a 1x1 Conv; what comes `last` makes the logits, a class for each pixel."""
+    rng = np.random.default_rng(0)
+    values = {
+        "w1": 0.3 * rng.standard_normal((4, 1, 3, 3)),
+        "w2": 0.3 * rng.standard_normal((3, 4, 1, 1)),
+        **{f"bn{i}/{what}": 1 + 0.1 * rng.random(c) for i, c in ((1, 4), (2, 3)) for what in ("s", "b", "m", "v")},
+        "ratio": np.array(0.5),
+    }
+    weights = [onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items()]
+    weights.append(onnx.numpy_helper.from_array(np.array(True), "training"))
+
+    def norm(i: int, x: str, y: str) -> onnx.NodeProto:
+        operands = [x, *(f"bn{i}/{what}" for what in ("s", "b", "m", "v"))]
+        results = [y, f"bn{i}/new_mean", f"bn{i}/new_var"]
+        return h.make_node("BatchNormalization", operands, results, name=f"bn{i}", training_mode=1)
+
+    nodes = [
+        h.make_node("Conv", ["image", "w1"], ["y1"], pads=[1] * 4),
+        norm(1, "y1", "z1"),
+        h.make_node("Relu", ["z1"], ["r1"]),
+        h.make_node("Conv", ["r1", "w2"], ["y2"]),
+    ]
+    ends = {
+        "bn": [norm(2, "y2", "logits")],
+        "dropout": [h.make_node("Dropout", ["y2", "ratio", "training"], ["logits"])],
+        "bn, dropout": [norm(2, "y2", "z2"), h.make_node("Dropout", ["z2", "ratio", "training"], ["logits"])],
+    }
+    image = h.make_tensor_value_info("image", onnx.TensorProto.FLOAT, [BATCH, 1, 6, 5])
+    logits = h.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, [BATCH, 3, 6, 5])
+    graph = h.make_graph(nodes + ends[last], "segmenter", [image], [logits], weights)
+    return h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+
+
+def evaluating(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The forward model by its running statistics, without dropout."""
+    copy = onnx.ModelProto.FromString(model.SerializeToString())
+    for tensor in copy.graph.initializer:
+        if tensor.name == "training":
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(False), "training"))
+    for node in copy.graph.node:
+        if node.op_type == "BatchNormalization":
+            del node.output[1:], node.attribute[:]
+    return copy
+
+
+@pytest.mark.parametrize("how", [{"level": "none"}, {"level": "icf"}, {"sample": "fs:1/4"}, {"local_bn": 4}])
+@pytest.mark.parametrize("last", ["bn", "dropout", "bn, dropout"])
+def test_what_changes_in_evaluation_may_be_the_last_node(last, how):
+    """Its result is an output of the graph, and what takes its place becomes that output."""
+    forward = segmenter(last)
+    graph = bnfuse.rewrite(build_training_graph(forward), **how)
+    step = bnfuse.compile(graph, threads=1)
+    x = np.random.default_rng(1).standard_normal((BATCH, 1, 6, 5)).astype(np.float32)
+    expected = run(evaluating(forward), x)
+    np.testing.assert_allclose(step.evaluate(x), expected, rtol=1e-4, atol=1e-5)
+    exported = inference_model(open_graph(graph), step.state_dict())
+    assert [value.name for value in exported.graph.output] == ["logits"]
+    np.testing.assert_allclose(run(exported, x[:5]), expected[:5], rtol=1e-4, atol=1e-5)
