@@ -74,6 +74,10 @@ class Body:
             self._made[key] = self("Reshape", self[name], self.constant([1, -1, 1, 1]))
         return self._made[key]
 
+    def power(self, x: ir.Value, exponent: float) -> ir.Value:
+        """x ** exponent. Of infinity, which a variance can be, onnxruntime's Sqrt is NaN, and its Pow is right."""
+        return self("Pow", x, self.constant(exponent))
+
     def sum(self, x: ir.Value) -> ir.Value:
         """Sum over N, H, W, as [C]."""
         return self("ReduceSum", x, self.constant([0, 2, 3]), keepdims=0)

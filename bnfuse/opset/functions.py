@@ -294,7 +294,7 @@ def reduce(dz: ir.Value, names: tuple[str, str, str], body: Body) -> tuple[ir.Va
 
 
 def _finalize(body: Body) -> tuple[ir.Value, ...]:
-    inv_std = body("Reciprocal", body("Sqrt", body("Add", body["variance"], body.attribute("epsilon"))))
+    inv_std = body.power(body("Add", body["variance"], body.attribute("epsilon")), -0.5)
     a = body("Mul", body["scale"], inv_std)
     b = body("Sub", body["bias"], body("Mul", body["mean"], a))
     return a, b, inv_std, _running("mean", body), _running("variance", body)

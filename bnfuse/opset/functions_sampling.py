@@ -139,7 +139,7 @@ def _local_statistics(body: Body) -> tuple[ir.Value, ...]:
 
 
 def _local_finalize(body: Body) -> tuple[ir.Value, ...]:
-    inv_std = body("Reciprocal", body("Sqrt", body("Add", body["variance"], body.attribute("epsilon"))))
+    inv_std = body.power(body("Add", body["variance"], body.attribute("epsilon")), -0.5)
     a = body("Mul", body["scale"], inv_std)
     b = body("Sub", body["bias"], body("Mul", body["mean"], a))
     return a, b, inv_std, _running("mean", body), _running("variance", body)
@@ -196,7 +196,7 @@ def _l1_statistics(body: Body) -> tuple[ir.Value, ...]:
 
 def _l1_grad_finalize(body: Body) -> tuple[ir.Value, ...]:
     count = body("Neg", number("count", body))
-    slope = body("Sqrt", body("Mul", exact(math.pi / 2, body), body["variance"]))
+    slope = body.power(body("Mul", exact(math.pi / 2, body), body["variance"]), 0.5)
     q = body("Div", body("Mul", body["gamma_term"], slope), count)
     return q, body("Sub", body("Div", body["beta_term"], count), body("Mul", q, body["sign_mean"]))
 

@@ -54,7 +54,8 @@ class Partials:
                 return T.bind(_sum(parts) * splat(1 / count, width, "float64"))
 
             first, second = average(0), average(1)
-            spread = tirx.Max(second - first * first, splat(0, width, "float64"))
+            difference, none = T.bind(second - first * first), splat(0, width, "float64")
+            spread = tirx.Select(difference < none, none, difference)  # NaN stays NaN: a diverged run must show it
             for buffer, value in ((mean, first), (variance, spread)):
                 store(buffer, span(start, width), tirx.Cast("float32" if width == 1 else f"float32x{width}", value))
 
