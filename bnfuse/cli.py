@@ -8,12 +8,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from bnfuse.errors import BnfuseError
+from bnfuse.errors import BnfuseError, one_line
 
 INTERRUPTED = 130
 
@@ -39,6 +40,7 @@ interrupts = Interrupts()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `bnfuse ARGUMENTS` (those of the process by default)."""
     write_utf8()
+    logging.getLogger("onnx_ir").setLevel(logging.CRITICAL)  # what it warns of is refused, or of no consequence
     try:
         status = run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -87,7 +89,7 @@ def run(arguments: list[str]) -> int:
 def fail(message: str, status: int = 2) -> int:
     """One line on stderr, whatever the message holds."""
     start = "\r\x1b[K" if sys.stderr.isatty() else ""  # a bar may be there still
-    print(f"{start}bnfuse:", " ".join(message.split()), file=sys.stderr)
+    print(f"{start}bnfuse: {one_line(message)}", file=sys.stderr)
     return status
 
 

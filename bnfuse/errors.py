@@ -17,6 +17,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def one_line(text: str) -> str:
+    """The text as one line that a terminal prints as it is: names come from files, and may hold anything."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+
+
 def at_node(name: str, op: str, what: str, *, file: str | None = None) -> BnfuseError:
     """An error about one node: `file: node 'name' (Op) what`."""
     prefix = f"{file}: " if file else ""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from bnfuse.errors import one_line
 from bnfuse.text import Section, join
 
 
@@ -89,7 +90,7 @@ class Progress:
         """A line that stays."""
         self.clear()
         self.last = time.monotonic()
-        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", file=sys.stderr, flush=True)
+        print(f"[{time.monotonic() - self.start:6.1f} s] {one_line(text)}", file=sys.stderr, flush=True)
 
     def bar(self, done: int, total: int, text: str = "") -> None:
         """A bar on a terminal; elsewhere a line now and then."""

@@ -540,3 +540,8 @@ def test_a_closed_output_is_no_traceback(at):
 
 def test_stdout_is_one_of_csv_and_json(at, capsys):
     assert "give one of them" in refused(capsys, "inspect", "densenet40", "--csv", "--json")
+
+
+def test_a_message_is_one_line_whatever_a_name_holds(at, capsys):
+    line = refused(capsys, "inspect", "a\nb\x1b[31m\u2028\u202ec.onnx")
+    assert r"a b\x1b[31m \u202ec.onnx" in line
