@@ -31,6 +31,8 @@ FILE_KEY = "bnfuse.file"
 MAX_ELEMENTS = 1 << 33  # of one tensor; beyond it the file is damaged or hostile
 MAX_BYTES = 1 << 34  # of the file itself
 RUNNING_OPERANDS = {"BatchNormInternal": (3, 5), "BatchNormFinalize": (4, 6)}
+COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
+PACKED = {"UINT4": 2, "INT4": 2, "FLOAT4E2M1": 2, "UINT2": 4, "INT2": 4}  # kinds with several elements a byte
 CONTROL = re.compile(r"[\x00-\x1f]")
 DOMAINS = ("", "ai.onnx", "ai.bnfuse", "com.microsoft", "ai.onnx.ml", "ai.onnx.training")
 
@@ -100,18 +102,25 @@ def _check_dims(name: str, dims: Any, file: str | None) -> None:
 
 
 def _check_contents(tensor: TensorProto, file: str | None) -> None:
-    if tensor.data_location == TensorProto.EXTERNAL or not tensor.HasField("raw_data"):
+    """As many values, or bytes, as the shape says: a tensor without any is damaged too."""
+    if tensor.data_location == TensorProto.EXTERNAL:
         return
     try:
         width = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
     except KeyError:
         raise _named(file, f"tensor '{tensor.name}' has the unknown element type {tensor.data_type}") from None
-    expected = math.prod(tensor.dims) * width
-    packed = tensor.data_type > TensorProto.BFLOAT16  # 4-bit kinds hold two elements a byte
-    if not packed and len(tensor.raw_data) != expected:
+    raw = tensor.HasField("raw_data")
+    shared = PACKED.get(TensorProto.DataType.Name(tensor.data_type), 1)
+    stored = -(-math.prod(tensor.dims) // shared)
+    expected = stored * (width if raw else 2 if tensor.data_type in COMPLEX else 1)
+    held = len(tensor.raw_data if raw else getattr(tensor, field))
+    if held != expected:
+        unit = "bytes" if raw else "values"
         raise _named(
             file,
-            f"tensor '{tensor.name}' holds {len(tensor.raw_data)} bytes where its shape needs {expected}: cut short",
+            f"tensor '{tensor.name}' holds {held} {unit} where its shape needs {expected}: the file is damaged or cut "
+            "short. Export it anew.",
         )
 
 

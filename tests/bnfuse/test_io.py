@@ -118,6 +118,40 @@ def test_tensor_that_holds_less_than_it_says(training, tmp_path):
     assert message_of(written(model, tmp_path)).startswith(f"tensor '{name}' holds ")
 
 
+@pytest.mark.parametrize("held", [0, 1, 3, 5])
+@pytest.mark.parametrize("where", ["initializer", "attribute"])
+@pytest.mark.parametrize(
+    ("kind", "field", "needed"),
+    [
+        (TensorProto.FLOAT, "float_data", 4),
+        (TensorProto.INT64, "int64_data", 4),
+        (TensorProto.DOUBLE, "double_data", 4),
+        (TensorProto.BOOL, "int32_data", 4),
+        (TensorProto.FLOAT16, "int32_data", 4),
+        (TensorProto.UINT32, "uint64_data", 4),
+        (TensorProto.STRING, "string_data", 4),
+        (TensorProto.COMPLEX64, "float_data", 8),
+        (TensorProto.INT4, "int32_data", 2),
+    ],
+)
+def test_tensor_whose_values_do_not_fill_its_shape(training, tmp_path, kind, field, needed, where, held):
+    model = copy_of(training)
+    if where == "initializer":
+        tensor = model.graph.initializer.add()
+    else:
+        node = model.graph.node.add(op_type="Constant", output=["some"])
+        attribute = node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR)
+        tensor = attribute.t
+    tensor.name, tensor.data_type = "some", kind
+    tensor.dims.extend([2, 2])
+    getattr(tensor, field).extend([b"a" if kind == TensorProto.STRING else 1] * held)
+    assert f"tensor 'some' holds {held} values where its shape needs {needed}" in message_of(written(model, tmp_path))
+    if where == "initializer":
+        getattr(tensor, field).extend([b"a" if kind == TensorProto.STRING else 1] * (needed - held))
+        if held <= needed:
+            io.load(written(model, tmp_path))
+
+
 @pytest.mark.parametrize("dims", [[1 << 40], [1 << 20, 1 << 20], [-3, 4], [1 << 62, 1 << 62, 0]])
 def test_absurd_dimensions(training, tmp_path, dims):
     model = copy_of(training)
