@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 
 import onnx
 
@@ -10,11 +11,14 @@ from bnfuse.errors import BnfuseError, at_node
 
 COUNTS = ("strides", "dilations", "kernel_shape", "group")  # each at least 1: onnxruntime divides by some of them
 SOURCES = "bnfuse.sources"
+MAX_NODES = 1 << 18  # of a graph once its functions are written out: the largest network of the zoo has a tenth
+MAX_DEPTH = 100  # of functions that call one another
 WINDOWED = ("Conv", "ConvGrad", "AveragePool", "AveragePoolGrad", "MaxPool", "MaxPoolGrad")
 
 
 def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
     """Every value is written once, before it is read; windows are sane; initial values have their input's shape."""
+    check_functions(model, file)
     graph = model.graph
     written = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     written |= {tensor.values.name for tensor in graph.sparse_initializer}
@@ -44,6 +48,55 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
         if value.name not in written:
             raise BnfuseError(f"{file or graph.name}: nothing writes the output '{value.name}': write the file anew")
     _check_initial_values(graph, file)
+
+
+def check_functions(model: onnx.ModelProto, file: str | None = None) -> None:
+    """No function calls itself, and written out where they are called they make no more than MAX_NODES nodes.
+
+    Told from the calls alone: a file of kilobytes can call for 2^30 nodes.
+    """
+    functions = {_called(function): function for function in model.functions}
+    sizes: dict[tuple[str, str, str], int] = {}
+    calling: list[tuple[str, str, str]] = []
+
+    def size_of(nodes: Iterable[onnx.NodeProto]) -> int:
+        return sum(1 + expanded(key) if (key := _callee(node)) in functions else 1 for node in all_nodes(nodes))
+
+    def expanded(key: tuple[str, str, str]) -> int:
+        if key in calling or len(calling) > MAX_DEPTH:
+            what = "calls itself" if key in calling else f"is called {MAX_DEPTH} functions deep"
+            raise BnfuseError(f"{file or model.graph.name}: function '{key[1]}' {what}: export the model without it")
+        if key not in sizes:
+            calling.append(key)
+            sizes[key] = size_of(functions[key].node)
+            calling.pop()
+        return sizes[key]
+
+    nodes = max((size_of(model.graph.node), *map(expanded, functions)))
+    if nodes > MAX_NODES:
+        raise BnfuseError(
+            f"{file or model.graph.name}: its functions call one another until they stand for {nodes:.3g} nodes: "
+            f"{MAX_NODES} are the most that are written out. Export the model without functions."
+        )
+
+
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes and those of their subgraphs."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                waiting.extend(graph.node)
+
+
+def _called(function: onnx.FunctionProto) -> tuple[str, str, str]:
+    return function.domain, function.name, function.overload
+
+
+def _callee(node: onnx.NodeProto) -> tuple[str, str, str]:
+    return node.domain, node.op_type, node.overload
 
 
 def _check_window(node: onnx.NodeProto, file: str | None) -> None:

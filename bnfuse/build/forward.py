@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from bnfuse.errors import BnfuseError
 from bnfuse.io import check_sizes, read_proto
 from bnfuse.roles import METADATA_KEY
+from bnfuse.wellformed import check_functions
 
 from .canonical import fit_reshapes_to_batch
 from .graph import Forward, adopt_graph, attributes, fresh, static_shape, typed_values, without_large_values
@@ -53,6 +54,7 @@ def read_forward(source: onnx.ModelProto | str | Path, *, file: str | None = Non
         model = onnx.ModelProto()
         model.CopyFrom(source)
         check_sizes(model, file)
+        check_functions(model, file)
     else:
         file = file or str(source)
         model = read_proto(source)
