@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,8 @@ def looks_like_file(source: str) -> bool:
     return path.suffix != "" or len(path.parts) > 1 or path.exists()
 
 
-def build_file(
-    source: str,
-    output: Path,
-    *,
-    zoo: dict[str, Any],
-    loss: str,
-    logits: str | None,
-    train: Sequence[str],
-    freeze: Sequence[str],
-    train_bn: bool,
-) -> Built:
+def build_file(source: str, output: Path, *, zoo: dict[str, Any], **options: Any) -> Built:
     """`build_model`, written to `output`."""
-    built = build_model(source, zoo=zoo, loss=loss, logits=logits, train=train, freeze=freeze, train_bn=train_bn)
+    built = build_model(source, zoo=zoo, **options)
     save(built.model, output)
     return built

@@ -98,3 +98,9 @@ def change(before: float, after: float) -> str:
 def count(n: int, noun: str) -> str:
     """1, "node" -> "1 node"; 2, "node" -> "2 nodes"."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -25,10 +25,11 @@ __all__ = ["NOTES_KEY", "Built", "build", "build_training_graph"]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A training file and what had to be repaired in its source, a line each."""
+    """A training file, what had to be repaired in its source, and what is likely to be wrong with it, a line each."""
 
     model: onnx.ModelProto
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def build(
@@ -39,6 +40,8 @@ def build(
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
     train_bn: bool = False,
+    init: Sequence[str] = (),
+    allow_folded_bn: bool = False,
     logits: str | None = None,
     seed: int = 0,
     file: str | None = None,
@@ -47,23 +50,35 @@ def build(
 
     loss      cross-entropy (int64 labels) or mse (float32 labels of the output's shape)
     batch     fixes the first dimension of every data input
-    train     globs of the parameters to train; freeze takes some of them away
+    train     globs of the parameters to train; freeze takes some of them away. Constants that were no parameters of
+              the network (affine=False, buffers) train only where a glob other than * matches them
     train_bn  BatchNormalization exported for inference becomes training BN
+    init      globs of the parameters and statistics to draw anew; all others keep the values that the file has
     logits    which output the loss reads, where there are several
-    seed      of the values that are drawn where the file holds constants in place of weights
+    seed      of the values that are drawn: for `init`, and where the file has none
     file      name for messages, where `source` is no path
+
+    allow_folded_bn  takes a file whose BatchNorms its exporter is known to have folded away
     """
     forward = read_forward(source, file=file, batch=batch)
     chosen = choose_logits(forward, logits)
-    constants, chosen = repair(forward, train_bn=train_bn, loss=loss, logits=chosen, seed=seed)
+    found = repair(
+        forward,
+        train_bn=train_bn,
+        loss=loss,
+        logits=chosen,
+        seed=seed,
+        init=init,
+        allow_folded_bn=allow_folded_bn,
+    )
     check_forward(forward)
-    variables = choose_variables(forward, constants, train, freeze)
-    added = add_loss(forward, loss, chosen)
+    variables = choose_variables(forward, found.constants, found.fixed, train, freeze)
+    added = add_loss(forward, loss, found.logits)
     register_gradients()
     built = gradient_graph(forward, variables, added)
     model = finish(built, forward, variables, added)
     complete_shapes(model, forward.file)
-    return Built(model, tuple(forward.notes))
+    return Built(model, tuple(forward.notes), tuple(forward.warnings))
 
 
 def build_training_graph(
@@ -74,6 +89,8 @@ def build_training_graph(
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
     train_bn: bool = False,
+    init: Sequence[str] = (),
+    allow_folded_bn: bool = False,
     logits: str | None = None,
     seed: int = 0,
     file: str | None = None,
@@ -86,6 +103,8 @@ def build_training_graph(
         train=train,
         freeze=freeze,
         train_bn=train_bn,
+        init=init,
+        allow_folded_bn=allow_folded_bn,
         logits=logits,
         seed=seed,
         file=file,

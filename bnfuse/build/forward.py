@@ -6,6 +6,7 @@ inputs, every shape known and static.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -22,12 +23,22 @@ from bnfuse.roles import METADATA_KEY
 from bnfuse.wellformed import check_functions
 
 from .canonical import fit_reshapes_to_batch
-from .graph import Forward, adopt_graph, attributes, fresh, static_shape, typed_values, without_large_values
+from .graph import (
+    LARGE,
+    Forward,
+    adopt_graph,
+    attributes,
+    element_count,
+    fresh,
+    static_shape,
+    typed_values,
+    without_large_values,
+)
+from .old_batch_norms import TRAINING_MODE
 
 OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
-TRAINING_MODE = 14  # the first opset in which a BatchNormalization says that it trains
 IR_VERSIONS = (8, 10)
-FOLDED = (
+REARRANGING = (
     "Cast",
     "CastLike",
     "Concat",
@@ -42,7 +53,11 @@ FOLDED = (
     "Transpose",
     "Unsqueeze",
 )
-INTEGER_ARITHMETIC = ("Add", "Div", "Mul", "Sub")  # of shapes; float arithmetic may be the network's own
+COMPUTING = (  # of shapes and other constants; of parameters it is the network's own
+    *("Abs", "Add", "And", "Ceil", "Div", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max"),
+    *("Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum"),
+    *("Reciprocal", "Round", "ScatterElements", "ScatterND", "Sign", "Size", "Sqrt", "Sub", "Tile", "Where", "Xor"),
+)
 FOLD_LIMIT = 1 << 28  # elements
 
 log = logging.getLogger(__name__)
@@ -113,20 +128,40 @@ def set_batch(forward: Forward, batch: int) -> None:
         fit_reshapes_to_batch(forward, old, batch)
 
 
-def fold_constants(forward: Forward, shapes: dict[str, list[int] | None] | None = None) -> tuple[set[str], set[str]]:
-    """Constant nodes, and nodes that only rearrange initializers, become initializers; given `shapes`, a Shape too.
+@dataclasses.dataclass
+class Constants:
+    """Initializers that were no initializers in the file: Constant nodes, and what follows from them and from shapes.
 
-    Returns the names that were Constant nodes, and those that come from a ConstantOfShape: placeholders for values that
-    the file does not have. An Identity of an initializer is how torch's exporter writes a second tensor of equal values
-    (two new BNs, say), so each reader gets a copy of its own.
+    Among them are the placeholders, made by ConstantOfShape or Expand, of values that the file may not have.
     """
-    constants: set[str] = set()
-    placeholders: set[str] = set()
+
+    names: set[str] = dataclasses.field(default_factory=set)
+    placeholders: set[str] = dataclasses.field(default_factory=set)
+
+    def __or__(self, other: Constants) -> Constants:
+        return Constants(self.names | other.names, self.placeholders | other.placeholders)
+
+    def adopt(self, copies: dict[str, str]) -> None:
+        """A copy is what it is a copy of."""
+        for known in (self.names, self.placeholders):
+            known.update([copy for copy, source in copies.items() if source in known])
+
+
+def fold_constants(forward: Forward, constants: Constants | None = None, *, shapes: bool = False) -> Constants:
+    """Nodes that rearrange initializers or compute with constants become initializers; with `shapes` a Shape too.
+
+    `constants` are those that are known already. An Identity of an initializer is how torch's exporter writes a second
+    tensor of equal values (two new BNs, say), so each reader gets a copy of its own.
+    """
+    found = Constants()
+    known = set(constants.names) if constants else set()
+    standing_in = set(constants.placeholders) if constants else set()
     values = forward.initializers()
     types = element_types(forward.graph)
+    sizes = forward.shapes() if shapes else {}
     gone = []
     for node in forward.graph.node:
-        tensor = _folded(forward, node, values, types, shapes or {})
+        tensor = _folded(forward, node, values, types, sizes, known)
         if tensor is None:
             continue
         name = node.output[0]
@@ -134,13 +169,15 @@ def fold_constants(forward: Forward, shapes: dict[str, list[int] | None] | None 
         values[name], types[name] = tensor, tensor.data_type
         forward.graph.initializer.append(tensor)
         gone.append(node)
-        made_here = node.op_type in ("Constant", "ConstantOfShape")
-        if made_here or any(source in constants for source in node.input):
-            constants.add(name)
-        if node.op_type in ("ConstantOfShape", "Expand") or any(source in placeholders for source in node.input):
-            placeholders.add(name)
+        made_here = node.op_type in ("Constant", "ConstantOfShape", "Shape", "Size")
+        if made_here or any(source in known for source in node.input):
+            known.add(name)
+            found.names.add(name)
+        if node.op_type in ("ConstantOfShape", "Expand") or any(source in standing_in for source in node.input):
+            standing_in.add(name)
+            found.placeholders.add(name)
     forward.remove_nodes(gone)
-    return constants, placeholders
+    return found
 
 
 def _folded(
@@ -149,23 +186,33 @@ def _folded(
     values: dict[str, onnx.TensorProto],
     types: dict[str, int],
     shapes: dict[str, list[int] | None],
+    constants: set[str],
 ) -> onnx.TensorProto | None:
     if node.op_type == "Constant":
         return _constant(forward, node)
-    if node.domain not in ("", "ai.onnx") or node.op_type not in (*FOLDED, *INTEGER_ARITHMETIC):
+    if node.domain not in ("", "ai.onnx") or node.op_type not in (*REARRANGING, *COMPUTING):
         return None
-    if node.op_type in INTEGER_ARITHMETIC and any(types.get(name) != TensorProto.INT64 for name in node.input):
-        return None
-    shape = shapes.get(node.input[0]) if node.op_type == "Shape" else None
+    shape = shapes.get(node.input[0]) if node.op_type in ("Shape", "Size") else None
     if shape is not None:
         given = attributes(node)
-        return numpy_helper.from_array(np.array(shape[given.get("start", 0) : given.get("end", len(shape))], np.int64))
+        part = shape[given.get("start", 0) : given.get("end", len(shape))]
+        return numpy_helper.from_array(np.array(part if node.op_type == "Shape" else element_count(shape), np.int64))
     if node.op_type == "CastLike" and node.input[0] in values and node.input[1] in types:
         array = numpy_helper.to_array(values[node.input[0]])
         return numpy_helper.from_array(array.astype(helper.tensor_dtype_to_np_dtype(types[node.input[1]])))
     if not node.input or any(name and name not in values for name in node.input):
         return None
+    if node.op_type in COMPUTING and not all(_counts(name, values, constants) for name in node.input if name):
+        return None
     return _evaluated(forward, node, values)
+
+
+def _counts(name: str, values: dict[str, onnx.TensorProto], constants: set[str]) -> bool:
+    """A constant that is no weight: of integers, or from the graph itself and small."""
+    kind = values[name].data_type
+    return kind in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL) or (
+        name in constants and element_count(values[name].dims) < LARGE
+    )
 
 
 def _constant(forward: Forward, node: onnx.NodeProto) -> onnx.TensorProto:
@@ -244,10 +291,29 @@ def check_valid(forward: Forward) -> None:
         raise forward.error(f"is no valid ONNX model: {' '.join(str(error).split())[:300]}") from None
 
 
+def settle_shapes(forward: Forward, constants: Constants) -> Constants:
+    """Shapes and what is computed from them, in turns until neither tells more. Returns `constants` and more."""
+    require_static_inputs(forward)
+    while True:
+        adopt_shapes(forward)
+        before = len(forward.graph.node)
+        constants |= fold_constants(forward, constants, shapes=True)
+        if len(forward.graph.node) == before:
+            break
+    require_static_results(forward)
+    return constants
+
+
 def infer_shapes(forward: Forward) -> None:
     """All shapes anew from the inputs; raises where one is unknown or depends on the data."""
-    graph = forward.graph
     require_static_inputs(forward)
+    adopt_shapes(forward)
+    require_static_results(forward)
+
+
+def adopt_shapes(forward: Forward) -> None:
+    """What onnx's inference knows of all shapes, in place of what the file says."""
+    graph = forward.graph
     del graph.value_info[:]
     for value in graph.output:
         kind = value.type.tensor_type.elem_type
@@ -261,12 +327,18 @@ def infer_shapes(forward: Forward) -> None:
     del graph.value_info[:], graph.output[:]
     graph.value_info.extend(light.graph.value_info)
     graph.output.extend(light.graph.output)
-    shapes = forward.shapes()
+
+
+def require_static_results(forward: Forward) -> None:
+    shapes, computed = forward.shapes(), forward.producers()
     for node in forward.graph.node:
         for name in node.output:
             if name and shapes.get(name) is None:
+                sizes = [operand for operand in node.input[1:] if operand in computed]
+                what = f"from '{sizes[0]}', which depends on the data" if sizes else "from the values of the data"
                 raise forward.error_at(
-                    node, f"gives '{name}', whose shape is not static. Export with static shapes, or pass --batch."
+                    node,
+                    f"gives '{name}', whose shape follows {what}: it must be the same in every step.",
                 )
 
 

@@ -21,6 +21,7 @@ class Forward:
     model: onnx.ModelProto
     file: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def graph(self) -> onnx.GraphProto:
@@ -28,6 +29,10 @@ class Forward:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        """Says what is likely to be wrong with the file, where a note says what was repaired."""
+        self.warnings.append(text)
 
     def error(self, what: str) -> BnfuseError:
         return BnfuseError(f"{self.file}: {what}" if self.file else what)

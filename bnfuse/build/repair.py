@@ -8,38 +8,67 @@ before the conversion to a newer one, what depends on shapes after their inferen
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import numpy_helper
 
-from bnfuse.models.initial import kaiming
+from bnfuse.text import some
 
 from .canonical import add_of_sum, explicit_dropout, explicit_windows, flatten_logits, flatten_of_reshape
-from .forward import check_valid, convert_opset, fold_constants, infer_shapes
+from .folded import refuse_lost_batch_norms
+from .forward import check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
 from .graph import Forward, attributes, fresh, set_attribute
+from .initial_values import fill
+from .merged import separate_merged
+from .old_batch_norms import simplify_old_batch_norms
 from .rewrites import layer_norm_results, rewrite_operators
-from .traps import check_operators
+from .traps import check_operators, refuse_own_loss
+from .variables import fixed_by_exporter, fixed_by_form
 
 
-def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: int) -> tuple[set[str], str]:
-    """All repairs. Returns the initializers that were Constant nodes, and the name of the logits."""
+@dataclasses.dataclass(frozen=True)
+class Repaired:
+    """Initializers that were Constant nodes, those of them that stay as they are, and the name of the logits."""
+
+    constants: set[str]
+    fixed: set[str]
+    logits: str
+
+
+def repair(
+    forward: Forward,
+    *,
+    train_bn: bool,
+    loss: str,
+    logits: str,
+    seed: int,
+    init: Sequence[str] = (),
+    allow_folded_bn: bool = False,
+) -> Repaired:
+    """All repairs."""
     keep_output(forward, logits)
-    constants, placeholders = fold_constants(forward)
+    refuse_own_loss(forward, logits)
+    refuse_lost_batch_norms(forward, allowed=allow_folded_bn)
+    constants = fold_constants(forward)
+    constants.adopt(separate_merged(forward))
+    fixed = fixed_by_exporter(forward)
     if loss == "cross-entropy":
         logits = drop_softmax(forward, logits)
-    silent = predates_training_mode(forward)
+    trained = simplify_old_batch_norms(forward)
     convert_opset(forward)
-    train_batch_norms(forward, train_bn=train_bn, silent=silent)
-    constants |= fold_constants(forward)[0]  # what the converter added
+    train_batch_norms(forward, trained, train_bn=train_bn)
+    constants |= fold_constants(forward)  # what the converter added
     remove_dead_nodes(forward)
     check_operators(forward)
-    infer_shapes(forward)
+    constants = settle_shapes(forward, constants)
+    fixed |= fixed_by_form(forward, constants.names)
     check_valid(forward)
-    for known, found in zip((constants, placeholders), fold_constants(forward, forward.shapes()), strict=True):
-        known |= found  # shape arithmetic
-    drop_zero_bias(forward, constants)
-    merge_affine(forward, placeholders)
-    refill(forward, placeholders, seed)
+    drop_zero_bias(forward, constants.names)
+    merge_affine(forward, constants.placeholders, fixed)
+    fill(forward, constants.placeholders, fixed, init, seed)
     rewrite_operators(forward)
     infer_shapes(forward)
     for step in STEPS:
@@ -48,19 +77,26 @@ def repair(forward: Forward, *, train_bn: bool, loss: str, logits: str, seed: in
         logits = flatten_logits(forward, logits)
     remove_dead_nodes(forward)
     infer_shapes(forward)
-    return constants, logits
+    return Repaired(constants.names, fixed, logits)
 
 
 STEPS = (layer_norm_results, explicit_windows, explicit_dropout, add_of_sum, flatten_of_reshape)
 
 
 def keep_output(forward: Forward, logits: str) -> None:
-    """The loss reads one output; a training file has no place for others."""
+    """The loss reads one output; a training file has no place for others, nor for inputs that only those read."""
     others = [value for value in forward.graph.output if value.name != logits]
     for value in others:
         forward.graph.output.remove(value)
+    before = set(forward.consumers())
+    remove_dead_nodes(forward)
+    left = before - set(forward.consumers())
+    unread = [value for value in forward.graph.input if value.name in left]
+    for value in unread:
+        forward.graph.input.remove(value)
     if others:
-        forward.note(f"left out {', '.join(value.name for value in others)}: the loss reads {logits} alone")
+        gone = ", ".join(value.name for value in (*others, *unread))
+        forward.note(f"left out {gone}: the loss reads {logits} alone")
 
 
 def drop_softmax(forward: Forward, logits: str) -> str:
@@ -76,28 +112,28 @@ def drop_softmax(forward: Forward, logits: str) -> str:
     return node.input[0]
 
 
-def predates_training_mode(forward: Forward) -> bool:
-    """Below opset 14 BatchNormalization has no training_mode."""
-    return all(opset.version < 14 for opset in forward.model.opset_import if opset.domain in ("", "ai.onnx"))
-
-
-def train_batch_norms(forward: Forward, *, train_bn: bool, silent: bool) -> None:
-    """Inference BNs become training BNs: on request, or where the file is too old (`silent`) to say which they are."""
-    changed = 0
-    if train_bn and not any(node.op_type == "BatchNormalization" for node in forward.graph.node):
+def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool) -> None:
+    """BNs whose results are in `trained`, or on request all, become training BNs with new running statistics."""
+    norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
+    if train_bn and not norms:
         forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
-    for node in forward.graph.node:
-        if node.op_type != "BatchNormalization":
-            continue
+    changed = 0
+    training = [node for node in norms if train_bn or node.output[0] in trained]
+    for node in training:
         if not attributes(node).get("training_mode"):
-            if not (train_bn or silent):
-                continue
             changed += 1
             set_attribute(node, "training_mode", 1)
         _name_running_outputs(forward, node)
     if changed:
         why = "--train-bn" if train_bn else "the file's opset has no training_mode that would freeze them"
         forward.note(f"{changed} BatchNormalization nodes made to train ({why})")
+    for momentum, what in ((1.0, "never move"), (0.0, "are those of the last batch alone")):
+        odd = [node.name for node in training if attributes(node).get("momentum", 0.9) == momentum]
+        if odd:
+            forward.note(
+                f"the running statistics of {some(odd)} {what}: momentum={momentum:g} in the file, which is what torch "
+                "writes for momentum=None. `rewrite --decay A` sets another"
+            )
 
 
 def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
@@ -138,7 +174,7 @@ def drop_zero_bias(forward: Forward, constants: set[str]) -> None:
         forward.note(f"dropped {dropped} Conv biases of constant zeros")
 
 
-def merge_affine(forward: Forward, placeholders: set[str]) -> None:
+def merge_affine(forward: Forward, placeholders: set[str], fixed: set[str]) -> None:
     """BN -> Mul -> Add by one value per channel (Caffe's Scale layer) becomes the BN's own scale and bias.
 
     z = g*(s*x + b) + h  =  (g*s)*x + (g*b + h): the same function, and the same set of functions to train.
@@ -156,6 +192,8 @@ def merge_affine(forward: Forward, placeholders: set[str]) -> None:
             if operand is None or any(len(consumers.get(name, [])) != 1 for name in (operand, *norm.input[1:3])):
                 continue
             _absorb(forward, norm, op, operand, placeholders)
+            if operand not in fixed:
+                fixed.discard(norm.input[1 if op == "Mul" else 2])
             old = norm.output[0]
             norm.output[0] = readers[0].output[0]
             consumers.pop(old)
@@ -192,44 +230,3 @@ def _absorb(forward: Forward, norm: onnx.NodeProto, op: str, operand: str, place
         forward.set_initializer(norm.input[2], bias + values)
     if operand in placeholders:
         placeholders.update(norm.input[1:3] if op == "Mul" else norm.input[2:3])
-
-
-def refill(forward: Forward, placeholders: set[str], seed: int) -> None:
-    """Weights that the file only holds as a constant get initial values: equal weights would stay equal for ever.
-
-    Conv and Gemm weights Kaiming, biases 0, BN scale 1, bias 0, running mean 0, running variance 1.
-    """
-    known, filled = forward.initializers(), set()
-    for node in forward.graph.node:
-        for index, name in enumerate(node.input):
-            tensor = known.get(name)
-            if tensor is None or name in filled or tensor.data_type != TensorProto.FLOAT:
-                continue
-            if name not in placeholders and not _is_flat_weight(node, index, tensor):
-                continue
-            values = _initial(node, index, name, list(tensor.dims), seed)
-            if values is not None:
-                forward.set_initializer(name, values)
-                filled.add(name)
-    if filled:
-        forward.note(f"filled {len(filled)} parameters that the file holds as constants only (seed {seed})")
-
-
-def _is_flat_weight(node: onnx.NodeProto, index: int, tensor: onnx.TensorProto) -> bool:
-    """A Conv or Gemm weight whose values are all the same."""
-    if node.op_type not in ("Conv", "Gemm") or index != 1 or int(np.prod(tensor.dims)) < 2:
-        return False
-    values = numpy_helper.to_array(tensor)
-    return bool((values == values.flat[0]).all())
-
-
-def _initial(node: onnx.NodeProto, index: int, name: str, shape: list[int], seed: int) -> np.ndarray | None:
-    if node.op_type == "BatchNormalization" and 1 <= index <= 4:
-        return np.full(shape, 1.0 if index in (1, 4) else 0.0, np.float32)
-    if node.op_type not in ("Conv", "Gemm") or index not in (1, 2):
-        return None
-    if index == 2:
-        return np.zeros(shape, np.float32)
-    if node.op_type == "Gemm" and not attributes(node).get("transB"):
-        return np.ascontiguousarray(kaiming(name, shape[::-1], seed, gain=1.0).T)
-    return kaiming(name, shape, seed) if node.op_type == "Conv" else kaiming(name, shape, seed, gain=1.0)

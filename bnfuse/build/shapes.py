@@ -30,7 +30,10 @@ def complete_shapes(model: onnx.ModelProto, file: str | None = None) -> None:
     if left:
         node, name = left[0]
         raise at_node(
-            node.name, node.op_type, f"gives '{name}', whose shape is not known. Build with --batch N.", file=file
+            node.name,
+            node.op_type,
+            f"gives '{name}', whose shape neither the file nor the operator tells: it cannot be trained here.",
+            file=file,
         )
 
 

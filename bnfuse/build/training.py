@@ -20,7 +20,7 @@ from bnfuse.roles import METADATA_KEY, Roles
 
 from . import ort
 from .graph import Forward, fresh
-from .traps import builder_error
+from .traps import WITHOUT_LOSS, builder_error
 
 NOTES_KEY = "bnfuse.notes"
 
@@ -60,7 +60,9 @@ def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
     assert shape is not None
     if kind == "cross-entropy":
         if len(shape) < 2:
-            raise forward.error(f"output '{logits}' has shape {shape}: cross-entropy needs [batch, classes, ...]")
+            raise forward.error(
+                f"output '{logits}' has shape {shape}: cross-entropy needs [batch, classes, ...]. {WITHOUT_LOSS}"
+            )
         log_prob = fresh("log_prob", taken)
         nodes = [
             helper.make_node(

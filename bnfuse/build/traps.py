@@ -11,8 +11,9 @@ import onnx
 from onnx import TensorProto
 
 from bnfuse.errors import BnfuseError
+from bnfuse.roles import LOSSES
 
-from .graph import Forward, attributes, element_count
+from .graph import Forward, attributes, element_count, static_shape
 
 SUPPORTED = (
     "Abs Add And AveragePool BatchNormalization Cast Celu Clip Concat Conv Cos Div Dropout Elu Equal Erf "
@@ -21,8 +22,13 @@ SUPPORTED = (
     "ReduceMax ReduceMean ReduceSum Relu Reshape Selu Sigmoid Sin Slice Softmax Softplus Softsign Split "
     "Sqrt Squeeze Sub Sum Tanh Tile Transpose Unsqueeze Where "
 )
+WITHOUT_LOSS = (
+    "build adds the loss (--loss): export the network without it, so that its output is what the loss reads, or name "
+    "that output (--logits NAME)."
+)
 Shapes = dict[str, list[int] | None]
-NO_GRADIENT = ("GroupNormalization", "InstanceNormalization", "LRN")
+FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+NO_GRADIENT = ("GroupNormalization", "GRU", "InstanceNormalization", "LRN", "LSTM", "RNN")
 NO_KERNEL = {"ConvTranspose": "ConvTransposeGrad", "Resize": "ResizeGrad", "Upsample": "ResizeGrad"}
 
 
@@ -40,6 +46,20 @@ def choose_logits(forward: Forward, wanted: str | None) -> str:
     return "logits" if len(names) > 1 else names[0]
 
 
+def refuse_own_loss(forward: Forward, logits: str) -> None:
+    """A file that ends in a loss: what the loss here would read is that loss."""
+    needed = {logits}
+    for node in reversed(list(forward.graph.node)):
+        if needed.isdisjoint(node.output):
+            continue
+        if node.op_type in LOSSES:
+            raise forward.error_at(node, f"is a loss of the file's own. {WITHOUT_LOSS}")
+        needed.update(node.input)
+    for value in forward.graph.output:
+        if value.name == logits and static_shape(value) == []:
+            raise forward.error(f"output '{logits}' is a single number, as of a loss of the file's own. {WITHOUT_LOSS}")
+
+
 def check_forward(forward: Forward) -> None:
     """Refuses what would train wrongly."""
     shapes = forward.shapes()
@@ -55,7 +75,8 @@ def check_operators(forward: Forward) -> None:
         kind = value.type.tensor_type.elem_type
         if kind != TensorProto.FLOAT:
             name = TensorProto.DataType.Name(kind).lower()
-            raise forward.error(f"input '{value.name}' is {name}: convert the model to float32")
+            remedy = "convert the model to float32" if kind in FLOATS else f"networks take float32 here. {WITHOUT_LOSS}"
+            raise forward.error(f"input '{value.name}' is {name}: {remedy}")
     known = set(forward.initializers()) | {value.name for value in forward.graph.input}
     version = next(opset.version for opset in forward.model.opset_import if opset.domain in ("", "ai.onnx"))
     for node in forward.graph.node:

@@ -113,6 +113,13 @@ def build(
     train_bn: Annotated[
         bool, typer.Option("--train-bn", help="Train BatchNorms that were exported for inference.")
     ] = False,
+    init: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Parameters to draw anew; others keep their values.", show_default=False),
+    ] = None,
+    allow_folded_bn: Annotated[
+        bool, typer.Option("--allow-folded-bn", help="Take a file whose BatchNorms its exporter folded away.")
+    ] = False,
 ) -> None:
     """Make a training graph of a zoo network or of any forward ONNX model.
 
@@ -133,7 +140,11 @@ def build(
         train=train or ["*"],
         freeze=freeze or [],
         train_bn=train_bn,
+        init=init or [],
+        allow_folded_bn=allow_folded_bn,
     )
+    for warning in built.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     for note in built.notes:
         typer.echo(f"note: {note}")
     typer.echo(f"{output}: {count(len(built.model.graph.node), 'node')}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from bnfuse.diffing.halves import BatchNormFate, Place
 from bnfuse.diffing.traffic import Traffic
-from bnfuse.text import Section, change, count, join, number, scaled
+from bnfuse.text import Section, change, count, join, number, scaled, some
 
 PHASES = ("forward", "backward")
 
@@ -213,12 +213,6 @@ def places(found: tuple[Place, ...]) -> str:
     if not found:
         return "none"
     return str(found[0]) if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
-
-
-def some(names: tuple[str, ...], most: int = 3) -> str:
-    """The first names, and how many more there are: the JSON has them all."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def describe_added(node: Added) -> str:

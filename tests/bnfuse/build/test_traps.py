@@ -47,7 +47,8 @@ def test_running_statistics_of_two_batch_norms(forward):
     ]
     ones = np.ones(3, np.float32)
     text = message_of(forward(norms, {"s": ones, "m": ones, "v": ones}))
-    assert text.startswith("node 'y' (BatchNormalization) shares its running statistic 'm' with another node")
+    assert text.startswith("node 'y' (BatchNormalization) is called a second time with the running statistic 'm'")
+    assert text.endswith("or give each its own BatchNorm.")
 
 
 def test_computed_running_statistics(forward):
@@ -56,7 +57,7 @@ def test_computed_running_statistics(forward):
         helper.make_node("BatchNormalization", ["x", "s", "s", "m", "v"], ["y", "a", "b"], "bn", training_mode=1),
     ]
     ones = np.ones(3, np.float32)
-    assert "node 'bn' (BatchNormalization) computes its running statistic 'm'" in message_of(
+    assert "node 'bn' (BatchNormalization) has no running statistics: it computes 'm' from the batch." in message_of(
         forward(nodes, {"s": ones, "v": ones})
     )
 
@@ -242,3 +243,101 @@ def test_onnxruntime_that_does_not_load(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime.capi._pybind_state", None)
     with pytest.raises(BnfuseError, match=r"^onnxruntime does not load .* Install it: pip install --force-reinstall"):
         ort.training_library()
+
+
+def mean_to_a_number(after_conv) -> onnx.ModelProto:
+    model = after_conv([node("ReduceMean", keepdims=0)])
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, []))
+    return model
+
+
+def test_a_file_that_ends_in_a_number_has_a_loss_of_its_own(after_conv):
+    text = message_of(mean_to_a_number(after_conv))
+    assert text.startswith("output 'y' is a single number, as of a loss of the file's own. build adds the loss")
+
+
+def with_loss(after_conv) -> onnx.ModelProto:
+    loss = helper.make_node("SoftmaxCrossEntropyLoss", ["c", "target"], ["y"], name="it", reduction="none")
+    model = after_conv([loss])
+    model.graph.input.append(helper.make_tensor_value_info("target", TensorProto.INT64, [2, 6, 6]))
+    return model
+
+
+def test_a_file_that_ends_in_a_loss_says_so(after_conv):
+    text = message_of(with_loss(after_conv))
+    assert text.startswith("node 'it' (SoftmaxCrossEntropyLoss) is a loss of the file's own. build adds the loss")
+
+
+def test_a_loss_beside_the_logits_is_left_out_with_its_labels(after_conv, step):
+    model = with_loss(after_conv)
+    model.graph.output.append(helper.make_tensor_value_info("c", TensorProto.FLOAT, None))
+    built = build(model, logits="c")
+    assert built.notes == ("left out y, target: the loss reads c alone",)
+    assert np.isfinite(step(built.model)[0]["loss"])
+
+
+def test_an_input_of_integers(after_conv):
+    model = after_conv([node("Relu")])
+    model.graph.input.append(helper.make_tensor_value_info("t", TensorProto.INT64, [2]))
+    assert message_of(model).startswith("input 't' is int64: networks take float32 here. build adds the loss")
+
+
+def test_recurrent_layers(after_conv):
+    text = message_of(after_conv([node("LSTM", ["c", "c", "c"], hidden_size=2)]))
+    assert text.startswith("node 'it' (LSTM) has no gradient. Supported: ")
+
+
+def test_halves_cut_by_arithmetic_on_the_shape(after_conv, step):
+    """As torch's exporter writes x.chunk(2, 1)."""
+    integers = {"one": [1], "zero": [0], "two": [2]}
+    nodes = [
+        helper.make_node("Shape", ["c"], ["shape"]),
+        helper.make_node("Gather", ["shape", "one"], ["channels"], axis=0),
+        helper.make_node("Add", ["channels", "one"], ["more"]),
+        helper.make_node("Div", ["more", "two"], ["half"]),
+        helper.make_node("Mul", ["half", "two"], ["whole"]),
+        helper.make_node("Slice", ["c", "zero", "half", "one"], ["first"]),
+        helper.make_node("Slice", ["c", "half", "whole", "one"], ["second"]),
+        helper.make_node("Concat", ["second", "first"], ["y"], axis=1),
+    ]
+    model = build(after_conv(nodes, {name: np.array(value, np.int64) for name, value in integers.items()})).model
+    results, feeds = step(model)
+    maps = results["y"]
+    swapped = np.roll(maps, 2, axis=1)  # of the convolution: channels 2, 3, 0, 1 became 0, 1, 2, 3
+    weight = values(model)["w"]
+    padded = np.pad(feeds["x"], ((0, 0), (0, 0), (1, 1), (1, 1)))
+    expected = sum(
+        np.einsum("nchw,oc->nohw", padded[:, :, i : i + 6, j : j + 6], weight[:, :, i, j])
+        for i in range(3)
+        for j in range(3)
+    )
+    np.testing.assert_allclose(swapped, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_computed_in_floats_from_the_shape(after_conv, step):
+    """SAME padding as TensorFlow's, in terms of ceil(size/stride)."""
+    nodes = [
+        helper.make_node("Shape", ["c"], ["shape"], start=2, end=4),
+        helper.make_node("Cast", ["shape"], ["size"], to=TensorProto.FLOAT),
+        helper.make_node("Div", ["size", "stride"], ["ratio"]),
+        helper.make_node("Ceil", ["ratio"], ["up"]),
+        helper.make_node("Mul", ["up", "stride"], ["covered"]),
+        helper.make_node("Sub", ["covered", "size"], ["missing"]),
+        helper.make_node("Cast", ["missing"], ["after"], to=TensorProto.INT64),
+        helper.make_node("Concat", ["before", "after"], ["pads"], axis=0),
+        helper.make_node("Pad", ["c", "pads"], ["y"], name="pad"),
+    ]
+    constants = [helper.make_node("Constant", [], ["stride"], value_floats=[4.0])]
+    model = after_conv([*constants, *nodes], {"before": np.zeros(6, np.int64)})
+    assert step(build(model).model)[0]["y"].shape == (2, 4, 8, 8)
+
+
+def test_shapes_that_follow_from_the_data(after_conv):
+    nodes = [
+        helper.make_node("Cast", ["c"], ["flags"], name="cast", to=TensorProto.INT64),
+        helper.make_node("ReduceMax", ["flags"], ["most"], name="most", keepdims=0),
+        helper.make_node("Unsqueeze", ["most", "zero"], ["end"], name="end"),
+        node("Slice", ["c", "zero", "end"]),
+    ]
+    text = message_of(after_conv(nodes, {"zero": np.zeros(1, np.int64)}))
+    assert text.startswith("node 'it' (Slice) gives 'y', whose shape follows from 'end', which depends on the data: ")
