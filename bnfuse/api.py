@@ -256,8 +256,10 @@ def open_step(
     **options: Any,
 ) -> Step:
     """The step of a file that `step.export` wrote (it has its own target and optimiser), or of a graph compiled now."""
-    from bnfuse.runtime import load_step
+    from bnfuse.runtime import Step, load_step
 
+    if isinstance(source, Step):
+        return source
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf":
         if target is not None or precision is not None:
             raise BnfuseError(f"{source}: is compiled already: leave target and precision out, or give it a graph")
@@ -272,6 +274,7 @@ def run(
     steps: int = 10,
     lr: float | None = None,
     save_to: str | Path | None = None,
+    skip_unreadable: bool = False,
     seed: int = 0,
     threads: int | None = None,
     target: str | None = None,
@@ -281,16 +284,26 @@ def run(
     """The losses of some training steps: on shuffled batches of `data`, or on one random batch.
 
     A graph is compiled for `target` (the CPU by default) with SGD, momentum 0.9; a compiled step has its own target and
-    optimiser. `lr` overrules both.
+    optimiser. `lr` overrules both. `skip_unreadable` leaves out files of a folder that cannot be read. Raises
+    DivergedError where the state is not finite after the last step.
     """
-    from bnfuse.training import run_steps
+    from bnfuse.training import Loader, batch_of, data_for, run_steps
+    from bnfuse.training.nonfinite import require_finite_state
 
     if save_to is not None:
         require_writable(save_to)
     require_gpu(target, precision)
+    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf":
+        opened: Any = open_step(source, threads=threads, target=target, precision=precision)
+    else:
+        opened = open_graph(source)
+    if data is not None:
+        data = data_for(opened, data, skip_unreadable=skip_unreadable)
+        for line in (*data.about, Loader(data, batch_of(opened)).about):
+            progress(line)
     progress(f"preparing {source}")
     step = open_step(
-        source,
+        opened,
         threads=threads,
         target=target,
         precision=precision,
@@ -300,6 +313,7 @@ def run(
     if lr is not None:
         step.lr = lr
     losses = run_steps(step, data, steps=steps, seed=seed)
+    require_finite_state(step, where=f"step {steps}", lr=step.lr)
     if save_to is not None:
         step.save(save_to)
     return losses
@@ -324,6 +338,7 @@ def train(
     log_every: int | None = None,
     plot: str | Path | None = None,
     export: str | Path | None = None,
+    skip_unreadable: bool = False,
     seed: int = 0,
     threads: int | None = None,
     precision: str | None = None,
@@ -341,12 +356,14 @@ def train(
                         begins; a file: a new run begins with its state
     metrics, log_every  a file of JSON lines: one an epoch, and one every so many steps
     plot, export        files for the curves and for the trained network as a standard ONNX model for inference
+    skip_unreadable     files of a folder that cannot be read are left out and counted; by default the first one raises
 
-    docs/training.md
+    Data, options and places are looked at before anything is compiled. docs/training.md
     """
     from bnfuse.data import Dataset
+    from bnfuse.exporting import require_exportable, require_state
     from bnfuse.runtime.optim import SGD
-    from bnfuse.training import Options, raw_data_for, train_step
+    from bnfuse.training import Loader, Options, batch_of, raw_data_for, train_step
 
     asked: dict[str, Any] = {
         "epochs": epochs,
@@ -364,28 +381,34 @@ def train(
         "patience": patience,
     }
     require_apart(source, save_to, metrics, plot, export)
-    Options(**asked).check()
+    options = Options(**asked)
+    options.check()
     if export is not None:
         require_writable(export)
     require_gpu(target, precision)
+    graph = open_graph(source, **roles)
+    given = isinstance(data, Dataset)
+    found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
+    for line in (*found.about, Loader(found, batch_of(graph)).about):
+        progress(line)
+    require_state(graph, options.started_from)
+    if export is not None:
+        require_exportable(graph)
     progress(f"preparing {source}")
     step = compile(
-        source,
+        graph,
         target,
         optimizer or SGD(lr=0.1, momentum=0.9),
         threads=threads,
         progress=bar_of(progress),
         precision=precision,
-        **roles,
     )
     where = f"GPU {step.target.mcpu}" if step.target.kind == "cuda" else f"{step.target.threads} threads"
     progress(f"{step.report.kernels} kernels, {where}")
-    given = isinstance(data, Dataset)
-    found = data if given else raw_data_for(step, data)
     history = train_step(step, found, progress=progress, normalise=not given, **asked)
     if export is not None:
-        mean, std = (None, None) if given else (found.mean, found.std)
-        export_inference(step, export, mean=mean, std=std, classes=found.class_names)
+        mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)
+        export_inference(step, export, mean=mean, std=std, scale=scale, classes=found.class_names)
     return history
 
 
@@ -396,6 +419,7 @@ def export_inference(
     state: Any = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    scale: float | None = None,
     classes: Sequence[str] = (),
     **roles: Any,
 ) -> None:
@@ -403,12 +427,13 @@ def export_inference(
 
     `source` is a step, with its state, or a training graph of any level, with its initial values; `state` (a dict of
     arrays by name, or a checkpoint's file) overrules both. BatchNormalization has the running statistics, Dropout is
-    gone, the batch is `N` where shapes allow. `mean`, `std` and `classes` go into the metadata: what images must be
-    normalised by, and the names of the classes. docs/training.md
+    gone, the batch is `N` where shapes allow. `mean`, `std`, `scale` and `classes` go into the metadata: what images
+    must be normalised by (x / scale - mean) / std, and the names of the classes. Raises where a value is not finite.
+    docs/training.md
     """
     from bnfuse.exporting import export_model
 
-    export_model(source, path, state=state, mean=mean, std=std, classes=classes, **roles)
+    export_model(source, path, state=state, mean=mean, std=std, scale=scale, classes=classes, **roles)
 
 
 def bench(
@@ -489,6 +514,7 @@ def search(
     output: str | Path = "search.jsonl",
     resume: str | Path | None = None,
     plot: str | Path | None = None,
+    skip_unreadable: bool = False,
     epochs: int = 10,
     repeats: int = 1,
     optimizer: Optimizer | None = None,
@@ -542,5 +568,6 @@ def search(
         output=output if resume is None else resume,
         resume=resume is not None,
         plot=plot,
+        skip_unreadable=skip_unreadable,
         progress=progress,
     )

@@ -87,7 +87,13 @@ def paired(names: Sequence[str], arrays: Sequence[Any]) -> list[tuple[str, Any]]
 def check_input(name: str, tensor: p.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Refuse an input of another shape, or of a type that does not become the graph's without loss of its kind."""
     if shape != tensor.shape:
-        raise BnfuseError(f"input '{name}' has the shape {list(shape)}, the graph takes {list(tensor.shape)}")
+        what = f"input '{name}' has the shape {list(shape)}, the graph takes {list(tensor.shape)}"
+        if shape[1:] == tensor.shape[1:]:
+            what += (
+                f": its batch is fixed. Feed {tensor.shape[0]} at a time (bnfuse.training.evaluate_step fills the last "
+                f"batch up), or build the graph with --batch {shape[0]}"
+            )
+        raise BnfuseError(what)
     if not np.can_cast(dtype, tensor.dtype, "same_kind"):
         raise BnfuseError(f"input '{name}' is {dtype}, the graph takes {tensor.dtype}")
 

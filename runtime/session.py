@@ -278,14 +278,14 @@ class Step:
         return {name: self._train.memory.read(tensor) for name, tensor in self._state().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace parameters and running statistics. All must be there, with their shapes."""
+        """Replace parameters and running statistics. All must be there, with their shapes. The optimiser's moments and
+        count of steps stay; `reset_optimizer` lets it begin anew."""
         own = self._state()
         missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or foreign:
-            what = f"lacks '{missing[0]}'" if missing else f"has '{foreign[0]}', which the graph has not"
-            raise BnfuseError(
-                f"the state {what} ({len(missing)} missing, {len(foreign)} unknown): is it of this network?"
-            )
+            found = [f"lacks '{missing[0]}' ({len(missing)} of the graph's {len(own)} names)"] if missing else []
+            found += [f"has '{foreign[0]}' ({len(foreign)} names), which the graph has not"] if foreign else []
+            raise BnfuseError(f"the state {' and '.join(found)}: is it of this network?")
         arrays = {name: self._train.to_host(state[name], f"the state's '{name}'") for name in own}
         for name, array in arrays.items():
             if array.shape != own[name].shape:
@@ -296,6 +296,17 @@ class Step:
                 raise BnfuseError(f"the state's '{name}' is {array.dtype}, not {own[name].dtype}")
         for name, array in arrays.items():
             self._train.memory.write(own[name], array)
+
+    def not_finite(self) -> str | None:
+        """The first trained parameter, running statistic or moment of the optimiser that is not finite, by name."""
+        own = self._state()
+        for name in (*self.program.roles["trainable"], *self.program.running):
+            if not np.isfinite(self._train.memory.read(own[name])).all():
+                return name
+        for name, (storage, _) in self._moments().items():
+            if not np.isfinite(self._train.memory.load(storage)).all():
+                return name
+        return None
 
     def save(self, path: str | pathlib.Path, metadata: Mapping[str, str] | None = None) -> None:
         """Write state and the optimiser's state as safetensors, `metadata` with it; the file is replaced as a whole."""

@@ -29,6 +29,9 @@ WarmUp = Annotated[
     float, typer.Option(min=0, metavar="EPOCHS", help="The rate climbs linearly, step by step, for so long.")
 ]
 Augment = Annotated[str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")]
+SkipUnreadable = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Leave out files of a folder that cannot be read, and count them.")
+]
 Data = Annotated[
     str,
     typer.Option("--data", metavar="NAME|DIR|FILE.npz", help="digits, fashion-mnist, a folder of images, or arrays."),

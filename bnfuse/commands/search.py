@@ -18,6 +18,7 @@ from bnfuse.commands.optimizers import (
     OptimizerName,
     OptimizerOption,
     Schedule,
+    SkipUnreadable,
     WarmUp,
     WeightDecay,
 )
@@ -100,6 +101,7 @@ def search(
     schedule: Schedule = "cosine",
     warm_up: WarmUp = 0.0,
     augment: Augment = "none",
+    skip_unreadable: SkipUnreadable = False,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -141,6 +143,7 @@ def search(
         schedule=schedule,
         warm_up=warm_up,
         augment=augment,
+        skip_unreadable=skip_unreadable,
         seed=seed,
         threads=threads,
         progress=Progress(),

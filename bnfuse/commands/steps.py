@@ -14,6 +14,7 @@ from bnfuse.commands.optimizers import (
     NoDecay,
     OptimizerName,
     OptimizerOption,
+    SkipUnreadable,
     WeightDecay,
 )
 from bnfuse.commands.options import (
@@ -127,6 +128,7 @@ def run(
         typer.Option(metavar="cpu[:MCPU]|cuda[:sm_XX]", help="Where a graph runs (default: cpu).", show_default=False),
     ] = None,
     precision: Precision = None,
+    skip_unreadable: SkipUnreadable = False,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -148,6 +150,7 @@ def run(
         save_to=save,
         target=target,
         precision=precision,
+        skip_unreadable=skip_unreadable,
         seed=seed,
         threads=threads,
         progress=Progress(),

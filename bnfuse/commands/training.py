@@ -17,6 +17,7 @@ from bnfuse.commands.optimizers import (
     OptimizerName,
     OptimizerOption,
     Schedule,
+    SkipUnreadable,
     WarmUp,
     WeightDecay,
 )
@@ -92,6 +93,7 @@ def train(
         Path | None,
         typer.Option(metavar="MODEL.onnx", help="Write the trained network for inference.", show_default=False),
     ] = None,
+    skip_unreadable: SkipUnreadable = False,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
@@ -131,6 +133,7 @@ def train(
         log_every=log_every,
         plot=plot,
         export=export,
+        skip_unreadable=skip_unreadable,
         seed=seed,
         threads=threads,
         progress=Progress(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,11 @@ MAX_BYTES = 1 << 33  # of all images as float32
 class Dataset:
     """Images float32 [N, C, H, W] (0 to 1 where they came as bytes), labels int64 [N] from 0 to classes - 1.
 
-    `mean` and `std` are those of the training images, one value per channel; nothing is normalised yet.
+    `test_x` is held out. It is scored after each epoch and chooses the best one, unless there is `val_x`: then that
+    does so, and `test_x` is scored once, at the end.
+
+    `mean` and `std` are those of the training images, one value per channel; nothing is normalised yet. `scale` is what
+    the numbers of the source were divided by: 255 where they were bytes.
     """
 
     train_x: np.ndarray
@@ -28,6 +33,10 @@ class Dataset:
     class_names: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    val_x: np.ndarray | None = None
+    val_y: np.ndarray | None = None
+    scale: float | None = None
+    about: tuple[str, ...] = ()  # lines for people: what was read, and what was not
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -35,12 +44,28 @@ class Dataset:
         c, h, w = self.train_x.shape[1:]
         return c, h, w
 
+    @property
+    def held_out(self) -> tuple[np.ndarray, np.ndarray]:
+        """What is scored after each epoch."""
+        return (self.test_x, self.test_y) if self.val_x is None or self.val_y is None else (self.val_x, self.val_y)
+
+    @property
+    def final(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """What is scored once, at the end, if there is such a part."""
+        return None if self.val_x is None else (self.test_x, self.test_y)
+
+    @property
+    def parts(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Images and labels by the name of their part."""
+        found = {"train": (self.train_x, self.train_y), "test": (self.test_x, self.test_y)}
+        return found if self.val_x is None or self.val_y is None else {**found, "val": (self.val_x, self.val_y)}
+
     def normalised(self) -> Dataset:
         """The same images with mean 0 and standard deviation 1 in each channel of the training part."""
         mean, std = (np.array(v, np.float32).reshape(1, -1, 1, 1) for v in (self.mean, self.std))
-        train_x, test_x = ((x - mean) / std for x in (self.train_x, self.test_x))
+        images: dict[str, Any] = {f"{part}_x": (x - mean) / std for part, (x, _) in self.parts.items()}
         ones = tuple(1.0 for _ in self.std)
-        return dataclasses.replace(self, train_x=train_x, test_x=test_x, mean=tuple(0.0 for _ in ones), std=ones)
+        return dataclasses.replace(self, **images, mean=tuple(0.0 for _ in ones), std=ones)
 
 
 def batches(
@@ -56,14 +81,22 @@ def batches(
 
 
 @dataclasses.dataclass(frozen=True)
-class Raw:
-    """What a source gives: images of any size as uint8 or float [N, C, H, W], with its own test part or none."""
+class Part:
+    """Images of one size as uint8 or float [N, C, H, W], and labels [N]. `name` is the source's for it."""
 
     x: np.ndarray
     y: np.ndarray
-    test: tuple[np.ndarray, np.ndarray] | None = None
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """What a source gives: the part train, and val and test where it tells them apart itself."""
+
+    parts: Mapping[str, Part]
     class_names: tuple[str, ...] = ()
-    scale: float = 255.0  # what a byte is divided by
+    scale: float = 255.0  # what the source's numbers are divided by: bytes; 1 where they are none
+    notes: tuple[str, ...] = ()
 
 
 def finish(
@@ -78,73 +111,116 @@ def finish(
     held_out: float,
 ) -> Dataset:
     """Checks, splits, converts."""
-    x, y = raw.x, check_labels(raw.y, len(raw.x), name)
-    test_x, test_y = (raw.test[0], check_labels(raw.test[1], len(raw.test[0]), name)) if raw.test else (None, None)
-    if test_x is None or test_y is None:
-        (x, y), (test_x, test_y) = split(x, y, seed, held_out, name)
-    check_memory(len(x) + len(test_x), channels or x.shape[1], image or x.shape[2], image or x.shape[3], name)
-    found = int(max(y.max(), test_y.max())) + 1
+    parts = {
+        key: dataclasses.replace(part, y=check_labels(part.y, len(part.x), name, part.name))
+        for key, part in raw.parts.items()
+    }
+    if len(parts) == 1:
+        share = f"{held_out:.0%} of the images, drawn by the seed"
+        parts["train"], parts["test"] = split(parts["train"], seed, held_out, name, share)
+    elif "test" not in parts:
+        parts["test"] = parts.pop("val")
+    x = parts["train"].x
+    total = sum(len(part.x) for part in parts.values())
+    check_memory(total, channels or x.shape[1], image or x.shape[2], image or x.shape[3], name)
+    found = max(int(part.y.max()) for part in parts.values()) + 1
     if classes is not None and found > classes:
-        raise BnfuseError(f"{name}: has {found} classes, the network {classes}: build it with --classes {found}")
-    x, test_x = (to_images(part, raw.scale, image, channels, fit) for part in (x, test_x))
+        raise BnfuseError(
+            f"{name}: has {found} classes, the network {classes}: its last layer must give {found} numbers "
+            f"(a network that comes with bnfuse does when built with --classes {found})"
+        )
+    images = {key: to_images(part.x, raw.scale, image, channels, fit, name) for key, part in parts.items()}
+    x = images["train"]
     mean, std = x.mean((0, 2, 3), dtype=np.float64), x.std((0, 2, 3), dtype=np.float64)
-    return Dataset(
+    data = Dataset(
         train_x=x,
-        train_y=y,
-        test_x=test_x,
-        test_y=test_y,
+        train_y=parts["train"].y,
+        test_x=images["test"],
+        test_y=parts["test"].y,
         classes=classes or max(found, len(raw.class_names)),
         name=name,
         class_names=raw.class_names,
         mean=tuple(map(float, mean)),
         std=tuple(float(s) if s > 0 else 1.0 for s in std),
+        val_x=images.get("val"),
+        val_y=parts["val"].y if "val" in parts else None,
+        scale=raw.scale,
     )
+    return dataclasses.replace(data, about=described(data, parts, found, raw.notes))
 
 
-def check_labels(y: np.ndarray, count: int, name: str) -> np.ndarray:
+def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Sequence[str]) -> tuple[str, ...]:
+    """What was read, and what is to be noted of it."""
+    classes = max(found, len(data.class_names))
+    lines = [f"{data.name}: {len(data.train_y):,} images to train on, {classes} class{'es' if classes > 1 else ''}"]
+    if data.val_y is None:
+        chooses = "it is scored after each epoch and chooses the best one, so its accuracy flatters"
+        lines.append(f"{data.name}: {len(data.test_y):,} images are held out ({parts['test'].name}): {chooses}")
+    else:
+        lines.append(
+            f"{data.name}: {len(data.val_y):,} images ({parts['val'].name}) are scored after each epoch and choose the "
+            f"best one, {len(data.test_y):,} ({parts['test'].name}) are scored once, at the end"
+        )
+    lost = np.setdiff1d(np.arange(found), data.train_y)
+    if len(lost):
+        names = [repr(data.class_names[index]) if data.class_names else str(index) for index in lost[:6]]
+        more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
+        notes = [*notes, f"{data.name}: the training part has no image of class {', '.join(names)}{more}"]
+    return (*lines, *(f"note: {note}" for note in notes))
+
+
+def check_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.ndarray:
     """int64 [count], none negative."""
+    whose = f" of {part}" if part not in ("", "x") else ""
+    if y.ndim == 2 and y.shape == (count, 1):
+        y = y[:, 0]
     if y.shape != (count,):
-        raise BnfuseError(f"{name}: has {count} images but labels of shape {list(y.shape)}: it needs one for each")
-    if y.dtype.kind not in "iu":
-        raise BnfuseError(f"{name}: its labels are {y.dtype}: they must be integers")
+        hint = ": take its argmax where it has a column for each class" if y.ndim == 2 else ""
+        shape = list(y.shape)
+        raise BnfuseError(f"{name}: has {count} images{whose} but labels of shape {shape}: it needs one for each{hint}")
+    if y.dtype.kind not in "iub":
+        raise BnfuseError(f"{name}: its labels{whose} are {y.dtype}: they must be integers")
     if count == 0:
-        raise BnfuseError(f"{name}: has no images")
+        raise BnfuseError(f"{name}: has no images{whose}")
     if int(y.min()) < 0 or int(y.max()) > 1 << 20:
-        raise BnfuseError(f"{name}: has labels from {y.min()} to {y.max()}: they must count classes from 0")
+        raise BnfuseError(f"{name}: has labels{whose} from {y.min()} to {y.max()}: they must count classes from 0")
     return y.astype(np.int64)
 
 
 def check_memory(count: int, channels: int, height: int, width: int, name: str) -> None:
+    """All images are in memory as float32."""
     size = 4 * count * channels * height * width
     if size > MAX_BYTES:
         raise BnfuseError(
-            f"{name}: {count} images of {channels}x{height}x{width} take {size / 2**30:.0f} GiB: use a smaller --image"
+            f"{name}: {count} images of {channels}x{height}x{width} take {size / 2**30:.3g} GiB as float32, more than "
+            f"the {MAX_BYTES >> 30} GiB that are held: use fewer images, or smaller ones (--image)"
         )
 
 
-def split(
-    x: np.ndarray, y: np.ndarray, seed: int, held_out: float, name: str
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def split(part: Part, seed: int, held_out: float, name: str, test_name: str) -> tuple[Part, Part]:
     """A share of `held_out` images, chosen by the seed alone, is for testing."""
-    if len(x) < 2 or not 0 < held_out < 1:
-        raise BnfuseError(f"{name}: {len(x)} images cannot be split: it takes two, and a share between 0 and 1")
-    order = np.random.default_rng(seed).permutation(len(x))
-    test = min(max(1, round(len(x) * held_out)), len(x) - 1)
-    train = order[test:]
-    return (x[train], y[train]), (x[order[:test]], y[order[:test]])
+    count = len(part.x)
+    if count < 2 or not 0 < held_out < 1:
+        raise BnfuseError(f"{name}: {count} images cannot be split: it takes two, and a share between 0 and 1")
+    order = np.random.default_rng(seed).permutation(count)
+    test = min(max(1, round(count * held_out)), count - 1)
+    first, second = order[test:], order[:test]
+    return Part(part.x[first], part.y[first], part.name), Part(part.x[second], part.y[second], test_name)
 
 
-def to_images(x: np.ndarray, scale: float, image: int | None, channels: int | None, fit: str) -> np.ndarray:
+def to_images(
+    x: np.ndarray, scale: float, image: int | None, channels: int | None, fit: str, name: str = "data"
+) -> np.ndarray:
     """float32 [N, channels, image, image]; bytes are divided by `scale`."""
     x = x.astype(np.float32) / np.float32(scale) if x.dtype == np.uint8 else x.astype(np.float32)
     if channels is not None:
-        x = to_channels(x, channels)
+        x = to_channels(x, channels, name)
     if image is not None and x.shape[2:] != (image, image):
         x = pad(x, image) if fit == "pad" else resize(x, image)
     return np.ascontiguousarray(x)
 
 
-def to_channels(x: np.ndarray, channels: int) -> np.ndarray:
+def to_channels(x: np.ndarray, channels: int, name: str = "data") -> np.ndarray:
     """Grey to colour by repetition, colour to grey by ITU-R BT.601 luminance."""
     have = x.shape[1]
     if have == channels:
@@ -153,7 +229,10 @@ def to_channels(x: np.ndarray, channels: int) -> np.ndarray:
         return np.repeat(x, channels, axis=1)
     if have == 3 and channels == 1:
         return np.tensordot(np.array([[0.299, 0.587, 0.114]], np.float32), x, (1, 1)).transpose(1, 0, 2, 3)
-    raise BnfuseError(f"images of {have} channels do not become images of {channels}: build with --channels {have}")
+    raise BnfuseError(
+        f"{name}: images of {have} channels do not become images of {channels}: the network must take {have} (a "
+        f"network that comes with bnfuse does when built with --channels {have})"
+    )
 
 
 def pad(x: np.ndarray, size: int) -> np.ndarray:

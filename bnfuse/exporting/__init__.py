@@ -28,7 +28,8 @@ from bnfuse.training_graph import TrainingGraph, open_graph
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
 
-MEAN_KEY, STD_KEY, CLASSES_KEY = "bnfuse.input_mean", "bnfuse.input_std", "bnfuse.classes"
+MEAN_KEY, STD_KEY, SCALE_KEY = "bnfuse.input_mean", "bnfuse.input_std", "bnfuse.input_scale"
+CLASSES_KEY = "bnfuse.classes"
 BATCH = "N"
 MOMENTS = "optimizer."  # what names of the optimiser's state begin with in a checkpoint
 
@@ -40,6 +41,7 @@ def export_model(
     state: Mapping[str, np.ndarray] | str | os.PathLike[str] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    scale: float | None = None,
     classes: Sequence[str] = (),
     **roles: Any,
 ) -> None:
@@ -47,10 +49,33 @@ def export_model(
     graph, values = opened(source, **roles)
     if state is not None:
         values = checked_state(read_state(state), values, graph.name)
+    require_finite(graph, values)
     model = inference_model(graph, values)
-    about = {MEAN_KEY: mean and list(mean), STD_KEY: std and list(std), CLASSES_KEY: list(classes)}
+    about = {MEAN_KEY: mean and list(mean), STD_KEY: std and list(std), SCALE_KEY: scale, CLASSES_KEY: list(classes)}
     onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in about.items() if value})
     save(model, path)
+
+
+def require_finite(graph: TrainingGraph, values: Mapping[str, np.ndarray]) -> None:
+    """Raises where a network has diverged: it gives no answer that means anything."""
+    for name in (*graph.roles.trainable, *graph.roles.running):
+        if not np.isfinite(values[name]).all():
+            raise BnfuseError(
+                f"{graph.name}: '{name}' is not finite: the training diverged, so there is nothing to export. Train "
+                "with a smaller --lr, or export an earlier checkpoint."
+            )
+
+
+def require_exportable(graph: TrainingGraph) -> None:
+    """Raises where `export_model` would fail for the graph itself: before a training, not after it."""
+    inference_model(graph, graph.state())
+
+
+def require_state(graph: TrainingGraph, path: str | os.PathLike[str] | None) -> None:
+    """Raises where values are missing: of the graph's own, or in the file that they are to be read from."""
+    own = graph.state()
+    if path is not None:
+        checked_state(read_state(path), own, os.fspath(path))
 
 
 def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:

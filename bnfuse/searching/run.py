@@ -14,8 +14,8 @@ from bnfuse.searching.loop import evaluations_of, search
 from bnfuse.searching.quadratic import import_cvxpy
 from bnfuse.searching.result import SearchResult, model_name
 from bnfuse.searching.storage import open_log
-from bnfuse.searching.training import Recipe, Training, digest_of_graph, images_of, space_of
-from bnfuse.training import Loader, Options
+from bnfuse.searching.training import Recipe, Training, digest_of_graph, space_of
+from bnfuse.training import Loader, Options, data_for
 from bnfuse.training.checkpoints import digest_of_data
 from bnfuse.training_graph import TrainingGraph
 
@@ -32,6 +32,7 @@ def run_search(
     output: str | Path,
     resume: bool,
     plot: str | Path | None = None,
+    skip_unreadable: bool = False,
     progress: Progress = lambda _: None,
 ) -> SearchResult:
     """Everything that can be wrong is found out before the first training."""
@@ -45,7 +46,9 @@ def run_search(
     space = space_of(graph, cost)
     total = evaluations_of(space, settings)
     graph.state()  # complains of values that are missing
-    images = images_of(graph, data)
+    images = data_for(graph, data, skip_unreadable=skip_unreadable)
+    for line in images.about:
+        progress(line)
     require_trainable(graph, images, recipe)
     fingerprint = fingerprint_of(graph, images, settings, recipe, cost)
     training = Training(graph, images, recipe, space, getattr(progress, "bar", None))
@@ -66,7 +69,7 @@ def run_search(
 def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> None:
     """What each training would complain of, before a file is begun."""
     Options(recipe.epochs, recipe.seed, recipe.schedule, recipe.warm_up, recipe.augment).check()
-    Loader(images, graph.shape_of(graph.roles.data[0])[0])
+    Loader(images, graph.batch)
 
 
 def fingerprint_of(

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse import api
-from bnfuse.data import Dataset, load_data
+from bnfuse.data import Dataset
 from bnfuse.errors import BnfuseError, DivergedError
 from bnfuse.placements import batch_norm_list
 from bnfuse.searching.evaluation import Score
@@ -114,16 +114,6 @@ def space_of(graph: TrainingGraph, cost: str) -> Space:
             f"{graph.name}: has no BatchNorm to remove: give the graph that `bnfuse build` wrote, not a rewritten one"
         )
     return Space(tuple(n.node for n in norms), tuple(float(n.bytes) if cost == "bytes" else 1.0 for n in norms))
-
-
-def images_of(graph: TrainingGraph, data: Any) -> Dataset:
-    """A data set by name, folder or file at the size of the graph's input, normalised, for all trainings."""
-    if isinstance(data, Dataset):
-        return data
-    shape = graph.shape_of(graph.roles.data[0])
-    if len(shape) != 4 or shape[2] != shape[3]:
-        raise BnfuseError(f"the graph takes images of {list(shape)}: give it a Dataset of that size in Python")
-    return load_data(data, image=shape[2], channels=shape[1], classes=graph.classes()).normalised()
 
 
 def digest_of_graph(graph: TrainingGraph) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnfuse.data import Dataset, batches, load_data
+from bnfuse.data.dataset import check_labels
 from bnfuse.errors import BnfuseError
-from bnfuse.training.loading import fed, prefetched
+from bnfuse.training.loading import Loader, fed, prefetched
+from bnfuse.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -22,6 +26,7 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
         feeds = random_feeds(step, np.random.default_rng(seed))
         return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]
     found = data_for(step, data)
+    Loader(found, batch_of(step))  # complains where no batch is full
     epochs = (batches(found.train_x, found.train_y, batch_of(step), seed=seed, epoch=e) for e in itertools.count(1))
     return [step(x, y) for x, y in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
 
@@ -46,11 +51,13 @@ def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> float:
     return evaluate_batches(step, filled_batches(images, labels, batch_of(step)), len(labels))
 
 
-def evaluate_data(step: Step, data: Dataset, *, normalise: bool = False) -> float:
-    """The same on the held-out part, normalised by the way."""
-    parts = filled_batches(data.test_x, data.test_y, batch_of(step))
-    made = ((fed(data, x, normalise), y) for x, y in parts)
-    return evaluate_batches(step, made, len(data.test_y))
+def evaluate_data(
+    step: Step, data: Dataset, part: tuple[np.ndarray, np.ndarray] | None = None, *, normalise: bool = False
+) -> float:
+    """The same on a part of the data (by default the one held out), normalised by the way as the training part is."""
+    part = part or data.held_out
+    made = ((fed(data, x, normalise), y) for x, y in filled_batches(*part, batch_of(step)))
+    return evaluate_batches(step, made, len(part[1]))
 
 
 def evaluate_batches(step: Step, parts: Iterator[tuple[np.ndarray, np.ndarray]], count: int) -> float:
@@ -72,19 +79,86 @@ def filled_batches(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterat
         yield part, labels[start : start + batch]
 
 
-def data_for(step: Step, data: Any) -> Dataset:
+def data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dataset:
     """A data set by name, folder or file, brought to the size of the graph's input and normalised."""
-    return data if isinstance(data, Dataset) else raw_data_for(step, data).normalised()
+    found = raw_data_for(source, data, **options)
+    return found if isinstance(data, Dataset) else found.normalised()
 
 
-def raw_data_for(step: Step, data: Any) -> Dataset:
-    """The same, not normalised yet."""
-    _, channels, height, width = image_shape(step)
+def raw_data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dataset:
+    """The same, not normalised yet. A graph tells all that is asked of it before it is compiled. `options` are those of
+    `load_data`; a Dataset is taken as it is, where it fits."""
+    taken = taken_by(source)
+    if isinstance(data, Dataset):
+        check_given(data, taken)
+        return data
+    if not isinstance(data, str | os.PathLike):
+        raise BnfuseError(f"data is a {type(data).__name__}: give a name, a path, or a bnfuse.data.Dataset of arrays")
+    _, channels, height, width = taken.shape
     if height != width:
         raise BnfuseError(f"the graph takes images of {height}x{width}: give it a Dataset of that size in Python")
-    logits = step.program.outputs.get(step.program.roles["logits"] or "")
-    classes = logits.shape[1] if logits is not None else None
-    return load_data(data, image=height, channels=channels, classes=classes)
+    return load_data(data, image=height, channels=channels, classes=taken.classes, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What a graph takes: images [N, C, H, W], and labels of so many classes, if that is known."""
+
+    shape: tuple[int, ...]
+    classes: int | None
+
+
+def taken_by(source: Step | TrainingGraph) -> Taken:
+    """Raises BnfuseError where the graph takes something else than images and a label for each."""
+    data, labels, inputs, classes = signature(source)
+    if len(data) != 1 or len(labels) != 1:
+        names = ", ".join((*data, *labels)) or "nothing"
+        raise BnfuseError(f"the graph takes {names}: data sets are images and labels. Compile it and call the step.")
+    (name, shape), (label, (label_shape, label_type)) = (data[0], inputs[data[0]][0]), (labels[0], inputs[labels[0]])
+    if len(shape) != 4:
+        raise BnfuseError(f"the graph's input '{name}' is {list(shape)}: images need N, C, H, W")
+    if shape[1] > 4 and shape[3] in (1, 3, 4) and shape[2] != shape[3]:
+        raise BnfuseError(
+            f"the graph's input '{name}' is {list(shape)}, with the channels last: data sets are fed as N, C, H, W. "
+            "Export the network with its channels first."
+        )
+    if label_shape != shape[:1] or label_type.kind not in "iu":
+        raise BnfuseError(
+            f"the graph's input '{label}' is {label_type} {list(label_shape)}: data sets have an integer label for "
+            f"each image, {[shape[0]]}. Compile it and call the step."
+        )
+    return Taken(shape, classes)
+
+
+def signature(
+    source: Step | TrainingGraph,
+) -> tuple[list[str], list[str], dict[str, tuple[tuple[int, ...], np.dtype[Any]]], int | None]:
+    """Names of data and labels, the shape and type of each, and the number of classes where it is known."""
+    if isinstance(source, TrainingGraph):
+        data, labels = list(source.roles.data), list(source.roles.labels)
+        inputs = {name: (source.shape_of(name), source.dtype_of(name)) for name in (*data, *labels)}
+        try:
+            return data, labels, inputs, source.classes()
+        except BnfuseError:
+            return data, labels, inputs, None
+    roles, tensors = source.program.roles, source.program.inputs
+    data, labels = ([name for name in roles[role] if name in tensors] for role in ("data", "labels"))
+    logits = source.program.outputs.get(roles["logits"] or "")
+    found = {name: (tensors[name].shape, np.dtype(tensors[name].dtype)) for name in (*data, *labels)}
+    return data, labels, found, logits.shape[1] if logits is not None else None
+
+
+def check_given(data: Dataset, taken: Taken) -> None:
+    """Raises where a Dataset made in Python does not fit to the graph."""
+    for part, (x, y) in data.parts.items():
+        if x.shape[1:] != taken.shape[1:]:
+            wanted = list(taken.shape[1:])
+            raise BnfuseError(
+                f"{data.name}: {part}_x has the shape {list(x.shape)}, the graph takes images of {wanted}"
+            )
+        y = check_labels(y, len(x), data.name, f"{part}_x")
+        if taken.classes is not None and int(y.max()) >= taken.classes:
+            raise BnfuseError(f"{data.name}: {part}_y has labels up to {y.max()}, the graph {taken.classes} classes")
 
 
 def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -101,13 +175,10 @@ def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float,
     return tuple(map(float, np.ravel(mean))), tuple(map(float, np.ravel(std)))
 
 
-def image_shape(step: Step) -> tuple[int, ...]:
+def image_shape(source: Step | TrainingGraph) -> tuple[int, ...]:
     """The shape of the images that the graph takes: N, C, H, W."""
-    shape = step.program.inputs[step.inputs[0]].shape
-    if len(shape) != 4:
-        raise BnfuseError(f"the graph's input '{step.inputs[0]}' is {list(shape)}: images need N, C, H, W")
-    return shape
+    return taken_by(source).shape
 
 
-def batch_of(step: Step) -> int:
-    return image_shape(step)[0]
+def batch_of(source: Step | TrainingGraph) -> int:
+    return image_shape(source)[0]

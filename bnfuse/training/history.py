@@ -27,6 +27,8 @@ class History:
     images: int
     held_out: int
     stopped: str | None = None  # why the run ended before its last epoch
+    tested: int = 0  # images that were scored once, at the end, where others chose the best epoch
+    test_accuracy: float | None = None  # on these
 
     @property
     def accuracy(self) -> float:
@@ -45,6 +47,7 @@ class History:
             "held_out": self.held_out,
             "accuracy": self.accuracy,
             "best": None if best is None else {"epoch": best.epoch, "accuracy": best.accuracy},
+            "test": None if self.test_accuracy is None else {"images": self.tested, "accuracy": self.test_accuracy},
             "stopped": self.stopped,
             "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
         }
@@ -55,6 +58,9 @@ class History:
         ]
         title = f"Trained on {self.images:,} images, {self.held_out:,} held out"
         found = [Section.table(title, ("epoch", "loss", "accuracy", "lr", "time"), rows)]
+        if self.test_accuracy is not None:
+            line = f"{percent(self.test_accuracy)} right on {self.tested:,} images, by the network of the last epoch"
+            found.append(Section.lines("Test", [line]))
         return found if self.stopped is None else [*found, Section.lines("Stopped early", [self.stopped])]
 
     def __str__(self) -> str:

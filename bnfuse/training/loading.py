@@ -50,13 +50,22 @@ class Loader:
         if not 1 <= self.batch <= len(self.data.train_y):
             count = len(self.data.train_y)
             raise BnfuseError(
-                f"{self.data.name}: {count} images do not fill a batch of {self.batch}: build with a smaller --batch"
+                f"{self.data.name}: {count} images do not fill a batch of {self.batch}, and the graph's batch is fixed"
+                f": build it with --batch {count} or less"
             )
 
     @property
     def steps(self) -> int:
         """Of an epoch."""
         return len(self.data.train_y) // self.batch
+
+    @property
+    def about(self) -> str:
+        """What an epoch is, in a line."""
+        rest = len(self.data.train_y) % self.batch
+        whole = f"{self.steps} batch{'' if self.steps == 1 else 'es'} of {self.batch} an epoch"
+        waiting = "1 image waits" if rest == 1 else f"{rest} images wait"
+        return f"{whole}; {waiting} for the next epoch's order" if rest else whole
 
     def order(self, epoch: int) -> np.ndarray:
         """The images of an epoch: that of `bnfuse.data.batches`."""

@@ -109,8 +109,17 @@ class Run:
         with metrics, ahead as batches:
             while at.epoch < options.epochs and self._stopped(at) is None:
                 at = self._epoch(at, batches, metrics)
-        done = at.history
-        return History(done, len(loader.data.train_y), len(loader.data.test_y), self._stopped(at))
+        return self._history(at)
+
+    def _history(self, at: Position) -> History:
+        """All epochs, and the score of the part that was kept for the end."""
+        data, stopped = self.loader.data, self._stopped(at)
+        found = History(at.history, len(data.train_y), len(data.held_out[1]), stopped)
+        if data.final is None:
+            return found
+        accuracy = evaluate_data(self.step, data, data.final, normalise=self.loader.normalise)
+        self.progress(f"{percent(accuracy)} right on the test images, after the last epoch")
+        return dataclasses.replace(found, tested=len(data.final[1]), test_accuracy=accuracy)
 
     # -- beginning -----------------------------------------------------------------------------------------------
 
@@ -160,6 +169,7 @@ class Run:
             at = dataclasses.replace(now, seconds=at.seconds + time.perf_counter() - begun)
             begun = time.perf_counter()
             self._after_step(at, metrics)
+        self._require_finite(at)
         trained = at.seconds
         accuracy = None
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
@@ -184,6 +194,11 @@ class Run:
         self.loss = loss
         return dataclasses.replace(at, step=at.step + 1, loss_sum=at.loss_sum + loss)
 
+    def _require_finite(self, at: Position) -> None:
+        """Before anything is kept of the state."""
+        where = f"step {at.epoch * self.loader.steps + at.step} (epoch {at.epoch + 1})"
+        nonfinite.require_finite_state(self.step, where=where, lr=self.step.lr)
+
     def _after_step(self, at: Position, metrics: Metrics) -> None:
         """A line of metrics, a checkpoint, the bar: each where it is due."""
         options, steps = self.options, self.loader.steps
@@ -193,6 +208,7 @@ class Run:
             fields = {"loss": self.loss, "lr": self.step.lr, "images_per_second": rate}
             metrics.write(kind="step", epoch=at.epoch + 1, step=count, **fields)
         if self.folder is not None and options.checkpoint_every and count % options.checkpoint_every == 0 and not last:
+            self._require_finite(at)
             self.folder.write(self.step, self._saved(at))
         bar = getattr(self.progress, "bar", None)
         if bar is not None and not last and time.monotonic() - self.bar_drawn > REFRESH:

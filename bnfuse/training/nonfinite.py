@@ -21,6 +21,7 @@ from bnfuse.roles import Roles, roles_of
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
 
+TOO_FAST = "Use a smaller --lr or a --warm-up"
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -32,9 +33,17 @@ def error_of(
     where = f"the loss is {loss} in step {index} (epoch {epoch}) at a learning rate of {lr:.4g}"
     culprit = f"the first tensor that is not finite is {what}" if what else "all other tensors are finite"
     spoilt = what is not None and what.startswith("the batch of images")
-    remedy = "Check the data" if spoilt else "Use a smaller --lr or a --warm-up"
+    remedy = "Check the data" if spoilt else TOO_FAST
     kind = BnfuseError if spoilt else DivergedError  # a search counts trainings that diverge
     return kind(f"{where}: {culprit}. {remedy}.")
+
+
+def require_finite_state(step: Step, *, where: str, lr: float) -> None:
+    """Raises DivergedError where the last update has left a parameter, a running statistic or a moment that is not
+    finite: no later loss tells of it. For the ends of epochs and what is saved, not for each step."""
+    name = step.not_finite()
+    if name is not None:
+        raise DivergedError(f"'{name}' is not finite after {where} at a learning rate of {lr:.4g}. {TOO_FAST}.")
 
 
 def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str | None:

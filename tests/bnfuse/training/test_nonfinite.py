@@ -6,11 +6,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from small_training import forward_model
 
+import bnfuse
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.errors import BnfuseError, DivergedError
+from bnfuse.runtime import SGD
 from bnfuse.training import replay, train_step
+from bnfuse.training.checkpoints import read_saved
 
 
 def spoilt(step, name: str, value: float = np.inf):
@@ -89,6 +93,51 @@ def test_a_rate_that_is_too_high_is_told_with_the_step_and_a_remedy(plain_step, 
     step = plain_step(lr=1e30)
     with pytest.raises(BnfuseError, match=r"in step [23] \(epoch 1\) at a learning rate of 1e\+30: .* smaller --lr"):
         train_step(step, data, epochs=1, schedule="constant")
+
+
+@pytest.fixture
+def diverging(data):
+    """A step and the data of one batch: the loss is finite, what the update leaves is not."""
+    model = build_training_graph(forward_model(dropout=0.0))
+    step = bnfuse.compile(model, optimizer=SGD(lr=3e38, weight_decay=1000), threads=1)
+    return step, dataclasses.replace(data, train_x=data.train_x[:16], train_y=data.train_y[:16])
+
+
+@pytest.mark.parametrize("place", ["run", "state.safetensors"])
+def test_a_divergence_in_the_last_update_is_told_and_nothing_is_kept(diverging, place, tmp_path):
+    step, few = diverging
+    said = r"is not finite after step 1 \(epoch 1\) at a learning rate of 3e\+38\. Use a smaller --lr or a --warm-up\."
+    with pytest.raises(DivergedError, match=said):
+        train_step(step, few, epochs=1, save_to=tmp_path / place)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["conv1/weight", "conv1/bn/mean", "optimizer.momentum.head/bias"])
+def test_parameters_statistics_and_moments_are_all_looked_at(name, plain_step, tmp_path):
+    step = plain_step()
+    assert step.not_finite() is None
+    step.save(tmp_path / "a.safetensors")
+    tensors = dict(safetensors.numpy.load_file(tmp_path / "a.safetensors"))
+    tensors[name] = np.full_like(tensors[name], np.inf)
+    safetensors.numpy.save_file(tensors, tmp_path / "a.safetensors", {"optimizer.step": "1"})
+    step.load(tmp_path / "a.safetensors")
+    assert step.not_finite() == name
+
+
+def test_a_checkpoint_within_an_epoch_is_finite_too(plain_step, data, tmp_path, monkeypatch):
+    step = plain_step()
+    names = iter([None, "conv1/weight"])  # asked before the checkpoints behind steps 2 and 4
+    monkeypatch.setattr(step, "not_finite", lambda: next(names))
+    with pytest.raises(DivergedError, match=r"'conv1/weight' is not finite after step 4 \(epoch 1\)"):
+        train_step(step, data, epochs=1, save_to=tmp_path, checkpoint_every=2)
+    assert read_saved(tmp_path / "last.safetensors").position.step == 2
+
+
+def test_a_state_that_is_not_finite_is_not_exported(plain_step, tmp_path):
+    step = spoilt(plain_step(), "head/weight", np.nan)
+    with pytest.raises(BnfuseError, match="'head/weight' is not finite: the training diverged, so there is nothing to"):
+        bnfuse.export_inference(step, tmp_path / "a.onnx")
+    assert not (tmp_path / "a.onnx").exists()
 
 
 def test_the_state_stays_as_it_was_before_the_step(plain_step, data, tmp_path):

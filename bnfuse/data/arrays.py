@@ -1,0 +1,135 @@
+"""Images in an .npz: `x` and `y`, with `x_val`, `y_val` and `x_test`, `y_test` where they are there.
+
+Bytes are divided by 255, all other numbers are taken as they are, so the parts must be alike: all bytes or none, and
+not one from 0 to 1 with another from 0 to 255. Nothing is unpickled, and sizes are asked before anything is read.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnfuse.errors import BnfuseError
+
+from .dataset import Part, Raw, check_memory
+
+SUFFIXES = {"train": "", "val": "_val", "test": "_test"}
+FAR = 16  # times as large: numbers of another unit
+
+
+def npz_file(path: Path, image: int | None = None, channels: int | None = None) -> Raw:
+    """`x` [N, H, W], [N, C, H, W] or [N, H, W, C] and `y` [N], and as much for the other parts."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ValueError("it is a single array, no .npz")
+            parts = parts_in(arrays, path)
+            check_sizes(arrays, path, parts, image, channels)
+            found = {
+                part: Part(map_of(arrays[f"x{end}"], f"x{end}", path), arrays[f"y{end}"], f"x{end}")
+                for part, end in SUFFIXES.items()
+                if part in parts
+            }
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        KeyError,
+        MemoryError,
+        NotImplementedError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        what = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+        raise BnfuseError(f"{path}: cannot be read: {what}") from None
+    for part in found.values():
+        check_alike(found["train"], part, path)
+    return Raw(found, scale=255.0 if found["train"].x.dtype == np.uint8 else 1.0)
+
+
+def parts_in(arrays: Any, path: Path) -> list[str]:
+    """Which parts are there, each with images and labels."""
+    missing = [key for key in ("x", "y") if key not in arrays]
+    if missing:
+        found = ", ".join(arrays.files[:6]) or "nothing"
+        raise BnfuseError(f"{path}: has no array '{missing[0]}' (it has {found}): it needs x and y")
+    parts = []
+    for part, end in SUFFIXES.items():
+        pair = [f"{name}{end}" for name in "xy"]
+        there = [key for key in pair if key in arrays]
+        if len(there) == 1:
+            lost = next(key for key in pair if key not in there)
+            raise BnfuseError(f"{path}: has '{there[0]}' but no '{lost}': it needs both or none")
+        if there:
+            parts.append(part)
+    return parts
+
+
+def check_sizes(arrays: Any, path: Path, parts: Sequence[str], image: int | None, channels: int | None) -> None:
+    """By the headers alone: that all images fit into memory as float32."""
+    count, largest = 0, (0, 0, 0)
+    for part in parts:
+        with arrays.zip.open(f"x{SUFFIXES[part]}.npy") as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape = read(stream)[0]
+        if len(shape) in (3, 4):
+            count += shape[0]
+            c, h, w = layout(shape)
+            largest = max(largest, (c, h, w), key=lambda dims: dims[0] * dims[1] * dims[2])
+    check_memory(count, *largest, str(path))
+    check_memory(count, channels or largest[0], image or largest[1], image or largest[2], str(path))
+
+
+def layout(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Channels, height, width of images [N, H, W], [N, C, H, W] or [N, H, W, C]."""
+    if len(shape) == 3:
+        return 1, shape[1], shape[2]
+    _, a, b, c = shape
+    return (c, a, b) if is_channels_last(shape) else (a, b, c)
+
+
+def is_channels_last(shape: Sequence[int]) -> bool:
+    return (shape[1] not in (1, 3) and shape[3] in (1, 3)) or (shape[1] > 4 and shape[3] in (2, 4))
+
+
+def map_of(x: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """[N, C, H, W], of finite numbers that float32 holds."""
+    if x.ndim == 3:
+        x = x[:, None]
+    if x.ndim != 4 or x.dtype.kind not in "fiu" or 0 in x.shape:
+        shape = list(x.shape)
+        raise BnfuseError(f"{path}: {name} is {x.dtype} {shape}: it must hold images [N, C, H, W] or [N, H, W]")
+    if is_channels_last(x.shape):
+        x = x.transpose(0, 3, 1, 2)
+    if x.dtype.kind == "f":
+        low, high = float(x.min()), float(x.max())
+        if not (np.isfinite(low) and np.isfinite(high)):
+            raise BnfuseError(f"{path}: {name} holds values that are not finite")
+        if max(-low, high) > float(np.finfo(np.float32).max):
+            raise BnfuseError(f"{path}: {name} holds values up to {max(-low, high):.3g}, beyond float32: scale them")
+    return x
+
+
+def check_alike(train: Part, other: Part, path: Path) -> None:
+    """Raises where one part means its numbers otherwise than the other."""
+    if other.x.shape[1:] != train.x.shape[1:]:
+        one, two = ("x".join(map(str, part.x.shape[1:])) for part in (train, other))
+        raise BnfuseError(f"{path}: x and {other.name} hold images of different shapes, {one} and {two}")
+    if (train.x.dtype == np.uint8) != (other.x.dtype == np.uint8):
+        raise BnfuseError(
+            f"{path}: x is {train.x.dtype} and {other.name} {other.x.dtype}: bytes are divided by 255, other numbers "
+            "are not, so store both as one type"
+        )
+    small, large = sorted(((float(p.x.min()), float(p.x.max()), p.name) for p in (train, other)), key=lambda r: r[1])
+    if small[0] >= 0 and large[0] >= 0 and small[1] <= 1 and large[1] >= FAR * max(small[1], 1e-6):
+        raise BnfuseError(
+            f"{path}: {small[2]} has values up to {small[1]:.4g} and {large[2]} up to {large[1]:.4g}: bring both to one"
+            " scale"
+        )

@@ -1,0 +1,250 @@
+"""Folders of images: which are the parts, which the classes, which files are images, and what is left out of them.
+
+    folder/CLASS/picture.png                          a share of the images is held out
+    folder/train/CLASS/..., val/CLASS/..., test/CLASS/...    each part by its name
+
+Classes are the folders of `train`, in the order of their names; the images of a class are those in its folder and in
+all folders below it, as torchvision's ImageFolder has it. Nothing is left out without a count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bnfuse.errors import BnfuseError
+
+from .dataset import Part, Raw, check_memory
+from .pictures import Picture, read_picture
+
+IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+PART_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+SYSTEM = frozenset(("__macosx", "thumbs.db", "desktop.ini"))  # and all that begins with a dot
+HIDDEN, STRAY, LOOP, SPECIAL = "hidden or system", "outside the class folders", "linked in a circle", "no ordinary file"
+BESIDE, UNREADABLE = "beside the parts", "unreadable"
+MAX_IMAGES = 1 << 20
+MAX_KINDS = 6  # of what is left out, in one line
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts by reason, each with the first path that it met."""
+
+    root: Path
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    firsts: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, reason: str, path: Path) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.firsts.setdefault(reason, str(path.relative_to(self.root)))
+
+    def parts(self) -> list[str]:
+        """`3 of .heic (cat/1.heic)`, most first."""
+        order = sorted(self.counts, key=lambda reason: -self.counts[reason])
+        found = [f"{self.counts[reason]} {reason} ({self.firsts[reason]})" for reason in order[:MAX_KINDS]]
+        rest = sum(self.counts[reason] for reason in order[MAX_KINDS:])
+        return [*found, *([f"{rest} of other kinds"] if rest else [])]
+
+
+def image_folder(folder: Path, image: int | None, channels: int | None, *, skip_unreadable: bool = False) -> Raw:
+    """All images of a folder. Raises BnfuseError where its parts, classes or files are not what they should be."""
+    left_out, remarks = Tally(folder), Tally(folder)
+    try:
+        places = parts_of(folder, left_out)
+        classes = class_folders(places["train"], left_out)
+        listed = {part: listed_part(part, place, classes, left_out) for part, place in places.items()}
+    except OSError as error:
+        raise BnfuseError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from None
+    files = [path for paths, _ in listed.values() for path in paths]
+    x, kept = read_all(folder, files, image, channels, remarks, left_out if skip_unreadable else None)
+    parts, start = {}, 0
+    for part, (paths, labels) in listed.items():
+        chosen = kept[start : start + len(paths)]
+        begin, end = (int(kept[:stop].sum()) for stop in (start, start + len(paths)))
+        parts[part] = Part(x[begin:end], np.array(labels, np.int64)[chosen], f"{places[part].name}/")
+        start += len(paths)
+    empty = [
+        f"{places[part]}: holds no images of class '{name}'"
+        for part in parts
+        for index, name in enumerate(classes)
+        if not (parts[part].y == index).any()
+    ]
+    if empty and empty[0].startswith(f"{places['train']}:"):
+        kinds = ", ".join(left_out.parts())
+        why = f" (left out: {kinds})" if kinds else ""
+        raise BnfuseError(
+            f"{empty[0]}{why}: add some or take its folder away. Images are {', '.join(sorted(IMAGE_SUFFIXES))}"
+        )
+    notes = [*empty]
+    if left_out.counts:
+        notes.append(f"{folder}: left out: {', '.join(left_out.parts())}")
+    notes += [
+        f"{folder}: {count} of the images {reason} (first: {remarks.firsts[reason]})"
+        for reason, count in remarks.counts.items()
+    ]
+    if len(classes) == 1:
+        notes.append(f"{folder}: all images are of one class, '{classes[0]}': give the folder that holds class folders")
+    return Raw(parts, class_names=classes, notes=tuple(notes))
+
+
+def parts_of(folder: Path, left_out: Tally) -> dict[str, Path]:
+    """The folders of the parts that there are, train first; that is `folder` itself where it has no parts."""
+    names = [name for name, is_folder in entries(folder) if is_folder and not is_hidden(name)]
+    found: dict[str, Path] = {}
+    for part, spellings in PART_NAMES.items():
+        ours = [name for name in names if name.lower() in spellings]
+        if len(ours) > 1:
+            raise BnfuseError(f"{folder}: has both {ours[0]}/ and {ours[1]}/: keep one of them")
+        if ours:
+            found[part] = folder / ours[0]
+    others = [name for name in names if folder / name not in found.values()]
+    if "train" not in found:
+        if found and not others:
+            raise BnfuseError(f"{folder}: has {', '.join(f'{p.name}/' for p in found.values())} but no train/")
+        return {"train": folder}
+    nested = any(is_folder and not is_hidden(name) for name, is_folder in entries(found["train"]))
+    if len(found) == 1 and not nested:
+        return {"train": folder}  # a class of that name
+    if len(found) == 1 and others:
+        raise BnfuseError(
+            f"{folder}: {found['train'].name}/ holds folders, and {others[0]}/ lies beside it: call the folder of "
+            f"images that are held out val/ or test/, or pass {found['train']} to hold out a share of its own"
+        )
+    for name, _ in entries(folder):
+        if folder / name not in found.values():
+            left_out.add(HIDDEN if is_hidden(name) else BESIDE, folder / name)
+    return found
+
+
+def class_folders(folder: Path, left_out: Tally) -> tuple[str, ...]:
+    """The names of the classes, in order."""
+    found = []
+    for name, is_folder in entries(folder):
+        if is_hidden(name):
+            left_out.add(HIDDEN, folder / name)
+        elif is_folder:
+            found.append(name)
+        else:
+            left_out.add(STRAY, folder / name)
+    if not found:
+        raise BnfuseError(f"{folder}: has no folders: put the images of each class into a folder of its own")
+    return tuple(found)
+
+
+def listed_part(part: str, folder: Path, classes: Sequence[str], left_out: Tally) -> tuple[list[Path], list[int]]:
+    """The image files of a part, class by class, and their labels."""
+    if part != "train":
+        own = class_folders(folder, left_out)
+        for name in own:
+            if name not in classes:
+                raise BnfuseError(f"{folder}: has a class '{name}' that the training part has not")
+        for name in classes:
+            if name not in own:
+                raise BnfuseError(f"{folder}: has no folder for the class '{name}' of the training part")
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        for path in image_files(folder / name, left_out):
+            paths.append(path)
+            labels.append(label)
+            if len(paths) > MAX_IMAGES:
+                raise BnfuseError(f"{folder}: holds more than {MAX_IMAGES:,} images, the most that are read")
+    if not paths:
+        kinds = ", ".join(left_out.parts())
+        why = f" (left out: {kinds})" if kinds else ""
+        raise BnfuseError(f"{folder}: its folders hold no images{why}: they end in {', '.join(sorted(IMAGE_SUFFIXES))}")
+    return paths, labels
+
+
+def image_files(folder: Path, left_out: Tally) -> Iterator[Path]:
+    """Those in a folder and in all below it; links are followed, but for those that lead back to where they lie."""
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    while waiting:
+        place, above = waiting.pop()
+        found = place.stat()
+        here = (found.st_dev, found.st_ino)
+        if here in above:
+            left_out.add(LOOP, place)
+            continue
+        below = []
+        for name, is_folder in entries(place):
+            path = place / name
+            if is_hidden(name):
+                left_out.add(HIDDEN, path)
+            elif is_folder:
+                below.append((path, above | {here}))
+            elif path.suffix.lower() not in IMAGE_SUFFIXES:
+                left_out.add(f"of {path.suffix.lower()}" if path.suffix else "without an ending", path)
+            elif path.is_file() or not path.exists():  # a link to nothing is an image that is lost
+                yield path
+            else:
+                left_out.add(SPECIAL, path)
+        waiting += reversed(below)
+
+
+def entries(folder: Path) -> list[tuple[str, bool]]:
+    """What lies in a folder, by name, and whether it is a folder or leads to one."""
+    with os.scandir(folder) as found:
+        return sorted((entry.name, is_folder(entry)) for entry in found)
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".") or name.lower() in SYSTEM
+
+
+def read_all(
+    folder: Path, files: Sequence[Path], image: int | None, channels: int | None, remarks: Tally, skipped: Tally | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 or float32 [N, C, H, W], and which files are in it, as a mask: all, or with `skipped` those that can be
+    read. Images of different sizes need `image` to be brought to one."""
+    kept = np.ones(len(files), bool)
+    if image is not None:
+        check_memory(len(files), channels or 1, image, image, str(folder))
+    x: np.ndarray | None = None
+    count = 0
+    for index, path in enumerate(files):
+        try:
+            picture = read_picture(path, image, channels)
+        except BnfuseError as error:
+            if skipped is None:
+                raise BnfuseError(f"{error}. Mend or remove it, or pass --skip-unreadable.") from None
+            skipped.add(UNREADABLE, path)
+            kept[index] = False
+            continue
+        for remark in picture.remarks:
+            remarks.add(remark, path)
+        if x is None:
+            check_memory(len(files), *picture.values.shape, str(folder))  # type: ignore[call-arg]
+            x = np.empty((len(files), *picture.values.shape), picture.values.dtype)
+        elif picture.values.shape[1:] != x.shape[2:]:
+            size, others = (f"{width}x{height}" for height, width in (picture.values.shape[1:], x.shape[2:]))
+            raise BnfuseError(f"{path}: is {size}, others are {others}: pass --image")
+        x = grown(x, picture)
+        x[count] = picture.values / np.float32(255) if x.dtype != picture.values.dtype else picture.values
+        count += 1
+    if x is None:
+        raise BnfuseError(f"{folder}: none of its {len(files)} images can be read (first: {files[0]})")
+    return x[:count], kept
+
+
+def grown(x: np.ndarray, picture: Picture) -> np.ndarray:
+    """The array of all images, as float32 from the first picture that is no bytes on, in colour from the first one that
+    has any."""
+    if x.dtype == np.uint8 and picture.values.dtype != np.uint8:
+        x = x / np.float32(255)
+    return np.repeat(x, 3, axis=1) if len(picture.values) == 3 and x.shape[1] == 1 else x
