@@ -362,6 +362,7 @@ def train(
     """
     from bnfuse.data import Dataset
     from bnfuse.exporting import require_exportable, require_state
+    from bnfuse.runtime.inference import require_inference
     from bnfuse.runtime.optim import SGD
     from bnfuse.training import Loader, Options, batch_of, raw_data_for, train_step
 
@@ -394,6 +395,8 @@ def train(
     require_state(graph, options.started_from)
     if export is not None:
         require_exportable(graph)
+    if len(found.test_y):
+        require_inference(graph)
     progress(f"preparing {source}")
     step = compile(
         graph,

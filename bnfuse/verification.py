@@ -8,7 +8,8 @@ much under rounding noise cannot be told apart more finely, so the tolerance is 
 less than 1e-5. Of a step that computes in fewer bits one rounding is that of its precision. Now and then noise opens a
 ReLU; where three draws of it say no, up to 16 are made, and then up to two more seeds asked, before no is the answer.
 Norms below a millionth of the largest of their kind count as that much, so that a gradient which is zero but for
-rounding (a bias in front of a BatchNorm) is not held to its own noise. docs/numerics.md
+rounding (a bias in front of a BatchNorm) is not held to its own noise. What operators draw at random is drawn once and
+fed to both, anew for each step (drawing.py). docs/numerics.md
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.drawing import drawer, separated
 from bnfuse.errors import BnfuseError
 from bnfuse.feeds import draw_feeds
 from bnfuse.oracle import Arrays, OrtGraph
@@ -161,11 +163,15 @@ class Runner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """Threads of the CPU, and for what the compiled step is made."""
+    """Threads of the CPU, for what the compiled step is made, and the seed of what random operators give.
+
+    It stays the same where more seeds are asked: a mask is never wrong by luck, so it must not become right by it.
+    """
 
     threads: int | None = None
     target: str = "cpu"
     precision: str | None = None
+    seed: int = 0
 
     @property
     def rounding(self) -> float:
@@ -199,7 +205,7 @@ def verify_graphs(
     if precision not in (None, *ROUNDINGS):
         raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(ROUNDINGS)}")
     check_same_interface(before, after)
-    where = Where(threads, target, precision)
+    where = Where(threads, target, precision, seed)
     refused: list[Verification] = []
     for attempt in range(SEEDS):
         found = verify_once(before, after, runtime, steps, seed + attempt, lr, where, progress)
@@ -240,7 +246,7 @@ def verify_once(
 
     progress(f"running {after.name} in {'onnxruntime' if runtime == 'ort' else 'the compiled step'}")
     bar = getattr(progress, "bar", None)
-    second = OrtRunner(after, where.threads) if runtime == "ort" else CompiledRunner(after, where, bar)
+    second = OrtRunner(after, where.threads, where.seed) if runtime == "ort" else CompiledRunner(after, where, bar)
     result, losses = second.evaluate(feeds, state), second.train(feeds, state, lr, steps)
     del second
 
@@ -288,9 +294,9 @@ class Reference:
         steps: int,
         rng: np.random.Generator,
     ) -> None:
-        self.graph, self.threads, self.rounding, self.rng = graph, where.threads, where.rounding, rng
+        self.graph, self.where, self.rounding, self.rng = graph, where, where.rounding, rng
         self.feeds, self.state, self.lr, self.steps = feeds, state, lr, steps
-        self.runner: OrtRunner | None = OrtRunner(graph, self.threads)
+        self.runner: OrtRunner | None = OrtRunner(graph, where.threads, where.seed)
         self.values = self.runner.evaluate(feeds, state)
         self.losses = self.runner.train(feeds, state, lr, steps, self.values)
         self.spreads: list[Arrays] = []
@@ -298,7 +304,7 @@ class Reference:
 
     def draw(self, count: int) -> None:
         """Run with `count` more draws of noise."""
-        self.runner = self.runner or OrtRunner(self.graph, self.threads)
+        self.runner = self.runner or OrtRunner(self.graph, self.where.threads, self.where.seed)
         for _ in range(count):
             feeds, state = disturbed(self.feeds, self.state, self.graph.roles, self.rng, self.rounding)
             self.spreads.append(self.runner.evaluate(feeds, state))
@@ -335,6 +341,22 @@ def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
     for name in compared(before.roles):
         if name not in outputs:
             raise BnfuseError(f"{after.name}: has no output '{name}', which {before.name} has: rewrite it again")
+    check_same_draws(before, after)
+
+
+def check_same_draws(before: TrainingGraph, after: TrainingGraph) -> None:
+    """What one graph draws at random the other must draw too: both are fed with the same values, by name."""
+    ours, theirs = (separated(graph.model, graph.name)[1] for graph in (before, after))
+    for one, other, left, right in ((before, after, ours, theirs), (after, before, theirs, ours)):
+        for name, random in left.items():
+            if name not in right:
+                raise BnfuseError(
+                    f"{one.name}: draws '{name}' at random, which {other.name} does not: it is another network"
+                )
+            if right[name] != random:
+                raise BnfuseError(
+                    f"{one.name}: draws '{name}' from {random}, {other.name} from {right[name]}: it is another network"
+                )
 
 
 def missing_input(one: TrainingGraph, other: TrainingGraph, name: str | None) -> BnfuseError:
@@ -415,18 +437,20 @@ def curve_tolerances(curve: list[float], noisy: list[list[float]], rounding: flo
 
 
 class OrtRunner:
-    def __init__(self, graph: TrainingGraph, threads: int | None) -> None:
+    def __init__(self, graph: TrainingGraph, threads: int | None, seed: int = 0) -> None:
         self.roles = graph.roles
-        self.graph = OrtGraph(without_dropout(graph.model), name=graph.name, threads=threads)
+        model, random = separated(without_dropout(graph.model), graph.name)
+        self.random = drawer(model, random, seed)
+        self.graph = OrtGraph(model, name=graph.name, threads=threads)
 
-    def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
-        return self.graph.run({**state, **feeds}, compared(self.roles))
+    def evaluate(self, feeds: Arrays, state: Arrays, step: int = 0) -> Arrays:
+        return self.graph.run({**state, **feeds, **self.random(step)}, compared(self.roles))
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int, outputs: Arrays | None = None) -> list[float]:
         """The losses of SGD; `outputs` are those of the first step, where they are known already."""
         state, losses = dict(state), []
-        for _ in range(steps):
-            outputs = outputs or self.evaluate(feeds, state)
+        for step in range(steps):
+            outputs = outputs or self.evaluate(feeds, state, step)
             losses.append(float(outputs[self.roles.loss]))
             for name, gradient in self.roles.gradients.items():
                 state[name] = state[name] - np.float32(lr) * outputs[gradient]
@@ -442,6 +466,7 @@ class CompiledRunner:
     def __init__(self, graph: TrainingGraph, where: Where, bar: Callable[[int, int, str], None] | None = None) -> None:
         self.graph = dataclasses.replace(graph, model=without_dropout(graph.model))
         self.where, self.bar = where, bar
+        self.random = drawer(*separated(self.graph.model, graph.name), where.seed)
 
     def compiled(self, lr: float | None, state: Arrays) -> Any:
         from bnfuse.runtime import SGD, compile_step
@@ -458,14 +483,15 @@ class CompiledRunner:
         step.load_state_dict(state)
         return step
 
-    def drawn(self, feeds: Arrays) -> Arrays:
+    def drawn(self, feeds: Arrays, step: int) -> Arrays:
         """What a step draws by itself, and is to have as the other graph has it."""
-        return {name: feeds[name] for name in (*self.graph.roles.offsets, *self.graph.roles.virtual)}
+        names = (*self.graph.roles.offsets, *self.graph.roles.virtual)
+        return {**{name: feeds[name] for name in names}, **self.random(step)}
 
     def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
         roles = self.graph.roles
         step = self.compiled(None, state)
-        step.fix(self.drawn(feeds))
+        step.fix(self.drawn(feeds, 0))
         loss = step.forward(*(feeds[name] for name in step.inputs))
         step.backward()
         gradients = step.gradients()
@@ -478,6 +504,8 @@ class CompiledRunner:
         }
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
-        step = self.compiled(lr, state)
-        step.fix(self.drawn(feeds))
-        return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]
+        step, losses = self.compiled(lr, state), []
+        for index in range(steps):
+            step.fix(self.drawn(feeds, index))
+            losses.append(step(*(feeds[name] for name in step.inputs)))
+        return losses

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
 
+from bnfuse.drawing import separated
 from bnfuse.errors import BnfuseError
+from bnfuse.runtime import program as p
 from bnfuse.runtime import targets, tuning
 from bnfuse.runtime.build import Progress, objects
 from bnfuse.runtime.cache import Cache, default_folder
@@ -65,7 +68,7 @@ def compile_step(
 
 
 def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | None) -> tuple[Lowered, Lowered]:
-    """The programs of training and of evaluation."""
+    """The programs of training and of evaluation, the latter without launches where the graph has none."""
     opset = graph.model.opset_imports.get("")
     if opset is None:
         raise BnfuseError(f"{graph.name}: imports no standard operators")
@@ -76,11 +79,13 @@ def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | Non
         def finish(low: Lowering) -> None:
             update_phase(low, chosen)
 
-    sampling = sampling_of(graph.model)
-    training = lower(
-        graph.model.graph, graph.roles, target, opset=opset, file=graph.name, sampling=sampling, finish=finish
-    )
-    cut, roles = inference_graph(graph.model, graph.roles)
+    model, random = separated(graph.model, graph.name)
+    sampling = dataclasses.replace(sampling_of(graph.model), random=random)
+    training = lower(model.graph, graph.roles, target, opset=opset, file=graph.name, sampling=sampling, finish=finish)
+    try:
+        cut, roles = inference_graph(graph.model, graph.roles, graph.name)
+    except BnfuseError as error:  # a step that cannot be evaluated can be trained
+        return training, Lowered(p.refusal(str(error)), [])
     return training, lower(cut, roles, target, opset=opset, file=graph.name)
 
 

@@ -1,4 +1,4 @@
-"""What a sampled step draws for itself: places of samples once an epoch, virtual samples each step.
+"""What a step draws for itself: places of samples once an epoch, virtual samples and random values each step.
 
 Everything follows from (seed, epoch) or (seed, steps done), and is sent to the step's memory only when it has changed.
 """
@@ -6,6 +6,7 @@ Everything follows from (seed, epoch) or (seed, steps done), and is sent to the 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,10 @@ class Draws:
 
     def __post_init__(self) -> None:
         self.sampling = sampling_of(self.program)
+        for name in self.sampling.random:
+            tensor = self.program.inputs.get(name)
+            if tensor is None or math.prod(tensor.shape) != self.program.storages[tensor.storage].elements:
+                raise ValueError(f"there is no room for what '{name}' draws")
 
     @property
     def virtual_statistics(self) -> tuple[np.ndarray, np.ndarray]:
@@ -72,6 +77,7 @@ class Draws:
         wanted: dict[str, Any] = {
             **dict.fromkeys(self.sampling.places, ("places", seed, epoch)),
             **dict.fromkeys(self.sampling.virtual, ("virtual", seed, step)),
+            **dict.fromkeys(self.sampling.random, ("random", seed, step)),
             **dict.fromkeys(self.fixed, "fixed"),
         }
         late = [name for name, key in wanted.items() if self._sent.get(name) != key]
@@ -82,6 +88,9 @@ class Draws:
         for name in late:
             if name in self.fixed:
                 found[name] = self.fixed[name]
+            elif name in self.sampling.random:
+                tensor, random = self.program.inputs[name], self.sampling.random[name]
+                found[name] = random.draw(tensor.shape, tensor.dtype, seed=seed, step=step, name=name)
             elif name in self.sampling.virtual:
                 found[name] = virtual_samples(self.program.inputs[name].shape, mean, std, seed=seed, step=step)
         self._pending = {name: wanted[name] for name in late}
@@ -100,9 +109,9 @@ class Draws:
             if not np.issubdtype(array.dtype, np.integer):
                 raise BnfuseError(f"input '{name}' is {array.dtype}: where a sample lies is int64")
             self.sampling.check(name, array)
-        elif name in self.sampling.virtual:
+        elif name in self.sampling.virtual or name in self.sampling.random:
             check_input(name, self.program.inputs[name], array.shape, array.dtype)
         else:
-            known = ", ".join([*self.sampling.places, *self.sampling.virtual][:5]) or "none"
+            known = ", ".join([*self.sampling.places, *self.sampling.virtual, *self.sampling.random][:5]) or "none"
             raise BnfuseError(f"input '{name}' is none that the step draws: those are {known}")
         return array.astype(self.program.inputs[name].dtype)

@@ -1,8 +1,9 @@
 """The graph that evaluates a trained network, cut out of its training graph.
 
-Statistics come from the running averages, dropout does nothing, and only the logits are wanted. Every level of
-rewriting is served, because statistics reach the maps through `BatchNormFinalize` or `BatchNormInternal` alone.
-Operators keep their form, `Statistics` that nobody reads included, so that no kernel is needed that training has not.
+Statistics come from the running averages, dropout and random masks (masks.py) do nothing, and only the logits are
+wanted. Every level of rewriting is served, because statistics reach the maps through `BatchNormFinalize` or
+`BatchNormInternal` alone. Operators keep their form, `Statistics` that nobody reads included, so that no kernel is
+needed that training has not.
 For the same reason virtual samples stay where they are, as zeros: to the running statistics no row matters to another.
 """
 
@@ -13,15 +14,20 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.drawing import draws
 from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.roles import Roles
 from bnfuse.runtime.lower_values import dtype_name, static_shape
-from bnfuse.training_graph import put_in_place
+from bnfuse.runtime.masks import without_masks
+from bnfuse.training_graph import TrainingGraph, put_in_place
 
 
-def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
-    """A new graph whose one output is the logits, and its roles. State inputs stay the same."""
+def inference_graph(model: ir.Model, roles: Roles, file: str | None = None) -> tuple[ir.Graph, Roles]:
+    """A new graph whose one output is the logits, and its roles. State inputs stay the same.
+
+    Raises where there is no such graph: the logits have no name, or something is drawn that belongs into them.
+    """
     graph = model.clone().graph
     logits = next((v for n in graph for v in n.outputs if v.name and v.name == roles.logits), None)
     if logits is None:
@@ -29,6 +35,7 @@ def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
             "the training graph names no logits, so it cannot be evaluated: build it with this version of bnfuse"
         )
     graph.outputs[:] = [logits]
+    without_masks(graph, model.opset_imports.get("", 1), file)
     for node in list(graph):
         if node.op_type == "LocalFinalize" and node.domain == DOMAIN:
             finalize_for_all(graph, node)
@@ -48,6 +55,12 @@ def inference_graph(model: ir.Model, roles: Roles) -> tuple[ir.Graph, Roles]:
     return graph, dataclasses.replace(
         roles, labels=(), gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
     )
+
+
+def require_inference(graph: TrainingGraph) -> None:
+    """Raise where a trained network could not be evaluated, before it is compiled and trained."""
+    if any(draws(node) for node in graph.model.graph):
+        inference_graph(graph.model, graph.roles, graph.name)
 
 
 def leave_out(graph: ir.Graph, name: str) -> None:

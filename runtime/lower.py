@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
+from bnfuse.drawing import draws
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
@@ -231,8 +232,8 @@ def copy_early(low: Lowering) -> None:
 
 
 def fold(low: Lowering, node: ir.Node) -> bool:
-    """Evaluate a node whose results follow from static shapes and constants alone."""
-    if node.domain:
+    """Evaluate a node whose results follow from static shapes and constants alone, and are the same in each run."""
+    if node.domain or draws(node):
         return False
     if node.op_type in ("Shape", "Size"):
         dims = np.array(low.shape(_operand(node, 0)), np.int64)
@@ -245,8 +246,6 @@ def fold(low: Lowering, node: ir.Node) -> bool:
     operands = [low.constant(value) for value in node.inputs]
     if any(value is not None and o is None for value, o in zip(node.inputs, operands, strict=True)):
         return False
-    if not node.inputs and node.op_type != "Constant":
-        return False  # random numbers
     if sum(o.size for o in operands if o is not None) > FOLDED_ELEMENTS:
         return False
     for value, result in zip(node.outputs, evaluate(node, operands, low.opset), strict=True):

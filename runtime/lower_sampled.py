@@ -76,7 +76,7 @@ def drawn(low: Lowering, said: Sampling) -> Sampling:
                 )
         places[name] = place
     order = [*(name for name in said.places if name in places), *(name for name in places if name not in said.places)]
-    return Sampling({name: places[name] for name in order}, low.roles.virtual)
+    return Sampling({name: places[name] for name in order}, low.roles.virtual, said.random)
 
 
 def _within(place: Box | Points, limit: Box | Points) -> bool:

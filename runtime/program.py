@@ -139,10 +139,16 @@ class Program:
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
     works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
     sampling: str = ""  # what the session draws (bnfuse/sampling.py); nothing in a file of an earlier version
+    refused: str = ""  # of an evaluation: why there is none
     finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
 
     def phase(self, phase: Phase) -> list[Launch]:
         return [launch for launch in self.launches if launch.phase == phase]
+
+
+def refusal(why: str) -> Program:
+    """The program in the place of an evaluation that the graph has not."""
+    return Program({}, [], [], [], {}, {}, {}, {}, {}, {}, {}, Report(), refused=why)
 
 
 def to_json(program: Program) -> str:

@@ -40,8 +40,9 @@ class Step:
     `__cuda_array_interface__`, which the step reads where it is. With an input on the GPU a call returns at once, and
     what it returns is on the GPU too (cuda/array.py); labels that lie there are not checked.
 
-    What a sampled graph draws is no input of a call (draws.py): `epoch` moves the samples, `virtual_statistics` are
-    those of the data that virtual samples are drawn like, `fix` replaces draws.
+    What a graph draws is no input of a call (draws.py): `epoch` moves the samples, `virtual_statistics` are those of
+    the data that virtual samples are drawn like, `seed` and the count of steps say what random operators give, and
+    `fix` replaces draws.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Step:
 
     @property
     def sampling(self) -> Sampling:
-        """What the step draws: where samples may lie, by input, and the inputs of virtual samples."""
+        """What the step draws: where samples may lie, by input, the inputs of virtual samples, random values."""
         return self._draws.sampling
 
     @property
@@ -95,7 +96,10 @@ class Step:
         self._draws.virtual_statistics = given
 
     def fix(self, values: Mapping[str, Any] | None) -> None:
-        """Use these values, by input, in the place of what would be drawn: until `fix(None)`."""
+        """Use these values in the place of what would be drawn: until `fix(None)`.
+
+        By the input that is drawn, or by the name of what a random operator of the file gives.
+        """
         on_host = {name: self._train.to_host(value, f"input '{name}'") for name, value in (values or {}).items()}
         self._draws.fix(on_host)
 
@@ -127,6 +131,7 @@ class Step:
 
     def evaluate(self, *data: Any) -> Any:
         """Logits by the running statistics instead of the batch's, as after training."""
+        self.require_evaluation()
         names = [name for name in self.program.roles["data"] if name in self._evaluate.program.inputs]
         self._evaluate.feed(names, data)
         if self._done == "forward":
@@ -134,6 +139,11 @@ class Step:
         self._evaluate.run(("forward",), self._scalars(("forward",)))
         (logits,) = self._evaluate.program.outputs.values()
         return self._evaluate.result(logits)
+
+    def require_evaluation(self) -> None:
+        """Raise where the step can only train: the graph names no logits, or draws what belongs into them."""
+        if self._evaluate.program.refused:
+            raise BnfuseError(self._evaluate.program.refused)
 
     def profile(self, *inputs: Any) -> list[LaunchTime]:
         """One step, launch by launch. It is a whole step: state changes as it does in a call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from bnfuse.drawing import draws
 from bnfuse.errors import at_node
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import SHAPE_READERS
@@ -18,7 +19,7 @@ def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:
     nodes = []
     for node in graph:
         known = node.op_type in SHAPE_READERS or all(v is None or not v.name or v in constants for v in node.inputs)
-        if known and node.domain != DOMAIN:
+        if known and node.domain != DOMAIN and not draws(node):
             constants.update(node.outputs)
         else:
             nodes.append(node)

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from bnfuse.drawing import FED, LIKE
 from bnfuse.errors import BnfuseError, at_node
 
 
@@ -56,6 +57,16 @@ class Forward:
 
     def output_names(self) -> set[str]:
         return {value.name for value in self.graph.output}
+
+    def random_names(self) -> set[str]:
+        """Tensors that follow from what is drawn at random and from constants alone."""
+        known: set[str] = {*self.initializers(), ""}
+        found: set[str] = set()
+        for node in self.graph.node:
+            drawn = node.op_type in LIKE or all(name in known or name in found for name in node.input)
+            if drawn and (node.op_type in FED or found.intersection(node.input)):
+                found.update(node.output)
+        return found
 
     def shapes(self) -> dict[str, list[int] | None]:
         return shapes_of(self.graph)

@@ -177,9 +177,11 @@ def drop_zero_bias(forward: Forward, constants: set[str]) -> None:
 def merge_affine(forward: Forward, placeholders: set[str], fixed: set[str]) -> None:
     """BN -> Mul -> Add by one value per channel (Caffe's Scale layer) becomes the BN's own scale and bias.
 
-    z = g*(s*x + b) + h  =  (g*s)*x + (g*b + h): the same function, and the same set of functions to train.
+    z = g*(s*x + b) + h  =  (g*s)*x + (g*b + h): the same function, and the same set of functions to train. A factor in
+    front of a random mask makes up for what the mask drops and is left out with it in inference, so it stays.
     """
     consumers, outputs, shapes = forward.consumers(), forward.output_names(), forward.shapes()
+    random = forward.random_names()
     gone: list[onnx.NodeProto] = []
     merged = 0
     for norm in [node for node in forward.graph.node if node.op_type == "BatchNormalization"]:
@@ -187,6 +189,8 @@ def merge_affine(forward: Forward, placeholders: set[str], fixed: set[str]) -> N
         for op in ("Mul", "Add"):
             readers = consumers.get(norm.output[0], [])
             if len(readers) != 1 or readers[0].op_type != op or norm.output[0] in outputs:
+                continue
+            if any(random & {*reader.input} for reader in consumers.get(readers[0].output[0], [])):
                 continue
             operand = _channel_operand(forward, readers[0], norm, len(shapes[norm.input[0]] or []))
             if operand is None or any(len(consumers.get(name, [])) != 1 for name in (operand, *norm.input[1:3])):

@@ -7,6 +7,8 @@
     Softsign(x)           x / (1 + |x|)
     GlobalMaxPool         MaxPool over the whole map
     ReduceMax             axes as an operand (opset 18), keepdims = 1, Squeeze where the file had 0
+    Bernoulli(p)          Cast(RandomUniformLike(p) < p), where p is not one number that is known
+    CastLike(x, y)        Cast(x) to y's type
     LayerNormalization    with its mean and inverse deviation as results
 
 At the kink of a piecewise function the slope is that of Relu at 0, which is 0.
@@ -21,7 +23,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from .forward import fold_constants, infer_shapes, raise_opset
+from bnfuse.drawing import one_number
+
+from .forward import element_types, fold_constants, infer_shapes, raise_opset
 from .graph import Forward, attributes, fresh
 
 
@@ -139,7 +143,25 @@ def reduce_max(write: Writer) -> None:
         write.add("Squeeze", [write.add("ReduceMax", [x, operand], keepdims=1), operand], last=True)
 
 
+def bernoulli(write: Writer) -> None:
+    """A gradient goes through none of it: what is drawn does not change with its probability, as torch has it."""
+    chance = write.node.input[0]
+    known = write.forward.initializers()
+    if chance in known and one_number(numpy_helper.to_array(known[chance])) is not None:
+        return
+    kind = attributes(write.node).get("dtype") or element_types(write.forward.graph)[chance]
+    drawn = write.add("RandomUniformLike", [chance])
+    write.add("Cast", [write.add("Less", [drawn, chance])], last=True, to=kind)
+
+
+def cast_like(write: Writer) -> None:
+    x, like = write.node.input
+    write.add("Cast", [x], last=True, to=element_types(write.forward.graph)[like])
+
+
 REWRITES: dict[str, Callable[[Writer], None]] = {
+    "Bernoulli": bernoulli,
+    "CastLike": cast_like,
     "Celu": celu,
     "Elu": elu,
     "GlobalMaxPool": global_max_pool,
@@ -172,7 +194,7 @@ def rewrite_operators(forward: Forward) -> None:
     del forward.graph.node[:]
     forward.graph.node.extend(nodes)
     for op, number in sorted(rewritten.items()):
-        if op != "ReduceMax":
+        if op not in ("CastLike", "ReduceMax"):
             forward.note(f"wrote {number} {op} nodes by operators that have a gradient")
 
 

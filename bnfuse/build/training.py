@@ -19,7 +19,7 @@ from bnfuse.errors import BnfuseError
 from bnfuse.roles import METADATA_KEY, Roles
 
 from . import ort
-from .graph import Forward, fresh
+from .graph import Forward, attributes, fresh, set_attribute
 from .traps import WITHOUT_LOSS, builder_error
 
 NOTES_KEY = "bnfuse.notes"
@@ -89,6 +89,7 @@ def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
 def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
     """The training graph without values: variables are plain inputs, outputs in the file's order."""
     model = without_values(forward.model, variables)
+    tell_draws_apart(model.graph)
     for output in variables.running.values():
         model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
     try:
@@ -102,7 +103,27 @@ def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.M
     del built.graph.output[:]
     built.graph.output.extend(outputs[name] for name in order)
     prune(built.graph)
+    give_seeds_back(built.graph, forward.graph)
     return built
+
+
+def tell_draws_apart(graph: onnx.GraphProto) -> None:
+    """onnxruntime takes two Bernoulli of one probability for the same, and would let both have one mask."""
+    for index, node in enumerate(graph.node):
+        if node.op_type == "Bernoulli":
+            set_attribute(node, "seed", float(index))
+
+
+def give_seeds_back(built: onnx.GraphProto, source: onnx.GraphProto) -> None:
+    """As they are in the file: with a seed of its own a Bernoulli draws the same in each session."""
+    given = {node.output[0]: attributes(node).get("seed") for node in source.node if node.op_type == "Bernoulli"}
+    for node in built.node:
+        if node.op_type == "Bernoulli":
+            kept = [attribute for attribute in node.attribute if attribute.name != "seed"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+            if (seed := given.get(node.output[0])) is not None:
+                set_attribute(node, "seed", seed)
 
 
 def differentiated(model: onnx.ModelProto, wanted: Iterable[str], loss: str) -> onnx.ModelProto:

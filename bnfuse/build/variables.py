@@ -148,9 +148,11 @@ def running_statistics(forward: Forward) -> dict[str, str]:
 
 def parameters(forward: Forward, constants: set[str], running: set[str]) -> list[str]:
     """Parameters in the order of the nodes that read them."""
-    known = forward.initializers()
+    known, random = forward.initializers(), forward.random_names()
     found: dict[str, None] = {}
     for node in forward.graph.node:
+        if random & {*node.output}:
+            continue  # a mask has no parameters: what it is compared with and divided by is the rate of dropping
         for index, name in enumerate(node.input):
             tensor = known.get(name)
             if tensor is None or name in running or not _is_parameter(node, index, tensor, name in constants):

@@ -82,7 +82,7 @@ def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> on
     """The model, with the batch left open where shapes allow. It has passed onnx's full check."""
     from bnfuse.runtime.inference import inference_graph
 
-    cut, roles = inference_graph(graph.model, graph.roles)
+    cut, roles = inference_graph(graph.model, graph.roles, graph.name)
     whole_rows(cut, roles.data, graph.roles.virtual)
     expansion = Expansion(cut, state, opset=graph.model.opset_imports[""], file=graph.name)
     expansion.run()

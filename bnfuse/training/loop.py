@@ -67,6 +67,8 @@ def train_step(
         patience,
     )
     options.check()
+    if len(data.test_y):
+        step.require_evaluation()
     for place in (options.file, options.plot):
         if place is not None:
             checkpoints.remove_leftovers(Path(place).parent, Path(place).name)

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnfuse.drawing import separated
 from bnfuse.oracle import OrtGraph
 from bnfuse.sampling import virtual_samples
 from bnfuse.training_graph import without_dropout
@@ -28,7 +29,7 @@ def not_finite(step: Step, model: ir.Model, forward: Collection[str], given: Map
 
     `given` are the data and labels of the step, whose state is still that before it.
     """
-    watched = watching(ir.to_proto(without_dropout(model)), forward)
+    watched = watching(ir.to_proto(separated(without_dropout(model))[0]), forward)
     names = [value.name for value in watched.graph.output]
     feeds = {**step.state_dict(), **drawn(step), **given}
     wanted = {value.name for value in watched.graph.input}
@@ -63,4 +64,9 @@ def drawn(step: Step) -> dict[str, np.ndarray]:
     virtual = {
         name: virtual_samples(shape, mean, std, seed=step.seed, step=step.steps) for name, shape in shapes.items()
     }
-    return {**step.sampling.offsets(seed=step.seed, epoch=step.epoch), **virtual}
+    random = {
+        name: one.draw(held.shape, held.dtype, seed=step.seed, step=step.steps, name=name)
+        for name, one in step.sampling.random.items()
+        if (held := step.program.inputs[name])
+    }
+    return {**step.sampling.offsets(seed=step.seed, epoch=step.epoch), **virtual, **random}
