@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 import onnx
 
 from bnfuse.errors import BnfuseError, at_node
+from bnfuse.windows import POOLS, why_not
 
 COUNTS = ("strides", "dilations", "kernel_shape", "group")  # each at least 1: onnxruntime divides by some of them
 SOURCES = "bnfuse.sources"
 MAX_NODES = 1 << 18  # of a graph once its functions are written out: the largest network of the zoo has a tenth
 MAX_DEPTH = 100  # of functions that call one another
+POOL_GRADIENTS = ("MaxPoolGrad", "AveragePoolGrad")
 WINDOWED = ("Conv", "ConvGrad", "AveragePool", "AveragePoolGrad", "MaxPool", "MaxPoolGrad")
 
 
@@ -48,6 +50,8 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
         if value.name not in written:
             raise BnfuseError(f"{file or graph.name}: nothing writes the output '{value.name}': write the file anew")
     _check_initial_values(graph, file)
+    if any(node.op_type in POOL_GRADIENTS for node in graph.node):
+        _check_pools(graph, file)
 
 
 def check_functions(model: onnx.ModelProto, file: str | None = None) -> None:
@@ -111,6 +115,21 @@ def _check_window(node: onnx.NodeProto, file: str | None) -> None:
                 f"has {attr.name}={shown}: it must be at least {least}. Export it anew.",
                 file=file,
             )
+
+
+def _check_pools(graph: onnx.GraphProto, file: str | None) -> None:
+    """Of a training graph; a forward graph may hold what building it mends."""
+    maps = {value.name: value.type.tensor_type.shape.dim for value in (*graph.input, *graph.value_info)}
+    for node in graph.node:
+        if node.op_type not in POOLS or node.domain not in ("", "ai.onnx"):
+            continue
+        given = {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
+        sizes = [dim.dim_value for dim in maps.get(node.input[0], ())][2:]
+        is_known = sizes and min(sizes) > 0 and len(given.get("kernel_shape", ())) == len(sizes)
+        if not is_known or given.get("auto_pad", b"NOTSET") != b"NOTSET":
+            continue
+        if reason := why_not(given, sizes):
+            raise at_node(node.name, node.op_type, reason, file=file)
 
 
 def _check_sources(node: onnx.NodeProto, file: str | None) -> None:

@@ -22,6 +22,7 @@ from bnfuse.runtime.lower_norm import batch_norm_grad_source, batch_norm_source
 from bnfuse.runtime.lower_steps import composed
 from bnfuse.runtime.lower_values import attributes_of
 from bnfuse.runtime.lowering import Lowering
+from bnfuse.windows import why_not
 
 MICROSOFT = "com.microsoft"
 FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -135,7 +136,10 @@ def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict
         if window.pop("dilations") != (1, 1):
             raise low.error(node, "has dilations: an average over a dilated window is not supported")
         window["count_include_pad"] = given.get("count_include_pad", 0)
-    return {**window, "pads": explicit_pads(low, node, given, window, size)}
+    window["pads"] = explicit_pads(low, node, given, window, size)
+    if reason := why_not(window, size):
+        raise low.error(node, reason)
+    return window
 
 
 def lower_max_pool(low: Lowering, node: ir.Node) -> None:

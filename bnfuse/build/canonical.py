@@ -11,6 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from .graph import Forward, attributes, fresh, remove_attributes, set_attribute
+from .pools import window_pads
 
 WINDOWED = ("Conv", "MaxPool", "AveragePool")
 
@@ -26,53 +27,20 @@ def explicit_windows(forward: Forward) -> None:
         rank = len(kernel)
         strides = given.get("strides") or [1] * rank
         dilations = given.get("dilations") or [1] * rank
-        sizes = (shapes[node.input[0]] or [])[2:]
-        pads = _pads(given, sizes, kernel, strides, dilations)
+        pads = window_pads({**given, "kernel_shape": kernel}, (shapes[node.input[0]] or [])[2:])
         for name, value in (("kernel_shape", kernel), ("strides", strides), ("pads", pads)):
             set_attribute(node, name, list(value))
-        if node.op_type != "AveragePool" or "dilations" in given:
+        if node.op_type == "AveragePool":  # its dilations came with opset 19; a window of one element has none
+            dilations = [1 if k == 1 else d for k, d in zip(kernel, dilations, strict=True)]
+        if node.op_type == "AveragePool" and set(dilations) == {1}:
+            remove_attributes(node, {"dilations"})
+        else:
             set_attribute(node, "dilations", list(dilations))
         if node.op_type == "Conv":
             set_attribute(node, "group", given.get("group", 1))
+        if node.op_type == "MaxPool" and not any(node.output[1:]):  # it orders the indices, which only gradients read
+            remove_attributes(node, {"storage_order"})
         remove_attributes(node, {"auto_pad"})
-        if node.op_type == "AveragePool":
-            _settle_ceil(forward, node, sizes, kernel, strides, pads)
-
-
-def _pads(given: dict, sizes: list[int], kernel: list[int], strides: list[int], dilations: list[int]) -> list[int]:
-    mode = given.get("auto_pad", b"NOTSET")
-    if mode in (b"SAME_UPPER", b"SAME_LOWER"):
-        before, after = [], []
-        for size, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
-            windows = -(-size // stride)
-            total = max((windows - 1) * stride + (k - 1) * dilation + 1 - size, 0)
-            small, large = total // 2, total - total // 2
-            before.append(small if mode == b"SAME_UPPER" else large)
-            after.append(large if mode == b"SAME_UPPER" else small)
-        return before + after
-    if mode == b"VALID":
-        return [0] * (2 * len(kernel))
-    return list(given.get("pads") or [0] * (2 * len(kernel)))
-
-
-def _settle_ceil(
-    forward: Forward, node: onnx.NodeProto, sizes: list[int], kernel: list[int], strides: list[int], pads: list[int]
-) -> None:
-    """ceil_mode=1 with count_include_pad=1 is computed wrongly by onnxruntime; most often one of the two says nothing.
-
-    Where the windows fit exactly, rounding up is rounding down; without padding, there is none to count.
-    """
-    given = attributes(node)
-    if not (given.get("ceil_mode") and given.get("count_include_pad")):
-        return
-    rank = len(kernel)
-    left = [(size + pads[axis] + pads[axis + rank] - kernel[axis]) % strides[axis] for axis, size in enumerate(sizes)]
-    if not any(left):
-        set_attribute(node, "ceil_mode", 0)
-        forward.note(f"'{node.name}': set ceil_mode to 0, which changes nothing there")
-    elif not any(pads):
-        set_attribute(node, "count_include_pad", 0)
-        forward.note(f"'{node.name}': set count_include_pad to 0, which changes nothing without padding")
 
 
 def explicit_dropout(forward: Forward) -> None:

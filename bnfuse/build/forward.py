@@ -35,6 +35,7 @@ from .graph import (
     without_large_values,
 )
 from .old_batch_norms import TRAINING_MODE
+from .pools import POOLS, fault_of, settle_ceil
 
 OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
 IR_VERSIONS = (8, 10)
@@ -314,6 +315,7 @@ def infer_shapes(forward: Forward) -> None:
 def adopt_shapes(forward: Forward) -> None:
     """What onnx's inference knows of all shapes, in place of what the file says."""
     graph = forward.graph
+    settle_ceil(forward)
     del graph.value_info[:]
     for value in graph.output:
         kind = value.type.tensor_type.elem_type
@@ -334,6 +336,9 @@ def require_static_results(forward: Forward) -> None:
     for node in forward.graph.node:
         for name in node.output:
             if name and shapes.get(name) is None:
+                extent = (shapes.get(node.input[0]) or [])[2:] if node.op_type in POOLS else []
+                if extent and (reason := fault_of(node, extent)):
+                    raise forward.error_at(node, reason)
                 sizes = [operand for operand in node.input[1:] if operand in computed]
                 what = f"from '{sizes[0]}', which depends on the data" if sizes else "from the values of the data"
                 raise forward.error_at(

@@ -12,8 +12,10 @@ from onnx import TensorProto
 
 from bnfuse.errors import BnfuseError
 from bnfuse.roles import LOSSES
+from bnfuse.windows import POOLS
 
 from .graph import Forward, attributes, element_count, static_shape
+from .pools import fault_of
 
 SUPPORTED = (
     "Abs Add And AveragePool BatchNormalization Cast Celu Clip Concat Conv Cos Div Dropout Elu Equal Erf "
@@ -118,14 +120,10 @@ def check_conv(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
         raise forward.error_at(node, what)
 
 
-def check_average_pool(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """onnxruntime 1.19 computes wrong values there, forward and backward."""
-    given = attributes(node)
-    if given.get("ceil_mode") and given.get("count_include_pad"):
-        raise forward.error_at(
-            node,
-            "has ceil_mode=1, count_include_pad=1 and padding: onnxruntime computes it wrongly. Set one of them to 0.",
-        )
+def check_pool(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
+    """onnxruntime gives NaN, reads beyond the map, or does not load the file."""
+    if reason := fault_of(node, (shapes[node.input[0]] or [])[2:]):
+        raise forward.error_at(node, reason)
 
 
 def check_pad(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
@@ -142,7 +140,7 @@ def check_no_kernel(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> N
 CHECKS = [
     ("BatchNormalization", check_batch_norm),
     ("Conv", check_conv),
-    ("AveragePool", check_average_pool),
+    *((op, check_pool) for op in POOLS),
     ("Pad", check_pad),
     *((op, check_no_kernel) for op in NO_KERNEL),
 ]

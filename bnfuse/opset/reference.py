@@ -14,6 +14,7 @@ import numpy as np
 
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
+from bnfuse.windows import axes_of
 
 Array = np.ndarray
 Operands = Mapping[str, Array]
@@ -208,24 +209,16 @@ def _by_group(dy: Array, attributes: Attributes) -> Array:
 
 
 def window_counts(extent: tuple[int, ...], attributes: Attributes) -> tuple[int, int]:
-    """Output height and width. With ceil_mode the last window may hang over, but starts inside (onnx, MaxPool)."""
-    counts = []
-    for axis, (size, kernel, stride) in enumerate(
-        zip(extent, attributes["kernel_shape"], attributes["strides"], strict=True)
-    ):
-        before, after = attributes["pads"][axis], attributes["pads"][axis + 2]
-        room = size + before + after - _dilations(attributes)[axis] * (kernel - 1) - 1
-        count = room // stride + 1
-        if attributes.get("ceil_mode") and room % stride and count * stride < size + before:
-            count += 1
-        counts.append(count)
-    return counts[0], counts[1]
+    """Output height and width."""
+    rows, columns = axes_of(attributes, extent)
+    ceil = bool(attributes.get("ceil_mode"))
+    return rows.count(ceil), columns.count(ceil)
 
 
 def windows(x: Array, attributes: Attributes, fill: float = 0) -> Array:
     """A read-only view [N, C, OH, OW, KH, KW] of the padded x."""
     out = window_counts(x.shape[2:], attributes)
-    padded = _pad(x, _overhang(x.shape[2:], out, attributes), attributes, fill)
+    padded = _pad(x, _overhangs(x.shape[2:], attributes), attributes, fill)
     n, c, h, w = padded.strides
     (stride_h, stride_w), (dilation_h, dilation_w) = attributes["strides"], _dilations(attributes)
     return np.lib.stride_tricks.as_strided(
@@ -240,7 +233,7 @@ def fold(found: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
     """The adjoint of `windows`: sums [N, C, OH, OW, KH, KW] into a map of `shape`."""
     out = (found.shape[2], found.shape[3])
     (stride_h, stride_w), (dilation_h, dilation_w) = attributes["strides"], _dilations(attributes)
-    padded = _pad(np.zeros(shape, found.dtype), _overhang(shape[2:], out, attributes), attributes, 0)
+    padded = _pad(np.zeros(shape, found.dtype), _overhangs(shape[2:], attributes), attributes, 0)
     for i in range(found.shape[4]):
         for j in range(found.shape[5]):
             rows = slice(i * dilation_h, i * dilation_h + (out[0] - 1) * stride_h + 1, stride_h)
@@ -254,14 +247,9 @@ def _dilations(attributes: Attributes) -> tuple[int, ...]:
     return tuple(attributes.get("dilations", (1, 1)))
 
 
-def _overhang(extent: tuple[int, ...], out: tuple[int, int], attributes: Attributes) -> list[int]:
+def _overhangs(extent: tuple[int, ...], attributes: Attributes) -> list[int]:
     """Rows and columns that the last window needs beyond the padded map (ceil_mode only)."""
-    needed = []
-    for axis in (0, 1):
-        end = (out[axis] - 1) * attributes["strides"][axis]
-        end += _dilations(attributes)[axis] * (attributes["kernel_shape"][axis] - 1) + 1
-        needed.append(max(0, end - extent[axis] - attributes["pads"][axis] - attributes["pads"][axis + 2]))
-    return needed
+    return [axis.overhang(bool(attributes.get("ceil_mode"))) for axis in axes_of(attributes, extent)]
 
 
 def _pad(x: Array, overhang: list[int], attributes: Attributes, fill: float) -> Array:
@@ -307,7 +295,7 @@ def _window_elements(extent: tuple[int, ...], attributes: Attributes) -> Array:
         return windows(inside, attributes).sum(axis=(4, 5))
     bare = {**attributes, "pads": (0, 0, 0, 0), "ceil_mode": 0}
     out = window_counts(extent, attributes)
-    overhang = _overhang(extent, out, attributes)
+    overhang = _overhangs(extent, attributes)
     counted = _pad(inside, [0, 0], attributes, 1)
     counted = np.pad(counted, ((0, 0), (0, 0), (0, overhang[0]), (0, overhang[1])))
     return windows(counted, bare)[:, :, : out[0], : out[1]].sum(axis=(4, 5))
