@@ -11,7 +11,8 @@ import onnx_ir as ir
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.benchmarking.choices import Variant, is_gpu
 from bnfuse.benchmarking.times import Candidate, Times
-from bnfuse.oracle import Arrays, OrtGraph
+from bnfuse.oracle import Arrays, OrtGraph, serialized, without_state
+from bnfuse.ort.library import onnxruntime, open_session
 from bnfuse.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
@@ -41,23 +42,31 @@ class CompiledCandidate:
 class OrtCandidate:
     """onnxruntime on the file as it is: its forward part alone, then the whole graph, which ends with the gradients.
 
-    The parts are two sessions, because onnxruntime runs every node, whatever outputs are asked for. The new running
-    statistics are among the outputs, so it leaves those it is fed as they are.
+    It is timed in this process, as the others are, after it has run in one of its own. The parts are two sessions,
+    because onnxruntime runs every node, whatever outputs are asked for. The new running statistics are among the
+    outputs, so it leaves those it is fed as they are.
     """
 
     forward_apart = True
 
-    def __init__(self, graph: TrainingGraph, feeds: Arrays, threads: int, *, with_forward: bool = True) -> None:
+    def __init__(self, graph: TrainingGraph, feeds: Arrays, threads: int, *, timed: bool = True) -> None:
         self.name = "ort"
         self.feeds = {**graph.state(), **feeds}
         roles = graph.roles
         outputs = [roles.loss, *roles.running.values()]
-        options: dict[str, Any] = {"name": graph.name, "threads": threads, "optimize": True, "config": ORT_SPINNING}
-        self.forward = OrtGraph(forward_part(graph.model, outputs), **options).session if with_forward else None
-        self.whole = OrtGraph(graph.model, **options).session
+        self.outputs = [*outputs, *roles.gradients.values()]
+        options: dict[str, Any] = {"threads": threads, "optimize": True, "config": ORT_SPINNING}
+        if timed:  # what crashes does so there
+            OrtGraph(graph.model, name=graph.name, **options).run(self.feeds, self.outputs)
+
+        def session(model: ir.Model) -> Any:
+            data = serialized(without_state(ir.to_proto(model)), graph.name).tobytes()
+            return open_session(onnxruntime(), data, **options)
+
+        self.forward = session(forward_part(graph.model, outputs)) if timed else None
+        self.whole = session(graph.model)
         needed = [value.name for value in self.forward.get_inputs()] if self.forward else []
         self.forward_feeds = {name: self.feeds[name] for name in needed}
-        self.outputs = [*outputs, *roles.gradients.values()]
 
     def run(self) -> Times:
         start = time.perf_counter()
@@ -83,13 +92,13 @@ def make_peer(
     feeds: Arrays,
     threads: int,
     *,
-    with_forward: bool = True,
+    timed: bool = True,
     precision: str | None = None,
 ) -> Candidate:
-    """The step of another runtime; on the GPU where there is a `precision`. `with_forward=False` spares onnxruntime the
-    second session."""
+    """The step of another runtime; on the GPU where there is a `precision`. `timed=False`, in a process for this alone,
+    spares onnxruntime its first run in another one and the session of the forward part."""
     if peer == "ort":
-        return OrtCandidate(graph, feeds, threads, with_forward=with_forward)
+        return OrtCandidate(graph, feeds, threads, timed=timed)
     from bnfuse.peers import TorchStep
 
     if precision is not None:

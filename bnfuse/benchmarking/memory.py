@@ -67,7 +67,7 @@ def prepare_peer(file: Path, name: str, rng: np.random.Generator, threads: int) 
     from bnfuse.training_graph import open_graph
 
     if name == "ort":
-        from bnfuse.build.ort import onnxruntime
+        from bnfuse.ort.library import onnxruntime
 
         onnxruntime()
     else:
@@ -76,7 +76,7 @@ def prepare_peer(file: Path, name: str, rng: np.random.Generator, threads: int) 
         import_torch()
     graph = open_graph(file)
     feeds = draw_feeds(graph, rng)
-    return lambda: make_peer(graph, name, feeds, threads, with_forward=False)
+    return lambda: make_peer(graph, name, feeds, threads, timed=False)
 
 
 def reset_peak() -> None:

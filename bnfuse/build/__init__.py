@@ -13,7 +13,6 @@ from pathlib import Path
 import onnx
 
 from .forward import read_forward
-from .gradients import register_gradients
 from .repair import repair
 from .shapes import complete_shapes
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
@@ -74,7 +73,6 @@ def build(
     check_forward(forward)
     variables = choose_variables(forward, found.constants, found.fixed, train, freeze)
     added = add_loss(forward, loss, found.logits)
-    register_gradients()
     built = gradient_graph(forward, variables, added)
     model = finish(built, forward, variables, added)
     complete_shapes(model, forward.file)

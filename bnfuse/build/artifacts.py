@@ -13,15 +13,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from bnfuse.errors import BnfuseError
+from bnfuse.ort.process import OrtError, borrowed
 from bnfuse.roles import LOSSES
 
-from . import ort
 from .shapes import complete_shapes
 
 ACCUMULATOR = "InPlaceAccumulatorV2"
@@ -70,15 +69,16 @@ def _adopt_known_shapes(graph: onnx.GraphProto) -> None:
 
 def fill_from_checkpoint(model: ir.Model, path: str | os.PathLike[str]) -> None:
     """Initializers for the graph inputs that the checkpoint has a value for."""
-    library, file = ort.training_library(), str(os.fspath(path))
+    file, names = str(os.fspath(path)), [str(value.name) for value in model.graph.inputs]
     _require_checkpoint(Path(path))
     try:
-        state = library.load_checkpoint(file)
-    except Exception:
+        with borrowed() as process:
+            _, stored = process.ask("checkpoint", {"path": str(Path(path).resolve()), "names": names})
+    except OrtError:
         raise BnfuseError(f"{file}: is damaged or cut short: onnxruntime cannot read the checkpoint") from None
     found = 0
     for value in model.graph.inputs:
-        values = _parameter(state, str(value.name))
+        values = stored.get(str(value.name))
         if values is None:
             continue
         shape = None if value.shape is None else tuple(value.shape)
@@ -99,10 +99,3 @@ def _require_checkpoint(path: Path) -> None:
         raise BnfuseError(f"{path}: cannot be read: {error.strerror or error}") from None
     if head[4:8] != MAGIC:
         raise BnfuseError(f"{path}: is no checkpoint of onnxruntime-training")
-
-
-def _parameter(state, name: str) -> np.ndarray | None:
-    try:
-        return np.array(state.get_parameter(name).data.numpy())
-    except Exception:
-        return None

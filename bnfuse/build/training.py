@@ -12,13 +12,14 @@ import dataclasses
 import json
 from collections.abc import Iterable
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from bnfuse.errors import BnfuseError
+from bnfuse.ort.process import OrtError, borrowed
 from bnfuse.roles import METADATA_KEY, Roles
 
-from . import ort
 from .graph import Forward, attributes, fresh, set_attribute
 from .traps import WITHOUT_LOSS, builder_error
 
@@ -94,7 +95,7 @@ def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.M
         model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
     try:
         built = differentiated(model, variables.trainable, loss.loss)
-    except Exception as error:
+    except OrtError as error:
         if "Duplicate definition" not in str(error):
             raise builder_error(forward, error) from None
         built = differentiated_whole(forward, model, variables, loss.loss)
@@ -127,12 +128,11 @@ def give_seeds_back(built: onnx.GraphProto, source: onnx.GraphProto) -> None:
 
 
 def differentiated(model: onnx.ModelProto, wanted: Iterable[str], loss: str) -> onnx.ModelProto:
-    """onnxruntime's graph with the gradients of the `wanted` inputs."""
-    library, options, names = ort.training_library(), ort.quiet_options(), set(wanted)
-    optimised = library.get_optimized_model(model.SerializeToString(), names, options)
-    builder = library.GradientGraphBuilder(optimised, {loss}, names, loss, options)
-    builder.build()
-    return onnx.load_from_string(builder.get_model())
+    """onnxruntime's graph with the gradients of the `wanted` inputs. Raises OrtError."""
+    with borrowed() as process:
+        data = np.frombuffer(model.SerializeToString(), np.uint8)
+        _, found = process.ask("gradients", {"wanted": sorted(wanted), "loss": loss}, {"model": data})
+    return onnx.load_from_string(found["model"].tobytes())
 
 
 def differentiated_whole(forward: Forward, model: onnx.ModelProto, variables: Variables, loss: str) -> onnx.ModelProto:
@@ -145,7 +145,7 @@ def differentiated_whole(forward: Forward, model: onnx.ModelProto, variables: Va
     data = [value.name for value in forward.graph.input if kinds[value.name] == TensorProto.FLOAT]
     try:
         return differentiated(model, (*variables.trainable, *variables.frozen, *data), loss)
-    except Exception as error:
+    except OrtError as error:
         raise builder_error(forward, error) from None
 
 

@@ -256,7 +256,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "skl
 @pytest.mark.torch
 def test_torch_and_onnxruntime_training_can_still_be_imported_afterwards():
     code = """
-from bnfuse.build import ort
+from bnfuse.ort import library as ort
 ort.training_library()
 import torch
 from onnxruntime.training import artifacts

@@ -8,9 +8,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 from bnfuse.build import build
-from bnfuse.build.gradients import DEFINITIONS
 from bnfuse.build.rewrites import REWRITES
 from bnfuse.models import build_forward
+from bnfuse.ort.gradients import DEFINITIONS
 
 pytestmark = pytest.mark.torch
 SLOPE = np.array([0.1, 0.2, -0.3, 0.4], np.float32).reshape(4, 1, 1)

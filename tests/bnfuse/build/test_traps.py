@@ -10,9 +10,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from bnfuse.build import build, ort
+from bnfuse.build import build
 from bnfuse.errors import BnfuseError
 from bnfuse.models import build_forward
+from bnfuse.ort import library as ort
 
 
 def message_of(model: onnx.ModelProto, **options) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from bnfuse.errors import BnfuseError
 
 PACKAGE = "onnxruntime-training-cpu==1.19.2"
 NEEDED = ("GradientGraphBuilder", "get_optimized_model", "register_gradient_definition", "load_checkpoint")
+SILENT = 4  # onnxruntime's log level at which only fatal errors are printed; failures are raised anyway
 RIVALS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "ort-nightly")
 
 
@@ -47,11 +50,19 @@ def onnxruntime() -> ModuleType:
             del sys.modules["torch"]
 
 
-def quiet_options():
-    """SessionOptions that log errors only; building a gradient graph logs dozens of lines else."""
-    options = training_library().SessionOptions()
-    options.log_severity_level = 3
-    return options
+def open_session(
+    ort: ModuleType, model: bytes, *, threads: int | None, optimize: bool, config: Mapping[str, str] | None = None
+) -> Any:
+    """A session of onnxruntime in this very process. `config` has its own session settings, by their keys."""
+    options = ort.SessionOptions()
+    options.log_severity_level = SILENT
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
+    if threads:
+        options.intra_op_num_threads = threads
+    for key, value in (config or {}).items():
+        options.add_session_config_entry(key, value)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _installed_rivals() -> list[str]:

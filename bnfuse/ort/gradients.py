@@ -1,8 +1,8 @@
 """Gradients that onnxruntime-training lacks, registered with it as small graphs of standard operators.
 
 A definition is fixed: it sees a node's operands and results but not its attributes. So Elu and HardSigmoid are defined
-for one attribute value, and `rewrites.py` brings every node to it; what no definition can express (PRelu's sum over the
-broadcast axes of its slope) is rewritten there altogether.
+for one attribute value, and `build/rewrites.py` brings every node to it; what no definition can express (PRelu's sum
+over the broadcast axes of its slope) is rewritten there altogether.
 
 Sources: the derivatives follow from the operators' formulas in the ONNX specification; at a kink the choice is
 PyTorch's, and ReduceMax shares its gradient evenly among equal maxima, as torch.amax does.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 
-from . import ort
+from bnfuse.ort.library import training_library
 
 # (op, inputs, output[, float constant]); GO, I, O, GI: gradient of the output, operand, result, gradient of the operand
 Step = tuple[str, list[str], str] | tuple[str, list[str], str, float]
@@ -79,7 +79,7 @@ DEFINITIONS: dict[str, list[Step]] = {
 @functools.cache
 def register_gradients() -> None:
     """Makes the definitions known to onnxruntime, once in a process."""
-    library = ort.training_library()
+    library = training_library()
     for op, steps in DEFINITIONS.items():
         library.register_gradient_definition(f"::{op}", [_definition(library, step) for step in steps])
 
