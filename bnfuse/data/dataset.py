@@ -150,23 +150,22 @@ def finish(
 
 
 def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Sequence[str]) -> tuple[str, ...]:
-    """What was read, and what is to be noted of it."""
+    """What was read, in a line, and what is to be noted of it."""
     classes = max(found, len(data.class_names))
-    lines = [f"{data.name}: {len(data.train_y):,} images to train on, {classes} class{'es' if classes > 1 else ''}"]
-    if data.val_y is None:
-        chooses = "it is scored after each epoch and chooses the best one, so its accuracy flatters"
-        lines.append(f"{data.name}: {len(data.test_y):,} images are held out ({parts['test'].name}): {chooses}")
-    else:
-        lines.append(
-            f"{data.name}: {len(data.val_y):,} images ({parts['val'].name}) are scored after each epoch and choose the "
-            f"best one, {len(data.test_y):,} ({parts['test'].name}) are scored once, at the end"
-        )
+    train, held_out = len(data.train_y), len(data.held_out[1])
+    by = parts["test" if data.val_y is None else "val"].name
+    line = f"{data.name}: {train:,} to train on, {held_out:,} held out ({by}) to choose the best epoch by"
+    if data.val_y is not None:
+        line += f", {len(data.test_y):,} ({parts['test'].name}) to be scored at the end"
+    line += f"; {classes} class{'es' if classes > 1 else ''}"
+    if data.val_y is None and by.rstrip("/").lower().endswith(("test", "testing")):
+        notes = [*notes, f"{data.name}: {by} chooses the best epoch, for there is no val: its accuracy flatters"]
     lost = np.setdiff1d(np.arange(found), data.train_y)
     if len(lost):
         names = [repr(data.class_names[index]) if data.class_names else str(index) for index in lost[:6]]
         more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
         notes = [*notes, f"{data.name}: the training part has no image of class {', '.join(names)}{more}"]
-    return (*lines, *(f"note: {note}" for note in notes))
+    return tuple(" ".join(text.split()) for text in (line, *(f"note: {note}" for note in notes)))
 
 
 def check_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.ndarray:

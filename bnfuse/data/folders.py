@@ -135,7 +135,8 @@ def class_folders(folder: Path, left_out: Tally) -> tuple[str, ...]:
         else:
             left_out.add(STRAY, folder / name)
     if not found:
-        raise BnfuseError(f"{folder}: has no folders: put the images of each class into a folder of its own")
+        what = "holds images but no folders" if any(is_image(name) for name, _ in entries(folder)) else "has no folders"
+        raise BnfuseError(f"{folder}: {what}: put the images of each class into a folder of its own")
     return tuple(found)
 
 
@@ -181,7 +182,7 @@ def image_files(folder: Path, left_out: Tally) -> Iterator[Path]:
                 left_out.add(HIDDEN, path)
             elif is_folder:
                 below.append((path, above | {here}))
-            elif path.suffix.lower() not in IMAGE_SUFFIXES:
+            elif not is_image(name):
                 left_out.add(f"of {path.suffix.lower()}" if path.suffix else "without an ending", path)
             elif path.is_file() or not path.exists():  # a link to nothing is an image that is lost
                 yield path
@@ -201,6 +202,10 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself
         return False
+
+
+def is_image(name: str) -> bool:
+    return Path(name).suffix.lower() in IMAGE_SUFFIXES and not is_hidden(name)
 
 
 def is_hidden(name: str) -> bool:

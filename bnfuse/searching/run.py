@@ -47,9 +47,9 @@ def run_search(
     total = evaluations_of(space, settings)
     graph.state()  # complains of values that are missing
     images = data_for(graph, data, skip_unreadable=skip_unreadable)
-    for line in images.about:
+    loader = require_trainable(graph, images, recipe)
+    for line in (*images.about, loader.about):
         progress(line)
-    require_trainable(graph, images, recipe)
     fingerprint = fingerprint_of(graph, images, settings, recipe, cost)
     training = Training(graph, images, recipe, space, getattr(progress, "bar", None))
     with open_log(output, space, fingerprint, resume=resume) as log:
@@ -66,10 +66,10 @@ def run_search(
     return result
 
 
-def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> None:
-    """What each training would complain of, before a file is begun."""
+def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> Loader:
+    """What each training would complain of, before a file is begun. Gives what makes its batches."""
     Options(recipe.epochs, recipe.seed, recipe.schedule, recipe.warm_up, recipe.augment).check()
-    Loader(images, graph.batch)
+    return Loader(images, graph.batch)
 
 
 def fingerprint_of(

@@ -151,11 +151,16 @@ def signature(
 def check_given(data: Dataset, taken: Taken) -> None:
     """Raises where a Dataset made in Python does not fit to the graph."""
     for part, (x, y) in data.parts.items():
+        for name, array in ((f"{part}_x", x), (f"{part}_y", y)):
+            if not isinstance(array, np.ndarray):
+                raise BnfuseError(f"{data.name}: {name} is a {type(array).__name__}: a Dataset holds numpy arrays")
         if x.shape[1:] != taken.shape[1:]:
             wanted = list(taken.shape[1:])
             raise BnfuseError(
                 f"{data.name}: {part}_x has the shape {list(x.shape)}, the graph takes images of {wanted}"
             )
+        if len(x) == len(y) == 0 and part != "train":
+            continue
         y = check_labels(y, len(x), data.name, f"{part}_x")
         if taken.classes is not None and int(y.max()) >= taken.classes:
             raise BnfuseError(f"{data.name}: {part}_y has labels up to {y.max()}, the graph {taken.classes} classes")

@@ -41,7 +41,8 @@ def test_train_val_and_test_are_told_apart_by_name(tmp_path, val):
     assert values_of(data.train_x) == [1] * 3
     assert values_of(data.held_out[0]) == [2] * 3
     assert values_of(data.final[0]) == values_of(data.test_x) == [3] * 3
-    assert f"3 images ({val}/) are scored after each epoch and choose the best one, 3 (test/)" in data.about[1]
+    held_out = f"3 held out ({val}/) to choose the best epoch by, 3 (test/) to be scored at the end"
+    assert data.about == (f"{tmp_path}: 3 to train on, {held_out}; 2 classes",)
     assert np.allclose(data.normalised().val_x, (data.val_x - data.mean[0]) / data.std[0])
 
 
@@ -51,19 +52,25 @@ def test_one_other_part_is_held_out_and_it_is_said_that_it_chooses(tmp_path, oth
     data = load_data(tmp_path)
     assert values_of(data.held_out[0]) == [2] * 3
     assert data.final is None
-    assert f"3 images are held out ({other}/): it is scored after each epoch and chooses the best one" in data.about[1]
+    note = f"note: {tmp_path}: test/ chooses the best epoch, for there is no val: its accuracy flatters"
+    assert data.about[0] == f"{tmp_path}: 3 to train on, 3 held out ({other}/) to choose the best epoch by; 2 classes"
+    assert data.about[1:] == ((note,) if other == "test" else ())
 
 
 def test_train_alone_is_split(tmp_path):
     part_of_each(tmp_path, "train")
     data = load_data(tmp_path)
     assert (len(data.train_x), len(data.test_x), data.class_names) == (2, 1, ("a", "b"))
-    assert "20% of the images, drawn by the seed" in data.about[1]
+    assert "1 held out (20% of the images, drawn by the seed)" in data.about[0]
 
 
 def test_parts_that_cannot_be_told(tmp_path):
     part_of_each(tmp_path, "val", "test")
     assert message_of(tmp_path) == f"{tmp_path}: has val/, test/ but no train/"
+    put(tmp_path / "flat", "train/a/0.png", "test/0.png")
+    assert message_of(tmp_path / "flat").startswith(
+        f"{tmp_path / 'flat' / 'test'}: holds images but no folders: put the"
+    )
     part_of_each(tmp_path, "train", "valid")
     assert message_of(tmp_path) == f"{tmp_path}: has both val/ and valid/: keep one of them"
     shutil.rmtree(tmp_path / "val")
@@ -82,7 +89,7 @@ def test_other_folders_beside_the_parts_are_counted(tmp_path):
     part_of_each(tmp_path, "train", "val")
     put(tmp_path, "annotations/x.png")
     (tmp_path / "README.md").write_text("about")
-    assert load_data(tmp_path).about[2] == f"note: {tmp_path}: left out: 2 beside the parts (README.md)"
+    assert load_data(tmp_path).about[1] == f"note: {tmp_path}: left out: 2 beside the parts (README.md)"
 
 
 def test_classes_of_parts_agree_by_name(tmp_path):
@@ -110,7 +117,7 @@ def test_nothing_is_left_out_without_a_count(tmp_path):
         (tmp_path / name).write_bytes(b"")
     data = load_data(tmp_path)
     assert data.class_names == ("a", "b")
-    note = data.about[2]
+    note = data.about[1]
     assert note.startswith(f"note: {tmp_path}: left out: 5 hidden or system (.DS_Store), 2 of .heic (a/1.heic), ")
     assert "1 of .txt (b/notes.txt)" in note
     assert "1 outside the class folders (stray.png)" in note
@@ -139,7 +146,7 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path):
     (tmp_path / "data" / "a" / "up").symlink_to(tmp_path / "data" / "a")
     data = load_data(tmp_path / "data")
     assert len(data.train_x) + len(data.test_x) == 3
-    assert data.about[2] == f"note: {tmp_path / 'data'}: left out: 1 linked in a circle (a/up)"
+    assert data.about[1] == f"note: {tmp_path / 'data'}: left out: 1 linked in a circle (a/up)"
     (tmp_path / "data" / "b" / "lost.png").symlink_to(tmp_path / "nowhere.png")
     assert "lost.png: is no image that can be read: No such file" in message_of(tmp_path / "data")
 

@@ -143,5 +143,6 @@ def test_the_exported_mean_is_of_the_numbers_of_the_file_divided_by_the_scale(fa
     assert about["bnfuse.input_scale"] == scale
     assert about["bnfuse.input_mean"] == pytest.approx([(x / scale).mean()], rel=1e-5)
     assert about["bnfuse.input_std"] == pytest.approx([(x / scale).std()], rel=1e-5)
-    assert told[0].endswith("83 images to train on, 10 classes")
+    assert ": 83 to train on, 20 held out (x_test) to choose the best epoch by; 10 classes" in told[0]
+    assert told[1].endswith("x_test chooses the best epoch, for there is no val: its accuracy flatters")
     assert told[2] == "5 batches of 16 an epoch; 3 images wait for the next epoch's order"
