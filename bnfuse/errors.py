@@ -11,6 +11,10 @@ class DivergedError(BnfuseError):
     """A training whose loss or parameters are no numbers any more: an outcome where trainings are compared."""
 
 
+class UnknownAttributeError(BnfuseError, AttributeError):
+    """An attribute is set that the object does not have."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -11,7 +11,6 @@ import base64
 import contextlib
 import dataclasses
 import importlib
-import os
 import pathlib
 import pickle
 import queue
@@ -28,6 +27,8 @@ from bnfuse.errors import BnfuseError
 from bnfuse.interpreter import import_root
 from bnfuse.runtime.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.launching import ENTRANCE
+from bnfuse.runtime.processors import usable_cpus
 
 KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
 
@@ -62,7 +63,7 @@ def objects(
     tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
     if any(kernels[i].target.kind == "cuda" for i in missing.values()):
         require_cuda_compiler()
-    for done, (key, name, made) in enumerate(_compile_all(tasks, workers or os.cpu_count() or 1), 1):
+    for done, (key, name, made) in enumerate(_compile_all(tasks, workers or usable_cpus()), 1):
         found[key] = made
         cache.write(key, made)
         if progress:
@@ -81,7 +82,8 @@ def require_cuda_compiler() -> None:
 def compile_kernel(kernel: Kernel) -> bytes:
     """The object code of one kernel. For a CPU its symbol is the kernel's name; kernels/cuda/compile.py has a GPU's."""
     try:
-        return _for_gpu(kernel) if kernel.target.kind == "cuda" else _for_cpu(kernel)
+        with ENTRANCE:
+            return _for_gpu(kernel) if kernel.target.kind == "cuda" else _for_cpu(kernel)
     except Exception as error:
         what = _first_line(error)
         raise BnfuseError(f"kernel {kernel.name} does not compile: {what} ({kernel.problem!r})") from error
@@ -107,6 +109,10 @@ class Library:
     """Loaded kernels. Functions stay valid as long as the library lives."""
 
     def __init__(self, names: Iterable[str], codes: Iterable[bytes]) -> None:
+        with ENTRANCE:
+            self._load(names, codes)
+
+    def _load(self, names: Iterable[str], codes: Iterable[bytes]) -> None:
         self._session = tvm_ffi_orcjit.ExecutionSession()
         self._modules = []
         self.functions: list[Callable[..., Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,16 +15,16 @@ from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Library
 from bnfuse.runtime.execution import Compiled, LaunchTime, Scalars, as_numpy, check_input, paired, shared_regions
 from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.launching import launch
 from bnfuse.runtime.memory import Memory
-from bnfuse.runtime.targets import features_of, missing_features, start_threads
+from bnfuse.runtime.targets import features_of, missing_features
 
 
 class CpuRunner:
     """Executes the launches of one program. Code for another processor can be kept and exported, not run."""
 
     def __init__(self, compiled: Compiled, target: Target, beside: CpuRunner | None = None) -> None:
-        start_threads(target.threads)
-        self.program = compiled.program
+        self.program, self.threads = compiled.program, target.threads
         self.memory: Memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
         self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))
         if not self.missing:
@@ -52,6 +53,9 @@ class CpuRunner:
     def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
         """All launches of some phases, and the seconds that each phase took."""
         self._check_cpu()
+        return dict(launch(self.threads, functools.partial(self._run, phases, scalars)))
+
+    def _run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
         seconds = {}
         for phase in phases:
             start, given = time.perf_counter(), scalars[phase]
@@ -66,16 +70,19 @@ class CpuRunner:
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
         """The same, each launch timed."""
         self._check_cpu()
+        return list(launch(self.threads, functools.partial(self._profile, phases, scalars)))
+
+    def _profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
         times = []
         for phase in phases:
-            for launch, (function, arguments, late) in zip(self.program.phase(phase), self.calls[phase], strict=True):
+            for one, (function, arguments, late) in zip(self.program.phase(phase), self.calls[phase], strict=True):
                 for index, name in late:
                     arguments[index] = scalars[phase][name]
                 start = time.perf_counter()
                 function(*arguments)
                 seconds = time.perf_counter() - start
-                work = self.program.works[launch.kernel] if self.program.works else None
-                times.append(LaunchTime(phase, launch.node, self.program.kernels[launch.kernel], seconds, work))
+                work = self.program.works[one.kernel] if self.program.works else None
+                times.append(LaunchTime(phase, one.node, self.program.kernels[one.kernel], seconds, work))
             self._finish(phase)
         return times
 

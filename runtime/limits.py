@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from bnfuse.runtime.build import Library, Request, objects
 from bnfuse.runtime.cache import Cache, default_folder
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
+from bnfuse.runtime.launching import launch
 from bnfuse.runtime.memory import aligned
-from bnfuse.runtime.targets import resolve, start_threads
+from bnfuse.runtime.targets import resolve
 from bnfuse.runtime.tuning import random_arguments
 from bnfuse.runtime.work import work_of
 
@@ -60,7 +62,6 @@ def chain_rates(threads: int, sizes: Sequence[int]) -> list[float]:
     requests = [Request("cpu.layout:copy", (size // 4, target, "float32")) for size in sizes]
     codes = objects(requests, Cache(default_folder()))
     library = Library([request.kernel().name for request in requests], codes)
-    start_threads(threads)
     found = []
     for size, copy in zip(sizes, library.functions, strict=True):
         count = CHAIN // size
@@ -71,17 +72,16 @@ def chain_rates(threads: int, sizes: Sequence[int]) -> list[float]:
             for source, result in pairs:
                 copy(source, result)
 
-        found.append(2 * size * count / shortest(run, CHAIN_RUNS))
+        found.append(2 * size * count / launch(threads, functools.partial(shortest, run, CHAIN_RUNS)))
     return found
 
 
 def rate(request: Request, target: Target, of: str) -> float:
     """FLOPs or bytes of one launch by the shortest of some runs."""
     kernel = request.kernel()
-    start_threads(target.threads)
     library = Library([kernel.name], objects([request], Cache(default_folder())))
     arguments = random_arguments(kernel)
-    seconds = shortest(lambda: library.functions[0](*arguments))
+    seconds = launch(target.threads, lambda: shortest(lambda: library.functions[0](*arguments)))
     return float(getattr(work_of(kernel), of)) / seconds
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bnfuse.errors import BnfuseError
+from bnfuse.ranges import check_real, is_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SGD:
     no_decay: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check("SGD", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        check(self, "lr", "momentum", "weight_decay")
         if self.nesterov and not self.momentum:
             raise BnfuseError("SGD: nesterov=True needs a momentum above 0")
 
@@ -49,9 +49,10 @@ class AdamW:
     no_decay: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check("AdamW", lr=self.lr, epsilon=self.epsilon, weight_decay=self.weight_decay)
-        if not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
-            raise BnfuseError(f"AdamW: betas {self.betas} must be at least 0 and below 1")
+        check(self, "lr", "epsilon", "weight_decay")
+        pair = self.betas if isinstance(self.betas, Sequence) and len(self.betas) == 2 else (None,)
+        if not all(is_number(beta) and 0 <= beta < 1 for beta in pair):
+            raise BnfuseError(f"AdamW: betas {self.betas} must be two numbers, at least 0 and below 1")
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -84,12 +85,16 @@ def from_data(data: dict[str, Any] | None) -> Optimizer | None:
     return {"SGD": SGD, "AdamW": AdamW}[data["kind"]](**fields)
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a real number, numpy's included, and no truth value."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def check(optimizer: Optimizer, *names: str) -> None:
+    """Raises unless these fields are in range."""
+    for name in names:
+        check_real(f"{type(optimizer).__name__}: {name}", getattr(optimizer, name))
 
 
-def _check(name: str, **values: float) -> None:
-    for field, value in values.items():
-        if not is_number(value) or not 0 <= value < float("inf"):
-            raise BnfuseError(f"{name}: {field}={value!r} must be a number of at least 0")
+def require_optimizer(given: object) -> None:
+    """Raises for anything but one of ours: torch's optimisers know nothing of a step's parameters."""
+    if given is not None and not isinstance(given, Optimizer):
+        raise BnfuseError(
+            f"optimizer={type(given).__module__}.{type(given).__qualname__} is none of ours: use bnfuse.SGD(lr=...) or "
+            "bnfuse.AdamW(lr=...)"
+        )

@@ -7,17 +7,20 @@ caller's arrays are never touched. It is exchanged in the layout and by the name
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from bnfuse.errors import BnfuseError
+from bnfuse.errors import BnfuseError, UnknownAttributeError
 from bnfuse.io import write_atomically
+from bnfuse.ranges import check_real, check_whole
 from bnfuse.runtime import program as p
 from bnfuse.runtime.draws import Draws, PerChannel
+from bnfuse.runtime.exclusion import Exclusive, alone
 from bnfuse.runtime.execution import Compiled, LaunchTime, Runner, Scalars, paired, runner_of, shared_regions
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.optim import Optimizer
@@ -32,13 +35,24 @@ MOMENT_PREFIX = "optimizer."
 STEP_KEY = "optimizer.step"
 LOSS_SCALE = 1024.0  # of float16, whose smallest normal number is 6e-5
 
+RANGES: dict[str, Callable[[str, object], None]] = {  # what is set between steps
+    "lr": check_real,
+    "seed": check_whole,
+    "epoch": check_whole,
+    "steps": check_whole,
+}
+GIVEN = ("target", "optimizer", "model", "times")
 
-class Step:
+
+class Step(Exclusive):
     """A training step: `loss = step(images, labels)`. Made by `compile_step` or `load_step`.
 
     On a GPU the inputs may be arrays of the host, which are copied, or anything on that GPU that speaks DLPack or has
     `__cuda_array_interface__`, which the step reads where it is. With an input on the GPU a call returns at once, and
     what it returns is on the GPU too (cuda/array.py); labels that lie there are not checked.
+
+    A call is one thread's at a time: others wait. `forward`, `backward` and `update` are three calls, and refuse to go
+    on with what another thread began; `outputs` and `gradients()` are of the last call, whoever made it.
 
     What a graph draws is no input of a call (draws.py): `epoch` moves the samples, `virtual_statistics` are those of
     the data that virtual samples are drawn like, `seed` and the count of steps say what random operators give, and
@@ -54,6 +68,7 @@ class Step:
         optimizer: Optimizer | None = None,
         model: bytes = b"",
     ) -> None:
+        super().__init__()
         self.target, self.optimizer, self.model = target, optimizer, model
         self._compiled = (training, evaluation)
         self._train: Runner = runner_of(training, target)
@@ -65,6 +80,26 @@ class Step:
         self._draws = Draws(training.program)
         self._loss_scale = self._gradients_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
         self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
+        self._done_by = 0  # the thread that ran it
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A name that a step has, with a value in its range: a misspelt one would be set and never read."""
+        if name in RANGES:
+            RANGES[name](name, value)
+        elif not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or name in GIVEN):
+            raise UnknownAttributeError(
+                f"a step has no '{name}' to set: it has {', '.join(RANGES)}; what belongs to the optimiser is compiled "
+                "in, so compile the step again with another optimizer="
+            )
+        elif name == "optimizer" and name in self.__dict__:
+            raise BnfuseError("a step's optimizer is compiled in: compile the step again with another optimizer=")
+        object.__setattr__(self, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise BnfuseError(
+            "a step cannot be copied or pickled, for it holds native code and memory: step.export(FILE) and "
+            "bnfuse.open_step(FILE) make another one, step.save and step.load hand on its state"
+        )
 
     @property
     def program(self) -> p.Program:
@@ -87,14 +122,17 @@ class Step:
         return self._draws.sampling
 
     @property
+    @alone
     def virtual_statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation that virtual samples are drawn from: one number, or one of each channel."""
         return self._draws.virtual_statistics
 
     @virtual_statistics.setter
+    @alone
     def virtual_statistics(self, given: tuple[PerChannel, PerChannel]) -> None:
         self._draws.virtual_statistics = given
 
+    @alone
     def fix(self, values: Mapping[str, Any] | None) -> None:
         """Use these values in the place of what would be drawn: until `fix(None)`.
 
@@ -105,30 +143,35 @@ class Step:
 
     # -- running -----------------------------------------------------------------------------------------------
 
+    @alone
     def __call__(self, *inputs: Any) -> Any:
         """One step: forward, backward, and with an optimiser the update. Returns the loss."""
         self._take(inputs)
         self._run(p.PHASES)
         return self._loss()
 
+    @alone
     def forward(self, *inputs: Any) -> Any:
         """The forward phase: loss, logits and new running statistics. State stays as it is."""
         self._take(inputs)
         self._run(("forward",))
-        self._done = "forward"
+        self._did("forward")
         return self._loss()
 
+    @alone
     def backward(self) -> None:
         """The backward phase, after `forward`: all gradients."""
         self._follow("forward", "backward needs a forward before it, with no evaluate in between")
         self._run(("backward",))
-        self._done = "backward"
+        self._did("backward")
 
+    @alone
     def update(self) -> None:
         """The update phase, after `backward`: parameters, where there is an optimiser, and running statistics."""
         self._follow("backward", "update needs a backward before it: it applies gradients once")
         self._run(("update",))
 
+    @alone
     def evaluate(self, *data: Any) -> Any:
         """Logits by the running statistics instead of the batch's, as after training."""
         self.require_evaluation()
@@ -145,6 +188,7 @@ class Step:
         if self._evaluate.program.refused:
             raise BnfuseError(self._evaluate.program.refused)
 
+    @alone
     def profile(self, *inputs: Any) -> list[LaunchTime]:
         """One step, launch by launch. It is a whole step: state changes as it does in a call."""
         self._take(inputs)
@@ -172,7 +216,15 @@ class Step:
         """Use up the results of a phase: backward writes over the maps that forward left in the arena."""
         if self._done != phase:
             raise BnfuseError(otherwise)
+        if self._done_by != threading.get_ident():
+            raise BnfuseError(
+                f"the {phase} before it was another thread's: run the phases of a step in one thread, or all of them "
+                "as one call, step(...)"
+            )
         self._done = None
+
+    def _did(self, phase: p.Phase) -> None:
+        self._done, self._done_by = phase, threading.get_ident()
 
     def _scalars(self, phases: tuple[p.Phase, ...]) -> dict[p.Phase, Scalars]:
         """What launches of the phases take. The update that begins is counted."""
@@ -180,8 +232,8 @@ class Step:
         for phase in phases:
             self.steps += phase == "update"
             if phase == "backward":
-                self._gradients_scale = self.loss_scale
-            found[phase] = {"lr": self.lr, "step": self.steps, "seed": self.seed, "loss_scale": self.loss_scale}
+                self._gradients_scale = self._loss_scale
+            found[phase] = {"lr": self.lr, "step": self.steps, "seed": self.seed, "loss_scale": self._loss_scale}
         return found
 
     def _check_labels(self, inputs: Mapping[str, np.ndarray]) -> None:
@@ -201,10 +253,12 @@ class Step:
     # -- results -----------------------------------------------------------------------------------------------
 
     @property
+    @alone
     def outputs(self) -> dict[str, np.ndarray]:
         """All outputs of the file after the last phase that ran, by name: copies."""
         return {name: self._train.memory.read(tensor) for name, tensor in self.program.outputs.items()}
 
+    @alone
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients by the names of the parameters: copies."""
         found = {name: self._train.memory.read(tensor) for name, tensor in self.program.gradients.items()}
@@ -212,11 +266,13 @@ class Step:
         return found if scale == 1 else {name: value / scale for name, value in found.items()}
 
     @property
+    @alone
     def loss_scale(self) -> float:
         """With fp16 what the loss's gradient is multiplied by, and gradients divided by in the update. 1 otherwise."""
         return self._loss_scale
 
     @loss_scale.setter
+    @alone
     def loss_scale(self, scale: float) -> None:
         if self.target.precision != "fp16":
             raise BnfuseError(f"a step of precision {self.target.precision} has no loss scale: compile it for fp16")
@@ -225,6 +281,7 @@ class Step:
         self._loss_scale = float(scale)
 
     @property
+    @alone
     def skipped(self) -> bool:
         """Whether the last update changed no parameter: with fp16, if a gradient was not finite. Waits for the step.
 
@@ -234,15 +291,18 @@ class Step:
             return False
         return not bool(self._train.memory.load(self.program.storages[self.program.finite])[0])
 
+    @alone
     def device_output(self, name: str) -> DeviceArray:
         """An output of the file where it lies on the GPU. The next step writes over it."""
         return self._on_device(self.program.outputs, name, "output")
 
+    @alone
     def device_gradient(self, name: str) -> DeviceArray:
         """The gradient of a parameter where it lies on the GPU, with fp16 times `loss_scale`. The next step writes over
         it."""
         return self._on_device(self.program.gradients, name, "gradient of a parameter")
 
+    @alone
     def device_state(self, name: str) -> DeviceArray:
         """A parameter or a running statistic where it lies on the GPU. Steps update it in place."""
         return self._on_device(self._state(), name, "parameter or running statistic")
@@ -253,15 +313,18 @@ class Step:
         return self._gpu("device arrays").array(tensors[name])
 
     @property
+    @alone
     def stream(self) -> int:
         """The address of the CUDA stream that the step runs on: one of its own, until another is set."""
         return self._gpu("a stream").stream
 
     @stream.setter
+    @alone
     def stream(self, stream: Any) -> None:
         """An address, or a stream of torch, cupy or anything with `__cuda_stream__`. What was begun is waited for."""
         self._gpu("a stream").stream = stream
 
+    @alone
     def synchronize(self) -> None:
         """Wait until the GPU has done all that it was given. On a CPU a call returns when it is done."""
         if self.target.kind == "cuda":
@@ -283,10 +346,12 @@ class Step:
 
     # -- state -------------------------------------------------------------------------------------------------
 
+    @alone
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters and running statistics: copies, in the layout of the file."""
         return {name: self._train.memory.read(tensor) for name, tensor in self._state().items()}
 
+    @alone
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace parameters and running statistics. All must be there, with their shapes. The optimiser's moments and
         count of steps stay; `reset_optimizer` lets it begin anew."""
@@ -307,6 +372,7 @@ class Step:
         for name, array in arrays.items():
             self._train.memory.write(own[name], array)
 
+    @alone
     def not_finite(self) -> str | None:
         """The first trained parameter, running statistic or moment of the optimiser that is not finite, by name."""
         own = self._state()
@@ -318,6 +384,7 @@ class Step:
                 return name
         return None
 
+    @alone
     def save(self, path: str | pathlib.Path, metadata: Mapping[str, str] | None = None) -> None:
         """Write state and the optimiser's state as safetensors, `metadata` with it; the file is replaced as a whole."""
         moments = {name: self._train.memory.load(s).reshape(shape) for name, (s, shape) in self._moments().items()}
@@ -326,6 +393,7 @@ class Step:
         data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, about)
         write_atomically(pathlib.Path(path), data, durable=True)
 
+    @alone
     def load(self, path: str | pathlib.Path) -> None:
         """Read what `save` wrote. The optimiser starts anew where the file has no state, or that of another one."""
         tensors, metadata = read_safetensors(pathlib.Path(path))
@@ -345,6 +413,7 @@ class Step:
             for name, (storage, _) in own.items():
                 self._train.memory.store(storage, moments[name])
 
+    @alone
     def reset_optimizer(self) -> None:
         """The optimiser as before the first step."""
         self.steps = 0
@@ -368,6 +437,7 @@ class Step:
                 found[f"{MOMENT_PREFIX}{moment}.{name}"] = (place, tensor.shape)
         return found
 
+    @alone
     def export(self, path: str | pathlib.Path) -> None:
         """Write the step, its code, state and model as one file (artefact.py)."""
         from bnfuse.runtime.artefact import export_step

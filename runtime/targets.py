@@ -1,4 +1,4 @@
-"""The machine that kernels are made for, and the threads that run them.
+"""The machine that kernels are made for.
 
 TVM is asked about CPUs, and only when something is asked: a step for a GPU runs where TVM is not.
 """
@@ -6,21 +6,18 @@ TVM is asked about CPUs, and only when something is asked: a step for a GPU runs
 from __future__ import annotations
 
 import functools
-import os
-import pathlib
 import re
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.errors import BnfuseError
 from bnfuse.runtime.cuda import arch
 from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.processors import bounded_threads, check_threads, physical_cores
 
 if TYPE_CHECKING:
     import tvm
 
 LANES = ((16, "avx512f"), (8, "avx2"), (4, "neon"), (4, "sse2"))
-
-MAX_THREADS = 1024
 
 CROSS_TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu")  # what kernels can be made for on any host
 
@@ -36,7 +33,8 @@ COMPUTING = re.compile(
 def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: str | None = None) -> Target:
     """The target of `cpu`, `cpu:MCPU` (an LLVM CPU name), `cuda` or `cuda:ARCHITECTURE`.
 
-    Threads are of a CPU and default to the physical cores; the precision is of a GPU and defaults to fp32.
+    Threads are of a CPU and default to the physical cores; for this machine they are no more than its processors. The
+    precision is of a GPU and defaults to fp32.
     """
     if isinstance(spec, Target):
         return spec
@@ -53,10 +51,11 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: s
         )
     if threads is not None:
         check_threads(threads)
+    wanted = threads if model else bounded_threads(threads)  # a CPU that is named may be another machine's
     mcpu = model or host_cpu()
     if not known_cpu(mcpu):
         raise BnfuseError(f"target '{spec}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself")
-    return Target("llvm", mcpu, lanes_of(features_of(mcpu)), threads or physical_cores())
+    return Target("llvm", mcpu, lanes_of(features_of(mcpu)), wanted or physical_cores())
 
 
 def _gpu(model: str, threads: int | None, precision: str | None) -> Target:
@@ -159,37 +158,3 @@ def is_arm(mcpu: str) -> bool:
 def vector_registers(target: Target) -> int:
     """32 with AVX-512 and on 64-bit Arm, 16 with older x86."""
     return 32 if target.lanes >= 16 or is_arm(target.mcpu) else 16
-
-
-def physical_cores() -> int:
-    """Cores this process may use, two hardware threads of one core counted once."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return max(1, len({_siblings(cpu) for cpu in allowed}))
-
-
-def _siblings(cpu: int) -> str:
-    path = pathlib.Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return str(cpu)
-
-
-def check_threads(threads: int) -> None:
-    """Refuse a number of threads that no machine could be meant by."""
-    if not 1 <= threads <= MAX_THREADS:
-        raise BnfuseError(
-            f"{threads} threads make no step: use 1 to {MAX_THREADS}, or leave it out for one a physical core"
-        )
-
-
-def start_threads(threads: int) -> None:
-    """Let kernels run on this many threads.
-
-    TVM makes its pool when the first kernel runs (of one thread if nothing is said), and the pool never grows: it is
-    given one thread a core, of which as many are used as are asked for.
-    """
-    check_threads(threads)
-    os.environ.setdefault("TVM_BIND_THREADS", "0")  # binding widens the spread on a busy machine
-    os.environ["TVM_NUM_THREADS"] = str(max(threads, physical_cores()))
-    _ask("runtime.config_threadpool")(1, threads)

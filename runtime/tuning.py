@@ -29,6 +29,7 @@ from bnfuse.runtime import targets
 from bnfuse.runtime.build import Library, Progress, Request, objects
 from bnfuse.runtime.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Target
+from bnfuse.runtime.launching import launch
 from bnfuse.runtime.lower import Lowered
 from bnfuse.runtime.memory import aligned
 from bnfuse.runtime.turns import shortest_times
@@ -252,18 +253,20 @@ def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[flo
 
     All take the same parameters.
     """
-    targets.start_threads(kernels[0].target.threads)
     library = Library([kernel.name for kernel in kernels], codes)
     arguments = random_arguments(kernels[0])
-    for function in library.functions:
-        function(*arguments)
 
     def timed(function: Callable[..., Any]) -> float:
         begin = time.perf_counter()
         function(*arguments)
         return time.perf_counter() - begin
 
-    return shortest_times([functools.partial(timed, function) for function in library.functions])
+    def in_turns() -> list[float]:
+        for function in library.functions:
+            function(*arguments)
+        return shortest_times([functools.partial(timed, function) for function in library.functions])
+
+    return list(launch(kernels[0].target.threads, in_turns))
 
 
 def random_arguments(kernel: Kernel) -> list[Any]:

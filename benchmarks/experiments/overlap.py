@@ -16,9 +16,10 @@ import tvm
 from bnfuse.runtime.build import Library, Request, objects
 from bnfuse.runtime.cache import Cache, default_folder
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.launching import launch
 from bnfuse.runtime.limits import CHAIN, CHAIN_RUNS, chain_rates, gemm_rates, shortest
 from bnfuse.runtime.memory import aligned
-from bnfuse.runtime.targets import resolve, start_threads
+from bnfuse.runtime.targets import resolve
 from bnfuse.runtime.tuning import random_arguments
 
 THREADS, BATCH = 2, 16
@@ -46,11 +47,10 @@ def seconds(side: int, channels: int) -> float:
             arguments[x], arguments[y] = buffers[index], buffers[(index + 1) % count]
             convolve(*arguments)
 
-    return shortest(run, CHAIN_RUNS) / count
+    return launch(THREADS, lambda: shortest(run, CHAIN_RUNS)) / count
 
 
 def main() -> None:
-    start_threads(THREADS)
     flops = gemm_rates(THREADS)["bnfuse convolution"]
     print(f"1x1 convolution {flops / 1e9:.0f} GFLOP/s")
     for side, channels in SHAPES:

@@ -29,7 +29,8 @@ SPINNING = {
 
 def describe_machine(threads: int, peers: Iterable[str], before: Quiet, during: float | None) -> dict[str, Any]:
     """`before` is how the wait for an idle machine ended, `during` the cores that others had while we measured."""
-    from bnfuse.runtime.targets import host_cpu, physical_cores
+    from bnfuse.runtime.processors import physical_cores
+    from bnfuse.runtime.targets import host_cpu
 
     return {
         "cpu": host_cpu(),

@@ -108,9 +108,9 @@ def run_benchmark(
         from bnfuse.benchmarking.cuda.bench import require_gpu
 
         require_gpu()
-    from bnfuse.runtime.targets import physical_cores
+    from bnfuse.runtime.processors import bounded_threads, physical_cores
 
-    plan = dataclasses.replace(plan, threads=threads or physical_cores())
+    plan = dataclasses.replace(plan, threads=bounded_threads(threads) or physical_cores())
     with tempfile.TemporaryDirectory(prefix="bnfuse-bench-") as folder:
         return measure(graph, plan, Path(folder), progress)
 

@@ -88,10 +88,15 @@ def host(*, fresh: bool = False, threads: int | None = None, progress: Progress 
 def describe(threads: int | None) -> dict[str, Any]:
     """What tells one machine from another."""
     from bnfuse.benchmarking.machine import cpu_model
-    from bnfuse.runtime.targets import physical_cores
+    from bnfuse.runtime.processors import bounded_threads, physical_cores
 
     cores = physical_cores()
-    return {"cpu_model": cpu_model(), "identity": identity(), "cores": cores, "threads": threads or cores}
+    return {
+        "cpu_model": cpu_model(),
+        "identity": identity(),
+        "cores": cores,
+        "threads": bounded_threads(threads) or cores,
+    }
 
 
 def identity() -> str:

@@ -175,7 +175,7 @@ def labels_tensor(torch: Any, labels: np.ndarray) -> Any:
 
 
 def default_threads() -> int:
-    from bnfuse.runtime.targets import physical_cores
+    from bnfuse.runtime.processors import physical_cores
 
     return physical_cores()
 

@@ -17,8 +17,9 @@ from bnfuse.runtime import cache as cache_module
 from bnfuse.runtime.build import Library, Request, objects
 from bnfuse.runtime.cache import Cache, content_key, default_folder
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.launching import launch
 from bnfuse.runtime.memory import aligned
-from bnfuse.runtime.targets import resolve, start_threads
+from bnfuse.runtime.targets import resolve
 
 TARGET = resolve("cpu", 1)
 START = {"x": 0, "y": 0}
@@ -31,12 +32,12 @@ def relu(channels: int, target=TARGET) -> Request:
 
 def run(request: Request, code: bytes) -> None:
     kernel = request.kernel()
-    start_threads(1)
     (function,) = (library := Library([kernel.name], [code])).functions
     size = kernel.params[0].elements
     x, y = (aligned(size * 4).view(np.float32) for _ in range(2))
     x[:] = np.arange(size) - size / 2
-    function(tvm.runtime.from_dlpack(x), tvm.runtime.from_dlpack(y), 0, 0)
+    views = [tvm.runtime.from_dlpack(array) for array in (x, y)]
+    launch(1, lambda: function(*views, 0, 0))
     del library
     np.testing.assert_array_equal(y, np.maximum(x, 0))
 

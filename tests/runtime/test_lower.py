@@ -18,7 +18,7 @@ from bnfuse.runtime.cpu import CpuRunner
 from bnfuse.runtime.execution import Compiled
 from bnfuse.runtime.lower import Lowered, lower
 from bnfuse.runtime.program import ARENA, Program
-from bnfuse.runtime.targets import resolve, start_threads
+from bnfuse.runtime.targets import resolve
 
 TARGET = resolve("cpu", 2)
 
@@ -37,7 +37,6 @@ def lowered(signature: str, body: str, types: str = "") -> Lowered:
 
 
 def run(made: Lowered, step: int = 0, **feeds: np.ndarray) -> dict[str, np.ndarray]:
-    start_threads(TARGET.threads)
     runner = CpuRunner(Compiled(made.program, objects(made.requests, Cache(default_folder()))), TARGET)
     runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
     runner.feed(list(feeds), list(feeds.values()))

@@ -19,7 +19,7 @@ from bnfuse.runtime.draws import sampling_of
 from bnfuse.runtime.execution import Compiled
 from bnfuse.runtime.lower import Lowered, lower
 from bnfuse.runtime.program import ARENA, Program
-from bnfuse.runtime.targets import resolve, start_threads
+from bnfuse.runtime.targets import resolve
 from bnfuse.sampling import NOTHING, Box, Points, Sampling
 
 TARGET = resolve("cpu", 2)
@@ -54,7 +54,6 @@ def lowered(
 
 
 def run(made: Lowered, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    start_threads(TARGET.threads)
     runner = CpuRunner(Compiled(made.program, objects(made.requests, Cache(default_folder()))), TARGET)
     runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
     runner.feed(list(feeds), list(feeds.values()))

@@ -7,13 +7,13 @@ import os
 import pytest
 
 from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets
+from bnfuse.runtime import launching, processors, targets
 
 
 def test_the_host_is_the_default_and_has_what_its_code_uses():
     target = targets.resolve()
     assert target == targets.resolve(f"cpu:{targets.host_cpu()}")
-    assert target.threads == targets.physical_cores() >= 1
+    assert target.threads == processors.physical_cores() >= 1
     assert targets.missing_features(targets.features_of(target.mcpu)) == ()
     assert targets.triple_of(target.mcpu) == ""
 
@@ -66,5 +66,5 @@ def test_what_cannot_be_is_refused_in_one_line(spec, threads, message):
 
 def test_a_step_of_one_thread_does_not_keep_later_ones_from_more(monkeypatch):
     monkeypatch.setenv("TVM_NUM_THREADS", "1")
-    targets.start_threads(1)
-    assert int(os.environ["TVM_NUM_THREADS"]) >= targets.physical_cores()
+    launching.start_threads(1)
+    assert int(os.environ["TVM_NUM_THREADS"]) >= processors.physical_cores()

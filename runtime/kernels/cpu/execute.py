@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tvm
 
-from bnfuse.runtime import targets
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.launching import start_threads
 
 ALIGNMENT = 64
 
@@ -33,7 +33,7 @@ def aligned_copy(values: np.ndarray) -> np.ndarray:
 
 
 def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
-    targets.start_threads(kernel.target.threads)
+    start_threads(kernel.target.threads)
     return tir.compile_function(kernel.build(), kernel.target)[kernel.name]
 
 
