@@ -32,7 +32,8 @@ Entry = dict[str, Any]
 def build(arguments: argparse.Namespace) -> None:
     """Compile what tuning would measure, each problem of the networks once."""
     from bnfuse.runtime.build import objects
-    from bnfuse.runtime.cache import Cache, default_folder, sources_hash
+    from bnfuse.runtime.cache import Cache, default_folder
+    from bnfuse.runtime.sources import sources_hash
     from bnfuse.runtime.tuning import parts_of
 
     entries: list[Entry] = []
@@ -248,7 +249,8 @@ def stage_time(torch: Any, driver: Any, call: Any) -> float:
 
 def remember(arguments: argparse.Namespace) -> None:
     """Write the fastest choice of each problem to the memory of tuning."""
-    from bnfuse.runtime.cache import Cache, default_folder, sources_hash
+    from bnfuse.runtime.cache import Cache, default_folder
+    from bnfuse.runtime.sources import sources_hash
     from bnfuse.runtime.tuning import Memory
 
     results = json.loads(Path(arguments.file).read_text())

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from bnfuse.errors import BnfuseError, at_node, first_line
 from bnfuse.ort.frames import Arrays
 from bnfuse.ort.process import OrtCrash, OrtError, OrtProcess, borrowed, give_back, take
+from bnfuse.runtime.processors import bounded_threads
 
 __all__ = ["Arrays", "OrtGraph"]
 
@@ -34,7 +35,7 @@ class OrtGraph:
     ) -> None:
         """`config` has onnxruntime's own session settings, by their keys."""
         self.name, self.model = name, without_state(ir.to_proto(model))
-        self.settings = {"threads": threads, "optimize": optimize, "config": dict(config or {})}
+        self.settings = {"threads": bounded_threads(threads), "optimize": optimize, "config": dict(config or {})}
         self.process = take()
         weakref.finalize(self, _leave, self.process)
         try:

@@ -29,6 +29,7 @@ from bnfuse.runtime import optim, targets
 from bnfuse.runtime import program as p
 from bnfuse.runtime.execution import Compiled
 from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.processors import bounded_threads
 from bnfuse.runtime.session import Step
 
 FORMAT = "bnfuse step"
@@ -93,7 +94,7 @@ def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Step:
     target = Target(**manifest["target"])
     if threads is not None and target.kind == "cuda":
         raise BnfuseError(f"{path}: was compiled for a GPU, which takes no number of threads: leave it out")
-    if threads is not None and threads != target.threads:
+    if threads is not None and target.threads not in (threads, bounded_threads(threads)):
         raise BnfuseError(f"{path}: was compiled for {target.threads} threads, not {threads}: compile the model again")
     initial = safetensors.numpy.load(file.read("initial.safetensors"))
     compiled = [_part(file, manifest, part, initial) for part in PARTS]

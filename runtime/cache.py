@@ -16,10 +16,10 @@ import pathlib
 from bnfuse.errors import BnfuseError
 from bnfuse.io import write_atomically
 from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.sources import sources_hash
 from bnfuse.runtime.targets import features_of, triple_of
 
 HASH_BYTES = hashlib.sha256().digest_size
-KERNEL_SOURCES = pathlib.Path(__file__).resolve().parent / "kernels"
 
 
 def default_folder() -> pathlib.Path | None:
@@ -33,24 +33,12 @@ def default_folder() -> pathlib.Path | None:
     return None
 
 
-def content_key(kernel: Kernel) -> str:
-    """Hash of the kernel's problem and target, the generators' sources, the compilers, and a CPU's features."""
+def content_key(kernel: Kernel, generator: str) -> str:
+    """Hash of the kernel's problem and target, its generator's sources, the compilers, and a CPU's features."""
     kind, mcpu = kernel.target.kind, kernel.target.mcpu
     machine = cuda_compiler() if kind == "cuda" else (triple_of(mcpu), *features_of(mcpu))
-    parts = (kernel.key, sources_hash(kind), compiler_versions(), *machine)
+    parts = (kernel.key, sources_hash(generator), compiler_versions(), *machine)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-@functools.cache
-def sources_hash(kind: str = "llvm") -> str:
-    """Hash of all files that make kernels for a kind of target: a changed generator never meets an object of its
-    former self. Those of a GPU build on those of the CPU; the CPU's know nothing of a GPU.
-    """
-    digest = hashlib.sha256()
-    own = [path for path in sorted(KERNEL_SOURCES.rglob("*.py")) if kind == "cuda" or path.parent.name != "cuda"]
-    for path in (*own, KERNEL_SOURCES.parent / "targets.py"):
-        digest.update(path.relative_to(KERNEL_SOURCES.parent).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 @functools.cache

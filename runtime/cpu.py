@@ -17,6 +17,7 @@ from bnfuse.runtime.execution import Compiled, LaunchTime, Scalars, as_numpy, ch
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.launching import launch
 from bnfuse.runtime.memory import Memory
+from bnfuse.runtime.processors import check_threads
 from bnfuse.runtime.targets import features_of, missing_features
 
 
@@ -24,6 +25,7 @@ class CpuRunner:
     """Executes the launches of one program. Code for another processor can be kept and exported, not run."""
 
     def __init__(self, compiled: Compiled, target: Target, beside: CpuRunner | None = None) -> None:
+        check_threads(target.threads)
         self.program, self.threads = compiled.program, target.threads
         self.memory: Memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
         self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))

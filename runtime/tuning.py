@@ -54,7 +54,7 @@ class Task:
     @property
     def key(self) -> str:
         """Of the problem, the target and what makes its kernels."""
-        made = f"{self.request.generator} {content_key(self.request.kernel())}"
+        made = f"{self.request.generator} {content_key(self.request.kernel(), self.request.generator)}"
         return hashlib.sha256(made.encode()).hexdigest()
 
     def candidate(self, choice: Choice) -> Request:

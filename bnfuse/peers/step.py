@@ -16,6 +16,7 @@ from bnfuse.peers import cuda
 from bnfuse.peers.names import import_torch, is_graph, peers_of, without_graph
 from bnfuse.peers.network import torch_loss, torch_module
 from bnfuse.roles import Roles
+from bnfuse.runtime.processors import bounded_threads, physical_cores
 from bnfuse.training_graph import TrainingGraph
 
 Arrays = dict[str, np.ndarray]
@@ -49,7 +50,7 @@ class TorchStep:
         check_names(peer, device, precision)
         self.torch = torch = import_torch()
         if device == "cpu" or threads:
-            torch.set_num_threads(threads or default_threads())
+            torch.set_num_threads(bounded_threads(threads) or physical_cores())
         if device == "cuda":
             cuda.set_precision(torch, precision)
         self.name, self.device, self.precision = peer, device, precision
@@ -172,12 +173,6 @@ def labels_tensor(torch: Any, labels: np.ndarray) -> Any:
     """Class numbers are int64 in torch, whatever the file has."""
     made = torch.from_numpy(np.array(labels))
     return made if made.is_floating_point() else made.to(torch.int64)
-
-
-def default_threads() -> int:
-    from bnfuse.runtime.processors import physical_cores
-
-    return physical_cores()
 
 
 def need_compiler() -> None:

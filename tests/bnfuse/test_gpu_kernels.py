@@ -13,8 +13,9 @@ import pytest
 from source_files import load
 
 from bnfuse.runtime import tuning
-from bnfuse.runtime.cache import Cache, sources_hash
+from bnfuse.runtime.cache import Cache
 from bnfuse.runtime.cuda import container
+from bnfuse.runtime.sources import sources_hash
 
 script = load(pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_kernels.py")
 

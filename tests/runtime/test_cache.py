@@ -30,6 +30,10 @@ def relu(channels: int, target=TARGET) -> Request:
     return Request("cpu.map:map_forward", (Problem("ReluMap", (("x", kind), ("y", kind))), target))
 
 
+def key_of(request: Request) -> str:
+    return content_key(request.kernel(), request.generator)
+
+
 def run(request: Request, code: bytes) -> None:
     kernel = request.kernel()
     (function,) = (library := Library([kernel.name], [code])).functions
@@ -88,12 +92,12 @@ def test_progress_counts_what_is_compiled(tmp_path):
 
 
 def test_the_key_knows_the_problem_the_target_and_the_sources(monkeypatch):
-    key = content_key(relu(4).kernel())
-    assert key == content_key(relu(4).kernel())
-    assert key != content_key(relu(8).kernel())
-    assert key != content_key(relu(4, dataclasses.replace(TARGET, threads=2)).kernel())
-    monkeypatch.setattr(cache_module, "sources_hash", lambda kind: "another generator")
-    assert key != content_key(relu(4).kernel())
+    key = key_of(relu(4))
+    assert key == key_of(relu(4))
+    assert key != key_of(relu(8))
+    assert key != key_of(relu(4, dataclasses.replace(TARGET, threads=2)))
+    monkeypatch.setattr(cache_module, "sources_hash", lambda generator: "another generator")
+    assert key != key_of(relu(4))
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):

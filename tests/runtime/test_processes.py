@@ -194,7 +194,7 @@ def go_on():
 
 thread = threading.Thread(target=run)
 thread.start()
-for _ in range(5):
+for _ in range(3):
     before = len(count)
     wait_for(lambda: len(count) > before)
     require(child(go_on) == 7)

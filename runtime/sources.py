@@ -1,0 +1,92 @@
+"""What the code of a kernel is made from: the sources of its generator and all that they import from the package.
+
+They are read as text, not imported, which takes some milliseconds a process. Imports within functions count, those for
+type checkers alone do not. A package counts where a name is taken from it, not where it is on the way to a module.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pathlib
+import re
+from collections.abc import Iterable
+
+import bnfuse
+
+KERNELS = "bnfuse.runtime.kernels"
+COMPILERS = {"cpu": f"{KERNELS}.cpu.tir", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles the kernels of a folder
+
+TYPE_CHECKING = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|[ \t]*\n)+", re.M)
+IMPORT = re.compile(r"^[ \t]*(?:from (bnfuse[\w.]*) import (\([^)]*\)|[^\n]*)|import (bnfuse[\w.]*))", re.M)
+NAME = re.compile(r"^[ \t(]*(\w+)", re.M)
+
+
+class Sources:
+    """The files of a package, `root` being its folder."""
+
+    def __init__(self, root: pathlib.Path) -> None:
+        self.root = root
+        self._read: dict[str, tuple[bytes, frozenset[str]]] = {}
+        self._paths: dict[str, pathlib.Path | None] = {}
+
+    def hash(self, generator: str) -> str:
+        """Of all that makes the kernels of a generator (`cpu.map:map_forward`) or of a folder of them (`cuda`)."""
+        name = generator.partition(":")[0]
+        compiler = COMPILERS[name.partition(".")[0]]
+        digest = hashlib.sha256(bnfuse.__version__.encode())
+        for module in sorted(self.closure([*self._modules(f"{KERNELS}.{name}"), compiler])):
+            digest.update(module.encode() + b"\0" + self._file(module)[0])
+        return digest.hexdigest()
+
+    def closure(self, modules: Iterable[str]) -> set[str]:
+        """These modules and all that they import, directly or not."""
+        found: set[str] = set()
+        left = list(modules)
+        while left:
+            module = left.pop()
+            if module not in found:
+                found.add(module)
+                left += self._file(module)[1]
+        return found
+
+    def imports(self, text: str) -> frozenset[str]:
+        """Modules of the package that a source takes something from."""
+        found = set()
+        for source, names, plain in IMPORT.findall(TYPE_CHECKING.sub("", text)):
+            for name in [match.group(1) for part in names.split(",") if (match := NAME.match(part.strip()))]:
+                module = f"{source}.{name}"
+                found.add(module if self._path(module) else source)
+            if plain:
+                found.add(plain)
+        return frozenset(found)
+
+    def _file(self, module: str) -> tuple[bytes, frozenset[str]]:
+        """The digest of a module's source, and what it imports."""
+        if module not in self._read:
+            path = self._path(module)
+            text = path.read_bytes() if path else b""
+            self._read[module] = hashlib.sha256(text).digest(), self.imports(text.decode())
+        return self._read[module]
+
+    def _path(self, module: str) -> pathlib.Path | None:
+        if module not in self._paths:
+            place = os.path.join(self.root, *module.split(".")[1:])  # noqa: PTH118 (pathlib takes ten times as long)
+            found = next(filter(os.path.isfile, (f"{place}.py", f"{place}/__init__.py")), None)
+            self._paths[module] = pathlib.Path(found) if found else None
+        return self._paths[module]
+
+    def _modules(self, name: str) -> list[str]:
+        """The module, or all of a folder."""
+        place = self.root.joinpath(*name.split(".")[1:])
+        return [f"{name}.{path.stem}" for path in place.glob("*.py")] if place.is_dir() else [name]
+
+
+OWN = Sources(pathlib.Path(bnfuse.__file__).resolve().parent)
+
+
+@functools.cache
+def sources_hash(generator: str) -> str:
+    """Of this package's sources that make the kernels of a generator, or of a folder of generators."""
+    return OWN.hash(generator)
