@@ -146,7 +146,11 @@ def finish(
         val_y=parts["val"].y if "val" in parts else None,
         scale=raw.scale,
     )
-    return dataclasses.replace(data, about=described(data, parts, found, raw.notes))
+    notes = list(raw.notes)
+    if "test" in raw.parts and "val" not in raw.parts:
+        by = parts["test"].name
+        notes.insert(0, f"{name}: {by} chooses the best epoch, for there is no val: its accuracy flatters")
+    return dataclasses.replace(data, about=described(data, parts, found, notes))
 
 
 def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Sequence[str]) -> tuple[str, ...]:
@@ -158,8 +162,8 @@ def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Seque
     if data.val_y is not None:
         line += f", {len(data.test_y):,} ({parts['test'].name}) to be scored at the end"
     line += f"; {classes} class{'es' if classes > 1 else ''}"
-    if data.val_y is None and by.rstrip("/").lower().endswith(("test", "testing")):
-        notes = [*notes, f"{data.name}: {by} chooses the best epoch, for there is no val: its accuracy flatters"]
+    if data.classes > classes:
+        notes = [*notes, f"{data.name}: has {classes} classes, the network tells {data.classes} apart"]
     lost = np.setdiff1d(np.arange(found), data.train_y)
     if len(lost):
         names = [repr(data.class_names[index]) if data.class_names else str(index) for index in lost[:6]]

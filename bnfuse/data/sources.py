@@ -94,7 +94,7 @@ def fashion_mnist(folder: Path | None = None) -> Raw:
     parts = {}
     for key, part in (("train", "train"), ("test", "t10k")):
         x = read_idx(folder / f"{part}-images-idx3-ubyte.gz", 3)
-        parts[key] = Part(x[:, None], read_idx(folder / f"{part}-labels-idx1-ubyte.gz", 1), f"its part {part}")
+        parts[key] = Part(x[:, None], read_idx(folder / f"{part}-labels-idx1-ubyte.gz", 1), f"its {part} part")
     return Raw(parts, class_names=FASHION_CLASSES)
 
 

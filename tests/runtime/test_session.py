@@ -355,7 +355,11 @@ def test_a_checkpoint_continues_exactly(step, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("w0"), "lacks 'w0'"),
+        (lambda s: s.pop("w0"), r"lacks 'w0' \(1 of the graph's \d+ names\): is it of this network\?"),
+        (
+            lambda s: s.update({"module.w0": s.pop("w0")}),
+            r"lacks 'w0' \(1 of .*\) and has 'module.w0' \(1 names\), which",
+        ),
         (lambda s: s.update(other=np.zeros(1)), "has 'other'"),
         (lambda s: s.update(w0=np.zeros(3)), "'w0' has the shape"),
         (lambda s: s.update(w0=s["w0"].astype(np.complex64)), "'w0' is complex64"),

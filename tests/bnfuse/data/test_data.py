@@ -173,7 +173,9 @@ def test_more_classes_than_the_network_has():
         "digits: has 10 classes, the network 3: its last layer must give 10 numbers (a network that comes with bnfuse "
     )
     assert message_of("digits", classes=3) == said + "does when built with --classes 10)"
-    assert load_data("digits", classes=12).classes == 12
+    data = load_data("digits", classes=12)
+    assert data.classes == 12
+    assert data.about[1:] == ("note: digits: has 10 classes, the network tells 12 apart",)
 
 
 def test_images_that_do_not_fit_into_memory():
