@@ -14,6 +14,7 @@ from bnfuse.data import Dataset, batches, load_data
 from bnfuse.data.dataset import check_labels
 from bnfuse.errors import BnfuseError
 from bnfuse.training.loading import Loader, fed, prefetched
+from bnfuse.training.nonfinite import error_of_evaluation
 from bnfuse.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> float:
     """The share of images whose largest logit is their label's. Every image counts once: the last batch is filled up,
-    and what filled it is not counted."""
+    and what filled it is not counted. Raises DivergedError where a logit is not finite."""
     return evaluate_batches(step, filled_batches(images, labels, batch_of(step)), len(labels))
 
 
@@ -65,6 +66,8 @@ def evaluate_batches(step: Step, parts: Iterator[tuple[np.ndarray, np.ndarray]],
     with prefetched(parts) as ready:
         for x, y in ready:
             logits = step.evaluate(x)[: len(y)]
+            if not np.isfinite(logits).all():
+                raise error_of_evaluation(x)
             right += int((logits.argmax(1) == y).sum())
     return right / max(count, 1)
 

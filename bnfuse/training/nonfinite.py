@@ -46,6 +46,13 @@ def require_finite_state(step: Step, *, where: str, lr: float) -> None:
         raise DivergedError(f"'{name}' is not finite after {where} at a learning rate of {lr:.4g}. {TOO_FAST}.")
 
 
+def error_of_evaluation(images: np.ndarray) -> BnfuseError:
+    """The error of logits that are not finite, of a state that is."""
+    if not np.isfinite(images).all():
+        return BnfuseError("the held-out images hold values that are not finite. Check the data.")
+    return DivergedError(f"the network gives numbers that are not finite for held-out images. {TOO_FAST}.")
+
+
 def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str | None:
     if not np.isfinite(images).all():
         return "the batch of images itself"

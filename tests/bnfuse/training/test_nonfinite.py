@@ -112,6 +112,18 @@ def test_a_divergence_in_the_last_update_is_told_and_nothing_is_kept(diverging, 
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_finite_weights_that_give_no_finite_logits_have_diverged_too(plain_step, data, tmp_path):
+    few = dataclasses.replace(data, train_x=data.train_x[:16], train_y=data.train_y[:16])
+    with pytest.raises(
+        DivergedError, match=r"gives numbers that are not finite for held-out images\. Use a smaller --lr"
+    ):
+        train_step(plain_step(lr=3e38), few, epochs=1, save_to=tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    bad = dataclasses.replace(few, test_x=few.test_x * np.float32(np.nan))
+    with pytest.raises(BnfuseError, match=r"the held-out images hold values that are not finite\. Check the data"):
+        train_step(plain_step(), bad, epochs=1)
+
+
 @pytest.mark.parametrize("name", ["conv1/weight", "conv1/bn/mean", "optimizer.momentum.head/bias"])
 def test_parameters_statistics_and_moments_are_all_looked_at(name, plain_step, tmp_path):
     step = plain_step()
