@@ -8,8 +8,9 @@ much under rounding noise cannot be told apart more finely, so the tolerance is 
 less than 1e-5. Of a step that computes in fewer bits one rounding is that of its precision. Now and then noise opens a
 ReLU; where three draws of it say no, up to 16 are made, and then up to two more seeds asked, before no is the answer.
 Norms below a millionth of the largest of their kind count as that much, so that a gradient which is zero but for
-rounding (a bias in front of a BatchNorm) is not held to its own noise. What operators draw at random is drawn once and
-fed to both, anew for each step (drawing.py). docs/numerics.md
+rounding (a bias in front of a BatchNorm) is not held to its own noise. A tolerance of 0.1 or more (in fewer bits than
+float32, of 1) judges nothing: then the answer is that it cannot be judged, which is no yes. What operators draw at
+random is drawn once and fed to both, anew for each step (drawing.py). docs/numerics.md
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ ROUNDING = 2.0**-24
 ROUNDINGS = {"fp32": ROUNDING, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}  # by precision
 LEAST_ROUNDINGS = 2.0  # that are tolerated however small the spread is: results were computed from rounded values
 FLOOR = 1e-6  # of the largest norm of the same kind
+BLIND, BLIND_IN_FEWER_BITS = 0.1, 1.0  # tolerances from which on nothing is judged: much of what is wrong would pass
 DRAWS = 3  # of rounding noise
 MOST_DRAWS = 16  # where three say no
 SEEDS = 3  # that must all say no
@@ -87,7 +89,29 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        return verdict(self.tensors, self.curves)
+        return self.judged and not is_wrong(self)
+
+    @property
+    def judged(self) -> bool:
+        return not self.unjudged
+
+    @property
+    def unjudged(self) -> tuple[str, ...]:
+        """Tensors, and steps of the training, that rounding noise moves too far for a verdict."""
+        limit = BLIND if ROUNDINGS[self.precision] <= ROUNDING else BLIND_IN_FEWER_BITS
+        steps = enumerate(self.curves.tolerances if self.curves else (), 1)
+        return (
+            *(tensor.tensor for tensor in self.tensors if tensor.tolerance >= limit),
+            *(f"the loss of step {step}" for step, tolerance in steps if tolerance >= limit),
+        )
+
+    @property
+    def verdict(self) -> str:
+        if is_wrong(self):
+            return "NOT equal"
+        if self.judged:
+            return "Equal"
+        return f"cannot be judged: {unjudged_text(self.unjudged, len(self.tensors))}"
 
     @property
     def worst(self) -> TensorError:
@@ -105,6 +129,8 @@ class Verification:
         worst = self.worst
         found: dict[str, Any] = {
             "equal": self.equal,
+            "judged": self.judged,
+            "unjudged": list(self.unjudged),
             "runtime": self.runtime,
             "precision": self.precision,
             "seed": self.seed,
@@ -127,9 +153,8 @@ class Verification:
                 worst = max(tensors, key=lambda t: t.error / t.tolerance)
                 bad = sum(not t.ok for t in tensors)
                 rows.append((kind, len(tensors), bad, f"{worst.error:.1e}", f"{worst.tolerance:.1e}", worst.tensor))
-        verdict = "Equal" if self.equal else "NOT equal"
         how = self.runtime if self.precision == "fp32" else f"{self.runtime}, {self.precision}"
-        title = f"{verdict}: loss {self.loss_before:.7g} and {self.loss_after:.7g} ({how})"
+        title = f"{self.verdict}: loss {self.loss_before:.7g} and {self.loss_after:.7g} ({how})"
         columns = ("compared", "tensors", "wrong", "worst error", "tolerance", "tensor")
         parts = [Section.table(title, columns, rows)]
         if self.curves:
@@ -213,11 +238,19 @@ def verify_graphs(
             return dataclasses.replace(found, notes=(*found.notes, *(refusal_note(no) for no in refused)))
         refused.append(found)
         if attempt + 1 < SEEDS:
-            progress(f"not equal on the images of seed {seed + attempt}: asking seed {seed + attempt + 1}")
-    return refused[0]
+            what = "not equal" if is_wrong(found) else "not to be judged"
+            progress(f"{what} on the images of seed {seed + attempt}: asking seed {seed + attempt + 1}")
+    return next(filter(is_wrong, refused), refused[0])
+
+
+def is_wrong(found: Verification) -> bool:
+    """Whether something is beyond its tolerance, and not only beyond judgement."""
+    return not verdict(found.tensors, found.curves)
 
 
 def refusal_note(no: Verification) -> str:
+    if not is_wrong(no):
+        return f"seed {no.seed} could not be judged ({unjudged_text(no.unjudged, len(no.tensors))})"
     worst = no.worst
     return (
         f"seed {no.seed} said no ({worst.tensor}: {worst.error:.1e} of {worst.tolerance:.1e}), as a ReLU at zero can: "
@@ -256,7 +289,7 @@ def verify_once(
     while not verdict(tensors, curves) and len(reference.spreads) < MOST_DRAWS:
         reference.draw(1)
         tensors, curves = reference.judge(result, losses)
-    notes = (*dropout_notes(before, after), *(blind_notes(tensors) if where.rounding > ROUNDING else ()))
+    notes = dropout_notes(before, after)
     expected, found = (float(values[before.roles.loss]) for values in (reference.values, result))
     return Verification(runtime, seed, expected, found, tensors, curves, notes, where.precision or "fp32")
 
@@ -266,14 +299,11 @@ def dropout_notes(before: TrainingGraph, after: TrainingGraph) -> tuple[str, ...
     return (f"dropout ratio set to 0 in both graphs ({', '.join(dropped)})",) if dropped else ()
 
 
-def blind_notes(tensors: Sequence[TensorError]) -> tuple[str, ...]:
-    """A tolerance of 1 lets a tensor pass that is all zeros: who reads the verdict has to know."""
-    blind = [tensor.tensor for tensor in tensors if tensor.tolerance >= 1]
-    if not blind:
-        return ()
+def unjudged_text(names: Sequence[str], tensors: int) -> str:
+    which = names[0] + (", ..." if len(names) > 1 else "")
     return (
-        f"{len(blind)} of {len(tensors)} tensors are not judged ({blind[0]}, ...): rounding noise alone moves them by "
-        "an eighth of their size or more, so verify fewer layers, or in more bits",
+        f"{len(names)} of {tensors} tensors ({which}) are moved too far by rounding noise alone: verify with a larger "
+        "--batch or --image, fewer layers, fewer --steps, or in more bits"
     )
 
 
