@@ -126,6 +126,9 @@ def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -
     data = data or tuple(name for name in rest if inputs[name].dtype == ir.DataType.FLOAT and _rank(inputs[name]) >= 2)
     _complain_of_gaps(model, data, labels, [name for name in rest if name not in data])
     logits = loss_node.inputs[0].name if loss_node is not None and loss_node.inputs[0] is not None else None
+    if loss_node is None:  # the one result that is neither the loss, nor a gradient, nor a statistic
+        others = [name for name in outputs if name not in {loss, *gradients.values(), *running.values()}]
+        logits = others[0] if len(others) == 1 else None
     return Roles(
         data=data,
         labels=labels,

@@ -11,6 +11,7 @@ become outputs, and the buffers go. The values of the parameters are in a checkp
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import onnx
@@ -24,6 +25,7 @@ from bnfuse.roles import LOSSES
 from .shapes import complete_shapes
 
 ACCUMULATOR = "InPlaceAccumulatorV2"
+LOSS_STEP = re.compile(r"onnx::.*::\d+$")  # the tensors of its own losses
 MAGIC = b"ODTC"  # the file identifier of a checkpoint, at byte 4
 
 
@@ -48,7 +50,20 @@ def expose_results(model: onnx.ModelProto, file: str | None = None) -> None:
 
 
 def _logits(graph: onnx.GraphProto) -> list[str]:
-    return [node.input[0] for node in graph.node if node.op_type in LOSSES]
+    """What the loss reads: a loss operator, or steps that generate_artifacts added (MSE, BCE, L1) and named itself."""
+    found = [node.input[0] for node in graph.node if node.op_type in LOSSES]
+    if found or not graph.output:
+        return found
+    producers = {name: node for node in graph.node for name in node.output}
+    read: dict[str, None] = {}
+    pending = [graph.output[0].name]
+    while pending:
+        name = pending.pop()
+        if name in producers and name not in read:
+            read[name] = None
+            if LOSS_STEP.match(name):
+                pending += producers[name].input
+    return [name for name in read if not LOSS_STEP.match(name)]
 
 
 def _running(graph: onnx.GraphProto) -> list[str]:

@@ -45,6 +45,22 @@ def _number(lost: int) -> str:
     return "a BatchNorm was" if lost == 1 else f"{lost} BatchNorms were"
 
 
+def warn_of_lost_dropout(forward: Forward) -> None:
+    """Of a module in evaluation mode torch's exporter writes a Dropout as a copy."""
+    calls = [(node, call) for node in forward.graph.node if (call := call_of(node))]
+    evaluated = any("no_training" in call.operator for _, call in calls)
+    lost = [
+        call.module or node.name
+        for node, call in calls
+        if node.op_type == "Identity" and call.kind.startswith("torch.nn.modules.dropout.")
+    ]
+    if evaluated and lost:
+        forward.warn(
+            f"the network was exported in evaluation mode, without its Dropouts ({some(lost)}): export net.train() to "
+            "have them trained with"
+        )
+
+
 def lost_batch_norms(forward: Forward) -> list[str]:
     """Names of the BatchNorms that exporters say to have folded or decomposed, by module where that is known."""
     norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]

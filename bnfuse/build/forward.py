@@ -22,7 +22,7 @@ from bnfuse.io import check_sizes, read_proto
 from bnfuse.roles import METADATA_KEY
 from bnfuse.wellformed import check_functions
 
-from .canonical import fit_reshapes_to_batch
+from .canonical import fit_reshapes_to_batch, split_of_sequence
 from .graph import (
     LARGE,
     Forward,
@@ -299,6 +299,7 @@ def settle_shapes(forward: Forward, constants: Constants) -> Constants:
         adopt_shapes(forward)
         before = len(forward.graph.node)
         constants |= fold_constants(forward, constants, shapes=True)
+        split_of_sequence(forward)
         if len(forward.graph.node) == before:
             break
     require_static_results(forward)

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 from bnfuse.text import some
 
 from .canonical import add_of_sum, explicit_dropout, explicit_windows, flatten_logits, flatten_of_reshape
-from .folded import refuse_lost_batch_norms
+from .folded import refuse_lost_batch_norms, warn_of_lost_dropout
 from .forward import check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
 from .graph import Forward, attributes, fresh, set_attribute
 from .initial_values import fill
@@ -52,6 +52,7 @@ def repair(
     keep_output(forward, logits)
     refuse_own_loss(forward, logits)
     refuse_lost_batch_norms(forward, allowed=allow_folded_bn)
+    warn_of_lost_dropout(forward)
     constants = fold_constants(forward)
     constants.adopt(separate_merged(forward))
     fixed = fixed_by_exporter(forward)

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from bnfuse import io
 from bnfuse.build import build_training_graph
+from bnfuse.build.artifacts import expose_results
 from bnfuse.errors import BnfuseError
 from bnfuse.models import build_forward, build_graph
 from bnfuse.roles import METADATA_KEY, roles_of
@@ -479,3 +480,28 @@ def test_a_pipe_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(BnfuseError, match="no ordinary file"):
         io.require_writable(tmp_path / "pipe")
+
+
+def test_logits_of_artifacts_with_a_loss_written_in_steps():
+    """generate_artifacts' mean squared error: what its own steps read of the network is the logits."""
+    nodes = [
+        helper.make_node("Gemm", ["x", "w"], ["out"]),
+        helper.make_node("Sub", ["out", "target"], ["onnx::sub_output::1"]),
+        helper.make_node("Mul", ["onnx::sub_output::1", "onnx::sub_output::1"], ["onnx::mul_output::4"]),
+        helper.make_node("ReduceMean", ["onnx::mul_output::4"], ["onnx::reducemean_output::6"], keepdims=0),
+        helper.make_node("Mul", ["onnx::sub_output::1", "half"], ["out_grad"]),
+        helper.make_node("Gemm", ["x", "out_grad"], ["w_grad"], transA=1),
+        helper.make_node("InPlaceAccumulatorV2", ["buffer", "w_grad", "lazy"], ["out.flag"], domain="com.microsoft"),
+    ]
+    sizes = {"x": [4, 3], "target": [4, 2], "w": [3, 2], "buffer": [3, 2], "lazy": [1]}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, size) for name, size in sizes.items()]
+    outputs = [helper.make_tensor_value_info("onnx::reducemean_output::6", TensorProto.FLOAT, [])]
+    outputs.append(helper.make_tensor_value_info("out.flag", TensorProto.BOOL, [1]))
+    half = numpy_helper.from_array(np.array(0.25, np.float32), "half")
+    graph = helper.make_graph(nodes, "g", inputs, outputs, [half])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    expose_results(model)
+    found = roles_of(ir.from_proto(model), labels_input="target")
+    assert (found.logits, found.loss) == ("out", "onnx::reducemean_output::6")
+    assert (found.data, found.trainable) == (("x",), ("w",))

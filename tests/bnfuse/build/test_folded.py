@@ -158,3 +158,20 @@ def test_arithmetic_by_channel_is_told(forward):
     values = {"w": np.ones((4, 3, 3, 3), np.float32), "s": np.ones((4, 1, 1), np.float32)}
     built = build(forward(nodes, {**values, "h": values["s"]}))
     assert built.warnings[0].startswith("1 convolutions are multiplied and added to by channel")
+
+
+def test_dropout_of_a_network_in_evaluation_mode_is_told(forward):
+    """It is written as a copy; in training mode a rate of 0 is written alike, and loses nothing."""
+    copied = helper.make_node("Identity", ["x"], ["d"], name="clone")
+    copied = called(copied, "clone", "aten.clone.default", ["%x"], "drop")
+    for entry in copied.metadata_props:
+        entry.value = entry.value.replace("conv.Conv2d", "dropout.Dropout")
+    norm = norm_of_module("d", "y", ["s", "b", "m", "v"], "bn")
+    built = build(network(forward, [copied, norm]), train_bn=True)
+    assert built.warnings == (
+        "the network was exported in evaluation mode, without its Dropouts (drop): export net.train() to have them "
+        "trained with",
+    )
+    for entry in norm.metadata_props:
+        entry.value = entry.value.replace("_no_training", "_functional")
+    assert build(network(forward, [copied, norm]), train_bn=True).warnings == ()

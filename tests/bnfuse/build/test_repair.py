@@ -299,3 +299,18 @@ def test_initializers_that_are_inputs_too_are_no_data(after_conv):
     model = after_conv([relu("c")])
     model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [4, 3, 3, 3]))
     assert roles(build(model).model).data == ("x",)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [(np.array(3), [3, 1]), (np.array([1, 3]), [1, 3])])
+def test_a_sequence_of_which_items_are_read_is_split(after_conv, step, sizes, expected):
+    """As torch's exporter writes x.chunk(2, 1) and x.split([1, 3], 1)."""
+    nodes = [
+        helper.make_node("SplitToSequence", ["c", "sizes"], ["parts"], name="chunk", axis=1, keepdims=1),
+        *(helper.make_node("SequenceAt", ["parts", f"i{i}"], [f"part{i}"], name=f"at{i}") for i in (0, 1)),
+        helper.make_node("Concat", ["part1", "part0"], ["y"], name="swap", axis=1),
+    ]
+    places = {f"i{i}": np.array(i, np.int64) for i in (0, 1)}
+    model = build(after_conv(nodes, {**places, "sizes": sizes.astype(np.int64)})).model
+    assert values(model)["chunk/lengths"].tolist() == expected
+    plain = step(build(after_conv([helper.make_node("Identity", ["c"], ["y"], name="same")])).model)[0]["y"]
+    np.testing.assert_array_equal(step(model)[0]["y"], np.roll(plain, expected[1], axis=1))
