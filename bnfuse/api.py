@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnfuse.errors import BnfuseError
 from bnfuse.io import load, require_apart, require_writable, save
+from bnfuse.ranges import check_real, check_whole
 from bnfuse.training_graph import open_graph
 
 if TYPE_CHECKING:
@@ -131,6 +132,10 @@ def verify(
     """
     from bnfuse.verification import verify_graphs
 
+    check_whole("steps", steps)
+    check_whole("seed", seed)
+    check_real("lr", lr)
+
     require_gpu(target, precision)
     return verify_graphs(
         open_graph(before, name="before", **roles),
@@ -231,10 +236,13 @@ def compile(
     compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.
     `tune` measures kernels that can be made in several ways and remembers the fastest in that folder.
     """
-    from bnfuse.runtime import compile_step
+    from bnfuse.runtime.optim import require_optimizer
 
+    require_optimizer(optimizer)
     graph = open_graph(source, **roles)
     graph.state()  # complains of values that are missing before the work, not after it
+    from bnfuse.runtime import compile_step
+
     return compile_step(
         graph,
         target=target,
@@ -289,6 +297,11 @@ def run(
     """
     from bnfuse.training import Loader, batch_of, data_for, run_steps
     from bnfuse.training.nonfinite import require_finite_state
+
+    check_whole("steps", steps, 1)
+    check_whole("seed", seed)
+    if lr is not None:
+        check_real("lr", lr)
 
     if save_to is not None:
         require_writable(save_to)
@@ -363,8 +376,10 @@ def train(
     from bnfuse.data import Dataset
     from bnfuse.exporting import require_exportable, require_state
     from bnfuse.runtime.inference import require_inference
-    from bnfuse.runtime.optim import SGD
+    from bnfuse.runtime.optim import SGD, require_optimizer
     from bnfuse.training import Loader, Options, batch_of, raw_data_for, train_step
+
+    require_optimizer(optimizer)
 
     asked: dict[str, Any] = {
         "epochs": epochs,
@@ -473,6 +488,11 @@ def bench(
     """
     from bnfuse.benchmarking.run import run_benchmark
 
+    check_whole("repetitions", repetitions, 1)
+    check_whole("warm_up", warm_up)
+    check_whole("seed", seed)
+    check_real("wait", wait)
+
     if plot is not None:
         from bnfuse.benchmarking.plot import plot as draw
         from bnfuse.benchmarking.plot import require_plotting
@@ -542,11 +562,16 @@ def search(
 
     The others are those of `train` and `rewrite`; training `repeats` times takes the mean accuracy.
     """
-    from bnfuse.runtime.optim import SGD
+    from bnfuse.runtime.optim import SGD, require_optimizer
     from bnfuse.searching.evaluation import Settings
     from bnfuse.searching.run import run_search
     from bnfuse.searching.training import Recipe
 
+    require_optimizer(optimizer)
+    check_whole("epochs", epochs, 1)
+    check_whole("repeats", repeats, 1)
+    check_whole("seed", seed)
+    check_real("tolerance", tolerance)
     require_gpu(target, precision)
     wanted = iterations if iterations is not None or method == "exhaustive" else 20
     chosen = None if lambdas is None else tuple(lambdas)

@@ -9,6 +9,7 @@ from bnfuse.build import Built, build
 from bnfuse.errors import BnfuseError
 from bnfuse.io import save
 from bnfuse.models import MODELS, SHAPE_ONLY, build_forward, entry_of
+from bnfuse.ranges import check_whole
 
 
 def build_model(source: str, *, zoo: dict[str, Any] | None = None, **options: Any) -> Built:
@@ -17,6 +18,7 @@ def build_model(source: str, *, zoo: dict[str, Any] | None = None, **options: An
     `zoo` has batch, image, channels, classes, seed and metaparameters; of these a file takes batch and seed.
     """
     given = {key: value for key, value in (zoo or {}).items() if value is not None}
+    check_whole("seed", given.get("seed", 0))
     if source in MODELS or source in SHAPE_ONLY:  # the latter are refused
         return build(build_forward(source, **given), file=source, seed=given.get("seed", 0), **options)
     if not looks_like_file(source):

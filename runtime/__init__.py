@@ -26,4 +26,8 @@ __all__ = ["SGD", "AdamW", "Step", "compile_step", "load_step"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnfuse.runtime' has no attribute '{name}'")
+    if name == "compile_step":
+        from bnfuse.runtime.backend import import_tvm
+
+        import_tvm()
     return getattr(importlib.import_module(f"bnfuse.runtime.{_HOMES[name]}"), name)

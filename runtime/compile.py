@@ -21,7 +21,7 @@ from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.lower import Lowered, lower
 from bnfuse.runtime.lower_optim import update_phase
 from bnfuse.runtime.lowering import Lowering
-from bnfuse.runtime.optim import Optimizer
+from bnfuse.runtime.optim import Optimizer, require_optimizer
 from bnfuse.runtime.session import Step
 from bnfuse.sampling import sampling_of
 from bnfuse.training_graph import TrainingGraph, open_graph
@@ -45,6 +45,7 @@ def compile_step(
     is told of each kernel that had to be compiled. `cache` may be a folder.
     `tune` measures what nothing is remembered of (tuning.py); what is remembered is used with and without it.
     """
+    require_optimizer(optimizer)
     graph = open_graph(model)
     machine = targets.resolve(target, threads, precision)
     training, evaluation = lower_graph(graph, machine, optimizer)

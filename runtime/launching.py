@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bnfuse.errors import BnfuseError, first_line
+from bnfuse.runtime.backend import import_tvm
 from bnfuse.runtime.processors import check_threads, usable_cpus
 
 PATIENCE = 30.0  # seconds that a fork or the end of the process waits for work that is under way
@@ -183,14 +184,12 @@ def start_threads(threads: int) -> None:
     TVM makes the pool of a thread when it first launches a kernel, and the pool never grows: it is given a thread for
     each processor, of which as many are used as are asked for.
     """
-    import tvm
-
     check_threads(threads)
     usable = usable_cpus()
     os.environ.setdefault("TVM_BIND_THREADS", "0")  # binding widens the spread on a busy machine
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", str(SPINS))
     os.environ["TVM_NUM_THREADS"] = str(usable)
-    tvm.get_global_func("runtime.config_threadpool")(1, min(threads, usable))
+    import_tvm().get_global_func("runtime.config_threadpool")(1, min(threads, usable))
 
 
 def _in_child() -> None:

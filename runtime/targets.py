@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.errors import BnfuseError
+from bnfuse.runtime.backend import import_tvm
 from bnfuse.runtime.cuda import arch
 from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.processors import bounded_threads, check_threads, physical_cores
@@ -76,9 +77,7 @@ def _gpu(model: str, threads: int | None, precision: str | None) -> Target:
 
 def _ask(name: str) -> Any:
     """A function of TVM's."""
-    import tvm
-
-    return tvm.get_global_func(name)
+    return import_tvm().get_global_func(name)
 
 
 @functools.cache
@@ -114,9 +113,7 @@ def llvm_target(mcpu: str, **options: object) -> tvm.target.Target:
 
 
 def _llvm(triple: str, **options: object) -> tvm.target.Target:
-    import tvm
-
-    return tvm.target.Target({"kind": "llvm", **({"mtriple": triple} if triple else {}), **options})
+    return import_tvm().target.Target({"kind": "llvm", **({"mtriple": triple} if triple else {}), **options})
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import onnx
 
+from bnfuse.ranges import check_whole
+
 from .forward import read_forward
 from .repair import repair
 from .shapes import complete_shapes
@@ -59,6 +61,7 @@ def build(
 
     allow_folded_bn  takes a file whose BatchNorms its exporter is known to have folded away
     """
+    check_whole("seed", seed)
     forward = read_forward(source, file=file, batch=batch)
     chosen = choose_logits(forward, logits)
     found = repair(

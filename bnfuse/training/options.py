@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bnfuse.errors import BnfuseError
 from bnfuse.io import require_writable
+from bnfuse.ranges import check_real, check_whole
 from bnfuse.training.augment import Augment, parse_augment
 from bnfuse.training.checkpoints import has_run, is_folder, make_folder
 from bnfuse.training.schedules import Schedule, parse_schedule
@@ -81,10 +82,10 @@ class Options:
     def check(self) -> None:
         for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise BnfuseError(f"{name}={value} is out of range: it must be an integer from 1 on")
-        if self.seed < 0:
-            raise BnfuseError(f"seed={self.seed} is out of range: it must be 0 or more")
+            if value is not None or name in ("epochs", "eval_every"):
+                check_whole(name, value, 1)
+        check_whole("seed", self.seed)
+        check_real("warm_up", self.warm_up)
         schedule, _ = self.rates, self.changes
         if schedule.warm_up >= self.epochs and schedule.needs_end:
             raise BnfuseError(f"a warm-up of {schedule.warm_up:g} epochs leaves none of {self.epochs} to the schedule")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -450,3 +452,32 @@ assert "runtime" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# -- as a guest ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_step_is_not_pickled_or_copied_but_says_what_does_that(step, make):
+    with pytest.raises(BnfuseError, match=r"step\.export") as caught:
+        make(step)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["momentum", "weight_decay", "learning_rate", "optimizer"])
+def test_setting_what_a_step_does_not_have_is_refused(step, name):
+    with pytest.raises(BnfuseError, match=f"{name}.*compile the step again") as caught:
+        setattr(step, name, 0.5)
+    assert isinstance(caught.value, AttributeError) or name == "optimizer"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", 1e39), ("lr", -0.1), ("lr", float("nan")), ("lr", "0.1"), ("seed", 2**63), ("seed", -1), ("steps", 0.5)],
+)
+def test_what_is_set_is_in_range(step, name, value):
+    before = getattr(step, name)
+    with pytest.raises(BnfuseError, match=f"{name}=.* is out of range"):
+        setattr(step, name, value)
+    assert getattr(step, name) == before
+    setattr(step, name, np.int64(before))
