@@ -200,7 +200,7 @@ def rewrite(
         finish(model)
     # what kept a half from crossing a Concat says more than what the passes inside a layer say of it afterwards
     refused += [refusal for report in reports if report.name.startswith("icf/concat") for refusal in report.refused]
-    unfused = find_unfused(model, names, refused)
+    unfused = find_unfused(model, names, refused, level)
     nodes = model.graph.num_nodes()
     return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, nodes, removed, sampled))
 
