@@ -103,6 +103,9 @@ def _check_dims(name: str, dims: Any, file: str | None) -> None:
 
 def _check_contents(tensor: TensorProto, file: str | None) -> None:
     """As many values, or bytes, as the shape says: a tensor without any is damaged too."""
+    if tensor.data_type in (TensorProto.STRING, TensorProto.UNDEFINED):
+        kind = TensorProto.DataType.Name(tensor.data_type)
+        raise _named(file, f"tensor '{tensor.name}' is of type {kind}: it must hold numbers. Export it anew.")
     if tensor.data_location == TensorProto.EXTERNAL:
         return
     try:

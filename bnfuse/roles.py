@@ -43,7 +43,10 @@ class Roles:
     @classmethod
     def from_json(cls, text: str) -> Roles:
         """Raises ValueError where the text is not what `to_json` writes."""
-        fields = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         known = {field.name: field for field in dataclasses.fields(cls)}
         if not isinstance(fields, dict) or set(fields) - set(known):
             raise ValueError("not the roles of a training graph")

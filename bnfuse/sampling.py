@@ -165,7 +165,7 @@ class Sampling:
                 found[name] = place
             random = {str(name): _random(values) for name, values in fields.get("random", {}).items()}
             return cls(found, tuple(str(name) for name in fields["virtual"]), random)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not what a sampled graph draws: {error}") from None
 
 

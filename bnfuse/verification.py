@@ -453,7 +453,8 @@ def distance(a: np.ndarray, b: np.ndarray, floor: float) -> float:
     """||a - b|| / max(||b||, floor), in float64; infinite where the shapes differ, NaN where a value is."""
     if a.shape != b.shape:
         return float("inf")
-    difference = norm(a.astype(np.float64) - b.astype(np.float64))
+    with np.errstate(invalid="ignore"):  # infinities of one sign: NaN, as it should be
+        difference = norm(a.astype(np.float64) - b.astype(np.float64))
     return difference / max(norm(b), floor) if difference else 0.0 * difference
 
 

@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 
 import onnx
+from onnx import TensorProto
 
 from bnfuse.errors import BnfuseError, at_node
+from bnfuse.signatures import check_nodes
 from bnfuse.windows import POOLS, why_not
 
 COUNTS = ("strides", "dilations", "kernel_shape", "group")  # each at least 1: onnxruntime divides by some of them
@@ -19,7 +21,8 @@ WINDOWED = ("Conv", "ConvGrad", "AveragePool", "AveragePoolGrad", "MaxPool", "Ma
 
 
 def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
-    """Every value is written once, before it is read; windows are sane; initial values have their input's shape."""
+    """Every value is written once, before it is read; nodes are as their schemas say; windows are sane; initial values
+    are what their inputs are."""
     check_functions(model, file)
     graph = model.graph
     written = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -34,6 +37,9 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
                     "Write the file anew.",
                     file=file,
                 )
+        if missing := unwritten_within(node, written):
+            what = f"holds a graph that reads '{missing}', which nothing before it writes. Export it anew."
+            raise at_node(node.name, node.op_type, what, file=file)
         for name in filter(None, node.output):
             if name in written:
                 raise at_node(
@@ -49,16 +55,22 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
     for value in graph.output:
         if value.name not in written:
             raise BnfuseError(f"{file or graph.name}: nothing writes the output '{value.name}': write the file anew")
+    check_nodes(model, file)
     _check_initial_values(graph, file)
     if any(node.op_type in POOL_GRADIENTS for node in graph.node):
         _check_pools(graph, file)
 
 
 def check_functions(model: onnx.ModelProto, file: str | None = None) -> None:
-    """No function calls itself, and written out where they are called they make no more than MAX_NODES nodes.
+    """Functions read what they write, none calls itself, and written out where they are called they make no more than
+    MAX_NODES nodes.
 
     Told from the calls alone: a file of kilobytes can call for 2^30 nodes.
     """
+    for function in model.functions:
+        if missing := unwritten(function.node, function.output, set(function.input)):
+            what = f"function '{function.name}' reads '{missing}', which nothing before it writes: write the file anew"
+            raise BnfuseError(f"{file or model.graph.name}: {what}")
     functions = {_called(function): function for function in model.functions}
     sizes: dict[tuple[str, str, str], int] = {}
     calling: list[tuple[str, str, str]] = []
@@ -101,6 +113,26 @@ def _called(function: onnx.FunctionProto) -> tuple[str, str, str]:
 
 def _callee(node: onnx.NodeProto) -> tuple[str, str, str]:
     return node.domain, node.op_type, node.overload
+
+
+def unwritten(nodes: Iterable[onnx.NodeProto], outputs: Iterable[str], known: set[str]) -> str | None:
+    """The first name that a function's or an inner graph's nodes read, or it gives, and nothing before writes."""
+    written = set(known)
+    for node in nodes:
+        missing = next((name for name in node.input if name and name not in written), None)
+        if missing or (missing := unwritten_within(node, written)):
+            return missing
+        written.update(node.output)
+    return next((name for name in outputs if name not in written), None)
+
+
+def unwritten_within(node: onnx.NodeProto, known: set[str]) -> str | None:
+    """The same of the graphs that a node holds: they see what was written around them."""
+    for graph in (graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)):
+        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        if missing := unwritten(graph.node, (value.name for value in graph.output), known | own):
+            return missing
+    return None
 
 
 def _check_window(node: onnx.NodeProto, file: str | None) -> None:
@@ -160,5 +192,11 @@ def _check_initial_values(graph: onnx.GraphProto, file: str | None) -> None:
         if not fits:
             raise BnfuseError(
                 f"{file or graph.name}: input '{tensor.name}' is {dims}, its initial value {list(tensor.dims)}: "
+                "build the graph anew"
+            )
+        if tensor.data_type != shapes[tensor.name].elem_type:
+            kinds = [TensorProto.DataType.Name(kind) for kind in (shapes[tensor.name].elem_type, tensor.data_type)]
+            raise BnfuseError(
+                f"{file or graph.name}: input '{tensor.name}' is {kinds[0]}, its initial value {kinds[1]}: "
                 "build the graph anew"
             )

@@ -398,8 +398,10 @@ class Step(Exclusive):
         """Read what `save` wrote. The optimiser starts anew where the file has no state, or that of another one."""
         tensors, metadata = read_safetensors(pathlib.Path(path))
         steps = metadata.get(STEP_KEY, "0")
-        if not (steps.isascii() and steps.isdigit()):
-            raise BnfuseError(f"{path}: its count of steps is '{steps[:20]}', no number")
+        if not (steps.isascii() and steps.isdigit() and len(steps) < 16):
+            raise BnfuseError(
+                f"{path}: its count of steps is '{steps[:20]}': it must be a number of less than 16 digits"
+            )
         moments = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENT_PREFIX)}
         try:
             self.load_state_dict(tensors)

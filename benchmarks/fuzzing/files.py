@@ -97,7 +97,7 @@ def mutate_safetensors(data: bytes, rng: random.Random) -> tuple[bytes, str]:
         header = disturb_json(header, rng)
     elif kind == "metadata":
         metadata = header.setdefault("__metadata__", {"format": "bnfuse"})
-        key = rng.choice(list(metadata))
+        key = rng.choice(sorted(metadata))  # their order in the file is by chance
         metadata[key] = disturb_text(metadata[key], rng)
     elif names and kind == "drop":
         del header[rng.choice(names)]
@@ -236,7 +236,7 @@ def mutate_images(folder: Path, rng: random.Random) -> str:
         path.write_bytes(disturb_bytes(path.read_bytes(), rng))
     elif kind == "mode":
         mode = rng.choice(("1", "P", "LA", "RGBA", "I;16", "I", "F", "CMYK"))
-        suffix = ".tif" if mode in ("F", "CMYK") else ".png"
+        suffix = ".tif" if mode in ("I", "F", "CMYK") else ".png"
         Image.new(mode, (8, 8)).save(path.with_suffix(suffix))
     elif kind == "size":
         Image.new("L", rng.choice(((1, 1), (9, 8), (1, 4000)))).save(path)

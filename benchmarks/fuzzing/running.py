@@ -140,6 +140,9 @@ def child(case: Case, bases: Path, box: Path) -> None:
             status = main(list(arguments))
         except SystemExit as left:
             status = left.code if isinstance(left.code, int) else 1
+        except Exception:  # BNFUSE_DEBUG lets it through
+            traceback.print_exc()
+            status = 70
         sys.stderr.flush()
         ran.append(Ran(arguments, status, errors.read_text(errors="replace")))
         return status

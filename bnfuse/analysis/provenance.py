@@ -13,6 +13,8 @@ from typing import TypeGuard
 
 import onnx_ir as ir
 
+from bnfuse.errors import BnfuseError, at_node
+
 CONCATS = ("Concat", "ConcatTraining")
 
 
@@ -34,9 +36,13 @@ def is_channel_concat(node: ir.Node | None) -> TypeGuard[ir.Node]:
 
 
 def channels(value: ir.Value) -> int:
-    """Static channel count of a map. Raises ValueError where the shape is unknown or symbolic."""
+    """Static channel count of a map. Raises BnfuseError where the shape is unknown or symbolic."""
     if value.shape is None or len(value.shape) < 2 or not isinstance(value.shape[1], int):
-        raise ValueError(f"the channel count of '{value.name}' is not known")
+        node = value.producer()
+        what = f"'{value.name}', whose number of channels the file does not say: build it anew, with --batch N"
+        if node is None:
+            raise BnfuseError(f"the graph reads {what}")
+        raise at_node(node.name or "", node.op_type, f"gives {what}")
     return value.shape[1]
 
 

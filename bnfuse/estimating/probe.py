@@ -166,7 +166,7 @@ def read(path: Path, machine: dict[str, Any]) -> Measured | None:
         rates = [found.others or 1.0, *found.flops_by.values(), *(rate for _, rate in found.by_working_set)]
         usable = len(found.by_working_set) > 1 and bool(found.flops_by)
         return found if usable and all(math.isfinite(rate) and rate > 0 for rate in rates) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -1,0 +1,107 @@
+"""Whether a node is what its operator's schema says: counts of operands and results, types of attributes.
+
+Everything behind the reading of a file takes these for granted. Operators that onnx does not know, and functions of the
+model, have no schema here: what is said of them is that each attribute has one value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import onnx
+from onnx import AttributeProto
+
+from bnfuse.errors import BnfuseError, at_node
+from bnfuse.opset.schemas import register, register_training_ops
+from bnfuse.opset.spec import DOMAIN, find
+
+STANDARD = ("", "ai.onnx")
+Types = AttributeProto.AttributeType
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    operands: tuple[int, int]  # least and most
+    results: tuple[int, int]
+    required: tuple[int, ...]  # places of operands that may not be left out
+    attributes: dict[str, int]  # name -> type
+
+
+@functools.cache
+def signature(domain: str, operator: str, version: int) -> Signature | None:
+    """None for an operator that is not known in that version."""
+    register_training_ops()
+    if domain == DOMAIN and find(operator) is not None:
+        register([operator])
+    try:
+        schema = onnx.defs.get_schema(operator, version, domain)
+    except onnx.defs.SchemaError:
+        return None
+    single = onnx.defs.OpSchema.FormalParameterOption.Single
+    return Signature(
+        (schema.min_input, schema.max_input),
+        (schema.min_output, schema.max_output),
+        tuple(place for place, operand in enumerate(schema.inputs) if operand.option == single),
+        {name: int(kind.type) for name, kind in schema.attributes.items()},  # type: ignore[call-overload]
+    )
+
+
+def check_versions(model: onnx.ModelProto, file: str | None) -> dict[str, int]:
+    """The version of each domain that the model imports: one each, of numbers that there are."""
+    versions: dict[str, int] = {}
+    for opset in model.opset_import:
+        domain = "" if opset.domain in STANDARD else opset.domain
+        newest = onnx.defs.onnx_opset_version() if domain == "" else (1 << 31) - 1
+        if not 1 <= opset.version <= newest or versions.get(domain, opset.version) != opset.version:
+            what = f"imports version {opset.version} of the operators of '{domain or 'ai.onnx'}'"
+            raise BnfuseError(f"{file or model.graph.name}: {what}, which there is not: export it with another opset")
+        versions[domain] = opset.version
+    return versions
+
+
+def check_nodes(model: onnx.ModelProto, file: str | None) -> None:
+    """Raises for the first node of the graph that is not as its schema says."""
+    versions = check_versions(model, file)
+    local = {("" if f.domain in STANDARD else f.domain, f.name) for f in model.functions}
+    for node in model.graph.node:
+        domain = "" if node.domain in STANDARD else node.domain
+        if domain not in versions:
+            what = f"is of the domain '{domain or 'ai.onnx'}', of which the file imports no version. Export it anew."
+            raise at_node(node.name, node.op_type, what, file=file)
+        known = None
+        if domain == DOMAIN or (domain, node.op_type) not in local:  # functions of ours say what the schema does
+            known = signature(domain, node.op_type, versions[domain])
+        if what := _wrong_attribute(node, known) or (known and _wrong_count(node, known)) or "":
+            raise at_node(node.name, node.op_type, f"{what}. Export it anew.", file=file)
+
+
+def _wrong_attribute(node: onnx.NodeProto, known: Signature | None) -> str | None:
+    seen: set[str] = set()
+    for attribute in node.attribute:
+        if attribute.name in seen:
+            return f"has the attribute '{attribute.name}' twice"
+        seen.add(attribute.name)
+        if attribute.ref_attr_name:
+            return f"takes '{attribute.name}' from a function, but is in none"
+        declared = known.attributes.get(attribute.name) if known else None
+        if attribute.type == AttributeProto.UNDEFINED or declared not in (None, attribute.type):
+            given = Types.Name(attribute.type)
+            return f"has the attribute '{attribute.name}' of type {given}" + (
+                f": it must be {Types.Name(declared)}" if declared else ""
+            )
+    return None
+
+
+def _wrong_count(node: onnx.NodeProto, known: Signature) -> str | None:
+    for what, names, (least, most) in (
+        ("operand", node.input, known.operands),
+        ("result", node.output, known.results),
+    ):
+        if not least <= len(names) <= most:
+            wanted = f"{least}" if least == most else f"at least {least}" if len(names) < least else f"at most {most}"
+            return f"has {len(names)} {what}s: it must have {wanted}"
+    for place in known.required:
+        if place < len(node.input) and not node.input[place]:
+            return f"lacks its operand {place + 1}"
+    return None
