@@ -224,7 +224,7 @@ def test_opset_that_does_not_convert(after_conv):
     model.opset_import[0].version = 5
     model.graph.node.append(helper.make_node("Upsample", ["y"], ["u"], name="up", mode="nearest", height_scale=2.0))
     model.graph.output[0].name = "u"
-    assert "Export it with opset 13 to 21" in message_of(model)
+    assert "Export it with opset 14 to 21" in message_of(model)
 
 
 @pytest.mark.parametrize("rivals", [[], ["onnxruntime"]])
