@@ -24,8 +24,10 @@ import copy
 import dataclasses
 import fnmatch
 import functools
+import importlib
 import sys
 import tempfile
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -53,20 +55,22 @@ def operators_of_torchvision() -> torch.library.Library:
     return library
 
 
-def torchvision_network(name: str) -> torch.nn.Module:
+def import_torchvision() -> types.ModuleType:
     try:
-        import torchvision
+        return importlib.import_module("torchvision")
     except RuntimeError:
         operators_of_torchvision()
-        import torchvision
+        return importlib.import_module("torchvision")
+
+
+def torchvision_network(name: str) -> torch.nn.Module:
     extra = {"aux_logits": False, "init_weights": True} if name == "googlenet" else {}
-    return getattr(torchvision.models, name)(weights=None, num_classes=10, **extra)
+    return getattr(import_torchvision().models, name)(weights=None, num_classes=10, **extra)
 
 
 def timm_network(name: str) -> torch.nn.Module:
-    import timm
-
-    return timm.create_model(name, pretrained=False, num_classes=10)
+    import_torchvision()  # which timm imports
+    return importlib.import_module("timm").create_model(name, pretrained=False, num_classes=10)
 
 
 Maker = Callable[[str], torch.nn.Module]
@@ -75,7 +79,7 @@ NETWORKS: dict[str, Maker] = {
         ("resnet18", "densenet121", "mobilenet_v2", "googlenet", "shufflenet_v2_x0_5", "regnet_x_400mf"),
         torchvision_network,
     ),
-    **dict.fromkeys(("gernet_s", "seresnet18", "repvgg_a0", "resnetblur18"), timm_network),
+    **dict.fromkeys(("gernet_s", "seresnet18", "repvgg_a0", "spnasnet_100"), timm_network),
 }
 
 

@@ -277,7 +277,8 @@ def convert_to(forward: Forward, version: int, target: int) -> None:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise forward.error(
-            f"opset {version} does not convert to {target} ({reason[:200]}). Export it with opset {TRAINING_MODE} to {NEWEST}."
+            f"opset {version} does not convert to {target} ({reason[:200]}). "
+            f"Export it with opset {TRAINING_MODE} to {NEWEST}."
         ) from None
     adopt_graph(forward.model, light)
     name_nodes(forward)
