@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
+from bnfuse.drawing import FED, LIKE
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.passes.source_ops import constant_of, is_map
@@ -22,11 +23,23 @@ Axis = int | None
 Rule = Callable[["Walk", ir.Node], list[Axis]]
 
 ELEMENTWISE = (
-    *("Abs", "Add", "And", "Cast", "Clip", "Div", "Dropout", "DropoutGrad", "Elu", "EluGrad", "Equal", "Erf", "Exp"),
-    *("FastGelu", "FastGeluGrad", "Gelu", "GeluGrad", "Greater", "GreaterOrEqual", "HardSigmoid", "Identity"),
-    *("LeakyRelu", "LeakyReluGrad", "Less", "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow"),
-    *("PRelu", "QuickGelu", "QuickGeluGrad", "Reciprocal", "Relu", "ReluGrad", "Scale", "Sigmoid", "SigmoidGrad"),
-    *("Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "TanhGrad", "Where"),
+    *("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Div", "Dropout", "DropoutGrad", "Elu", "EluGrad"),
+    *("Equal", "Erf", "Exp", "FastGelu", "FastGeluGrad", "Floor", "Gelu", "GeluGrad", "Greater", "GreaterOrEqual"),
+    *(
+        "HardSigmoid",
+        "Identity",
+        "LeakyRelu",
+        "LeakyReluGrad",
+        "Less",
+        "LessOrEqual",
+        "Log",
+        "Max",
+        "Min",
+        "Mul",
+        "Neg",
+    ),
+    *("Not", "Or", "Pow", "PRelu", "QuickGelu", "QuickGeluGrad", "Reciprocal", "Relu", "ReluGrad", "Scale", "Sigmoid"),
+    *("SigmoidGrad", "Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "TanhGrad", "Where"),
 )
 OF_THE_BATCH = {"count", "extent", "samples"}  # attributes
 SHAPE_ARITHMETIC = ("Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze")
@@ -75,6 +88,29 @@ class Walk:
         if node.op_type not in ("Reshape", "Expand", "ConstantOfShape"):
             raise refusal(node, "computes with the size of the batch")
         return True
+
+    def claim(self, value: ir.Value, distance: int) -> bool:
+        """A value that no input of the batch is in, but has as many rows: gives whether they can be made more.
+
+        So it is with random masks, a row of which is drawn for each sample, and with constants of one value. The batch
+        is `distance` axes from the end.
+        """
+        if value in self.axes or (value.shape is not None and not _wide(value, distance)):
+            return True
+        if value.shape is None or value in self.shapes | self.sizes:
+            return False
+        axis, node = len(value.shape) - distance, value.producer()
+        if node is None or node.op_type == "Constant":
+            rows = constant_of(value)
+            more = rows is not None and bool((rows == rows.take([0], axis)).all())
+        elif node.op_type in FED and node.op_type != "Bernoulli" and node.inputs:
+            more = node.inputs[0] is not None and self.claim(node.inputs[0], distance)
+        else:
+            known = node.op_type in ELEMENTWISE or node.op_type in FED
+            more = known and all(self.claim(operand, distance) for operand in node.inputs if operand is not None)
+        if more:
+            self.axes[value] = axis
+        return more
 
     def axis(self, node: ir.Node, index: int) -> Axis:
         value = node.inputs[index] if index < len(node.inputs) else None
@@ -127,7 +163,7 @@ def _elementwise(walk: Walk, node: ir.Node) -> list[Axis]:
         raise refusal(node, "combines the batch with itself across rows")
     (distance,) = behind
     for value in values:
-        if value not in walk.axes and (value.shape is None or _wide(value, distance)):
+        if value not in walk.axes and not walk.claim(value, distance):
             raise refusal(node, f"reads '{value.name}', which is as long as the batch but not made of it")
     most = max(rank(value, node) for value in values)
     return [most - distance] * len(node.outputs)
@@ -330,8 +366,13 @@ def attribute_text(node: ir.Node, name: str, default: str) -> str:
     return node.attributes[name].as_string() if name in node.attributes else default
 
 
+def _drawn_like(walk: Walk, node: ir.Node) -> list[Axis]:
+    return [walk.axis(node, 0)]
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(LIKE, _drawn_like),
     **dict.fromkeys(("Conv", "GlobalAveragePool"), _maps(0)),
     **dict.fromkeys(("MaxPool", "AveragePool"), _maps(0, 0)),
     **dict.fromkeys(("MaxPoolGrad", "AveragePoolGrad"), _maps(0)),

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.drawing import FED
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.passes.batch_axis import batch_axes, refusal
 from bnfuse.passes.rewriting import Editor, FusionResult
@@ -99,7 +100,9 @@ def widen(editor: Editor, axes: dict[ir.Value, int], batch: int, total: int) -> 
     """Give every value behind the inputs its new size, and the constants that name the old one."""
     for value, axis in axes.items():
         node = value.producer()
-        if node is None or value.shape is None:
+        if constant_of(value) is not None:
+            widen_constant(editor, axes, value, axis, total)
+        if node is None or value.shape is None or node.op_type == "Constant":
             continue
         shape = list(value.shape)
         if shape[axis] != batch:
@@ -107,7 +110,20 @@ def widen(editor: Editor, axes: dict[ir.Value, int], batch: int, total: int) -> 
         if node.op_type in SHAPE_OF:
             widen_target(editor, node, axis, total)
         shape[axis] = total
+        if node.op_type in FED and "shape" in node.attributes:
+            node.attributes["shape"] = ir.AttrInt64s("shape", [int(size) for size in shape if isinstance(size, int)])
         value.shape = ir.Shape(shape)
+
+
+def widen_constant(editor: Editor, axes: dict[ir.Value, int], value: ir.Value, axis: int, total: int) -> None:
+    """Where values with more rows are made of a constant whose rows are alike, one with as many."""
+    array = constant_of(value)
+    assert array is not None
+    new = editor.constant(f"{value.name}/rows", np.repeat(array.take([0], axis), total, axis))
+    for node, index in list(value.uses()):
+        if node.outputs[0] in axes:
+            node.replace_input_with(index, new)
+            editor.fused.append(node.name or node.op_type)
 
 
 def widen_target(editor: Editor, node: ir.Node, axis: int, total: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bnfuse.drawing import FED, distribution_of, type_of
 from bnfuse.peers.layers import plain
 from bnfuse.peers.writer import Convert, Writer, attribute, present, torch_pads
 
@@ -131,9 +132,43 @@ def hard_sigmoid(w: Writer, node: ir.Node) -> Any:
     return w.call(w.torch.clamp, line, 0, 1)
 
 
+def draw(w: Writer, node: ir.Node) -> Any:
+    """What the node draws, by torch's generator; on the device that the module is moved to."""
+    sizes, dtype = type_of(node, w.source.name)
+    random = distribution_of(node)
+    if random is None:
+        raise w.error(node, "draws with a probability that is no number: leave the torch peers out")
+    like = w.buffer(f"{node.name}/like", w.torch.empty(sizes, dtype=torch_type(w, dtype)))
+    if random.kind == "bernoulli":
+        return w.call(w.torch.bernoulli, like, random.a)
+    drawn = w.call(w.torch.rand_like if random.kind == "uniform" else w.torch.randn_like, like)
+    factor = random.b - random.a if random.kind == "uniform" else random.b
+    if factor != 1:
+        drawn = w.call(operator.mul, drawn, factor)
+    return w.call(operator.add, drawn, random.a) if random.a else drawn
+
+
+def cast(w: Writer, node: ir.Node) -> Any:
+    if node.op_type == "Cast":
+        kind = ir.DataType(attribute(node, "to"))
+    else:
+        like = node.inputs[1]
+        kind = like.dtype if like is not None and like.dtype is not None else ir.DataType.FLOAT
+    return w.method("to", w.value(node, 0), torch_type(w, kind))
+
+
+def torch_type(w: Writer, dtype: ir.DataType) -> Any:
+    return getattr(w.torch, dtype.numpy().name)
+
+
 FUNCTIONS: dict[str, Convert] = {
+    **dict.fromkeys(FED, draw),
     "Abs": named("abs"),
     "Add": binary(operator.add),
+    "And": named("logical_and"),
+    "Cast": cast,
+    "CastLike": cast,
+    "Ceil": named("ceil"),
     "Concat": concat,
     "ConcatTraining": concat,
     "Cos": named("cos"),
@@ -141,14 +176,21 @@ FUNCTIONS: dict[str, Convert] = {
     "Erf": named("erf"),
     "Exp": named("exp"),
     "Flatten": flatten,
+    "Floor": named("floor"),
+    "Greater": binary(operator.gt),
+    "GreaterOrEqual": binary(operator.ge),
     "HardSigmoid": hard_sigmoid,
     "Identity": lambda w, node: w.value(node, 0),
+    "Less": binary(operator.lt),
+    "LessOrEqual": binary(operator.le),
     "Log": named("log"),
     "MatMul": named("matmul"),
     "Max": chain("maximum"),
     "Min": chain("minimum"),
     "Mul": binary(operator.mul),
     "Neg": named("neg"),
+    "Not": named("logical_not"),
+    "Or": named("logical_or"),
     "Pad": pad,
     "Pow": binary(operator.pow),
     "Reciprocal": named("reciprocal"),
@@ -156,6 +198,7 @@ FUNCTIONS: dict[str, Convert] = {
     "ReduceMean": reduce("mean"),
     "ReduceSum": reduce("sum"),
     "Reshape": reshape,
+    "Sign": named("sign"),
     "Sin": named("sin"),
     "Slice": slices,
     "Split": split,
@@ -165,4 +208,5 @@ FUNCTIONS: dict[str, Convert] = {
     "Sum": chain("add"),
     "Transpose": transpose,
     "Unsqueeze": like_result,
+    "Where": named("where"),
 }

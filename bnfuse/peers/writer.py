@@ -81,6 +81,16 @@ class Writer:
         """Calls a function; the result has the source node's name."""
         return self.graph.create_node("call_function", function, inputs, how, name=self._node_name)
 
+    def method(self, name: str, x: Any, *inputs: Any) -> Any:
+        """Calls a method of a tensor."""
+        return self.graph.create_node("call_method", name, (x, *inputs), name=self._node_name)
+
+    def buffer(self, name: str, tensor: Any) -> Any:
+        """A tensor that moves with the module and is no part of its state."""
+        target = self._attribute(name)
+        self.root.register_buffer(target, tensor, persistent=False)
+        return self.graph.create_node("get_attr", target, name=target)
+
     # Values
 
     def value(self, node: ir.Node, index: int) -> Any:

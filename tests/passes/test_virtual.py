@@ -5,10 +5,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from random_networks import BATCH, DROP_PATH, training_graph
 from small_networks import DENSE, RESIDUAL
 
+import bnfuse
 from bnfuse import runtime
 from bnfuse.build import build_training_graph
+from bnfuse.drawing import separated
 from bnfuse.errors import BnfuseError
 from bnfuse.models import build_forward
 from bnfuse.opset.schemas import check_model
@@ -300,3 +303,22 @@ def test_it_trains_compiled(level, training):
     losses = [step(images, labels) for _ in range(4)]
     assert losses[-1] < losses[0]
     assert step.evaluate(images).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        DROP_PATH,
+        "u = RandomUniform<shape = [4,8,1,1]>() l = Less(u, keep) m = Cast<to = 1>(l) d = Mul(x, m)",
+        "u = RandomUniformLike(x) a = Add(u, keep) m = Floor(a) d = Mul(x, m)",
+        "m = Bernoulli(keeps) s = Div(m, keep) d = Mul(x, s)",
+    ],
+)
+def test_virtual_rows_have_masks_of_their_own(body):
+    source = ir.from_proto(training_graph(body))
+    plain, fused = (rewrite(source, level=level, sample="vdn:2").model for level in ("none", "icf"))
+    shapes = {tuple(value.shape) for value in separated(plain)[0].graph.inputs if value.name in separated(plain)[1]}
+    assert {shape[0] for shape in shapes} == {BATCH + 2}
+    found = bnfuse.verify(plain, fused, steps=2)
+    assert found.equal
+    assert len(set(found.curves.before)) == 2
