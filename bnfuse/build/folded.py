@@ -24,6 +24,7 @@ REMEDY = (
     'torch.onnx.export(net.train(), (images,), "net.onnx", dynamo=True, optimize=False) keeps them, with all weights '
     "and statistics, and build --train-bn trains them"
 )
+_ITEM = re.compile(r"getitem(_\d+)?$")
 _BATCH_NORM = re.compile(r"batch_?norm|fused?_?bn|bn_?fus", re.IGNORECASE)
 
 
@@ -99,10 +100,14 @@ def _named_after_batch_norm(node: onnx.NodeProto, operands: set[str]) -> bool:
 def _renamed_by_torch(forward: Forward, node: onnx.NodeProto) -> bool:
     """Its weight is no parameter of the module any more, and its bias is not its own: only folding makes both anew.
 
-    Weight normalisation, too, makes the weight anew, and leaves the bias its name.
+    Weight normalisation, too, makes the weight anew, and leaves the bias its name. The newer exporter keeps both names;
+    there the result is called an item of several, as batch_norm gives them and no convolution does.
     """
-    convolution = node.op_type in CARRIERS[:2] and len(node.input) > 2
-    if forward.model.producer_name != "pytorch" or not convolution or not is_generated(node.input[1]):
+    if forward.model.producer_name != "pytorch":
+        return False
+    if _ITEM.match(node.output[0]):
+        return True
+    if node.op_type not in CARRIERS[:2] or len(node.input) < 3 or not is_generated(node.input[1]):
         return False
     scope = node.name.split("/")[-2] if node.name.count("/") > 1 else ""
     return is_generated(node.input[2]) or (bool(scope) and not node.input[2].endswith(f"{scope}.bias"))

@@ -107,6 +107,7 @@ def test_batch_norms_that_the_exporter_wrote_as_arithmetic_are_refused(forward):
     [
         ("onnx::Conv_32", "onnx::Conv_33", "y"),  # torch's older exporter
         ("193", "194", "y"),  # and still older
+        ("c1.weight", "c1.weight_bias", "getitem_3"),  # torch's newer exporter, with its metadata lost
         ("_v_30", "bn1.bias", "y"),  # onnxsim
         ("/bn1/BatchNormalization_output_0_weight", "/bn1/BatchNormalization_output_0_bias", "y"),  # onnxslim
         ("ConvBnFusion_W_c1.weight", "ConvBnFusion_BN_B_bn1.bias", "y"),  # onnxruntime
