@@ -311,11 +311,15 @@ def lower_mul(low: Lowering, node: ir.Node) -> None:
 
 def lower_concat(low: Lowering, node: ir.Node) -> None:
     """Of maps along their channels nothing is left to do: the operands lie in their slots (layout.py)."""
-    value = node.outputs[0]
+    place_concat(low, node)
     if node.op_type == "ConcatTraining" and (lengths := result(node, 1)) is not None:
         axis = node.attributes["axis"].as_int()
         sizes = [low.shape(v)[axis] for v in node.inputs if v is not None]
         low.set_constant(lengths, np.array(sizes, np.int64))
+
+
+def place_concat(low: Lowering, node: ir.Node) -> None:
+    value = node.outputs[0]
     if value in low.vector_slots.of:
         low.new_dense(value, low.type_of(value)[0])  # the parts lie in it already
         return

@@ -19,6 +19,7 @@ from .repair import repair
 from .shapes import complete_shapes
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
 from .traps import check_forward, choose_logits
+from .uncompiled import note_uncompiled
 from .variables import choose_variables
 
 __all__ = ["NOTES_KEY", "Built", "build", "build_training_graph"]
@@ -74,6 +75,7 @@ def build(
         allow_folded_bn=allow_folded_bn,
     )
     check_forward(forward)
+    note_uncompiled(forward)
     variables = choose_variables(forward, found.constants, found.fixed, train, freeze)
     added = add_loss(forward, loss, found.logits)
     built = gradient_graph(forward, variables, added)

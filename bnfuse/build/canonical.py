@@ -69,11 +69,30 @@ def explicit_dropout(forward: Forward) -> None:
 
 
 def add_of_sum(forward: Forward) -> None:
-    """Sum of two tensors of one shape is Add."""
+    """Sum of several tensors is one Add after another: Sum has no gradient."""
+    nodes: list[onnx.NodeProto] = []
+    for node in forward.graph.node:
+        if node.op_type != "Sum" or len(node.input) < 2:
+            nodes.append(node)
+            continue
+        total, *others = node.input
+        for index, other in enumerate(others):
+            is_last = index == len(others) - 1
+            name = node.name if is_last else forward.fresh(f"{node.name}/{index}")
+            result = node.output[0] if is_last else name
+            nodes.append(onnx.helper.make_node("Add", [total, other], [result], name=name))
+            total = result
+    del forward.graph.node[:]
+    forward.graph.node.extend(nodes)
+
+
+def explicit_transpose(forward: Forward) -> None:
+    """Without perm it turns all axes round; the gradient builder asks for it."""
     shapes = forward.shapes()
     for node in forward.graph.node:
-        if node.op_type == "Sum" and len(node.input) == 2 and shapes[node.input[0]] == shapes[node.input[1]]:
-            node.op_type = "Add"
+        if node.op_type == "Transpose" and "perm" not in attributes(node):
+            rank = len(shapes[node.input[0]] or [])
+            set_attribute(node, "perm", list(reversed(range(rank))))
 
 
 def split_of_sequence(forward: Forward) -> None:

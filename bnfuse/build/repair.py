@@ -17,7 +17,14 @@ from onnx import numpy_helper
 
 from bnfuse.text import some
 
-from .canonical import add_of_sum, explicit_dropout, explicit_windows, flatten_logits, flatten_of_reshape
+from .canonical import (
+    add_of_sum,
+    explicit_dropout,
+    explicit_transpose,
+    explicit_windows,
+    flatten_logits,
+    flatten_of_reshape,
+)
 from .folded import refuse_lost_batch_norms, warn_of_lost_dropout
 from .forward import check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
 from .graph import Forward, attributes, fresh, set_attribute
@@ -81,7 +88,7 @@ def repair(
     return Repaired(constants.names, fixed, logits)
 
 
-STEPS = (layer_norm_results, explicit_windows, explicit_dropout, add_of_sum, flatten_of_reshape)
+STEPS = (layer_norm_results, explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
 
 
 def keep_output(forward: Forward, logits: str) -> None:

@@ -22,7 +22,7 @@ SUPPORTED = (
     "Exp Expand Flatten Gather Gelu Gemm GlobalAveragePool GlobalMaxPool HardSigmoid HardSwish Identity "
     "LayerNormalization LeakyRelu Log LogSoftmax MatMul Max MaxPool Min Mish Mul Neg PRelu Pad Pow "
     "ReduceMax ReduceMean ReduceSum Relu Reshape Selu Sigmoid Sin Slice Softmax Softplus Softsign Split "
-    "Sqrt Squeeze Sub Sum Tanh Tile Transpose Unsqueeze Where "
+    "Sqrt Squeeze Sub Sum Tanh Transpose Unsqueeze Where "
 )
 WITHOUT_LOSS = (
     "build adds the loss (--loss): export the network without it, so that its output is what the loss reads, or name "
