@@ -12,6 +12,9 @@ what they hold (`bnfuse.diffing`, `bnfuse.verification`), because a submodule ca
 
 from __future__ import annotations
 
+from bnfuse import interrupts  # noqa: F401 (first: on the command line Ctrl-C is one line from here on)
+
+# isort: split
 import importlib
 import logging
 from typing import TYPE_CHECKING, Any

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
 
 
 def import_root() -> Path:
@@ -10,3 +15,15 @@ def import_root() -> Path:
     import bnfuse
 
     return Path(bnfuse.__file__).resolve().parent.parent
+
+
+def end_with_parent(parent: int) -> None:
+    """In the child, first of all: have Linux end it with the thread that started it, whatever ends that.
+
+    `parent` is who started it: where that is gone already, the child ends now.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,8 +1,8 @@
 """From kernels to object code, several at a time, and from object code to functions. Needs neither compiler nor linker.
 
-Making and compiling a kernel takes 0.2 to 0.5 s, most of it in the interpreter, so workers are processes: each is
-this module run as a program, which takes requests on its standard input and answers on its standard output. A
-worker needs some seconds to import TVM; for a handful of kernels none is started.
+Making and compiling a kernel takes 0.2 to 0.5 s, most of it in the interpreter, so workers are processes (worker.py),
+which take requests on their standard input and answer on their standard output. A worker needs some seconds to import
+TVM; for a handful of kernels none is started.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import contextlib
 import dataclasses
 import importlib
+import os
 import pathlib
 import pickle
 import queue
@@ -23,7 +24,7 @@ from typing import Any
 
 import tvm_ffi_orcjit
 
-from bnfuse.errors import BnfuseError
+from bnfuse.errors import BnfuseError, first_line
 from bnfuse.interpreter import import_root
 from bnfuse.runtime.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Kernel
@@ -85,7 +86,7 @@ def compile_kernel(kernel: Kernel) -> bytes:
         with ENTRANCE:
             return _for_gpu(kernel) if kernel.target.kind == "cuda" else _for_cpu(kernel)
     except Exception as error:
-        what = _first_line(error)
+        what = first_line(error)
         raise BnfuseError(f"kernel {kernel.name} does not compile: {what} ({kernel.problem!r})") from error
 
 
@@ -122,7 +123,7 @@ class Library:
                 self.functions.append(module[name])
             except Exception as error:
                 raise BnfuseError(
-                    f"kernel '{name}' does not load ({_first_line(error)}): compile the model again"
+                    f"kernel '{name}' does not load ({first_line(error)}): compile the model again"
                 ) from None
             self._modules.append(module)
 
@@ -170,7 +171,7 @@ class _Worker:
     def __init__(self, waiting: queue.SimpleQueue[Task], finished: queue.SimpleQueue[Any]) -> None:
         self._waiting, self._finished = waiting, finished
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bnfuse.runtime.build"],
+            [sys.executable, "-m", "bnfuse.runtime.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=import_root(),
@@ -201,23 +202,3 @@ class _Worker:
         assert self._process.stdin
         self._process.kill()
         self._process.wait()
-
-
-def _serve() -> None:
-    """One request a line in, one object a line out, until the input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # nothing that is printed on the way may pass for an answer
-    for line in sys.stdin.buffer:
-        try:
-            status, data = b"ok", compile_kernel(pickle.loads(base64.b64decode(line)).kernel())
-        except Exception as error:
-            status, data = b"failed", _first_line(error).encode()
-        answers.buffer.write(status + b" " + base64.b64encode(data) + b"\n")
-        answers.buffer.flush()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-if __name__ == "__main__":
-    _serve()

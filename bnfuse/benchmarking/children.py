@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bnfuse.errors import BnfuseError
-from bnfuse.interpreter import import_root
+from bnfuse.interpreter import end_with_parent, import_root
 
 REFUSED = 3  # exit status: the last line on stderr is for the user
 
@@ -23,7 +23,7 @@ def ask(
     timeout: float | None = None,
 ) -> Any:
     """What `module` answers. A BnfuseError in there is one here. After `timeout` seconds it is ended."""
-    command = [sys.executable, "-m", module, json.dumps(request)]
+    command = [sys.executable, "-m", module, json.dumps(request), str(os.getpid())]
     settings = {**os.environ, **(environment or {})}
     try:
         child = subprocess.run(
@@ -39,6 +39,7 @@ def ask(
 
 def answer(function: Callable[[dict[str, Any]], Any]) -> None:
     """In the child: the request from the command line, the answer on stdout."""
+    end_with_parent(int(sys.argv[2]))
     try:
         found = function(json.loads(sys.argv[1]))
     except BnfuseError as error:

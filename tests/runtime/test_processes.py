@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,8 @@ import pytest
 
 from bnfuse.build import build_training_graph
 from bnfuse.io import save
-from bnfuse.runtime import SGD, compile_step
+from bnfuse.runtime import SGD, compile_step, processors
+from bnfuse.runtime.processors import usable_cpus
 
 TIME = 120  # seconds that a script may take on a busy machine: what hangs, hangs for ever
 
@@ -271,3 +274,116 @@ require(step.target.threads == 64 and len(os.listdir("/proc/self/task")) < 20 + 
 print(time.time())
 """)
     assert time.time() - float(said) < 10
+
+
+# -- signals -------------------------------------------------------------------------------------------------------
+
+COMMAND = """
+import sys
+sys.argv = ["bnfuse", *sys.argv[1:]]
+sys.modules["torch"] = None
+import bnfuse.interrupts
+print("up", flush=True)
+from bnfuse.runtime import build
+build.KERNELS_PER_WORKER = 2
+from bnfuse.cli import main
+sys.exit(main())
+"""
+
+
+def compiling(files, tmp_path, *arguments: str) -> subprocess.Popen[str]:
+    """`bnfuse compile` with an empty cache and a worker, from the moment at which the package is first imported."""
+    output = ("compile", str(files[1]), "-o", str(tmp_path / "new.bnf"), *arguments)
+    started = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *output],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "BNFUSE_CACHE": str(tmp_path / "cache")},
+    )
+    assert started.stdout
+    assert started.stdout.readline() == "up\n"
+    return started
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    try:
+        listed = pathlib.Path(f"/proc/{process.pid}/task").glob("*/children")
+        return [int(child) for path in listed for child in path.read_text().split()]
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(what) -> None:
+    end = time.monotonic() + TIME
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", ["start", "import", "work"])
+def test_an_interrupted_command_ends_with_one_line_and_leaves_nothing(files, tmp_path, number, status, moment):
+    process = compiling(files, tmp_path)
+    if moment == "import":
+        time.sleep(0.3)
+    elif moment == "work":
+        wait_until(lambda: children_of(process))
+    workers = children_of(process)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=TIME)
+    assert process.returncode == status, said
+    assert said.count("\n") == 1
+    wait_until(lambda: not any(map(is_alive, workers)))
+    assert not list(tmp_path.glob("*.bnf*"))
+
+
+def test_workers_end_with_a_parent_that_is_killed(files, tmp_path):
+    process = compiling(files, tmp_path)
+    wait_until(lambda: children_of(process))
+    workers = children_of(process)
+    process.kill()
+    process.communicate(timeout=TIME)
+    end = time.monotonic() + 10
+    wait_until(lambda: not any(map(is_alive, workers)))
+    assert time.monotonic() < end
+
+
+def test_more_threads_than_processors_are_lowered_with_a_note_and_end_at_once(files, tmp_path):
+    process = compiling(files, tmp_path, "--threads", "1000")
+    printed, said = process.communicate(timeout=TIME)
+    ended = time.time()
+    assert process.returncode == 0, said
+    assert ended - (tmp_path / "new.bnf").stat().st_mtime < 10  # seconds; a tenth of one on an idle machine
+    assert [line for line in said.splitlines() if "taking" in line] == [
+        f"bnfuse: 1000 threads are more than the processors that this process may use: taking {usable_cpus()}"
+    ]
+    assert f"{usable_cpus()} threads" in printed
+
+
+# -- the processors of a process -----------------------------------------------------------------------------------
+
+
+def test_an_affinity_mask_and_a_quota_bound_the_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    monkeypatch.setattr(processors, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processors, "OWN_CGROUPS", tmp_path / "own")
+    assert usable_cpus() == 6
+    (tmp_path / "own").write_text("0::/user/session\n")
+    (tmp_path / "user" / "session").mkdir(parents=True)
+    (tmp_path / "user" / "session" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "user" / "cpu.max").write_text("250000 100000\n")
+    assert usable_cpus() == 3
+    (tmp_path / "own").write_text("4:cpu,cpuacct:/mine\n0::/elsewhere\n")
+    (tmp_path / "cpu,cpuacct").mkdir()
+    (tmp_path / "cpu,cpuacct" / "cpu.cfs_quota_us").write_text("50000")
+    (tmp_path / "cpu,cpuacct" / "cpu.cfs_period_us").write_text("100000")
+    assert usable_cpus() == 1
+    assert processors.bounded_threads(5) == 1
