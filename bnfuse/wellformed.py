@@ -26,7 +26,9 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
     check_functions(model, file)
     graph = model.graph
     written = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    written |= {tensor.values.name for tensor in graph.sparse_initializer}
+    for tensor in graph.sparse_initializer:
+        name = tensor.values.name
+        raise BnfuseError(f"{file or graph.name}: tensor '{name}' is sparse, which is not read: store it as a whole")
     for node in graph.node:
         for name in filter(None, node.input):
             if name not in written:

@@ -6,6 +6,7 @@ not one from 0 to 1 with another from 0 to 255. Nothing is unpickled, and sizes 
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def npz_file(path: Path, image: int | None = None, channels: int | None = None) 
             parts = parts_in(arrays, path)
             check_sizes(arrays, path, parts, image, channels)
             found = {
-                part: Part(map_of(arrays[f"x{end}"], f"x{end}", path), arrays[f"y{end}"], f"x{end}")
+                part: Part(map_of(array_in(arrays, f"x{end}"), f"x{end}", path), array_in(arrays, f"y{end}"), f"x{end}")
                 for part, end in SUFFIXES.items()
                 if part in parts
             }
@@ -43,6 +44,7 @@ def npz_file(path: Path, image: int | None = None, channels: int | None = None) 
         MemoryError,
         NotImplementedError,
         RuntimeError,
+        tokenize.TokenError,  # numpy, of a header that is cut short
         zipfile.BadZipFile,
         zlib.error,
     ) as error:
@@ -51,6 +53,14 @@ def npz_file(path: Path, image: int | None = None, channels: int | None = None) 
     for part in found.values():
         check_alike(found["train"], part, path)
     return Raw(found, scale=255.0 if found["train"].x.dtype == np.uint8 else 1.0)
+
+
+def array_in(arrays: Any, name: str) -> np.ndarray:
+    """One of the arrays; numpy gives the bytes of a member that is none."""
+    found = arrays[name]
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"'{name}' is no array")
+    return found
 
 
 def parts_in(arrays: Any, path: Path) -> list[str]:

@@ -166,3 +166,11 @@ def test_roles_that_no_parser_reads(train, tmp_path, text):
     next(entry for entry in model.metadata_props if entry.key == "bnfuse.roles").value = text
     with pytest.raises(BnfuseError, match=r"bnfuse\.roles metadata is damaged"):
         api.rewrite(model)
+
+
+def test_a_sparse_tensor(train, tmp_path):
+    model, _ = changed(train, "Conv")
+    model.graph.sparse_initializer.add().values.CopyFrom(model.graph.initializer[0])
+    del model.graph.initializer[0]
+    name = model.graph.sparse_initializer[0].values.name
+    assert refusal(model, tmp_path) == f"t.onnx: tensor '{name}' is sparse, which is not read: store it as a whole"

@@ -168,6 +168,18 @@ def test_npz_that_is_damaged_or_hostile(tmp_path):
     assert message_of(path).startswith(f"{path}: 9999999 images of 1x9999x9999 take 3.72e+06 GiB as float32")
 
 
+@pytest.mark.parametrize("member", [b"no array", b"\x93NUMPY\x01\x00\x20\x00" + b"{'descr': '<i8', 'shape': ((((,\n"])
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_npz_with_a_member_that_is_no_array(tmp_path, name, member):
+    path = tmp_path / "a.npz"
+    arrays = {"x": np.zeros((3, 4, 4)), "y": np.zeros(3, int)}
+    del arrays[name]
+    np.savez(path, **arrays)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{name}.npy", member)
+    assert message_of(path).startswith(f"{path}: cannot be read: ")
+
+
 def test_more_classes_than_the_network_has():
     said = (
         "digits: has 10 classes, the network 3: its last layer must give 10 numbers (a network that comes with bnfuse "
