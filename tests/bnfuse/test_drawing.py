@@ -147,3 +147,11 @@ def test_a_draw_is_no_constant_to_the_estimate():
     nodes, constants = executed(ir.from_proto(training_graph()).graph)
     assert {"RandomUniformLike", "Less"} <= {node.op_type for node in nodes}
     assert not {"u", "mask"} & {value.name for value in constants}
+
+
+def test_a_function_that_draws_is_named():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17, "own": 1]>
+        g (float[2,3] p) => (float[2,3] y) { y = own.Drop(p) }
+        <opset_import: ["": 17], domain: "own"> Drop (x) => (z) { u = RandomUniformLike(x) z = Mul(x, u) }""")
+    with pytest.raises(BnfuseError, match=r"\(Drop\) is a function that draws at random: inline it"):
+        separated(ir.from_proto(model))
