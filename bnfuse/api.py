@@ -236,13 +236,12 @@ def compile(
     compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.
     `tune` measures kernels that can be made in several ways and remembers the fastest in that folder.
     """
+    from bnfuse.runtime import compile_step
     from bnfuse.runtime.optim import require_optimizer
 
     require_optimizer(optimizer)
     graph = open_graph(source, **roles)
     graph.state()  # complains of values that are missing before the work, not after it
-    from bnfuse.runtime import compile_step
-
     return compile_step(
         graph,
         target=target,

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -136,7 +137,7 @@ class Driver:
     """One GPU. All methods but the constructor expect its context to be current: `with driver.active():`."""
 
     def __init__(self, cu: Any, ordinal: int = 0) -> None:
-        self.cu, self.ordinal = cu, ordinal
+        self.cu, self.ordinal, self.process = cu, ordinal, os.getpid()
         self._handle = self._call("cuDeviceGet", ordinal)
         self.context = self._call("cuDevicePrimaryCtxRetain", self._handle)
         attribute = cu.CUdevice_attribute
@@ -177,7 +178,12 @@ class Driver:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Our context is the thread's; afterwards the caller's is again."""
+        """Our context is the thread's; afterwards the caller's is again. Raises in a forked child: it has no CUDA."""
+        if self.process != os.getpid():
+            raise BnfuseError(
+                "a forked process cannot use the GPU of its parent: start it with multiprocessing's method spawn, and "
+                "open the step there"
+            )
         self._call("cuCtxPushCurrent", self.context)
         try:
             yield

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import gc
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -462,3 +463,13 @@ def test_running_statistics_are_copied_in_as_few_pieces_as_there_can_be():
     assert merged([(0, 0, 64), (64, 64, 4), (128, 128, 4)]) == [(0, 0, 132)]
     assert merged([(128, 64, 64), (0, 0, 64)]) == [(0, 0, 64), (128, 64, 64)]
     assert merged([(0, 0, 4), (4, 4, 4)]) == [(0, 0, 4), (4, 4, 4)] and merged([]) == []
+
+
+def test_a_forked_process_is_told_that_it_cannot_use_the_gpu(fake, cpu):
+    step = on_gpu(cpu, fake)
+    step(*nets.batch())
+    device = step._train.device
+    device.driver.process = -1  # as if another one had opened it
+    with pytest.raises(BnfuseError, match=r"forked process cannot use the GPU.*spawn"):
+        step(*nets.batch())
+    device.driver.process = os.getpid()
