@@ -26,6 +26,7 @@ class Signature:
     results: tuple[int, int]
     required: tuple[int, ...]  # places of operands that may not be left out
     attributes: dict[str, int]  # name -> type
+    needed: tuple[str, ...]  # attributes without which it says nothing
 
 
 @functools.cache
@@ -44,6 +45,7 @@ def signature(domain: str, operator: str, version: int) -> Signature | None:
         (schema.min_output, schema.max_output),
         tuple(place for place, operand in enumerate(schema.inputs) if operand.option == single),
         {name: int(kind.type) for name, kind in schema.attributes.items()},  # type: ignore[call-overload]
+        tuple(name for name, kind in schema.attributes.items() if kind.required),
     )
 
 
@@ -90,7 +92,8 @@ def _wrong_attribute(node: onnx.NodeProto, known: Signature | None) -> str | Non
             return f"has the attribute '{attribute.name}' of type {given}" + (
                 f": it must be {Types.Name(declared)}" if declared else ""
             )
-    return None
+    missing = next((name for name in known.needed if name not in seen), None) if known else None
+    return f"lacks the attribute '{missing}'" if missing else None
 
 
 def _wrong_count(node: onnx.NodeProto, known: Signature) -> str | None:

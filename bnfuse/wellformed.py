@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterable, Iterator
 
 import onnx
-from onnx import TensorProto
+from onnx import AttributeProto, TensorProto
 
 from bnfuse.errors import BnfuseError, at_node
+from bnfuse.opset.spec import DOMAIN
 from bnfuse.signatures import check_nodes
 from bnfuse.windows import POOLS, why_not
 
 COUNTS = ("strides", "dilations", "kernel_shape", "group")  # each at least 1: onnxruntime divides by some of them
+SIDES = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 2}  # numbers for each dimension of a window
 SOURCES = "bnfuse.sources"
 MAX_NODES = 1 << 18  # of a graph once its functions are written out: the largest network of the zoo has a tenth
 MAX_DEPTH = 100  # of functions that call one another
@@ -24,6 +26,7 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
     """Every value is written once, before it is read; nodes are as their schemas say; windows are sane; initial values
     are what their inputs are."""
     check_functions(model, file)
+    check_nodes(model, file)
     graph = model.graph
     written = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     for tensor in graph.sparse_initializer:
@@ -51,13 +54,12 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
                     file=file,
                 )
             written.add(name)
-        if node.op_type in WINDOWED:
+        if node.op_type in WINDOWED or node.domain == DOMAIN:
             _check_window(node, file)
         _check_sources(node, file)
     for value in graph.output:
         if value.name not in written:
             raise BnfuseError(f"{file or graph.name}: nothing writes the output '{value.name}': write the file anew")
-    check_nodes(model, file)
     _check_initial_values(graph, file)
     if any(node.op_type in POOL_GRADIENTS for node in graph.node):
         _check_pools(graph, file)
@@ -104,9 +106,16 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     while waiting:
         node = waiting.pop()
         yield node
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                waiting.extend(graph.node)
+        for graph in inner_graphs(node):
+            waiting.extend(graph.node)
+
+
+def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
 
 
 def _called(function: onnx.FunctionProto) -> tuple[str, str, str]:
@@ -130,7 +139,7 @@ def unwritten(nodes: Iterable[onnx.NodeProto], outputs: Iterable[str], known: se
 
 def unwritten_within(node: onnx.NodeProto, known: set[str]) -> str | None:
     """The same of the graphs that a node holds: they see what was written around them."""
-    for graph in (graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)):
+    for graph in inner_graphs(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         if missing := unwritten(graph.node, (value.name for value in graph.output), known | own):
             return missing
@@ -149,6 +158,14 @@ def _check_window(node: onnx.NodeProto, file: str | None) -> None:
                 f"has {attr.name}={shown}: it must be at least {least}. Export it anew.",
                 file=file,
             )
+    given = {attr.name: list(attr.ints) for attr in node.attribute if attr.name in SIDES}
+    dims = next((len(numbers) // SIDES[name] for name, numbers in given.items() if numbers), 0)
+    for name, numbers in given.items():
+        if dims and len(numbers) != dims * SIDES[name]:
+            what = (
+                f"has {name}={numbers}, for {dims} dimensions: it must be {dims * SIDES[name]} numbers. Export it anew."
+            )
+            raise at_node(node.name, node.op_type, what, file=file)
 
 
 def _check_pools(graph: onnx.GraphProto, file: str | None) -> None:

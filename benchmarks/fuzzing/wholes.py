@@ -8,6 +8,8 @@ import random
 import onnx
 from onnx import AttributeProto, NodeProto, ValueInfoProto, helper
 
+from bnfuse.roles import Roles
+
 from .mutators import LARGEST, SMALLEST, mutator, value_names
 from .values import NAMES, NUMBERS, disturb_text, pick
 
@@ -81,7 +83,10 @@ def swap_roles(model: onnx.ModelProto, rng: random.Random) -> None:
     for entry in model.metadata_props:
         if entry.key != "bnfuse.roles":
             continue
-        roles = json.loads(entry.value)
+        try:
+            roles = json.loads(Roles.from_json(entry.value).to_json())
+        except ValueError:  # something else was done to it before
+            return
         names = sorted(name for value in roles.values() if isinstance(value, list | dict) for name in value)
         outputs = sorted([roles["loss"], *roles["gradients"].values(), *roles["running"].values()])
         field = rng.choice(("loss", "logits", "gradients", "running", "list", "move"))

@@ -151,7 +151,7 @@ def training_schema(op: TrainingOp) -> Schema:
         inputs=inputs,
         outputs=outputs,
         type_constraints=[(kind, KINDS[kind], "") for kind in used],
-        attributes=[_attribute(*text.split(":"), required=False) for text in op.attributes.split()],
+        attributes=[_given_attribute(text) for text in op.attributes.split()],
     )
     schema.set_type_and_shape_inference_function(functools.partial(_infer_outputs, op.rules))
     return schema
@@ -161,6 +161,11 @@ def _parameter(text: str) -> Any:
     name, kind = text.split(":")
     option = kind[1:]
     return Parameter(name, kind[0], param_option=OPTIONS[option])
+
+
+def _given_attribute(text: str) -> Any:
+    name, kind = text.split(":")
+    return _attribute(name, kind.rstrip("!"), required=kind.endswith("!"))
 
 
 def _attribute(name: str, kind: str, *, required: bool) -> Any:

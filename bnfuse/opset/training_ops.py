@@ -2,7 +2,8 @@
 
 These are the operators that onnxruntime 1.19.2 puts into the training graph of a CNN, most of them in com.microsoft,
 the gradients of the pools in the standard domain. onnx knows none of them. `parameters` are written `name:kind` with
-? for an optional one and * for any number; kinds are T float, I int64, J int32 or int64, B bool, S float or int64.
+? for an optional one and * for any number; kinds are T float, I int64, J int32 or int64, B bool, S float or int64. An
+attribute with ! is required.
 An output has the type and shape of the input whose number is given, or that a function of the context tells.
 """
 
@@ -19,9 +20,9 @@ MICROSOFT = "com.microsoft"
 Type = onnx.TypeProto
 Rule = int | Callable[[Any], Type | None]
 
-_WINDOW = "kernel_shape:INTS pads:INTS strides:INTS auto_pad:STRING"
-_CONV = f"{_WINDOW} dilations:INTS group:INT"
-_POOL = f"{_WINDOW} dilations:INTS ceil_mode:INT count_include_pad:INT storage_order:INT"
+_WINDOW = "pads:INTS strides:INTS auto_pad:STRING"
+_CONV = f"kernel_shape:INTS {_WINDOW} dilations:INTS group:INT"
+_POOL = f"kernel_shape:INTS! {_WINDOW} dilations:INTS ceil_mode:INT count_include_pad:INT storage_order:INT"
 _LOSS = "reduction:STRING ignore_index:INT output_type:INT"
 
 

@@ -174,3 +174,23 @@ def test_a_sparse_tensor(train, tmp_path):
     del model.graph.initializer[0]
     name = model.graph.sparse_initializer[0].values.name
     assert refusal(model, tmp_path) == f"t.onnx: tensor '{name}' is sparse, which is not read: store it as a whole"
+
+
+@pytest.mark.parametrize(("name", "numbers", "said"), [
+    ("pads", [0], "has pads=[0], for 2 dimensions: it must be 4 numbers"),
+    ("strides", [1, 1, 1], "has strides=[1, 1, 1], for 2 dimensions: it must be 2 numbers"),
+    ("strides", [0, 2], "has strides=[0, 2]: it must be at least 1"),
+])  # fmt: skip
+def test_a_window_of_one_of_our_operators(fused, tmp_path, name, numbers, said):
+    model = Model()
+    model.CopyFrom(fused)
+    node = next(node for node in model.graph.node if node.domain == "ai.bnfuse" and "Conv" in node.op_type)
+    attribute(node, name).ints[:] = numbers
+    assert said in refusal(model, tmp_path)
+
+
+@pytest.mark.parametrize("op", ["AveragePool", "AveragePoolGrad"])
+def test_an_attribute_that_is_missing(train, tmp_path, op):
+    model, node = changed(train, op)
+    node.attribute.remove(attribute(node, "kernel_shape"))
+    assert f"'{node.name}' ({op}) lacks the attribute 'kernel_shape'" in refusal(model, tmp_path)
