@@ -89,7 +89,9 @@ def infer_outputs(node: ir.Node, forms: Sequence[Form | None], opset: int) -> li
         )
     except onnx.defs.SchemaError:
         raise at_node(
-            node.name or "?", node.op_type, "has an output of unknown shape: run shape inference on the file first"
+            node.name or "?",
+            node.op_type,
+            "has an output without a shape, and no schema tells it: write it into the file",
         ) from None
     proto = ir.to_proto(node)
     named = {name: form for name, form in zip(proto.input, forms, strict=True) if name and form is not None}
@@ -116,7 +118,11 @@ def _static_type(node: ir.Node, kind: onnx.TypeProto | None) -> tuple[tuple[int,
         or not kind.tensor_type.HasField("shape")
         or any(not d.HasField("dim_value") for d in kind.tensor_type.shape.dim)
     ):
-        raise at_node(node.name or "?", node.op_type, "has an output of unknown shape: give the graph static shapes")
+        raise at_node(
+            node.name or "?",
+            node.op_type,
+            "has an output whose shape is in no file and follows from no operand's: it must be the same in every step",
+        )
     dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
     return tuple(d.dim_value for d in kind.tensor_type.shape.dim), np.dtype(dtype).name
 

@@ -82,13 +82,8 @@ def ratio(result: Result, other: Result) -> Ratio:
 
 
 def quotient(a: float | None, b: float | None) -> float | None:
-    """NaN (null in JSON) where there is nothing to divide by: onnxruntime's backward may be lost in the noise.
-
-    None where one of them was not measured.
-    """
-    if a is None or b is None:
-        return None
-    return a / b if b else float("nan")
+    """None where one of them was not measured, or is lost in the noise."""
+    return a / b if a is not None and b else None
 
 
 @dataclasses.dataclass(frozen=True)

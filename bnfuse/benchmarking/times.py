@@ -43,14 +43,17 @@ class Summary:
 
 
 def summarize(times: Sequence[Times], *, apart: bool = False) -> Summary:
-    """`apart`: forward was a run of its own, not a part of the step, so minima and medians are subtracted."""
+    """`apart`: forward was a run of its own, not a part of the step, so minima and medians are subtracted.
+
+    Where that leaves nothing, backward is lost in the noise of the two: None.
+    """
     steps = [t.step for t in times]
     forward = [t.forward for t in times if t.forward is not None]
     if not forward:
         return Summary(min(steps), statistics.median(steps))
     backward = [t.step - t.forward for t in times if t.forward is not None]
-    shortest, middle = min(backward), statistics.median(backward)
+    found = [min(backward), statistics.median(backward)]
     if apart:
-        shortest = max(0.0, min(steps) - min(forward))
-        middle = max(0.0, statistics.median(steps) - statistics.median(forward))
+        found = [min(steps) - min(forward), statistics.median(steps) - statistics.median(forward)]
+    shortest, middle = (left if left > 0 or not apart else None for left in found)
     return Summary(min(steps), statistics.median(steps), min(forward), statistics.median(forward), shortest, middle)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +32,9 @@ from bnfuse.commands.options import (
 from bnfuse.commands.output import Progress, require_text_writable, show, show_json, to_json, write_text
 from bnfuse.errors import BnfuseError
 from bnfuse.text import Section, count, number, scaled
+
+if TYPE_CHECKING:
+    from bnfuse.zoo import ZooEntry
 
 Before = Annotated[Path, typer.Argument(metavar="BEFORE.ONNX", show_default=False)]
 After = Annotated[Path, typer.Argument(metavar="AFTER.ONNX", show_default=False)]
@@ -79,14 +83,19 @@ def models(json: Json = False) -> None:
             "shapes only" if e.shape_only else f"{e.image}x{e.image}",
             number(e.parameters),
             scaled(e.flops, "FLOP"),
-            " ".join(f"{k}={v}" for k, v in e.metaparameters.items()),
-            e.about,
         )
         for e in entries
     ]
-    columns = ("name", "image", "parameters", "forward, per sample", "--set", "")
+    columns = ("name", "image", "parameters", "forward, per sample")
     title = "Networks for `bnfuse build NAME`, those of shapes only for `bnfuse estimate NAME`"
-    show([Section.table(title, columns, rows)])
+    about = [line for e in entries for line in about_network(e)]
+    show([Section.table(title, columns, rows), Section.lines("What they are, and what --set changes", about)])
+
+
+def about_network(entry: ZooEntry) -> list[str]:
+    """A line on a network, and its metaparameters with their defaults in lines that a narrow terminal takes."""
+    settings = " ".join(f"{key}={value}" for key, value in entry.metaparameters.items())
+    return [f"{entry.name}: {entry.about}", *textwrap.wrap(settings, 72, initial_indent="  ", subsequent_indent="  ")]
 
 
 def build(
