@@ -7,6 +7,7 @@ runtimes execute, while shapes come from the schema, which needs no detour throu
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ def register(names: Iterable[str]) -> None:
 @functools.cache
 def register_training_ops() -> None:
     """Make onnx know the operators that onnxruntime-training adds to a graph."""
+    importlib.import_module("onnx.reference")  # it refuses to load once two domains have a Gelu
     for op in TRAINING_OPS:
         if not onnx.defs.has(op.name, op.domain):
             onnx.defs.register_schema(training_schema(op))
