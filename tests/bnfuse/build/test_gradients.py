@@ -84,7 +84,8 @@ def test_gradient_of_prelu_reaches_its_slope(shape, after_conv, step):
 
 def test_every_definition_and_rewrite_has_a_case():
     tried = {name.split()[0] for name in CASES} | {"PRelu"}
-    assert set(DEFINITIONS) | set(REWRITES) <= tried
+    elsewhere = {"Bernoulli", "CastLike"}  # no gradient flows through them: test_drawing.py
+    assert set(DEFINITIONS) | set(REWRITES) <= tried | elsewhere
 
 
 def test_gradient_of_layer_normalization(after_conv, step):
