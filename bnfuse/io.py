@@ -23,6 +23,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto
 
+from bnfuse.contradictions import check_agreement
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.roles import METADATA_KEY, roles_of
 from bnfuse.wellformed import check_wiring
@@ -214,6 +215,7 @@ def _from_proto(proto: onnx.ModelProto, file: str | None) -> ir.Model:
         copy.CopyFrom(proto)
         expose_results(copy, file)
         proto = copy
+    check_agreement(proto, file)
     try:
         model = ir.from_proto(proto)
     except Exception as error:

@@ -118,7 +118,7 @@ def _pool(node: ir.Node) -> Op | None:
 def _pool_grad(node: ir.Node) -> Op | None:
     forward = _pool_partner(node)
     dy, dx = node.inputs[0], node.outputs[0]
-    if forward is None or not is_map(dy) or not is_map(dx):
+    if forward is None or not is_map(dy) or not is_map(dx) or not _undoes(node, forward):
         return None
     if why_not(OpSpec((), node.op_type), node.graph.opset_imports.get("", 1)):  # type: ignore[union-attr]
         return None
@@ -129,6 +129,17 @@ def _pool_grad(node: ir.Node) -> Op | None:
     names = BACKWARD_CORES[node.op_type]
     attributes = {name: forward.attributes[name] for name in names}
     return _op(OpSpec((), node.op_type), operands, {"dx": dx}, attributes, node)
+
+
+def _undoes(node: ir.Node, forward: Op) -> bool:
+    """Whether a pooling's gradient has the sizes and the windows of that pooling: its name alone may be chance."""
+    x, y = forward.operands["x"], forward.results["y"]
+    if sizes(node.outputs[0]) != sizes(x) or sizes(node.inputs[0]) != sizes(y):  # type: ignore[arg-type]
+        return False
+    if node.op_type == "MaxPoolGrad":  # the indices say it all
+        return forward.results.get("indices") is node.inputs[1]
+    own = _window(node, sizes(x))
+    return all(own[name] == forward.attributes[name] for name in BACKWARD_CORES[node.op_type])
 
 
 def _pool_partner(node: ir.Node) -> Op | None:

@@ -1,0 +1,116 @@
+"""Training graphs that contradict themselves are refused when they are read, with the node."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+from bnfuse import io
+from bnfuse.building import build_model
+from bnfuse.errors import BnfuseError
+from bnfuse.passes import rewrite
+
+
+@pytest.fixture(scope="module")
+def source() -> onnx.ModelProto:
+    return build_model("densenet40", zoo={"batch": 2, "image": 16, "growth": 4, "depth": 2}).model
+
+
+@pytest.fixture
+def graph(source) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(source)
+    return copy
+
+
+def nodes(model: onnx.ModelProto, op: str) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type == op]
+
+
+def set_ints(node: onnx.NodeProto, name: str, values: list[int]) -> None:
+    next(attr for attr in node.attribute if attr.name == name).ints[:] = values
+
+
+def message_of(model: onnx.ModelProto) -> str:
+    with pytest.raises(BnfuseError) as caught:
+        io.load(model)
+    text = str(caught.value)
+    assert "\n" not in text and "the graph is damaged. Build it anew." in text
+    return text
+
+
+def test_what_was_built_agrees_with_itself(source):
+    io.load(source)
+
+
+def test_scale_and_running_mean_exchanged(graph):
+    norm = nodes(graph, "BatchNormInternal")[1]
+    norm.input[1], norm.input[3] = norm.input[3], norm.input[1]
+    assert f"as the scale, and its BatchNorm '{norm.name}' has '{norm.input[1]}'" in message_of(graph)
+
+
+@pytest.mark.parametrize(("place", "what"), [(1, "the map"), (2, "the scale"), (3, "the mean")])
+def test_a_gradient_with_an_operand_of_another_batch_norm(graph, place, what):
+    here, there = nodes(graph, "BatchNormalizationGrad")[:2]
+    here.input[place] = there.input[place]
+    text = message_of(graph)
+    assert f"node '{here.name}' (BatchNormalizationGrad) " in text
+    assert "differ" in text or f"as {what}, and its BatchNorm" in text
+
+
+def test_declared_shapes_that_no_operator_gives(graph):
+    value = next(v for v in graph.graph.value_info if v.name == nodes(graph, "Relu")[0].output[0])
+    value.type.tensor_type.shape.dim[2].dim_value = 3
+    text = message_of(graph)
+    assert "(Relu) gives another result than the file declares (inferred shape and existing shape differ" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("pads", [0, 0, 1 << 31, 0], "has a window that makes"),
+        ("strides", [3, 1], "has a window that makes"),
+        ("dilations", [7, 1], "has a window that makes"),
+        ("kernel_shape", [2, 2], "has kernel_shape=[2, 2], and its weight is"),
+    ],
+)
+def test_the_window_of_a_gradient_that_is_not_its_convolutions(graph, name, values, said):
+    node = nodes(graph, "ConvGrad")[0]
+    set_ints(node, name, values)
+    assert f"node '{node.name}' (ConvGrad) {said}" in message_of(graph)
+
+
+def test_groups_that_do_not_divide_the_channels(graph):
+    node = nodes(graph, "ConvGrad")[0]
+    next(attr for attr in node.attribute if attr.name == "group").i = 5
+    assert "in 5 groups" in message_of(graph)
+
+
+def test_pieces_of_another_concatenation(graph):
+    split = nodes(graph, "SplitTraining")[0]
+    other = next(c for c in nodes(graph, "ConcatTraining") if c.output[1] != split.input[1])
+    split.input[1] = other.output[1]
+    assert f"node '{split.name}' (SplitTraining) gives " in message_of(graph)
+
+
+def test_pieces_along_another_axis(graph):
+    split = nodes(graph, "SplitTraining")[0]
+    next(attr for attr in split.attribute if attr.name == "axis").i = 2
+    assert "splits along axis 2, and the lengths are those of" in message_of(graph)
+
+
+def test_a_scale_of_other_channels(graph):
+    norm = nodes(graph, "BatchNormInternal")[-1]
+    norm.input[2] = next(n for n in nodes(graph, "BatchNormInternal")).input[2]
+    assert f"node '{norm.name}' (BatchNormInternal) reads '{norm.input[2]}' of the shape" in message_of(graph)
+
+
+def test_a_fused_operator_whose_windows_do_not_move(source):
+    model = ir.to_proto(rewrite(ir.from_proto(source)).model)
+    node = next(
+        n for n in model.graph.node if n.domain == "ai.bnfuse" and any(a.name == "strides" for a in n.attribute)
+    )
+    set_ints(node, "strides", [0, 1])
+    with pytest.raises(BnfuseError, match=r"has strides=\[0, 1\]: it must be at least 1"):
+        io.load(model)
