@@ -36,6 +36,6 @@ def finish(axis: Any, what: str) -> None:
     axis.set_xlabel("epoch")
     axis.set_title(what, loc="left", fontsize=10)
     axis.grid(color="#dddddd", linewidth=0.6)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
