@@ -15,8 +15,10 @@ from onnx import AttributeProto
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.schemas import register, register_training_ops
 from bnfuse.opset.spec import DOMAIN, find
+from bnfuse.opset.training_ops import TRAINING_OPS
 
 STANDARD = ("", "ai.onnx")
+OWN_DOMAINS = {op.name: op.domain for op in TRAINING_OPS}
 Types = AttributeProto.AttributeType
 
 
@@ -74,6 +76,9 @@ def check_nodes(model: onnx.ModelProto, file: str | None) -> None:
         known = None
         if domain == DOMAIN or (domain, node.op_type) not in local:  # functions of ours say what the schema does
             known = signature(domain, node.op_type, versions[domain])
+            if known is None and (domain == DOMAIN or OWN_DOMAINS.get(node.op_type, domain) != domain):
+                what = f"is no operator of '{domain or 'ai.onnx'}': files of another version are rewritten anew."
+                raise at_node(node.name, node.op_type, what, file=file)
         if what := _wrong_attribute(node, known) or (known and _wrong_count(node, known)) or "":
             raise at_node(node.name, node.op_type, f"{what}. Export it anew.", file=file)
 

@@ -194,3 +194,10 @@ def test_an_attribute_that_is_missing(train, tmp_path, op):
     model, node = changed(train, op)
     node.attribute.remove(attribute(node, "kernel_shape"))
     assert f"'{node.name}' ({op}) lacks the attribute 'kernel_shape'" in refusal(model, tmp_path)
+
+
+@pytest.mark.parametrize(("op", "domain"), [("BatchNormInternal", ""), ("BatchNormWobble", "ai.bnfuse")])
+def test_an_operator_of_another_domain(fused, train, tmp_path, op, domain):
+    model, node = changed(fused, "BatchNormFinalize") if domain else changed(train, "BatchNormInternal")
+    node.op_type, node.domain = op, domain
+    assert f"'{node.name}' ({op}) is no operator of '{domain or 'ai.onnx'}'" in refusal(model, tmp_path)
