@@ -51,6 +51,11 @@ def signature(domain: str, operator: str, version: int) -> Signature | None:
     )
 
 
+def call_of(function: onnx.FunctionProto) -> Signature:
+    """What a node that calls a function of the model may have: it may leave out the last."""
+    return Signature((0, len(function.input)), (0, len(function.output)), (), {}, ())
+
+
 def check_versions(model: onnx.ModelProto, file: str | None) -> dict[str, int]:
     """The version of each domain that the model imports: one each, of numbers that there are."""
     versions: dict[str, int] = {}
@@ -67,14 +72,18 @@ def check_versions(model: onnx.ModelProto, file: str | None) -> dict[str, int]:
 def check_nodes(model: onnx.ModelProto, file: str | None) -> None:
     """Raises for the first node of the graph that is not as its schema says."""
     versions = check_versions(model, file)
-    local = {("" if f.domain in STANDARD else f.domain, f.name) for f in model.functions}
+    local = {("" if f.domain in STANDARD else f.domain, f.name): call_of(f) for f in model.functions}
+    for node in (node for function in model.functions for node in function.node):
+        called = local.get(("" if node.domain in STANDARD else node.domain, node.op_type))
+        if called is not None and (what := _wrong_count(node, called)):
+            raise at_node(node.name, node.op_type, f"{what}. Export it anew.", file=file)
     for node in model.graph.node:
         domain = "" if node.domain in STANDARD else node.domain
         if domain not in versions:
             what = f"is of the domain '{domain or 'ai.onnx'}', of which the file imports no version. Export it anew."
             raise at_node(node.name, node.op_type, what, file=file)
-        known = None
-        if domain == DOMAIN or (domain, node.op_type) not in local:  # functions of ours say what the schema does
+        known = local.get((domain, node.op_type))
+        if domain == DOMAIN or known is None:  # functions of ours say what the schema does
             known = signature(domain, node.op_type, versions[domain])
             if known is None and (domain == DOMAIN or OWN_DOMAINS.get(node.op_type, domain) != domain):
                 what = f"is no operator of '{domain or 'ai.onnx'}': files of another version are rewritten anew."

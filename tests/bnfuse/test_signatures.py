@@ -201,3 +201,19 @@ def test_an_operator_of_another_domain(fused, train, tmp_path, op, domain):
     model, node = changed(fused, "BatchNormFinalize") if domain else changed(train, "BatchNormInternal")
     node.op_type, node.domain = op, domain
     assert f"'{node.name}' ({op}) is no operator of '{domain or 'ai.onnx'}'" in refusal(model, tmp_path)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_function_that_is_given_more_than_it_takes(train, tmp_path, inner):
+    model, node = changed(train, "Relu")
+    call = helper.make_node("F", [node.input[0]] * 2, node.output, node.name, domain="local")
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)]
+    relu = helper.make_node("Relu", ["x"], ["y"])
+    model.functions.append(helper.make_function("local", "F", ["x"], ["y"], [relu], imports))
+    if inner:
+        twice = helper.make_node("F", ["x", "x"], ["y"], node.name, domain="local")
+        model.functions.append(helper.make_function("local", "G", ["x"], ["y"], [twice], imports))
+        call.op_type, call.input[:] = "G", call.input[:1]
+    model.opset_import.add(domain="local", version=1)
+    node.CopyFrom(call)
+    assert f"node '{node.name}' (F) has 2 operands: it must have at most 1" in refusal(model, tmp_path)
