@@ -64,6 +64,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         counts[marker] = len(out)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells what it left out: the process that reports collects nothing itself."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = session.config.stash.get(DESELECTED, {})
+
+
+class Workers:
+    """What the workers of pytest-xdist left out; each collects all tests."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        if hasattr(node, "workeroutput"):  # it did not crash
+            node.config.stash[DESELECTED] = node.workeroutput["deselected"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Workers())
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for marker, count in config.stash.get(DESELECTED, {}).items():
         if count:
