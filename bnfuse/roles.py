@@ -205,6 +205,13 @@ def _check_against(model: ir.Model, roles: Roles) -> None:
     for name in wanted:
         if name not in outputs:
             raise BnfuseError(f"{_file(model)}: has no output '{name}', which its roles name")
+    shapes = {
+        value.name: value.shape for value in (*model.graph.inputs, *model.graph.outputs) if value.shape is not None
+    }
+    for name, output in (*roles.gradients.items(), *roles.running.items()):
+        ours, theirs = shapes.get(name), shapes.get(output)
+        if ours is not None and theirs is not None and ours.is_static() and theirs.is_static() and ours != theirs:
+            raise BnfuseError(f"{_file(model)}: output '{output}' is {theirs}, the input '{name}' that it is of {ours}")
     if len(set(named)) < len(named) or set(inputs) - set(named):
         odd = sorted(set(map(str, inputs)) - set(named)) or sorted({name for name in named if named.count(name) > 1})
         raise BnfuseError(f"{_file(model)}: input '{odd[0]}' must have exactly one role")

@@ -367,7 +367,7 @@ def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
     for name in theirs:
         if name not in ours:
             raise missing_input(before, after, name)
-    outputs = {value.name for value in after.model.graph.outputs}
+    outputs = set(compared(after.roles))
     for name in compared(before.roles):
         if name not in outputs:
             raise BnfuseError(f"{after.name}: has no output '{name}', which {before.name} has: rewrite it again")

@@ -1,5 +1,7 @@
 """A node that is not what its operator's schema says is refused where the file is read, by every command alike."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -217,3 +219,14 @@ def test_a_function_that_is_given_more_than_it_takes(train, tmp_path, inner):
     model.opset_import.add(domain="local", version=1)
     node.CopyFrom(call)
     assert f"node '{node.name}' (F) has 2 operands: it must have at most 1" in refusal(model, tmp_path)
+
+
+def test_a_gradient_of_another_shape_than_its_parameter(train):
+    model, _ = changed(train, "Conv")
+    entry = next(entry for entry in model.metadata_props if entry.key == "bnfuse.roles")
+    roles = json.loads(entry.value)
+    first, *_, last = roles["gradients"]
+    roles["gradients"][first] = roles["gradients"][last]
+    entry.value = json.dumps(roles)
+    with pytest.raises(BnfuseError, match=rf"output '{last}_grad' is .*, the input '{first}' that it is of "):
+        api.rewrite(model)
