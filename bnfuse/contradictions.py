@@ -14,6 +14,7 @@ import onnx
 
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.schemas import register_for, without_state
+from bnfuse.opset.spec import DOMAIN
 
 Shapes = Mapping[str, Sequence[int]]  # of values whose shape is static
 
@@ -26,7 +27,7 @@ OPERANDS = {1: "the map", 2: "the scale", 3: "the mean"}  # of BatchNormalizatio
 def check_agreement(model: onnx.ModelProto, file: str | None = None) -> None:
     """Raises BnfuseError, with the node, where the graph of a training step contradicts itself."""
     makers = {name: node for node in model.graph.node for name in node.output if name}
-    if not any(node.op_type in CHECKS for node in model.graph.node):
+    if not any(node.op_type in CHECKS or node.domain == DOMAIN for node in model.graph.node):
         return
     check_declared(model, file)
     shapes = static_shapes(model.graph)

@@ -7,6 +7,7 @@ sweeps of its statistics, the C-sized finalize and `NormalizeMap`. What has no k
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -389,7 +390,12 @@ def split_sizes(low: Lowering, node: ir.Node, channels: int) -> list[int]:
 def lower_reshape(low: Lowering, node: ir.Node) -> None:
     """The same elements in another shape: the same storage."""
     ((shape, _),) = low.output_types(node)
-    low.alias(node.outputs[0], operand(low, node, 0), shape)
+    source = operand(low, node, 0)
+    if math.prod(shape) != math.prod(low.shape(source)):
+        raise low.error(
+            node, f"makes {list(shape)} of {list(low.shape(source))}, which has other elements: build it anew"
+        )
+    low.alias(node.outputs[0], source, shape)
 
 
 def lower_identity(low: Lowering, node: ir.Node) -> None:

@@ -10,6 +10,7 @@ from bnfuse import io
 from bnfuse.building import build_model
 from bnfuse.errors import BnfuseError
 from bnfuse.passes import rewrite
+from bnfuse.runtime import compile_step
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,26 @@ def message_of(model: onnx.ModelProto) -> str:
 
 def test_what_was_built_agrees_with_itself(source):
     io.load(source)
+
+
+def test_a_fused_graph_whose_declared_shapes_no_operator_gives(graph):
+    fused = ir.to_proto(rewrite(ir.from_proto(graph)).model)
+    io.load(fused)
+    conv = next(n for n in fused.graph.node if n.domain == "ai.bnfuse" and n.op_type.endswith("ConvStatistics"))
+    declared = next(v for v in fused.graph.value_info if v.name == conv.output[0])
+    declared.type.tensor_type.shape.dim[1].dim_value += 1
+    assert conv.output[0] in message_of(fused) or conv.name in message_of(fused)
+
+
+def test_a_reshape_that_declares_other_elements_than_it_reads():
+    """Where no reader has looked at the graph, or none can infer the shape, lowering says so."""
+    graph = build_model("resnet20", zoo={"batch": 2, "image": 16}).model
+    reshape = next(node for node in graph.graph.node if node.op_type == "Reshape" and len(node.input) == 2)
+    reshape.input[0] = graph.graph.input[-1].name
+    declared = [v for v in graph.graph.value_info if v.name == reshape.output[0]]
+    assert declared
+    with pytest.raises(BnfuseError, match=f"node '{reshape.name}' \\(Reshape\\) makes "):
+        compile_step(ir.from_proto(graph))
 
 
 def test_scale_and_running_mean_exchanged(graph):
