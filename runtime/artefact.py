@@ -78,6 +78,8 @@ def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
             return _read(file, str(path), threads)
     except FileNotFoundError:
         raise BnfuseError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be read: {error.strerror or error}") from None
     except BnfuseError as error:
         raise BnfuseError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except Exception as error:  # damage shows in any form: zip, zlib, JSON, safetensors, an index, no memory

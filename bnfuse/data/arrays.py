@@ -2,10 +2,12 @@
 
 Bytes are divided by 255, all other numbers are taken as they are, so the parts must be alike: all bytes or none, and
 not one from 0 to 1 with another from 0 to 255. Nothing is unpickled, and sizes are asked before anything is read.
+Arrays of other names are left out, and named.
 """
 
 from __future__ import annotations
 
+import math
 import tokenize
 import zipfile
 import zlib
@@ -17,19 +19,23 @@ import numpy as np
 
 from bnfuse.errors import BnfuseError
 
-from .dataset import Part, Raw, check_memory
+from .dataset import MAX_BYTES, Part, Raw, check_memory
 
 SUFFIXES = {"train": "", "val": "_val", "test": "_test"}
-FAR = 16  # times as large: numbers of another unit
+NAMES = tuple(f"{name}{end}" for end in SUFFIXES.values() for name in "xy")
+FAR = 16  # times as large, the largest as well as the mean: numbers of another unit
+SOME = 1024  # images whose mean is taken
 
 
 def npz_file(path: Path, image: int | None = None, channels: int | None = None) -> Raw:
     """`x` [N, H, W], [N, C, H, W] or [N, H, W, C] and `y` [N], and as much for the other parts."""
     try:
+        if not zipfile.is_zipfile(path):  # raises where there is no such file
+            path.open("rb").close()
+            raise ValueError("it is no .npz, or is cut short: numpy.savez writes one")
         with np.load(path, allow_pickle=False) as arrays:
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise ValueError("it is a single array, no .npz")
             parts = parts_in(arrays, path)
+            others = [name for name in arrays.files if name not in NAMES]
             check_sizes(arrays, path, parts, image, channels)
             found = {
                 part: Part(map_of(array_in(arrays, f"x{end}"), f"x{end}", path), array_in(arrays, f"y{end}"), f"x{end}")
@@ -50,9 +56,10 @@ def npz_file(path: Path, image: int | None = None, channels: int | None = None) 
     ) as error:
         what = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
         raise BnfuseError(f"{path}: cannot be read: {what}") from None
-    for part in found.values():
+    for part in (part for name, part in found.items() if name != "train"):
         check_alike(found["train"], part, path)
-    return Raw(found, scale=255.0 if found["train"].x.dtype == np.uint8 else 1.0)
+    notes = [f"{path}: left out: {', '.join(map(repr, others))}: it may have {', '.join(NAMES)}"] if others else []
+    return Raw(found, scale=255.0 if found["train"].x.dtype == np.uint8 else 1.0, notes=tuple(notes))
 
 
 def array_in(arrays: Any, name: str) -> np.ndarray:
@@ -82,19 +89,29 @@ def parts_in(arrays: Any, path: Path) -> list[str]:
 
 
 def check_sizes(arrays: Any, path: Path, parts: Sequence[str], image: int | None, channels: int | None) -> None:
-    """By the headers alone: that all images fit into memory as float32."""
+    """By the headers alone: that all images fit into memory as float32, and that nothing else is large."""
     count, largest = 0, (0, 0, 0)
     for part in parts:
-        with arrays.zip.open(f"x{SUFFIXES[part]}.npy") as stream:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape = read(stream)[0]
+        shape = shape_in(arrays, f"x{SUFFIXES[part]}")
         if len(shape) in (3, 4):
             count += shape[0]
             c, h, w = layout(shape)
             largest = max(largest, (c, h, w), key=lambda dims: dims[0] * dims[1] * dims[2])
     check_memory(count, *largest, str(path))
     check_memory(count, channels or largest[0], image or largest[1], image or largest[2], str(path))
+    for name in (f"{letter}{SUFFIXES[part]}" for part in parts for letter in "xy"):
+        shape = shape_in(arrays, name)
+        if not (name[0] == "x" and len(shape) in (3, 4)) and 8 * math.prod(shape) > MAX_BYTES:
+            raise BnfuseError(f"{path}: {name} claims the shape {list(shape)}: it is too large")
+
+
+def shape_in(arrays: Any, name: str) -> tuple[int, ...]:
+    """What the header of an array says."""
+    with arrays.zip.open(f"{name}.npy") as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape: tuple[int, ...] = read(stream)[0]
+        return shape
 
 
 def layout(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -124,6 +141,8 @@ def map_of(x: np.ndarray, name: str, path: Path) -> np.ndarray:
             raise BnfuseError(f"{path}: {name} holds values that are not finite")
         if max(-low, high) > float(np.finfo(np.float32).max):
             raise BnfuseError(f"{path}: {name} holds values up to {max(-low, high):.3g}, beyond float32: scale them")
+        if 0 < max(-low, high) < float(np.finfo(np.float32).tiny):
+            raise BnfuseError(f"{path}: {name} holds values up to {max(-low, high):.3g}, 0 in float32: scale them")
     return x
 
 
@@ -137,9 +156,15 @@ def check_alike(train: Part, other: Part, path: Path) -> None:
             f"{path}: x is {train.x.dtype} and {other.name} {other.x.dtype}: bytes are divided by 255, other numbers "
             "are not, so store both as one type"
         )
-    small, large = sorted(((float(p.x.min()), float(p.x.max()), p.name) for p in (train, other)), key=lambda r: r[1])
-    if small[0] >= 0 and large[0] >= 0 and small[1] <= 1 and large[1] >= FAR * max(small[1], 1e-6):
+    small, large = sorted((sizes_of(part.x), part.name) for part in (train, other))
+    if small[0][0] > 0 and all(there >= FAR * here for there, here in zip(large[0], small[0], strict=True)):
         raise BnfuseError(
-            f"{path}: {small[2]} has values up to {small[1]:.4g} and {large[2]} up to {large[1]:.4g}: bring both to one"
-            " scale"
+            f"{path}: {small[1]} has values up to {small[0][0]:.4g} and {large[1]} up to {large[0][0]:.4g}: bring both "
+            "to one scale"
         )
+
+
+def sizes_of(x: np.ndarray) -> tuple[float, float]:
+    """The largest value, whatever its sign, and the mean of some images: a few values far off are no other unit."""
+    some = np.abs(x[:: len(x) // SOME + 1].astype(np.float64))
+    return max(-float(x.min()), float(x.max())), float(some.mean())

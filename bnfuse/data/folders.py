@@ -10,8 +10,9 @@ all folders below it, as torchvision's ImageFolder has it. Nothing is left out w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ PART_NAMES = {
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
-SYSTEM = frozenset(("__macosx", "thumbs.db", "desktop.ini"))  # and all that begins with a dot
+SYSTEM = frozenset(("__macosx", "@eadir", "lost+found", "thumbs.db", "desktop.ini"))  # and all that begins with a dot
 HIDDEN, STRAY, LOOP, SPECIAL = "hidden or system", "outside the class folders", "linked in a circle", "no ordinary file"
 BESIDE, UNREADABLE = "beside the parts", "unreadable"
 MAX_IMAGES = 1 << 20
@@ -54,7 +55,9 @@ class Tally:
         return [*found, *([f"{rest} of other kinds"] if rest else [])]
 
 
-def image_folder(folder: Path, image: int | None, channels: int | None, *, skip_unreadable: bool = False) -> Raw:
+def image_folder(
+    folder: Path, image: int | None, channels: int | None, fit: str = "resize", *, skip_unreadable: bool = False
+) -> Raw:
     """All images of a folder. Raises BnfuseError where its parts, classes or files are not what they should be."""
     left_out, remarks = Tally(folder), Tally(folder)
     try:
@@ -64,7 +67,10 @@ def image_folder(folder: Path, image: int | None, channels: int | None, *, skip_
     except OSError as error:
         raise BnfuseError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from None
     files = [path for paths, _ in listed.values() for path in paths]
-    x, kept = read_all(folder, files, image, channels, remarks, left_out if skip_unreadable else None)
+    read = functools.partial(read_picture, image=image, channels=channels, fit=fit)
+    if image is not None:
+        check_memory(len(files), channels or 1, image, image, str(folder))
+    x, kept = read_all(folder, files, read, remarks, left_out if skip_unreadable else None)
     parts, start = {}, 0
     for part, (paths, labels) in listed.items():
         chosen = kept[start : start + len(paths)]
@@ -90,6 +96,12 @@ def image_folder(folder: Path, image: int | None, channels: int | None, *, skip_
         f"{folder}: {count} of the images {reason} (first: {remarks.firsts[reason]})"
         for reason, count in remarks.counts.items()
     ]
+    alike = folders_alike(places["train"], classes)
+    if alike:
+        notes.append(
+            f"{folder}: its classes {', '.join(classes[:3])} hold folders of the same names ({alike}): if they are "
+            "parts, call them train/, val/ and test/"
+        )
     if len(classes) == 1:
         notes.append(f"{folder}: all images are of one class, '{classes[0]}': give the folder that holds class folders")
     return Raw(parts, class_names=classes, notes=tuple(notes))
@@ -138,6 +150,18 @@ def class_folders(folder: Path, left_out: Tally) -> tuple[str, ...]:
         what = "holds images but no folders" if any(is_image(name) for name, _ in entries(folder)) else "has no folders"
         raise BnfuseError(f"{folder}: {what}: put the images of each class into a folder of its own")
     return tuple(found)
+
+
+def folders_alike(folder: Path, classes: Sequence[str]) -> str:
+    """Names of folders that all classes have, where none has an image beside them: parts of unknown names look so."""
+    found: set[str] | None = None
+    for name in classes:
+        inside = [(name, is_folder) for name, is_folder in entries(folder / name) if not is_hidden(name)]
+        below = {name for name, is_folder in inside if is_folder}
+        found = below if found is None else found & below
+        if not found or any(is_image(name) for name, is_folder in inside if not is_folder):
+            return ""
+    return ", ".join(sorted(found or ())[:3]) if len(classes) > 1 else ""
 
 
 def listed_part(part: str, folder: Path, classes: Sequence[str], left_out: Tally) -> tuple[list[Path], list[int]]:
@@ -213,18 +237,16 @@ def is_hidden(name: str) -> bool:
 
 
 def read_all(
-    folder: Path, files: Sequence[Path], image: int | None, channels: int | None, remarks: Tally, skipped: Tally | None
+    folder: Path, files: Sequence[Path], read: Callable[[Path], Picture], remarks: Tally, skipped: Tally | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """uint8 or float32 [N, C, H, W], and which files are in it, as a mask: all, or with `skipped` those that can be
-    read. Images of different sizes need `image` to be brought to one."""
+    read. They must be of one size as `read` gives them."""
     kept = np.ones(len(files), bool)
-    if image is not None:
-        check_memory(len(files), channels or 1, image, image, str(folder))
     x: np.ndarray | None = None
     count = 0
     for index, path in enumerate(files):
         try:
-            picture = read_picture(path, image, channels)
+            picture = read(path)
         except BnfuseError as error:
             if skipped is None:
                 raise BnfuseError(f"{error}. Mend or remove it, or pass --skip-unreadable.") from None

@@ -19,6 +19,8 @@ import numpy as np
 
 from bnfuse.errors import BnfuseError
 
+from .dataset import pad
+
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by content; JPEG has MPO in it
 MAX_PIXELS = 1 << 26  # of one file
 GREY = frozenset(("1", "L", "LA", "La"))
@@ -36,19 +38,22 @@ class Picture:
     remarks: tuple[str, ...] = ()
 
 
-def read_picture(path: Path, image: int | None = None, channels: int | None = None) -> Picture:
-    """The picture of a file, resized to a square of `image`. One channel where `channels` is 1; where it is None, as
-    many as the file has colours for; three otherwise. Raises BnfuseError with one line that names the file."""
+def read_picture(path: Path, image: int | None = None, channels: int | None = None, fit: str = "resize") -> Picture:
+    """The picture of a file, brought to a square of `image` by `fit`: resize, or pad with zeros. One channel where
+    `channels` is 1; where it is None, as many as the file has colours for; three otherwise. Raises BnfuseError with one
+    line that names the file."""
     from PIL import Image
 
     try:
         with quiet(), Image.open(path, formats=FORMATS) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise BnfuseError(f"{path}: has {opened.width}x{opened.height} pixels, more than {MAX_PIXELS:,}")
+            if image is not None and fit == "pad" and max(opened.size) > image:
+                raise BnfuseError(f"{path}: is {opened.width}x{opened.height}, which does not fit into {image}x{image}")
             remarks = [FRAMES] if getattr(opened, "is_animated", False) else []
             if opened.format != "TIFF" and "exif" in opened.info:  # the rotation of TIFF files is applied by Pillow
                 remarks += [ROTATION] if opened.getexif().get(EXIF_ORIENTATION, 1) not in (0, 1) else []
-            values = pixels(opened, image, channels)
+            values = pixels(opened, image if fit == "resize" else None, channels)
             remarks += [TRANSPARENCY] if is_transparent(opened) else []
     except BnfuseError:
         raise
@@ -60,7 +65,8 @@ def read_picture(path: Path, image: int | None = None, channels: int | None = No
     except Exception as error:  # decoders of damaged files raise nearly anything
         what = " ".join(str(error).split()) or type(error).__name__
         raise BnfuseError(f"{path}: is no image that can be read: {what}") from None
-    return Picture(values, tuple(remarks))
+    padded = values if image is None else pad(values[None], image)[0]
+    return Picture(padded, tuple(remarks))
 
 
 @contextlib.contextmanager

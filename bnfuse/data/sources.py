@@ -62,18 +62,18 @@ def load_data(
     if fit not in ("resize", "pad"):
         raise BnfuseError(f"fit={fit} is unknown: it is resize or pad")
     name = os.fspath(spec)
-    raw = _source(name, image, channels, skip_unreadable)
+    raw = _source(name, image, channels, fit, skip_unreadable)
     return finish(raw, name, image=image, channels=channels, classes=classes, fit=fit, seed=seed, held_out=held_out)
 
 
-def _source(name: str, image: int | None, channels: int | None, skip_unreadable: bool) -> Raw:
+def _source(name: str, image: int | None, channels: int | None, fit: str, skip_unreadable: bool) -> Raw:
     if name == "digits":
         return digits()
     if name == "fashion-mnist":
         return fashion_mnist()
     path = Path(name)
-    if path.is_dir():
-        return image_folder(path, image, channels, skip_unreadable=skip_unreadable)
+    if os.path.isdir(path):  # noqa: PTH112 (a name that is too long, or a folder that may not be looked at, is none)
+        return image_folder(path, image, channels, fit, skip_unreadable=skip_unreadable)
     if path.suffix == ".npz":
         return npz_file(path, image, channels)
     raise BnfuseError(

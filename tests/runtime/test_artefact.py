@@ -127,6 +127,7 @@ def test_a_foreign_file_is_refused(tmp_path):
     assert "compile the model again" in one_line(text)
     assert "not a compiled step" in one_line(archive)
     assert "no such file" in one_line(tmp_path / "missing.bnf")
+    assert one_line(tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
 
 
 def test_a_flipped_bit_anywhere_is_one_line_or_harmless(exported):

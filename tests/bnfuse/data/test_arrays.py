@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -70,7 +73,15 @@ def test_numbers_of_two_scales_are_refused(tmp_path):
     assert "x_test has values up to 1 and x up to 255" in message_of(tmp_path, x=BYTES * 1.0, x_test=BYTES / 255)
     assert "x has values up to 1 and x_test up to 255" in message_of(tmp_path, x=BYTES // 255, x_test=BYTES)
     assert load(tmp_path, x=BYTES / 255, x_test=BYTES / 128).final is None  # brighter, not of another unit
-    assert load(tmp_path, x=BYTES - 128.0, x_test=BYTES / 255 - 0.5).final is None  # may be anything
+    assert load(tmp_path, x=BYTES / 64 - 2.0, x_test=BYTES / 255).final is None  # may be anything
+    assert "x has values up to 1 and x_test up to 255" in message_of(tmp_path, x=BYTES / 127.5 - 1, x_test=BYTES * 1.0)
+    standard = (BYTES - BYTES.mean()) / BYTES.std()
+    assert "bring both to one scale" in message_of(tmp_path, x=BYTES * 1.0, x_test=standard)
+    assert "bring both to one scale" in message_of(tmp_path, x=BYTES.astype(np.uint16), x_test=BYTES * np.uint16(257))
+    outlier = standard.copy()
+    outlier[0, 0, 0] = 1e3
+    assert load(tmp_path, x=standard, x_test=outlier).final is None
+    assert load(tmp_path, x=standard, x_test=standard * 0).final is None
 
 
 def test_numbers_that_are_none(tmp_path):
@@ -135,3 +146,45 @@ def test_sizes_are_asked_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("bnfuse.data.arrays.map_of", lambda *_: pytest.fail("was read"))
     with pytest.raises(BnfuseError, match=r"4 images of 3x64x64 take .* GiB as float32"):
         load_data(path, image=64, channels=3)
+
+
+def test_arrays_of_other_names_are_named(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=BYTES, y=LABELS, x_valid=BYTES, y_valid=LABELS)
+    assert load_data(path).about[-1] == (
+        f"note: {path}: left out: 'x_valid', 'y_valid': it may have x, y, x_val, y_val, x_test, y_test"
+    )
+
+
+def test_a_single_array_or_a_pickle_is_no_npz(tmp_path):
+    path = tmp_path / "a.npz"
+    with path.open("wb") as stream:
+        np.save(stream, BYTES)
+    for data in (path.read_bytes(), b"", b"text", b"\x80\x04K\x01."):
+        path.write_bytes(data)
+        with pytest.raises(BnfuseError) as caught:
+            load_data(path)
+        assert str(caught.value) == f"{path}: cannot be read: it is no .npz, or is cut short: numpy.savez writes one"
+
+
+def header(shape: tuple[int, ...]) -> bytes:
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("name", "shape"), [("y", (1 << 40,)), ("y", (4, 1 << 40)), ("x", (1 << 40, 2))])
+def test_what_is_no_image_is_not_read_where_it_is_huge(tmp_path, name, shape):
+    path = tmp_path / "a.npz"
+    np.savez(path, **({"y": LABELS} if name == "x" else {"x": BYTES}))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{name}.npy", header(shape))
+    with pytest.raises(BnfuseError) as caught:
+        load_data(path)
+    assert str(caught.value) == f"{path}: {name} claims the shape {list(shape)}: it is too large"
+
+
+def test_values_that_float32_takes_for_zero_are_refused(tmp_path):
+    assert message_of(tmp_path, x=BYTES * 1e-60, x_test=BYTES * 1e-60) == (
+        "x holds values up to 2.55e-58, 0 in float32: scale them"
+    )

@@ -188,3 +188,28 @@ def test_what_is_ignored_of_images_is_said_once(tmp_path):
         Image.new("RGBA", (4, 4), (9, 9, 9, 0)).save(tmp_path / "a" / f"{number}.png")
     (note,) = (line for line in load_data(tmp_path).about if "transparent" in line)
     assert note.startswith(f"note: {tmp_path}: 2 of the images are partly transparent, which is ignored")
+
+
+def test_parts_of_unknown_names_are_noted(tmp_path):
+    put(tmp_path, "training_set/a/0.png", "training_set/b/0.png", "test_set/a/0.png", "test_set/b/0.png")
+    said = "hold folders of the same names (a, b): if they are parts, call them train/, val/ and test/"
+    assert said in load_data(tmp_path).about[-1]
+    put(tmp_path, "test_set/0.png")  # a class that has an image of its own
+    assert not any(said in line for line in load_data(tmp_path).about)
+
+
+def test_thumbnails_of_a_server_are_left_out(tmp_path):
+    put(tmp_path, "a/0.png", "b/0.png", "a/@eaDir/0.png/SYNOPHOTO_THUMB_M.png", "@eaDir/0.png")
+    data = load_data(tmp_path)
+    assert (len(data.train_y) + len(data.test_y), data.class_names) == (2, ("a", "b"))
+
+
+def test_pictures_of_a_folder_are_padded_too(tmp_path):
+    put(tmp_path, "a/0.png", "b/0.png", value=255)
+    data = load_data(tmp_path, image=6, fit="pad")
+    assert np.array_equal(data.train_x[0, 0], np.pad(np.ones((4, 4)), 1))
+    assert "is 4x4, which does not fit into 3x3" in message_of(tmp_path, image=3, fit="pad")
+
+
+def test_a_path_that_cannot_be_looked_at_is_no_data(tmp_path):
+    assert "is no data" in message_of("x" * 5000)
