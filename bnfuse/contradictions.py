@@ -7,7 +7,7 @@ statistics it reads. In a damaged file either can be false, and then what comes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -24,27 +24,35 @@ DIFFERS = re.compile(
 OPERANDS = {1: "the map", 2: "the scale", 3: "the mean"}  # of BatchNormalizationGrad
 
 
-def check_agreement(model: onnx.ModelProto, file: str | None = None) -> None:
-    """Raises BnfuseError, with the node, where the graph of a training step contradicts itself."""
+def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str, list[int]]:
+    """The static shapes that onnx infers of the outputs of a training step; none of another graph.
+
+    Raises BnfuseError, with the node, where the graph of a training step contradicts itself.
+    """
     makers = {name: node for node in model.graph.node for name in node.output if name}
-    if not any(node.op_type in CHECKS or node.domain == DOMAIN for node in model.graph.node):
-        return
-    check_declared(model, file)
+    if not any(node.op_type in TRAINING_CHECKS or node.domain == DOMAIN for node in model.graph.node):
+        return {}
+    inferred = check_declared(model, file)
     shapes = static_shapes(model.graph)
     for node in model.graph.node:
         check = CHECKS.get(node.op_type) if node.input and node.output else None
         reason = check(node, makers, shapes) if check is not None else None
         if reason is not None:
             raise at_node(node.name, node.op_type, f"{reason}: the graph is damaged. Build it anew.", file=file)
+    return {} if inferred is None else static_shapes_of(inferred.graph.output)
 
 
-def check_declared(model: onnx.ModelProto, file: str | None) -> None:
-    """The shapes and element types that the file declares are those that onnx infers, as far as it does."""
+def check_declared(model: onnx.ModelProto, file: str | None) -> onnx.ModelProto | None:
+    """The shapes and element types that the file declares are those that onnx infers, as far as it does.
+
+    Gives the model with what was inferred, without the values of its inputs.
+    """
     try:
         register_for(model)
-        onnx.shape_inference.infer_shapes(without_state(model), check_type=True, strict_mode=True, data_prop=True)
+        bare = without_state(model)
+        return onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=True)
     except (BnfuseError, onnx.checker.ValidationError):
-        return  # of an operator that is not known: whoever runs it says so
+        pass  # of an operator that is not known: whoever runs it says so
     except onnx.shape_inference.InferenceError as error:
         if found := DIFFERS.search(str(error)):
             what = found["what"].strip().rstrip(".")
@@ -56,12 +64,18 @@ def check_declared(model: onnx.ModelProto, file: str | None) -> None:
                 file=file,
             ) from None
     except (ArithmeticError, ValueError, TypeError, IndexError, AssertionError):
-        return  # of an attribute that no shape follows from
+        pass  # of an attribute that no shape follows from
+    return None
 
 
 def static_shapes(graph: onnx.GraphProto) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
-    for value in (*graph.input, *graph.output, *graph.value_info):
+    held = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    return held | static_shapes_of((*graph.input, *graph.output, *graph.value_info))
+
+
+def static_shapes_of(values: Iterable[onnx.ValueInfoProto]) -> dict[str, list[int]]:
+    found = {}
+    for value in values:
         dims = value.type.tensor_type.shape.dim
         if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
             found[value.name] = [dim.dim_value for dim in dims]
@@ -180,11 +194,21 @@ def _pool_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
     return None
 
 
+def _matrix_product(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
+    """The inner sizes of two matrices are one; onnx compares those of MatMul alone."""
+    a, b = (shapes.get(name) for name in node.input[:2])
+    if a is None or b is None or len(a) != 2 or len(b) != 2:
+        return None
+    given = _attributes(node)
+    ours, theirs = a[0 if given.get("transA") else 1], b[1 if given.get("transB") else 0]
+    return None if ours == theirs else f"multiplies {list(a)} and {list(b)}, whose inner sizes are {ours} and {theirs}"
+
+
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
 
 
-CHECKS = {
+TRAINING_CHECKS = {
     "BatchNormInternal": _batch_norm_forward,
     "BatchNormalizationGrad": _batch_norm_grad,
     "ConvGrad": _conv_grad,
@@ -194,3 +218,4 @@ CHECKS = {
     "MaxPoolGrad": _pool_grad,
     "AveragePoolGrad": _pool_grad,
 }
+CHECKS = TRAINING_CHECKS | {"Gemm": _matrix_product, "MatMul": _matrix_product}

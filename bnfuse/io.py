@@ -34,6 +34,7 @@ MAX_BYTES = 1 << 34  # of the file itself
 RUNNING_OPERANDS = {"BatchNormInternal": (3, 5), "BatchNormFinalize": (4, 6)}
 COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 PACKED = {"UINT4": 2, "INT4": 2, "FLOAT4E2M1": 2, "UINT2": 4, "INT2": 4}  # kinds with several elements a byte
+ZIP = b"PK\x03\x04"
 CONTROL = re.compile(r"[\x00-\x1f]")
 DOMAINS = ("", "ai.onnx", "ai.bnfuse", "com.microsoft", "ai.onnx.ml", "ai.onnx.training")
 
@@ -46,6 +47,8 @@ def read_proto(path: str | os.PathLike[str]) -> onnx.ModelProto:
         if path.stat().st_size > MAX_BYTES:
             raise BnfuseError(f"{file}: is larger than {MAX_BYTES >> 30} GiB: that is no ONNX model")
         data = path.read_bytes()
+    except IsADirectoryError:
+        raise BnfuseError(f"{file}: cannot be read: it is a folder. Name a file in it.") from None
     except OSError as error:
         raise BnfuseError(f"{file}: cannot be read: {error.strerror or error}") from None
     model = parse(data, file)
@@ -60,12 +63,19 @@ def parse(data: bytes, file: str | None) -> onnx.ModelProto:
     try:
         model.ParseFromString(data)
     except Exception:
-        raise _named(file, "is not an ONNX model, or is cut short: protobuf cannot read it") from None
+        raise _named(file, f"is not an ONNX model, or is cut short: {what_instead(data)}") from None
     if not model.HasField("graph") or not model.graph.node:
-        raise _named(file, "is not an ONNX model: it has no graph")
+        raise _named(file, f"is not an ONNX model: it {'has no graph' if data else 'is empty'}. Export it anew.")
     if any(not isinstance(name, str) or CONTROL.search(name) for name in _names(model)):
         raise _named(file, "is damaged: it has a name that is no text")
     return model
+
+
+def what_instead(data: bytes) -> str:
+    """What bytes are that protobuf cannot read, and the remedy."""
+    if data.startswith(ZIP):
+        return "it is an archive, as .npz and .bnf files are. Name an .onnx file; compiled steps are for `bnfuse run`."
+    return "protobuf cannot read it. Name an .onnx file, or export it anew."
 
 
 def _names(model: onnx.ModelProto) -> Iterator[Any]:
@@ -215,11 +225,14 @@ def _from_proto(proto: onnx.ModelProto, file: str | None) -> ir.Model:
         copy.CopyFrom(proto)
         expose_results(copy, file)
         proto = copy
-    check_agreement(proto, file)
+    shapes = check_agreement(proto, file)
     try:
         model = ir.from_proto(proto)
     except Exception as error:
         raise _named(file, f"is no valid ONNX model: {' '.join(str(error).split())[:200]}") from None
+    for value in model.graph.outputs:
+        if value.shape is None and value.name in shapes:
+            value.shape = ir.Shape(shapes[value.name])
     check_domains(model, file)
     return model
 

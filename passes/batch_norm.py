@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.passes.rewriting import Editor, FusionResult
 from bnfuse.passes.source_ops import is_map
 
@@ -54,12 +55,6 @@ def type_statistics(node: ir.Node) -> None:
         value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
 
 
-def constants_of(node: ir.Node) -> dict[str, float]:
-    """A BatchNorm's epsilon and momentum."""
-    given = node.attributes
-    return {key: given[key].as_float() if key in given else default for key, default in DEFAULTS}
-
-
 def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
     """The halves of a BatchNorm that come after its mean and variance; the node goes. Gives the coefficients."""
     x, scale, bias, running_mean, running_variance = node.inputs
@@ -70,16 +65,13 @@ def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[st
     operands |= {"running_mean": running_mean, "running_variance": running_variance}
     keep = {"inv_std": saved_inv_std, "new_running_mean": new_mean, "new_running_variance": new_variance}
     coefficients = editor.emit(
-        PLAIN_OPS["BatchNormFinalize"], operands, constants_of(node), keep, before=node, of=[node],
+        PLAIN_OPS["BatchNormFinalize"], operands, batch_norm_constants(node), keep, before=node, of=[node],
         name=editor.fresh(f"{node.name}/finalize"),
     )  # fmt: skip
     operands = {"x": x, "a": coefficients["a"], "b": coefficients["b"]}
     editor.emit(NORMALIZE, operands, {}, {"y": y}, before=node, of=[node], name=node.name)
     editor.graph.remove(node, safe=True)
     return coefficients
-
-
-DEFAULTS = (("epsilon", 1e-5), ("momentum", 0.9))
 
 
 def _name(value: ir.Value | None) -> str:

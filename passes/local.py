@@ -27,7 +27,8 @@ import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.passes.batch_norm import constants_of, type_statistics
+from bnfuse.opset.training_ops import batch_norm_constants
+from bnfuse.passes.batch_norm import type_statistics
 from bnfuse.passes.batch_norm_grad import gradients_of, has_input_gradient
 from bnfuse.passes.rewriting import Editor, FusionResult, is_unused
 from bnfuse.passes.sample import Sampled
@@ -170,7 +171,7 @@ class Localizer:
         operands = {"scale": scale, "bias": bias, **statistics}
         operands |= {"running_mean": running_mean, "running_variance": running_variance}
         keep = {"new_running_mean": new_mean, "new_running_variance": new_variance}
-        made = self.emit("LocalFinalize", operands, constants_of(self.node), "finalize", keep)
+        made = self.emit("LocalFinalize", operands, batch_norm_constants(self.node), "finalize", keep)
         operands = {"x": self.x, "a": made["a"], "b": made["b"]}
         normalised = self.emit("LocalNormalize", operands, self.samples, None, {"y": y})
         self.stay(normalised["y"])

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from bnfuse.drawing import draws
 from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.roles import Roles
 from bnfuse.runtime.lower_values import dtype_name, static_shape
 from bnfuse.runtime.masks import without_masks
@@ -100,7 +101,7 @@ def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
 def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
     """Replace the use of a BatchNormInternal's map by that of a NormalizeMap with the running statistics."""
     x, scale, bias, mean, variance = node.inputs[:5]
-    attributes = [node.attributes["epsilon"], node.attributes["momentum"]]
+    attributes = [ir.AttrFloat32(name, value) for name, value in batch_norm_constants(node).items()]
     finalize = ir.Node(
         DOMAIN,
         "BatchNormFinalize",

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.drawing import draws
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.errors import BnfuseError
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.roles import Roles
@@ -57,9 +57,16 @@ def lower(
     finish: Callable[[Lowering], None] | None = None,
 ) -> Lowered:
     """The program of a training graph. `sampling` is what the file says of inputs that are drawn; `finish` adds the
-    launches of the update phase.
+    launches of the update phase. `file` begins the message of whatever is refused.
     """
-    low = Lowering(graph, roles, target, opset, file)
+    try:
+        return _lower(Lowering(graph, roles, target, opset), sampling, finish)
+    except BnfuseError as error:
+        raise BnfuseError(f"{file}: {error}" if file else str(error)) from None
+
+
+def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None] | None) -> Lowered:
+    graph, roles = low.graph, low.roles
     nodes = ordered(graph, roles)
     enter(low)
     nodes = joined(low, nodes)
@@ -166,7 +173,7 @@ def enter(low: Lowering) -> None:
     for value in low.graph.initializers.values():
         if value not in low.forms:
             if value.const_value is None:
-                raise BnfuseError(f"initializer '{value.name}' has no value")
+                raise BnfuseError(f"initializer '{value.name}' has no value: write the file anew")
             low.set_constant(value, value.const_value.numpy())
 
 
@@ -236,7 +243,7 @@ def fold(low: Lowering, node: ir.Node) -> bool:
     if node.domain or draws(node):
         return False
     if node.op_type in ("Shape", "Size"):
-        dims = np.array(low.shape(_operand(node, 0)), np.int64)
+        dims = np.array(low.shape(low.operand(node, 0)), np.int64)
         if node.op_type == "Size":
             low.set_constant(node.outputs[0], np.array(dims.prod(dtype=np.int64), np.int64))
         else:
@@ -251,13 +258,6 @@ def fold(low: Lowering, node: ir.Node) -> bool:
     for value, result in zip(node.outputs, evaluate(node, operands, low.opset), strict=True):
         low.set_constant(value, result)
     return True
-
-
-def _operand(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index] if index < len(node.inputs) else None
-    if value is None:
-        raise at_node(node.name or "?", node.op_type, f"lacks its input {index}")
-    return value
 
 
 def leave(low: Lowering) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem
 from bnfuse.runtime.lower_steps import composed
-from bnfuse.runtime.lower_values import attributes_of
 from bnfuse.runtime.lower_vectors import coefficient_rows, new_vectors, vector_range, vectors
 from bnfuse.runtime.lowering import COEFFICIENTS, Lowering, Ref
 
@@ -82,7 +82,7 @@ def batch_norm_grad_finalize(low: Lowering, operands: Values, results: Values, a
 
 def batch_norm_source(low: Lowering, node: ir.Node) -> None:
     """BatchNormInternal: x, scale, bias, running_mean, running_variance -> y, the new ones, mean, inv_std."""
-    x, scale, bias, running_mean, running_variance = (_operand(low, node, i) for i in range(5))
+    x, scale, bias, running_mean, running_variance = (low.operand(node, i) for i in range(5))
     y, new_mean, new_variance, mean, inv_std = (v if v.name else None for v in node.outputs)
     channels = low.shape(scale)[0]
     if len(low.shape(x)) not in (2, 4):
@@ -105,7 +105,7 @@ def batch_norm_source(low: Lowering, node: ir.Node) -> None:
         "new_running_mean": vector(new_mean),
         "new_running_variance": vector(new_variance),
     }
-    finalize(low, channels, attributes_of(node), refs)
+    finalize(low, channels, batch_norm_constants(node), refs)
     low.notes["a", inv_std] = refs["a"]
     assert y is not None
     normalized = ir.Value(name=f"{y.name}/a"), ir.Value(name=f"{y.name}/b")
@@ -118,7 +118,7 @@ def batch_norm_source(low: Lowering, node: ir.Node) -> None:
 
 def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
     """BatchNormalizationGrad: dy, x, scale, mean, inv_std -> dx, dscale, dbias: sums, coefficients, a sweep."""
-    dy, x, scale, mean, inv_std = (_operand(low, node, i) for i in range(5))
+    dy, x, scale, mean, inv_std = (low.operand(node, i) for i in range(5))
     dx, dscale, dbias = (v if v.name else None for v in node.outputs)
     channels = low.shape(scale)[0]
     made = {
@@ -149,13 +149,6 @@ def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int
     refs = {"in0": low.dense(scale), "in1": low.dense(inv_std), "out0": made}
     low.launch("generic:generic", (GenericProblem("Mul", (kind, kind), (kind,)), low.target), refs)
     return made
-
-
-def _operand(low: Lowering, node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index] if index < len(node.inputs) else None
-    if value is None:
-        raise low.error(node, f"lacks its input {index}")
-    return value
 
 
 def _intermediate(low: Lowering, node: ir.Node, name: str, channels: int) -> ir.Value:

@@ -29,14 +29,6 @@ MICROSOFT = "com.microsoft"
 FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
-def operand(low: Lowering, node: ir.Node, index: int) -> ir.Value:
-    """An input that the operator cannot do without."""
-    value = optional(node, index)
-    if value is None:
-        raise low.error(node, f"lacks its input {index}")
-    return value
-
-
 def optional(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
@@ -94,14 +86,14 @@ def explicit_pads(
 
 
 def lower_conv(low: Lowering, node: ir.Node) -> None:
-    x, weight, bias = operand(low, node, 0), operand(low, node, 1), optional(node, 2)
+    x, weight, bias = low.operand(node, 0), low.operand(node, 1), optional(node, 2)
     attributes = conv_attributes(low, node, low.shape(weight), low.shape(x)[2:])
     spec = OpSpec((), "Conv", ("Bias",) if bias is not None else ())
     composed(low, node, spec, present(x=x, weight=weight, bias=bias), present(y=result(node, 0)), attributes)
 
 
 def lower_conv_grad(low: Lowering, node: ir.Node) -> None:
-    dy, x, weight = (operand(low, node, i) for i in range(3))
+    dy, x, weight = (low.operand(node, i) for i in range(3))
     dx, dweight, dbias = (result(node, i) for i in range(3))
     attributes = conv_attributes(low, node, low.shape(weight), low.shape(x)[2:])
     core = (
@@ -144,27 +136,27 @@ def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict
 
 
 def lower_max_pool(low: Lowering, node: ir.Node) -> None:
-    x = operand(low, node, 0)
+    x = low.operand(node, 0)
     attributes = pool_attributes(low, node, low.shape(x)[2:])
     results = present(y=result(node, 0), indices=result(node, 1))
     composed(low, node, OpSpec((), "MaxPool"), present(x=x), results, attributes)
 
 
 def lower_average_pool(low: Lowering, node: ir.Node) -> None:
-    x = operand(low, node, 0)
+    x = low.operand(node, 0)
     attributes = pool_attributes(low, node, low.shape(x)[2:])
     composed(low, node, OpSpec((), "AveragePool"), present(x=x), present(y=result(node, 0)), attributes)
 
 
 def lower_global_average_pool(low: Lowering, node: ir.Node) -> None:
     composed(
-        low, node, OpSpec((), "GlobalAveragePool"), present(x=operand(low, node, 0)), present(y=result(node, 0)), {}
+        low, node, OpSpec((), "GlobalAveragePool"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {}
     )
 
 
 def lower_max_pool_grad(low: Lowering, node: ir.Node) -> None:
     """The indices name the forward operator, and that its input, whose shape dx has."""
-    dy, indices = operand(low, node, 0), operand(low, node, 1)
+    dy, indices = low.operand(node, 0), low.operand(node, 1)
     forward = indices.producer()
     if forward is None or core_of(forward) != "MaxPool":
         raise low.error(node, "reads indices that no MaxPool of the graph made")
@@ -173,7 +165,7 @@ def lower_max_pool_grad(low: Lowering, node: ir.Node) -> None:
 
 def lower_average_pool_grad(low: Lowering, node: ir.Node) -> None:
     """The operator does not name its partner: any AveragePool that has the same window and shapes stands for it."""
-    dy = operand(low, node, 0)
+    dy = low.operand(node, 0)
     for forward in low.order:
         if _is_partner(low, node, forward, low.shape(dy)):
             _pool_grad(low, node, forward, "AveragePoolGrad", present(dy=dy))
@@ -195,7 +187,7 @@ def _is_partner(low: Lowering, node: ir.Node, forward: ir.Node, shape: tuple[int
 
 
 def _pool_grad(low: Lowering, node: ir.Node, forward: ir.Node, core: str, operands: dict[str, ir.Value]) -> None:
-    x = operand(low, forward, 0)
+    x = low.operand(forward, 0)
     attributes = pool_attributes(low, forward, low.shape(x)[2:])
     composed(low, node, OpSpec((), core), {**operands, "x": x}, present(dx=result(node, 0)), attributes)
 
@@ -204,31 +196,31 @@ def _pool_grad(low: Lowering, node: ir.Node, forward: ir.Node, core: str, operan
 
 
 def lower_relu(low: Lowering, node: ir.Node) -> None:
-    composed(low, node, OpSpec(("Relu",), "Map"), present(x=operand(low, node, 0)), present(y=result(node, 0)), {})
+    composed(low, node, OpSpec(("Relu",), "Map"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {})
 
 
 def lower_relu_grad(low: Lowering, node: ir.Node) -> None:
     """The second operand is the Relu's input or its output: both have the same sign."""
-    dy, x = operand(low, node, 0), operand(low, node, 1)
+    dy, x = low.operand(node, 0), low.operand(node, 1)
     composed(low, node, OpSpec((), "MapGrad", ("ReluGrad",)), present(dy=dy, x=x), present(dx=result(node, 0)), {})
 
 
 def lower_quick_gelu(low: Lowering, node: ir.Node) -> None:
     alpha = {"alpha": attributes_of(node).get("alpha", 1.702)}
-    operands = present(x=operand(low, node, 0))
+    operands = present(x=low.operand(node, 0))
     composed(low, node, OpSpec(("QuickGelu",), "Map"), operands, present(y=result(node, 0)), alpha)
 
 
 def lower_quick_gelu_grad(low: Lowering, node: ir.Node) -> None:
     alpha = {"alpha": attributes_of(node).get("alpha", 1.702)}
-    operands = present(dy=operand(low, node, 0), x=operand(low, node, 1))
+    operands = present(dy=low.operand(node, 0), x=low.operand(node, 1))
     spec = OpSpec((), "MapGrad", ("QuickGeluGrad",))
     composed(low, node, spec, operands, present(dx=result(node, 0)), alpha)
 
 
 def lower_clip(low: Lowering, node: ir.Node) -> None:
     bounds = clip_bounds(low, node)
-    x = operand(low, node, 0)
+    x = low.operand(node, 0)
     if bounds is None or low.form(x).dtype != "float32":
         lower_generic(low, node)
         return
@@ -250,7 +242,7 @@ def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float] | None:
 
 def lower_add(low: Lowering, node: ir.Node) -> None:
     """Of two equal shapes a map with a skip; broadcasting is generic."""
-    x, skip = operand(low, node, 0), operand(low, node, 1)
+    x, skip = low.operand(node, 0), low.operand(node, 1)
     forms = low.form(x), low.form(skip)
     if forms[0].shape != forms[1].shape or any(f.dtype != "float32" or not f.shape for f in forms):
         lower_generic(low, node)
@@ -359,7 +351,7 @@ def concat_images(low: Lowering, node: ir.Node) -> None:
 
 def lower_split(low: Lowering, node: ir.Node) -> None:
     """Of a map along its channels: views."""
-    x = operand(low, node, 0)
+    x = low.operand(node, 0)
     shape = low.shape(x)
     axis = attributes_of(node).get("axis", 0) % len(shape)
     if len(shape) != 4 or axis != 1:
@@ -390,7 +382,7 @@ def split_sizes(low: Lowering, node: ir.Node, channels: int) -> list[int]:
 def lower_reshape(low: Lowering, node: ir.Node) -> None:
     """The same elements in another shape: the same storage."""
     ((shape, _),) = low.output_types(node)
-    source = operand(low, node, 0)
+    source = low.operand(node, 0)
     if math.prod(shape) != math.prod(low.shape(source)):
         raise low.error(
             node, f"makes {list(shape)} of {list(low.shape(source))}, which has other elements: build it anew"
@@ -399,7 +391,7 @@ def lower_reshape(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_identity(low: Lowering, node: ir.Node) -> None:
-    low.alias(node.outputs[0], operand(low, node, 0))
+    low.alias(node.outputs[0], low.operand(node, 0))
 
 
 Lower = Callable[[Lowering, ir.Node], None]

@@ -15,7 +15,7 @@ import onnx
 import onnx.reference
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.errors import BnfuseError, at_node, first_line
 from bnfuse.runtime.layout import MapRef
 
 # operators of com.microsoft, which have no schema here, whose result is like their first operand
@@ -107,7 +107,7 @@ def infer_outputs(node: ir.Node, forms: Sequence[Form | None], opset: int) -> li
         found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=imports)
     except onnx.shape_inference.InferenceError as error:
         raise at_node(
-            node.name or "?", node.op_type, f"does not fit its operands: {str(error).splitlines()[0]}"
+            node.name or "?", node.op_type, f"does not fit its operands: {first_line(error)}: build the graph anew"
         ) from None
     return [_static_type(node, found.get(name)) for name in proto.output if name]
 

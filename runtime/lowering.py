@@ -12,7 +12,7 @@ from bnfuse.errors import BnfuseError, at_node
 from bnfuse.roles import Roles
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Request
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
 from bnfuse.runtime.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lower_values import Form, check_elements, dtype_name, infer_outputs, static_shape
 from bnfuse.sampling import Box, Points
@@ -25,8 +25,8 @@ COEFFICIENTS = "coefficients:coefficients"  # the generator of what is computed 
 class Lowering:
     """State of one lowering. Operators' functions read `node`, ask for operands, define results, launch."""
 
-    def __init__(self, graph: ir.Graph, roles: Roles, target: Target, opset: int, file: str | None = None) -> None:
-        self.graph, self.roles, self.target, self.opset, self.file = graph, roles, target, opset, file
+    def __init__(self, graph: ir.Graph, roles: Roles, target: Target, opset: int) -> None:
+        self.graph, self.roles, self.target, self.opset = graph, roles, target, opset
         self.forms: dict[ir.Value, Form] = {}
         self.storages: list[p.Storage] = []
         self.made: dict[Request, Kernel] = {}
@@ -80,9 +80,17 @@ class Lowering:
 
     # -- operands ----------------------------------------------------------------------------------------------
 
+    def operand(self, node: ir.Node, index: int) -> ir.Value:
+        """An input that the operator cannot do without."""
+        value = node.inputs[index] if index < len(node.inputs) else None
+        if value is None:
+            raise self.error(node, f"lacks its operand {index + 1}: build the graph anew")
+        return value
+
     def form(self, value: ir.Value) -> Form:
         if value not in self.forms:
-            raise BnfuseError(f"{self._where()} reads '{value.name}', which nothing produces")
+            what = f"reads '{value.name}', which nothing before it writes: build the graph anew"
+            raise BnfuseError(f"node '{self.node}' {what}")
         return self.forms[value]
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
@@ -246,15 +254,12 @@ class Lowering:
         for param in kernel.params:
             ref = refs.get(param.name)
             if ref is None:
-                assert param.access == "out", f"{self._where()}: {kernel.name} needs {param.name}"
+                assert param.access == "out", f"node '{self.node}': {kernel.name} needs {param.name}"
                 ref = self.storage(param.elements, param.dtype)
             index, offset = (ref.storage, ref.offset) if isinstance(ref, MapRef) else (ref, 0)
             held = self.storages[index]
             if (held.elements, held.dtype) != (param.elements, param.dtype):
-                raise BnfuseError(
-                    f"{self._where()}: {kernel.name} takes {param.elements} {param.dtype} as {param.name}, "
-                    f"and was given {held.elements} {held.dtype}"
-                )
+                raise BnfuseError(f"node '{self.node}' {unfit(param, held)}")
             buffers.append(p.Buffer(index, param.access))
             if param.is_map:
                 offsets.append(offset)
@@ -303,9 +308,7 @@ class Lowering:
             return self.forms[value].shape, self.forms[value].dtype
         shape, dtype = static_shape(value), dtype_name(value)
         if shape is None or dtype is None:
-            raise BnfuseError(
-                f"{self._where()}: the shape of '{value.name}' is not static: build the graph with --batch"
-            )
+            raise BnfuseError(f"'{value.name}' {unknown_type(value)}")
         return shape, dtype
 
     def output_types(self, node: ir.Node) -> list[tuple[tuple[int, ...], str]]:
@@ -317,10 +320,24 @@ class Lowering:
         return infer_outputs(node, [None if v is None else self.form(v) for v in node.inputs], self.opset)
 
     def error(self, node: ir.Node, what: str) -> BnfuseError:
-        return at_node(node.name or "?", node.op_type, what, file=self.file)
+        return at_node(node.name or "?", node.op_type, what)
 
-    def _where(self) -> str:
-        return f"{self.file}: node '{self.node}'" if self.file else f"node '{self.node}'"
+
+def unknown_type(value: ir.Value) -> str:
+    """What a value lacks whose shape or element type the graph does not say, and the remedy."""
+    if value.shape is not None and static_shape(value) is None:
+        return f"has the shape {list(map(str, value.shape))}, which is not fixed: build the graph with --batch"
+    lacking = "shape" if value.shape is None else "element type"
+    return f"has no {lacking} in the file: build the graph anew, or infer its shapes (onnx.shape_inference)"
+
+
+def unfit(param: Param, held: p.Storage) -> str:
+    """Why a kernel cannot take a buffer as one of its parameters, and the remedy."""
+    if held.dtype != param.dtype:
+        what = f"takes {param.dtype} as its {param.name}, and was given {held.dtype}"
+        return f"{what}: convert the model to float32, with labels of int64"
+    what = f"takes {param.elements} elements as its {param.name}, and was given {held.elements}"
+    return f"{what}: the graph is damaged. Build it anew"
 
 
 def kind_shape(kind: MapType) -> tuple[int, int, int, int]:

@@ -89,7 +89,7 @@ def refuse_what_is_no_forward_graph(forward: Forward) -> None:
     graph = forward.graph
     trained = {entry.key for entry in forward.model.metadata_props} & {METADATA_KEY}
     if trained or any(node.op_type in ("ConvGrad", "BatchNormInternal") for node in graph.node):
-        raise forward.error("is a training graph already: build takes a forward graph")
+        raise forward.error("is a training graph already: `bnfuse rewrite` and the others take it as it is")
     for node in graph.node:
         if any(attr.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for attr in node.attribute):
             raise forward.error_at(node, "has a subgraph: control flow cannot be trained. Export the model without it.")

@@ -140,6 +140,7 @@ def build(
     """
     from bnfuse.building import build_file
 
+    require_text_writable(output)
     built = build_file(
         source,
         output,
@@ -265,6 +266,7 @@ def rewrite(
     from bnfuse import api
     from bnfuse.io import require_apart
 
+    require_text_writable(output)
     if report:
         require_apart(model, report)  # the rewritten graph may take the place of the graph
         require_apart(output, report)
@@ -323,7 +325,7 @@ def report_sections(report: dict[str, Any]) -> list[Section]:
 def diff(
     before: Before,
     after: After,
-    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.text,
+    format: Annotated[Format, typer.Option(help="text, json (docs/cli.md) or html, a page.")] = Format.text,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.", show_default=False)
     ] = None,
@@ -346,6 +348,8 @@ def diff(
 
     for graph in (before, after):
         require_apart(graph, output)
+    if output:
+        require_text_writable(output)
     roles: dict[str, Any] = {"data_input": data_input, "labels_input": labels_input}
     graphs = (open_graph(before, **roles), open_graph(after, **roles))
     found = api.diff(*graphs)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 MICROSOFT = "com.microsoft"
 Type = onnx.TypeProto
@@ -35,6 +36,15 @@ class TrainingOp:
     attributes: str = ""
     domain: str = MICROSOFT
     version: int = 1
+
+
+BATCH_NORM_DEFAULTS = {"epsilon": 1e-5, "momentum": 0.9}
+
+
+def batch_norm_constants(node: ir.Node) -> dict[str, float]:
+    """Epsilon and momentum of a BatchNormInternal; a file may leave out either."""
+    given = node.attributes
+    return {name: given[name].as_float() if name in given else default for name, default in BATCH_NORM_DEFAULTS.items()}
 
 
 def tensor(kind: int, shape: tuple[int | str | None, ...] | None) -> Type:

@@ -177,7 +177,7 @@ def test_double_precision_parameters(forward):
 
 def test_training_graph_is_no_forward_graph():
     built = build(build_forward("densenet40", batch=2, depth=1, image=8)).model
-    assert message_of(built) == "is a training graph already: build takes a forward graph"
+    assert message_of(built) == "is a training graph already: `bnfuse rewrite` and the others take it as it is"
 
 
 def test_several_outputs_need_a_choice(after_conv, step):
