@@ -86,7 +86,13 @@ def check_nodes(model: onnx.ModelProto, file: str | None) -> None:
         if domain == DOMAIN or known is None:  # functions of ours say what the schema does
             known = signature(domain, node.op_type, versions[domain])
             if known is None and (domain == DOMAIN or OWN_DOMAINS.get(node.op_type, domain) != domain):
-                what = f"is no operator of '{domain or 'ai.onnx'}': files of another version are rewritten anew."
+                owner = OWN_DOMAINS.get(node.op_type, domain)
+                remedy = (
+                    f"it is one of '{owner or 'ai.onnx'}'. Write the file anew."
+                    if owner != domain
+                    else "files of another version are rewritten anew."
+                )
+                what = f"is no operator of '{domain or 'ai.onnx'}': {remedy}"
                 raise at_node(node.name, node.op_type, what, file=file)
         if what := _wrong_attribute(node, known) or (known and _wrong_count(node, known)) or "":
             raise at_node(node.name, node.op_type, f"{what}. Export it anew.", file=file)

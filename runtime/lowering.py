@@ -326,7 +326,8 @@ class Lowering:
 def unknown_type(value: ir.Value) -> str:
     """What a value lacks whose shape or element type the graph does not say, and the remedy."""
     if value.shape is not None and static_shape(value) is None:
-        return f"has the shape {list(map(str, value.shape))}, which is not fixed: build the graph with --batch"
+        dims = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape]
+        return f"has the shape {dims}, which is not fixed: build the graph with --batch"
     lacking = "shape" if value.shape is None else "element type"
     return f"has no {lacking} in the file: build the graph anew, or infer its shapes (onnx.shape_inference)"
 

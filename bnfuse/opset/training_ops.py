@@ -38,7 +38,7 @@ class TrainingOp:
     version: int = 1
 
 
-BATCH_NORM_DEFAULTS = {"epsilon": 1e-5, "momentum": 0.9}
+BATCH_NORM_DEFAULTS = {"epsilon": float(np.float32(1e-5)), "momentum": float(np.float32(0.9))}  # as a file has them
 
 
 def batch_norm_constants(node: ir.Node) -> dict[str, float]:

@@ -80,17 +80,33 @@ def test_a_file_that_is_not_there(at, capsys):
 
 def test_a_folder_in_place_of_a_file(at, capsys):
     (at / "folder.onnx").mkdir()
-    assert "folder.onnx" in refused(capsys, "rewrite", "folder.onnx", "-o", "out.onnx")
+    assert "folder.onnx: cannot be read: it is a folder. Name a file in it." in refused(
+        capsys, "rewrite", "folder.onnx", "-o", "out.onnx"
+    )
 
 
 def test_an_empty_file(at, capsys):
     (at / "empty.onnx").write_bytes(b"")
-    assert "not an ONNX model" in refused(capsys, "inspect", "empty.onnx")
+    assert "not an ONNX model: it is empty" in refused(capsys, "inspect", "empty.onnx")
 
 
 def test_a_file_that_is_no_onnx(at, capsys):
     (at / "text.onnx").write_text("hello, this is no protobuf at all\n" * 10)
     assert "text.onnx: is not an ONNX model" in refused(capsys, "diff", "text.onnx", "text.onnx")
+
+
+def test_an_archive_in_place_of_a_graph(at, capsys):
+    np.savez(at / "arrays.npz", x=np.zeros(3))
+    assert "it is an archive, as .npz and .bnf files are. Name an .onnx file" in refused(
+        capsys, "inspect", "arrays.npz"
+    )
+
+
+@pytest.mark.parametrize("command", ["build", "rewrite", "diff"])
+def test_a_place_that_cannot_be_written_is_told_before_the_graph_is_read(at, capsys, command):
+    (at / "t.onnx").write_bytes(b"no graph")
+    graphs = ("t.onnx", "t.onnx") if command == "diff" else ("t.onnx",)
+    assert "nowhere/o: cannot be written: No such file" in refused(capsys, command, *graphs, "-o", "nowhere/o")
 
 
 @pytest.mark.parametrize(

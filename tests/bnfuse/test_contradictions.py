@@ -135,3 +135,17 @@ def test_a_fused_operator_whose_windows_do_not_move(source):
     set_ints(node, "strides", [0, 1])
     with pytest.raises(BnfuseError, match=r"has strides=\[0, 1\]: it must be at least 1"):
         io.load(model)
+
+
+def test_a_matrix_product_whose_inner_sizes_differ(graph):
+    gemm = next(node for node in nodes(graph, "Gemm") if any(a.name == "transA" and a.i for a in node.attribute))
+    next(attr for attr in gemm.attribute if attr.name == "transA").i = 0
+    text = message_of(graph)
+    assert f"node '{gemm.name}' (Gemm) multiplies [" in text and "], whose inner sizes are " in text
+
+
+def test_outputs_without_shapes_get_those_that_follow(graph, source):
+    """As in files whose maker left them out: the rewritten file is the same."""
+    for value in graph.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    assert ir.to_proto(rewrite(io.load(graph)).model) == ir.to_proto(rewrite(io.load(source)).model)

@@ -94,7 +94,7 @@ def test_saving_replaces_the_file_or_leaves_it(training, tmp_path):
 
 def test_no_file(tmp_path):
     assert message_of(tmp_path / "none.onnx") == "cannot be read: No such file or directory"
-    assert message_of(tmp_path) == "cannot be read: Is a directory"
+    assert message_of(tmp_path) == "cannot be read: it is a folder. Name a file in it."
 
 
 @pytest.mark.parametrize("content", [b"", b"hello, I am text", b"\x08\x08\xff\xff", b"PK\x03\x04zip"])
@@ -211,7 +211,7 @@ def test_external_data_that_is_missing_short_or_damaged(training, tmp_path):
 
 def test_unknown_domain(training, tmp_path):
     model = copy_of(training)
-    model.graph.node[2].domain = "my.ops"
+    model.graph.node[2].domain, model.graph.node[2].op_type = "my.ops", "Mine"
     model.opset_import.append(helper.make_opsetid("my.ops", 1))
     name, op = model.graph.node[2].name, model.graph.node[2].op_type
     text = message_of(written(model, tmp_path))

@@ -23,7 +23,7 @@ from bnfuse.runtime.targets import resolve
 TARGET = resolve("cpu", 2)
 
 
-def lowered(signature: str, body: str, types: str = "") -> Lowered:
+def lowered(signature: str, body: str, types: str = "", file: str | None = None) -> Lowered:
     """The program of a graph in ONNX's text form. All inputs are data; all outputs belong to the forward phase."""
     types = f"<{types}>" if types else ""
     text = f"""<ir_version: 8, opset_import: ["": 17, "ai.bnfuse": 1, "com.microsoft": 1]>
@@ -33,7 +33,7 @@ def lowered(signature: str, body: str, types: str = "") -> Lowered:
         node.name = f"n{index}"
     names = tuple(v.name or "" for v in model.graph.inputs)
     roles = Roles(data=names, labels=(), trainable=(), frozen=(), running={}, gradients={}, loss="")
-    return lower(model.graph, roles, TARGET, opset=17)
+    return lower(model.graph, roles, TARGET, opset=17, file=file)
 
 
 def run(made: Lowered, step: int = 0, **feeds: np.ndarray) -> dict[str, np.ndarray]:
@@ -75,15 +75,42 @@ def test_an_unknown_operator_is_named_with_what_is_supported():
 
 
 def test_a_symbolic_shape_is_refused():
-    with pytest.raises(BnfuseError, match="static"):
+    with pytest.raises(BnfuseError, match="not fixed: build the graph with --batch"):
         lowered("(float[N,4,2,2] x) => (float[N,4,2,2] y)", "y = Relu(x)")
+
+
+def test_what_is_refused_names_the_file_and_what_to_do():
+    """Whether it is about a node, a value, or what a kernel takes."""
+    for body, signature, said in (
+        ("y = LRN<size = 3>(x)", "(float[1,4,2,2] x) => (float[1,4,2,2] y)", r"node 'n0' \(LRN\) is not supported"),
+        ("y = Relu(x)", "(float[N,4,2,2] x) => (float[N,4,2,2] y)", "'x' has the shape .*'N'.*not fixed: .* --batch$"),
+        ("y = Relu(x)", "(float[1,4,2,2] x) => (float y)", "'y'"),
+        ("y = Gemm(a, b)", "(float[2,3] a, float[4,5] b) => (float[2,5] y)", "takes 15 elements as its b, .* given 20"),
+        ("y = Gemm(a, b)", "(double[2,3] a, double[3,5] b) => (double[2,5] y)", "takes float32 as its a, .* float64"),
+    ):
+        with pytest.raises(BnfuseError, match=f"^net.onnx: .*{said}"):
+            lowered(signature, body, file="net.onnx")
+
+
+def test_a_batch_norm_that_leaves_out_its_constants_has_the_defaults():
+    body = "y, m2, v2, mean, inv = com.microsoft.BatchNormInternal{}(x, s, b, m, v)"
+    signature = "(float[4,3,2,2] x, float[3] s, float[3] b, float[3] m, float[3] v) => (float[4,3,2,2] y, float[3] m2)"
+    types = "float[3] v2, float[3] mean, float[3] inv"
+    feeds = {"x": numbers(4, 3, 2, 2)} | {name: numbers(3, seed=i) ** 2 for i, name in enumerate("sbmv", 1)}
+    short, full = (
+        run(lowered(signature, body.format(constants), types), **feeds)
+        for constants in ("", "<epsilon = 0.00001, momentum = 0.9>")
+    )
+    expected = 0.9 * feeds["m"] + 0.1 * feeds["x"].mean((0, 2, 3))
+    assert np.allclose(short["m2"], expected, atol=1e-6)
+    assert all((short[name] == full[name]).all() for name in ("y", "m2"))
 
 
 # -- layout --------------------------------------------------------------------------------------------------------
 
 
 def test_a_shape_in_the_file_that_the_operator_does_not_give_is_refused():
-    body = "a = AveragePool<kernel_shape = [2,2], strides = [2,2], pads = [0,0,0,1], ceil_mode = 1>(x)  y = Relu(a)"
+    body = "a = AveragePool<kernel_shape = [2,2], strides = [2,2]>(x)  y = Relu(a)"
     with pytest.raises(BnfuseError, match=r"'n0' \(AveragePool\) gives 'a' the shape \[1, 3, 2, 2\], the file says"):
         lowered("(float[1,3,4,4] x) => (float[1,3,2,3] y)", body, "float[1,3,2,3] a")
 
