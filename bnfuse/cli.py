@@ -1,6 +1,7 @@
 """The command line's entry: run a command, and turn whatever goes wrong into one line and an exit status.
 
-0 done; 1 the check that was asked for says no; 2 bad use or bad input; 130 interrupted, 143 terminated.
+0 done; 1 the check that was asked for says no; 2 bad use or bad input; 130 interrupted, 143 terminated; 141 ended
+early, for nobody reads its output any more.
 """
 
 from __future__ import annotations
@@ -16,23 +17,33 @@ from bnfuse.errors import BnfuseError, one_line
 from bnfuse.interrupts import interrupts
 
 INTERRUPTED = 130  # as typer says it
+UNREAD = 141  # as a shell says of SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `bnfuse ARGUMENTS` (those of the process by default)."""
     try:
         interrupts.begin()
+        open_streams()
         write_utf8()
         logging.getLogger("onnx_ir").setLevel(logging.CRITICAL)  # what it warns of is refused, or of no consequence
+        status = UNREAD
         status = run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
     except KeyboardInterrupt:
         status = stopped()
     interrupts.end()
     return status
+
+
+def open_streams() -> None:
+    """Of a process that was started without some of them (`>&-`): files that it opens must not take their places."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115, PTH123
 
 
 def write_utf8() -> None:
@@ -50,6 +61,8 @@ def run(arguments: list[str]) -> int:
         return stopped() if status == INTERRUPTED else status
     except BrokenPipeError:
         raise
+    except SystemExit:  # click's way to take a broken pipe; whatever else ends a command is returned
+        raise BrokenPipeError from None
     except KeyboardInterrupt:
         return stopped()
     except Exception as error:

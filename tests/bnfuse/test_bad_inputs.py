@@ -554,6 +554,24 @@ def test_a_closed_output_is_no_traceback(at):
     assert done.stderr == b""
 
 
+def test_a_command_that_is_cut_short_by_its_reader_is_not_done(at, train):
+    onnx.save(train, at / "t.onnx")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "bnfuse", "rewrite", "t.onnx", "-o", "f.onnx"]
+    done = subprocess.run(command, cwd=at, stdout=write, stderr=write, timeout=300)
+    os.close(write)
+    assert done.returncode == 141
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_process_without_streams_does_its_work(at, train, closed):
+    onnx.save(train, at / "t.onnx")
+    command = f"{sys.executable} -m bnfuse rewrite t.onnx -o f.onnx {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=at, stderr=subprocess.DEVNULL, timeout=300).returncode == 0
+    onnx.checker.check_model(at / "f.onnx")
+
+
 def test_stdout_is_one_of_csv_and_json(at, capsys):
     assert "give one of them" in refused(capsys, "inspect", "densenet40", "--csv", "--json")
 
