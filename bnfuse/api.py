@@ -302,6 +302,7 @@ def run(
     if lr is not None:
         check_real("lr", lr)
 
+    require_apart(source, save_to)
     if save_to is not None:
         require_writable(save_to)
     require_gpu(target, precision)
@@ -492,6 +493,7 @@ def bench(
     check_whole("seed", seed)
     check_real("wait", wait)
 
+    require_apart(source, plot)
     if plot is not None:
         from bnfuse.benchmarking.plot import plot as draw
         from bnfuse.benchmarking.plot import require_plotting
@@ -566,6 +568,7 @@ def search(
     from bnfuse.searching.run import run_search
     from bnfuse.searching.training import Recipe
 
+    require_apart(source, output if resume is None else resume, plot)
     require_optimizer(optimizer)
     check_whole("epochs", epochs, 1)
     check_whole("repeats", repeats, 1)

@@ -31,7 +31,7 @@ from .graph import Forward, attributes, fresh, set_attribute
 from .initial_values import fill
 from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms
-from .rewrites import layer_norm_results, rewrite_operators
+from .rewrites import layer_norm_biases, layer_norm_results, rewrite_operators
 from .traps import check_operators, refuse_own_loss
 from .variables import fixed_by_exporter, fixed_by_form
 
@@ -72,7 +72,7 @@ def repair(
     remove_dead_nodes(forward)
     check_operators(forward)
     constants = settle_shapes(forward, constants)
-    fixed |= fixed_by_form(forward, constants.names)
+    fixed |= fixed_by_form(forward, constants.names) | layer_norm_biases(forward)
     check_valid(forward)
     drop_zero_bias(forward, constants.names)
     merge_affine(forward, constants.placeholders, fixed)

@@ -198,6 +198,21 @@ def rewrite_operators(forward: Forward) -> None:
             forward.note(f"wrote {number} {op} nodes by operators that have a gradient")
 
 
+def layer_norm_biases(forward: Forward) -> set[str]:
+    """The gradient of LayerNormalization asks for its bias: one that has none gets zeros. Gives their names."""
+    known, taken, added = forward.initializers(), forward.names(), set()
+    for node in forward.graph.node:
+        scale = known.get(node.input[1]) if node.op_type == "LayerNormalization" else None
+        if scale is None or (len(node.input) > 2 and node.input[2]):
+            continue
+        name = fresh(f"{node.name}/bias", taken)
+        forward.set_initializer(name, np.zeros(tuple(scale.dims), np.float32))
+        del node.input[2:]
+        node.input.append(name)
+        added.add(name)
+    return added
+
+
 def layer_norm_results(forward: Forward) -> None:
     """The gradient of LayerNormalization reads its mean and inverse deviation."""
     for node in forward.graph.node:

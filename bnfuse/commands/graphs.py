@@ -139,7 +139,10 @@ def build(
     bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
     """
     from bnfuse.building import build_file
+    from bnfuse.io import require_apart
 
+    if Path(source).is_file():
+        require_apart(source, output)
     require_text_writable(output)
     built = build_file(
         source,

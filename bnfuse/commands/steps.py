@@ -32,7 +32,7 @@ from bnfuse.commands.options import (
     opening,
 )
 from bnfuse.commands.output import Progress, show, show_json
-from bnfuse.io import require_writable
+from bnfuse.io import require_apart, require_writable
 from bnfuse.text import Section, number, scaled
 
 Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
@@ -67,6 +67,7 @@ def compile(
     """
     from bnfuse import api
 
+    require_apart(model, output)
     require_writable(output)
     progress = Progress()
     step = api.compile(

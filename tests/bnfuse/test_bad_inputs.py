@@ -102,6 +102,23 @@ def test_an_archive_in_place_of_a_graph(at, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("build", "t.onnx", "-o", "./t.onnx"),
+        ("compile", "t.onnx", "-o", "t.onnx"),
+        ("run", "t.onnx", "--save", "t.onnx"),
+        ("bench", "t.onnx", "--plot", "t.onnx"),
+        ("search", "t.onnx", "--data", "digits", "--plot", "t.onnx"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_result_is_not_written_over_what_it_is_made_of(at, capsys, arguments):
+    (at / "t.onnx").write_bytes(b"a graph")
+    assert "t.onnx: is named twice" in refused(capsys, *arguments)
+    assert (at / "t.onnx").read_bytes() == b"a graph"
+
+
 @pytest.mark.parametrize("command", ["build", "rewrite", "diff"])
 def test_a_place_that_cannot_be_written_is_told_before_the_graph_is_read(at, capsys, command):
     (at / "t.onnx").write_bytes(b"no graph")

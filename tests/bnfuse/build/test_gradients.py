@@ -105,6 +105,21 @@ def test_gradient_of_layer_normalization(after_conv, step):
         assert relative(results[f"{name}_grad"], tensor.grad.numpy()) < 5e-6
 
 
+@pytest.mark.parametrize("operands", [["c", "s"], ["c", "s", ""]])
+def test_gradient_of_a_layer_normalization_without_bias(operands, after_conv, step):
+    """It is built with a bias of zeros, which stays."""
+    values = {"s": np.linspace(0.5, 2, 6).astype(np.float32)}
+    made = build(after_conv([helper.make_node("LayerNormalization", operands, ["y"], name="ln")], values), loss="mse")
+    with_zeros = after_conv(
+        [helper.make_node("LayerNormalization", ["c", "s", "b"], ["y"], name="ln")],
+        values | {"b": np.zeros(6, np.float32)},
+    )
+    ours, theirs = step(made.model)[0], step(build(with_zeros, loss="mse").model)[0]
+    assert "ln/bias_grad" not in ours
+    for name in ("loss", "w_grad", "s_grad"):
+        assert (ours[name] == theirs[name]).all()
+
+
 def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
