@@ -27,6 +27,7 @@ class Signature:
     operands: tuple[int, int]  # least and most
     results: tuple[int, int]
     required: tuple[int, ...]  # places of operands that may not be left out
+    listed: int | None  # where a list of operands begins, of which none may be left out
     attributes: dict[str, int]  # name -> type
     needed: tuple[str, ...]  # attributes without which it says nothing
 
@@ -41,11 +42,13 @@ def signature(domain: str, operator: str, version: int) -> Signature | None:
         schema = onnx.defs.get_schema(operator, version, domain)
     except onnx.defs.SchemaError:
         return None
-    single = onnx.defs.OpSchema.FormalParameterOption.Single
+    single, variadic = (getattr(onnx.defs.OpSchema.FormalParameterOption, name) for name in ("Single", "Variadic"))
+    lists = (i for i, operand in enumerate(schema.inputs) if operand.option == variadic and operand.is_homogeneous)
     return Signature(
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),
         tuple(place for place, operand in enumerate(schema.inputs) if operand.option == single),
+        next(lists, None),
         {name: int(kind.type) for name, kind in schema.attributes.items()},  # type: ignore[call-overload]
         tuple(name for name, kind in schema.attributes.items() if kind.required),
     )
@@ -53,7 +56,7 @@ def signature(domain: str, operator: str, version: int) -> Signature | None:
 
 def call_of(function: onnx.FunctionProto) -> Signature:
     """What a node that calls a function of the model may have: it may leave out the last."""
-    return Signature((0, len(function.input)), (0, len(function.output)), (), {}, ())
+    return Signature((0, len(function.input)), (0, len(function.output)), (), None, {}, ())
 
 
 def check_versions(model: onnx.ModelProto, file: str | None) -> dict[str, int]:
@@ -124,7 +127,7 @@ def _wrong_count(node: onnx.NodeProto, known: Signature) -> str | None:
         if not least <= len(names) <= most:
             wanted = f"{least}" if least == most else f"at least {least}" if len(names) < least else f"at most {most}"
             return f"has {len(names)} {what}s: it must have {wanted}"
-    for place in known.required:
-        if place < len(node.input) and not node.input[place]:
+    for place, name in enumerate(node.input):
+        if not name and (place in known.required or (known.listed is not None and place >= known.listed)):
             return f"lacks its operand {place + 1}"
     return None

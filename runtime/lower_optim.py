@@ -10,6 +10,7 @@ from bnfuse.runtime.kernels.cpu.optim import BLOCK
 from bnfuse.runtime.lower_dense import loss_scale
 from bnfuse.runtime.lowering import Lowering, Ref
 from bnfuse.runtime.optim import SGD, Optimizer, decays, unused_globs
+from bnfuse.text import some
 
 
 def update_phase(low: Lowering, optimizer: Optimizer) -> None:
@@ -21,7 +22,7 @@ def update_phase(low: Lowering, optimizer: Optimizer) -> None:
         what = f"parameter '{missing[0]}' has no gradient among the outputs" if missing else "nothing is trainable"
         raise BnfuseError(f"{what}: build the training graph anew, or compile it without an optimizer")
     if unused := unused_globs(optimizer, names):
-        raise BnfuseError(f"no_decay: no parameter is named like '{unused[0]}'")
+        raise BnfuseError(f"no_decay: no parameter is named like '{unused[0]}' (there are {some(names)})")
     inputs = {value.name: value for value in low.graph.inputs}
     own = {name: low.storages[low.dense(inputs[name])] for name in names}
     elements = max(s.offset + p.aligned(s.bytes) for s in own.values()) // np.dtype(np.float32).itemsize

@@ -170,7 +170,9 @@ def lower_average_pool_grad(low: Lowering, node: ir.Node) -> None:
         if _is_partner(low, node, forward, low.shape(dy)):
             _pool_grad(low, node, forward, "AveragePoolGrad", present(dy=dy))
             return
-    raise low.error(node, "has no AveragePool with the same window in the graph: its input's shape is not known")
+    raise low.error(
+        node, "has the window of no AveragePool in the graph whose gradient it could be: build the graph anew"
+    )
 
 
 def _is_partner(low: Lowering, node: ir.Node, forward: ir.Node, shape: tuple[int, ...]) -> bool:

@@ -63,7 +63,7 @@ def compile(
     bnfuse compile fused.onnx -o step.bnf
     bnfuse compile fused.onnx -o step.bnf --tune
     bnfuse compile fused.onnx -o step.bnf --target cuda:sm_90 --precision bf16
-    bnfuse compile fused.onnx -o step.bnf --optimizer adamw --lr 0.001 --no-decay '*.bias'
+    bnfuse compile fused.onnx -o step.bnf --optimizer adamw --lr 0.001 --no-decay '*bias'
     """
     from bnfuse import api
 

@@ -171,7 +171,7 @@ TRAINING_OPS: tuple[TrainingOp, ...] = (
     TrainingOp("ConvGrad", "dY:T X:T W:T", "dX:T? dW:T? dB:T?", (1, 2, _conv_bias), _CONV),
     TrainingOp("MaxPoolGrad", "dY:T Indices:I", "dX:T", (_unknown_like(0),), _POOL, domain="", version=9),
     TrainingOp("AveragePoolGrad", "dY:T", "dX:T", (_unknown_like(0),), _POOL, domain="", version=9),
-    TrainingOp("ConcatTraining", "inputs:T*", "concat:T per_input_length:I?", (_concatenated, _lengths), "axis:INT"),
+    TrainingOp("ConcatTraining", "inputs:T*", "concat:T per_input_length:I?", (_concatenated, _lengths), "axis:INT!"),
     TrainingOp("SplitTraining", "input:T split:I", "outputs:T*", (_unknown_like(0),), "axis:INT"),
     TrainingOp("Scale", "input:T scale:S", "output:T", (0,), "scale_down:INT"),
     TrainingOp("QuickGelu", "X:T", "Y:T", (0,), "alpha:FLOAT"),

@@ -495,6 +495,12 @@ def test_a_missing_argument_and_an_unknown_command(capsys):
     assert "fuse" in refused(capsys, "fuse")
 
 
+def test_parameters_without_decay_that_the_network_has_not(at, capsys, train):
+    onnx.save(train, at / "t.onnx")
+    line = refused(capsys, "compile", "t.onnx", "-o", "s.bnf", "--no-decay", "*.bias")
+    assert line.startswith("bnfuse: t.onnx: no_decay: no parameter is named like '*.bias' (there are stem/conv")
+
+
 def test_a_target_that_no_one_has(at, capsys, train):
     onnx.save(train, at / "t.onnx")
     assert "cpu" in refused(capsys, "compile", "t.onnx", "-o", "s.bnf", "--target", "tpu")

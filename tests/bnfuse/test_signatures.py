@@ -191,11 +191,19 @@ def test_a_window_of_one_of_our_operators(fused, tmp_path, name, numbers, said):
     assert said in refusal(model, tmp_path)
 
 
-@pytest.mark.parametrize("op", ["AveragePool", "AveragePoolGrad"])
-def test_an_attribute_that_is_missing(train, tmp_path, op):
+@pytest.mark.parametrize(
+    ("op", "name"), [("AveragePool", "kernel_shape"), ("AveragePoolGrad", "kernel_shape"), ("ConcatTraining", "axis")]
+)
+def test_an_attribute_that_is_missing(train, tmp_path, op, name):
     model, node = changed(train, op)
-    node.attribute.remove(attribute(node, "kernel_shape"))
-    assert f"'{node.name}' ({op}) lacks the attribute 'kernel_shape'" in refusal(model, tmp_path)
+    node.attribute.remove(attribute(node, name))
+    assert f"'{node.name}' ({op}) lacks the attribute '{name}'" in refusal(model, tmp_path)
+
+
+def test_a_list_of_operands_with_one_left_out(train, tmp_path):
+    model, node = changed(train, "ConcatTraining")
+    node.input[0] = ""
+    assert f"'{node.name}' (ConcatTraining) lacks its operand 1" in refusal(model, tmp_path)
 
 
 @pytest.mark.parametrize(
