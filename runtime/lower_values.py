@@ -16,11 +16,13 @@ import onnx.reference
 import onnx_ir as ir
 
 from bnfuse.errors import BnfuseError, at_node, first_line
+from bnfuse.opset.result_size import result_elements
 from bnfuse.runtime.layout import MapRef
 
 # operators of com.microsoft, which have no schema here, whose result is like their first operand
 LIKE_FIRST = ("Scale", "SigmoidGrad", "TanhGrad", "GeluGrad", "FastGeluGrad", "DropoutGrad", "QuickGelu", "ReluGrad")
 FOLDED_ELEMENTS = 1 << 16  # constants that take part in shape arithmetic are small
+CONSTANT_ELEMENTS = 1 << 28  # of what follows from them
 
 
 @dataclasses.dataclass
@@ -55,7 +57,10 @@ def attributes_of(node: ir.Node) -> dict[str, Any]:
 
 
 def evaluate(node: ir.Node, operands: Sequence[np.ndarray | None], opset: int) -> list[np.ndarray]:
-    """Results of a node of the standard domain whose operands are known. Source: onnx's reference evaluator."""
+    """Results of a node of the standard domain whose operands are known. Source: onnx's reference evaluator.
+
+    Raises BnfuseError where a result would have more than CONSTANT_ELEMENTS.
+    """
     proto = ir.to_proto(node)
     names = [f"in{i}" for i in range(len(operands))]
     copy = onnx.helper.make_node(
@@ -63,6 +68,10 @@ def evaluate(node: ir.Node, operands: Sequence[np.ndarray | None], opset: int) -
     )
     copy.attribute.extend(proto.attribute)
     feeds = {n: o for n, o in zip(names, operands, strict=True) if o is not None}
+    size = result_elements(copy, feeds, opset)
+    if size > CONSTANT_ELEMENTS:
+        what = f"makes a constant of {size:.0f} elements: no network has that many in one tensor. Correct the file."
+        raise at_node(node.name or "?", node.op_type, what)
     graph = onnx.helper.make_graph(
         [copy],
         "node",

@@ -109,6 +109,8 @@ class Walk:
         self.opset = opset
         self.random: dict[ir.Value, ir.Node] = {}  # and the node that gives each
         self._known: dict[ir.Value, np.ndarray | None] = {}
+        self._sources: dict[ir.Value, list[ir.Node]] = {}
+        self._quantiles: dict[ir.Value, np.ndarray] = {}
 
     def visit(self, node: ir.Node) -> None:
         if draws(node) and node.op_type not in DROPOUTS:
@@ -133,11 +135,14 @@ class Walk:
 
     def sources(self, value: ir.Value | None) -> list[ir.Node]:
         """The nodes that draw what a random value follows from."""
-        node = self.random[value] if value is not None else None
-        if node is None or draws(node):
-            return [] if node is None else [node]
-        found = (source for v in operands(node) if v in self.random for source in self.sources(v))
-        return list(dict.fromkeys(found))
+        if value is None:
+            return []
+        if value not in self._sources:
+            node = self.random[value]
+            random = () if draws(node) else [v for v in operands(node) if v in self.random]
+            found = (source for v in random for source in self.sources(v))
+            self._sources[value] = [node] if draws(node) else list(dict.fromkeys(found))
+        return self._sources[value]
 
     def known(self, value: ir.Value | None) -> np.ndarray | None:
         """The value, if it follows from constants and shapes."""
@@ -182,7 +187,11 @@ class Walk:
 
     def over_quantiles(self, value: ir.Value) -> np.ndarray:
         """One element of a random value, for each quantile of what is drawn."""
-        node = self.random[value]
+        if value not in self._quantiles:
+            self._quantiles[value] = self._over_quantiles(self.random[value])
+        return self._quantiles[value]
+
+    def _over_quantiles(self, node: ir.Node) -> np.ndarray:
         if draws(node):
             return self._drawn(node)
         if node.op_type not in MOVES | POINTWISE:

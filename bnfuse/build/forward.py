@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from bnfuse.errors import BnfuseError
 from bnfuse.io import check_sizes, read_proto
+from bnfuse.opset.result_size import result_elements
 from bnfuse.roles import METADATA_KEY
 from bnfuse.wellformed import check_functions
 
@@ -232,10 +233,9 @@ def _constant(forward: Forward, node: onnx.NodeProto) -> onnx.TensorProto:
 
 def _evaluated(forward: Forward, node: onnx.NodeProto, values: dict[str, onnx.TensorProto]) -> onnx.TensorProto:
     feeds = {name: numpy_helper.to_array(values[name]) for name in node.input if name}
-    if node.op_type in ("ConstantOfShape", "Expand"):
-        size = int(np.prod([abs(int(d)) for d in feeds[node.input[-1]]], dtype=np.float64))
-        if size > FOLD_LIMIT:
-            raise forward.error_at(node, f"makes a tensor of {size} elements: no network has that many in one tensor.")
+    size = result_elements(node, feeds, forward.opset)
+    if size > FOLD_LIMIT:
+        raise forward.error_at(node, f"makes a tensor of {size:.0f} elements: no network has that many in one tensor.")
     inputs = [helper.make_tensor_value_info(n, values[n].data_type, list(values[n].dims)) for n in feeds]
     outputs = [helper.make_tensor_value_info(node.output[0], TensorProto.UNDEFINED, None)]
     graph = helper.make_graph([node], "constant", inputs, outputs)
@@ -266,7 +266,7 @@ def convert_opset(forward: Forward) -> None:
 
 def raise_opset(forward: Forward, version: int) -> None:
     """Converts to `version` what is below it."""
-    current = next(opset.version for opset in forward.model.opset_import if opset.domain in ("", "ai.onnx"))
+    current = forward.opset
     if current < version:
         convert_to(forward, current, version)
 

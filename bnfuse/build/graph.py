@@ -41,6 +41,11 @@ class Forward:
     def error_at(self, node: onnx.NodeProto, what: str) -> BnfuseError:
         return at_node(node.name or (node.output[0] if node.output else ""), node.op_type, what, file=self.file)
 
+    @property
+    def opset(self) -> int:
+        """Of the standard domain; 1 where the file names none."""
+        return next((o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), 1)
+
     def initializers(self) -> dict[str, onnx.TensorProto]:
         return {tensor.name: tensor for tensor in self.graph.initializer}
 

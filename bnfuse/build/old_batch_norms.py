@@ -19,7 +19,7 @@ OBSOLETE = {"spatial", "is_test", "consumed_inputs"}
 def simplify_old_batch_norms(forward: Forward) -> set[str]:
     """The results of BatchNorms that train by what the file says or, where it says nothing of any, of all."""
     norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
-    version = next((o.version for o in forward.model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    version = forward.opset
     if version >= TRAINING_MODE:
         return {node.output[0] for node in norms if attributes(node).get("training_mode")}
     read = set(forward.consumers()) | forward.output_names()

@@ -80,7 +80,7 @@ def check_operators(forward: Forward) -> None:
             remedy = "convert the model to float32" if kind in FLOATS else f"networks take float32 here. {WITHOUT_LOSS}"
             raise forward.error(f"input '{value.name}' is {name}: {remedy}")
     known = set(forward.initializers()) | {value.name for value in forward.graph.input}
-    version = next(opset.version for opset in forward.model.opset_import if opset.domain in ("", "ai.onnx"))
+    version = forward.opset
     for node in forward.graph.node:
         if node.domain not in ("", "ai.onnx"):
             raise forward.error_at(node, f"is of the domain {node.domain}: only standard operators can be trained.")

@@ -66,6 +66,13 @@ def test_shape_arithmetic_leaves_no_launch():
     np.testing.assert_array_equal(run(made, x=x)["y"], x.reshape(2, 3, 4))
 
 
+def test_a_constant_of_absurd_size_is_refused_before_it_is_made():
+    body = """one = Constant<value = int64[1] {1}>()  times = Constant<value = int64[1] {20000000000}>()
+              big = Tile(one, times)  most = ReduceMax<keepdims = 0>(big)  s = Cast<to = 1>(most)  y = Mul(x, s)"""
+    with pytest.raises(BnfuseError, match=r"'n2' \(Tile\) makes a constant of 20000000000 elements"):
+        lowered("(float[2,3] x) => (float[2,3] y)", body)
+
+
 def test_an_unknown_operator_is_named_with_what_is_supported():
     with pytest.raises(BnfuseError) as caught:
         lowered("(float[2,3] x) => (float[2,3] y)", "y = com.microsoft.Frobnicate(x)")

@@ -40,6 +40,9 @@ MASKS = {
     "two in a row": f"{S} b = Mul(x, s) n = Bernoulli(keeps) d = Mul(b, n)",
     "one for two": f"{S} b = Mul(x, s) e = Mul(r1, s) f = Sub(e, r1) d = Add(b, f)",
 }
+MASKS["read twice, forty times over"] = " ".join(
+    [M, "q0 = Mul(m, m)", *(f"q{k + 1} = Mul(q{k}, q{k})" for k in range(39)), "s = Div(q39, keep) d = Mul(x, s)"]
+)
 REFUSED = {
     "noise": ("u = RandomNormalLike(x) n = Mul(u, tenth) d = Add(x, n)", "u/RandomNormalLike", "multiplies by no mask"),
     "gaussian dropout": (

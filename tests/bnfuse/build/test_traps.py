@@ -219,6 +219,26 @@ def test_absurd_constant(after_conv):
     assert message_of(model).startswith("node 'big' (ConstantOfShape) makes a tensor of 1099511627776 elements")
 
 
+@pytest.mark.parametrize(
+    ("op", "operands", "elements"),
+    [
+        ("Tile", {"one": [1], "times": [1 << 40]}, 1 << 40),
+        ("Range", {"zero": 0, "end": 1 << 40, "one": 1}, 1 << 40),
+        ("Range", {"zero": 0, "end": 5, "none": 0}, "inf"),
+        ("Add", {"row": [1] * 65536, "column": [[1]] * 65536}, 1 << 32),
+    ],
+)
+def test_absurd_constant_of_any_operator(after_conv, op, operands, elements):
+    nodes = [
+        helper.make_node(op, list(operands), ["big"], name="big"),
+        helper.make_node("ReduceMax", ["big"], ["most"], keepdims=0),
+        helper.make_node("Cast", ["most"], ["scale"], to=TensorProto.FLOAT),
+        node("Mul", ["c", "scale"]),
+    ]
+    model = after_conv(nodes, {name: np.array(value, np.int64) for name, value in operands.items()})
+    assert message_of(model).startswith(f"node 'big' ({op}) makes a tensor of {elements} elements")
+
+
 def test_opset_that_does_not_convert(after_conv):
     model = after_conv([node("Relu")])
     model.opset_import[0].version = 5
