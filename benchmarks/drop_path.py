@@ -1,11 +1,12 @@
 """Networks with drop path beside torch: the same masks give the same training, and evaluation has none.
 
-    python benchmarks/drop_path.py                       # needs torch and timm; two minutes on two cores
+    python benchmarks/drop_path.py                       # needs torch and timm; some minutes on two cores
     python benchmarks/drop_path.py --networks resnet18 --steps 5 --level none
 
 Each network of timm is exported, built, rewritten and compiled. Then it is trained beside torch in float32 and torch in
 float64, all three with the same draws in the place of their own, on the same batches. The yardstick is torch's own
-rounding: what float32 is off from float64 there, ours may be off `FACTOR` times. Without values fed the step must draw
+rounding: what float32 is off from float64 there, ours may be off `FACTOR` times; where that alone is more than `MOST`,
+nothing is judged, and that is a failure too. Without values fed the step must draw
 other masks in each step, the same ones in two runs of a seed, and its evaluation and its export must be torch's in
 evaluation mode. Exits with 1 where something does not hold.
 """
@@ -37,10 +38,13 @@ except RuntimeError:  # a torchvision that was built for another torch lacks its
     import timm
 
 BATCH, IMAGE, CLASSES, DROP = 4, 64, 10, 0.3
-LR, MOMENTUM = 0.01, 0.9
+MOMENTUM = 0.9
 FACTOR = 8.0  # as in `bnfuse verify`
 LEAST = 1e-6  # relative: no result is held to less than a few roundings
-NETWORKS = ("efficientnet_b0", "resnet18")
+MOST = 1e-2  # relative: a yardstick that is longer measures nothing
+# with learning rates at which float32 stays near float64: efficientnet's last BatchNorms see 16 values a channel at
+# this size, and at 1e-3 torch's own float32 has parted from float64 by 4 % after seven steps
+NETWORKS = {"efficientnet_b0": 1e-5, "resnet18": 0.01}
 
 
 class Fed(torch.nn.Module):
@@ -88,9 +92,9 @@ def place_of(draw: str) -> str:
     return ".".join(draw.split("/")[-3:-1])
 
 
-def train_torch(net: torch.nn.Module, places: dict[str, Fed], batches: Any, masks: Any) -> list[float]:
+def train_torch(net: torch.nn.Module, places: dict[str, Fed], batches: Any, masks: Any, lr: float) -> list[float]:
     net.train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=MOMENTUM)
     losses, dtype = [], next(net.parameters()).dtype
     for (x, y), draws in zip(batches, masks, strict=True):
         for name, values in draws.items():
@@ -115,14 +119,14 @@ def by_evaluation(net: torch.nn.Module, x: np.ndarray) -> np.ndarray:
         return net(torch.from_numpy(x).to(next(net.parameters()).dtype)).numpy()
 
 
-def run(name: str, level: str, steps: int, threads: int | None) -> list[tuple[str, float, float, bool]]:
+def run(name: str, lr: float, level: str, steps: int, threads: int | None) -> list[tuple[str, float, float, bool]]:
     """What was compared, our error, torch's own in float32, and whether ours is no worse."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         model = exported(timm.create_model(name, num_classes=CLASSES, drop_path_rate=DROP), folder)
         graph = bnfuse.rewrite(model, level=level)
-        step = bnfuse.compile(graph, optimizer=bnfuse.SGD(lr=LR, momentum=MOMENTUM), threads=threads)
+        step = bnfuse.compile(graph, optimizer=bnfuse.SGD(lr=lr, momentum=MOMENTUM), threads=threads)
         state = step.state_dict()
         (single, one), (double, two) = (fed_copy(name, state, kind) for kind in (torch.float32, torch.float64))
         draws = step.sampling.random
@@ -140,7 +144,7 @@ def run(name: str, level: str, steps: int, threads: int | None) -> list[tuple[st
             step.fix(values)
             ours.append(step(x, y))
         step.fix(None)
-        theirs, exact = train_torch(single, one, batches, masks), train_torch(double, two, batches, masks)
+        theirs, exact = (train_torch(net, places, batches, masks, lr) for net, places in ((single, one), (double, two)))
         found = [judged(f"losses of {steps} steps", ours, theirs, exact)]
 
         trained = step.state_dict()
@@ -165,20 +169,22 @@ def run(name: str, level: str, steps: int, threads: int | None) -> list[tuple[st
 
 def judged(what: str, ours: Any, theirs: Any, exact: Any) -> tuple[str, float, float, bool]:
     own, yardstick = off(ours, exact), off(theirs, exact)
-    return what, own, yardstick, own <= max(FACTOR * yardstick, LEAST)
+    return what, own, yardstick, yardstick <= MOST and own <= max(FACTOR * yardstick, LEAST)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=NETWORKS)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--level", default="icf")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=None)
     asked = parser.parse_args()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
     good = True
     print(f"{'network':18}{'compared':34}{'ours':>10}{'torch f32':>11}  verdict")
     for name in asked.networks:
-        for what, own, yardstick, ok in run(name, asked.level, asked.steps, asked.threads):
+        for what, own, yardstick, ok in run(name, NETWORKS[name], asked.level, asked.steps, asked.threads):
             print(f"{name:18}{what:34}{own:10.1e}{yardstick:11.1e}  {'holds' if ok else 'DOES NOT HOLD'}", flush=True)
             good &= ok
     sys.exit(0 if good else 1)
