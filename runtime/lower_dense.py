@@ -34,7 +34,8 @@ def lower_matmul(low: Lowering, node: ir.Node) -> None:
     a, b = node.inputs
     assert a is not None and b is not None
     if len(low.shape(a)) != 2 or len(low.shape(b)) != 2:
-        raise low.error(node, f"multiplies ranks {len(low.shape(a))} and {len(low.shape(b))}: only matrices can be")
+        what = f"multiplies ranks {len(low.shape(a))} and {len(low.shape(b))}: only matrices are compiled"
+        raise low.error(node, f"{what}. Reshape its operands to matrices in front of it, and its result back.")
     (rows, inner), (_, columns) = low.shape(a), low.shape(b)
     _gemm(low, node, GemmProblem(rows, columns, inner), a, b, None)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from bnfuse.runtime import program as p
@@ -42,7 +43,7 @@ STATIC: dict[str, dict[int, str]] = {
 def lower_generic(low: Lowering, node: ir.Node) -> None:
     """Launch the generic kernel of a node, in the layout that costs least."""
     if node.op_type not in SUPPORTED:
-        raise low.error(node, f"is not supported by the runtime. Supported are {', '.join(supported())}")
+        raise low.error(node, f"has no kernel: write it by operators that have one: {', '.join(supported())}")
     operands, attributes = split_operands(low, node)
     outputs = [value for value in node.outputs if value.name]
     types = low.output_types(node)
@@ -59,10 +60,14 @@ def lower_generic(low: Lowering, node: ir.Node) -> None:
 
 
 def supported() -> list[str]:
-    """Names of the operators of source graphs that can be lowered."""
+    """Names of the standard operators that can be lowered, without those of gradients."""
     from bnfuse.runtime.lower_source import SOURCE_OPS
 
-    return sorted({*SUPPORTED, *(name for _, name in SOURCE_OPS)})
+    return sorted(
+        name
+        for name in {*SUPPORTED, *(name for _, name in SOURCE_OPS)}
+        if onnx.defs.has(name) and not name.endswith("Grad")
+    )
 
 
 def split_operands(low: Lowering, node: ir.Node) -> tuple[list[ir.Value], dict[str, Any]]:

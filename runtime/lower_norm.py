@@ -86,7 +86,11 @@ def batch_norm_source(low: Lowering, node: ir.Node) -> None:
     y, new_mean, new_variance, mean, inv_std = (v if v.name else None for v in node.outputs)
     channels = low.shape(scale)[0]
     if len(low.shape(x)) not in (2, 4):
-        raise low.error(node, f"normalises a tensor of rank {len(low.shape(x))}: only maps and matrices are supported")
+        raise low.error(
+            node,
+            f"normalises a tensor of rank {len(low.shape(x))}: only maps and matrices are compiled. Reshape "
+            "it to a map of 4 axes in front of it, and back.",
+        )
 
     def vector(value: ir.Value | None) -> int:
         return low.new_dense(value, (channels,))

@@ -26,6 +26,10 @@ from bnfuse.runtime.lowering import Lowering
 from bnfuse.windows import why_not
 
 MICROSOFT = "com.microsoft"
+IN_ONNXRUNTIME = "The file runs in onnxruntime."
+INSTEAD_OF_1D = (
+    "Write it as one of 2, over maps of height 1 (Unsqueeze in front of it), or run the file in onnxruntime."
+)
 FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
@@ -55,7 +59,8 @@ def core_of(node: ir.Node) -> str:
 def conv_attributes(low: Lowering, node: ir.Node, weight: tuple[int, ...], size: tuple[int, ...]) -> dict[str, Any]:
     """All attributes with their defaults; pads made explicit where auto_pad asks for them."""
     if len(weight) != 4:
-        raise low.error(node, f"has a weight of rank {len(weight)}: only convolutions of 2 dimensions are supported")
+        what = f"has a weight of rank {len(weight)}: only convolutions of 2 dimensions are compiled"
+        raise low.error(node, f"{what}. {INSTEAD_OF_1D}" if len(weight) == 3 else f"{what}. {IN_ONNXRUNTIME}")
     given = attributes_of(node)
     found = {
         "dilations": given.get("dilations", (1, 1)),
@@ -114,9 +119,8 @@ def lower_conv_grad(low: Lowering, node: ir.Node) -> None:
 def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict[str, Any]:
     given = attributes_of(node)
     if len(given["kernel_shape"]) != 2:
-        raise low.error(
-            node, f"has the window {list(given['kernel_shape'])}: only pooling of 2 dimensions is supported"
-        )
+        what = f"has the window {list(given['kernel_shape'])}: only poolings of 2 dimensions are compiled"
+        raise low.error(node, f"{what}. {INSTEAD_OF_1D if len(given['kernel_shape']) == 1 else IN_ONNXRUNTIME}")
     if given.get("storage_order", 0):
         raise low.error(node, "has storage_order=1: only row-major indices are supported")
     window = {

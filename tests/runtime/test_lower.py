@@ -89,7 +89,14 @@ def test_a_symbolic_shape_is_refused():
 def test_what_is_refused_names_the_file_and_what_to_do():
     """Whether it is about a node, a value, or what a kernel takes."""
     for body, signature, said in (
-        ("y = LRN<size = 3>(x)", "(float[1,4,2,2] x) => (float[1,4,2,2] y)", r"node 'n0' \(LRN\) is not supported"),
+        (
+            "y = LRN<size = 3>(x)",
+            "(float[1,4,2,2] x) => (float[1,4,2,2] y)",
+            r"node 'n0' \(LRN\) has no kernel: .* Abs, Add",
+        ),
+        ("y = Conv(x, w)", "(float[1,2,8] x, float[3,2,3] w) => (float[1,3,6] y)", r"rank 3: .*height 1 \(Unsqueeze"),
+        ("y = MaxPool<kernel_shape = [2]>(x)", "(float[1,2,8] x) => (float[1,2,7] y)", "the window .*height 1"),
+        ("y = MatMul(a, b)", "(float[2,3,4] a, float[4,5] b) => (float[2,3,5] y)", "ranks 3 and 2: .* Reshape"),
         ("y = Relu(x)", "(float[N,4,2,2] x) => (float[N,4,2,2] y)", "'x' has the shape .*'N'.*not fixed: .* --batch$"),
         ("y = Relu(x)", "(float[1,4,2,2] x) => (float y)", "'y'"),
         ("y = Gemm(a, b)", "(float[2,3] a, float[4,5] b) => (float[2,5] y)", "takes 15 elements as its b, .* given 20"),
