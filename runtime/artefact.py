@@ -129,8 +129,10 @@ def check_format(manifest: Mapping[str, Any], path: str) -> None:
 
 def check_cpu(manifest: Mapping[str, Any], path: str) -> None:
     """Before any code is loaded: does this processor have what the code uses?"""
-    if manifest["target"]["kind"] != "llvm":
+    if manifest["target"]["kind"] == "cuda":
         return
+    if manifest["target"]["kind"] != "llvm":
+        raise ValueError(f"its target is {str(manifest['target']['kind'])[:20]!r}")
     missing = targets.missing_features(tuple(manifest["features"]))
     if missing:
         mcpu = manifest["target"]["mcpu"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from bnfuse.errors import BnfuseError
+from bnfuse.errors import BnfuseError, first_line
 from bnfuse.runtime import program as p
 from bnfuse.runtime.build import Library
 from bnfuse.runtime.execution import Compiled, LaunchTime, Scalars, as_numpy, check_input, paired, shared_regions
@@ -64,7 +64,10 @@ class CpuRunner:
             for function, arguments, late in self.calls[phase]:
                 for index, name in late:
                     arguments[index] = given[name]
-                function(*arguments)
+                try:
+                    function(*arguments)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise unfit(error) from None
             self._finish(phase)
             seconds[phase] = time.perf_counter() - start
         return seconds
@@ -117,3 +120,9 @@ class CpuRunner:
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
         return as_numpy(array, what)
+
+
+def unfit(error: Exception) -> BnfuseError:
+    """Kernels look at what they are given, which our own programs never give wrongly."""
+    what = first_line(error).removesuffix(" when calling:")
+    return BnfuseError(f"a kernel does not fit to its program ({what}): compile the model again")

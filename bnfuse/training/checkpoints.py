@@ -168,11 +168,20 @@ def restore(step: Step, path: Path, settings: dict[str, Any], machine: str, step
     if saved.position.step >= steps:
         where = f"behind step {saved.position.step} of an epoch of {steps}"
         raise BnfuseError(f"{path}: its {KEY} metadata is damaged (it stands {where}): start anew in another folder")
-    step.load(path)
+    load_finite(step, path)
+    if step.steps == 0 and (saved.position.epoch or saved.position.step):
+        raise BnfuseError(f"{path}: lacks the optimiser's state, which a run needs to go on: start anew from the file")
     if step.target.precision == "fp16":
         step.loss_scale = saved.loss_scale
     differs = f"the run began on {saved.machine} and goes on with {machine}: the last bits may differ"
     return saved.position, differs if saved.machine != machine else None
+
+
+def load_finite(step: Step, path: str | os.PathLike[str]) -> None:
+    """The state of a file that training can go on from."""
+    step.load(Path(path))
+    if (name := step.not_finite()) is not None:
+        raise BnfuseError(f"{path}: its '{name}' holds values that are not finite: begin with another state")
 
 
 def machine_of(step: Step) -> str:

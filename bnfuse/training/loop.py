@@ -139,7 +139,7 @@ class Run:
                 self.progress(f"note: {note}")
             return at
         if options.started_from is not None:
-            self.step.load(options.started_from)
+            checkpoints.load_finite(self.step, options.started_from)
         return Position()
 
     def _settings(self) -> dict[str, Any]:

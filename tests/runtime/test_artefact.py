@@ -160,6 +160,28 @@ def test_a_program_that_does_not_hold_together_is_refused(exported, change):
     one_line(rewritten(exported, programs={**programs, "training": json.dumps(program)}))
 
 
+def test_a_kernel_that_gets_other_arguments_is_one_line(exported):
+    with zipfile.ZipFile(exported) as file:
+        programs = json.loads(file.read("manifest.json"))["programs"]
+    program = json.loads(programs["training"])
+    for _, _, _, arguments, *_ in program["launches"]:
+        buffers = [index for index, argument in enumerate(arguments) if isinstance(argument, list)]
+        for index in buffers:
+            arguments[index] = arguments[buffers[0]]
+    step = load_step(rewritten(exported, programs={**programs, "training": json.dumps(program)}))
+    feeds = [np.zeros(step.program.inputs[name].shape, step.program.inputs[name].dtype) for name in step.inputs]
+    with pytest.raises(BnfuseError) as caught:
+        step(*feeds)
+    assert str(caught.value).startswith("a kernel does not fit to its program (")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_of_another_kind_is_refused(exported):
+    with zipfile.ZipFile(exported) as file:
+        target = json.loads(file.read("manifest.json"))["target"]
+    assert "its target is 'abacus'" in one_line(rewritten(exported, target={**target, "kind": "abacus"}))
+
+
 def test_an_inflated_manifest_is_not_read(tmp_path):
     path = tmp_path / "bomb.bnf"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file, file.open("manifest.json", "w") as stream:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from small_training import small_data
 
 import bnfuse
@@ -176,6 +177,27 @@ def test_what_holds_no_run_is_told(new_step, data, tmp_path):
     (tmp_path / "last.safetensors").write_bytes(b"\x08")
     with pytest.raises(BnfuseError, match="no checkpoint in safetensors form"):
         train_step(step, data, epochs=1, resume=tmp_path)
+
+
+def test_a_run_needs_the_state_of_its_optimiser(unbroken, new_step, data, tmp_path):
+    last = unbroken[0] / "run" / "last.safetensors"
+    tensors, metadata = read_safetensors(last)
+    left = {name: value for name, value in tensors.items() if not name.startswith("optimizer.")}
+    safetensors.numpy.save_file(left, tmp_path / "last.safetensors", metadata)
+    with pytest.raises(BnfuseError, match="lacks the optimiser's state, which a run needs to go on"):
+        train_step(new_step(), data, **RUN, resume=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["conv1/weight", "conv1/bn/var", "optimizer.momentum.conv1/weight"])
+def test_a_state_that_is_not_finite_is_told_when_it_is_read(kind, unbroken, new_step, data, tmp_path):
+    tensors, metadata = read_safetensors(unbroken[0] / "run" / "last.safetensors")
+    tensors = {**tensors, kind: np.full_like(tensors[kind], np.inf)}
+    file = tmp_path / "last.safetensors"
+    safetensors.numpy.save_file(tensors, file, metadata)
+    for place, run in ((tmp_path, RUN), (file, {"epochs": 1})):  # the run in it goes on, or a new one begins with it
+        with pytest.raises(BnfuseError) as caught:
+            train_step(new_step(), data, **run, resume=place)
+        assert str(caught.value) == (f"{file}: its '{kind}' holds values that are not finite: begin with another state")
 
 
 @pytest.mark.parametrize(
