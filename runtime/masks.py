@@ -110,18 +110,31 @@ class Walk:
         self.random: dict[ir.Value, ir.Node] = {}  # and the node that gives each
         self._known: dict[ir.Value, np.ndarray | None] = {}
         self._sources: dict[ir.Value, list[ir.Node]] = {}
-        self._quantiles: dict[ir.Value, np.ndarray] = {}
+        self._quantiles: dict[ir.Value, np.ndarray | Unknown] = {}
 
     def visit(self, node: ir.Node) -> None:
         if draws(node) and node.op_type not in DROPOUTS:
-            self.random[node.outputs[0]] = node
+            self._record(node)
             return
         values = operands(node)
         mixed = [value for value in values if value in self.random]
-        if node.op_type in DROPOUTS and values and not mixed and self.known(values[0]) is not None:
-            self.random[node.outputs[0]] = node
-        elif mixed and node.op_type not in SHAPE_READERS and self._follows(node, values):
-            self.random.update(dict.fromkeys(node.outputs, node))
+        if mixed:
+            follows = node.op_type not in SHAPE_READERS and self._follows(node, values)
+        else:
+            follows = node.op_type in DROPOUTS and bool(values) and self.known(values[0]) is not None
+        if follows:
+            self._record(node)
+
+    def _record(self, node: ir.Node) -> None:
+        """Its results are random. What is asked of them later is told now, from what was told of its operands."""
+        sources = [node] if draws(node) else [s for v in operands(node) for s in self.sources(v)]
+        try:
+            found: np.ndarray | Unknown = self._over_quantiles(node)
+        except Unknown as why:
+            found = why
+        for value in node.outputs[:1] if draws(node) else node.outputs:
+            self.random[value] = node
+            self._sources[value], self._quantiles[value] = list(dict.fromkeys(sources)), found
 
     def _follows(self, node: ir.Node, values: Sequence[ir.Value]) -> bool:
         return not node.domain and all(value in self.random or self.known(value) is not None for value in values)
@@ -135,23 +148,26 @@ class Walk:
 
     def sources(self, value: ir.Value | None) -> list[ir.Node]:
         """The nodes that draw what a random value follows from."""
-        if value is None:
-            return []
-        if value not in self._sources:
-            node = self.random[value]
-            random = () if draws(node) else [v for v in operands(node) if v in self.random]
-            found = (source for v in random for source in self.sources(v))
-            self._sources[value] = [node] if draws(node) else list(dict.fromkeys(found))
-        return self._sources[value]
+        return [] if value is None else self._sources.get(value, [])
 
     def known(self, value: ir.Value | None) -> np.ndarray | None:
-        """The value, if it follows from constants and shapes."""
-        if value is None or value.is_graph_input():
-            return None
-        if value not in self._known:
-            self._known[value] = None
-            self._known[value] = self._compute(value)
-        return self._known[value]
+        """The value, if it follows from constants and shapes. Networks are deeper than Python's stack."""
+        stack = [] if value is None else [value]
+        while stack:
+            waiting = self._waiting(stack[-1])
+            if not waiting:
+                last = stack.pop()
+                if last not in self._known:
+                    self._known[last] = self._compute(last)
+            stack.extend(waiting)
+        return None if value is None else self._known[value]
+
+    def _waiting(self, value: ir.Value) -> list[ir.Value]:
+        """What is to be looked at before a value is."""
+        node = value.producer()
+        if value in self._known or node is None or node.domain or draws(node) or node.op_type in SHAPE_READERS:
+            return []
+        return [v for v in node.inputs if v is not None and v not in self._known]
 
     def _compute(self, value: ir.Value) -> np.ndarray | None:
         found, node = constant(value), value.producer()
@@ -164,7 +180,7 @@ class Walk:
             sizes = np.array(shape, np.int64)
             start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(sizes))
             return np.asarray(sizes.prod()) if node.op_type == "Size" else sizes[start:end]
-        inputs = [self.known(v) for v in node.inputs]
+        inputs = [None if v is None else self._known[v] for v in node.inputs]
         if any(v is not None and x is None for v, x in zip(node.inputs, inputs, strict=True)):
             return None
         results = evaluate(node, inputs, self.opset)
@@ -187,9 +203,10 @@ class Walk:
 
     def over_quantiles(self, value: ir.Value) -> np.ndarray:
         """One element of a random value, for each quantile of what is drawn."""
-        if value not in self._quantiles:
-            self._quantiles[value] = self._over_quantiles(self.random[value])
-        return self._quantiles[value]
+        found = self._quantiles[value]
+        if isinstance(found, Unknown):
+            raise found
+        return found
 
     def _over_quantiles(self, node: ir.Node) -> np.ndarray:
         if draws(node):

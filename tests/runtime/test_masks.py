@@ -43,6 +43,13 @@ MASKS = {
 MASKS["read twice, forty times over"] = " ".join(
     [M, "q0 = Mul(m, m)", *(f"q{k + 1} = Mul(q{k}, q{k})" for k in range(39)), "s = Div(q39, keep) d = Mul(x, s)"]
 )
+MASKS["behind 400 layers, and of as many steps"] = " ".join(
+    [
+        *(f"q{k + 1} = Relu({'r1' if k < 0 else f'q{k}'})" for k in range(-1, 399)),
+        *(f"{M} o0 = Abs(m)", *(f"o{k + 1} = Abs(o{k})" for k in range(399))),
+        "s = Div(o399, keep) e = Mul(q399, s) f = Sub(e, q399) d = Add(x, f)",
+    ]
+)
 REFUSED = {
     "noise": ("u = RandomNormalLike(x) n = Mul(u, tenth) d = Add(x, n)", "u/RandomNormalLike", "multiplies by no mask"),
     "gaussian dropout": (
