@@ -70,9 +70,6 @@ class Draws:
 
     def changed(self, *, seed: int, epoch: int, step: int) -> dict[str, np.ndarray]:
         """The inputs whose values are others than those that were sent."""
-        for what, number in (("seed", seed), ("epoch", epoch)):
-            if not isinstance(number, int | np.integer) or number < 0:
-                raise BnfuseError(f"step.{what} is {number}: draws follow from an integer of 0 or more")
         found: dict[str, np.ndarray] = {}
         wanted: dict[str, Any] = {
             **dict.fromkeys(self.sampling.places, ("places", seed, epoch)),

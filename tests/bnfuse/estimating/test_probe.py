@@ -16,6 +16,7 @@ from bnfuse.estimating import probe
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import HOST, MIB, Hardware
 from bnfuse.estimating.workload import Access, Layer, Tensor, Workload
+from bnfuse.runtime import processors
 
 GB = 1e9
 CURVE = ((1, 160), (2, 180), (4, 100), (8, 56), (16, 54), (32, 55), (64, 54), (128, 30), (256, 25), (512, 25))
@@ -64,7 +65,8 @@ def test_the_host_is_measured_once_and_again_when_asked(machine):
     assert machine[0] == (probe.describe(None)["threads"], probe.WORKING_SETS)
 
 
-def test_other_threads_are_another_machine(machine):
+def test_other_threads_are_another_machine(machine, monkeypatch):
+    monkeypatch.setattr(processors, "usable_cpus", lambda: 4)
     assert probe.host(threads=1).about != probe.host(threads=3).about
     assert [threads for threads, _ in machine] == [1, 3]
 
