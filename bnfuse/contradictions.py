@@ -15,6 +15,7 @@ import onnx
 from bnfuse.errors import BnfuseError, at_node
 from bnfuse.opset.schemas import register_for, without_state
 from bnfuse.opset.spec import DOMAIN
+from bnfuse.windows import axes_of
 
 Shapes = Mapping[str, Sequence[int]]  # of values whose shape is static
 
@@ -128,15 +129,8 @@ def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
         return f"has the window {window}, and a map of {rank} axes"
     if group < 1 or x[1] != weight[1] * group or weight[0] % group:
         return f"reads {x[1]} channels, and its weight is {list(weight)} in {group} groups"
-    whole = [x[0], weight[0], *_windows(x[2:], window)]
+    whole = [x[0], weight[0], *(axis.count(ceil=False) for axis in axes_of(window, x[2:]))]
     return None if list(dy) == whole else f"has a window that makes {whole} of its map, and dy is {list(dy)}"
-
-
-def _windows(sizes: Sequence[int], window: Mapping[str, list[int]]) -> list[int]:
-    rank, pads = len(sizes), window["pads"]
-    reach = [d * (k - 1) + 1 for d, k in zip(window["dilations"], window["kernel_shape"], strict=True)]
-    room = [sizes[i] + pads[i] + pads[i + rank] - reach[i] for i in range(rank)]
-    return [r // s + 1 for r, s in zip(room, window["strides"], strict=True)]
 
 
 def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:

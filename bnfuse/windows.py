@@ -1,4 +1,4 @@
-"""The windows of a pooling along each axis: how many there are, and which no graph can have.
+"""The windows of a pooling or a convolution along each axis: how many there are, and which no graph can have.
 
     window o covers o*stride - before + k*dilation, k in [0, kernel)
 
@@ -17,7 +17,7 @@ POOLS = ("MaxPool", "AveragePool")
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """The windows of a pooling along one axis of a map."""
+    """The windows along one axis of a map."""
 
     size: int
     kernel: int
@@ -58,7 +58,7 @@ class Axis:
 
 
 def axes_of(attributes: Mapping[str, Any], sizes: Sequence[int]) -> list[Axis]:
-    """The axes of a pooling of maps of these sizes (without batch and channels); its pads are explicit."""
+    """The axes of windows over maps of these sizes (without batch and channels); its pads are explicit."""
     kernel = attributes["kernel_shape"]
     rank = len(kernel)
     strides, dilations = attributes.get("strides") or [1] * rank, attributes.get("dilations") or [1] * rank

@@ -85,7 +85,11 @@ def limit_memory() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Watch the parent from a thread: an operator can compute for minutes, and hears nothing."""
+    """Watch the parent from a thread: an operator can compute for minutes, and hears nothing.
+
+    The signal that the workers of compile ask for (interpreter.py) comes when the thread ends that started them, and
+    the thread that started this process may be gone while others go on with it.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
