@@ -22,10 +22,10 @@ import numpy as np
 import torch
 import tvm
 
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets import resolve as targets
 
 FUSED = "NormalizeReluConvStatistics"
 Shape = tuple[str, str, int, int, int, int, int, int]  # name, op, size, cin, cout, window, stride, groups

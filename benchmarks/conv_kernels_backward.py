@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tvm
 
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets import resolve as targets
 
 ACCUMULATING = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 STORING = "BatchNormGradNormalizeReluConvGradReluGradReduce"

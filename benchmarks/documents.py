@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from bnfuse.text import Section
+from bnfuse.core.text import Section
 
 
 def marks(script: str) -> tuple[str, str]:

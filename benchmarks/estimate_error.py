@@ -18,8 +18,8 @@ from pathlib import Path
 from bnfuse import api
 from bnfuse.benchmarking.estimates import Estimates
 from bnfuse.benchmarking.results import Benchmark
-from bnfuse.building import build_model
-from bnfuse.text import scaled
+from bnfuse.build.named import build_model
+from bnfuse.core.text import scaled
 
 CASES = (
     "densenet121:16:none,rcf,mvf,bnff,icf",

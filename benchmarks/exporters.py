@@ -39,7 +39,7 @@ import torch
 from onnx import numpy_helper
 
 from bnfuse.build import Built, build
-from bnfuse.roles import METADATA_KEY, Roles
+from bnfuse.graph.signature import METADATA_KEY, Roles
 
 ROUNDING = 1e-5  # of the statistics, and of the loss at least
 LEAST = 1e-4  # of the gradients at least

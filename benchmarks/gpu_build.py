@@ -30,8 +30,8 @@ from gpu_pack import pack_model, pack_step, recipes_of, redraw
 from bnfuse import passes, runtime
 from bnfuse.build import build_training_graph
 from bnfuse.data import batches, load_data
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.models import build_forward
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 STEPS, LR, MOMENTUM = 100, 0.05, 0.9
 PLANNED = (64, 128, 256, 512, 768, 1024)
@@ -112,7 +112,7 @@ def write_training(model: onnx.ModelProto, case: Case, folder: Path) -> None:
 
 def training_data(case: Case) -> tuple[np.ndarray, np.ndarray, str]:
     """Fashion-MNIST where it is installed, else the embedded digits, enlarged."""
-    from bnfuse.errors import BnfuseError
+    from bnfuse.core.errors import BnfuseError
 
     channels = int(str(dict(case.settings)["channels"]))
     try:
@@ -130,8 +130,8 @@ def training_data(case: Case) -> tuple[np.ndarray, np.ndarray, str]:
 
 def memory_by_batch(case: Case, level: str, precision: str, arch: str) -> None:
     """What a step takes on the GPU but for its code, from the plan alone."""
-    from bnfuse.runtime import targets
     from bnfuse.runtime.compile import lower_graph
+    from bnfuse.runtime.targets import resolve as targets
 
     target = targets.resolve(f"cuda:{arch}", None, precision)
     for batch in PLANNED:

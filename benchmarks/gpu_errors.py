@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.peers import TorchStep, torch_module
-from bnfuse.peers.network import torch_loss
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.baselines import TorchStep, torch_module
+from bnfuse.baselines.network import torch_loss
+from bnfuse.graph.training_graph import TrainingGraph
 
 LOSS = ""  # its name among the gradients
 SMALLEST = 1e-6

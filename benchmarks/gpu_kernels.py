@@ -31,10 +31,10 @@ Entry = dict[str, Any]
 
 def build(arguments: argparse.Namespace) -> None:
     """Compile what tuning would measure, each problem of the networks once."""
-    from bnfuse.runtime.build import objects
-    from bnfuse.runtime.cache import Cache, default_folder
-    from bnfuse.runtime.sources import sources_hash
-    from bnfuse.runtime.tuning import parts_of
+    from bnfuse.runtime.codegen.build import objects
+    from bnfuse.runtime.codegen.cache import Cache, default_folder
+    from bnfuse.runtime.codegen.sources import sources_hash
+    from bnfuse.runtime.codegen.tuning import parts_of
 
     entries: list[Entry] = []
     requests = []
@@ -67,7 +67,7 @@ def build(arguments: argparse.Namespace) -> None:
 
 def bounded(choices: Sequence[Any], count: int) -> list[Any]:
     """At most so many of the choices: the rule's, then of each part of their plans in turns."""
-    from bnfuse.runtime.tuning import parts_of
+    from bnfuse.runtime.codegen.tuning import parts_of
 
     if not choices:
         return []
@@ -81,7 +81,7 @@ def bounded(choices: Sequence[Any], count: int) -> list[Any]:
 def problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Entry]]:
     """The tuning task of each problem of the networks, and what its entries have in common. The launches of a problem
     are those of the first network that has it."""
-    from bnfuse.runtime.tuning import Task, choices_of
+    from bnfuse.runtime.codegen.tuning import Task, choices_of
 
     seen = set()
     for network in arguments.networks:
@@ -102,11 +102,12 @@ def problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Entry]]:
 def lowered_network(network: str, arguments: argparse.Namespace) -> Any:
     """The program of a network's training step at level icf."""
     from bnfuse.build import build_training_graph
+    from bnfuse.graph.training_graph import open_graph
     from bnfuse.models import build_forward
     from bnfuse.passes import rewrite
-    from bnfuse.runtime import SGD, targets
+    from bnfuse.runtime import SGD
     from bnfuse.runtime.compile import lower_graph
-    from bnfuse.training_graph import open_graph
+    from bnfuse.runtime.targets import resolve as targets
 
     model = build_training_graph(build_forward(network, batch=arguments.batch, image=arguments.image))
     graph = open_graph(rewrite(open_graph(model).model, level="icf").model)
@@ -117,8 +118,8 @@ def lowered_network(network: str, arguments: argparse.Namespace) -> Any:
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
-    from bnfuse.runtime.cuda import container
-    from bnfuse.runtime.cuda.driver import open_driver
+    from bnfuse.runtime.backends.cuda.driver import open_driver
+    from bnfuse.runtime.kernels.cuda import container
 
     torch.cuda.init()
     torch.zeros(1, device="cuda")
@@ -154,7 +155,7 @@ def run_problem(torch: Any, driver: Any, rows: Sequence[tuple[Entry, Any]], argu
 
 def time_in_turns(driver: Any, rows: Sequence[tuple[Entry, Any]], found: Sequence[Entry]) -> None:
     """Add `turns_us` to what was found about choices that run, measured as tuning on that machine would."""
-    from bnfuse.runtime.cuda.measure import times_of
+    from bnfuse.runtime.backends.cuda.measure import times_of
     from bnfuse.runtime.kernels.kernel import Param
 
     running = [i for i, more in enumerate(found) if "error" not in more]
@@ -172,7 +173,7 @@ def time_in_turns(driver: Any, rows: Sequence[tuple[Entry, Any]], found: Sequenc
 
 def measure(torch: Any, driver: Any, entry: dict[str, Any], code: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Times of the stages in microseconds, and the distance of the results from the first choice's."""
-    from bnfuse.runtime.cuda.driver import Arguments, Call
+    from bnfuse.runtime.backends.cuda.driver import Arguments, Call
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int32": torch.int32}
     types |= {"int64": torch.int64, "uint8": torch.uint8, "int8": torch.int8}
@@ -249,9 +250,9 @@ def stage_time(torch: Any, driver: Any, call: Any) -> float:
 
 def remember(arguments: argparse.Namespace) -> None:
     """Write the fastest choice of each problem to the memory of tuning."""
-    from bnfuse.runtime.cache import Cache, default_folder
-    from bnfuse.runtime.sources import sources_hash
-    from bnfuse.runtime.tuning import Memory
+    from bnfuse.runtime.codegen.cache import Cache, default_folder
+    from bnfuse.runtime.codegen.sources import sources_hash
+    from bnfuse.runtime.codegen.tuning import Memory
 
     results = json.loads(Path(arguments.file).read_text())
     if any(row.get("sources") != sources_hash("cuda") for row in results):
@@ -284,7 +285,7 @@ def usable(rows: Sequence[Entry]) -> list[Entry]:
 
 def fastest(rows: Sequence[Entry]) -> str | None:
     """By the rule of tuning, part by part. None where the rule's own choice has no time to compare with."""
-    from bnfuse.runtime.tuning import fastest_parts
+    from bnfuse.runtime.codegen.tuning import fastest_parts
 
     found = usable(rows)
     if not found or not found[0]["rule"]:

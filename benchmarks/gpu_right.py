@@ -20,12 +20,12 @@ from gpu_cases import Entry, by_training_file
 from gpu_errors import compared, reference_gradients, torch_gradients
 from gpu_pack import unpack
 
+from bnfuse.baselines import TorchStep
 from bnfuse.benchmarking.cuda.card import describe_card
 from bnfuse.benchmarking.cuda.limits import measured_limits
-from bnfuse.feeds import draw_feeds
-from bnfuse.peers import TorchStep
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.runtime import load_step
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 Args = argparse.Namespace
 SANITIZER_S = 200.0

@@ -17,19 +17,19 @@ import numpy as np
 from gpu_cases import Entry, by_training_file
 from gpu_pack import unpack
 
+from bnfuse.baselines import TorchStep
+from bnfuse.baselines.names import import_torch
 from bnfuse.benchmarking.cuda import cudnn
 from bnfuse.benchmarking.cuda.limits import measured_limits
 from bnfuse.benchmarking.cuda.memory import measured_peak
 from bnfuse.benchmarking.cuda.step import CudaCandidate
 from bnfuse.benchmarking.profiles import profile_step
-from bnfuse.benchmarking.times import Candidate
-from bnfuse.errors import BnfuseError, first_line
-from bnfuse.feeds import draw_feeds
-from bnfuse.peers import TorchStep
-from bnfuse.peers.names import import_torch
+from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.core.text import join
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.measuring.times import Candidate
 from bnfuse.runtime import load_step
-from bnfuse.text import join
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 Args = argparse.Namespace
 EAGER = "torch-cl"  # whose memory ours is compared with

@@ -18,11 +18,11 @@ import numpy as np
 
 from bnfuse.opset import reference
 from bnfuse.opset.spec import CONV_GRADS, OpSpec, parse
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets import resolve as targets
 
 ACTIVATIONS = ("", "Relu", "Clip", "QuickGelu")
 TOLERANCE = 1e-5

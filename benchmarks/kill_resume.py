@@ -28,7 +28,7 @@ from typing import Any
 import onnx
 
 from bnfuse import api
-from bnfuse.building import build_model
+from bnfuse.build.named import build_model
 from bnfuse.runtime.session import read_safetensors
 
 TIMES = ("seconds", "images_per_second", "duration", "time", "start", "elapsed", "compile_seconds")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import bnfuse
-from bnfuse.building import build_model
+from bnfuse.build.named import build_model
 from bnfuse.diffing.page import diff_page
 
 TIMED = """async (count) => {

@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import Any
 
 from bnfuse.benchmarking.plot import finish, pyplot_figure, save_figure
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section, join
 from bnfuse.estimating.reram.assumptions import ReramAssumptions
 from bnfuse.estimating.reram.layers import Network, network_of
 from bnfuse.estimating.reram.pipeline import Pipeline, conventional_s, pipeline
 from bnfuse.estimating.settings import settle
 from bnfuse.models import build_graph
-from bnfuse.text import Section, join
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "vgg11": {"hidden": 512},

@@ -24,15 +24,15 @@ import paper_003_tables as paper
 from documents import write_into
 
 import bnfuse
+from bnfuse.analysis.work import POOLS
+from bnfuse.core.text import Section, join, scaled
 from bnfuse.estimating.parallel import scaling
 from bnfuse.estimating.parallel.scaling import Quantities, Scaling, scale
 from bnfuse.inspecting import Inspection, Layer
 from bnfuse.inspecting.network import DENSE
-from bnfuse.inspecting.work import POOLS
 from bnfuse.models import build_graph
 from bnfuse.models.count import parameters_of
 from bnfuse.models.layers import Network
-from bnfuse.text import Section, join, scaled
 
 BATCH = 1024
 IMAGES = 1_281_167  # training images of ImageNet-1k

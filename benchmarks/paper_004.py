@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from documents import write_into
 from PIL import Image
 
+from bnfuse.core.text import Section, join
 from bnfuse.estimating import figures, plots
 from bnfuse.estimating.assumptions import PAPER, Assumptions
 from bnfuse.estimating.estimate import Estimate, estimate
@@ -36,7 +37,6 @@ from bnfuse.estimating.roofline import roofline
 from bnfuse.estimating.sweep import Sweep, sweep
 from bnfuse.estimating.workload import Workload
 from bnfuse.models import build_graph
-from bnfuse.text import Section, join
 
 HARDWARE = profile("rtx2080ti")  # of all experiments of the paper, with the cache as each says
 FASTER = profile("rx6900xt").flops  # figure 5.3

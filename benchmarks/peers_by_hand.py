@@ -20,11 +20,11 @@ import torch
 import torch_networks
 from torch_densenet import DenseNet121
 
+from bnfuse.baselines import TorchStep
 from bnfuse.build import build_training_graph
-from bnfuse.feeds import draw_feeds
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward
-from bnfuse.peers import TorchStep
-from bnfuse.training_graph import open_graph
 
 NETWORKS: dict[str, Callable[[], torch.nn.Module]] = {
     "densenet121": DenseNet121,

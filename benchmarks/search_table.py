@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.evaluation import Settings, is_valid, reference_of
 from bnfuse.searching.replay import Replay, replay, table_of
 from bnfuse.searching.storage import read_log

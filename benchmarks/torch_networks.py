@@ -1,4 +1,4 @@
-"""Networks of the zoo in idiomatic torch layers, written by hand: what `bnfuse.peers` is checked against.
+"""Networks of the zoo in idiomatic torch layers, written by hand: what `bnfuse.baselines` is checked against.
 
 Parameters are in the order of the zoo's, so that values can be copied from one to the other in order.
 """

@@ -23,8 +23,8 @@ from training_sets import SETS, Training, write_index
 from bnfuse import passes, runtime
 from bnfuse.build import build_training_graph
 from bnfuse.data import sources
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward
-from bnfuse.training_graph import open_graph
 
 CLASSES = 10
 

@@ -7,19 +7,19 @@
     print(bnfuse.diff(model, fused))
 
 Names are looked up when they are first used, so that `import bnfuse` costs next to nothing. Modules are named for
-what they hold (`bnfuse.diffing`, `bnfuse.verification`), because a submodule called `diff` would replace the function.
+what they hold (`bnfuse.diffing`, `bnfuse.verifying.verification`), because a submodule called `diff` would replace the function.
 """
 
 from __future__ import annotations
 
-from bnfuse import interrupts  # noqa: F401 (first: on the command line Ctrl-C is one line from here on)
+from bnfuse.core import interrupts  # noqa: F401 (first: on the command line Ctrl-C is one line from here on)
 
 # isort: split
 import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 if TYPE_CHECKING:
     from bnfuse.api import (
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         verify,
     )
     from bnfuse.build import build_training_graph
-    from bnfuse.roles import Roles
-    from bnfuse.runtime.optim import SGD, AdamW
+    from bnfuse.graph.signature import Roles
+    from bnfuse.runtime.program.optim import SGD, AdamW
 
 __version__ = "0.1.0"
 
@@ -66,8 +66,8 @@ _HOMES = {
     ),
     "build_training_graph": "bnfuse.build",
     "Roles": "bnfuse.roles",
-    "SGD": "bnfuse.runtime.optim",
-    "AdamW": "bnfuse.runtime.optim",
+    "SGD": "bnfuse.runtime.program.optim",
+    "AdamW": "bnfuse.runtime.program.optim",
 }
 
 __all__ = [

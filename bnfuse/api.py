@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnfuse.errors import BnfuseError
-from bnfuse.io import load, require_apart, require_writable, save
-from bnfuse.ranges import check_real, check_whole
-from bnfuse.training_graph import open_graph
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.ranges import check_real, check_whole
+from bnfuse.graph.io import load, require_apart, require_writable, save
+from bnfuse.graph.training_graph import open_graph
 
 if TYPE_CHECKING:
     from bnfuse.benchmarking.results import Benchmark
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from bnfuse.inspecting import Inspection
     from bnfuse.passes import Rewritten
     from bnfuse.runtime import Step
-    from bnfuse.runtime.optim import Optimizer
+    from bnfuse.runtime.program.optim import Optimizer
     from bnfuse.searching.result import SearchResult
     from bnfuse.training import History
-    from bnfuse.verification import Verification
+    from bnfuse.verifying.verification import Verification
 
 __all__ = [
     "bench",
@@ -62,8 +62,8 @@ def require_gpu(target: str | None, precision: str | None) -> None:
     """Where a graph is to run on a GPU: refuse at once one that is not here, for compiling takes minutes."""
     if target is None or target.partition(":")[0] != "cuda":
         return
-    from bnfuse.runtime.cuda.driver import open_driver
-    from bnfuse.runtime.targets import resolve
+    from bnfuse.runtime.backends.cuda.driver import open_driver
+    from bnfuse.runtime.targets.resolve import resolve
 
     machine = resolve(target, precision=precision)
     open_driver().check_architecture(machine.mcpu)
@@ -84,9 +84,9 @@ def rewrite(
     """The graph after the passes of `level`, and the report of what they did and why they did not do more.
 
     `pool_first` moves average pools in front of 1x1 convolutions; by default it does so at level icf. `remove` takes
-    BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper" (bnfuse/placements.py);
+    BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper" (passes/removal/placements.py);
     with `keep_affine` their scale and bias stay. `decay` is the weight that a batch has in the running statistics.
-    `sample` says what part of the batch each BatchNorm takes its statistics from: "fs:1/32" (bnfuse/sample_spec.py).
+    `sample` says what part of the batch each BatchNorm takes its statistics from: "fs:1/32" (passes/sampling/spec.py).
     With `local_bn` each group of so many samples is normalised on its own.
     """
     from bnfuse import passes
@@ -130,7 +130,7 @@ def verify(
 
     `target` and `precision` are those of `compile`, for the runtime tvm.
     """
-    from bnfuse.verification import verify_graphs
+    from bnfuse.verifying.verification import verify_graphs
 
     check_whole("steps", steps)
     check_whole("seed", seed)
@@ -206,7 +206,7 @@ def optimizer(
     no_decay: Sequence[str] = (),
 ) -> Optimizer:
     """An optimiser by its name, sgd or adamw; momentum and Nesterov are sgd's alone."""
-    from bnfuse.runtime.optim import SGD, AdamW
+    from bnfuse.runtime.program.optim import SGD, AdamW
 
     if name == "sgd":
         return SGD(lr, momentum, nesterov, weight_decay, tuple(no_decay))
@@ -237,7 +237,7 @@ def compile(
     `tune` measures kernels that can be made in several ways and remembers the fastest in that folder.
     """
     from bnfuse.runtime import compile_step
-    from bnfuse.runtime.optim import require_optimizer
+    from bnfuse.runtime.program.optim import require_optimizer
 
     require_optimizer(optimizer)
     graph = open_graph(source, **roles)
@@ -375,8 +375,8 @@ def train(
     """
     from bnfuse.data import Dataset
     from bnfuse.exporting import require_exportable, require_state
-    from bnfuse.runtime.inference import require_inference
-    from bnfuse.runtime.optim import SGD, require_optimizer
+    from bnfuse.runtime.lowering.inference import require_inference
+    from bnfuse.runtime.program.optim import SGD, require_optimizer
     from bnfuse.training import Loader, Options, batch_of, raw_data_for, train_step
 
     require_optimizer(optimizer)
@@ -563,7 +563,7 @@ def search(
 
     The others are those of `train` and `rewrite`; training `repeats` times takes the mean accuracy.
     """
-    from bnfuse.runtime.optim import SGD, require_optimizer
+    from bnfuse.runtime.program.optim import SGD, require_optimizer
     from bnfuse.searching.evaluation import Settings
     from bnfuse.searching.run import run_search
     from bnfuse.searching.training import Recipe

@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bnfuse.errors import BnfuseError, one_line
-from bnfuse.interrupts import interrupts
+from bnfuse.core.errors import BnfuseError, one_line
+from bnfuse.core.interrupts import interrupts
 
 INTERRUPTED = 130  # as typer says it
 UNREAD = 141  # as a shell says of SIGPIPE

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from .layers import Network, finish
 from .sequence import Weights, new_input, number_steps, tokens, zeros

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.core.errors import BnfuseError, at_node
 
 from .initial import kaiming
 

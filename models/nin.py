@@ -12,7 +12,7 @@ import dataclasses
 
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from .layers import Network, Size, finish, pair, start
 

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from . import alexnet, densenet, gnmt, googlenet, mobilenet, nin, resnet, squeezenet, transformer, vgg
 from .count import Counts, count

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from .layers import Network, Size, finish, start
 

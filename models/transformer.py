@@ -18,7 +18,7 @@ import dataclasses
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from .layers import Network, finish
 from .sequence import Weights, new_input, tokens, zeros

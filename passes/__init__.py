@@ -1,5 +1,5 @@
 """Graph passes: BatchNorm fission and fusion, forward and backward. One pass a file; `manager` puts them in order."""
 
-from bnfuse.passes.manager import LEVELS, PassReport, Report, Rewritten, rewrite
+from bnfuse.passes.pipeline import LEVELS, PassReport, Report, Rewritten, rewrite
 
 __all__ = ["LEVELS", "PassReport", "Report", "Rewritten", "rewrite"]

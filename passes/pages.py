@@ -37,7 +37,7 @@ and reason. `bnfuse rewrite --level` takes none, rcf, mvf, bnff or icf; each lev
 
 def page() -> str:
     """The text of docs/passes.md."""
-    manager = importlib.import_module("bnfuse.passes.manager").__doc__ or ""
+    manager = importlib.import_module("bnfuse.passes.pipeline").__doc__ or ""
     levels = "\n".join(line for line in manager.splitlines() if line.startswith("    "))
     parts = [HEAD + levels]
     for title, name in PAGES.items():

@@ -13,12 +13,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bnfuse.runtime.artefact import load_step
+    from bnfuse.runtime.artifact import load_step
     from bnfuse.runtime.compile import compile_step
-    from bnfuse.runtime.optim import SGD, AdamW
+    from bnfuse.runtime.program.optim import SGD, AdamW
     from bnfuse.runtime.session import Step
 
-_HOMES = {"compile_step": "compile", "load_step": "artefact", "Step": "session", "SGD": "optim", "AdamW": "optim"}
+_HOMES = {
+    "compile_step": "compile",
+    "load_step": "artifact",
+    "Step": "session",
+    "SGD": "program.optim",
+    "AdamW": "program.optim",
+}
 
 __all__ = ["SGD", "AdamW", "Step", "compile_step", "load_step"]
 
@@ -27,7 +33,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnfuse.runtime' has no attribute '{name}'")
     if name == "compile_step":
-        from bnfuse.runtime.backend import import_tvm
+        from bnfuse.runtime.targets.tvm import import_tvm
 
         import_tvm()
     return getattr(importlib.import_module(f"bnfuse.runtime.{_HOMES[name]}"), name)

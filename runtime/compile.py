@@ -9,22 +9,23 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.drawing import separated
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import program as p
-from bnfuse.runtime import targets, tuning
-from bnfuse.runtime.build import Progress, objects
-from bnfuse.runtime.cache import Cache, default_folder
-from bnfuse.runtime.execution import Compiled
-from bnfuse.runtime.inference import inference_graph
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.drawing import separated
+from bnfuse.graph.sampling import sampling_of
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.codegen import tuning
+from bnfuse.runtime.codegen.build import Progress, objects
+from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.lower import Lowered, lower
-from bnfuse.runtime.lower_optim import update_phase
-from bnfuse.runtime.lowering import Lowering
-from bnfuse.runtime.optim import Optimizer, require_optimizer
+from bnfuse.runtime.lowering.graph import Lowered, lower
+from bnfuse.runtime.lowering.inference import inference_graph
+from bnfuse.runtime.lowering.state import Lowering
+from bnfuse.runtime.lowering.update import update_phase
+from bnfuse.runtime.program import program as p
+from bnfuse.runtime.program.optim import Optimizer, require_optimizer
 from bnfuse.runtime.session import Step
-from bnfuse.sampling import sampling_of
-from bnfuse.training_graph import TrainingGraph, open_graph
+from bnfuse.runtime.targets import resolve as targets
 
 
 def compile_step(

@@ -15,19 +15,19 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from bnfuse.errors import BnfuseError, UnknownAttributeError
-from bnfuse.io import write_atomically
-from bnfuse.ranges import check_real, check_whole
-from bnfuse.runtime import program as p
-from bnfuse.runtime.draws import Draws, PerChannel
-from bnfuse.runtime.exclusion import Exclusive, alone
-from bnfuse.runtime.execution import Compiled, LaunchTime, Runner, Scalars, paired, runner_of, shared_regions
+from bnfuse.core.errors import BnfuseError, UnknownAttributeError
+from bnfuse.core.ranges import check_real, check_whole
+from bnfuse.graph.io import write_atomically
+from bnfuse.graph.sampling import Sampling
+from bnfuse.runtime.backends.draws import Draws, PerChannel
+from bnfuse.runtime.backends.exclusion import Exclusive, alone
+from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, runner_of, shared_regions
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.optim import Optimizer
-from bnfuse.sampling import Sampling
+from bnfuse.runtime.program import program as p
+from bnfuse.runtime.program.optim import Optimizer
 
 if TYPE_CHECKING:
-    from bnfuse.runtime.cuda.array import DeviceArray
+    from bnfuse.runtime.backends.cuda.array import DeviceArray
 
 __all__ = ["Compiled", "LaunchTime", "Step"]
 
@@ -442,7 +442,7 @@ class Step(Exclusive):
     @alone
     def export(self, path: str | pathlib.Path) -> None:
         """Write the step, its code, state and model as one file (artefact.py)."""
-        from bnfuse.runtime.artefact import export_step
+        from bnfuse.runtime.artifact import export_step
 
         export_step(self, pathlib.Path(path))
 

@@ -21,10 +21,10 @@ import tvm
 from bfloat16_kernels import COUT, kernel, multiply, register_kernel
 from measuring import rates
 
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets import resolve as targets
 
 SHAPES = ((56, 128), (28, 256), (28, 480), (14, 512))  # rows of pixels, input channels
 ATTRIBUTES = {"dilations": (1, 1), "group": 1, "kernel_shape": (1, 1), "pads": (0,) * 4, "strides": (1, 1)}

@@ -4,7 +4,7 @@
 
 `compute` is the FLOPs at the rate of a wide 1x1 convolution, `move` the bytes at that of a chain of copies between
 buffers of the same size, and the convolution runs in such a chain itself: each reads what the one before wrote, and
-writes where nothing has been for long (runtime/limits.py). The memory model's choice for a host rests on it
+writes where nothing has been for long (runtime/codegen/limits.py). The memory model's choice for a host rests on it
 (estimating/probe.py). Two threads.
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 import numpy as np
 import tvm
 
-from bnfuse.runtime.build import Library, Request, objects
-from bnfuse.runtime.cache import Cache, default_folder
+from bnfuse.runtime.backends.launching import launch
+from bnfuse.runtime.backends.memory import aligned
+from bnfuse.runtime.codegen.build import Library, Request, objects
+from bnfuse.runtime.codegen.cache import Cache, default_folder
+from bnfuse.runtime.codegen.limits import CHAIN, CHAIN_RUNS, chain_rates, gemm_rates, shortest
+from bnfuse.runtime.codegen.tuning import random_arguments
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.launching import launch
-from bnfuse.runtime.limits import CHAIN, CHAIN_RUNS, chain_rates, gemm_rates, shortest
-from bnfuse.runtime.memory import aligned
-from bnfuse.runtime.targets import resolve
-from bnfuse.runtime.tuning import random_arguments
+from bnfuse.runtime.targets.resolve import resolve
 
 THREADS, BATCH = 2, 16
 SHAPES = ((56, 16), (56, 32), (56, 64), (28, 128), (28, 256))  # side of the map, channels in and out

@@ -24,9 +24,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bnfuse.benchmarking.limits import Limits, measured_limits
+from bnfuse.measuring.limits import Limits, measured_limits
 from bnfuse.runtime import compile_step
-from bnfuse.runtime.program import Work
+from bnfuse.runtime.program.program import Work
 
 FLOAT_BYTES = 4
 

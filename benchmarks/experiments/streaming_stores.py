@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 import tvm
 
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute, stream, tir
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_forward import ConvNest, Part, conv_forward
 from bnfuse.runtime.kernels.cpu.nest import MicroTile, Place, cut
 from bnfuse.runtime.kernels.cpu.pool import pool_forward
 from bnfuse.runtime.kernels.cpu.tiles import choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import Buffer, span
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.targets import resolve as targets
 
 SWEPT = 256 << 20  # bytes between two runs
 

@@ -8,7 +8,7 @@ import random
 import onnx
 from onnx import AttributeProto, NodeProto, ValueInfoProto, helper
 
-from bnfuse.roles import Roles
+from bnfuse.graph.signature import Roles
 
 from .mutators import LARGEST, SMALLEST, mutator, value_names
 from .values import NAMES, NUMBERS, disturb_text, pick

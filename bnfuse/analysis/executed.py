@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.drawing import draws
-from bnfuse.errors import at_node
+from bnfuse.core.errors import at_node
+from bnfuse.graph.drawing import draws
+from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import SHAPE_READERS
-from bnfuse.training_graph import TrainingGraph
 
 
 def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:

@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.core.errors import BnfuseError, at_node
 
 CONCATS = ("Concat", "ConcatTraining")
 

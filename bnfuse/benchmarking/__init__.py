@@ -2,7 +2,7 @@
 
 choices.py      what can be asked for: levels, peers
 times.py        the times of a step, and what they come to
-candidates.py   our compiled step, onnxruntime; torch's are in bnfuse.peers
+candidates.py   our compiled step, onnxruntime; torch's are in bnfuse.baselines
 run.py          everything in turns in one process: `run_benchmark`
 idle.py         waiting until nobody else computes, and until a candidate's threads sleep
 memory.py       peak memory, a process each (that process runs this module)

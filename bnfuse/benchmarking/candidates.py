@@ -1,4 +1,4 @@
-"""Candidates: our compiled step and onnxruntime on one batch. Those of torch are made by `bnfuse.peers`."""
+"""Candidates: our compiled step and onnxruntime on one batch. Those of torch are made by `bnfuse.baselines`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
-from bnfuse.benchmarking.choices import Variant, is_gpu
-from bnfuse.benchmarking.times import Candidate, Times
-from bnfuse.oracle import Arrays, OrtGraph, serialized, without_state
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.measuring.choices import Variant, is_gpu
+from bnfuse.measuring.times import Candidate, Times
 from bnfuse.ort.library import onnxruntime, open_session
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.ort.oracle import Arrays, OrtGraph, serialized, without_state
 
 if TYPE_CHECKING:
     from bnfuse.passes import Rewritten
@@ -105,7 +105,7 @@ def make_peer(
     spares onnxruntime its first run in another one and the session of the forward part."""
     if peer == "ort":
         return OrtCandidate(graph, feeds, threads, timed=timed)
-    from bnfuse.peers import TorchStep
+    from bnfuse.baselines import TorchStep
 
     if precision is not None:
         return TorchStep(graph, peer, feeds, lr=LR, momentum=MOMENTUM, device="cuda", precision=precision)

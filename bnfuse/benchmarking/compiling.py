@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking.children import answer, ask
-from bnfuse.benchmarking.choices import Variant
+from bnfuse.measuring.children import answer, ask
+from bnfuse.measuring.choices import Variant
 
 CACHES = ("BNFUSE_CACHE", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -44,7 +44,7 @@ def measured_compile(
 
 def measure(asked: dict[str, Any]) -> dict[str, float | None]:
     """In the child."""
-    from bnfuse.training_graph import open_graph
+    from bnfuse.graph.training_graph import open_graph
 
     graph = open_graph(asked["file"])
     if "peer" in asked:
@@ -62,9 +62,9 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
 
 def measure_peer(graph: Any, peer: str, threads: int, precision: str | None) -> dict[str, float | None]:
     """`precision` is a GPU's, None for the CPU."""
+    from bnfuse.baselines.names import import_torch
     from bnfuse.benchmarking.candidates import make_peer
-    from bnfuse.feeds import draw_feeds
-    from bnfuse.peers.names import import_torch
+    from bnfuse.graph.feeds import draw_feeds
 
     import_torch()
     feeds = draw_feeds(graph, np.random.default_rng(0))

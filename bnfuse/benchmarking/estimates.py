@@ -11,16 +11,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bnfuse.benchmarking.limits import Limits
 from bnfuse.benchmarking.profiles import Profile, milliseconds
+from bnfuse.core.text import Section, scaled
 from bnfuse.estimating import probe
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.launches import launch_workload
 from bnfuse.estimating.training import training_workload
 from bnfuse.estimating.workload import Workload
-from bnfuse.text import Section, scaled
-from bnfuse.training_graph import open_graph
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.measuring.limits import Limits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking.children import answer, ask
-from bnfuse.benchmarking.times import Candidate
+from bnfuse.measuring.children import answer, ask
+from bnfuse.measuring.times import Candidate
 
 
 def measured_peak(file: Path, name: str, seed: int, threads: int) -> dict[str, int | None]:
@@ -63,15 +63,15 @@ def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -
 
 def prepare_peer(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
     from bnfuse.benchmarking.candidates import make_peer
-    from bnfuse.feeds import draw_feeds
-    from bnfuse.training_graph import open_graph
+    from bnfuse.graph.feeds import draw_feeds
+    from bnfuse.graph.training_graph import open_graph
 
     if name == "ort":
         from bnfuse.ort.library import onnxruntime
 
         onnxruntime()
     else:
-        from bnfuse.peers.names import import_torch
+        from bnfuse.baselines.names import import_torch
 
         import_torch()
     graph = open_graph(file)

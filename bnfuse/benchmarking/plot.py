@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.benchmarking.results import Benchmark, Result
-from bnfuse.errors import BnfuseError
-from bnfuse.io import write_atomically
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import write_atomically
 
 FORMATS = (".png", ".svg", ".pdf")
 OURS, PEER = ("#1f4e9c", "#7ea6de"), ("#6b6b6b", "#b8b8b8")  # forward, backward

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from bnfuse.benchmarking import idle
-from bnfuse.benchmarking.limits import Limits
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime.program import PHASES
-from bnfuse.text import Section
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section
+from bnfuse.measuring import idle
+from bnfuse.measuring.limits import Limits
+from bnfuse.runtime.program.program import PHASES
 
 SHOWN, ROWS = 0.97, 40  # share of the kernels' time, rows: what is beyond either is summed up in the table
 

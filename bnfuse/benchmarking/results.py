@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bnfuse.benchmarking.choices import is_gpu
+from bnfuse.baselines.names import is_graph
 from bnfuse.benchmarking.compiling import CompileTimes
 from bnfuse.benchmarking.estimates import Estimates
 from bnfuse.benchmarking.profiles import Profile
-from bnfuse.benchmarking.times import Summary
-from bnfuse.peers.names import is_graph
-from bnfuse.text import Section, join, scaled
+from bnfuse.core.text import Section, join, scaled
+from bnfuse.measuring.choices import is_gpu
+from bnfuse.measuring.times import Summary
 
 
 @dataclasses.dataclass(frozen=True)

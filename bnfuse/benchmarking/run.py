@@ -17,23 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking import choices, idle
 from bnfuse.benchmarking.candidates import CompiledCandidate, compile_variant, make_peer, rewrite_variant
-from bnfuse.benchmarking.choices import Variant
 from bnfuse.benchmarking.compiling import measured_compile
 from bnfuse.benchmarking.estimates import compare, hardware_of, predicted_launches, workload_of
-from bnfuse.benchmarking.limits import measured_limits
-from bnfuse.benchmarking.machine import describe_machine
 from bnfuse.benchmarking.memory import measured_peak
 from bnfuse.benchmarking.profiles import Profile, profile_step
 from bnfuse.benchmarking.results import Benchmark, Result
-from bnfuse.benchmarking.times import Candidate, Times, summarize
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.probe import WORKING_SETS
 from bnfuse.estimating.workload import Workload
-from bnfuse.feeds import draw_feeds
-from bnfuse.io import save
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.io import save
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.measuring import choices, idle
+from bnfuse.measuring.choices import Variant
+from bnfuse.measuring.limits import measured_limits
+from bnfuse.measuring.machine import describe_machine
+from bnfuse.measuring.times import Candidate, Times, summarize
 
 Progress = Callable[[str], None]
 
@@ -108,7 +108,7 @@ def run_benchmark(
         from bnfuse.benchmarking.cuda.bench import require_gpu
 
         require_gpu()
-    from bnfuse.runtime.processors import bounded_threads, physical_cores
+    from bnfuse.core.processors import bounded_threads, physical_cores
 
     plan = dataclasses.replace(plan, threads=bounded_threads(threads) or physical_cores())
     with tempfile.TemporaryDirectory(prefix="bnfuse-bench-") as folder:

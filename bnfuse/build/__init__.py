@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx
 
-from bnfuse.ranges import check_whole
+from bnfuse.core.ranges import check_whole
 
 from .forward import read_forward
 from .repair import repair

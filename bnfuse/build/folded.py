@@ -12,7 +12,7 @@ import re
 
 import onnx
 
-from bnfuse.text import some
+from bnfuse.core.text import some
 
 from .exporters import Call, call_of, is_generated
 from .graph import Forward

@@ -17,11 +17,11 @@ import onnx.version_converter
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from bnfuse.errors import BnfuseError
-from bnfuse.io import check_sizes, read_proto
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import check_sizes, read_proto
+from bnfuse.graph.signature import METADATA_KEY
+from bnfuse.graph.wellformed import check_functions
 from bnfuse.opset.result_size import result_elements
-from bnfuse.roles import METADATA_KEY
-from bnfuse.wellformed import check_functions
 
 from .canonical import fit_reshapes_to_batch, split_of_sequence
 from .graph import (

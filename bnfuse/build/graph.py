@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from bnfuse.drawing import FED, LIKE
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.graph.drawing import FED, LIKE
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from bnfuse.core.text import some
 from bnfuse.models.initial import kaiming
-from bnfuse.text import some
 
 from .graph import Forward, attributes
 from .variables import matches

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from bnfuse.text import some
+from bnfuse.core.text import some
 
 from .exporters import Tensor, argument_of, has_argument, signature_of
 from .graph import Forward

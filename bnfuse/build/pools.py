@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import onnx
 
-from bnfuse.windows import POOLS, axes_of, is_miscounted, why_not
+from bnfuse.core.windows import POOLS, axes_of, is_miscounted, why_not
 
 from .graph import Forward, attributes, remove_attributes, set_attribute, shapes_of, without_large_values
 

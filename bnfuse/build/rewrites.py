@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from bnfuse.drawing import one_number
+from bnfuse.graph.drawing import one_number
 
 from .forward import element_types, fold_constants, infer_shapes, raise_opset
 from .graph import Forward, attributes, fresh

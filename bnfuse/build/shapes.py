@@ -12,7 +12,7 @@ from collections.abc import Callable
 import onnx
 from onnx import TensorProto, helper
 
-from bnfuse.errors import at_node
+from bnfuse.core.errors import at_node
 
 from .graph import shapes_of, static_shape, typed_values, without_large_values
 

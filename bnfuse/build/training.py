@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.signature import METADATA_KEY, Roles
 from bnfuse.ort.process import OrtError, borrowed
-from bnfuse.roles import METADATA_KEY, Roles
 
 from .graph import Forward, attributes, fresh, set_attribute
 from .traps import WITHOUT_LOSS, builder_error

@@ -10,9 +10,9 @@ import re
 import onnx
 from onnx import TensorProto
 
-from bnfuse.errors import BnfuseError
-from bnfuse.roles import LOSSES
-from bnfuse.windows import POOLS
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.windows import POOLS
+from bnfuse.graph.signature import LOSSES
 
 from .graph import Forward, attributes, element_count, static_shape
 from .pools import fault_of

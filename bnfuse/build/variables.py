@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from bnfuse.text import some
+from bnfuse.core.text import some
 
 from .exporters import PARAMETER, argument_of, has_argument, is_generated, signature_of
 from .graph import Forward

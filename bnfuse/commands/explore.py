@@ -10,7 +10,7 @@ import typer
 from bnfuse.commands.graphs import Level
 from bnfuse.commands.options import Channels, Classes, ImageSize, Json, Settings, Unit, Units, settings
 from bnfuse.commands.output import Progress, show, show_json
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 
 def explore(

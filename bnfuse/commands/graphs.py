@@ -30,11 +30,11 @@ from bnfuse.commands.options import (
     settings,
 )
 from bnfuse.commands.output import Progress, require_text_writable, show, show_json, to_json, write_text
-from bnfuse.errors import BnfuseError
-from bnfuse.text import Section, count, number, scaled
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section, count, number, scaled
 
 if TYPE_CHECKING:
-    from bnfuse.zoo import ZooEntry
+    from bnfuse.build.zoo import ZooEntry
 
 Before = Annotated[Path, typer.Argument(metavar="BEFORE.ONNX", show_default=False)]
 After = Annotated[Path, typer.Argument(metavar="AFTER.ONNX", show_default=False)]
@@ -71,7 +71,7 @@ def models(json: Json = False) -> None:
     bnfuse models
     bnfuse models --json
     """
-    from bnfuse.zoo import zoo_entries
+    from bnfuse.build.zoo import zoo_entries
 
     entries = zoo_entries()
     if json:
@@ -138,8 +138,8 @@ def build(
     bnfuse build densenet40 --set growth=24 --classes 10 -o train.onnx
     bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
     """
-    from bnfuse.building import build_file
-    from bnfuse.io import require_apart
+    from bnfuse.build.named import build_file
+    from bnfuse.graph.io import require_apart
 
     if Path(source).is_file():
         require_apart(source, output)
@@ -267,7 +267,7 @@ def rewrite(
     bnfuse rewrite train.onnx -o fused.onnx --local-bn 4 --sample bn+vdn:1
     """
     from bnfuse import api
-    from bnfuse.io import require_apart
+    from bnfuse.graph.io import require_apart
 
     require_text_writable(output)
     if report:
@@ -346,8 +346,8 @@ def diff(
     """
     from bnfuse import api
     from bnfuse.diffing.page import diff_page
-    from bnfuse.io import require_apart
-    from bnfuse.training_graph import open_graph
+    from bnfuse.graph.io import require_apart
+    from bnfuse.graph.training_graph import open_graph
 
     for graph in (before, after):
         require_apart(graph, output)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 Model = Annotated[Path, typer.Argument(help="A training graph (.onnx).", metavar="TRAIN.ONNX", show_default=False)]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE", show_default=False)]

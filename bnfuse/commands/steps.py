@@ -32,8 +32,8 @@ from bnfuse.commands.options import (
     opening,
 )
 from bnfuse.commands.output import Progress, show, show_json
-from bnfuse.io import require_apart, require_writable
-from bnfuse.text import Section, number, scaled
+from bnfuse.core.text import Section, number, scaled
+from bnfuse.graph.io import require_apart, require_writable
 
 Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
 
@@ -266,7 +266,7 @@ def demo(
     bnfuse demo
     bnfuse demo --folder /tmp/demo
     """
-    from bnfuse.demo import run_demo
+    from bnfuse.commands.demo import run_demo
 
     if not run_demo(folder=folder, seed=seed, threads=threads, say=say, show=show_apart, progress=Progress()):
         raise typer.Exit(1)

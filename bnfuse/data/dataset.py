@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 MAX_BYTES = 1 << 33  # of all images as float32
 

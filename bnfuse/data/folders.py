@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from .dataset import Part, Raw, check_memory
 from .pictures import Picture, read_picture

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from .dataset import pad
 

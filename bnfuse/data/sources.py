@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 from .arrays import npz_file
 from .dataset import MAX_BYTES, Dataset, Part, Raw, finish

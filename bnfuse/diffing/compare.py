@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.diffing import match
+from bnfuse.analysis import match
+from bnfuse.analysis.traffic import graph_traffic
 from bnfuse.diffing.halves import batch_norm_fates
 from bnfuse.diffing.report import Added, Changed, Diff, NameChanges, Removed, Renamed, Rewired
-from bnfuse.diffing.traffic import graph_traffic
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.graph.training_graph import TrainingGraph
 
 
 def diff_graphs(first: TrainingGraph, second: TrainingGraph) -> Diff:

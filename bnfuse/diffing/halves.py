@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import onnx_ir as ir
 
-from bnfuse.diffing.match import label, sources
+from bnfuse.analysis.match import label, sources
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, OpSpec, PlainOp, parse
 
 BATCH_NORMS = ("BatchNormInternal", "BatchNormalization")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from bnfuse.analysis.traffic import Traffic
+from bnfuse.core.text import Section, change, count, join, number, scaled, some
 from bnfuse.diffing.halves import BatchNormFate, Place
-from bnfuse.diffing.traffic import Traffic
-from bnfuse.text import Section, change, count, join, number, scaled, some
 
 PHASES = ("forward", "backward")
 

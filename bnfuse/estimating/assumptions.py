@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 MOST = 100  # operations of a multiply-add, or sweeps: more is mistyped
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from bnfuse.core.text import Section, csv_text, duration, join, percent, scaled
 from bnfuse.estimating.result import Estimate, LayerEstimate
-from bnfuse.text import Section, csv_text, duration, join, percent, scaled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 MIB = 2**20
 

@@ -1,7 +1,7 @@
 """The workload of a compiled step: every launch a layer, every storage of its program a tensor.
 
 What the runtime really does is in it: copies between layouts, scratch, vectors grouped into one launch, the update. A
-program says which storages a launch touches and how many bytes it moves in all (runtime/work.py), but not which
+program says which storages a launch touches and how many bytes it moves in all (runtime/lowering/work.py), but not which
 channels of a wider buffer it works on: what a launch's storages hold beyond its bytes is taken off those that several
 maps share, in proportion.
 """
@@ -16,7 +16,7 @@ from bnfuse.estimating.node_costs import composed_type
 from bnfuse.estimating.operations import TYPES
 from bnfuse.estimating.workload import Access, Kind, Layer, Tensor, Workload
 from bnfuse.opset.spec import OpSpec, find
-from bnfuse.runtime import program as p
+from bnfuse.runtime.program import program as p
 
 VECTOR = 8192  # elements: a float tensor of the arena that has no more is one of coefficients
 KINDS: dict[str, Kind] = {
@@ -128,7 +128,7 @@ def _tensors(program: p.Program, launches: list[p.Launch], numbers: dict[int, in
 
 @functools.cache
 def type_of(kind: str, op: str) -> str:
-    """The type of a launch by its kind and operator in runtime/work.py."""
+    """The type of a launch by its kind and operator in runtime/lowering/work.py."""
     if op == "Sum":
         return "Add"
     if kind in WORK_TYPES:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import at_node
+from bnfuse.core.errors import at_node
 from bnfuse.estimating import operations
 from bnfuse.estimating.assumptions import check_choice, check_times
 from bnfuse.estimating.order import Order, arranged

@@ -11,9 +11,9 @@ import math
 
 import onnx_ir as ir
 
+from bnfuse.analysis.work import flops as dense_flops
 from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
-from bnfuse.inspecting.work import flops as dense_flops
 from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, OpSpec, PlainOp
 from bnfuse.opset.traffic import RESHAPES
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
+from bnfuse.core.text import duration
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.hardware import MIB
 from bnfuse.estimating.quantities import cache_text
 from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.sweep import Sweep
-from bnfuse.text import duration
 
 # Okabe and Ito's colours, which colour-blind readers tell apart. Type-I layers are blues and greens.
 COLOURS = {

@@ -1,13 +1,13 @@
 """`--hardware host`: what this machine reaches, measured once and remembered.
 
-    flops            the best matrix product of several libraries          (bnfuse/benchmarking/limits.py)
+    flops            the best matrix product of several libraries          (bnfuse/measuring/limits.py)
     bandwidth        a copy between arrays of 256 MiB, read and written
     cache            the largest working set that a chain of copies still moves faster than that
     cache_bandwidth  of such a chain
 
 The cache is measured, not read from the system: what a processor shares with others, or a hypervisor passes on, is not
 this machine's to fill. It is measured as layers use it: each copy of a chain reads what the one before it wrote, and
-writes where nothing has been for long (runtime/limits.py). Copies to and fro between the same two arrays would find a
+writes where nothing has been for long (runtime/codegen/limits.py). Copies to and fro between the same two arrays would find a
 cache that layers do not: a processor fetches what a layer overwrites, so that its results cost memory their transfers
 even where they fit. Where no chain is faster than memory, no cache beyond the smallest working set counts.
 """
@@ -24,12 +24,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST, MIB, Hardware
 
 if TYPE_CHECKING:
-    from bnfuse.benchmarking.limits import Limits
+    from bnfuse.measuring.limits import Limits
 
 VERSION = 2  # of what is remembered
 LARGEST = 512 * MIB  # working set of the copy that counts as memory's
@@ -87,8 +87,8 @@ def host(*, fresh: bool = False, threads: int | None = None, progress: Progress 
 
 def describe(threads: int | None) -> dict[str, Any]:
     """What tells one machine from another."""
-    from bnfuse.benchmarking.machine import cpu_model
-    from bnfuse.runtime.processors import bounded_threads, physical_cores
+    from bnfuse.core.processors import bounded_threads, physical_cores
+    from bnfuse.measuring.machine import cpu_model
 
     cores = physical_cores()
     return {
@@ -118,8 +118,8 @@ def about(machine: dict[str, Any]) -> str:
 
 def measure(threads: int, progress: Progress) -> Measured:
     """In a process of its own."""
-    from bnfuse.benchmarking import idle
-    from bnfuse.benchmarking.limits import measured_limits
+    from bnfuse.measuring import idle
+    from bnfuse.measuring.limits import measured_limits
 
     quiet = idle.wait_for_idle(PATIENCE, progress)
     return measured(measured_limits(threads, WORKING_SETS), quiet.others)
@@ -148,7 +148,7 @@ def effective_cache(by_working_set: Sequence[tuple[int, float]]) -> tuple[int, f
 
 def remembered(machine: dict[str, Any]) -> Path | None:
     """The file of a machine in the user's cache folder; None for a user without one."""
-    from bnfuse.runtime.cache import default_folder
+    from bnfuse.runtime.codegen.cache import default_folder
 
     folder = default_folder()
     text = json.dumps([VERSION, machine], sort_keys=True)
@@ -172,7 +172,7 @@ def read(path: Path, machine: dict[str, Any]) -> Measured | None:
 
 def write(path: Path, machine: dict[str, Any], found: Measured) -> None:
     """Remembering is a convenience: where the folder cannot be written, the machine is measured again next time."""
-    from bnfuse.io import write_atomically
+    from bnfuse.graph.io import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

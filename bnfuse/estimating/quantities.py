@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 PREFIXES = "KMGTP"
 MOST_BYTES, MOST_RATE = 2.0**60, 1e24  # of a cache, of a second: beyond these something is mistyped

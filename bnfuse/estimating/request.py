@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bnfuse.errors import BnfuseError
+from bnfuse.build.zoo import is_network
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.estimate import estimate
@@ -32,9 +33,8 @@ from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
 from bnfuse.estimating.training import Optimizer
 from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
-from bnfuse.io import require_apart, require_writable
+from bnfuse.graph.io import require_apart, require_writable
 from bnfuse.models import entry_of
-from bnfuse.zoo import is_network
 
 Progress = Callable[[str], None]
 CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
@@ -161,9 +161,9 @@ QUESTIONS: dict[str, Callable[[Request, Progress], Any]] = {
 
 def pipelined(request: Request, progress: Progress) -> Any:
     from bnfuse.analysis.executed import require_fixed_shapes
+    from bnfuse.build.zoo import network_named
     from bnfuse.estimating.reram.pipeline import pipeline
-    from bnfuse.training_graph import open_graph
-    from bnfuse.zoo import network_named
+    from bnfuse.graph.training_graph import open_graph
 
     (assumptions,) = settle(request.assume, ReramAssumptions())
     graph: Any = network_named(request.source, dict(request.zoo))

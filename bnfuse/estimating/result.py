@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from bnfuse.core.text import Section, count, csv_text, duration, join, percent, scaled
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import Hardware
-from bnfuse.text import Section, count, csv_text, duration, join, percent, scaled
 
 LONGEST = 10  # layers that the text lists
 

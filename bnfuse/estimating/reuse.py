@@ -15,10 +15,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from bnfuse.core.text import Section, csv_text, scaled
 from bnfuse.estimating import cache
 from bnfuse.estimating.quantities import cache_text
 from bnfuse.estimating.workload import NEVER, Touch, Workload
-from bnfuse.text import Section, csv_text, scaled
 
 INTRA, ADJACENT, BLOCK = "intra-layer", "adjacent-layer", "block-scale"
 RECURRENT, FORWARD_BACKWARD = "recurrent-weight", "forward-backward"

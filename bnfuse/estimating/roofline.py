@@ -10,11 +10,11 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from bnfuse.core.text import Section, csv_text, number
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import operations
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.workload import Layer, Workload
-from bnfuse.text import Section, csv_text, number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bnfuse.analysis.executed import require_fixed_shapes
+from bnfuse.build.zoo import network_named
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST, Hardware, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
 from bnfuse.estimating.order import Order
 from bnfuse.estimating.training import Optimizer, training_workload
 from bnfuse.estimating.workload import Workload
-from bnfuse.training_graph import TrainingGraph, open_graph
-from bnfuse.zoo import network_named
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 
 DEFAULT = "h100"
 
@@ -52,7 +52,7 @@ def workloads(
 
 def built(name: str, zoo: dict[str, Any]) -> TrainingGraph:
     """The training graph of a network of the zoo, in memory."""
-    from bnfuse.building import build_model
+    from bnfuse.build.named import build_model
 
     return open_graph(build_model(name, zoo=zoo).model, name=name)
 
@@ -60,7 +60,7 @@ def built(name: str, zoo: dict[str, Any]) -> TrainingGraph:
 def rewritten(graph: TrainingGraph, levels: Sequence[str]) -> dict[str, TrainingGraph]:
     """Levels with their options, as `bnfuse bench --level` takes them, and the graphs that they give."""
     from bnfuse.benchmarking.candidates import rewrite_variant
-    from bnfuse.benchmarking.choices import variants
+    from bnfuse.measuring.choices import variants
 
     return {each.name: open_graph(rewrite_variant(graph, each), name=each.name) for each in variants(levels)}
 

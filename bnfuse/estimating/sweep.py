@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section, csv_text, duration, join, percent, scaled
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.quantities import cache_text, parse_bandwidth, parse_bytes, parse_count, parse_flops
 from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.workload import Workload
-from bnfuse.text import Section, csv_text, duration, join, percent, scaled
 
 Value = int | float
 Make = Callable[[int], Workload]

@@ -17,18 +17,18 @@ from typing import Literal
 import onnx_ir as ir
 
 from bnfuse.analysis.executed import executed, require_fixed_shapes
-from bnfuse.diffing.match import label
-from bnfuse.diffing.traffic import forward_nodes
+from bnfuse.analysis.match import label
+from bnfuse.analysis.owners import layer_name, owners
+from bnfuse.analysis.traffic import forward_nodes
 from bnfuse.estimating.assumptions import check_choice
 from bnfuse.estimating.node_costs import Costs, costs_of
 from bnfuse.estimating.order import Order, arranged
 from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
-from bnfuse.inspecting.owners import layer_name, owners
+from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
 from bnfuse.opset.traffic import channels_touched, reads_elements_of_x, touched_shape
-from bnfuse.passes.canonical import match_clip_gradient
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.passes.dialect.canonical import match_clip_gradient
 
 Optimizer = Literal["none", "sgd", "momentum", "adamw"]
 MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}

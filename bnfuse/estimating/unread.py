@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from bnfuse.errors import BnfuseError
+from bnfuse.build.zoo import is_network
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST
 from bnfuse.estimating.layerwise import Passes
 from bnfuse.estimating.reram.assumptions import is_stack
-from bnfuse.zoo import is_network
 
 if TYPE_CHECKING:
     from bnfuse.estimating.request import Request

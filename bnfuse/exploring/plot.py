@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.exploring.axes import described, plain
 from bnfuse.exploring.pareto import Goal
 from bnfuse.exploring.points import Point

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bnfuse.diffing.traffic import graph_traffic
+from bnfuse.analysis.traffic import graph_traffic
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
@@ -13,10 +13,10 @@ from bnfuse.estimating.layerwise import forward_workload
 from bnfuse.estimating.source import built
 from bnfuse.estimating.training import training_workload
 from bnfuse.exploring.axes import Settings
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.inspecting.network import inspect_network
 from bnfuse.models import build_graph, entry_of
 from bnfuse.passes import rewrite
-from bnfuse.training_graph import open_graph
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from bnfuse.core.text import Section, count, csv_text, duration, join, number, percent, scaled
 from bnfuse.exploring.axes import Settings, described, plain
 from bnfuse.exploring.pareto import Goal
 from bnfuse.exploring.points import Point
 from bnfuse.inspecting.result import size
-from bnfuse.text import Section, count, csv_text, duration, join, number, percent, scaled
 
 
 @dataclasses.dataclass(frozen=True)

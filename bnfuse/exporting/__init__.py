@@ -2,7 +2,7 @@
 
     export_model(step, "model.onnx")                     # what `bnfuse.export_inference` and `train --export` do
 
-The graph that evaluates is cut out of the training graph (runtime/inference.py), whatever its level; `expand` turns
+The graph that evaluates is cut out of the training graph (runtime/lowering/inference.py), whatever its level; `expand` turns
 `ai.bnfuse` operators back into BatchNormalization, Relu, Conv and their like; `rows` takes virtual samples out and
 frees constants of the batch. Operators are those of ai.onnx alone, statistics the running ones.
 """
@@ -19,11 +19,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError, first_line
+from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.exporting.expand import Expansion
 from bnfuse.exporting.rows import whole_rows
-from bnfuse.io import save
-from bnfuse.training_graph import TrainingGraph, open_graph
+from bnfuse.graph.io import save
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -80,7 +80,7 @@ def require_state(graph: TrainingGraph, path: str | os.PathLike[str] | None) -> 
 
 def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:
     """The model, with the batch left open where shapes allow. It has passed onnx's full check."""
-    from bnfuse.runtime.inference import inference_graph
+    from bnfuse.runtime.lowering.inference import inference_graph
 
     cut, roles = inference_graph(graph.model, graph.roles, graph.name)
     whole_rows(cut, roles.data, graph.roles.virtual)

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.opset import reference
 from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.errors import at_node
-from bnfuse.training_graph import put_in_place
+from bnfuse.core.errors import at_node
+from bnfuse.graph.training_graph import put_in_place
 
 VIRTUAL = -1
 

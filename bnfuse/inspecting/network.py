@@ -16,8 +16,8 @@ from collections import Counter
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from bnfuse.analysis.work import BATCH_NORM_OPS, POOLS
 from bnfuse.inspecting.result import Inspection, Layer
-from bnfuse.inspecting.work import BATCH_NORM_OPS, POOLS
 from bnfuse.models.count import node_flops, parameters_of
 
 FLOAT, INDEX, MASK = 4, 8, 1  # bytes an element

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bnfuse.errors import BnfuseError
-from bnfuse.text import Section, count, csv_text, join, number, percent, scaled
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section, count, csv_text, join, number, percent, scaled
 
 UNITS = {"decimal": (1000, ("B", "kB", "MB", "GB", "TB")), "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB"))}
 WIDTH = 100  # of the text: what is too long loses its beginning

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnfuse.errors import BnfuseError
+from bnfuse.build.zoo import network_named
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.inspecting.network import inspect_network
 from bnfuse.inspecting.result import Inspection
 from bnfuse.inspecting.training import inspect_graph
-from bnfuse.training_graph import open_graph
-from bnfuse.zoo import network_named
 
 
 def inspect_source(source: Any, zoo: dict[str, Any] | None = None, **roles: Any) -> Inspection:

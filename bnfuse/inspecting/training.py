@@ -15,11 +15,10 @@ import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.analysis.executed import require_fixed_shapes
-from bnfuse.diffing.match import label
-from bnfuse.diffing.traffic import forward_nodes, node_maps
-from bnfuse.inspecting.owners import owners
-from bnfuse.inspecting.result import Inspection, Layer
-from bnfuse.inspecting.work import (
+from bnfuse.analysis.match import label
+from bnfuse.analysis.owners import owners
+from bnfuse.analysis.traffic import forward_nodes, node_maps
+from bnfuse.analysis.work import (
     POOLS,
     batch_norm_part,
     core_of,
@@ -30,7 +29,8 @@ from bnfuse.inspecting.work import (
     shape,
     size_in_bytes,
 )
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.inspecting.result import Inspection, Layer
 
 UNOWNED = "(other gradients)"
 

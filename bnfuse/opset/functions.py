@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.opset.body import Body, reference
 from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.spec import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from bnfuse.core.windows import axes_of
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
-from bnfuse.windows import axes_of
 
 Array = np.ndarray
 Operands = Mapping[str, Array]

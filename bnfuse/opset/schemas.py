@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.shapes import result_shapes
 from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp, attribute_type, find
 from bnfuse.opset.training_ops import TRAINING_OPS, Rule, TrainingOp, attribute_of, dims_of, tensor

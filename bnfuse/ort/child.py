@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.ort.frames import Arrays, read_frame, write_frame
 from bnfuse.ort.library import onnxruntime, open_session, training_library
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 PACKAGE = "onnxruntime-training-cpu==1.19.2"
 NEEDED = ("GradientGraphBuilder", "get_optimized_model", "register_gradient_definition", "load_checkpoint")

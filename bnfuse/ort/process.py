@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
-from bnfuse.interpreter import import_root
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.interpreter import import_root
 from bnfuse.ort.frames import Arrays, read_frame, write_frame
 
 SIGNALS = {

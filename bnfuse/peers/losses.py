@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.peers.writer import Convert, Writer, attribute, present
+from bnfuse.baselines.writer import Convert, Writer, attribute, present
 
 IGNORED = -100  # torch's default of ignore_index; a file without one ignores no label, and no label is negative
 

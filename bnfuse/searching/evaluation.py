@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.space import Placement, Space, from_text, to_text
 
 METHODS = ("bo", "random", "annealing", "exhaustive")

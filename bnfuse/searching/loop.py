@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.evaluation import Evaluation, Score, Settings, best_of, reference_of
 from bnfuse.searching.proposals import propose
 from bnfuse.searching.space import MAX_ENUMERATED, Placement, Space, to_text

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.evaluation import Evaluation, Settings, reference_of
 from bnfuse.searching.quadratic import solve
 from bnfuse.searching.space import Placement, Space, random_placement

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.evaluation import Evaluation, Score, Settings, best_of
 from bnfuse.searching.loop import search
 from bnfuse.searching.space import Placement, Space, to_text

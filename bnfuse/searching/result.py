@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bnfuse.core.text import Section, count, join, number
 from bnfuse.searching.evaluation import Evaluation, best_of, is_valid, pareto, reference_of
 from bnfuse.searching.loop import percent
 from bnfuse.searching.space import Space, to_text
-from bnfuse.text import Section, count, join, number
 
 
 @dataclasses.dataclass(frozen=True)

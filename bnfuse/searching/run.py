@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.data import Dataset
-from bnfuse.io import require_writable
+from bnfuse.graph.io import require_writable
+from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.searching.evaluation import Settings
 from bnfuse.searching.loop import evaluations_of, search
 from bnfuse.searching.quadratic import import_cvxpy
@@ -17,7 +18,6 @@ from bnfuse.searching.storage import open_log
 from bnfuse.searching.training import Recipe, Training, digest_of_graph, space_of
 from bnfuse.training import Loader, Options, data_for
 from bnfuse.training.checkpoints import digest_of_data
-from bnfuse.training_graph import TrainingGraph
 
 Progress = Callable[[str], None]
 

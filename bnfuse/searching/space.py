@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 Placement = tuple[int, ...]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from bnfuse.errors import BnfuseError
-from bnfuse.io import append_line
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import append_line
 from bnfuse.searching.evaluation import Evaluation
 from bnfuse.searching.space import Space
 

@@ -11,15 +11,15 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse import api
+from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.data import Dataset
-from bnfuse.errors import BnfuseError, DivergedError
-from bnfuse.placements import batch_norm_list
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.passes.removal.placements import batch_norm_list
 from bnfuse.searching.evaluation import Score
 from bnfuse.searching.space import Placement, Space
-from bnfuse.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
-    from bnfuse.runtime.optim import Optimizer
+    from bnfuse.runtime.program.optim import Optimizer
 
 COSTS = ("count", "bytes")
 

@@ -13,7 +13,7 @@ import dataclasses
 
 import numpy as np
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 HELP = "none, flip, pad-crop[:pixels], or several with commas between them"
 FLIP, ROW, COLUMN = 1, 2, 3  # streams of the hash

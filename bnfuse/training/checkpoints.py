@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset
-from bnfuse.errors import BnfuseError
 from bnfuse.training.history import Epoch, epoch_from
 
 if TYPE_CHECKING:

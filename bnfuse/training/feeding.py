@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset, batches, load_data
 from bnfuse.data.dataset import check_labels
-from bnfuse.errors import BnfuseError
+from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.training.loading import Loader, fed, prefetched
 from bnfuse.training.nonfinite import error_of_evaluation
-from bnfuse.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step

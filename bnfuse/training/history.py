@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bnfuse.text import Section, join
+from bnfuse.core.text import Section, join
 
 Progress = Callable[[str], None]
 

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset
-from bnfuse.errors import BnfuseError
 from bnfuse.training.augment import Augment
 
 T = TypeVar("T")

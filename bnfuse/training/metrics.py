@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from bnfuse.errors import BnfuseError
-from bnfuse.io import append_line, write_atomically
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import append_line, write_atomically
 from bnfuse.training.checkpoints import remove_leftovers
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnfuse.errors import BnfuseError, DivergedError
+from bnfuse.core.errors import BnfuseError, DivergedError
+from bnfuse.graph.signature import Roles, roles_of
 from bnfuse.opset.spec import parse
-from bnfuse.roles import Roles, roles_of
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step

@@ -6,9 +6,9 @@ import dataclasses
 import os
 from pathlib import Path
 
-from bnfuse.errors import BnfuseError
-from bnfuse.io import require_writable
-from bnfuse.ranges import check_real, check_whole
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.ranges import check_real, check_whole
+from bnfuse.graph.io import require_writable
 from bnfuse.training.augment import Augment, parse_augment
 from bnfuse.training.checkpoints import has_run, is_folder, make_folder
 from bnfuse.training.schedules import Schedule, parse_schedule

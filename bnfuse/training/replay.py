@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnfuse.drawing import separated
-from bnfuse.oracle import OrtGraph
-from bnfuse.sampling import virtual_samples
-from bnfuse.training_graph import without_dropout
+from bnfuse.graph.drawing import separated
+from bnfuse.graph.sampling import virtual_samples
+from bnfuse.graph.training_graph import without_dropout
+from bnfuse.ort.oracle import OrtGraph
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 HELP = "cosine, constant, step:30,60,80[@0.1] or poly[:power]"
 

@@ -8,9 +8,9 @@ import pytest
 
 import bnfuse
 from bnfuse import api
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime.optim import SGD, AdamW
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.program.optim import SGD, AdamW
 
 
 @pytest.fixture(scope="module")

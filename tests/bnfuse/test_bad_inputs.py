@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from bnfuse.building import build_model
+from bnfuse.build.named import build_model
 from bnfuse.cli import main
 from bnfuse.models import build_forward
 
@@ -521,16 +521,16 @@ def test_a_step_without_its_parts(at, capsys):
 
 
 def test_data_that_is_not_there(at, capsys):
+    from bnfuse.core.errors import BnfuseError
     from bnfuse.data import load_data
-    from bnfuse.errors import BnfuseError
 
     with pytest.raises(BnfuseError, match="is no data"):
         load_data("imagenet")
 
 
 def test_an_npz_without_images_or_with_wrong_labels(at, capsys):
+    from bnfuse.core.errors import BnfuseError
     from bnfuse.data import load_data
-    from bnfuse.errors import BnfuseError
 
     np.savez(at / "empty.npz", z=np.zeros(3))
     with pytest.raises(BnfuseError, match="no array 'x'"):

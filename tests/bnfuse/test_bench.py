@@ -10,17 +10,18 @@ import pytest
 
 import bnfuse
 from bnfuse import api
-from bnfuse.benchmarking import candidates, children, choices, compiling, idle, limits, memory, results, run
-from bnfuse.benchmarking.choices import Variant
-from bnfuse.benchmarking.limits import Limits
+from bnfuse.benchmarking import candidates, compiling, memory, results, run
 from bnfuse.benchmarking.plot import plot
 from bnfuse.benchmarking.profiles import Profile, rows_of
-from bnfuse.benchmarking.times import Times, summarize
 from bnfuse.cli import main
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime.program import Work
+from bnfuse.core.errors import BnfuseError
+from bnfuse.measuring import children, choices, idle, limits
+from bnfuse.measuring.choices import Variant
+from bnfuse.measuring.limits import Limits
+from bnfuse.measuring.times import Times, summarize
+from bnfuse.runtime.program.program import Work
 from bnfuse.runtime.session import LaunchTime
-from bnfuse.verification import draw_feeds
+from bnfuse.verifying.verification import draw_feeds
 
 LIMITS = Limits({"numpy": 100e9, "torch": 50e9}, 10e9)
 RESULT_KEYS = {
@@ -85,7 +86,7 @@ def test_torch_that_is_not_there_is_one_line_before_anything_is_compiled(train, 
 
 
 def test_the_two_pool_first_settings_of_a_level_give_different_graphs(train):
-    graph = bnfuse.training_graph.open_graph(train)
+    graph = bnfuse.graph.training_graph.open_graph(train)
     poolings = [
         candidates.rewrite_variant(graph, choices.variant(name)).report.to_json()["passes"][0]["name"]
         for name in ("none+pool-first", "icf", "icf+no-pool-first")
@@ -312,7 +313,7 @@ def test_nothing_to_measure_is_refused(train):
 
 def test_steps_that_are_timed_do_not_learn_the_batch_by_heart(train):
     """Else a small network's gradients become subnormal, and the later steps many times as slow."""
-    graph = bnfuse.training_graph.open_graph(train)
+    graph = bnfuse.graph.training_graph.open_graph(train)
     feeds = draw_feeds(graph, np.random.default_rng(0))
     step = candidates.compile_variant(graph, Variant("icf", True), 1)
     before = step.state_dict()
@@ -325,7 +326,7 @@ def test_steps_that_are_timed_do_not_learn_the_batch_by_heart(train):
 
 @pytest.mark.torch
 def test_torchs_peers_do_not_learn_either(train):
-    graph = bnfuse.training_graph.open_graph(train)
+    graph = bnfuse.graph.training_graph.open_graph(train)
     step = candidates.make_peer(graph, "torch", draw_feeds(graph, np.random.default_rng(0)), 1)
     before = [parameter.detach().clone() for parameter in step.module.parameters()]
     step.run()
@@ -390,7 +391,7 @@ def test_peak_memory_above_the_baseline_grows_with_what_a_step_holds(monkeypatch
 
 
 def test_limits_are_rates(monkeypatch):
-    from bnfuse.runtime.limits import copy_rate
+    from bnfuse.runtime.codegen.limits import copy_rate
 
     monkeypatch.setattr(limits, "SIDE", 128)
     assert limits.numpy_rate() > 1e6

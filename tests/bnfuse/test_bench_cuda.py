@@ -7,18 +7,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bnfuse.benchmarking import choices, run
+from bnfuse.baselines import TorchStep, cuda
+from bnfuse.baselines.names import is_graph, without_graph
+from bnfuse.benchmarking import run
 from bnfuse.benchmarking.cuda import cudnn, memory
 from bnfuse.benchmarking.cuda.cudnn import Convolution, Floor
 from bnfuse.benchmarking.results import Benchmark, Result
-from bnfuse.benchmarking.times import Times, summarize
 from bnfuse.build import build_training_graph
 from bnfuse.cli import main
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.measuring import choices
+from bnfuse.measuring.times import Times, summarize
 from bnfuse.models import build_forward
-from bnfuse.peers import TorchStep, cuda
-from bnfuse.peers.names import is_graph, without_graph
-from bnfuse.training_graph import open_graph
 
 EVERY = "torch,torch-cl,torch-compile,torch+graph,torch-cl+graph,torch-compile+graph"
 
@@ -219,7 +220,7 @@ def test_what_a_benchmark_on_a_gpu_needs_is_imported_without_tvm_and_onnxruntime
     """On a GPU machine there are neither: a fresh interpreter that refuses them."""
     import subprocess
 
-    from bnfuse.interpreter import import_root
+    from bnfuse.core.interpreter import import_root
 
     absent = ("tvm", "tvm_ffi", "onnxruntime", "onnx_graphsurgeon", "typer", "matplotlib", "sklearn", "PIL")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(

@@ -12,7 +12,7 @@ import pytest
 
 import bnfuse
 from bnfuse.cli import main
-from bnfuse.text import Section, change, scaled
+from bnfuse.core.text import Section, change, scaled
 
 GRAPH_COMMANDS = ("models", "build", "inspect", "rewrite", "diff", "verify")
 COMMANDS = (*GRAPH_COMMANDS, "compile", "run", "train", "search", "estimate", "explore", "bench", "demo")

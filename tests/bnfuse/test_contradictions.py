@@ -6,9 +6,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from bnfuse import io
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph import io
 from bnfuse.passes import rewrite
 from bnfuse.runtime import compile_step
 

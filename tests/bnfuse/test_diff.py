@@ -8,10 +8,11 @@ import onnx_ir as ir
 import pytest
 
 import bnfuse
-from bnfuse.building import build_model
-from bnfuse.diffing import diff_graphs, match
+from bnfuse.analysis import match
+from bnfuse.build.named import build_model
+from bnfuse.diffing import diff_graphs
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.opset.schemas import infer_shapes
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 MAP = 2 * 8 * 4 * 4 * 4  # bytes of a map of 8 channels
 IMAGE = 2 * 3 * 4 * 4 * 4

@@ -10,9 +10,9 @@ from random_networks import DROP_PATH, forward_model, training_graph
 
 import bnfuse
 from bnfuse.build import build_training_graph
-from bnfuse.drawing import draws, separated
-from bnfuse.errors import BnfuseError
-from bnfuse.sampling import Random, Sampling
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.drawing import draws, separated
+from bnfuse.graph.sampling import Random, Sampling
 
 MANY = (1 << 16,)
 

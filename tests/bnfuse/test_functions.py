@@ -9,10 +9,10 @@ import onnx.helper as h
 import pytest
 
 import bnfuse
-from bnfuse import io
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
-from bnfuse.wellformed import MAX_NODES, check_functions
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph import io
+from bnfuse.graph.wellformed import MAX_NODES, check_functions
 
 OPSETS = [h.make_opsetid("", 17), h.make_opsetid("my", 1)]
 

@@ -13,8 +13,8 @@ import pytest
 
 from bnfuse import passes, runtime
 from bnfuse.build import build_training_graph
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward
-from bnfuse.training_graph import open_graph
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -205,7 +205,7 @@ def test_ours_may_have_twice_torchs_error_or_what_is_enough(scripts, ours, torch
 @pytest.mark.torch
 def test_the_reference_is_float64(scripts, model):
     graph = open_graph(ir.from_proto(model), name="resnet")
-    from bnfuse.feeds import draw_feeds
+    from bnfuse.graph.feeds import draw_feeds
 
     feeds = draw_feeds(graph, np.random.default_rng(0))
     expected = scripts.errors.reference_gradients(graph, feeds)

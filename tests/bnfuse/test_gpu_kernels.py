@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from source_files import load
 
-from bnfuse.runtime import tuning
-from bnfuse.runtime.cache import Cache
-from bnfuse.runtime.cuda import container
-from bnfuse.runtime.sources import sources_hash
+from bnfuse.runtime.codegen import tuning
+from bnfuse.runtime.codegen.cache import Cache
+from bnfuse.runtime.codegen.sources import sources_hash
+from bnfuse.runtime.kernels.cuda import container
 
 script = load(pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_kernels.py")
 

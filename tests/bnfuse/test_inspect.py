@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import bnfuse
-from bnfuse.building import build_model
+from bnfuse.analysis.traffic import graph_traffic
+from bnfuse.build.named import build_model
 from bnfuse.commands.output import to_json
-from bnfuse.diffing.traffic import graph_traffic
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.inspecting import FIELDS
 from bnfuse.inspecting.training import UNOWNED
 from bnfuse.models import MODELS, count_forward
-from bnfuse.training_graph import open_graph
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from bnfuse import io
 from bnfuse.build import build_training_graph
-from bnfuse.build.artifacts import expose_results
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph import io
+from bnfuse.graph.artifacts import expose_results
+from bnfuse.graph.signature import METADATA_KEY, roles_of
 from bnfuse.models import build_forward, build_graph
-from bnfuse.roles import METADATA_KEY, roles_of
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_require_training_wants_shapes_and_values(training, tmp_path):
 
 def test_a_core_import_pulls_no_torch():
     code = """
-import sys, bnfuse.io, bnfuse.data
+import sys, bnfuse.graph.io, bnfuse.data
 from bnfuse.build import build
 from bnfuse.models import build_forward
 build(build_forward("densenet40", batch=2, depth=1, image=8))
@@ -378,7 +378,9 @@ def test_damaged_roles(training):
     for text in ("{", "[]", '{"data": 3}', '{"data": ["data"]}', "null", '{"what": 1}'):
         model = io.load(training)
         model.metadata_props[METADATA_KEY] = text
-        with pytest.raises(BnfuseError, match=r"its bnfuse.roles metadata is damaged .*: build it anew") as caught:
+        with pytest.raises(
+            BnfuseError, match=r"its bnfuse.graph.signature metadata is damaged .*: build it anew"
+        ) as caught:
             roles_of(model)
         assert "\n" not in str(caught.value)
 

@@ -1,7 +1,7 @@
 """`bnfuse models` on a narrow terminal and in a pipe."""
 
+from bnfuse.build.zoo import zoo_entries
 from bnfuse.cli import main
-from bnfuse.zoo import zoo_entries
 
 
 def test_every_line_of_the_list_of_networks_is_narrow(capsys):

@@ -16,9 +16,9 @@ import onnx.helper as h
 import onnx_ir as ir
 import pytest
 
-from bnfuse.errors import BnfuseError
-from bnfuse.oracle import OrtGraph
+from bnfuse.core.errors import BnfuseError
 from bnfuse.ort.frames import read_frame, write_frame
+from bnfuse.ort.oracle import OrtGraph
 from bnfuse.ort.process import OrtError, borrowed
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64

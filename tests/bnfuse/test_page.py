@@ -13,8 +13,9 @@ import pytest
 from page_case import HOSTILE, SMALL, Document, hostile_pair, small
 
 import bnfuse
-from bnfuse.building import build_model
+from bnfuse.build.named import build_model
 from bnfuse.cli import main
+from bnfuse.core.errors import BnfuseError
 from bnfuse.diffing import diff_graphs
 from bnfuse.diffing.page import diff_page, document, estimates, rewrite_page
 from bnfuse.diffing.page.align import align, longest_increasing, nearest_order, rows_of
@@ -23,8 +24,7 @@ from bnfuse.diffing.page.lists import saved
 from bnfuse.diffing.page.markup import Markup, script_json, table, tag, text
 from bnfuse.diffing.page.nodes import nodes_of, unique_keys
 from bnfuse.diffing.page.norms import Cost
-from bnfuse.errors import BnfuseError
-from bnfuse.training_graph import open_graph
+from bnfuse.graph.training_graph import open_graph
 
 LIMIT = 3_000_000  # bytes of densenet121's page
 

@@ -4,7 +4,7 @@ import pytest
 from page_case import hostile_pair, small
 
 import bnfuse
-from bnfuse.building import build_model
+from bnfuse.build.named import build_model
 from bnfuse.diffing.page import diff_page, rewrite_page
 
 pytestmark = pytest.mark.browser

@@ -191,7 +191,7 @@ def test_writing_replaces_what_is_between_the_marks_alone(tmp_path):
     path = tmp_path / "d.md"
     begin, end = DOCUMENTS.marks("a.py")
     path.write_text(f"before\n{begin}\nold\n{end}\nafter\n", encoding="utf-8")
-    DOCUMENTS.write_into(path, "a.py", [bnfuse.text.Section.table("T", ("a", "b"), [("1|2", "3 *")])])
+    DOCUMENTS.write_into(path, "a.py", [bnfuse.core.text.Section.table("T", ("a", "b"), [("1|2", "3 *")])])
     table = "**T**\n\n| a | b |\n| ---: | ---: |\n| 1\\|2 | 3 \\* |"
     assert path.read_text(encoding="utf-8") == f"before\n{begin}\n\n{table}\n\n{end}\nafter\n"
     with pytest.raises(SystemExit, match="lacks the marks"):

@@ -14,14 +14,14 @@ from onnx import TensorProto, helper, numpy_helper
 from source_files import load
 
 import bnfuse
+from bnfuse.baselines import PEERS, TorchStep, torch_module
+from bnfuse.baselines.network import torch_loss
 from bnfuse.build import build, build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import TrainingGraph, open_graph, without_dropout
 from bnfuse.models import MODELS, build_forward
-from bnfuse.oracle import OrtGraph
-from bnfuse.peers import PEERS, TorchStep, torch_module
-from bnfuse.peers.network import torch_loss
-from bnfuse.training_graph import TrainingGraph, open_graph, without_dropout
-from bnfuse.verification import draw_feeds
+from bnfuse.ort.oracle import OrtGraph
+from bnfuse.verifying.verification import draw_feeds
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALLER: dict[str, object] = {"hidden": 32, "width": 0.25, "depth": 16}  # metaparameters
@@ -392,13 +392,13 @@ def test_an_unknown_peer():
 def test_without_torch_one_line_says_what_to_install():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import onnx_ir as ir, bnfuse.peers\n"
-        "from bnfuse.errors import BnfuseError\n"
+        "import onnx_ir as ir, bnfuse.baselines\n"
+        "from bnfuse.core.errors import BnfuseError\n"
         "from bnfuse.models import build_forward\n"
         "from bnfuse.build import build_training_graph\n"
-        "from bnfuse.training_graph import open_graph\n"
+        "from bnfuse.graph.training_graph import open_graph\n"
         "model = build_training_graph(build_forward('resnet20', batch=2))\n"
-        "try:\n    bnfuse.peers.torch_module(open_graph(ir.from_proto(model), name='r'))\n"
+        "try:\n    bnfuse.baselines.torch_module(open_graph(ir.from_proto(model), name='r'))\n"
         "except BnfuseError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -7,8 +7,8 @@ import pytest
 
 import bnfuse
 from bnfuse.cli import main
-from bnfuse.errors import BnfuseError
-from bnfuse.ranges import MAX_REAL, check_real, check_whole
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.ranges import MAX_REAL, check_real, check_whole
 from bnfuse.runtime import SGD, AdamW
 from bnfuse.training.options import Options
 

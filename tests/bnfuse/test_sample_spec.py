@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.errors import BnfuseError
-from bnfuse.passes.parts import parts_of, rectangle
-from bnfuse.sample_spec import LayerSample, parse_plan
-from bnfuse.sampling import Box, Points
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.sampling import Box, Points
+from bnfuse.passes.sampling.parts import parts_of, rectangle
+from bnfuse.passes.sampling.spec import LayerSample, parse_plan
 
 
 @pytest.mark.parametrize(

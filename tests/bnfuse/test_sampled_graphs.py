@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import bnfuse
-from bnfuse.building import build_model
+from bnfuse.build.named import build_model
 from bnfuse.cli import main
-from bnfuse.errors import BnfuseError
-from bnfuse.feeds import draw_feeds
-from bnfuse.sampling import sampling_of
-from bnfuse.training_graph import open_graph
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.sampling import sampling_of
+from bnfuse.graph.training_graph import open_graph
 
 
 @pytest.fixture(scope="module")

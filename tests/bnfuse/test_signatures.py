@@ -8,9 +8,9 @@ import pytest
 from onnx import AttributeProto, TensorProto, helper
 
 from bnfuse import api
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
-from bnfuse.io import read_proto
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import read_proto
 
 Model = onnx.ModelProto
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bnfuse.text import duration, percent
+from bnfuse.core.text import duration, percent
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import onnx
 import pytest
 
 import bnfuse
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
-from bnfuse.training_graph import dropouts, open_graph, without_dropout
-from bnfuse.verification import (
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import dropouts, open_graph, without_dropout
+from bnfuse.verifying.verification import (
     FLOOR,
     MINIMUM,
     ROUNDINGS,
@@ -302,7 +302,7 @@ def test_one_unlucky_seed_is_noted_and_a_mistake_is_wrong_on_all(before, after, 
             right, seed=arguments[4], tensors=tensors if arguments[4] in wrong else right.tensors
         )
 
-    monkeypatch.setattr("bnfuse.verification.verify_once", unlucky)
+    monkeypatch.setattr("bnfuse.verifying.verification.verify_once", unlucky)
     wrong = {5}
     found = bnfuse.verify(before, after, seed=5)
     assert (found.equal, asked) == (True, [5, 6])

@@ -18,10 +18,11 @@ from source_files import load
 from bnfuse import api
 from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
-from bnfuse.runtime import SGD, compile_step, session, targets
-from bnfuse.runtime.build import compile_kernel
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime import SGD, compile_step, session
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.codegen.build import compile_kernel
 from bnfuse.runtime.kernels.kernel import Kernel, Target
+from bnfuse.runtime.targets import resolve as targets
 
 pytestmark = pytest.mark.emulation
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from bnfuse.runtime.kernels.cpu.pool import index_dtype
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
-from bnfuse.runtime.layout import stored_dtype
+from bnfuse.runtime.lowering.layout import stored_dtype
 
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 NOT_MAPS = ("weight", "dweight")

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as real
 
-from bnfuse.runtime.cuda import container
-from bnfuse.runtime.cuda import driver as own
+from bnfuse.runtime.backends.cuda import driver as own
+from bnfuse.runtime.kernels.cuda import container
 
 OK = real.CUresult.CUDA_SUCCESS
 

@@ -10,15 +10,15 @@ import lockstep
 import numpy as np
 from fake_cuda import FakeCuda, floats
 
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.compile import lower_graph
-from bnfuse.runtime.cuda.container import Code, Stage, pack
-from bnfuse.runtime.execution import Compiled
+from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack
 from bnfuse.runtime.kernels.cuda.device import RAW
 from bnfuse.runtime.kernels.kernel import Kernel, Target
-from bnfuse.runtime.lower import Lowered
-from bnfuse.runtime.optim import Optimizer
+from bnfuse.runtime.lowering.graph import Lowered
+from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.session import Step
-from bnfuse.training_graph import TrainingGraph
 
 
 def interpreted_step(graph: TrainingGraph, target: Target, fake: FakeCuda, optimizer: Optimizer | None = None) -> Step:

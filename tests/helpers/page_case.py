@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 import bnfuse
-from bnfuse.building import build_model
+from bnfuse.build.named import build_model
 
 VOID = {"meta", "link", "input", "br", "wbr"}
 SMALL = {"batch": 2, "image": 16, "growth": 4, "depth": 3}

@@ -152,7 +152,7 @@ def judge(case: Case, seed: int, *, compiled: bool = False) -> str:
     `compiled` for the CPU too.
     """
     from bnfuse.build import build
-    from bnfuse.errors import BnfuseError
+    from bnfuse.core.errors import BnfuseError
 
     try:
         model = build(case.model(), loss="mse").model
@@ -187,7 +187,7 @@ def are_equal(found: tuple[float, Array], expected: tuple[float, Array]) -> bool
 def by_onnxruntime(model: onnx.ModelProto, feeds: dict[str, Array]) -> tuple[float, Array]:
     import onnx_ir as ir
 
-    from bnfuse.oracle import OrtGraph
+    from bnfuse.ort.oracle import OrtGraph
 
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -218,9 +218,9 @@ def lower_everywhere(model: onnx.ModelProto) -> None:
     """To a program for the CPU and one for a GPU: refuses what has no kernel, and compiles nothing."""
     import onnx_ir as ir
 
+    from bnfuse.graph.training_graph import open_graph
     from bnfuse.runtime.compile import lower_graph
-    from bnfuse.runtime.targets import resolve
-    from bnfuse.training_graph import open_graph
+    from bnfuse.runtime.targets.resolve import resolve
 
     for target in (resolve("cpu", 2), resolve("cuda:sm_90", precision="bf16")):
         lower_graph(open_graph(ir.from_proto(model)), target, None)

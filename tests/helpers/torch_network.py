@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from torch_statistics import normalise
 
-from bnfuse.roles import Roles
+from bnfuse.graph.signature import Roles
 
 Statistics = Callable[[str, Any], tuple[Any, Any]]
 

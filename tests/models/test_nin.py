@@ -3,7 +3,7 @@
 import onnx
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.models import build_forward, build_graph
 
 

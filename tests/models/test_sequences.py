@@ -7,10 +7,10 @@ from collections import Counter
 import onnx_graphsurgeon as gs
 import pytest
 
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
+from bnfuse.build.named import build_model
+from bnfuse.build.zoo import zoo_entries
+from bnfuse.core.errors import BnfuseError
 from bnfuse.models import SHAPE_ONLY, build_forward, build_graph, count, count_forward
-from bnfuse.zoo import zoo_entries
 
 SMALL = {"batch": 2, "hidden": 8, "steps": 3, "vocabulary": 11}
 

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.models import MODELS, build_forward, build_graph, count, count_forward
 
 # trained parameters at the default sizes: 1000 classes, or 10 for the CIFAR forms

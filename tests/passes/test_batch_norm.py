@@ -2,7 +2,7 @@
 
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 COMPOSITE = """
     a = conv(x, 4)

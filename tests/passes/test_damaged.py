@@ -9,12 +9,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from bnfuse import io
-from bnfuse.errors import BnfuseError
-from bnfuse.feeds import draw_feeds
-from bnfuse.oracle import OrtGraph
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph import io
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.ort.oracle import OrtGraph
 from bnfuse.passes import rewrite
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 BODY = """
 a = conv(x, 4, k=3, bias=1)

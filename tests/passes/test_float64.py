@@ -5,9 +5,9 @@ import onnx_ir as ir
 import pytest
 
 from bnfuse.build import build_training_graph
+from bnfuse.graph.training_graph import without_dropout
 from bnfuse.models import build_forward
 from bnfuse.passes import rewrite
-from bnfuse.training_graph import without_dropout
 
 pytestmark = pytest.mark.torch
 

@@ -8,7 +8,7 @@ from small_networks import DENSE, RESIDUAL
 
 from bnfuse import runtime
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.schemas import check_model
 from bnfuse.passes import rewrite
 

@@ -7,8 +7,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from bnfuse.graph.sampling import sampling_of
 from bnfuse.passes import LEVELS, rewrite
-from bnfuse.sampling import sampling_of
 
 pytestmark = pytest.mark.torch
 

@@ -12,12 +12,12 @@ from small_networks import DENSE
 from bnfuse import api, passes, runtime
 from bnfuse.build import build_training_graph
 from bnfuse.cli import main
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.signature import roles_of
 from bnfuse.models import build_forward
 from bnfuse.opset.schemas import check_model
 from bnfuse.passes import rewrite
-from bnfuse.placements import batch_norm_list, select
-from bnfuse.roles import roles_of
+from bnfuse.passes.removal.placements import batch_norm_list, select
 
 PARAMETERS = ("scale_grad", "bias_grad")
 LEVELS = ("none", "rcf", "mvf", "bnff", "icf")

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.sampling import Box, Points, sampling_of
+from bnfuse.graph.signature import roles_of
 from bnfuse.opset.schemas import check_model
 from bnfuse.passes import LEVELS, rewrite
-from bnfuse.passes.parts import rectangle
-from bnfuse.roles import roles_of
-from bnfuse.sampling import Box, Points, sampling_of
+from bnfuse.passes.sampling.parts import rectangle
 
 COMPOSITE = """
     a = conv(x, 4)

@@ -11,15 +11,15 @@ from small_networks import DENSE, RESIDUAL
 import bnfuse
 from bnfuse import runtime
 from bnfuse.build import build_training_graph
-from bnfuse.drawing import separated
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.drawing import separated
+from bnfuse.graph.sampling import sampling_of
+from bnfuse.graph.signature import roles_of
 from bnfuse.models import build_forward
 from bnfuse.opset.schemas import check_model
 from bnfuse.passes import rewrite
-from bnfuse.passes.manager import finish
-from bnfuse.passes.virtual import AddVirtual
-from bnfuse.roles import roles_of
-from bnfuse.sampling import sampling_of
+from bnfuse.passes.pipeline import finish
+from bnfuse.passes.sampling.virtual import AddVirtual
 
 LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
 CHAIN = """

@@ -15,7 +15,7 @@ import onnx.helper as h
 import pytest
 
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import SGD, Step, compile_step, load_step
 
 BATCH, FEATURES, CLASSES = 4, 8, 3

@@ -23,7 +23,8 @@ def test_a_half_installed_torch_is_named(tmp_path, text, said):
     code = """
 import sys, bnfuse
 try:
-    from bnfuse.runtime import compile_step, targets
+    from bnfuse.runtime import compile_step
+    from bnfuse.runtime.targets import resolve as targets
     targets.resolve("cpu")
     print("loads")
 except bnfuse.BnfuseError as error:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import tvm
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import cache as cache_module
-from bnfuse.runtime.build import Library, Request, objects
-from bnfuse.runtime.cache import Cache, content_key, default_folder
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.launching import launch
+from bnfuse.runtime.backends.memory import aligned
+from bnfuse.runtime.codegen import cache as cache_module
+from bnfuse.runtime.codegen.build import Library, Request, objects
+from bnfuse.runtime.codegen.cache import Cache, content_key, default_folder
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.launching import launch
-from bnfuse.runtime.memory import aligned
-from bnfuse.runtime.targets import resolve
+from bnfuse.runtime.targets.resolve import resolve
 
 TARGET = resolve("cpu", 1)
 START = {"x": 0, "y": 0}
@@ -50,7 +50,7 @@ def run(request: Request, code: bytes) -> None:
 def compiled(monkeypatch):
     """Names of the kernels that were compiled."""
     names: list[str] = []
-    from bnfuse.runtime import build
+    from bnfuse.runtime.codegen import build
 
     compile_kernel = build.compile_kernel
     monkeypatch.setattr(build, "compile_kernel", lambda kernel: (names.append(kernel.name), compile_kernel(kernel))[1])
@@ -154,7 +154,7 @@ def test_processes_share_a_folder_and_need_no_tool_on_the_path(tmp_path):
 
 
 def test_a_kernel_that_cannot_be_compiled_is_named_by_a_worker_too():
-    from bnfuse.runtime import build
+    from bnfuse.runtime.codegen import build
 
     broken = relu(4, dataclasses.replace(TARGET, mcpu="nehalem", kind="no such kind"))
     name = broken.kernel().name
@@ -167,7 +167,7 @@ def _of_worker(request: Request, name: str):
     """What a worker process answers to one request."""
     import queue
 
-    from bnfuse.runtime import build
+    from bnfuse.runtime.codegen import build
 
     waiting, finished = queue.SimpleQueue(), queue.SimpleQueue()
     waiting.put(("key", request, name))
@@ -179,7 +179,7 @@ def _of_worker(request: Request, name: str):
 
 
 def test_a_worker_process_compiles_the_same_code(tmp_path, monkeypatch):
-    from bnfuse.runtime import build
+    from bnfuse.runtime.codegen import build
 
     requests = [relu(c) for c in (4, 8, 12, 16)]
     monkeypatch.setattr(build, "KERNELS_PER_WORKER", 2)

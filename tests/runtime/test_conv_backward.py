@@ -12,14 +12,15 @@ from conv_case import ConvCase, gradient_operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute, tir
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = dataclasses.replace(targets.resolve("cpu"), threads=2)
 MAP_OF_DY = ("dy", "grad_x")

@@ -14,11 +14,12 @@ from source_files import load
 
 from bnfuse import cli
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
-from bnfuse.io import save
-from bnfuse.runtime import SGD, compile_step, load_step, targets
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import save
+from bnfuse.runtime import SGD, compile_step, load_step
 from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward, tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets import resolve as targets
 
 FOREIGN = "haswell" if targets.is_arm(targets.host_cpu()) else "neoverse-n1"
 SIZE, CIN, COUT = 14, 32, 48

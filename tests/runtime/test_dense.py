@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem, gemm
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
-from bnfuse.runtime.kernels.cpu import execute, tir
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import choose_tiles

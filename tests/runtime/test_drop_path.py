@@ -144,8 +144,8 @@ def test_masks_of_its_own_differ_and_follow_from_the_seed(graph):
 def test_the_torch_peer_draws_too(source):
     import torch
 
-    from bnfuse.peers import torch_module
-    from bnfuse.training_graph import open_graph
+    from bnfuse.baselines import torch_module
+    from bnfuse.graph.training_graph import open_graph
 
     module, x = torch_module(open_graph(source)), torch.from_numpy(batches()[0][0])
     torch.manual_seed(0)

@@ -11,8 +11,8 @@ import pytest
 
 import bnfuse
 from bnfuse.build import build_training_graph
-from bnfuse.oracle import OrtGraph
-from bnfuse.training_graph import TrainingGraph, open_graph
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.ort.oracle import OrtGraph
 
 LEVELS = ("none", "mvf", "bnff", "icf")
 SHAPE = (2, 3, 8, 8)

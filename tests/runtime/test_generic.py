@@ -7,10 +7,10 @@ import onnx.helper as h
 import onnx.reference
 import pytest
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.generic import GenericProblem, generic
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 OPSET = 18

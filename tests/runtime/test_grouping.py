@@ -5,13 +5,13 @@ import pytest
 
 from bnfuse import passes
 from bnfuse.build import build_training_graph
+from bnfuse.graph.signature import roles_of
 from bnfuse.models import build_forward
-from bnfuse.roles import roles_of
-from bnfuse.runtime import program as p
-from bnfuse.runtime import targets
-from bnfuse.runtime.grouping import MOST
-from bnfuse.runtime.lower import lower
-from bnfuse.runtime.lowering import COEFFICIENTS
+from bnfuse.runtime.lowering.graph import lower
+from bnfuse.runtime.lowering.grouping import MOST
+from bnfuse.runtime.lowering.state import COEFFICIENTS
+from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets import resolve as targets
 
 
 @pytest.fixture

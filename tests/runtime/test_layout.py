@@ -7,7 +7,7 @@ import onnx.parser
 import onnx_ir as ir
 
 from bnfuse.runtime.kernels.kernel import MapType
-from bnfuse.runtime.layout import MapRef, Slots, assign_slots
+from bnfuse.runtime.lowering.layout import MapRef, Slots, assign_slots
 
 
 def slots_of(body: str, maps: str) -> tuple[Slots, dict[str, ir.Value]]:

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute, layout
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu import layout
 from bnfuse.runtime.kernels.kernel import MapType
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 

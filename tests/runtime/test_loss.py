@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from loss_case import reference
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.loss import LossProblem, softmax_loss, softmax_loss_grad
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 

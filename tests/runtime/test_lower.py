@@ -10,15 +10,15 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from bnfuse.errors import BnfuseError
-from bnfuse.roles import Roles
-from bnfuse.runtime.build import objects
-from bnfuse.runtime.cache import Cache, default_folder
-from bnfuse.runtime.cpu import CpuRunner
-from bnfuse.runtime.execution import Compiled
-from bnfuse.runtime.lower import Lowered, lower
-from bnfuse.runtime.program import ARENA, Program
-from bnfuse.runtime.targets import resolve
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.signature import Roles
+from bnfuse.runtime.backends.cpu.runner import CpuRunner
+from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.codegen.build import objects
+from bnfuse.runtime.codegen.cache import Cache, default_folder
+from bnfuse.runtime.lowering.graph import Lowered, lower
+from bnfuse.runtime.program.program import ARENA, Program
+from bnfuse.runtime.targets.resolve import resolve
 
 TARGET = resolve("cpu", 2)
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from map_case import BACKWARD, FORWARD
 
 from bnfuse.opset import reference, spec
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
-from bnfuse.runtime.kernels.cpu.map import map_backward, map_forward
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu.pointwise import map_backward, map_forward
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 ATTRIBUTES = {"min": -0.5, "max": 0.75, "alpha": 1.702}

@@ -10,11 +10,11 @@ import pytest
 from random_networks import BATCH, batch, forward_model, step_of, training_graph
 
 import bnfuse
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset
-from bnfuse.errors import BnfuseError
 from bnfuse.exporting import inference_model
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.training import train_step
-from bnfuse.training_graph import open_graph
 
 U = "u = RandomUniformLike(rows)"
 M = f"{U} l = Less(u, keep) m = Cast<to = 1>(l)"  # 0 or 1

@@ -5,9 +5,10 @@ import pytest
 import tvm_ffi
 
 from bnfuse.opset import reference, spec
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import coefficients, execute, norm
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu import coefficients, norm
 from bnfuse.runtime.kernels.kernel import MapType
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 

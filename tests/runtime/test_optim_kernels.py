@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.optim import adamw, sgd
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 COUNT = 16 * 9 + 5  # whole blocks and a rest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from bnfuse.runtime.plan import Interval, lifetimes, lower_bound, place, tightest_gap
-from bnfuse.runtime.program import Buffer, Launch
+from bnfuse.runtime.program.plan import Interval, lifetimes, lower_bound, place, tightest_gap
+from bnfuse.runtime.program.program import Buffer, Launch
 
 
 def launch(*storages: int) -> Launch:

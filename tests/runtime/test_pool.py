@@ -6,12 +6,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pool_case import AVERAGE, AVERAGE_GRAD, GLOBAL, MAX, MAX_GRAD, operands_of, positions, window
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference, spec
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu.pool import index_dtype, pool_backward, pool_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 CLIP = {"min": -0.5, "max": 0.75}

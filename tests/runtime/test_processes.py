@@ -13,9 +13,10 @@ import onnx.parser
 import pytest
 
 from bnfuse.build import build_training_graph
-from bnfuse.io import save
-from bnfuse.runtime import SGD, compile_step, processors
-from bnfuse.runtime.processors import usable_cpus
+from bnfuse.core import processors
+from bnfuse.core.processors import usable_cpus
+from bnfuse.graph.io import save
+from bnfuse.runtime import SGD, compile_step
 
 TIME = 120  # seconds that a script may take on a busy machine: what hangs, hangs for ever
 
@@ -267,7 +268,7 @@ def test_the_end_of_a_process_does_not_wait_for_threads(script):
     """A step for 64 threads runs on as many as there are processors, and its process ends at once."""
     said = script("""
 import subprocess
-from bnfuse.runtime.targets import host_cpu
+from bnfuse.runtime.targets.resolve import host_cpu
 step = bnfuse.compile(GRAPH, target=f"cpu:{host_cpu()}", threads=64)
 require(np.isfinite(step(images, labels)))
 require(step.target.threads == 64 and len(os.listdir("/proc/self/task")) < 20 + os.cpu_count())
@@ -282,9 +283,9 @@ COMMAND = """
 import sys
 sys.argv = ["bnfuse", *sys.argv[1:]]
 sys.modules["torch"] = None
-import bnfuse.interrupts
+import bnfuse.core.interrupts
 print("up", flush=True)
-from bnfuse.runtime import build
+from bnfuse.runtime.codegen import build
 build.KERNELS_PER_WORKER = 2
 from bnfuse.cli import main
 sys.exit(main())

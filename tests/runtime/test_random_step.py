@@ -11,11 +11,11 @@ import pytest
 from random_networks import BATCH, batch, step_of, training_graph
 
 import bnfuse
-from bnfuse.drawing import separated
-from bnfuse.errors import BnfuseError
-from bnfuse.oracle import OrtGraph
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.drawing import separated
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.ort.oracle import OrtGraph
 from bnfuse.runtime import load_step
-from bnfuse.training_graph import open_graph
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ import onnx_ir as ir
 import pytest
 
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
-from bnfuse.feeds import draw_feeds
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.sampling import virtual_samples
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, Step, compile_step, load_step
-from bnfuse.runtime import program as p
-from bnfuse.runtime.draws import sampling_of
-from bnfuse.sampling import virtual_samples
-from bnfuse.training_graph import TrainingGraph, open_graph
-from bnfuse.verification import FLOOR, distance
+from bnfuse.runtime.backends.draws import sampling_of
+from bnfuse.runtime.program import program as p
+from bnfuse.verifying.verification import FLOOR, distance
 
 BODY = """
     stem = Conv<kernel_shape = [3,3], pads = [1,1,1,1]>(image, w0)

@@ -17,12 +17,12 @@ import pytest
 import safetensors.numpy
 
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
-from bnfuse.oracle import OrtGraph
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.ort.oracle import OrtGraph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
-from bnfuse.runtime.program import ARENA, GRADIENTS, NEW_RUNNING, OUTPUTS
-from bnfuse.training_graph import TrainingGraph, open_graph
+from bnfuse.runtime.program.program import ARENA, GRADIENTS, NEW_RUNNING, OUTPUTS
 
 BATCH, CLASSES, SIDE = 4, 5, 8
 
@@ -446,7 +446,7 @@ for module in pkgutil.walk_packages(bnfuse.__path__, "bnfuse."):
     if not module.name.startswith("bnfuse.runtime") and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
         assert "tvm" not in sys.modules, module.name
-import bnfuse.runtime.optim
+import bnfuse.runtime.program.optim
 assert "tvm" not in sys.modules
 assert "runtime" not in sys.modules
 """

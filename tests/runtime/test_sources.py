@@ -10,7 +10,7 @@ import time
 import pytest
 
 import bnfuse
-from bnfuse.runtime.sources import KERNELS, OWN, Sources
+from bnfuse.runtime.codegen.sources import KERNELS, OWN, Sources
 
 ROOT = pathlib.Path(bnfuse.__file__).resolve().parent
 RBN = "cpu.norm_baseline:range_statistics"  # of rewrite --sample rbn: takes a constant from the numpy reference

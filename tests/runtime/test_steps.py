@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from bnfuse.opset import reference, spec
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute, steps, sweep
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu import steps, sweep
 from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 1)
 ATTRIBUTES = {"min": -0.5, "max": 1.25, "alpha": 1.702}

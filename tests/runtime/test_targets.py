@@ -6,8 +6,10 @@ import os
 
 import pytest
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import launching, processors, targets
+from bnfuse.core import processors
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends import launching
+from bnfuse.runtime.targets import resolve as targets
 
 
 def test_the_host_is_the_default_and_has_what_its_code_uses():

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from source_files import load
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import compile_step, targets, tuning
-from bnfuse.runtime.build import Request, objects
-from bnfuse.runtime.cache import Cache
-from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward, execute
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime import compile_step
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.codegen import tuning
+from bnfuse.runtime.codegen.build import Request, objects
+from bnfuse.runtime.codegen.cache import Cache
+from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, MapType, Problem
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cpu", 2)
 WINDOW = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (3, 3)), ("pads", (1, 1, 1, 1)), ("strides", (1, 1)))

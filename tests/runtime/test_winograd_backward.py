@@ -11,15 +11,16 @@ from conv_case import ConvCase, gradient_operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
-from bnfuse.runtime import targets
-from bnfuse.runtime.kernels.cpu import execute, tir
+from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, choose_tiles
 from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets import resolve as targets
 
 HOST = dataclasses.replace(targets.resolve("cpu"), threads=2)
 WIDE = Target("llvm", "sapphirerapids", 16, 2)

@@ -10,14 +10,14 @@ from bnfuse.benchmarking.cuda.card import describe_card
 from bnfuse.benchmarking.cuda.limits import measured_limits
 from bnfuse.benchmarking.cuda.memory import measured_peak
 from bnfuse.benchmarking.profiles import Profile, profile_step
-from bnfuse.runtime.cuda.driver import open_driver
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.runtime.backends.cuda.driver import open_driver
 
 
 def require_gpu() -> None:
     """Before any work: is there a GPU, and does torch reach it? Candidates need both."""
-    from bnfuse.peers.cuda import set_precision
-    from bnfuse.peers.names import import_torch
+    from bnfuse.baselines.cuda import set_precision
+    from bnfuse.baselines.names import import_torch
 
     open_driver()
     set_precision(import_torch(), "fp32")

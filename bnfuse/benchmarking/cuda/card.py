@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnfuse.errors import BnfuseError
-from bnfuse.peers.names import import_torch
-from bnfuse.runtime.cuda.driver import open_driver
+from bnfuse.baselines.names import import_torch
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cuda.driver import open_driver
 
 
 def describe_card() -> dict[str, Any]:

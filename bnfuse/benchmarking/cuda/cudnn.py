@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from bnfuse.baselines import cuda
+from bnfuse.baselines.names import import_torch
+from bnfuse.baselines.writer import attribute
 from bnfuse.benchmarking.cuda.limits import median_seconds
-from bnfuse.peers import cuda
-from bnfuse.peers.names import import_torch
-from bnfuse.peers.writer import attribute
-from bnfuse.text import Section
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.core.text import Section
+from bnfuse.graph.training_graph import TrainingGraph
 
 IN_CACHES = 128 << 20  # bytes that a row of calls should touch
 CALLS = 8  # in a row, at least

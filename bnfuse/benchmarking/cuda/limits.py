@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from bnfuse.benchmarking.limits import Limits
-from bnfuse.peers import cuda
-from bnfuse.peers.names import import_torch
+from bnfuse.baselines import cuda
+from bnfuse.baselines.names import import_torch
+from bnfuse.measuring.limits import Limits
 
 SIDE = 8192  # of the square matrices
 COPIED = 1 << 30  # bytes: far more than any cache holds

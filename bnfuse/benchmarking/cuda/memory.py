@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking.children import answer, ask
-from bnfuse.errors import BnfuseError, first_line
-from bnfuse.peers.names import import_torch, is_graph
-from bnfuse.runtime.cuda.driver import Driver, open_driver
+from bnfuse.baselines.names import import_torch, is_graph
+from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.measuring.children import answer, ask
+from bnfuse.runtime.backends.cuda.driver import Driver, open_driver
 
 FIELDS = ("allocated_bytes", "reserved_bytes", "driver_bytes")
 
@@ -64,9 +64,9 @@ def of_ours(torch: Any, driver: Driver, file: Path, rng: np.random.Generator) ->
 
 
 def of_peer(torch: Any, driver: Driver, asked: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    from bnfuse.feeds import draw_feeds
-    from bnfuse.peers import TorchStep
-    from bnfuse.training_graph import open_graph
+    from bnfuse.baselines import TorchStep
+    from bnfuse.graph.feeds import draw_feeds
+    from bnfuse.graph.training_graph import open_graph
 
     graph = open_graph(asked["file"])
     feeds = of_batch(draw_feeds(graph, rng), asked["batch"])

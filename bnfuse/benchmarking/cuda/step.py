@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking.times import STEPS_A_RUN, Times
-from bnfuse.peers.names import import_torch
-from bnfuse.runtime.cuda.driver import open_driver
+from bnfuse.baselines.names import import_torch
+from bnfuse.measuring.times import STEPS_A_RUN, Times
+from bnfuse.runtime.backends.cuda.driver import open_driver
 
 Arrays = dict[str, np.ndarray]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from bnfuse.training_graph import open_graph
+from bnfuse.graph.training_graph import open_graph
 
 HARDWARE = ("h100", "rtx2080ti")  # estimates are for these
 

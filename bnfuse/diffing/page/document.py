@@ -10,11 +10,11 @@ import base64
 import hashlib
 from importlib import resources
 
+from bnfuse.core.text import count
 from bnfuse.diffing.page import lists, summary
 from bnfuse.diffing.page.data import data_of
 from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.markup import Markup, joined, script_json, tag
-from bnfuse.text import count
 
 SCRIPTS = ("graph.js", "details.js", "page.js")
 

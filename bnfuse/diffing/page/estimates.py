@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.estimate import Estimate, estimate
 from bnfuse.estimating.hardware import Hardware, profile
 from bnfuse.estimating.training import training_workload
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.graph.training_graph import TrainingGraph
 
 
 @dataclasses.dataclass(frozen=True)

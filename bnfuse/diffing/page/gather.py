@@ -6,14 +6,14 @@ import dataclasses
 from collections import defaultdict
 from typing import Any
 
-from bnfuse.diffing import match
+from bnfuse.analysis import match
 from bnfuse.diffing.compare import diff_graphs
 from bnfuse.diffing.page.align import Alignment, align
 from bnfuse.diffing.page.estimates import Estimates, estimates_of
 from bnfuse.diffing.page.nodes import Node, nodes_of
 from bnfuse.diffing.page.norms import Norm, gradient_nodes, norms_of, preferred_homes
 from bnfuse.diffing.report import Diff
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.graph.training_graph import TrainingGraph
 
 
 @dataclasses.dataclass(frozen=True)

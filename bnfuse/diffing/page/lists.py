@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from bnfuse.core.text import change, count, number
 from bnfuse.diffing.halves import Place
 from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.markup import Markup, joined, table, tag, text
 from bnfuse.diffing.page.norms import HALVES, PLACES, Cost, Norm, first_index
 from bnfuse.diffing.page.summary import COLUMNS, NUMBERS, as_bytes, exact
 from bnfuse.diffing.report import describe_changed, describe_rewired
-from bnfuse.text import change, count, number
 
 
 def norm_list(page: Page) -> Markup:

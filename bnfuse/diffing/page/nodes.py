@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from bnfuse.diffing import match
-from bnfuse.diffing.traffic import flow_of, forward_nodes, node_maps
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.analysis import match
+from bnfuse.analysis.traffic import flow_of, forward_nodes, node_maps
+from bnfuse.graph.training_graph import TrainingGraph
 
 
 @dataclasses.dataclass(frozen=True)

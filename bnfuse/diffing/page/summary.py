@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from bnfuse.core.text import change, duration, number, scaled
 from bnfuse.diffing.page.estimates import Estimates
 from bnfuse.diffing.page.gather import Page
 from bnfuse.diffing.page.markup import Markup, joined, table, tag
 from bnfuse.diffing.page.norms import STATUSES, Norm
 from bnfuse.estimating.result import Estimate
-from bnfuse.text import change, duration, number, scaled
 
 Show = Callable[[float], str]
 COLUMNS = ("", "before", "after", "change", "")

@@ -18,13 +18,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section, csv_text, duration, join, number, percent, scaled
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.quantities import parse_bandwidth
 from bnfuse.estimating.workload import Workload
-from bnfuse.text import Section, csv_text, duration, join, number, percent, scaled
 
 Strategy = Literal["tree", "server"]
 Mode = Literal["strong", "weak"]

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 REPLICATIONS = ("balanced", "uniform", "none")
 SHARINGS = ("own", "balanced", "time")

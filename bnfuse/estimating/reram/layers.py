@@ -9,11 +9,11 @@ from typing import Any
 import onnx_graphsurgeon as gs
 import onnx_ir as ir
 
-from bnfuse.diffing.traffic import forward_nodes, static_shape
-from bnfuse.errors import BnfuseError, at_node
+from bnfuse.analysis.traffic import forward_nodes, static_shape
+from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.opset.spec import DOMAIN
-from bnfuse.placements import BATCH_NORM, Selection, select
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.passes.removal.placements import BATCH_NORM, Selection, select
 
 MATRICES = ("Conv", "Gemm", "MatMul")
 

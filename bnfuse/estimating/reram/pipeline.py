@@ -21,13 +21,13 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section, csv_text, duration, join, number
 from bnfuse.estimating.reram.assumptions import ReramAssumptions, Stack, stack
 from bnfuse.estimating.reram.layers import Matrix, Network, Norm, network_of
 from bnfuse.estimating.reram.tiles import SHARING
-from bnfuse.placements import Selection
-from bnfuse.text import Section, csv_text, duration, join, number
-from bnfuse.training_graph import TrainingGraph
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.passes.removal.placements import Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ def pipeline(
     """The pipeline of a network on a stack of ReRAM and GPU layers, such as 3r1g.
 
     `network` is a forward graph of the zoo, a source training graph, or what `network_of` read of one.
-    With `remove`, BatchNorms are taken out first: numbers, or a list in words such as "paper" (bnfuse/placements.py).
+    With `remove`, BatchNorms are taken out first: numbers, or a list in words such as "paper" (passes/removal/placements.py).
     Raises BnfuseError where the weights and the kept maps do not fit.
     """
     assumed = assumptions or ReramAssumptions()

@@ -1,6 +1,6 @@
 """What a BatchNorm computes per channel: coefficients from statistics, and those of its input gradient.
 
-Each operator is a serial loop of a few microseconds, and adjacent ones share a launch (runtime/grouping.py). The length
+Each operator is a serial loop of a few microseconds, and adjacent ones share a launch (runtime/lowering/grouping.py). The length
 of a loop is a run-time value taken from the buffers, so one compiled kernel serves every BN of a network; a range of
 channels of a longer vector is that vector and an offset, passed like a map's.
 """

@@ -37,10 +37,10 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, finish
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
     Place,
     bias_gradient,

@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import (
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     CACHE_LINE,
     READ,
     WRITE,

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import Elements, Expr
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Elements, Expr
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape, Tiles
 
 

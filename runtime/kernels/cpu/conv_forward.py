@@ -31,7 +31,7 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import winograd_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest

@@ -22,7 +22,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
 from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, prim_func, unique_name, vectors

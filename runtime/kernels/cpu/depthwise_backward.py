@@ -33,7 +33,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import stream, tir
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import (
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     READ,
     WRITE,
     Buffer,

@@ -12,7 +12,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import generic_elementwise, generic_moves, generic_reduce, tir
 from bnfuse.runtime.kernels.cpu.generic_nest import Emit, GenericProblem, dense_view, nest, store
 from bnfuse.runtime.kernels.cpu.steps import Expr

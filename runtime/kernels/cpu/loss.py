@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.rows import At, Rows
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32

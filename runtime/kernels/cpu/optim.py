@@ -1,4 +1,4 @@
-"""The update of all parameters in one sweep over their buffer, by torch's formulas (bnfuse/runtime/optim.py).
+"""The update of all parameters in one sweep over their buffer, by torch's formulas (bnfuse/runtime/program/optim.py).
 
 Parameters, gradients and moments are flat float32 buffers of one length, element for element. Weight decay is a number
 per block of 16 elements (parameters start at multiples of 64 bytes), so that some parameters can go without it.

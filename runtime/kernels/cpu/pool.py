@@ -17,9 +17,9 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.map import BackwardEpilogue, ForwardEpilogue
+from bnfuse.runtime.kernels.cpu.pointwise import BackwardEpilogue, ForwardEpilogue
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, f64, map_kernel, sweep, to_f32
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem, Target

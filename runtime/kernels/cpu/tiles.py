@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.kernel import Problem, Target
-from bnfuse.runtime.targets import vector_registers
+from bnfuse.runtime.targets.resolve import vector_registers
 
 TILE_BYTES = 384 << 10  # the second-level cache has at least 1 MiB on servers
 WEIGHT_BYTES = 192 << 10  # of packed weights that one micro tile sweeps

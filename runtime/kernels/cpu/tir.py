@@ -17,9 +17,9 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.kernel import Access, MapType, Param, Problem, Target
+from bnfuse.runtime.targets import resolve as targets
 
 INT32_LIMIT = 2**31
 

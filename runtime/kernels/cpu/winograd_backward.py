@@ -35,7 +35,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, Expr, finish
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
 from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad, pack_read

@@ -17,7 +17,7 @@ import dataclasses
 
 from tvm import tirx
 
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import Expr
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Expr
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PATCH, PLACES
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, grid

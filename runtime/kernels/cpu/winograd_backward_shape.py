@@ -12,7 +12,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis, ConvShape, Tile
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles as choose_direct_tiles
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.targets import vector_registers
+from bnfuse.runtime.targets.resolve import vector_registers
 
 KERNEL = 3
 TILES = 128  # of a chunk, at most

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.conv_backward_leave import Buffer, Expr
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr
 from bnfuse.runtime.kernels.cpu.tir import span, store
 from bnfuse.runtime.kernels.cpu.winograd import (
     OUT,

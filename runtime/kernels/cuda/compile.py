@@ -15,8 +15,8 @@ from typing import Any
 
 import tvm
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime.cuda import container
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.cuda import container
 from bnfuse.runtime.kernels.cuda.device import Stage
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
 
@@ -51,7 +51,7 @@ template <class> struct is_floating_point;
 
 
 def compile_kernel(kernel: Kernel) -> bytes:
-    """The code of a kernel as it is kept (runtime/cuda/container.py)."""
+    """The code of a kernel as it is kept (runtime/kernels/cuda/container.py)."""
     stages: Sequence[Stage] = kernel.build()
     arch = kernel.target.mcpu
     source = cuda_source(stages, arch)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS, OpSpec
 from bnfuse.runtime.kernels.cpu.sweep import unique_name
 from bnfuse.runtime.kernels.cuda import device as d

@@ -25,7 +25,7 @@ from functools import partial
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu.sweep import unique_name
 from bnfuse.runtime.kernels.cpu.tir import forward_params
 from bnfuse.runtime.kernels.cuda import device as d

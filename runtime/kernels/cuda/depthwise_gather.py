@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.depthwise_outlet import DepthwiseOutlet, own_taps, quantities_of, reductions_of
+from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseOutlet, own_taps, quantities_of, reductions_of
 from bnfuse.runtime.kernels.cuda.depthwise_shape import Line, Plan, Work, axes
 from bnfuse.runtime.kernels.cuda.depthwise_sums import team_of, zeroed
 from bnfuse.runtime.kernels.cuda.depthwise_window import Channels, Source, Tile, Vectors, each_tile

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu.pool import Axis, Windows, coordinates, source_pixel, weight_of, windows_of
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr

@@ -9,8 +9,8 @@ from exported import called, norm_of_module
 from onnx import helper
 
 from bnfuse.build import build
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
 
 RECIPE = 'torch.onnx.export(net.train(), (images,), "net.onnx", dynamo=True, optimize=False)'
 FX = "aten._native_batch_norm_legit_no_training.default"

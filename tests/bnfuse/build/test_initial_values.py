@@ -8,7 +8,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from bnfuse.build import build
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 BLUR = np.full((4, 1, 2, 2), 0.25, np.float32)
 

@@ -11,7 +11,7 @@ from exported import called, norm_of_module, signed
 from onnx import helper
 
 from bnfuse.build import build
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 ONES, ZEROS = np.ones(3, np.float32), np.zeros(3, np.float32)
 

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from bnfuse.build import build
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 FIVE = ["n", "m1", "v1", "saved_mean", "saved_var"]
 

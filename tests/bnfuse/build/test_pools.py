@@ -15,7 +15,7 @@ from pooling_cases import Case, by_onnxruntime, draw, judge, pooled
 from bnfuse.api import compile as compile_step
 from bnfuse.api import load
 from bnfuse.build import build
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 PLAIN = Case("MaxPool", (2, 2, 7, 7), (2, 2), (2, 2), (0, 0, 0, 0), (1, 1), ceil=True, include=False, auto_pad=None)
 REASONS = re.compile(

@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from bnfuse.build import build
+from bnfuse.graph.signature import Roles
 from bnfuse.opset import check_model
-from bnfuse.roles import Roles
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 

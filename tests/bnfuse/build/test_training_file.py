@@ -11,10 +11,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from bnfuse.build import NOTES_KEY, build, build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.signature import Roles
 from bnfuse.models import MODELS, build_forward
 from bnfuse.opset import check_model
-from bnfuse.roles import Roles
 
 
 def roles(model: onnx.ModelProto) -> Roles:

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from bnfuse.build import build
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.models import build_forward
 from bnfuse.ort import library as ort
 

@@ -10,7 +10,7 @@ from pooling_cases import lower_everywhere
 
 from bnfuse.build import build
 from bnfuse.build.traps import SUPPORTED
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 
 Case = tuple[list[onnx.NodeProto], dict[str, np.ndarray]]
 ZERO = np.array(0, np.float32)

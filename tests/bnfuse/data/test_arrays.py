@@ -8,8 +8,8 @@ import zipfile
 import numpy as np
 import pytest
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import load_data
-from bnfuse.errors import BnfuseError
 
 RNG = np.random.default_rng(0)
 BYTES = RNG.integers(0, 256, (4, 5, 5), np.uint8)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset, batches, load_data, sources
 from bnfuse.data.dataset import interpolation, pad, resize
-from bnfuse.errors import BnfuseError
 
 
 def message_of(spec, **options) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import load_data
-from bnfuse.errors import BnfuseError
 
 
 def put(folder, *names, value: int = 0):

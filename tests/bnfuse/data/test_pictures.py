@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import load_data
 from bnfuse.data.pictures import FRAMES, ROTATION, TRANSPARENCY, ValueNotKnown, pixels, read_picture
-from bnfuse.errors import BnfuseError
 
 BYTES = np.array([[0, 51, 102], [153, 204, 255]], np.uint8)
 WORDS = np.array([[0, 1, 300], [32768, 65534, 65535]], np.uint16)

@@ -9,7 +9,7 @@ import pytest
 
 import bnfuse
 from bnfuse.cli import main
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.hardware import MIB, PROFILES
 
 NETWORK = ["densenet40", "--set", "growth=4", "--set", "depth=2", "--batch", "4", "--image", "8"]

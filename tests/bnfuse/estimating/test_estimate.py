@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_workloads import machine, step, workload
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.assumptions import PAPER, Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, profile

@@ -10,20 +10,20 @@ import bnfuse
 from bnfuse import api
 from bnfuse.benchmarking import run
 from bnfuse.benchmarking.estimates import compare, level_of, quantile
-from bnfuse.benchmarking.limits import Limits
 from bnfuse.benchmarking.profiles import Profile, rows_of
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.hardware import MIB, Hardware
 from bnfuse.estimating.launches import launch_workload, type_of
 from bnfuse.estimating.training import training_workload
 from bnfuse.estimating.workload import Access, Layer, Tensor, Workload
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.measuring.limits import Limits
 from bnfuse.runtime import SGD
-from bnfuse.runtime import program as p
+from bnfuse.runtime.backends.execution import LaunchTime
 from bnfuse.runtime.compile import lower_graph
-from bnfuse.runtime.execution import LaunchTime
-from bnfuse.runtime.targets import resolve
-from bnfuse.training_graph import open_graph
+from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets.resolve import resolve
 
 LIMITS = Limits({"numpy": 100e9}, 10e9)
 MACHINE = Hardware("machine", "", 100e9, 10e9, MIB)

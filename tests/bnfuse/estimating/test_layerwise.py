@@ -8,7 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.layerwise import Passes, forward_workload
 from bnfuse.estimating.workload import Layer, Workload
 from bnfuse.models import MODELS, build_graph, count_forward

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_workloads import step, workload
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.order import arranged, dependencies
 
 

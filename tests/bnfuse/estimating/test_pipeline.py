@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.reram.assumptions import ReramAssumptions, Stack, stack
 from bnfuse.estimating.reram.layers import Matrix, Network, Norm, network_of
 from bnfuse.estimating.reram.pipeline import Job, conventional_s, pipeline, replicate
 from bnfuse.estimating.reram.plot import plot
 from bnfuse.estimating.reram.tiles import balanced, in_turns, own
 from bnfuse.estimating.settings import settle
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_graph
-from bnfuse.training_graph import open_graph
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating import figures, plots
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, profile

@@ -9,14 +9,14 @@ import math
 import numpy as np
 import pytest
 
-from bnfuse.benchmarking import idle, limits
-from bnfuse.benchmarking.idle import Quiet
-from bnfuse.benchmarking.limits import Limits
+from bnfuse.core import processors
 from bnfuse.estimating import probe
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import HOST, MIB, Hardware
 from bnfuse.estimating.workload import Access, Layer, Tensor, Workload
-from bnfuse.runtime import processors
+from bnfuse.measuring import idle, limits
+from bnfuse.measuring.idle import Quiet
+from bnfuse.measuring.limits import Limits
 
 GB = 1e9
 CURVE = ((1, 160), (2, 180), (4, 100), (8, 56), (16, 54), (32, 55), (64, 54), (128, 30), (256, 25), (512, 25))
@@ -108,7 +108,7 @@ def test_the_identity_of_a_processor_does_not_move():
 
 def test_a_child_measures_the_working_sets_that_it_is_asked_for(monkeypatch):
     """The real chains, over little memory."""
-    from bnfuse.runtime import limits as own
+    from bnfuse.runtime.codegen import limits as own
 
     monkeypatch.setattr(own, "gemm_rates", lambda threads: {"own": 1.0 * threads})
     monkeypatch.setattr(own, "copy_rate", lambda threads: 4.0)
@@ -122,7 +122,7 @@ def test_a_child_measures_the_working_sets_that_it_is_asked_for(monkeypatch):
 
 def test_a_chain_hands_every_buffer_on(monkeypatch):
     """What lies in the first buffer is in all of them afterwards."""
-    from bnfuse.runtime import limits as own
+    from bnfuse.runtime.codegen import limits as own
 
     memory = own.aligned(1 << 14).view(np.float32)
     memory[:] = 0

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from bnfuse.core.text import join
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, Hardware, profile
@@ -26,7 +27,6 @@ from bnfuse.estimating.reuse import (
 from bnfuse.estimating.roofline import layer_reuse_frequency, roofline, tensor_reuse_frequency
 from bnfuse.estimating.workload import Access, Layer, Tensor, Workload
 from bnfuse.models import build_graph
-from bnfuse.text import join
 
 MACHINE = Hardware("machine", "", 1e12, 1e11, 0)
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.layerwise import forward_workload

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import bnfuse
-from bnfuse.building import build_model
-from bnfuse.diffing.traffic import forward_nodes, graph_traffic
+from bnfuse.analysis.owners import layer_name
+from bnfuse.analysis.traffic import forward_nodes, graph_traffic
+from bnfuse.build.named import build_model
 from bnfuse.estimating.training import covered, training_workload
 from bnfuse.estimating.workload import Layer, Workload
-from bnfuse.inspecting.owners import layer_name
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import LEVELS
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 BATCH, IMAGE = 2, 16
 PIXELS = BATCH * IMAGE * IMAGE  # of the maps of the first block

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.exploring.axes import axes_of, check_number, described, full_settings, one_at_a_time, product, settings_of
 
 

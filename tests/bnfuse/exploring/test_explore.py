@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.exploring import PRESETS, explore
 from bnfuse.exploring.points import Measure, Point

@@ -6,7 +6,7 @@ import pytest
 from onnx import numpy_helper
 
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import schemas
 from bnfuse.opset.shapes import result_shapes
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.quadratic import improve, relax, round_matrix, sign_form, solve, within_two_flips
 from bnfuse.searching.surrogate import to_quadratic
 

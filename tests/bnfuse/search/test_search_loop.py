@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.evaluation import Evaluation, Score, Settings, best_of, default_lambda, pareto
 from bnfuse.searching.loop import evaluations_of, search
 from bnfuse.searching.proposals import bounded_accuracies, propose

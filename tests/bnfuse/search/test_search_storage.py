@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.searching.evaluation import Evaluation, Score
 from bnfuse.searching.space import Space, from_text
 from bnfuse.searching.storage import open_log, read_log

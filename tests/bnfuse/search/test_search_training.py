@@ -7,10 +7,10 @@ import pytest
 
 import bnfuse
 from bnfuse.cli import main
+from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.data import load_data
-from bnfuse.errors import BnfuseError, DivergedError
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.searching.training import Recipe, Training, space_of
-from bnfuse.training_graph import open_graph
 
 VGG = ["vgg11", "--batch", "16", "--image", "32", "--channels", "1", "--classes", "10", "--seed", "1"]
 SMALL = ["--set", "width=2", "--set", "hidden=8", "--set", "dropout=0"]

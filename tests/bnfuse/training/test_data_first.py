@@ -14,9 +14,9 @@ from small_training import forward_model, save_npz
 import bnfuse
 from bnfuse import api
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.training import Loader, data_for, train_step
-from bnfuse.training_graph import open_graph
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from small_training import BATCH, SAMPLED, forward_model, small_data, small_grap
 
 import bnfuse
 from bnfuse.build import build_training_graph
-from bnfuse.building import build_model
-from bnfuse.errors import BnfuseError
+from bnfuse.build.named import build_model
+from bnfuse.core.errors import BnfuseError
 from bnfuse.exporting import inference_model
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.training import train_step
-from bnfuse.training_graph import open_graph
 
 STANDARD = {"", "ai.onnx"}
 

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.data import batches
-from bnfuse.errors import BnfuseError
 from bnfuse.training import Loader, parse_augment, prefetched
 
 

@@ -11,7 +11,7 @@ from small_training import forward_model
 
 import bnfuse
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError, DivergedError
+from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.runtime import SGD
 from bnfuse.training import replay, train_step
 from bnfuse.training.checkpoints import read_saved

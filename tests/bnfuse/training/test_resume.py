@@ -13,7 +13,7 @@ import safetensors.numpy
 from small_training import small_data
 
 import bnfuse
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import AdamW
 from bnfuse.runtime.session import read_safetensors
 from bnfuse.training import train_step

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.training import Options, data_for, evaluate_step, train_step
 from bnfuse.training.feeding import evaluate_data, fed_statistics
 from bnfuse.training.history import Epoch, History, best_of, without_gain

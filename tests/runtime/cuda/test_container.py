@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime.cuda import arch
-from bnfuse.runtime.cuda.container import Code, Stage, pack, unpack
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack, unpack
+from bnfuse.runtime.targets import arch
 
 CODE = Code(
     (Stage("partial", (4, 2, 1), 256, 65536, ("x", "x_offset", "work")), Stage("final", (1, 1, 1), 32, 0, ("work",))),

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from bnfuse.runtime import program as p
-from bnfuse.runtime.cuda.dependencies import Access, Slot, accesses_of, dependencies, slot_of
+from bnfuse.runtime.backends.cuda.dependencies import Access, Slot, accesses_of, dependencies, slot_of
+from bnfuse.runtime.program import program as p
 
 
 def read(start: int, stop: int, region: str = "arena") -> Access:

@@ -11,7 +11,7 @@ from cuda_kernels import assert_no_spills, gpu, run_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward, plan_of
 from bnfuse.runtime.kernels.cuda.depthwise_forward import depthwise_forward

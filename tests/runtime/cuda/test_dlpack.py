@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
-from bnfuse.runtime.cuda import dlpack
+from bnfuse.runtime.backends.cuda import dlpack
 
 
 class Owner:

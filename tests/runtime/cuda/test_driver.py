@@ -8,10 +8,10 @@ import pytest
 from cuda.bindings.driver import CUresult
 from fake_cuda import FakeCuda, FakeKernel, install
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets
-from bnfuse.runtime.cuda import driver
-from bnfuse.runtime.cuda.driver import Arguments, Driver
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cuda import driver
+from bnfuse.runtime.backends.cuda.driver import Arguments, Driver
+from bnfuse.runtime.targets import resolve as targets
 
 
 def one_line(call, *arguments, match: str) -> None:

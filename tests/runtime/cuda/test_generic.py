@@ -7,7 +7,7 @@ import pytest
 import source_files
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 
-from bnfuse.runtime.kernels.cpu import execute
+from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.kernels.cpu import generic as cpu
 from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem
 from bnfuse.runtime.kernels.cuda.generic import generic

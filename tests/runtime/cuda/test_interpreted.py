@@ -13,11 +13,11 @@ from gpu_step import interpreted_step
 from source_files import load
 
 from bnfuse.build import build_training_graph
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.training_graph import TrainingGraph, open_graph
-from bnfuse.verification import CompiledRunner, Reference, Where, draw_feeds, verdict
+from bnfuse.verifying.verification import CompiledRunner, Reference, Where, draw_feeds, verdict
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artefact.py")

@@ -15,20 +15,21 @@ import pytest
 
 from bnfuse import passes
 from bnfuse.build import build_training_graph
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.signature import Roles
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward
-from bnfuse.roles import Roles
-from bnfuse.runtime import SGD, AdamW, build, cache
-from bnfuse.runtime import program as p
-from bnfuse.runtime.build import objects
+from bnfuse.runtime import SGD, AdamW
+from bnfuse.runtime.codegen import build, cache
+from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, Member
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
-from bnfuse.runtime.layout import MapRef, map_type
-from bnfuse.runtime.lower import Lowered, lower
-from bnfuse.runtime.optim import Optimizer
-from bnfuse.runtime.targets import resolve
-from bnfuse.training_graph import open_graph
+from bnfuse.runtime.lowering.graph import Lowered, lower
+from bnfuse.runtime.lowering.layout import MapRef, map_type
+from bnfuse.runtime.program import program as p
+from bnfuse.runtime.program.optim import Optimizer
+from bnfuse.runtime.targets.resolve import resolve
 
 STORED = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MOMENTUM = SGD(lr=0.1, momentum=0.9)

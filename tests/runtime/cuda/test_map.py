@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from map_case import BACKWARD
 
 from bnfuse.opset import reference, spec
-from bnfuse.runtime.kernels.cuda.map import map_backward, map_forward
+from bnfuse.runtime.kernels.cuda.pointwise import map_backward, map_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 ATTRIBUTES = {"min": -0.5, "max": 0.75, "alpha": 1.702}

@@ -13,16 +13,17 @@ import pytest
 from cuda.bindings.driver import CUresult
 from fake_cuda import FakeCuda, FakeKernel, floats, install
 
-from bnfuse.errors import BnfuseError
-from bnfuse.runtime import targets, tuning
-from bnfuse.runtime.build import Request
-from bnfuse.runtime.cache import Cache
-from bnfuse.runtime.cuda import measure
-from bnfuse.runtime.cuda.container import Code, Stage, pack
-from bnfuse.runtime.cuda.driver import Driver
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cuda import measure
+from bnfuse.runtime.backends.cuda.driver import Driver
+from bnfuse.runtime.backends.turns import HOPELESS, ROUNDS, shortest_times
+from bnfuse.runtime.codegen import tuning
+from bnfuse.runtime.codegen.build import Request
+from bnfuse.runtime.codegen.cache import Cache
 from bnfuse.runtime.kernels.cuda import conv_backward
+from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
-from bnfuse.runtime.turns import HOPELESS, ROUNDS, shortest_times
+from bnfuse.runtime.targets import resolve as targets
 
 TARGET = targets.resolve("cuda:sm_90", precision="bf16")
 
@@ -234,7 +235,7 @@ def test_where_the_kernels_do_not_run_is_one_line(monkeypatch, fake, message):
 
 
 def test_measuring_needs_no_tvm():
-    script = "import sys; sys.modules['tvm'] = None; import bnfuse.runtime.cuda.measure"
+    script = "import sys; sys.modules['tvm'] = None; import bnfuse.runtime.backends.cuda.measure"
     root = pathlib.Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pool_case import AVERAGE, AVERAGE_GRAD, GLOBAL, MAX, MAX_GRAD, operands_of, positions, window
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.kernels.cuda.pool import pool_backward, pool_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.layout import stored_dtype
+from bnfuse.runtime.lowering.layout import stored_dtype
 
 CLIP = {"min": -0.5, "max": 0.75}
 TOLERANCE = {"fp32": 2e-6, "bf16": 2**-8, "fp16": 2**-11}

@@ -8,12 +8,12 @@ from fake_cuda import FakeCuda, install
 from gpu_step import interpreted_step
 from random_networks import DROP_PATH, batch, training_graph
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import compile_step
 from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 NOISE = "u = RandomNormalLike(x) n = Mul(u, tenth) d = Add(x, n)"
 WRITTEN_OUT = "u = RandomUniformLike(x) l = Greater(u, drop) m = Cast<to = 1>(l) b = Mul(x, m) d = Div(b, keep)"

@@ -11,10 +11,10 @@ from gpu_step import interpreted_step
 from source_files import load
 
 from bnfuse.build import build_training_graph
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import compile_step
 from bnfuse.runtime.compile import lower_graph
-from bnfuse.training_graph import TrainingGraph, open_graph
 
 plain = load(pathlib.Path(__file__).parent / "test_interpreted.py")
 

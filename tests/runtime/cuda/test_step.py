@@ -20,17 +20,17 @@ from cuda.bindings.driver import CUresult
 from fake_cuda import FakeCuda, floats, install
 from source_files import load
 
-from bnfuse.errors import BnfuseError
+from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import SGD, AdamW, Step, compile_step, load_step
-from bnfuse.runtime import program as p
-from bnfuse.runtime.build import Library
-from bnfuse.runtime.cuda import dlpack
-from bnfuse.runtime.cuda.array import DeviceArray
-from bnfuse.runtime.cuda.calls import merged
-from bnfuse.runtime.cuda.container import Code, pack
-from bnfuse.runtime.cuda.container import Stage as Part
-from bnfuse.runtime.execution import Compiled
+from bnfuse.runtime.backends.cuda import dlpack
+from bnfuse.runtime.backends.cuda.array import DeviceArray
+from bnfuse.runtime.backends.cuda.calls import merged
+from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.codegen.build import Library
+from bnfuse.runtime.kernels.cuda.container import Code, pack
+from bnfuse.runtime.kernels.cuda.container import Stage as Part
 from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.program import program as p
 from bnfuse.runtime.session import read_safetensors
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
@@ -440,12 +440,12 @@ for name in ("tvm", "tvm_ffi", "tvm_ffi_orcjit", "onnxruntime", "torch"):
     sys.modules[name] = None
 import numpy as np
 from bnfuse.runtime import load_step
-from bnfuse.errors import BnfuseError
-import bnfuse.runtime.cuda.runner
+from bnfuse.core.errors import BnfuseError
+import bnfuse.runtime.backends.cuda.runner
 step = load_step({str(path)!r})
 step.save({str(tmp_path / "state.safetensors")!r})
 assert step.report.launches and step.device_bytes and step.state_dict()
-import bnfuse.runtime.cuda.driver as driver
+import bnfuse.runtime.backends.cuda.driver as driver
 driver.bindings = lambda: (_ for _ in ()).throw(BnfuseError("nothing to drive"))
 try:
     step(np.zeros((4, 3, 8, 8), np.float32), np.zeros(4, np.int64))

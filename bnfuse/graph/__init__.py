@@ -1,0 +1,1 @@
+"""Training graphs: read, checked, written, with what their inputs and outputs are for."""

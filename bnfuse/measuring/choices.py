@@ -1,0 +1,83 @@
+"""What a benchmark can be asked for, as text: levels with their options, and peers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from bnfuse.baselines.names import CUDA_PEERS
+from bnfuse.baselines.names import PEERS as TORCH_PEERS
+from bnfuse.core.errors import BnfuseError
+from bnfuse.passes.pipeline import LEVELS, is_pool_first
+from bnfuse.runtime.targets.arch import PRECISIONS
+
+PEERS = ("ort", *TORCH_PEERS)
+ON, OFF = "+pool-first", "+no-pool-first"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A level, whether average pools go before 1x1 convolutions, and how the statistics are sampled ("" for not)."""
+
+    level: str
+    pool_first: bool
+    sample: str = ""
+
+    @property
+    def name(self) -> str:
+        """The level; where the option is not as the level has it by default, with that: none+pool-first. Then the
+        sampling: icf fs:1/32."""
+        option = "" if self.pool_first == is_pool_first(self.level) else ON if self.pool_first else OFF
+        return f"{self.level}{option} {self.sample}".rstrip()
+
+
+def variants(texts: Iterable[str], samples: Iterable[str] = ()) -> tuple[Variant, ...]:
+    """["none,icf", "icf+no-pool-first"] -> three variants. What is named twice is measured once.
+
+    Each level also with each of `samples`, which are specs as `bnfuse rewrite --sample` takes them.
+    """
+    given = [texts] if isinstance(texts, str) else [*texts]
+    levels = [variant(text) for text in split(given)]
+    if given and not levels:
+        raise BnfuseError(f"no level is named: the levels are {', '.join(LEVELS)}")
+    sampled = [dataclasses.replace(level, sample=sample) for sample in ("", *samples) for level in levels]
+    return tuple(dict.fromkeys(sampled))
+
+
+def variant(text: str) -> Variant:
+    level, plus, option = text.partition("+")
+    if level not in LEVELS or (plus and plus + option not in (ON, OFF)):
+        raise BnfuseError(
+            f"there is no level '{text}': the levels are {', '.join(LEVELS)}, each also with {ON} or {OFF}"
+        )
+    return Variant(level, plus + option == ON if plus else is_pool_first(level))
+
+
+def peers(texts: Iterable[str], target: str = "cpu") -> tuple[str, ...]:
+    """["ort,torch", "torch-cl"] -> the three, each once, in this order."""
+    named = tuple(dict.fromkeys(split(texts)))
+    known, where = (CUDA_PEERS, " on a GPU") if is_gpu(target) else (PEERS, "")
+    for name in named:
+        if name not in known:
+            raise BnfuseError(f"cannot measure against '{name}'{where}: there are {', '.join(known)}")
+    return named
+
+
+def is_gpu(target: str) -> bool:
+    return target.partition(":")[0] == "cuda"
+
+
+def precision(text: str | None, target: str) -> str:
+    """What a target computes in: float32 by default, and on a CPU always."""
+    chosen = text or "fp32"
+    if chosen not in PRECISIONS:
+        raise BnfuseError(f"there is no precision '{chosen}': there is {', '.join(PRECISIONS)}")
+    if chosen != "fp32" and not is_gpu(target):
+        raise BnfuseError(f"precision {chosen} is for a GPU: add --target cuda")
+    return chosen
+
+
+def split(texts: Iterable[str]) -> Iterator[str]:
+    """Comma lists, repeated or not, as one."""
+    for text in [texts] if isinstance(texts, str) else texts:
+        yield from (part.strip() for part in text.split(",") if part.strip())

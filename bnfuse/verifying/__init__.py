@@ -1,0 +1,1 @@
+"""Whether two training graphs compute the same."""

@@ -1,0 +1,1 @@
+"""Statistics and gradients that go through a concatenation (ICF)."""

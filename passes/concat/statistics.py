@@ -1,0 +1,65 @@
+"""ICF forward: the statistics of a Concat are the concatenation of its producers' statistics (papers/000, section 3.3).
+
+    t = Concat(x, y1, y2)                    m0, v0 = BatchNormStatistics(x), ...      once per producer
+    m, v = BatchNormStatistics(t)     ->     m = Concat(m0, m1, m2)   v = Concat(v0, v1, v2)    C-sized
+
+A channel's statistics do not depend on who reads it. What is left is one BatchNormStatistics per producer, which the
+statistics fusion then moves into the producer's epilogue.
+
+Refuses nothing: a producer with no epilogue is swept once, instead of once per reader.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnfuse.analysis.provenance import is_channel_concat, leaves
+from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.passes.dialect.source_ops import forward_of, read
+from bnfuse.passes.rewriter import Editor, FusionResult, Op
+
+STATISTICS = PLAIN_OPS["BatchNormStatistics"]
+
+
+class ConcatStatistics(ir.passes.InPlacePass):
+    def call(self, model: ir.Model) -> FusionResult:
+        editor = Editor(model, "icf")
+        for node in [node for node in model.graph if node.op_type == STATISTICS.name]:
+            op = read(node)
+            assert op is not None
+            if is_channel_concat(op.operands["x"].producer()):
+                concatenate(editor, op)
+        return editor.result()
+
+
+def concatenate(editor: Editor, statistics: Op) -> None:
+    node = statistics.node
+    parts = [statistics_of(editor, leaf.value, node) for leaf in leaves(statistics.operands["x"])]
+    for name in STATISTICS.results:
+        old = statistics.results[name]
+        if not old.uses():
+            continue
+        (new,) = editor.standard("Concat", [part[name] for part in parts], 1, before=node, of=[node], axis=0)
+        editor.take_over(old, new)
+    editor.fused.append(node.name or "")
+    editor.graph.remove(node, safe=True)
+
+
+def statistics_of(editor: Editor, leaf: ir.Value, node: ir.Node) -> dict[str, ir.Value]:
+    """mean and variance of a producer's map: what there is already, or else a sweep of their own."""
+    if found := find_statistics(leaf):
+        return found
+    base = leaf.producer() or node
+    return editor.emit(
+        STATISTICS, {"x": leaf}, {}, {}, before=node, of=[node], name=editor.fresh(f"{base.name}/statistics")
+    )
+
+
+def find_statistics(value: ir.Value) -> dict[str, ir.Value] | None:
+    producer = forward_of(value)
+    if producer is not None and "Statistics" in producer.steps.epilogue:
+        return {name: producer.results[name] for name in STATISTICS.results}
+    for reader, _ in value.uses():
+        if reader.op_type == STATISTICS.name and (op := read(reader)) is not None:
+            return {name: op.results[name] for name in STATISTICS.results}
+    return None

@@ -1,0 +1,1 @@
+"""What passes recognise: operators of source graphs, ours, and chains of them."""

@@ -1,0 +1,270 @@
+"""Source nodes read as operators of steps: the one place that knows how onnxruntime's training graphs spell things.
+
+    Conv [bias]                      Conv [Bias]
+    MaxPool, AveragePool, ...        the same
+    Relu, Clip, QuickGelu, Add       Map with the step in its prologue
+    ms.ConvGrad                      ConvGrad, ConvGradInput or ConvGradWeight [BiasGrad]
+    MaxPoolGrad, AveragePoolGrad     the same, with the x of the forward node that they belong to
+    ms.ReluGrad, ms.QuickGeluGrad    MapGrad with the step in its epilogue (a ReluGrad holds its Relu's input or output)
+
+Only float32 maps of rank 4 with static shapes are read; for anything else `read` gives None, and the node stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.opset.functions import why_not
+from bnfuse.opset.spec import BACKWARD_CORES, OpSpec
+from bnfuse.passes.rewriter import Op, own_op
+
+MICROSOFT = "com.microsoft"
+
+
+def read(node: ir.Node | None) -> Op | None:
+    """The node as an operator, or None where it has no such form."""
+    if node is None:
+        return None
+    if own := own_op(node):
+        return own
+    reader = _READERS.get((node.domain, node.op_type))
+    return reader(node) if reader else None
+
+
+def gradient_of(value: ir.Value | None) -> Op | None:
+    """The gradient operator whose `dx` the value is, or None."""
+    op = read(value.producer()) if value is not None else None
+    if op is None or not isinstance(op.spec, OpSpec) or not op.spec.is_gradient or op.results.get("dx") is not value:
+        return None
+    return op
+
+
+def forward_of(value: ir.Value | None) -> Op | None:
+    """The forward operator whose `y` the value is, or None."""
+    op = read(value.producer()) if value is not None else None
+    if op is None or not isinstance(op.spec, OpSpec) or op.spec.is_gradient or op.results.get("y") is not value:
+        return None
+    return op
+
+
+def is_map(value: ir.Value | None) -> TypeGuard[ir.Value]:
+    """Whether the value is a feature map that kernels and functions take: float32, rank 4, static."""
+    return (
+        value is not None
+        and value.dtype == ir.DataType.FLOAT
+        and value.shape is not None
+        and len(value.shape) == 4
+        and all(isinstance(size, int) for size in value.shape)
+    )
+
+
+def sizes(value: ir.Value) -> tuple[int, ...]:
+    assert value.shape is not None
+    return tuple(int(size) for size in value.shape)  # type: ignore[arg-type]
+
+
+def constant_of(value: ir.Value | None) -> np.ndarray | None:
+    """The value of a constant: an initializer that is no graph input, or a Constant node."""
+    if value is None or value.is_graph_input():
+        return None
+    if value.const_value is not None:
+        return value.const_value.numpy()
+    node = value.producer()
+    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
+        return node.attributes["value"].as_tensor().numpy()
+    return None
+
+
+def _conv(node: ir.Node) -> Op | None:
+    x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
+    if not (is_map(x) and is_map(y) and weight is not None and weight.shape is not None):
+        return None
+    operands = {"x": x, "weight": weight}
+    epilogue: tuple[str, ...] = ()
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        operands["bias"] = node.inputs[2]
+        epilogue = ("Bias",)
+    return _op(OpSpec((), "Conv", epilogue), operands, {"y": y}, _window(node, sizes(x), sizes(weight)[2:]), node)
+
+
+def _conv_grad(node: ir.Node) -> Op | None:
+    dy, x, weight = node.inputs[:3]
+    if not (is_map(dy) and is_map(x) and weight is not None and weight.shape is not None):
+        return None
+    dx, dweight, dbias = [*(v if v.name else None for v in node.outputs), None, None, None][:3]
+    if dx is None and dweight is None:
+        return None
+    core = "ConvGradWeight" if dx is None else "ConvGradInput" if dweight is None else "ConvGrad"
+    spec = OpSpec((), core, ("BiasGrad",) if dbias is not None else ())
+    results = {"dx": dx, "dweight": dweight, "dbias": dbias}
+    attributes = _window(node, sizes(x), sizes(weight)[2:])
+    return _op(spec, {"dy": dy, "x": x, "weight": weight}, results, attributes, node)
+
+
+def _pool(node: ir.Node) -> Op | None:
+    x, y = node.inputs[0], node.outputs[0]
+    if not (is_map(x) and is_map(y)) or _attribute(node, "storage_order", 0):
+        return None
+    results: dict[str, ir.Value | None] = {"y": y}
+    if node.op_type == "MaxPool":
+        results["indices"] = node.outputs[1] if len(node.outputs) > 1 and node.outputs[1].name else None
+    return _op(OpSpec((), node.op_type), {"x": x}, results, _window(node, sizes(x)), node)
+
+
+def _pool_grad(node: ir.Node) -> Op | None:
+    forward = _pool_partner(node)
+    dy, dx = node.inputs[0], node.outputs[0]
+    if forward is None or not is_map(dy) or not is_map(dx) or not _undoes(node, forward):
+        return None
+    if why_not(OpSpec((), node.op_type), node.graph.opset_imports.get("", 1)):  # type: ignore[union-attr]
+        return None
+    operands = {"dy": dy, "x": forward.operands["x"]}
+    if node.op_type == "MaxPoolGrad":
+        assert node.inputs[1] is not None
+        operands["indices"] = node.inputs[1]
+    names = BACKWARD_CORES[node.op_type]
+    attributes = {name: forward.attributes[name] for name in names}
+    return _op(OpSpec((), node.op_type), operands, {"dx": dx}, attributes, node)
+
+
+def _undoes(node: ir.Node, forward: Op) -> bool:
+    """Whether a pooling's gradient has the sizes and the windows of that pooling: its name alone may be chance."""
+    x, y = forward.operands["x"], forward.results["y"]
+    if sizes(node.outputs[0]) != sizes(x) or sizes(node.inputs[0]) != sizes(y):  # type: ignore[arg-type]
+        return False
+    if node.op_type == "MaxPoolGrad":  # the indices say it all
+        return forward.results.get("indices") is node.inputs[1]
+    own = _window(node, sizes(x))
+    return all(own[name] == forward.attributes[name] for name in BACKWARD_CORES[node.op_type])
+
+
+def _pool_partner(node: ir.Node) -> Op | None:
+    """The forward pooling that a pooling gradient belongs to: through its indices, or else by the gradient's name."""
+    if node.op_type == "MaxPoolGrad":
+        indices = node.inputs[1]
+        return read(indices.producer()) if indices is not None else None
+    base = (node.name or "").split("_Grad/")[0]
+    assert node.graph is not None
+    named = [other for other in node.graph if other.name == base and other.op_type != node.op_type]
+    for candidate in named:  # a gradient that others named may have any name, its own base among them
+        if (op := read(candidate)) is not None and op.spec.name.find("AveragePool") >= 0:
+            return op
+    return None
+
+
+def _global_average_pool(node: ir.Node) -> Op | None:
+    x, y = node.inputs[0], node.outputs[0]
+    return _op(OpSpec((), "GlobalAveragePool"), {"x": x}, {"y": y}, {}, node) if is_map(x) else None
+
+
+def _unary(step: str) -> Callable[[ir.Node], Op | None]:
+    def reader(node: ir.Node) -> Op | None:
+        if not is_map(node.inputs[0]):
+            return None
+        attributes = _activation_attributes(node)
+        if attributes is None:
+            return None
+        return _op(OpSpec((step,), "Map"), {"x": node.inputs[0]}, {"y": node.outputs[0]}, attributes, node)
+
+    return reader
+
+
+def _add(node: ir.Node) -> Op | None:
+    x, skip = node.inputs[:2]
+    if not (is_map(x) and is_map(skip)) or sizes(x) != sizes(skip):
+        return None
+    return _op(OpSpec(("Add",), "Map"), {"x": x, "skip": skip}, {"y": node.outputs[0]}, {}, node)
+
+
+def _unary_grad(step: str) -> Callable[[ir.Node], Op | None]:
+    def reader(node: ir.Node) -> Op | None:
+        dy, x = node.inputs[:2]
+        attributes = _activation_attributes(node)
+        if not (is_map(dy) and is_map(x)) or attributes is None:
+            return None
+        return _op(OpSpec((), "MapGrad", (step,)), {"dy": dy, "x": x}, {"dx": node.outputs[0]}, attributes, node)
+
+    return reader
+
+
+def _activation_attributes(node: ir.Node) -> dict[str, Any] | None:
+    if node.op_type in ("QuickGelu", "QuickGeluGrad"):
+        return {"alpha": float(_attribute(node, "alpha", 1.702))}
+    if node.op_type == "Clip":
+        return clip_bounds(*[*node.inputs[1:], None, None][:2])
+    return {}
+
+
+def clip_bounds(low: ir.Value | None, high: ir.Value | None) -> dict[str, Any] | None:
+    """The attributes of a Clip step from a node's bounds; None where a bound is computed at run time."""
+    limit = float(np.finfo(np.float32).max)
+    bounds = {"min": -limit, "max": limit}
+    for key, value in (("min", low), ("max", high)):
+        if value is not None:
+            constant = constant_of(value)
+            if constant is None:
+                return None
+            bounds[key] = float(constant.item())
+    return bounds
+
+
+def _window(node: ir.Node, x: tuple[int, ...], kernel: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Convolution and pooling attributes with every default written out and auto_pad resolved."""
+    kernel = kernel or tuple(_attribute(node, "kernel_shape", ()))
+    strides = tuple(_attribute(node, "strides", (1, 1)))
+    dilations = tuple(_attribute(node, "dilations", (1, 1)))
+    pads = tuple(_attribute(node, "pads", (0, 0, 0, 0)))
+    auto = _attribute(node, "auto_pad", "NOTSET")
+    if auto in ("SAME_UPPER", "SAME_LOWER"):
+        totals = [
+            max((-(-size // s) - 1) * s + (k - 1) * d + 1 - size, 0)
+            for size, s, k, d in zip(x[2:], strides, kernel, dilations, strict=True)
+        ]
+        small, large = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
+        pads = (*small, *large) if auto == "SAME_UPPER" else (*large, *small)
+    return {
+        "kernel_shape": kernel,
+        "strides": strides,
+        "dilations": dilations,
+        "pads": pads,
+        "group": int(_attribute(node, "group", 1)),
+        "ceil_mode": int(_attribute(node, "ceil_mode", 0)),
+        "count_include_pad": int(_attribute(node, "count_include_pad", 0)),
+    }
+
+
+def _attribute(node: ir.Node, name: str, default: Any) -> Any:
+    return node.attributes[name].value if name in node.attributes else default
+
+
+def _op(
+    spec: OpSpec, operands: dict[str, Any], results: dict[str, Any], attributes: dict[str, Any], node: ir.Node
+) -> Op:
+    return Op(
+        spec,
+        operands,
+        {name: value for name, value in results.items() if value is not None},
+        {name: attributes[name] for name in spec.attributes},
+        node,
+    )
+
+
+_READERS: dict[tuple[str, str], Callable[[ir.Node], Op | None]] = {
+    ("", "Conv"): _conv,
+    ("", "MaxPool"): _pool,
+    ("", "AveragePool"): _pool,
+    ("", "GlobalAveragePool"): _global_average_pool,
+    ("", "Relu"): _unary("Relu"),
+    ("", "Clip"): _unary("Clip"),
+    (MICROSOFT, "QuickGelu"): _unary("QuickGelu"),
+    ("", "Add"): _add,
+    (MICROSOFT, "ConvGrad"): _conv_grad,
+    ("", "MaxPoolGrad"): _pool_grad,
+    ("", "AveragePoolGrad"): _pool_grad,
+    (MICROSOFT, "ReluGrad"): _unary_grad("ReluGrad"),
+    (MICROSOFT, "QuickGeluGrad"): _unary_grad("QuickGeluGrad"),
+}

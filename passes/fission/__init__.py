@@ -1,0 +1,1 @@
+"""A BatchNorm in two halves, statistics and normalising, forward and backward."""

@@ -1,0 +1,1 @@
+"""Steps that move into the operator before or after them."""

@@ -1,0 +1,68 @@
+"""BNFF backward: the input half of a BN's gradient moves into what reads it (papers/000, section 3.2, sub-BN1').
+
+    dx = BatchNormGradMapGrad(dz, u, p, q, w)
+    dt, dw = ConvGrad(dx, t, weight)            ->   dt, dw = BatchNormGradConvGrad(dz, t, weight, u, p, q, w)
+
+p*dz + q*u + w is computed while dz and u are read; dx is never stored. A Slice of a gradient moves the same way.
+
+Refuses a dx that is a graph output or has a reader with no room for it (a second BN's gradient, a Sum, ...): then dx
+must exist, and reading it once is cheaper than reading dz and u.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import OpSpec
+from bnfuse.passes.dialect.source_ops import read
+from bnfuse.passes.dialect.steps import try_spec
+from bnfuse.passes.rewriter import Editor, FusionResult, Op
+
+INPUT_HALVES = (("BatchNormGrad",), ("Slice", "BatchNormGrad"), ("Slice",))
+
+
+class BatchNormGradFusion(ir.passes.InPlacePass):
+    def call(self, model: ir.Model) -> FusionResult:
+        editor = Editor(model, "bnff")
+        for node in list(model.graph):
+            op = read(node) if node.graph is not None else None
+            if op is not None and is_input_half(op):
+                fuse(editor, op)
+        return editor.result()
+
+
+def is_input_half(op: Op) -> bool:
+    return (
+        isinstance(op.spec, OpSpec)
+        and op.spec.core == "MapGrad"
+        and op.spec.prologue in INPUT_HALVES
+        and not op.spec.epilogue
+    )
+
+
+def fuse(editor: Editor, half: Op) -> None:
+    dx = half.results["dx"]
+    if dx.is_graph_output():
+        editor.refuse(half.node, f"{dx.name} is a graph output")
+        return
+    fused = []
+    for reader in dict.fromkeys(use.node for use in dx.uses()):
+        op = read(reader)
+        spec = with_half(half, op, dx) if op is not None else None
+        if op is None or spec is None:
+            editor.refuse(
+                half.node, f"{reader.op_type} '{reader.name}' reads {dx.name} and has no room for {half.spec.name}"
+            )
+            return
+        fused.append((op, spec))
+    for op, spec in fused:
+        editor.replace(op, spec, [half.node], operands=half.operands, attributes=half.attributes)
+    editor.remove_dead([half.node])
+
+
+def with_half(half: Op, reader: Op, dx: ir.Value) -> OpSpec | None:
+    if not isinstance(reader.spec, OpSpec) or not reader.spec.is_gradient:
+        return None
+    if [name for name, value in reader.operands.items() if value is dx] != ["dy"]:
+        return None
+    return try_spec((*half.steps.prologue, *reader.spec.prologue), reader.spec.core, reader.spec.epilogue)

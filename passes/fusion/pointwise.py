@@ -1,0 +1,183 @@
+"""RCF and BNFF forward: what happens to a map elementwise moves into the operators that read the result.
+
+    z = NormalizeMap(x, a, b)
+    y = ReluMap(z)                  ->   u = NormalizeReluConv(x, w, a, b)
+    u = Conv(y, w)                       dy, dw = NormalizeReluConvGrad(du, x, w, a, b)
+    dy, dw = ConvGrad(du, y, w)
+
+Neither z nor y is stored (papers/000, section 3.2: RCF moves the Relu, BNFF the normalise half as well). A normalised
+map goes into an Add as one of its operands, with its own coefficients; the Relu after an Add goes into the Add.
+
+Moves into every reader that has room for the steps; readers that have none (a Concat, a Reshape, ...) keep the stored
+map alive, and the refusal names them. RCF alone (`ReluConvFusion`) is all or nothing: it refuses a Relu whose result
+is an output or has a reader that is not a convolution, because then the map must exist anyway.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, CONV_GRADS, OpSpec
+from bnfuse.passes.dialect.source_ops import read
+from bnfuse.passes.dialect.steps import try_spec
+from bnfuse.passes.fusion.mask import fuse_mask
+from bnfuse.passes.rewriter import Editor, FusionResult, Op
+
+
+class ReluConvFusion(ir.passes.InPlacePass):
+    """RCF (papers/000, section 3.2): the ReLU alone, into convolutions alone."""
+
+    def call(self, model: ir.Model) -> FusionResult:
+        editor = Editor(model, "rcf")
+        for node in list(model.graph):
+            relu = read(node)
+            if relu is None or relu.spec != OpSpec(("Relu",), "Map"):
+                continue
+            if reason := why_not_conv(relu):
+                editor.refuse(node, reason)
+                continue
+            move_into_readers(editor, relu)
+            for mask in [use.node for use in relu.operands["x"].uses() if _is_mask(use.node)]:
+                if (op := read(mask)) is not None:
+                    fuse_mask(editor, op)
+        return editor.result()
+
+
+def why_not_conv(relu: Op) -> str | None:
+    y = relu.results["y"]
+    if y.is_graph_output():
+        return f"{y.name} is a graph output"
+    readers = [read(use.node) for use in y.uses()]
+    others = {
+        use.node.op_type
+        for use, op in zip(y.uses(), readers, strict=True)
+        if op is None
+        or not isinstance(op.spec, OpSpec)
+        or (op.spec.core not in ("Conv", *CONV_GRADS) and not _is_mask(op.node))
+    }
+    return f"{y.name} is also read by {', '.join(sorted(others))}" if others else None
+
+
+def _is_mask(node: ir.Node) -> bool:
+    op = read(node)
+    return op is not None and op.spec == OpSpec((), "MapGrad", ("ReluGrad",))
+
+
+class MapFusion(ir.passes.InPlacePass):
+    """BNFF forward (papers/000, section 3.2): normalise halves and what follows them, into whatever reads them."""
+
+    def call(self, model: ir.Model) -> FusionResult:
+        editor = Editor(model, "bnff")
+        pending = list(model.graph)
+        while pending:
+            node = pending.pop(0)
+            op = read(node) if node.graph is not None else None
+            if op is None or not isinstance(op.spec, OpSpec) or op.spec.core != "Map" or op.spec.epilogue:
+                continue
+            if "Normalize" in op.spec.prologue and not {"Add", "AddNormalized"} & {*op.spec.prologue}:
+                pending += move_into_readers(editor, op)
+            elif {"Add", "AddNormalized"} & {*op.spec.prologue} and op.spec.prologue[-1] not in ACTIVATIONS:
+                pending += merge_activation(editor, op)
+        return editor.result()
+
+
+def move_into_readers(editor: Editor, source: Op) -> list[ir.Node]:
+    """Move a Map's steps into every reader with room for them; it goes where no reader is left. Gives the new Maps."""
+    y = source.results["y"]
+    made = []
+    for reader in dict.fromkeys(use.node for use in y.uses()):
+        op = read(reader)
+        new = absorb(editor, source, op) if op is not None and isinstance(op.spec, OpSpec) else None
+        if new is None:
+            editor.refuse(source.node, f"{reader.op_type} '{reader.name}' reads {y.name} and has no room for its steps")
+        elif new.steps.core == "Map":
+            made.append(new.node)
+    editor.remove_dead([source.node])
+    return made
+
+
+def absorb(editor: Editor, source: Op, reader: Op) -> Op | None:
+    """The reader with the source's steps in its prologue, in the graph already; None where it has no room."""
+    y, steps = source.results["y"], source.steps.prologue
+    names = [name for name, value in reader.operands.items() if value is y]
+    if names == ["skip"]:
+        return absorb_skip(editor, source, reader)
+    if names != ["x"] or "Reduce" in reader.steps.epilogue:
+        return None  # a reduction is over x itself
+    if "Normalize" in reader.steps.prologue and "Normalize" in steps:
+        return None  # x is the input of another BN there
+    prologue = (*steps, *reader.steps.prologue)
+    if reader.steps.is_gradient and reader.steps.core not in CONV_GRADS:
+        # only convolutions need the activated map itself; a mask needs z, and a pooling's gradient the shape
+        masked = [step for step in reader.steps.epilogue if step in ACTIVATION_GRADS]
+        if masked and source.steps.activations and (source.steps.activations, masked) != (("Relu",), ["ReluGrad"]):
+            return None  # a Relu's result has the sign of its input; no other activation's result tells its mask
+        prologue = (*(s for s in reader.steps.prologue if s == "BatchNormGrad"), *(("Normalize",) if masked else ()))
+        if masked and "Normalize" not in steps:
+            prologue = reader.steps.prologue
+    elif reader.steps.is_gradient:
+        own = [step for step in reader.steps.prologue if step in ("Slice", "BatchNormGrad")]
+        prologue = (*own, *steps, *reader.steps.prologue[len(own) :])
+    spec = try_spec(prologue, reader.steps.core, reader.steps.epilogue)
+    if spec is None or not attributes_agree(source, reader):
+        return None
+    operands = {"x": source.operands["x"]}
+    operands |= {name: source.operands[name] for name in ("a", "b") if name in source.operands}
+    return editor.replace(reader, spec, [source.node], operands=operands, attributes=source.attributes)
+
+
+def absorb_skip(editor: Editor, source: Op, reader: Op) -> Op | None:
+    """The second operand of an Add: with its own coefficients, or in place of a first operand that has no steps."""
+    prologue = reader.steps.prologue
+    if prologue[0] == "Add":
+        spec = try_spec((*source.steps.prologue, *prologue), reader.steps.core, reader.steps.epilogue)
+        operands = {**source.operands, "skip": reader.operands["x"]}
+    elif source.steps.prologue == ("Normalize",):
+        steps = tuple("AddNormalized" if step == "Add" else step for step in prologue)
+        spec = try_spec(steps, reader.steps.core, reader.steps.epilogue)
+        operands = {"skip": source.operands["x"], "skip_a": source.operands["a"], "skip_b": source.operands["b"]}
+    else:
+        return None
+    if spec is None or not attributes_agree(source, reader):
+        return None
+    return editor.replace(reader, spec, [source.node], operands=operands, attributes=source.attributes)
+
+
+def merge_activation(editor: Editor, add: Op) -> list[ir.Node]:
+    """Move the activation after an Add into it, where the sum itself has no other use.
+
+    A ReluGrad that holds the sum reads the Relu's result instead, which has the same sign.
+    """
+    total = add.results["y"]
+    readers = {use.node: read(use.node) for use in total.uses()}
+    activations = [op for op in readers.values() if op is not None and _is_activation(op)]
+    masks = [op for op in readers.values() if op is not None and _is_mask(op.node) and op.operands["dy"] is not total]
+    if total.is_graph_output() or len(activations) != 1 or len(activations) + len(masks) != len(readers):
+        return []
+    activation = activations[0]
+    if masks and activation.steps.prologue != ("Relu",):
+        return []
+    y = activation.results["y"]
+    for mask in masks:
+        mask.node.replace_input_with(1, y)
+    spec = try_spec((*add.steps.prologue, *activation.steps.prologue), "Map", ())
+    if spec is None or not attributes_agree(add, activation):
+        return []
+    merged = editor.replace(
+        activation, spec, [add.node], operands=add.operands, attributes={**add.attributes, **activation.attributes}
+    )
+    return [merged.node]
+
+
+def _is_activation(op: Op) -> bool:
+    return (
+        isinstance(op.spec, OpSpec)
+        and op.spec.core == "Map"
+        and op.spec.prologue[0] in ACTIVATIONS
+        and len(op.spec.prologue) == 1
+    )
+
+
+def attributes_agree(source: Op, reader: Op) -> bool:
+    """Two steps of one kind share an operator's attributes, so their values must be the same."""
+    return all(reader.attributes.get(key, value) == value for key, value in source.attributes.items())

@@ -1,0 +1,48 @@
+"""BNFF forward: the statistics half moves into the operator that writes the map (papers/000, section 3.2, sub-BN1).
+
+    y = Conv(x, w)                          y, mean, variance = ConvStatistics(x, w)
+    mean, variance = BatchNormStatistics(y)   ->
+
+The map is summed up while it is on chip: no sweep is left for the statistics. Several BNs over one map share them.
+
+Refuses a map that is a graph input, or is written by an operator with no epilogue.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import OpSpec
+from bnfuse.passes.dialect.source_ops import forward_of, read
+from bnfuse.passes.rewriter import Editor, FusionResult, Op
+
+
+class StatisticsFusion(ir.passes.InPlacePass):
+    def call(self, model: ir.Model) -> FusionResult:
+        editor = Editor(model, "bnff")
+        for node in [node for node in model.graph if node.op_type == "BatchNormStatistics"]:
+            op = read(node)
+            assert op is not None
+            fuse(editor, op)
+        return editor.result()
+
+
+def fuse(editor: Editor, statistics: Op) -> None:
+    y = statistics.operands["x"]
+    producer = forward_of(y)
+    if producer is None:
+        editor.refuse(statistics.node, f"'{y.name}' is {_origin(y)}, which has no epilogue to compute statistics in")
+        return
+    if "Statistics" in producer.steps.epilogue:
+        for name, value in statistics.results.items():
+            value.replace_all_uses_with(producer.results[name])
+        editor.fused.append(statistics.node.name or "")
+        editor.remove_dead([statistics.node])
+        return
+    spec = OpSpec(producer.steps.prologue, producer.steps.core, (*producer.steps.epilogue, "Statistics"))
+    editor.replace(producer, spec, [statistics.node], results=statistics.results)
+
+
+def _origin(value: ir.Value) -> str:
+    producer = value.producer()
+    return f"written by {producer.op_type} '{producer.name}'" if producer is not None else "a graph input"

@@ -1,0 +1,132 @@
+"""Which halves of which BNs still sweep a map of their own, and why: the honest end of every rewrite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import DOMAIN, OpSpec
+from bnfuse.passes.dialect.source_ops import read
+from bnfuse.passes.fusion.scale import is_scale
+from bnfuse.passes.rewriter import Op, Refusal, sources
+
+CONCATS = ("Concat", "ConcatTraining", "SplitTraining")
+MONOLITHS = ("BatchNormInternal", "BatchNormalizationGrad", "BatchNormalization")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfused:
+    """A BN, one of its halves, and why that half is a kernel of its own."""
+
+    node: str
+    half: str
+    reason: str
+
+
+def batch_norms(model: ir.Model) -> tuple[str, ...]:
+    """Names of the BNs of a source graph."""
+    return tuple(node.name or "" for node in model.graph if node.op_type in ("BatchNormInternal", "BatchNormalization"))
+
+
+def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal], level: str) -> tuple[Unfused, ...]:
+    """Every half of the named BNs that is left on its own, with the reason that the last pass to look at it gave.
+
+    Where no pass of the level looked at it, the reason is the level, or what the half has become.
+    """
+    reasons = {refusal.node: refusal.reason for refusal in refused}
+    found = []
+    for node in model.graph:
+        half = standalone_half(node)
+        if half is None:
+            continue
+        of = [name for name in sources(node) if name in names] or _through_gradient(node, names)
+        reason = reasons.get(node.name or "") or _left_by(level, node)
+        if level == "bnff" and any(other.op_type in CONCATS for other in _neighbours(node)):
+            reason += "; level icf works across concatenations"
+        found += [Unfused(name, half, reason) for name in of]
+    return tuple(dict.fromkeys(found))
+
+
+def standalone_half(node: ir.Node) -> str | None:
+    if node.op_type in MONOLITHS:
+        return "gradient" if node.op_type == "BatchNormalizationGrad" else "forward"
+    if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics", "LocalStatistics"):
+        return "statistics"
+    if node.op_type in ("L1GradInput", "RangeGradInput", "LocalScale"):
+        return "gradient input"
+    if node.op_type in ("BatchNormGradReduce", "LocalGradReduce"):
+        return "gradient reductions"
+    if node.op_type == "LocalNormalize":
+        return "normalise"
+    op = read(node)
+    if op is None or not isinstance(op.spec, OpSpec):
+        return None
+    return _standalone_map(op)
+
+
+def _standalone_map(op: Op) -> str | None:
+    steps = op.steps
+    if steps.core == "Map" and steps.prologue[0] == "Normalize" and not {"Add", "AddNormalized"} & {*steps.prologue}:
+        return "normalise"
+    if steps.core == "MapGrad" and {"Reduce", "ReduceOther"} & {*steps.epilogue}:
+        return "gradient reductions"
+    if steps.core == "MapGrad" and ("BatchNormGrad" in steps.prologue or is_scale(op)):
+        return "gradient input"
+    return None
+
+
+def _through_gradient(node: ir.Node, names: tuple[str, ...]) -> list[str]:
+    """A gradient node that no pass touched is named after its forward node."""
+    return [name for name in names if (node.name or "").startswith(f"{name}_Grad/")]
+
+
+def _left_by(level: str, node: ir.Node) -> str:
+    """Why a half that no pass refused is a kernel of its own."""
+    if node.domain == DOMAIN and node.op_type.startswith(("L1", "Range")):
+        return "this estimate of the variance is made in sweeps of its own"
+    if level in ("none", "rcf"):
+        return f"level {level} leaves BatchNorms whole: mvf splits off the statistics, bnff moves the halves"
+    if level == "mvf":
+        return "level mvf leaves the halves where they are: bnff moves them into the operators around them"
+    op = read(node)
+    if op is not None and isinstance(op.spec, OpSpec) and op.steps.core == "MapGrad":
+        return _left_gradient(op)
+    return f"neither what writes its map nor what reads it takes it: {_named(_neighbours(node))}"
+
+
+def _left_gradient(op: Op) -> str:
+    """Of a MapGrad that is neither a bare input half nor a mask that could move: it adds, or ends a BN's gradient."""
+    dy, dx = op.operands["dy"], op.results["dx"]
+    adds = "AddGradient" in op.steps.epilogue
+    if {"Reduce", "ReduceOther"} & {*op.steps.epilogue}:
+        if "BatchNormGrad" in op.steps.prologue:
+            what = "a sum that ends in the input gradient" if adds else "made from the input gradient"
+            return f"{dx.name} is {what} of a BatchNorm, not of a convolution: '{op.node.name}' makes it in a sweep"
+        writer = dy.producer()
+        return f"'{op.node.name}' makes {dx.name} of {dy.name}, and {_named([writer] if writer else [])} cannot"
+    if adds:
+        readers = _named(use.node for use in dx.uses())
+        return (
+            f"{dx.name} is its sum with {op.operands['other'].name}, and what reads it adds no gradients: "
+            f"{readers or 'it is a graph output'}"
+        )
+    return f"{dx.name} is read by {_named(use.node for use in dx.uses()) or 'no node'}, without room for it"
+
+
+def _neighbours(node: ir.Node) -> list[ir.Node]:
+    """What writes the operands of a node, or the terms of a Sum among them, and what reads its results."""
+    writers = _writers(node)
+    writers += [term for writer in writers if writer.op_type == "Sum" for term in _writers(writer)]
+    return [*dict.fromkeys((*writers, *(use.node for value in node.outputs for use in value.uses())))]
+
+
+def _writers(node: ir.Node) -> list[ir.Node]:
+    return [writer for value in node.inputs if value is not None and (writer := value.producer()) is not None]
+
+
+def _named(nodes: Iterable[ir.Node]) -> str:
+    """At most three nodes, by operator and name."""
+    found = [f"{node.op_type} '{node.name}'" for node in dict.fromkeys(nodes)]
+    return ", ".join((*found[:3], *([f"{len(found) - 3} more"] if len(found) > 3 else ())))

@@ -1,0 +1,277 @@
+"""Levels: which passes run, in which order, and what they did.
+
+    none    nothing
+    rcf     the ReLU into the following convolutions
+    mvf     + mean and variance in one sweep: BN split into its halves
+    bnff    + fission and fusion of the BN halves inside composite layers, forward and backward;
+            no bias in a convolution that only BNs read
+    icf     + across composite layers, through Concat; average pooling before 1x1 convolutions
+
+(papers/000, sections 3.2 and 3.3.) Removal, virtual samples, sampled and local statistics come before a level's passes,
+and mean the same at every level. A pass that fails is named together with those that ran before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
+from bnfuse.graph.signature import Roles, roles_of
+from bnfuse.opset.functions import add_functions
+from bnfuse.passes.concat.gradient import ConcatGradient
+from bnfuse.passes.concat.sink import ConcatSink
+from bnfuse.passes.concat.statistics import ConcatStatistics
+from bnfuse.passes.dialect.canonical import Canonicalize
+from bnfuse.passes.fission.batch_norm import SplitBatchNorm
+from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
+from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
+from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
+from bnfuse.passes.fusion.mask import MaskFusion
+from bnfuse.passes.fusion.pointwise import MapFusion, ReluConvFusion
+from bnfuse.passes.fusion.pool_first import PoolFirst
+from bnfuse.passes.fusion.scale import ScaleFusion
+from bnfuse.passes.fusion.statistics import StatisticsFusion
+from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused
+from bnfuse.passes.removal.drop_bias import DropBias
+from bnfuse.passes.removal.placements import Selection, select
+from bnfuse.passes.removal.remove import RemoveBatchNorm, Removed
+from bnfuse.passes.rewriter import FusionResult, Refusal, sort
+from bnfuse.passes.sampling.baseline_statistics import BaselineStatistics
+from bnfuse.passes.sampling.decay import SetDecay
+from bnfuse.passes.sampling.local import Group, LocalBatchNorm, batch_of
+from bnfuse.passes.sampling.local import check as check_local
+from bnfuse.passes.sampling.sample import Sample, Sampled
+from bnfuse.passes.sampling.spec import SamplePlan, parse_plan
+from bnfuse.passes.sampling.virtual import AddVirtual
+
+LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
+
+ROUNDS = 8  # of a stage; one is enough inside layers, and two across all networks of the zoo
+
+PassFactory = Callable[[], ir.passes.InPlacePass]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """One pass: how many places it changed, what it refused, and how long it took."""
+
+    name: str
+    changed: int
+    refused: tuple[Refusal, ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a rewrite did. `batch_norms` counts the source graph's BNs."""
+
+    level: str
+    batch_norms: int
+    unfused: tuple[Unfused, ...]
+    passes: tuple[PassReport, ...]
+    nodes_before: int
+    nodes_after: int
+    removed: tuple[Removed, ...] = ()
+    sampled: tuple[Sampled, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes,
+        removed [{index, node, kept_affine}], sampled [{node, spec, ratio, elements}].
+        """
+        return {
+            "level": self.level,
+            "batch_norms": self.batch_norms,
+            "unfused": [dataclasses.asdict(entry) for entry in self.unfused],
+            "passes": [
+                {
+                    "name": entry.name,
+                    "changed": entry.changed,
+                    "refused": [dataclasses.asdict(refusal) for refusal in entry.refused],
+                    "seconds": round(entry.seconds, 3),
+                }
+                for entry in self.passes
+            ],
+            "nodes": {"before": self.nodes_before, "after": self.nodes_after},
+            "removed": [dataclasses.asdict(entry) for entry in self.removed],
+            "sampled": [dataclasses.asdict(entry) for entry in self.sampled],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """The rewritten model (a copy; the model that was given stays as it was) and the report."""
+
+    model: ir.Model
+    report: Report
+
+
+def is_pool_first(level: str) -> bool:
+    """Whether a level moves average poolings first where nothing else is asked for."""
+    return level == "icf"
+
+
+def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]]]:
+    """The passes of a level, in stages: each stage runs until none of its passes finds anything more to do."""
+    if level not in LEVELS:
+        raise BnfuseError(f"there is no level '{level}'; the levels are {', '.join(LEVELS)}")
+    rank = LEVELS.index(level)
+    icf = rank >= LEVELS.index("icf")
+    listed: list[tuple[str, PassFactory]] = []
+    if pool_first:
+        listed += [("pool-first", PoolFirst)]
+    if rank >= LEVELS.index("rcf"):
+        listed += [("canonical", Canonicalize), ("rcf", ReluConvFusion)]
+    if rank >= LEVELS.index("bnff"):
+        listed += [("bnff/drop-bias", DropBias)]
+    if rank >= LEVELS.index("mvf"):
+        listed += [("mvf", SplitBatchNorm)]
+    if rank >= LEVELS.index("bnff"):
+        listed += [("bnff/split-gradient", SplitBatchNormGrad)]
+        listed += _fusions("bnff", concats=not icf)
+    across: list[tuple[str, PassFactory]] = [
+        ("icf/concat-sink", ConcatSink),
+        ("icf/concat-statistics", ConcatStatistics),
+    ]
+    across += [("icf/concat-gradient", ConcatGradient), *_fusions("icf", concats=True)]
+    return [listed, across] if icf else [listed] if listed else []
+
+
+def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
+    """The passes inside a layer; after a Concat has been crossed they find new work.
+
+    What is scaled can no longer sink through a Concat, so below icf the scale moves at once, and there afterwards.
+    """
+    return [
+        (f"{level}/map", MapFusion),
+        (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
+        (f"{level}/mask", MaskFusion),
+        *([(f"{level}/scale", ScaleFusion)] if concats else []),
+        (f"{level}/statistics", StatisticsFusion),
+        (f"{level}/gradient-input", BatchNormGradFusion),
+    ]
+
+
+def rewrite(
+    model: ir.Model,
+    *,
+    level: str = "icf",
+    pool_first: bool | None = None,
+    remove: Selection | None = None,
+    keep_affine: bool = False,
+    decay: float | None = None,
+    sample: str | SamplePlan | None = None,
+    local_bn: int | None = None,
+    roles: Roles | None = None,
+) -> Rewritten:
+    """Run a level's passes on a copy of a training graph.
+
+    `pool_first` defaults to on at level icf and off below it. `remove` lists BatchNorms to take out first
+    (passes/removal/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every running
+    statistic. `sample` says what the statistics are taken from (passes/sampling/spec.py); with `local_bn` each group of
+    so many samples has its own. `roles` are those of the model, where its metadata does not state them. Raises
+    BnfuseError for an unknown level, and for a list or a spec that is wrong.
+    """
+    stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
+    model = model.clone()
+    names = batch_norms(model)
+    before = model.graph.num_nodes()
+    reports: list[PassReport] = []
+    if decay is not None:
+        reports.append(run_pass(model, "decay", functools.partial(SetDecay, decay), reports))
+    removed = remove_batch_norms(model, remove, keep_affine, roles, reports)
+    sampled = sample_batch_norms(model, sample, local_bn, level, names, roles, reports)
+    for stage in stages:
+        for again in range(ROUNDS):
+            done = [run_pass(model, name, factory, reports) for name, factory in stage]
+            changed = any(report.changed for report in done)
+            if changed or not again:
+                reports += done
+            if not changed:
+                break
+    refused = [refusal for report in reports for refusal in report.refused]
+    if reports:
+        finish(model)
+    # what kept a half from crossing a Concat says more than what the passes inside a layer say of it afterwards
+    refused += [refusal for report in reports if report.name.startswith("icf/concat") for refusal in report.refused]
+    unfused = find_unfused(model, names, refused, level)
+    nodes = model.graph.num_nodes()
+    return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, nodes, removed, sampled))
+
+
+def remove_batch_norms(
+    model: ir.Model, which: Selection | None, keep_affine: bool, roles: Roles | None, reports: list[PassReport]
+) -> tuple[Removed, ...]:
+    if which is None:
+        if keep_affine:
+            raise BnfuseError("keep-affine is about removed BatchNorms: say with remove which they are")
+        return ()
+    chosen = select(model, which)
+    names = {norm.node for norm in chosen}
+    make = functools.partial(RemoveBatchNorm, names, roles or roles_of(model), keep_affine=keep_affine)
+    reports.append(run_pass(model, "remove", make, reports))
+    return tuple(Removed(norm.index, norm.node, keep_affine) for norm in chosen)
+
+
+def sample_batch_norms(
+    model: ir.Model,
+    spec: str | SamplePlan | None,
+    local_bn: int | None,
+    level: str,
+    names: tuple[str, ...],
+    roles: Roles | None,
+    reports: list[PassReport],
+) -> tuple[Sampled, ...]:
+    """Sampling comes before the level's passes; a bias that BNs take out leaves first, where the level drops it."""
+    if spec is None and local_bn is None:
+        return ()
+    if not names:
+        raise BnfuseError("there is no BatchNorm whose statistics to sample. Rewrite what `bnfuse build` wrote")
+    plan = spec if isinstance(spec, SamplePlan) else parse_plan("bn" if spec is None else spec)
+    plan.check_names(names)
+    if not batch_norms(model):
+        raise BnfuseError("every BatchNorm is removed, so none is left to sample: leave one of the two out")
+    roles = roles_of(model) if ROLES_KEY in model.metadata_props else roles or roles_of(model)
+    groups = 1
+    if local_bn is not None:
+        check_local(plan, local_bn, batch_of(model, roles))
+        groups = batch_of(model, roles) // local_bn
+    if plan.virtual:
+        adder = AddVirtual(plan.virtual, roles, groups=groups)
+        reports.append(run_pass(model, "virtual", lambda: adder, reports))
+        roles = adder.roles
+    makers: dict[str, Sample | BaselineStatistics | LocalBatchNorm]
+    if local_bn is not None:
+        makers = {"local": LocalBatchNorm(plan, Group(plan.virtual, local_bn))}
+    else:
+        makers = {"sample": Sample(plan, roles, virtual=plan.virtual), "baseline": BaselineStatistics(plan)}
+    if LEVELS.index(level) >= LEVELS.index("bnff"):
+        reports.append(run_pass(model, "bnff/drop-bias", DropBias, reports))
+    for name, maker in makers.items():
+        reports.append(run_pass(model, name, lambda maker=maker: maker, reports))  # type: ignore[misc]
+    return tuple(entry for maker in makers.values() for entry in maker.sampled)
+
+
+def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[PassReport]) -> PassReport:
+    start = time.perf_counter()
+    try:
+        result = factory()(model)
+    except BnfuseError:
+        raise
+    except Exception as error:
+        done = ", ".join(report.name for report in before) or "none"
+        raise BnfuseError(f"pass {name} failed ({error}); passes that ran before it: {done}") from error
+    assert isinstance(result, FusionResult)
+    return PassReport(name, len(result.fused), result.refused, time.perf_counter() - start)
+
+
+def finish(model: ir.Model) -> None:
+    """Leave a valid model: nodes in an order that runs, and a function for every operator in use."""
+    sort(model.graph)
+    add_functions(model)

@@ -1,0 +1,1 @@
+"""BatchNorms that are taken out, and biases that nothing needs."""

@@ -1,0 +1,129 @@
+"""Drop bias: a convolution whose output only BatchNorms read needs no bias, for they subtract the mean it shifts.
+
+    y = Conv(x, w, b)                               y' = Conv(x, w)                          y' = y - b
+    z, rm', rv', mean, inv_std =           ->       z, r, rv', mean', inv_std =
+      BatchNormInternal(y, ..., rm, rv)               BatchNormInternal(y', ..., rm - b, rv)
+                                                    rm' = r + b
+    dx, dw, db = ConvGrad(dz, x, w)                 dx, dw = ConvGrad(dz, x, w);  db = 0
+
+The running mean stays that of y, so a saved network means the same: with rm - b in place of the batch's mean,
+evaluation needs no bias either. db is the sum of a gradient that has the mean 0 in every channel; the source graph
+computes its rounding errors.
+
+Refuses a convolution whose output has a reader that is no training BatchNorm, and one whose batch mean is read by
+anything but the BatchNorm's gradient, or is a graph output.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.opset.spec import OpSpec
+from bnfuse.passes.dialect.source_ops import forward_of, read, sizes
+from bnfuse.passes.fission.batch_norm_grad import GRADIENT
+from bnfuse.passes.rewriter import Editor, FusionResult, Op
+
+X, MEAN = 1, 3  # its inputs that are the BatchNorm's x and the mean of the batch
+
+
+class DropBias(ir.passes.InPlacePass):
+    def call(self, model: ir.Model) -> FusionResult:
+        editor = Editor(model, "drop-bias")
+        convolutions = {}
+        for node in model.graph:
+            if node.op_type == "BatchNormInternal":
+                conv = forward_of(node.inputs[0])
+                if conv is not None and conv.steps.core == "Conv" and "Bias" in conv.steps.epilogue:
+                    convolutions[conv.node] = conv
+        for conv in convolutions.values():
+            if reason := why_not(conv):
+                editor.refuse(conv.node, reason)
+            else:
+                drop(editor, conv)
+        return editor.result()
+
+
+def why_not(conv: Op) -> str | None:
+    y = conv.results["y"]
+    for use in y.uses():
+        if (use.node.op_type, use.idx) not in (("BatchNormInternal", 0), (GRADIENT, X)):
+            return f"its bias stays: {use.node.op_type} '{use.node.name}' reads '{y.name}' as well"
+    if y.is_graph_output():
+        return f"its bias stays: '{y.name}' is a graph output"
+    return next(filter(None, (mean_is_seen(norm) for norm in batch_norms_of(y))), None)
+
+
+def batch_norms_of(y: ir.Value) -> list[ir.Node]:
+    return [use.node for use in y.uses() if use.node.op_type == "BatchNormInternal"]
+
+
+def mean_is_seen(norm: ir.Node) -> str | None:
+    """Why the batch's mean, which moves with the bias, cannot: something other than the gradient sees it."""
+    x, mean = norm.inputs[0], norm.outputs[3]
+    if mean.is_graph_output():
+        return f"its bias stays: '{mean.name}', the mean of its output, is a graph output"
+    for use in mean.uses():
+        node = use.node
+        if (node.op_type, use.idx) != (GRADIENT, MEAN) or node.inputs[X] is not x:
+            return f"its bias stays: {node.op_type} '{node.name}' reads '{mean.name}', the mean of its output"
+    return None
+
+
+def drop(editor: Editor, conv: Op) -> None:
+    y, bias = conv.results["y"], conv.operands["bias"]
+    gradient = gradient_with_bias(conv)
+    for norm in batch_norms_of(y):
+        shift_running_mean(editor, norm, bias, conv.node)
+    if gradient is not None:
+        without_bias_gradient(editor, gradient, conv.node)
+    editor.replace(conv, without(conv.steps, "Bias"))
+
+
+def without(spec: OpSpec, step: str) -> OpSpec:
+    return OpSpec(spec.prologue, spec.core, tuple(other for other in spec.epilogue if other != step))
+
+
+def gradient_with_bias(conv: Op) -> Op | None:
+    """The convolution's gradient, if it computes one of the bias."""
+    for use in conv.operands["weight"].uses():
+        op = read(use.node)
+        if op is None or not isinstance(op.spec, OpSpec) or not op.spec.is_gradient or "dbias" not in op.results:
+            continue
+        if op.operands["x"] is conv.operands["x"] and is_gradient_of(op.operands["dy"], conv.results["y"]):
+            return op
+    return None
+
+
+def is_gradient_of(dy: ir.Value, y: ir.Value) -> bool:
+    """Whether dy comes from the BatchNorms over y alone: from one of them, or from a sum over several."""
+    producer = dy.producer()
+    if producer is None:
+        return False
+    if producer.op_type == GRADIENT:
+        return producer.inputs[X] is y
+    return producer.op_type in ("Sum", "Add") and all(v is not None and is_gradient_of(v, y) for v in producer.inputs)
+
+
+def shift_running_mean(editor: Editor, norm: ir.Node, bias: ir.Value, conv: ir.Node) -> None:
+    running = norm.inputs[3]
+    new = norm.outputs[1]
+    of = [norm, conv]
+    (shifted,) = editor.standard("Sub", [running, bias], 1, before=norm, of=of)
+    shifted.shape, shifted.type = bias.shape, bias.type
+    norm.replace_input_with(3, shifted)
+    if not new.name:
+        return
+    following = list(norm.graph or ())
+    after = following[following.index(norm) + 1]
+    (restored,) = editor.standard("Add", [None, bias], 1, before=after, of=of)
+    editor.take_over(new, restored)
+    restored.producer().replace_input_with(0, new)  # type: ignore[union-attr]
+
+
+def without_bias_gradient(editor: Editor, gradient: Op, conv: ir.Node) -> None:
+    node, dbias = gradient.node, gradient.results["dbias"]
+    zeros = editor.constant(f"{dbias.name}/zeros", np.zeros(sizes(dbias), np.float32))
+    (new,) = editor.standard("Identity", [zeros], 1, before=node, of=[node, conv])
+    editor.take_over(dbias, new)
+    editor.replace(gradient, without(gradient.steps, "BiasGrad"))

@@ -1,0 +1,142 @@
+"""`step.bnf`: a compiled step in one file, a zip of
+
+    manifest.json        format version, target, the CPU features its code uses, optimiser, both programs
+    code/<hash>.o        object code of the kernels; for a GPU a header and a cubin (cuda/container.py)
+    state.safetensors    parameters, running statistics
+    initial.safetensors  constants that launches read
+    model.onnx           the graph that it was made of
+
+It holds native code: trust it as you would trust a program. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import pathlib
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.processors import bounded_threads
+from bnfuse.graph.io import write_atomically
+from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.program import optim
+from bnfuse.runtime.program import program as p
+from bnfuse.runtime.session import Step
+from bnfuse.runtime.targets import resolve as targets
+
+FORMAT = "bnfuse step"
+VERSION = 1
+MAX_MANIFEST = 64 << 20  # bytes; that of a network of 1000 nodes has less than one of these megabytes
+PARTS = ("training", "evaluation")
+
+
+def export_step(step: Step, path: pathlib.Path) -> None:
+    """Write the file; readers never see a part of it."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        hashes, initial = {}, {}
+        written: set[str] = set()
+        for part, compiled in zip(PARTS, step.compiled, strict=True):
+            hashes[part] = [hashlib.sha256(code).hexdigest() for code in compiled.codes]
+            for name, code in zip(hashes[part], compiled.codes, strict=True):
+                if name not in written:
+                    file.writestr(f"code/{name}.o", code)
+                    written.add(name)
+            initial.update({f"{part}.{index}": value for index, value in compiled.program.initial.items()})
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "target": dataclasses.asdict(step.target),
+            "features": targets.features_of(step.target.mcpu) if step.target.kind == "llvm" else (),
+            "optimizer": optim.to_data(step.optimizer),
+            "kernels": hashes,
+            "programs": {part: p.to_json(c.program) for part, c in zip(PARTS, step.compiled, strict=True)},
+        }
+        file.writestr("manifest.json", json.dumps(manifest))
+        file.writestr("state.safetensors", safetensors.numpy.save(step.state_dict()))
+        file.writestr("initial.safetensors", safetensors.numpy.save(initial))
+        file.writestr("model.onnx", step.model)
+    write_atomically(path, archive.getvalue())
+
+
+def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
+    """The step of a file that `Step.export` wrote, ready to run. Refuses one for another kind of CPU.
+
+    One for a GPU loads everywhere, without TVM; where it finds no such GPU, running it is refused.
+    """
+    path = pathlib.Path(path)
+    try:
+        with zipfile.ZipFile(path) as file:
+            return _read(file, str(path), threads)
+    except FileNotFoundError:
+        raise BnfuseError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise BnfuseError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except BnfuseError as error:
+        raise BnfuseError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    except Exception as error:  # damage shows in any form: zip, zlib, JSON, safetensors, an index, no memory
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BnfuseError(f"{path}: not a complete compiled step ({what}): compile the model again") from None
+
+
+def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Step:
+    if file.getinfo("manifest.json").file_size > MAX_MANIFEST:
+        raise ValueError("its manifest is too large")
+    manifest = json.loads(file.read("manifest.json"))
+    check_format(manifest, path)
+    check_cpu(manifest, path)
+    target = Target(**manifest["target"])
+    if threads is not None and target.kind == "cuda":
+        raise BnfuseError(f"{path}: was compiled for a GPU, which takes no number of threads: leave it out")
+    if threads is not None and target.threads not in (threads, bounded_threads(threads)):
+        raise BnfuseError(f"{path}: was compiled for {target.threads} threads, not {threads}: compile the model again")
+    initial = safetensors.numpy.load(file.read("initial.safetensors"))
+    compiled = [_part(file, manifest, part, initial) for part in PARTS]
+    step = Step(
+        *compiled, target=target, optimizer=optim.from_data(manifest["optimizer"]), model=file.read("model.onnx")
+    )
+    step.load_state_dict(safetensors.numpy.load(file.read("state.safetensors")))
+    return step
+
+
+def _part(file: zipfile.ZipFile, manifest: Mapping[str, Any], part: str, initial: Mapping[str, np.ndarray]) -> Compiled:
+    own = {int(k.split(".")[1]): v for k, v in initial.items() if k.startswith(f"{part}.")}
+    codes = []
+    for name in manifest["kernels"][part]:
+        code = file.read(f"code/{name}.o")
+        if hashlib.sha256(code).hexdigest() != name:
+            raise ValueError(f"code/{name}.o is damaged")
+        codes.append(code)
+    return Compiled(p.from_json(manifest["programs"][part], own), codes)
+
+
+def check_format(manifest: Mapping[str, Any], path: str) -> None:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise BnfuseError(f"{path}: not a compiled step of bnfuse")
+    if manifest["version"] != VERSION:
+        raise BnfuseError(
+            f"{path}: has format version {manifest['version']}, this bnfuse reads {VERSION}: compile the model again"
+        )
+
+
+def check_cpu(manifest: Mapping[str, Any], path: str) -> None:
+    """Before any code is loaded: does this processor have what the code uses?"""
+    if manifest["target"]["kind"] == "cuda":
+        return
+    if manifest["target"]["kind"] != "llvm":
+        raise ValueError(f"its target is {str(manifest['target']['kind'])[:20]!r}")
+    missing = targets.missing_features(tuple(manifest["features"]))
+    if missing:
+        mcpu = manifest["target"]["mcpu"]
+        raise BnfuseError(
+            f"{path}: was compiled for {mcpu}; this CPU lacks {', '.join(missing[:4])}: compile the model here"
+        )

@@ -1,0 +1,1 @@
+"""What runs a program: memory, launches and queues of CPUs and GPUs."""

@@ -1,0 +1,1 @@
+"""Programs on a CPU."""

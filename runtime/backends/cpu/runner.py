@@ -1,0 +1,136 @@
+"""Running a compiled step on the CPU: its kernels are functions that take views of its memory."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+
+from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.core.processors import check_threads
+from bnfuse.runtime.backends.execution import (
+    Compiled,
+    LaunchTime,
+    Scalars,
+    as_numpy,
+    check_input,
+    paired,
+    shared_regions,
+)
+from bnfuse.runtime.backends.launching import launch
+from bnfuse.runtime.backends.memory import Memory
+from bnfuse.runtime.codegen.build import Library
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets.resolve import features_of, missing_features
+
+
+class CpuRunner:
+    """Executes the launches of one program. Code for another processor can be kept and exported, not run."""
+
+    def __init__(self, compiled: Compiled, target: Target, beside: CpuRunner | None = None) -> None:
+        check_threads(target.threads)
+        self.program, self.threads = compiled.program, target.threads
+        self.memory: Memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
+        self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))
+        if not self.missing:
+            self._tensors: dict[int, Any] = {}
+            self.library = Library(compiled.program.kernels, compiled.codes)
+            self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.PHASES}
+
+    def _call(self, launch: p.Launch) -> tuple[Any, list[Any], list[tuple[int, str]]]:
+        """Function, arguments, and which of them have to be filled in when the step runs."""
+        arguments: list[Any] = []
+        late = []
+        for argument in launch.arguments:
+            if isinstance(argument, p.Scalar):
+                late.append((len(arguments), argument.name))
+                arguments.append(0.0)
+            else:
+                arguments.append(self._tensor(argument.storage) if isinstance(argument, p.Buffer) else argument)
+        return self.library.functions[launch.kernel], arguments, late
+
+    def _tensor(self, storage: int) -> Any:
+        """A storage as kernels take it; no copy."""
+        if storage not in self._tensors:
+            self._tensors[storage] = tvm.runtime.from_dlpack(self.memory.flat(storage))
+        return self._tensors[storage]
+
+    def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        """All launches of some phases, and the seconds that each phase took."""
+        self._check_cpu()
+        return dict(launch(self.threads, functools.partial(self._run, phases, scalars)))
+
+    def _run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        seconds = {}
+        for phase in phases:
+            start, given = time.perf_counter(), scalars[phase]
+            for function, arguments, late in self.calls[phase]:
+                for index, name in late:
+                    arguments[index] = given[name]
+                try:
+                    function(*arguments)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise unfit(error) from None
+            self._finish(phase)
+            seconds[phase] = time.perf_counter() - start
+        return seconds
+
+    def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
+        """The same, each launch timed."""
+        self._check_cpu()
+        return list(launch(self.threads, functools.partial(self._profile, phases, scalars)))
+
+    def _profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
+        times = []
+        for phase in phases:
+            for one, (function, arguments, late) in zip(self.program.phase(phase), self.calls[phase], strict=True):
+                for index, name in late:
+                    arguments[index] = scalars[phase][name]
+                start = time.perf_counter()
+                function(*arguments)
+                seconds = time.perf_counter() - start
+                work = self.program.works[one.kernel] if self.program.works else None
+                times.append(LaunchTime(phase, one.node, self.program.kernels[one.kernel], seconds, work))
+            self._finish(phase)
+        return times
+
+    def _finish(self, phase: p.Phase) -> None:
+        """After an update, new running statistics take the place of the old ones."""
+        if phase == "update":
+            for name, tensor in self.program.new_running.items():
+                np.copyto(self.memory.array(self.program.running[name]), self.memory.array(tensor))
+
+    def _check_cpu(self) -> None:
+        if self.missing:
+            raise BnfuseError(
+                f"the step was compiled for {self.mcpu}; this CPU lacks {', '.join(self.missing[:4])}: "
+                f"export it and run it there, or compile it for cpu"
+            )
+
+    def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Copy the inputs into the step's memory; views of them there."""
+        found = {}
+        for name, given in paired(names, arrays):
+            tensor = self.program.inputs[name]
+            array = as_numpy(given, f"input '{name}'")
+            check_input(name, tensor, array.shape, array.dtype)
+            found[name] = self.memory.array(tensor)
+            np.copyto(found[name], array, casting="same_kind")
+        return found
+
+    def result(self, tensor: p.Tensor) -> np.ndarray:
+        return self.memory.array(tensor).copy()
+
+    def to_host(self, array: Any, what: str) -> np.ndarray:
+        return as_numpy(array, what)
+
+
+def unfit(error: Exception) -> BnfuseError:
+    """Kernels look at what they are given, which our own programs never give wrongly."""
+    what = first_line(error).removesuffix(" when calling:")
+    return BnfuseError(f"a kernel does not fit to its program ({what}): compile the model again")

@@ -1,0 +1,384 @@
+"""The calls of NVIDIA's driver that a step needs, typed, and with errors in one line.
+
+A `Driver` stands for one GPU and its primary context, which torch and cupy use too: they see our memory and we see
+theirs. Handles are what the bindings return; addresses are ints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import scaled
+from bnfuse.runtime.targets import arch
+
+REMEDY = "install bnfuse[cuda]"
+FREE_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel has without asking
+
+Handle = Any
+Stream = int  # the address of a CUstream; 0 is the legacy default stream
+
+CTYPES: dict[str, Any] = {
+    "buffer": ctypes.c_uint64,
+    "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
+    "int64": ctypes.c_int64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+}
+
+
+class Arguments:
+    """The arguments of one device kernel in memory that the driver reads from: a value a parameter, and where it is."""
+
+    def __init__(self, types: Sequence[str]) -> None:
+        self._values = [CTYPES[kind]() for kind in types]
+        self._pointers = (ctypes.c_void_p * max(len(types), 1))(*(ctypes.addressof(v) for v in self._values))
+        self.version = 0  # grows whenever a value changes
+        self.is_late = False  # whether values change after the first ones
+
+    def set(self, index: int, value: float) -> None:
+        """One value, converted to the parameter's type."""
+        slot = self._values[index]
+        before = bytes(slot)
+        slot.value = value if isinstance(slot, ctypes.c_float | ctypes.c_double) else int(value)
+        self.version += bytes(slot) != before
+
+    def __getitem__(self, index: int) -> Any:
+        return self._values[index].value
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._pointers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A device kernel with its launch and its arguments."""
+
+    function: Handle
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    arguments: Arguments
+
+
+@functools.cache
+def bindings() -> Any:
+    """cuda.bindings.driver."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise BnfuseError(f"running on a GPU needs the package cuda-bindings ({error}): {REMEDY}") from None
+
+
+def open_driver() -> Driver:
+    """The driver of the thread's current GPU, else of the first one. Raises where there is none."""
+    return _driver(_ordinal())
+
+
+def device_architecture() -> str | None:
+    """The architecture of the GPU, None where there is no GPU, no driver or no package to reach it."""
+    try:
+        return open_driver().architecture
+    except BnfuseError:
+        return None
+
+
+@functools.cache
+def _driver(ordinal: int) -> Driver:
+    return Driver(bindings(), ordinal)
+
+
+def _ordinal() -> int:
+    """The device of the current context."""
+    cu = bindings()
+    try:
+        _start(cu)
+        error, context = cu.cuCtxGetCurrent()
+        if int(error) or not int(context):
+            return 0
+        error, device = cu.cuCtxGetDevice()
+        return 0 if int(error) else int(device)
+    except RuntimeError as error:
+        raise _unusable(error) from None
+
+
+def _start(cu: Any) -> None:
+    """Initialise the driver and see that there is a GPU."""
+    (error,) = cu.cuInit(0)
+    if int(error) == 0:
+        return
+    if error.name == "CUDA_ERROR_NO_DEVICE":
+        raise BnfuseError("there is no NVIDIA GPU here: compile for cpu, or run the exported step on a GPU machine")
+    raise BnfuseError(
+        f"NVIDIA's driver does not start ({error.name}): update it, or restart the machine after an update"
+    )
+
+
+def _unusable(error: RuntimeError) -> BnfuseError:
+    """The bindings raise when the driver's library, or a function in it, is not found."""
+    what = (str(error).splitlines() or ["unknown"])[0]
+    if "dlopen" in what or "load" in what.lower():
+        return BnfuseError(
+            f"there is no NVIDIA driver here ({what}): compile for cpu, or run the exported step on a GPU machine"
+        )
+    return BnfuseError(f"NVIDIA's driver is too old for this cuda-bindings ({what}): update the driver")
+
+
+class Driver:
+    """One GPU. All methods but the constructor expect its context to be current: `with driver.active():`."""
+
+    def __init__(self, cu: Any, ordinal: int = 0) -> None:
+        self.cu, self.ordinal, self.process = cu, ordinal, os.getpid()
+        self._handle = self._call("cuDeviceGet", ordinal)
+        self.context = self._call("cuDevicePrimaryCtxRetain", self._handle)
+        attribute = cu.CUdevice_attribute
+        major = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.architecture = f"sm_{major}{minor}"
+        self.multiprocessors = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self.shared_limit = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        name = self._call("cuDeviceGetName", 256, self._handle)
+        self.name = name.split(b"\0")[0].decode(errors="replace")
+
+    # -- errors ------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the bindings returns behind its error code."""
+        error, *found = self._try(name, *arguments)
+        if int(error) != 0:
+            self._fail(name, error)
+        return found[0] if len(found) == 1 else (tuple(found) or None)
+
+    def _try(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.cu, name)(*arguments)
+        except RuntimeError as error:
+            raise _unusable(error) from None
+        except AttributeError:
+            raise BnfuseError(f"this cuda-bindings has no {name}: {REMEDY}") from None
+
+    def _fail(self, name: str, error: Any) -> NoReturn:
+        raise BnfuseError(f"the GPU ({self.name_or_number}) fails in {name}: {error.name}")
+
+    @property
+    def name_or_number(self) -> str:
+        return getattr(self, "name", f"device {self.ordinal}")
+
+    def _attribute(self, attribute: Any) -> int:
+        return int(self._call("cuDeviceGetAttribute", attribute, self._handle))
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Our context is the thread's; afterwards the caller's is again. Raises in a forked child: it has no CUDA."""
+        if self.process != os.getpid():
+            raise BnfuseError(
+                "a forked process cannot use the GPU of its parent: start it with multiprocessing's method spawn, and "
+                "open the step there"
+            )
+        self._call("cuCtxPushCurrent", self.context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def allocate(self, size: int, what: str) -> int:
+        """The address of fresh memory. `what` is what a message calls it."""
+        error, *found = self._try("cuMemAlloc", max(size, 1))
+        if int(error) == 0:
+            return int(found[0])
+        if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+            self._fail("cuMemAlloc", error)
+        free, total = self.memory_left()
+        raise BnfuseError(
+            f"the GPU's memory does not suffice: {what} takes {scaled(size, 'B')}, "
+            f"{scaled(free, 'B')} of {scaled(total, 'B')} are free: use a smaller batch"
+        )
+
+    def memory_left(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def zero(self, address: int, size: int, stream: Stream) -> None:
+        self._call("cuMemsetD8Async", address, 0, size, stream)
+
+    def copy_in(self, target: int, source: int, size: int, stream: Stream) -> None:
+        """From the host; `source` must stay until the stream has done it."""
+        self._call("cuMemcpyHtoDAsync", target, source, size, stream)
+
+    def copy_out(self, target: int, source: int, size: int, stream: Stream) -> None:
+        """To the host."""
+        self._call("cuMemcpyDtoHAsync", target, source, size, stream)
+
+    def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
+        self._call("cuMemcpyDtoDAsync", target, source, size, stream)
+
+    def allocate_host(self, size: int) -> int:
+        """Host memory that the GPU copies from without a detour."""
+        return int(self._call("cuMemAllocHost", max(size, 1)))
+
+    def free_host(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    # -- streams and events ------------------------------------------------------------------------------------
+
+    def new_stream(self) -> Stream:
+        """A stream that the legacy default stream does not wait for."""
+        return int(self._call("cuStreamCreate", int(self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    def destroy_stream(self, stream: Stream) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize(self, stream: Stream) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def new_event(self, timing: bool = False) -> Handle:
+        flags = self.cu.CUevent_flags
+        return self._call("cuEventCreate", int(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING))
+
+    def destroy_event(self, event: Handle) -> None:
+        self._call("cuEventDestroy", event)
+
+    def record(self, event: Handle, stream: Stream) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: Stream, event: Handle) -> None:
+        """What is enqueued on the stream from now on waits for the event."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def wait_for(self, event: Handle) -> None:
+        """The host waits."""
+        self._call("cuEventSynchronize", event)
+
+    def is_done(self, event: Handle) -> bool:
+        (error,) = self._try("cuEventQuery", event)
+        if int(error) and error.name != "CUDA_ERROR_NOT_READY":
+            self._fail("cuEventQuery", error)
+        return int(error) == 0
+
+    def seconds(self, start: Handle, end: Handle) -> float:
+        return float(self._call("cuEventElapsedTime", start, end)) / 1000
+
+    def order(self, before: Stream, after: Stream) -> None:
+        """What is enqueued on `after` from now on waits for what is on `before` by now."""
+        if before == after:
+            return
+        event = self.new_event()
+        self.record(event, before)
+        self.wait(after, event)
+        self.destroy_event(event)  # it is kept until it has happened
+
+    # -- code --------------------------------------------------------------------------------------------------
+
+    def load(self, cubin: bytes, built: str, kernel: str) -> Handle:
+        """The module of a cubin made for the architecture `built`."""
+        self.check_architecture(built)
+        error, *found = self._try("cuModuleLoadData", cubin)
+        if int(error) == 0:
+            return found[0]
+        if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            free, total = self.memory_left()
+            raise BnfuseError(
+                f"the GPU's memory does not suffice for the code of kernel '{kernel}': "
+                f"{scaled(free, 'B')} of {scaled(total, 'B')} are free"
+            )
+        raise BnfuseError(
+            f"kernel '{kernel}' does not load on the GPU ({error.name}): update NVIDIA's driver, or compile again"
+        )
+
+    def check_architecture(self, built: str) -> None:
+        """Refuse code that this GPU does not execute."""
+        if not arch.runs_on(built, self.architecture):
+            raise BnfuseError(
+                f"the step was compiled for {built}; the GPU here ({self.name}) is {self.architecture}: "
+                f"compile it for cuda:{self.architecture}"
+            )
+
+    def unload(self, module: Handle) -> None:
+        self._call("cuModuleUnload", module)
+
+    def function(self, module: Handle, symbol: str, shared: int) -> Handle:
+        """A device kernel that may use `shared` bytes of dynamic shared memory."""
+        error, *found = self._try("cuModuleGetFunction", module, symbol.encode())
+        if int(error) != 0:
+            raise BnfuseError(f"there is no device kernel '{symbol}' in its code ({error.name}): compile again")
+        if shared > self.shared_limit:
+            raise BnfuseError(
+                f"device kernel '{symbol}' needs {shared} bytes of shared memory, the GPU ({self.name}) has "
+                f"{self.shared_limit} a block: compile for cuda:{self.architecture}"
+            )
+        if shared > FREE_SHARED:
+            attribute = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", found[0], attribute, shared)
+        return found[0]
+
+    def launch(self, call: Call, stream: Stream) -> None:
+        self._call(
+            "cuLaunchKernel",
+            call.function,
+            *call.grid,
+            call.threads,
+            1,
+            1,
+            call.shared,
+            stream,
+            call.arguments.address,
+            0,
+        )
+
+    # -- graphs ------------------------------------------------------------------------------------------------
+
+    def new_graph(self) -> Handle:
+        return self._call("cuGraphCreate", 0)
+
+    def destroy_graph(self, graph: Handle) -> None:
+        self._call("cuGraphDestroy", graph)
+
+    def add_kernel(self, graph: Handle, after: Sequence[Handle], call: Call) -> Handle:
+        """A node that runs when those of `after` are done."""
+        return self._call("cuGraphAddKernelNode", graph, list(after), len(after), self._node(call))
+
+    def add_copy(self, graph: Handle, after: Sequence[Handle], target: int, source: int, size: int) -> Handle:
+        """A copy from device memory to device memory."""
+        kind = self.cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        node = self.cu.CUDA_MEMCPY3D()
+        node.srcMemoryType, node.srcDevice = kind, source
+        node.dstMemoryType, node.dstDevice = kind, target
+        node.WidthInBytes, node.Height, node.Depth = size, 1, 1
+        return self._call("cuGraphAddMemcpyNode", graph, list(after), len(after), node, self.context)
+
+    def instantiate(self, graph: Handle) -> Handle:
+        return self._call("cuGraphInstantiate", graph, 0)
+
+    def destroy_executable(self, executable: Handle) -> None:
+        self._call("cuGraphExecDestroy", executable)
+
+    def update_kernel(self, executable: Handle, node: Handle, call: Call) -> None:
+        """Give a node the arguments that its call has now. Launches that are under way keep theirs."""
+        self._call("cuGraphExecKernelNodeSetParams", executable, node, self._node(call))
+
+    def launch_graph(self, executable: Handle, stream: Stream) -> None:
+        self._call("cuGraphLaunch", executable, stream)
+
+    def _node(self, call: Call) -> Any:
+        node = self.cu.CUDA_KERNEL_NODE_PARAMS()
+        node.func = call.function
+        node.gridDimX, node.gridDimY, node.gridDimZ = call.grid
+        node.blockDimX, node.blockDimY, node.blockDimZ = call.threads, 1, 1
+        node.sharedMemBytes = call.shared
+        node.kernelParams = call.arguments.address
+        return node

@@ -1,0 +1,237 @@
+"""Running a compiled step on an NVIDIA GPU: `execution.Runner` with one CUDA graph for the phases of a call.
+
+The GPU is looked for when something is to run. Until then state is kept on the host, so that a step can be compiled,
+loaded, looked at and exported on a machine without one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cuda import dlpack
+from bnfuse.runtime.backends.cuda.array import DeviceArray
+from bnfuse.runtime.backends.cuda.calls import Calls, Modules, Task, unpacked
+from bnfuse.runtime.backends.cuda.driver import Driver, Stream, open_driver
+from bnfuse.runtime.backends.cuda.graph import Graph
+from bnfuse.runtime.backends.cuda.memory import DeviceMemory, Results, Staging, to_host
+from bnfuse.runtime.backends.cuda.queue import Queue
+from bnfuse.runtime.backends.execution import (
+    Compiled,
+    LaunchTime,
+    Scalars,
+    as_numpy,
+    check_input,
+    paired,
+    shared_regions,
+)
+from bnfuse.runtime.backends.memory import Memory, Store
+from bnfuse.runtime.kernels.cuda.container import Code
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.program import program as p
+
+STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)  # what goes to the GPU with the first run
+
+
+class CudaRunner:
+    """A program for a GPU. `beside` is the runner whose state and working memory it shares."""
+
+    def __init__(self, compiled: Compiled, target: Target, beside: CudaRunner | None = None) -> None:
+        self.program, self.target, self.beside = compiled.program, target, beside
+        self._codes = unpacked(compiled.program, compiled.codes)
+        self._host = Memory(compiled.program, without=(p.ARENA, p.CONSTANTS)) if beside is None else None
+        self._device: Device | None = None
+
+    @property
+    def device(self) -> Device:
+        """The program on the GPU, brought there when it is first wanted."""
+        if self._device is None:
+            beside = self.beside.device if self.beside else None
+            device = Device(self.program, self._codes, self.target, beside)
+            if self._host is not None:
+                for region in [name for name in STATE if name in self._host.regions]:
+                    block = self._host.regions[region]
+                    device.memory.store(p.Storage(region, 0, block.nbytes, "uint8"), block)
+            self._device, self._host = device, None
+        return self._device
+
+    @property
+    def memory(self) -> Store:
+        return self._host if self._host is not None else self.device.memory
+
+    def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Take the inputs: those on the host are copied, those on the GPU are read where they lie if they have the
+        graph's type and the order of C. Gives those that lie on the host."""
+        given = paired(names, arrays)
+        found = {}
+        for name, array in given:
+            if not dlpack.is_on_device(array):
+                found[name] = as_numpy(array, f"input '{name}'")
+                check_input(name, self.program.inputs[name], found[name].shape, found[name].dtype)
+        self.device.feed(given, found)
+        return found
+
+    def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        """Enqueue some phases, as one graph. Their seconds are not known then: see `profile`."""
+        self.device.run(tuple(phases), scalars)
+        return {}
+
+    def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
+        """Launch by launch on one stream, each between two events. Copies of running statistics have no line."""
+        times = []
+        for task, seconds in self.device.profile(phases, scalars):
+            if task.launch is not None:
+                kernel = task.launch.kernel
+                work = self.program.works[kernel] if self.program.works else None
+                times.append(LaunchTime(task.phase, task.launch.node, self.program.kernels[kernel], seconds, work))
+        return times
+
+    def result(self, tensor: p.Tensor) -> Any:
+        """On the device if an input of the last `feed` was there: then nothing waits."""
+        return self.device.copy_of(tensor) if self.device.is_fed_from_device else self.memory.read(tensor)
+
+    def array(self, tensor: p.Tensor) -> DeviceArray:
+        """A tensor where it lies on the device."""
+        return self.device.array(tensor)
+
+    def to_host(self, array: Any, what: str) -> np.ndarray:
+        return self.device.to_host(array, what) if dlpack.is_on_device(array) else as_numpy(array, what)
+
+    @property
+    def stream(self) -> Stream:
+        return self.device.queue.stream
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        self.device.queue.use(stream)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU. Where nothing was begun there is nothing to wait for."""
+        if self._device is not None:
+            with self._device.driver.active():
+                self._device.driver.synchronize(self._device.queue.stream)
+
+
+class Device:
+    """A program in the memory of a GPU, with its code, its graphs and its stream."""
+
+    def __init__(self, program: p.Program, codes: Sequence[Code], target: Target, beside: Device | None) -> None:
+        self.program = program
+        self.driver: Driver = beside.driver if beside else open_driver()
+        self.driver.check_architecture(target.mcpu)
+        self.queue: Queue = beside.queue if beside else Queue(self.driver)
+        self.modules: Modules = beside.modules if beside else Modules(self.queue)
+        self.results: Results = beside.results if beside else Results(self.queue)
+        with self.driver.active():
+            shared = shared_regions(beside.memory.regions) if beside else None
+            self.memory: DeviceMemory = DeviceMemory(program, self.queue, shared)
+            self.calls = Calls(program, codes, self.modules, self.memory)
+        self.is_fed_from_device = False
+        self._graphs: dict[tuple[p.Phase, ...], Graph] = {}
+        self._staging: dict[str, Staging] = {}
+        self._inputs: list[Any] = []  # of the caller, on the device
+
+    # -- inputs ------------------------------------------------------------------------------------------------
+
+    def feed(self, given: Sequence[tuple[str, Any]], on_host: Mapping[str, np.ndarray]) -> None:
+        """All inputs, of which some lie on the host."""
+        with self.driver.active():
+            addresses, views = {}, []
+            for name, array in given:
+                if name in on_host:
+                    self._send(name, on_host[name])
+                    continue
+                view = self.view(array, f"input '{name}'")
+                check_input(name, self.program.inputs[name], view.shape, view.dtype)
+                if self._is_usable(view, self.program.inputs[name]):
+                    addresses[name] = view.address
+                    views.append(view)
+                else:
+                    self._send(name, to_host(self.driver, view, self.queue.stream))
+            self.calls.set_inputs(addresses)
+        self._inputs = views
+        self.is_fed_from_device = len(on_host) < len(given)
+
+    def _send(self, name: str, values: np.ndarray) -> None:
+        """Into the region of inputs."""
+        tensor = self.program.inputs[name]
+        storage = self.program.storages[tensor.storage]
+        if name not in self._staging:
+            self._staging[name] = Staging(self.driver, tensor.shape, storage.dtype)
+        self._staging[name].send(values, self.memory.address(storage), self.queue.stream)
+
+    def view(self, array: Any, what: str) -> dlpack.View:
+        """An array of the device, ready when our stream gets to it."""
+        try:
+            view = dlpack.view_of(array, self.queue.stream, self.driver.order)
+        except (BufferError, RuntimeError, TypeError, ValueError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BnfuseError(f"{what} cannot be read as an array: {reason}") from None
+        if view.device not in (-1, self.driver.ordinal):
+            raise BnfuseError(
+                f"{what} is on GPU {view.device}, the step on GPU {self.driver.ordinal}: move one of them"
+            )
+        if min(view.strides, default=0) < 0:
+            raise BnfuseError(f"{what} runs backwards along an axis: make it contiguous")
+        return view
+
+    def _is_usable(self, view: dlpack.View, tensor: p.Tensor) -> bool:
+        """Whether kernels can read it as they would the region of inputs."""
+        kind = self.program.storages[tensor.storage].dtype
+        return view.dtype == np.dtype(kind) and view.is_contiguous and view.address % p.ALIGNMENT == 0
+
+    def to_host(self, array: Any, what: str) -> np.ndarray:
+        with self.driver.active():
+            return to_host(self.driver, self.view(array, what), self.queue.stream)
+
+    # -- running -----------------------------------------------------------------------------------------------
+
+    def run(self, phases: tuple[p.Phase, ...], scalars: Mapping[p.Phase, Scalars]) -> None:
+        with self.driver.active():
+            self._prepare(phases, scalars)
+            if phases not in self._graphs:
+                self._graphs[phases] = Graph(self.driver, self.calls.of(phases))
+            self._graphs[phases].launch(self.queue.stream)
+            if self._inputs:
+                self.queue.hold(self._inputs)
+
+    def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[tuple[Task, float]]:
+        with self.driver.active():
+            self._prepare(phases, scalars)
+            tasks = self.calls.of(phases)
+            events = [self.driver.new_event(timing=True) for _ in range(len(tasks) + 1)]
+            self.driver.record(events[0], self.queue.stream)
+            for task, event in zip(tasks, events[1:], strict=True):
+                self._enqueue(task)
+                self.driver.record(event, self.queue.stream)
+            self.driver.synchronize(self.queue.stream)
+            seconds = [self.driver.seconds(*pair) for pair in itertools.pairwise(events)]
+            for event in events:
+                self.driver.destroy_event(event)
+        return list(zip(tasks, seconds, strict=True))
+
+    def _prepare(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> None:
+        for phase in phases:
+            self.calls.set_scalars(phase, scalars[phase])
+        self.queue.wait_for_readers()
+
+    def _enqueue(self, task: Task) -> None:
+        if task.copy is not None:
+            self.driver.copy(*task.copy, self.queue.stream)
+        for call in task.calls:
+            self.driver.launch(call, self.queue.stream)
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def array(self, tensor: p.Tensor) -> DeviceArray:
+        storage = self.program.storages[tensor.storage]
+        return DeviceArray(self.queue, self.memory.address(storage), tensor.shape, storage.dtype, self.memory)
+
+    def copy_of(self, tensor: p.Tensor) -> DeviceArray:
+        storage = self.program.storages[tensor.storage]
+        with self.driver.active():
+            return DeviceArray.copy_of(self.results, self.memory.address(storage), tensor.shape, storage.dtype)

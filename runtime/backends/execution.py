@@ -1,0 +1,108 @@
+"""What a step asks of whatever runs its programs, on a CPU (cpu.py) or on a GPU (cuda/runner.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.memory import Store
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.program import program as p
+
+Scalars = Mapping[str, float]  # arguments that are known when the step runs, by name
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program and the object code of each of its kernels."""
+
+    program: p.Program
+    codes: Sequence[bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchTime:
+    """One line of a profile: what ran, for how long (seconds)."""
+
+    phase: str
+    node: str
+    kernel: str
+    seconds: float
+    work: p.Work | None = None  # None in a file of an earlier version
+
+
+class Runner(Protocol):
+    """A program in memory, ready to run."""
+
+    program: p.Program
+
+    @property
+    def memory(self) -> Store: ...
+
+    def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Take the inputs, checked against the types of the file. Gives those that lie on the host, by name."""
+
+    def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        """Some phases in their order; the seconds of each where they are known. The update phase ends with new
+        running statistics in the place of the old ones."""
+
+    def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
+        """The same, each launch timed."""
+
+    def result(self, tensor: p.Tensor) -> Any:
+        """A tensor as it is now, which later runs leave alone: of numpy, or on the device if an input of the last
+        `feed` was there."""
+
+    def to_host(self, array: Any, what: str) -> np.ndarray:
+        """An array of any kind as numpy's. `what` is what messages call it."""
+
+
+def runner_of(compiled: Compiled, target: Target, beside: Any = None) -> Any:
+    """The runner for a target. It shares what both have with the one `beside` it: state and working memory."""
+    if target.kind == "cuda":
+        from bnfuse.runtime.backends.cuda.runner import CudaRunner
+
+        return CudaRunner(compiled, target, beside)
+    from bnfuse.runtime.backends.cpu.runner import CpuRunner
+
+    return CpuRunner(compiled, target, beside)
+
+
+def shared_regions(regions: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a runner's regions those that another one beside it uses too."""
+    return {name: regions[name] for name in (p.PARAMETERS, p.RUNNING, p.ARENA) if name in regions}
+
+
+def paired(names: Sequence[str], arrays: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Names and inputs, of which there have to be as many."""
+    if len(arrays) != len(names):
+        raise BnfuseError(f"the step takes {len(names)} inputs ({', '.join(names)}), not {len(arrays)}")
+    return list(zip(names, arrays, strict=True))
+
+
+def check_input(name: str, tensor: p.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuse an input of another shape, or of a type that does not become the graph's without loss of its kind."""
+    if shape != tensor.shape:
+        what = f"input '{name}' has the shape {list(shape)}, the graph takes {list(tensor.shape)}"
+        if shape[1:] == tensor.shape[1:]:
+            what += (
+                f": its batch is fixed. Feed {tensor.shape[0]} at a time (bnfuse.training.evaluate_step fills the last "
+                f"batch up), or build the graph with --batch {shape[0]}"
+            )
+        raise BnfuseError(what)
+    if not np.can_cast(dtype, tensor.dtype, "same_kind"):
+        raise BnfuseError(f"input '{name}' is {dtype}, the graph takes {tensor.dtype}")
+
+
+def as_numpy(array: Any, what: str) -> np.ndarray:
+    """A numpy array of anything that is one or speaks DLPack. `what` is what messages call it."""
+    if isinstance(array, np.ndarray):
+        return array
+    try:
+        return np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise BnfuseError(f"{what} cannot be read as an array: {str(error).splitlines()[0]}") from None

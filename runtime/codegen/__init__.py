@@ -1,0 +1,1 @@
+"""From kernels to object code: the cache, workers, measured choices."""

@@ -1,0 +1,204 @@
+"""From kernels to object code, several at a time, and from object code to functions. Needs neither compiler nor linker.
+
+Making and compiling a kernel takes 0.2 to 0.5 s, most of it in the interpreter, so workers are processes (worker.py),
+which take requests on their standard input and answer on their standard output. A worker needs some seconds to import
+TVM; for a handful of kernels none is started.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import importlib
+import os
+import pathlib
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tvm_ffi_orcjit
+
+from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.core.interpreter import import_root
+from bnfuse.core.processors import usable_cpus
+from bnfuse.runtime.backends.launching import ENTRANCE
+from bnfuse.runtime.codegen.cache import Cache, content_key
+from bnfuse.runtime.kernels.kernel import Kernel
+
+KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
+
+Progress = Callable[[int, int, str], None]  # done, total, kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A kernel as the call that makes it: `module:function` under bnfuse.runtime.kernels, and its arguments.
+
+    A process can be sent this, which it cannot a `Kernel` (that holds a closure).
+    """
+
+    generator: str
+    arguments: tuple[Any, ...]
+
+    def kernel(self) -> Kernel:
+        module, _, function = self.generator.partition(":")
+        made = getattr(importlib.import_module(f"bnfuse.runtime.kernels.{module}"), function)(*self.arguments)
+        assert isinstance(made, Kernel), self.generator
+        return made
+
+
+def objects(
+    requests: Sequence[Request], cache: Cache, *, workers: int | None = None, progress: Progress | None = None
+) -> list[bytes]:
+    """Object code of each request, from the cache or compiled now. Equal kernels are compiled once."""
+    kernels = [request.kernel() for request in requests]
+    keys = [content_key(kernel, request.generator) for kernel, request in zip(kernels, requests, strict=True)]
+    found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
+    missing = {key: i for i, key in enumerate(keys) if found[key] is None}
+    tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
+    if any(kernels[i].target.kind == "cuda" for i in missing.values()):
+        require_cuda_compiler()
+    for done, (key, name, made) in enumerate(_compile_all(tasks, workers or usable_cpus()), 1):
+        found[key] = made
+        cache.write(key, made)
+        if progress:
+            progress(done, len(tasks), name)
+    return [code for key in keys if (code := found[key]) is not None]
+
+
+def require_cuda_compiler() -> None:
+    """One line before any work, in the place of one that names the first kernel."""
+    from bnfuse.runtime.kernels.cuda.compile import REMEDY, compiler_version
+
+    if compiler_version() == "none":
+        raise BnfuseError(f"there is no CUDA compiler: {REMEDY}")
+
+
+def compile_kernel(kernel: Kernel) -> bytes:
+    """The object code of one kernel. For a CPU its symbol is the kernel's name; kernels/cuda/compile.py has a GPU's."""
+    try:
+        with ENTRANCE:
+            return _for_gpu(kernel) if kernel.target.kind == "cuda" else _for_cpu(kernel)
+    except Exception as error:
+        what = first_line(error)
+        raise BnfuseError(f"kernel {kernel.name} does not compile: {what} ({kernel.problem!r})") from error
+
+
+def _for_gpu(kernel: Kernel) -> bytes:
+    from bnfuse.runtime.kernels.cuda.compile import compile_kernel as compile_cubin
+
+    return compile_cubin(kernel)
+
+
+def _for_cpu(kernel: Kernel) -> bytes:
+    from bnfuse.runtime.kernels.cpu.tir import compile_function
+
+    executable = compile_function(kernel.build(), kernel.target)
+    with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
+        path = pathlib.Path(folder) / "kernel.o"
+        executable.mod.write_to_file(str(path), "o")
+        return path.read_bytes()
+
+
+class Library:
+    """Loaded kernels. Functions stay valid as long as the library lives."""
+
+    def __init__(self, names: Iterable[str], codes: Iterable[bytes]) -> None:
+        with ENTRANCE:
+            self._load(names, codes)
+
+    def _load(self, names: Iterable[str], codes: Iterable[bytes]) -> None:
+        self._session = tvm_ffi_orcjit.ExecutionSession()
+        self._modules = []
+        self.functions: list[Callable[..., Any]] = []
+        for name, code in zip(names, codes, strict=True):
+            try:
+                module = self._session.load_module(code)
+                self.functions.append(module[name])
+            except Exception as error:
+                raise BnfuseError(
+                    f"kernel '{name}' does not load ({first_line(error)}): compile the model again"
+                ) from None
+            self._modules.append(module)
+
+
+Task = tuple[str, Request, str]  # key, request, name
+
+
+def _compile_all(tasks: Sequence[Task], cores: int) -> Iterable[tuple[str, str, bytes]]:
+    """Key, name and object code of each task, as they are done. This process takes its share of the work."""
+    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[tuple[str, str, bytes] | Exception] = queue.SimpleQueue()
+    for task in tasks:
+        waiting.put(task)
+    helpers = [_Worker(waiting, finished) for _ in range(min(cores, len(tasks) // KERNELS_PER_WORKER) - 1)]
+    try:
+        for _ in tasks:
+            yield _next_result(waiting, finished)
+    finally:
+        for helper in helpers:
+            helper.stop()
+
+
+def _next_result(
+    waiting: queue.SimpleQueue[Task], finished: queue.SimpleQueue[tuple[str, str, bytes] | Exception]
+) -> tuple[str, str, bytes]:
+    """What a worker has finished; else compile a task that waits; where none does, wait for a worker."""
+    with contextlib.suppress(queue.Empty):
+        return _result(finished.get_nowait())
+    try:
+        key, request, name = waiting.get_nowait()
+    except queue.Empty:
+        return _result(finished.get())
+    return key, name, compile_kernel(request.kernel())
+
+
+def _result(found: tuple[str, str, bytes] | Exception) -> tuple[str, str, bytes]:
+    if isinstance(found, Exception):
+        raise BnfuseError(str(found)) from found
+    return found
+
+
+class _Worker:
+    """A process that compiles what it finds in the queue, and the thread that talks to it."""
+
+    def __init__(self, waiting: queue.SimpleQueue[Task], finished: queue.SimpleQueue[Any]) -> None:
+        self._waiting, self._finished = waiting, finished
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bnfuse.runtime.codegen.worker", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=import_root(),
+            start_new_session=True,  # Ctrl-C on a terminal is for us, who stop it
+        )
+        threading.Thread(target=self._feed, daemon=True).start()
+
+    def _feed(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        while True:
+            try:
+                key, request, name = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._process.stdin.write(base64.b64encode(pickle.dumps(request)) + b"\n")
+                self._process.stdin.flush()
+                status, _, text = self._process.stdout.readline().partition(b" ")
+                code = base64.b64decode(text)
+                if status != b"ok":
+                    raise RuntimeError(f"kernel '{name}': {code.decode() or 'the compiler process ended'}")
+                self._finished.put((key, name, code))
+            except Exception as error:
+                self._finished.put(error)
+                return
+
+    def stop(self) -> None:
+        assert self._process.stdin
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,282 @@
+"""Measured choices: which of several ways to do a problem is the fastest on this machine, and remembering it.
+
+A generator's rule decides first (kernels/kernel.py, `Choice`); a remembered choice takes its place. A choice is
+remembered on disk beside the compiled kernels, one small JSON file a problem, under a hash of the problem, the target
+and the generators' sources. Files are moved into place as a whole, so that processes may share the folder; one that
+cannot be read, or names a choice that does not exist, is as good as none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import itertools
+import json
+import pathlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tvm
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import write_atomically
+from bnfuse.runtime.backends.launching import launch
+from bnfuse.runtime.backends.memory import aligned
+from bnfuse.runtime.backends.turns import shortest_times
+from bnfuse.runtime.codegen.build import Library, Progress, Request, objects
+from bnfuse.runtime.codegen.cache import Cache, content_key
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Target
+from bnfuse.runtime.lowering.graph import Lowered
+from bnfuse.runtime.targets import resolve as targets
+
+BUDGET = 600.0  # seconds: what is not measured by then keeps the rule's choice until the next tuning
+TOGETHER = 12  # problems whose candidates are compiled at a time
+MARGIN = 0.97  # of the rule's time: less of a gain is taken for noise
+
+Way = TypeVar("Way")
+Measure = Callable[[Sequence[Kernel], Sequence[bytes]], list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A kernel of the graph that has several choices. `request` is for that of the rule; `launches` of a step."""
+
+    request: Request
+    choices: tuple[Choice, ...]
+    launches: int
+    flops: int
+
+    @property
+    def key(self) -> str:
+        """Of the problem, the target and what makes its kernels."""
+        made = f"{self.request.generator} {content_key(self.request.kernel(), self.request.generator)}"
+        return hashlib.sha256(made.encode()).hexdigest()
+
+    def candidate(self, choice: Choice) -> Request:
+        """The request for a choice; for the rule's own it is the plain one, whose kernel may have been compiled."""
+        if choice == self.choices[0]:
+            return self.request
+        return Request(self.request.generator, (*self.request.arguments, choice.algorithm, choice.plan))
+
+
+class Memory:
+    """The remembered choices of a cache: names (texts of a `Choice`) by key. Without a folder, of this call alone."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.folder = cache.folder
+        self.known: dict[str, str] = {}
+
+    def choice(self, task: Task) -> Choice | None:
+        """The remembered choice, if there is one."""
+        name = self.known.get(task.key) or self._read(task.key)
+        if name is None:
+            return None
+        ways = itertools.chain(task.choices, combinations(task.choices))
+        return next((choice for choice in ways if repr(choice) == name), None)
+
+    def remember(self, task: Task, choice: Choice, seconds: Sequence[float]) -> None:
+        """`seconds` of the task's choices."""
+        times = {repr(c): s for c, s in zip(task.choices, seconds, strict=True)}
+        self.keep(task.key, repr(choice), task.request.kernel().name, times)
+
+    def keep(self, key: str, choice: str, kernel: str, seconds: Mapping[str, float]) -> None:
+        """The same from names: times may have been taken where no task can be made. `kernel` and `seconds` are for
+        readers. A folder that cannot be written to costs speed next time, nothing else."""
+        self.known[key] = choice
+        if self.folder is None:
+            return
+        text = json.dumps({"choice": choice, "kernel": kernel, "seconds": dict(seconds)}, indent=1)
+        path = self._path(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text.encode())
+        except (OSError, BnfuseError):
+            return
+
+    def _read(self, key: str) -> str | None:
+        if self.folder is None:
+            return None
+        try:
+            name = json.loads(self._path(key).read_bytes())["choice"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return name if isinstance(name, str) else None
+
+    def _path(self, key: str) -> pathlib.Path:
+        assert self.folder is not None
+        return self.folder / "tuned" / f"{key}.json"
+
+
+def tasks_of(lowered: Lowered) -> dict[int, Task]:
+    """The kernels of a program that can be made in several ways, by their index."""
+    counts = Counter(launch.kernel for launch in lowered.program.launches)
+    works = lowered.program.works
+    found = {}
+    for index, request in enumerate(lowered.requests):
+        choices = choices_of(request)
+        if len(choices) > 1:
+            found[index] = Task(request, choices, counts[index], works[index].flops if works else 0)
+    return found
+
+
+def choices_of(request: Request) -> tuple[Choice, ...]:
+    """All ways to make a request, none where its generator knows one only."""
+    module = importlib.import_module(f"bnfuse.runtime.kernels.{request.generator.partition(':')[0]}")
+    choices = getattr(module, "choices", None)
+    return choices(*request.arguments) if choices is not None else ()
+
+
+def choose(lowered: Lowered, memory: Memory) -> None:
+    """Put the remembered choices in place of the rule's."""
+    for index, task in tasks_of(lowered).items():
+        choice = memory.choice(task)
+        if choice is not None and choice != task.choices[0]:
+            lowered.requests[index] = task.candidate(choice)
+            lowered.program.kernels[index] = lowered.requests[index].kernel().name
+            lowered.program.report.tuned += 1
+
+
+def tune(
+    lowered: Lowered,
+    memory: Memory,
+    cache: Cache,
+    target: Target,
+    *,
+    progress: Progress | None = None,
+    measure: Measure | None = None,
+    budget: float = BUDGET,
+) -> None:
+    """Measure the candidates of the problems that nothing is remembered of, those with the most work first."""
+    chosen = measure or measure_of(target)
+    tasks = [task for task in tasks_of(lowered).values() if memory.choice(task) is None]
+    tasks.sort(key=lambda task: task.launches * task.flops, reverse=True)
+    total, done, end = sum(len(task.choices) for task in tasks), 0, time.monotonic() + budget
+    for first in range(0, len(tasks), TOGETHER):
+        if time.monotonic() > end:
+            break
+        some = tasks[first : first + TOGETHER]
+        requests = [task.candidate(choice) for task in some for choice in task.choices]
+
+        def tell(count: int, _: int, name: str, done: int = done) -> None:
+            if progress:
+                progress(done, total, f"compiling candidates: {name}")
+
+        codes = iter(objects(requests, cache, progress=tell))
+        for task in some:
+            kernels = [task.candidate(choice).kernel() for choice in task.choices]
+            choice, seconds = winner(task.choices, kernels, [next(codes) for _ in kernels], chosen)
+            memory.remember(task, choice, seconds)
+            done += len(kernels)
+            if progress:
+                progress(done, total, f"measured {kernels[0].name}")
+
+
+def measure_of(target: Target) -> Measure:
+    """What measures a target's kernels on this machine; raises where they do not run here."""
+    if target.kind != "cuda":
+        if missing := targets.missing_features(targets.features_of(target.mcpu)):
+            raise BnfuseError(
+                f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
+            )
+        return fastest_times
+    from bnfuse.runtime.backends.cuda import driver, measure
+    from bnfuse.runtime.targets import arch
+
+    try:
+        gpu = driver.open_driver()
+    except BnfuseError as error:
+        raise BnfuseError(f"cannot tune for {target.mcpu}: {error}") from None
+    if not arch.runs_on(target.mcpu, gpu.architecture):
+        raise BnfuseError(
+            f"cannot tune for {target.mcpu}: the GPU here ({gpu.name}) is {gpu.architecture}: tune on one of those"
+        )
+    return measure.fastest_times
+
+
+def winner(
+    choices: tuple[Choice, ...], kernels: Sequence[Kernel], codes: Sequence[bytes], measure: Measure
+) -> tuple[Choice, list[float]]:
+    """The fastest and the seconds of all. It has to win twice: on a busy machine luck is common, but not twice."""
+    seconds = measure(kernels, codes)
+    parts = [parts_of(choice) for choice in choices]
+    found = fastest_parts(parts, seconds)
+    if not any(found):
+        return choices[0], seconds
+    some = sorted({0, *found})
+    again = measure([kernels[i] for i in some], [codes[i] for i in some])
+    confirmed = fastest_parts([parts[i] for i in some], again)
+    return joined([choices[some[i]] for i in confirmed]), seconds
+
+
+def parts_of(choice: Choice) -> tuple[Any, ...]:
+    """A plan that is a tuple has a plan for each of several stages, which know nothing of each other."""
+    return choice.plan if isinstance(choice.plan, tuple) else (choice,)
+
+
+def fastest_parts(parts: Sequence[tuple[Any, ...]], seconds: Sequence[float]) -> list[int]:
+    """For each part the index of the choice that has the fastest, where the other parts are the rule's (the first's).
+    Stages run one after the other, so that what they gain adds up."""
+    found = []
+    for place in range(len(parts[0])):
+        rest = [(own[:place], own[place + 1 :]) for own in parts]
+        alike = [i for i in range(len(parts)) if rest[i] == rest[0]]
+        found.append(best(alike, [seconds[i] for i in alike]))
+    return found
+
+
+def joined(choices: Sequence[Choice]) -> Choice:
+    """The choice that has its first part of the first of some choices, its second of the second, and so on."""
+    if len(choices) == 1:
+        return choices[0]
+    return Choice(choices[0].algorithm, tuple(choice.plan[place] for place, choice in enumerate(choices)))
+
+
+def combinations(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """All that can be joined of choices whose plans have several parts."""
+    if all(isinstance(choice.plan, tuple) for choice in choices):
+        for parts in itertools.product(*(dict.fromkeys(own) for own in zip(*map(parts_of, choices), strict=True))):
+            yield Choice(choices[0].algorithm, parts)
+
+
+def best(choices: Sequence[Way], seconds: Sequence[float]) -> Way:
+    """The fastest; that of the rule, the first, where none is clearly faster."""
+    index = min(range(len(choices)), key=lambda i: seconds[i])
+    return choices[index] if seconds[index] < MARGIN * seconds[0] else choices[0]
+
+
+def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[float]:
+    """Seconds of the fastest run of each kernel, in turns, on one set of buffers of random numbers.
+
+    All take the same parameters.
+    """
+    library = Library([kernel.name for kernel in kernels], codes)
+    arguments = random_arguments(kernels[0])
+
+    def timed(function: Callable[..., Any]) -> float:
+        begin = time.perf_counter()
+        function(*arguments)
+        return time.perf_counter() - begin
+
+    def in_turns() -> list[float]:
+        for function in library.functions:
+            function(*arguments)
+        return shortest_times([functools.partial(timed, function) for function in library.functions])
+
+    return list(launch(kernels[0].target.threads, in_turns))
+
+
+def random_arguments(kernel: Kernel) -> list[Any]:
+    """Buffers of their real sizes, then offsets of zero."""
+    some = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
+    buffers = []
+    for param in kernel.params:
+        buffer = aligned(param.elements * np.dtype(param.dtype).itemsize).view(param.dtype)
+        if param.dtype == "float32":
+            buffer[:] = np.resize(some, param.elements)
+        buffers.append(tvm.runtime.from_dlpack(buffer))
+    return [*buffers, *(0 for param in kernel.params if param.is_map)]

@@ -1,0 +1,1 @@
+"""From a training graph to a program: operators become launches of kernels."""

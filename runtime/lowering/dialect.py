@@ -1,0 +1,76 @@
+"""Lowering of the domain `ai.bnfuse` (bnfuse/opset/spec.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse
+from bnfuse.runtime.lowering import local as lower_local
+from bnfuse.runtime.lowering import sampled as lower_sampled
+from bnfuse.runtime.lowering.norm import (
+    batch_norm_finalize,
+    batch_norm_grad_finalize,
+    batch_norm_grad_reduce,
+    batch_norm_grad_terms,
+    batch_norm_grad_terms_accumulate,
+    batch_norm_statistics,
+)
+from bnfuse.runtime.lowering.state import Lowering
+from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.values import attributes_of
+
+PLAIN = {
+    "BatchNormStatistics": batch_norm_statistics,
+    "BatchNormFinalize": batch_norm_finalize,
+    "BatchNormGradReduce": batch_norm_grad_reduce,
+    "BatchNormGradTerms": batch_norm_grad_terms,
+    "BatchNormGradTermsAccumulate": batch_norm_grad_terms_accumulate,
+    "BatchNormGradFinalize": batch_norm_grad_finalize,
+}
+SAMPLED = {
+    "SampledStatistics": lower_sampled.sampled_statistics,
+    "PointStatistics": lower_sampled.point_statistics,
+    "MixStatistics": lower_sampled.mix_statistics,
+    "SampledGradFinalize": lower_sampled.sampled_grad_finalize,
+    "AddSampled": lower_sampled.add_sampled,
+    "AddAtPoints": lower_sampled.add_at_points,
+    "LocalStatistics": lower_local.local_statistics,
+    "LocalFinalize": lower_local.local_finalize,
+    "LocalNormalize": lower_local.local_normalize,
+    "LocalGradReduce": lower_local.local_grad_reduce,
+    "LocalScale": lower_local.local_scale,
+    "LocalAddSampled": lower_local.local_add_sampled,
+    "L1Statistics": lower_sampled.map_statistics,
+    "L1GradFinalize": lower_sampled.grad_finalize,
+    "L1GradInput": lower_sampled.map_gradient,
+    "RangeStatistics": lower_sampled.map_statistics,
+    "RangeGradFinalize": lower_sampled.grad_finalize,
+    "RangeGradInput": lower_sampled.map_gradient,
+}
+
+
+def lower_bnfuse(low: Lowering, node: ir.Node) -> None:
+    """One node of the domain, composed of steps or plain."""
+    if plain := PLAIN_OPS.get(node.op_type):
+        operands, results = named(node.inputs, plain.operands), named(node.outputs, plain.results)
+        if node.op_type in SAMPLED:
+            SAMPLED[node.op_type](low, node, operands, results, attributes_of(node))
+        else:
+            PLAIN[node.op_type](low, operands, results, attributes_of(node))
+        return
+    spec = parse(node.op_type)
+    if spec is None:
+        raise low.error(
+            node, f"is no operator of {DOMAIN} version 1: rewrite the source graph with this version of bnfuse"
+        )
+    missing = [name for name in spec.attributes if name not in node.attributes]
+    if missing:
+        raise low.error(node, f"lacks the attribute {missing[0]}: rewrite the source graph with this version of bnfuse")
+    composed(low, node, spec, named(node.inputs, spec.operands), named(node.outputs, spec.results), attributes_of(node))
+
+
+def named(values: Sequence[ir.Value | None], names: Sequence[str]) -> dict[str, ir.Value]:
+    """Values by operand name, those that are left out left out."""
+    return {name: v for name, v in zip(names, values, strict=False) if v is not None and v.name}

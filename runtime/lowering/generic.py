@@ -1,0 +1,199 @@
+"""Lowering of the operators that have no kernel of their own (kernels/cpu/generic.py).
+
+Generic kernels know dense tensors and nothing of maps. Elementwise operators and reductions of maps are given the
+shapes as they lie in memory, NHWC. What depends on the order of axes gets its operands in the layout of the file, and
+so does everything that has to do with maps stored in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bnfuse.runtime.kernels.cpu import generic_elementwise
+from bnfuse.runtime.kernels.cpu.generic import SCALARS, SUPPORTED, GenericProblem
+from bnfuse.runtime.lowering.layout import MapRef, to_nhwc
+from bnfuse.runtime.lowering.state import Lowering, Ref
+from bnfuse.runtime.lowering.values import attributes_of
+from bnfuse.runtime.program import program as p
+
+ELEMENTWISE = frozenset({*generic_elementwise.OPS, *SCALARS} - set(generic_elementwise.RENAMED))
+NHWC_AXIS = {0: 0, 1: 3, 2: 1, 3: 2}  # axis of the file -> axis in memory
+
+# inputs that have to be constants, by position: the attribute that the kernel takes instead
+STATIC: dict[str, dict[int, str]] = {
+    "Slice": {1: "starts", 2: "ends", 3: "axes", 4: "steps"},
+    "SliceGrad": {1: "shape", 2: "starts", 3: "ends", 4: "axes", 5: "steps"},
+    "Pad": {1: "pads", 2: "value", 3: "axes"},
+    "Split": {1: "split"},
+    "SplitTraining": {1: "split"},
+    "Expand": {1: "shape"},
+    "ConstantOfShape": {0: "shape"},
+    "GatherGrad": {0: "shape"},
+    "Dropout": {1: "ratio", 2: "training_mode"},
+    "DropoutGrad": {2: "ratio", 3: "training_mode"},
+    **{f"Reduce{kind}": {1: "axes"} for kind in ("Sum", "Mean", "SumSquare", "L1", "L2", "Max", "Min")},
+}
+
+
+def lower_generic(low: Lowering, node: ir.Node) -> None:
+    """Launch the generic kernel of a node, in the layout that costs least."""
+    if node.op_type not in SUPPORTED:
+        raise low.error(node, f"has no kernel: write it by operators that have one: {', '.join(supported())}")
+    operands, attributes = split_operands(low, node)
+    outputs = [value for value in node.outputs if value.name]
+    types = low.output_types(node)
+    for value in node.outputs[len(outputs) :]:
+        assert not value.name, "an output in front of a named one is left out"
+    if in_memory_order(low, node, operands, types, attributes):
+        lower_as_maps(low, node, operands, outputs, types, attributes)
+        return
+    ins = [(low.shape(v), low.form(v).dtype) for v in operands]
+    refs: dict[str, Ref] = {f"in{i}": low.dense(v) for i, v in enumerate(operands)}
+    for i, (value, (shape, dtype)) in enumerate(zip(outputs, types, strict=True)):
+        refs[f"out{i}"] = low.new_dense(value, shape, dtype)
+    launch(low, node, ins, types, attributes, refs)
+
+
+def supported() -> list[str]:
+    """Names of the standard operators that can be lowered, without those of gradients."""
+    from bnfuse.runtime.lowering.source import SOURCE_OPS
+
+    return sorted(
+        name
+        for name in {*SUPPORTED, *(name for _, name in SOURCE_OPS)}
+        if onnx.defs.has(name) and not name.endswith("Grad")
+    )
+
+
+def split_operands(low: Lowering, node: ir.Node) -> tuple[list[ir.Value], dict[str, Any]]:
+    """The operands that a kernel reads, and all that it must know when it is made, by name."""
+    attributes = {name: scalar_or_tuple(value) for name, value in attributes_of(node).items()}
+    static = STATIC.get(node.op_type, {})
+    operands = []
+    for index, value in enumerate(node.inputs):
+        if value is None or not value.name:
+            continue
+        if index not in static:
+            operands.append(value)
+            continue
+        constant = low.constant(value)
+        if constant is None:
+            raise low.error(node, f"reads '{static[index]}' from '{value.name}', which is not constant")
+        attributes[static[index]] = scalar_or_tuple(constant)
+    if node.op_type == "Dropout":
+        attributes["node"] = low.order[node]
+        attributes.setdefault("training_mode", 0)  # as ONNX has it where the input is left out
+    return operands, attributes
+
+
+def scalar_or_tuple(value: Any) -> Any:
+    """An attribute in a form that can be hashed and printed."""
+    if hasattr(value, "numpy"):
+        value = value.numpy()
+    if isinstance(value, np.ndarray):
+        return value.item() if value.size == 1 and value.ndim == 0 else tuple(value.reshape(-1).tolist())
+    return value
+
+
+def in_memory_order(
+    low: Lowering, node: ir.Node, operands: Sequence[ir.Value], types: Sequence[Any], attributes: Mapping[str, Any]
+) -> bool:
+    """Whether a map among the operands can stay as it lies: generic kernels know the types of the file only."""
+    if not any(is_map(low, value) for value in operands):
+        return False
+    of_file = [(low.shape(value), low.form(value).dtype) for value in operands] + list(types)
+    if any(low.stored(shape, dtype) != dtype for shape, dtype in of_file):
+        return False
+    if node.op_type in ELEMENTWISE:
+        return all(len(shape) == 4 for shape, _ in types) and all(fits_nhwc(low, v) for v in operands)
+    if node.op_type.startswith("Reduce"):
+        kept = {0, 1, 2, 3} - {axis % 4 for axis in attributes.get("axes") or range(4)}
+        return bool(attributes.get("keepdims", 1)) or not (1 in kept and kept & {2, 3})
+    return False
+
+
+def is_map(low: Lowering, value: ir.Value) -> bool:
+    """Whether the value lies in memory as a map; one of a single pixel is both dense and a map."""
+    form = low.form(value)
+    if len(form.shape) != 4 or form.constant is not None:
+        return False
+    return form.map is not None or MapRef(0, 0, low.map_type(form.shape, form.dtype)).is_file_layout
+
+
+def fits_nhwc(low: Lowering, value: ir.Value) -> bool:
+    """Maps do; of a lower rank, what has but one axis that is not 1."""
+    shape = low.shape(value)
+    return len(shape) == 4 or sum(size != 1 for size in shape) <= 1
+
+
+def memory_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return to_nhwc((1,) * (4 - len(shape)) + shape)
+
+
+def lower_as_maps(
+    low: Lowering,
+    node: ir.Node,
+    operands: Sequence[ir.Value],
+    outputs: Sequence[ir.Value],
+    types: Sequence[tuple[tuple[int, ...], str]],
+    attributes: dict[str, Any],
+) -> None:
+    """The same kernel over shapes as they lie in memory. A slot of a wider buffer is copied out, or into."""
+    if attributes.get("axes"):
+        attributes["axes"] = tuple(NHWC_AXIS[axis % 4] for axis in attributes["axes"])
+    attributes.pop("shape", None)
+    ins = [(memory_shape(low.shape(v)), low.form(v).dtype) for v in operands]
+    refs: dict[str, Ref] = {f"in{i}": dense_map(low, v) for i, v in enumerate(operands)}
+    outs, late = [], []
+    for i, (value, (shape, dtype)) in enumerate(zip(outputs, types, strict=True)):
+        outs.append((memory_shape(shape) if len(shape) == 4 else shape, dtype))
+        place = low.new_map(value, shape, dtype)
+        refs[f"out{i}"] = place.storage
+        if not place.is_dense:
+            aside = MapRef(low.storage(place.type.pixels * place.type.c, dtype), 0, low.map_type(shape, dtype))
+            refs[f"out{i}"] = aside.storage
+            late.append((aside, place))
+    launch(low, node, ins, outs, attributes, refs)
+    for aside, place in late:
+        low.copy_map(aside, place)
+
+
+def dense_map(low: Lowering, value: ir.Value) -> int:
+    """The storage of an operand in memory's order of axes."""
+    if len(low.shape(value)) != 4:
+        return low.dense(value)
+    ref = low.map(value)
+    if ref.is_dense:
+        return ref.storage
+    dtype = low.form(value).dtype
+    kind = low.map_type(low.shape(value), dtype)
+    copy = MapRef(low.storage(kind.elements, dtype), 0, kind)
+    low.copy_map(ref, copy)
+    return copy.storage
+
+
+def launch(
+    low: Lowering, node: ir.Node, ins: Sequence[Any], outs: Sequence[Any], attributes: Mapping[str, Any], refs: Any
+) -> None:
+    known = tuple(sorted((name, value) for name, value in attributes.items() if value is not None))
+    problem = GenericProblem(node.op_type, tuple(ins), tuple(outs), known)
+    scalars = [p.Scalar(name) for name in SCALARS.get(node.op_type, ())]
+    low.launch("generic:generic", (problem, low.target), refs, scalars)
+
+
+def lower_sum(low: Lowering, node: ir.Node) -> None:
+    """Of maps one sweep, wherever they lie; else generic."""
+    values = [value for value in node.inputs if value is not None]
+    shapes = {low.shape(value) for value in values}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 4 or any(low.form(v).dtype != "float32" for v in values):
+        lower_generic(low, node)
+        return
+    refs: dict[str, Ref] = {f"x{i}": low.map(value) for i, value in enumerate(values)}
+    kinds = tuple(ref.type for ref in refs.values() if isinstance(ref, MapRef))
+    refs["y"] = y = low.new_map(node.outputs[0], next(iter(shapes)))
+    low.launch("sum_maps:sum_maps", (kinds, y.type, low.target), refs)

@@ -1,0 +1,339 @@
+"""From an ONNX training graph to a program: one launch an operator (or few), every tensor in its place.
+
+    fold shapes  ->  order the phases  ->  slots for concatenations  ->  a launch per node  ->  lifetimes and arena
+
+The operators live in their own files: `lower_bnfuse.py` and `lower_steps.py` (`ai.bnfuse`), `lower_source.py`
+(source graphs), `lower_generic.py` (everything else).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.analysis.ancestors import ancestors
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.drawing import draws
+from bnfuse.graph.sampling import NOTHING, Sampling
+from bnfuse.graph.signature import Roles
+from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.traffic import RESHAPES
+from bnfuse.runtime.codegen.build import Request
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.lowering.dense import check_scaled
+from bnfuse.runtime.lowering.dialect import lower_bnfuse
+from bnfuse.runtime.lowering.generic import lower_generic
+from bnfuse.runtime.lowering.grouping import group_coefficients
+from bnfuse.runtime.lowering.layout import assign_slots, assign_vector_slots
+from bnfuse.runtime.lowering.sampled import drawn
+from bnfuse.runtime.lowering.source import SOURCE_OPS, find_clip_gradient
+from bnfuse.runtime.lowering.state import Lowering
+from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, Form, check_elements, evaluate, static_shape
+from bnfuse.runtime.lowering.weights import pack_parameters
+from bnfuse.runtime.lowering.work import work_of
+from bnfuse.runtime.program import plan
+from bnfuse.runtime.program import program as p
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A program and, for each of its kernels, the request that makes it."""
+
+    program: p.Program
+    requests: list[Request]
+
+
+def lower(
+    graph: ir.Graph,
+    roles: Roles,
+    target: Target,
+    *,
+    opset: int,
+    file: str | None = None,
+    sampling: Sampling = NOTHING,
+    finish: Callable[[Lowering], None] | None = None,
+) -> Lowered:
+    """The program of a training graph. `sampling` is what the file says of inputs that are drawn; `finish` adds the
+    launches of the update phase. `file` begins the message of whatever is refused.
+    """
+    try:
+        return _lower(Lowering(graph, roles, target, opset), sampling, finish)
+    except BnfuseError as error:
+        raise BnfuseError(f"{file}: {error}" if file else str(error)) from None
+
+
+def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None] | None) -> Lowered:
+    graph, roles = low.graph, low.roles
+    nodes = ordered(graph, roles)
+    enter(low)
+    nodes = joined(low, nodes)
+    low.order = {node: index for index, node in enumerate(nodes)}
+    infer_missing_shapes(low, nodes)
+    low.slots, low.vector_slots = assign_slots(nodes), assign_vector_slots(nodes)
+    set_destinations(low)
+    copy_early(low)
+    forward = forward_nodes(graph, roles)
+    for node in nodes:
+        low.phase = "forward" if node in forward else "backward"
+        lower_node(low, node)
+    leave(low)
+    check_scaled(low)
+    if finish is not None:
+        low.phase, low.node = "update", "optimizer"
+        finish(low)
+    pack_parameters(low)
+    group_coefficients(low)
+    return assemble(low, drawn(low, sampling))
+
+
+def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
+    """The nodes without those that become one launch together with a later one."""
+    absorbed: set[ir.Node] = set()
+    for node in nodes:
+        if found := find_clip_gradient(low, node):
+            low.notes["clip", node] = found
+            absorbed |= set(found.nodes)
+    return [node for node in nodes if node not in absorbed]
+
+
+def lower_node(low: Lowering, node: ir.Node) -> None:
+    low.node = node.name or node.op_type
+    if not fold(low, node):
+        lower_op(low, node)
+    for value in node.outputs:
+        check_shape(low, node, value)
+        copy_to_slots(low, value)
+
+
+def check_shape(low: Lowering, node: ir.Node, value: ir.Value) -> None:
+    """What the file says of a result is what its operator gives: readers were made for the one or the other."""
+    said = static_shape(value)
+    if said is not None and value in low.forms and low.shape(value) != said:
+        found = list(low.shape(value))
+        raise low.error(node, f"gives '{value.name}' the shape {found}, the file says {list(said)}: correct the file")
+
+
+def copy_to_slots(low: Lowering, value: ir.Value) -> None:
+    """Copy what has just been produced to the second places that concatenations want it in.
+
+    To the first place too where it is not there: a constant, or what a generic kernel wrote in the layout of the file.
+    """
+    own, places = low.slots.of.get(value), low.slots.copies.get(value, ())
+    for slot in places if own is None else (own, *places):
+        held, wanted = low.map(value), low.root(slot.root).channels(slot.start, slot.start + low.shape(value)[1])
+        if held != wanted:
+            low.copy_map(held, wanted)
+    own, places = low.vector_slots.of.get(value), low.vector_slots.copies.get(value, ())
+    if own is not None and low.constant(value) is not None:
+        places = (own, *places)
+    for slot in places:
+        low.copy_dense(low.dense(value), low.vector_part(slot, low.shape(value)[0]))
+
+
+def lower_op(low: Lowering, node: ir.Node) -> None:
+    if node.domain == DOMAIN:
+        lower_bnfuse(low, node)
+    elif special := SOURCE_OPS.get((node.domain, node.op_type)):
+        special(low, node)
+    else:
+        lower_generic(low, node)
+
+
+# -- the steps of lowering, in order ------------------------------------------------------------------------------
+
+
+def ordered(graph: ir.Graph, roles: Roles) -> list[ir.Node]:
+    """The nodes that outputs need, in the order of the file, all of the forward phase first."""
+    needed = ancestors(list(graph.outputs))
+    forward = forward_nodes(graph, roles)
+    nodes = [node for node in graph if node in needed]
+    return [n for n in nodes if n in forward] + [n for n in nodes if n not in forward]
+
+
+def forward_nodes(graph: ir.Graph, roles: Roles) -> set[ir.Node]:
+    """What outputs other than gradients need."""
+    gradients = set(roles.gradients.values())
+    return ancestors([v for v in graph.outputs if v.name not in gradients])
+
+
+def enter(low: Lowering) -> None:
+    """Forms of graph inputs and initializers."""
+    roles = low.roles
+    inputs = {value.name or "": value for value in low.graph.inputs}
+    for name in (*roles.trainable, *roles.frozen):
+        _enter_one(low, inputs, name, p.PARAMETERS)
+    for name in roles.running:
+        _enter_one(low, inputs, name, p.RUNNING)
+    for name, value in inputs.items():
+        if value not in low.forms:
+            _enter_one(low, inputs, name, p.INPUTS)
+    for value in low.graph.initializers.values():
+        if value not in low.forms:
+            if value.const_value is None:
+                raise BnfuseError(f"initializer '{value.name}' has no value: write the file anew")
+            low.set_constant(value, value.const_value.numpy())
+
+
+def _enter_one(low: Lowering, inputs: Mapping[str, ir.Value], name: str, region: str) -> None:
+    if name not in inputs:
+        raise BnfuseError(f"the roles of the graph name an input '{name}' that it has not: rebuild the training graph")
+    value = inputs[name]
+    shape, dtype = low.type_of(value)
+    if region in (p.PARAMETERS, p.RUNNING) and dtype != "float32":
+        raise BnfuseError(f"parameter '{name}' is {dtype}: only float32 parameters can be trained")
+    index = low.storage(check_elements(name, shape), dtype, region)
+    low.forms[value] = Form(shape, dtype, dense=index)
+
+
+def infer_missing_shapes(low: Lowering, nodes: Iterable[ir.Node]) -> None:
+    """Channel provenance needs the shapes of maps: those that a concatenation lacks are summed up from its operands."""
+    for node in nodes:
+        if node.op_type in ("Concat", "ConcatTraining") and node.outputs[0].shape is None:
+            shapes = [static_shape(v) for v in node.inputs if v is not None]
+            axis = node.attributes["axis"].as_int()
+            if all(shape is not None and len(shape) == 4 for shape in shapes):
+                full = list(shapes[0] or ())
+                full[axis] = sum(shape[axis] for shape in shapes if shape is not None)
+                node.outputs[0].shape = ir.Shape(full)
+
+
+def set_destinations(low: Lowering) -> None:
+    """Storages for the outputs, and for what becomes an output by being renamed or reshaped."""
+    gradients = {output: name for name, output in low.roles.gradients.items()}
+    running = {output: name for name, output in low.roles.running.items()}
+    inputs = {value.name: value for value in low.graph.inputs}
+    for value in low.graph.outputs:
+        owner = inputs.get(gradients.get(value.name or "") or running.get(value.name or ""))
+        if owner is not None:
+            region = p.GRADIENTS if value.name in gradients else p.NEW_RUNNING
+            twin = low.storages[low.dense(owner)]
+            index = low.storage(twin.elements, twin.dtype, region, twin.offset)
+        else:
+            shape, dtype = low.type_of(value)
+            index = low.storage(check_elements(value.name or "", shape), dtype, p.OUTPUTS)
+        for origin in renamed_from(value):
+            low.destinations.setdefault(origin, index)
+
+
+def renamed_from(value: ir.Value) -> Iterable[ir.Value]:
+    """The value, and those that it is but for its name and shape, up to the one that a kernel writes."""
+    while True:
+        yield value
+        node = value.producer()
+        if node is None or node.op_type not in RESHAPES or node.domain:
+            return
+        source = node.inputs[0]
+        if source is None or source.producer() is None or source.is_graph_output():
+            return
+        value = source
+
+
+def copy_early(low: Lowering) -> None:
+    """Graph inputs and initializers that a concatenation wants in its buffer."""
+    for value in (*low.slots.copies, *low.vector_slots.copies):
+        if value.producer() is None:
+            copy_to_slots(low, value)
+
+
+def fold(low: Lowering, node: ir.Node) -> bool:
+    """Evaluate a node whose results follow from static shapes and constants alone, and are the same in each run."""
+    if node.domain or draws(node):
+        return False
+    if node.op_type in ("Shape", "Size"):
+        dims = np.array(low.shape(low.operand(node, 0)), np.int64)
+        if node.op_type == "Size":
+            low.set_constant(node.outputs[0], np.array(dims.prod(dtype=np.int64), np.int64))
+        else:
+            start, end = (node.attributes[k].as_int() if k in node.attributes else None for k in ("start", "end"))
+            low.set_constant(node.outputs[0], dims[start:end])
+        return True
+    operands = [low.constant(value) for value in node.inputs]
+    if any(value is not None and o is None for value, o in zip(node.inputs, operands, strict=True)):
+        return False
+    if sum(o.size for o in operands if o is not None) > FOLDED_ELEMENTS:
+        return False
+    for value, result in zip(node.outputs, evaluate(node, operands, low.opset), strict=True):
+        low.set_constant(value, result)
+    return True
+
+
+def leave(low: Lowering) -> None:
+    """Every output lies where the session looks for it."""
+    for value in low.graph.outputs:
+        low.node = value.name or "output"
+        wanted, form = low.destinations[value], low.form(value)
+        if form.constant is not None:
+            low.initial[wanted] = np.ascontiguousarray(form.constant).reshape(-1)
+        elif form.map is not None and form.dense is None:
+            low.dense(value)
+        elif low.dense(value) != wanted:
+            low.copy_dense(low.dense(value), wanted)
+
+
+# -- assembling ------------------------------------------------------------------------------------------------
+
+
+def assemble(low: Lowering, sampling: Sampling) -> Lowered:
+    """Plan the arena and put everything into a program."""
+    sizes = {i: s.bytes for i, s in enumerate(low.storages) if s.region == p.ARENA and i not in low.parts}
+    intervals = plan.lifetimes(low.launches, sizes, {i: base for i, (base, _) in low.parts.items()})
+    placement = plan.place(intervals)
+
+    def placed(index: int, storage: p.Storage) -> p.Storage:
+        base, inside = low.parts.get(index, (index, 0))
+        return dataclasses.replace(storage, offset=placement.offsets.get(base, 0) + inside)
+
+    storages = [placed(i, s) if s.region == p.ARENA else s for i, s in enumerate(low.storages)]
+    regions = {**low.regions, p.ARENA: placement.bytes}
+    tensors = {value.name or "": value for value in (*low.graph.inputs, *low.graph.outputs)}
+    roles = low.roles
+
+    def entered(names: Iterable[str]) -> dict[str, p.Tensor]:
+        return {name: _tensor(low, tensors[name], low.dense(tensors[name])) for name in names}
+
+    def left(pairs: Mapping[str, str]) -> dict[str, p.Tensor]:
+        present = {name: tensors[output] for name, output in pairs.items() if output in tensors}
+        return {name: _tensor(low, value, low.destinations[value]) for name, value in present.items()}
+
+    program = p.Program(
+        regions=regions,
+        storages=storages,
+        kernels=[low.made[request].name for request in low.requests],
+        launches=low.launches,
+        inputs=entered(v.name or "" for v in low.graph.inputs if low.storages[low.dense(v)].region == p.INPUTS),
+        outputs={v.name or "": _tensor(low, v, low.destinations[v]) for v in low.graph.outputs},
+        parameters=entered((*roles.trainable, *roles.frozen)),
+        gradients=left(roles.gradients),
+        running=entered(roles.running),
+        new_running=left(roles.running),
+        roles=dataclasses.asdict(roles),
+        report=_report(low, intervals, placement.bytes),
+        ignored_label=low.notes.get("ignore_index"),
+        initial=low.initial,
+        works=[work_of(low.made[request]) for request in low.requests],
+        finite=low.finite,
+        sampling=sampling.to_json(),
+    )
+    return Lowered(program, low.requests)
+
+
+def _tensor(low: Lowering, value: ir.Value, index: int) -> p.Tensor:
+    shape, dtype = low.type_of(value)
+    return p.Tensor(index, shape, dtype)
+
+
+def _report(low: Lowering, intervals: list[plan.Interval], arena: int) -> p.Report:
+    forward = sum(launch.phase == "forward" for launch in low.launches)
+    maps = [i for i in intervals if i.storage in low.map_storages]
+    return p.Report(
+        arena_bytes=arena,
+        feature_map_bytes=sum(i.bytes for i in maps),
+        stashed_bytes=sum(i.bytes for i in maps if i.first < forward <= i.last),
+        parameter_bytes=low.regions.get(p.PARAMETERS, 0),
+        launches={phase: sum(launch.phase == phase for launch in low.launches) for phase in p.PHASES},
+        copies=low.copies,
+        kernels=len(low.kernels),
+    )

@@ -1,0 +1,69 @@
+"""Per-channel launches done together: what computes a BatchNorm's coefficients waits until something reads them.
+
+    conv1  finalize1  conv2  finalize2  concat-reader     ->     conv1  conv2  finalize1+finalize2  concat-reader
+
+A launch over C channels takes less time than its call, and one call serves a group of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bnfuse.runtime.codegen.build import Request
+from bnfuse.runtime.lowering.state import COEFFICIENTS, Lowering
+from bnfuse.runtime.program import program as p
+
+MOST = 8  # launches in a group: each combination of operators is a kernel of its own
+
+
+def group_coefficients(low: Lowering) -> None:
+    """Group the launches of a lowering, and forget the kernels that none is left of."""
+    launches: list[p.Launch] = []
+    for phase in p.PHASES:
+        launches += _grouped(low, [launch for launch in low.launches if launch.phase == phase])
+    used = sorted({launch.kernel for launch in launches})
+    low.launches = [p.Launch(x.phase, used.index(x.kernel), x.node, x.arguments) for x in launches]
+    low.requests = [low.requests[index] for index in used]
+    low.kernels = {low.made[request].key: index for index, request in enumerate(low.requests)}
+
+
+def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
+    bases = {part: base for part, (base, _) in low.parts.items()}
+    done: list[p.Launch] = []
+    waiting: list[p.Launch] = []
+    coefficients = low.generator(COEFFICIENTS)
+
+    def flush() -> None:
+        for start in range(0, len(waiting), MOST):
+            done.append(_together(low, waiting[start : start + MOST]))
+        waiting.clear()
+
+    for launch in launches:
+        if low.requests[launch.kernel].generator == coefficients:
+            waiting.append(launch)
+            continue
+        if any(_depends(launch, earlier, bases) for earlier in waiting):
+            flush()
+        done.append(launch)
+    flush()
+    return done
+
+
+def _depends(launch: p.Launch, earlier: p.Launch, bases: Mapping[int, int]) -> bool:
+    """Whether the two must keep their order: one writes what the other reads or writes."""
+
+    def touched(of: p.Launch, written: bool) -> set[int]:
+        return {bases.get(b.storage, b.storage) for b in of.buffers if not written or b.access != "in"}
+
+    return bool(touched(earlier, True) & touched(launch, False) or touched(earlier, False) & touched(launch, True))
+
+
+def _together(low: Lowering, launches: Sequence[p.Launch]) -> p.Launch:
+    if len(launches) == 1:
+        return launches[0]
+    members = tuple(member for launch in launches for member in low.requests[launch.kernel].arguments[0])
+    kernel = low.kernel(Request(low.generator(COEFFICIENTS), (members, low.target)))
+    buffers = [b for launch in launches for b in launch.buffers]
+    offsets = [a for launch in launches for a in launch.arguments if isinstance(a, int)]
+    node = f"{launches[0].node} and {len(launches) - 1} more"
+    return p.Launch(launches[0].phase, low.kernels[kernel.key], node, (*buffers, *offsets))

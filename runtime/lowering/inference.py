@@ -1,0 +1,119 @@
+"""The graph that evaluates a trained network, cut out of its training graph.
+
+Statistics come from the running averages, dropout and random masks (masks.py) do nothing, and only the logits are
+wanted. Every level of rewriting is served, because statistics reach the maps through `BatchNormFinalize` or
+`BatchNormInternal` alone. Operators keep their form, `Statistics` that nobody reads included, so that no kernel is
+needed that training has not.
+For the same reason virtual samples stay where they are, as zeros: to the running statistics no row matters to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.drawing import draws
+from bnfuse.graph.signature import Roles
+from bnfuse.graph.training_graph import TrainingGraph, put_in_place
+from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.training_ops import batch_norm_constants
+from bnfuse.runtime.lowering.masks import without_masks
+from bnfuse.runtime.lowering.values import dtype_name, static_shape
+
+
+def inference_graph(model: ir.Model, roles: Roles, file: str | None = None) -> tuple[ir.Graph, Roles]:
+    """A new graph whose one output is the logits, and its roles. State inputs stay the same.
+
+    Raises where there is no such graph: the logits have no name, or something is drawn that belongs into them.
+    """
+    graph = model.clone().graph
+    logits = next((v for n in graph for v in n.outputs if v.name and v.name == roles.logits), None)
+    if logits is None:
+        raise BnfuseError(
+            "the training graph names no logits, so it cannot be evaluated: build it with this version of bnfuse"
+        )
+    graph.outputs[:] = [logits]
+    without_masks(graph, model.opset_imports.get("", 1), file)
+    for node in list(graph):
+        if node.op_type == "LocalFinalize" and node.domain == DOMAIN:
+            finalize_for_all(graph, node)
+        elif node.op_type == "LocalNormalize" and node.domain == DOMAIN:
+            normalize_all(graph, node)
+        elif node.op_type == "BatchNormFinalize" and node.domain == DOMAIN:
+            node.replace_input_with(2, node.inputs[4])
+            node.replace_input_with(3, node.inputs[5])
+        elif node.op_type == "BatchNormInternal":
+            normalize_by_running(graph, node)
+        elif node.op_type == "Dropout":
+            source = node.inputs[0]
+            assert source is not None
+            put_in_place(node.outputs[0], source)
+    for name in (*roles.offsets, *roles.virtual):
+        leave_out(graph, name)
+    return graph, dataclasses.replace(
+        roles, labels=(), gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
+    )
+
+
+def require_inference(graph: TrainingGraph) -> None:
+    """Raise where a trained network could not be evaluated, before it is compiled and trained."""
+    if any(draws(node) for node in graph.model.graph):
+        inference_graph(graph.model, graph.roles, graph.name)
+
+
+def leave_out(graph: ir.Graph, name: str) -> None:
+    """An input of what is drawn: no operator is left that needs its values, but perhaps zeros in their place."""
+    value = next(value for value in graph.inputs if value.name == name)
+    graph.inputs.remove(value)
+    shape = static_shape(value)
+    if shape is None:
+        raise BnfuseError(f"input '{name}' has no static shape: rewrite the source graph anew")
+    value.const_value = ir.tensor(np.zeros(shape, dtype_name(value) or "float32"), name=name)
+    graph.initializers[name] = value
+
+
+def finalize_for_all(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace a LocalFinalize by the BatchNormFinalize of the running statistics."""
+    scale, bias, _, _, mean, variance = node.inputs[:6]
+    attributes = [node.attributes["epsilon"], node.attributes["momentum"]]
+    operands = [scale, bias, mean, variance, mean, variance]
+    finalize = ir.Node(DOMAIN, "BatchNormFinalize", operands, attributes, num_outputs=5, name=node.name)
+    graph.insert_after(node, finalize)
+    for old, new in zip(node.outputs, finalize.outputs, strict=False):
+        new.name = f"{old.name}/inference" if old.name else ""
+    for old, new in zip(node.outputs[:3], finalize.outputs, strict=False):  # the others are outputs of training
+        old.replace_all_uses_with(new)
+
+
+def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace a LocalNormalize by one operator for all groups: they have the same coefficients now."""
+    y = node.outputs[0]
+    normalize = ir.Node(DOMAIN, "NormalizeMap", node.inputs[:3], num_outputs=1, name=node.name)
+    normalize.outputs[0].name = f"{y.name}/inference"
+    normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
+    graph.insert_after(node, normalize)
+    put_in_place(y, normalize.outputs[0])
+
+
+def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace the use of a BatchNormInternal's map by that of a NormalizeMap with the running statistics."""
+    x, scale, bias, mean, variance = node.inputs[:5]
+    attributes = [ir.AttrFloat32(name, value) for name, value in batch_norm_constants(node).items()]
+    finalize = ir.Node(
+        DOMAIN,
+        "BatchNormFinalize",
+        [scale, bias, mean, variance, mean, variance],
+        attributes,
+        num_outputs=5,
+        name=node.name,
+    )
+    normalize = ir.Node(DOMAIN, "NormalizeMap", [x, *finalize.outputs[:2]], num_outputs=1, name=node.name)
+    y = node.outputs[0]
+    for index, value in enumerate((*finalize.outputs, *normalize.outputs)):
+        value.name = f"{y.name}/inference_{index}"
+    normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
+    graph.insert_after(node, [finalize, normalize])
+    put_in_place(y, normalize.outputs[0])

@@ -1,0 +1,305 @@
+"""Random masks of a training graph (drop path, stochastic depth, dropout written out), taken out for inference.
+
+    mask = Div(Cast(Less(u, keep)), keep)
+    y = Mul(x, mask)                               ->      y's readers read x
+
+Frameworks leave out a multiplication by a mask of two values, 0 and c, where it keeps what it multiplies on average
+(c = 1/keep, or c = 1 with a scale by 1/keep beside it), and where c = 1 (timm's scale_by_keep=False). How a mask is
+spelt does not matter: whatever follows from one draw and constants, element by element, is computed over the quantiles
+of the draw, which gives its values and how often each occurs. All else that is drawn (noise that is added, a latent
+that is sampled, a mask of another mean) has no place in inference that would be known: it is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.analysis.ancestors import ancestors
+from bnfuse.core.errors import at_node
+from bnfuse.graph.drawing import DROPOUTS, FED, LIKE, constant, distribution_of, draws, one_number
+from bnfuse.graph.sampling import Random
+from bnfuse.graph.training_graph import put_in_place
+from bnfuse.opset.traffic import SHAPE_READERS
+from bnfuse.runtime.lowering.values import evaluate, static_shape
+
+QUANTILES = 4096
+CLOSE = 1e-3  # to 1: of what a mask keeps on average, as far as so many quantiles tell it
+MOVES = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Transpose"})
+POINTWISE = frozenset(
+    (
+        *(
+            "Abs",
+            "Add",
+            "And",
+            "Cast",
+            "CastLike",
+            "Ceil",
+            "Clip",
+            "Div",
+            "Equal",
+            "Floor",
+            "Greater",
+            "GreaterOrEqual",
+        ),
+        *("Less", "LessOrEqual", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round"),
+        *("Sign", "Sqrt", "Sub", "Sum", "Where", "Xor"),
+    )
+)
+TYPE_ONLY = {"CastLike": 1}  # op -> operand of which nothing but the type is read
+
+
+class Unknown(Exception):
+    """Why it is not known what a random value becomes in inference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A value that is `scale` with probability `keep`, else 0."""
+
+    scale: float
+    keep: float
+
+    @property
+    def is_plain(self) -> bool:
+        return abs(self.scale - 1) < 1e-6
+
+    def balances(self, scale: float) -> bool:
+        """Whether it keeps what is multiplied by `scale` too, on average."""
+        return abs(scale * self.scale * self.keep - 1) < CLOSE
+
+
+def without_masks(graph: ir.Graph, opset: int, file: str | None = None) -> None:
+    """In place, for the graph's one output. Raises where something is drawn whose place in inference is not known."""
+    needed = ancestors(graph.outputs)
+    nodes = [node for node in graph if node in needed]
+    if not any(draws(node) for node in nodes):
+        return
+    walk = Walk(opset)
+    for node in nodes:
+        walk.visit(node)
+    for node in nodes:
+        for index in walk.ends(node):
+            try:
+                drop(walk, node, index)
+            except Unknown as why:
+                require_dropouts(walk, node.inputs[index], str(why), file)
+    still = ancestors(graph.outputs)
+    for node in nodes:
+        if node in still and node.outputs[0] in walk.random:
+            require_dropouts(walk, node.outputs[0], "the result itself is random", file)
+
+
+def require_dropouts(walk: Walk, value: ir.Value | None, why: str, file: str | None) -> None:
+    """Raises unless a random value follows from Dropouts alone: those do nothing in inference, whatever reads them."""
+    source = next((node for node in walk.sources(value) if node.op_type not in DROPOUTS), None)
+    if source is not None:
+        what = f"draws at random what inference is not known to leave out ({why}): the network trains, but is not"
+        remedy = "evaluated or exported here. `bnfuse run` trains it; for the rest use the framework it came from."
+        raise at_node(source.name or "", source.op_type, f"{what} {remedy}", file=file)
+
+
+class Walk:
+    """Which values are known, and which are random: they follow from draws and from what is known alone."""
+
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
+        self.random: dict[ir.Value, ir.Node] = {}  # and the node that gives each
+        self._known: dict[ir.Value, np.ndarray | None] = {}
+        self._sources: dict[ir.Value, list[ir.Node]] = {}
+        self._quantiles: dict[ir.Value, np.ndarray | Unknown] = {}
+
+    def visit(self, node: ir.Node) -> None:
+        if draws(node) and node.op_type not in DROPOUTS:
+            self._record(node)
+            return
+        values = operands(node)
+        mixed = [value for value in values if value in self.random]
+        if mixed:
+            follows = node.op_type not in SHAPE_READERS and self._follows(node, values)
+        else:
+            follows = node.op_type in DROPOUTS and bool(values) and self.known(values[0]) is not None
+        if follows:
+            self._record(node)
+
+    def _record(self, node: ir.Node) -> None:
+        """Its results are random. What is asked of them later is told now, from what was told of its operands."""
+        sources = [node] if draws(node) else [s for v in operands(node) for s in self.sources(v)]
+        try:
+            found: np.ndarray | Unknown = self._over_quantiles(node)
+        except Unknown as why:
+            found = why
+        for value in node.outputs[:1] if draws(node) else node.outputs:
+            self.random[value] = node
+            self._sources[value], self._quantiles[value] = list(dict.fromkeys(sources)), found
+
+    def _follows(self, node: ir.Node, values: Sequence[ir.Value]) -> bool:
+        return not node.domain and all(value in self.random or self.known(value) is not None for value in values)
+
+    def ends(self, node: ir.Node) -> list[int]:
+        """The operands of a node that are random where its result is not, for it reads the data too."""
+        if node.outputs[0] in self.random or node.op_type in SHAPE_READERS:
+            return []
+        skipped = {TYPE_ONLY.get(node.op_type)} | ({0} if node.op_type in LIKE - {"Bernoulli"} else set())
+        return [i for i, value in enumerate(node.inputs) if value in self.random and i not in skipped]
+
+    def sources(self, value: ir.Value | None) -> list[ir.Node]:
+        """The nodes that draw what a random value follows from."""
+        return [] if value is None else self._sources.get(value, [])
+
+    def known(self, value: ir.Value | None) -> np.ndarray | None:
+        """The value, if it follows from constants and shapes. Networks are deeper than Python's stack."""
+        stack = [] if value is None else [value]
+        while stack:
+            waiting = self._waiting(stack[-1])
+            if not waiting:
+                last = stack.pop()
+                if last not in self._known:
+                    self._known[last] = self._compute(last)
+            stack.extend(waiting)
+        return None if value is None else self._known[value]
+
+    def _waiting(self, value: ir.Value) -> list[ir.Value]:
+        """What is to be looked at before a value is."""
+        node = value.producer()
+        if value in self._known or node is None or node.domain or draws(node) or node.op_type in SHAPE_READERS:
+            return []
+        return [v for v in node.inputs if v is not None and v not in self._known]
+
+    def _compute(self, value: ir.Value) -> np.ndarray | None:
+        found, node = constant(value), value.producer()
+        if found is not None or node is None or node.domain or draws(node):
+            return found
+        if node.op_type in SHAPE_READERS:
+            shape = static_shape(node.inputs[0]) if node.inputs[0] is not None else None
+            if shape is None:
+                return None
+            sizes = np.array(shape, np.int64)
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(sizes))
+            return np.asarray(sizes.prod()) if node.op_type == "Size" else sizes[start:end]
+        inputs = [None if v is None else self._known[v] for v in node.inputs]
+        if any(v is not None and x is None for v, x in zip(node.inputs, inputs, strict=True)):
+            return None
+        results = evaluate(node, inputs, self.opset)
+        return results[list(node.outputs).index(value)]
+
+    # -- laws --------------------------------------------------------------------------------------------------------
+
+    def mask(self, value: ir.Value) -> Mask:
+        """The law of a random value, if it is that of a mask."""
+        if len(self.sources(value)) != 1:
+            raise Unknown("it follows from several draws")
+        values, counts = np.unique(self.over_quantiles(value).astype(np.float64), return_counts=True)
+        scale, keep = float(values[-1]), float(counts[-1]) / counts.sum()
+        if len(values) > 2 or not np.isfinite(values).all() or (len(values) == 2 and values[0] != 0) or scale == 0:
+            raise Unknown("it is no mask of 0 and one other value")
+        found = Mask(scale, keep)
+        if not found.is_plain and not found.balances(1.0):
+            raise Unknown(f"as a mask of 0 and {scale:.4g} that keeps {keep:.1%} it changes the mean")
+        return found
+
+    def over_quantiles(self, value: ir.Value) -> np.ndarray:
+        """One element of a random value, for each quantile of what is drawn."""
+        found = self._quantiles[value]
+        if isinstance(found, Unknown):
+            raise found
+        return found
+
+    def _over_quantiles(self, node: ir.Node) -> np.ndarray:
+        if draws(node):
+            return self._drawn(node)
+        if node.op_type not in MOVES | POINTWISE:
+            raise Unknown(f"it goes through {node.op_type}, which is no mask's")
+        reads = 1 if node.op_type in MOVES else len(node.inputs)
+        inputs = [self._element(v) for v in node.inputs[:reads]]
+        if node.op_type in MOVES:
+            assert inputs[0] is not None
+            return inputs[0]
+        typed = TYPE_ONLY.get(node.op_type)
+        if typed is not None:
+            like = node.inputs[typed]
+            dtype = like.dtype if like is not None and like.dtype is not None else ir.DataType.FLOAT
+            inputs[typed] = np.zeros(1, dtype.numpy())
+        return evaluate(node, inputs, self.opset)[0]
+
+    def _element(self, value: ir.Value | None) -> np.ndarray | None:
+        if value in self.random:
+            return self.over_quantiles(value)
+        known = self.known(value)
+        number = one_number(known)
+        if known is not None and number is None:
+            raise Unknown("its elements are not all drawn alike")
+        return None if known is None or number is None else np.asarray(number, known.dtype)
+
+    def _drawn(self, node: ir.Node) -> np.ndarray:
+        at = (np.arange(QUANTILES) + 0.5) / QUANTILES
+        if node.op_type in DROPOUTS:
+            number, ratio = one_number(self.known(node.inputs[0])), self._ratio(node)
+            if number is None or node.domain:
+                raise Unknown("its elements are not all drawn alike")
+            kept = at >= ratio
+            return np.where(kept, number / max(1 - ratio, 1e-30), 0.0).astype(np.float32)
+        random = distribution_of(node) if node.op_type in FED else None
+        if node.op_type == "Bernoulli":
+            chance = one_number(self.known(node.inputs[0]))
+            random = None if chance is None else Random("bernoulli", chance)
+        if random is None or not random.is_sound:
+            raise Unknown("how it is drawn follows from the data")
+        return random.quantiles(at).astype((node.outputs[0].dtype or ir.DataType.FLOAT).numpy())
+
+    def _ratio(self, node: ir.Node) -> float:
+        given = [self.known(value) for value in node.inputs[1:]]
+        ratio = 0.5 if not given or given[0] is None else float(given[0])
+        return ratio if len(given) > 1 and given[1] is not None and bool(given[1]) else 0.0
+
+
+def operands(node: ir.Node) -> list[ir.Value]:
+    """The inputs whose values are read."""
+    skipped = TYPE_ONLY.get(node.op_type)
+    return [value for index, value in enumerate(node.inputs) if value is not None and index != skipped]
+
+
+def drop(walk: Walk, node: ir.Node, index: int) -> None:
+    """What read the product of data and mask reads the data."""
+    random, y = node.inputs[index], node.outputs[0]
+    assert random is not None
+    x = masked(walk, node, index)
+    mask = walk.mask(random)
+    if node.op_type == "Where" and index == 0 and x is node.inputs[2]:
+        mask = Mask(1.0, 1 - mask.keep)
+    if x.shape is not None and y.shape is not None and list(x.shape) != list(y.shape):
+        raise Unknown("the mask is of a larger shape than what it multiplies")
+    if mask.is_plain:
+        for reader, place in list(y.uses()):
+            if scaling(walk, reader, place, mask):
+                put_in_place(reader.outputs[0], x)
+        source = x.producer()
+        if source is not None and scaling(walk, source, 0, mask):
+            x = source.inputs[0] or x
+        elif source is not None and scaling(walk, source, 1, mask):
+            x = source.inputs[1] or x
+    put_in_place(y, x)
+
+
+def masked(walk: Walk, node: ir.Node, index: int) -> ir.Value:
+    """What a node multiplies by the mask: Mul(x, mask), Where(mask, x, 0), Where(mask, 0, x)."""
+    if not node.domain and node.op_type == "Mul" and node.inputs[1 - index] is not None:
+        return node.inputs[1 - index]  # type: ignore[return-value]
+    if not node.domain and node.op_type == "Where" and index == 0:
+        for zeros, x in ((2, 1), (1, 2)):
+            if one_number(walk.known(node.inputs[zeros])) == 0 and node.inputs[x] is not None:
+                return node.inputs[x]  # type: ignore[return-value]
+    raise Unknown(f"{node.op_type} '{node.name}' reads it together with the data, and multiplies by no mask")
+
+
+def scaling(walk: Walk, node: ir.Node, place: int, mask: Mask) -> bool:
+    """Whether the node scales its operand at `place` by what makes up for the mask."""
+    if node.domain or node.op_type not in ("Mul", "Div") or (node.op_type == "Div" and place != 0):
+        return False
+    number = one_number(walk.known(node.inputs[1 - place]))
+    if number is None or number == 0 or mask.keep > 1 - CLOSE:
+        return False
+    return mask.balances(number if node.op_type == "Mul" else 1 / number)

@@ -1,0 +1,345 @@
+"""The state of one lowering, and what all operators do with it: ask for operands, define results, launch kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.graph.sampling import Box, Points
+from bnfuse.graph.signature import Roles
+from bnfuse.runtime.codegen.build import Request
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.lowering.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
+from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs, static_shape
+from bnfuse.runtime.program import program as p
+
+Ref = MapRef | int  # a map, or the storage of a dense tensor
+
+COEFFICIENTS = "coefficients:coefficients"  # the generator of what is computed per channel
+
+
+class Lowering:
+    """State of one lowering. Operators' functions read `node`, ask for operands, define results, launch."""
+
+    def __init__(self, graph: ir.Graph, roles: Roles, target: Target, opset: int) -> None:
+        self.graph, self.roles, self.target, self.opset = graph, roles, target, opset
+        self.forms: dict[ir.Value, Form] = {}
+        self.storages: list[p.Storage] = []
+        self.made: dict[Request, Kernel] = {}
+        self.requests: list[Request] = []  # one for each kernel of the program
+        self.kernels: dict[str, int] = {}  # by key: index in the program
+        self.launches: list[p.Launch] = []
+        self.initial: dict[int, np.ndarray] = {}
+        self.regions: dict[str, int] = {}
+        self.copies: list[str] = []
+        self.residents: dict[int, list[tuple[ir.Value, MapRef]]] = {}  # maps by storage
+        self.map_storages: set[int] = set()
+        self.destinations: dict[ir.Value, int] = {}  # where outputs, and what becomes them, have to lie
+        self.notes: dict[Any, Any] = {}  # what the lowering of one operator leaves for that of another
+        self.slots = Slots()
+        self.vector_slots = Slots()
+        self.vector_roots: dict[ir.Value, int] = {}
+        self.packed: dict[tuple[int, tuple[int, ...], int, str], int] = {}  # weights, by source and form: storage
+        self.finite: int | None = None  # storage: whether all gradients were, and so the update was made
+        self.parts: dict[int, tuple[int, int]] = {}  # storage -> the storage that it is a part of, byte offset
+        self.roots: dict[ir.Value, MapRef] = {}
+        self.phase: p.Phase = "forward"
+        self.node = "entry"
+        self.order: dict[ir.Node, int] = {}
+        self.places: dict[str, list[Box | Points]] = {}  # of inputs that say where a sample lies, as far as maps allow
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def storage(self, elements: int, dtype: str = "float32", region: str = p.ARENA, offset: int | None = None) -> int:
+        """A new storage. In a region other than the arena it lies behind the former one, or at `offset`."""
+        if region == p.ARENA:
+            place = 0
+        else:
+            place = self.regions.get(region, 0) if offset is None else offset
+            end = place + p.aligned(elements * np.dtype(dtype).itemsize)
+            self.regions[region] = max(self.regions.get(region, 0), end)
+        self.storages.append(p.Storage(region, place, elements, dtype))
+        return len(self.storages) - 1
+
+    def part(self, base: int, start: int, elements: int) -> int:
+        """A storage that is the elements from `start` on of another one, in the arena."""
+        held = self.storages[base]
+        assert held.region == p.ARENA and start % LINE == 0 and start + elements <= held.elements, (held, start)
+        index = self.storage(elements, held.dtype)
+        self.parts[index] = (base, start * np.dtype(held.dtype).itemsize)
+        return index
+
+    def constant_storage(self, array: np.ndarray) -> int:
+        index = self.storage(array.size, array.dtype.name, p.CONSTANTS)
+        self.initial[index] = np.ascontiguousarray(array).reshape(-1)
+        return index
+
+    # -- operands ----------------------------------------------------------------------------------------------
+
+    def operand(self, node: ir.Node, index: int) -> ir.Value:
+        """An input that the operator cannot do without."""
+        value = node.inputs[index] if index < len(node.inputs) else None
+        if value is None:
+            raise self.error(node, f"lacks its operand {index + 1}: build the graph anew")
+        return value
+
+    def form(self, value: ir.Value) -> Form:
+        if value not in self.forms:
+            what = f"reads '{value.name}', which nothing before it writes: build the graph anew"
+            raise BnfuseError(f"node '{self.node}' {what}")
+        return self.forms[value]
+
+    def shape(self, value: ir.Value) -> tuple[int, ...]:
+        return self.form(value).shape
+
+    def constant(self, value: ir.Value | None) -> np.ndarray | None:
+        """The value, if it is known now."""
+        return None if value is None or value not in self.forms else self.forms[value].constant
+
+    def map(self, value: ir.Value) -> MapRef:
+        """The value as a feature map; a rank other than 4 as pixels of one row, its last axis the channels."""
+        form = self.form(value)
+        if form.map is None:
+            if len(form.shape) != 4:
+                return MapRef(self.dense(value), 0, self.rows_type(form.shape, form.dtype))
+            self.place(value, self._to_map(value, form))
+        assert form.map is not None
+        return form.map
+
+    def dense(self, value: ir.Value) -> int:
+        """The storage of the value in the layout of the file."""
+        form = self.form(value)
+        if form.dense is None:
+            form.dense = self._to_dense(value, form)
+        return form.dense
+
+    def _to_map(self, value: ir.Value, form: Form) -> MapRef:
+        kind = self.map_type(form.shape, form.dtype)
+        if form.constant is not None:
+            array = form.constant.transpose(0, 2, 3, 1).astype(self.stored(form.shape, form.dtype))
+            return MapRef(self.constant_storage(array), 0, kind)
+        assert form.dense is not None, value.name
+        dense = MapRef(form.dense, 0, kind)
+        if dense.is_file_layout:
+            return dense
+        target = self._slot_or_new(value, kind, self.stored(form.shape, form.dtype))
+        self.convert(form.dense, target, form.dtype, to_map=True)
+        return target
+
+    def _to_dense(self, value: ir.Value, form: Form) -> int:
+        if form.constant is not None:
+            return self.constant_storage(form.constant)
+        assert form.map is not None, value.name
+        wanted = self.destinations.get(value)
+        if form.map.is_file_layout and wanted in (None, form.map.storage):
+            return form.map.storage
+        target = self.storage(form.map.type.pixels * form.map.type.c, form.dtype) if wanted is None else wanted
+        self.convert(target, form.map, form.dtype, to_map=False)
+        return target
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def new_map(self, value: ir.Value | None, shape: tuple[int, ...], dtype: str = "float32") -> MapRef:
+        """A map for the value, in its slot if it has one; for None, memory that nobody will read.
+
+        A rank other than 4 gets a dense tensor, seen as rows.
+        """
+        if len(shape) != 4:
+            return MapRef(self.new_dense(value, shape, dtype), 0, self.rows_type(shape, dtype))
+        ref = self._slot_or_new(value, self.map_type(shape, dtype), self.stored(shape, dtype))
+        if value is not None:
+            self.forms[value] = Form(shape, dtype)
+            self.place(value, ref)
+        return ref
+
+    def new_dense(self, value: ir.Value | None, shape: tuple[int, ...], dtype: str = "float32") -> int:
+        """A dense tensor for the value: where the output lies if it becomes one, else in the arena."""
+        elements = check_elements(value.name or "" if value is not None else self.node, shape)
+        index = None if value is None else self.vector_slot(value, elements)
+        if index is None and value is not None:
+            index = self.destinations.get(value)
+        if index is None:
+            index = self.storage(elements, dtype)
+        if value is not None:
+            self.forms[value] = Form(shape, dtype, dense=index)
+        return index
+
+    def define(self, value: ir.Value, shape: tuple[int, ...], dtype: str = "float32") -> None:
+        """Give the value its type; where it lies is said next."""
+        self.forms[value] = Form(shape, dtype)
+
+    def place(self, value: ir.Value, ref: MapRef) -> None:
+        """Record that the map lies there."""
+        self.forms[value].map = ref
+        self.map_storages.add(ref.storage)
+        self.residents.setdefault(ref.storage, []).append((value, ref))
+
+    def alias(self, value: ir.Value, source: ir.Value, shape: tuple[int, ...] | None = None) -> None:
+        """The value is its source, perhaps in another shape."""
+        form = self.form(source)
+        shape = form.shape if shape is None else shape
+        if form.constant is not None:
+            self.forms[value] = Form(shape, form.dtype, constant=form.constant.reshape(shape))
+        elif shape == form.shape:
+            self.forms[value] = Form(shape, form.dtype, dense=form.dense)
+            if form.map is not None:
+                self.place(value, form.map)
+        else:
+            self.forms[value] = Form(shape, form.dtype, dense=self.dense(source))
+            if form.map is not None and form.map.storage == form.dense:
+                self.residents[form.map.storage].append((value, form.map))
+
+    def set_constant(self, value: ir.Value, array: np.ndarray) -> None:
+        self.forms[value] = Form(array.shape, array.dtype.name, constant=array)
+
+    def _slot_or_new(self, value: ir.Value | None, kind: MapType, dtype: str) -> MapRef:
+        slot = self.slots.of.get(value) if value is not None else None
+        if slot is not None:
+            return self.root(slot.root).channels(slot.start, slot.start + kind.c)
+        shape = kind_shape(kind)
+        wanted = self.destinations.get(value) if value is not None else None
+        if wanted is not None and MapRef(wanted, 0, kind).is_file_layout and self.storages[wanted].dtype == dtype:
+            return MapRef(wanted, 0, kind)
+        return MapRef(self.storage(check_elements(self.node, shape), dtype), 0, kind)
+
+    def root(self, value: ir.Value) -> MapRef:
+        """The buffer of a concatenation that has one."""
+        if value not in self.roots:
+            shape, _ = self.type_of(value)
+            kind, stored = self.map_type(shape), self.stored(shape)
+            self.roots[value] = MapRef(self.storage(check_elements(value.name or "", shape), stored), 0, kind)
+            self.map_storages.add(self.roots[value].storage)
+        return self.roots[value]
+
+    def vector_slot(self, value: ir.Value, elements: int) -> int | None:
+        """The part of a concatenated vector that this one is, if it has a slot."""
+        slot = self.vector_slots.of.get(value)
+        return None if slot is None else self.vector_part(slot, elements)
+
+    def vector_part(self, slot: Slot, elements: int) -> int:
+        if slot.root not in self.vector_roots:
+            self.vector_roots[slot.root] = self.storage(self.type_of(slot.root)[0][0])
+        return self.part(self.vector_roots[slot.root], slot.start, elements)
+
+    # -- launches ----------------------------------------------------------------------------------------------
+
+    def generator(self, name: str) -> str:
+        """A generator by its full name: the kernels of all targets have the same modules and functions."""
+        return f"{'cuda' if self.target.kind == 'cuda' else 'cpu'}.{name}"
+
+    def kernel(self, request: Request) -> Kernel:
+        """The kernel of a request. Where two kernels have the same code, the program has it once."""
+        if request not in self.made:
+            kernel = request.kernel()
+            self.made[request] = kernel
+            if kernel.key not in self.kernels:
+                self.kernels[kernel.key] = len(self.requests)
+                self.requests.append(request)
+        return self.made[request]
+
+    def launch(
+        self, generator: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref], scalars: Iterable[p.Argument] = ()
+    ) -> None:
+        """Call the kernel that `generator(*arguments)` makes, `module:function` in the folder of the target's kernels.
+
+        A result that has no ref goes where nobody reads it.
+        """
+        request = Request(self.generator(generator), arguments)
+        kernel = self.kernel(request)
+        buffers, offsets = [], []
+        for param in kernel.params:
+            ref = refs.get(param.name)
+            if ref is None:
+                assert param.access == "out", f"node '{self.node}': {kernel.name} needs {param.name}"
+                ref = self.storage(param.elements, param.dtype)
+            index, offset = (ref.storage, ref.offset) if isinstance(ref, MapRef) else (ref, 0)
+            held = self.storages[index]
+            if (held.elements, held.dtype) != (param.elements, param.dtype):
+                raise BnfuseError(f"node '{self.node}' {unfit(param, held)}")
+            buffers.append(p.Buffer(index, param.access))
+            if param.is_map:
+                offsets.append(offset)
+        call = (*buffers, *offsets, *scalars)
+        self.launches.append(p.Launch(self.phase, self.kernels[kernel.key], self.node, call))
+
+    def convert(self, dense: int, ref: MapRef, dtype: str, *, to_map: bool) -> None:
+        """Copy between the layout of the file and a map."""
+        if to_map:
+            self.launch("layout:nchw_to_nhwc", (ref.type, self.target, dtype), {"x": dense, "y": ref})
+        else:
+            self.launch("layout:nhwc_to_nchw", (ref.type, self.target, dtype), {"x": ref, "y": dense})
+        self.copies.append(f"{self.node}: {'NCHW to NHWC' if to_map else 'NHWC to NCHW'}")
+
+    def copy_map(self, source: MapRef, target: MapRef) -> None:
+        """Copy channels to another place."""
+        arguments = (source.type, target.type, self.target, self.storages[source.storage].dtype)
+        self.launch("layout:copy_map", arguments, {"x": source, "y": target})
+        self.copies.append(f"{self.node}: {source.type.c} channels")
+
+    def copy_dense(self, source: int, target: int) -> None:
+        """Copy a dense tensor."""
+        held = self.storages[source]
+        self.launch("layout:copy", (held.elements, self.target, held.dtype), {"x": source, "y": target})
+        self.copies.append(f"{self.node}: {held.elements} elements")
+
+    # -- types -------------------------------------------------------------------------------------------------
+
+    def stored(self, shape: tuple[int, ...], dtype: str = "float32") -> str:
+        """The type in which a tensor of the file lies in memory as a map."""
+        return stored_dtype(shape, dtype, self.target)
+
+    def map_type(self, shape: tuple[int, ...], dtype: str = "float32") -> MapType:
+        """A tensor of rank 4 as a map that fills its storage."""
+        return map_type(shape, dtype, self.target)
+
+    def rows_type(self, shape: tuple[int, ...], dtype: str = "float32") -> MapType:
+        """A tensor of any rank as rows of its last axis."""
+        last = shape[-1] if shape else 1
+        count = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
+        return self.map_type((count, last, 1, 1), dtype)
+
+    def type_of(self, value: ir.Value) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype: as lowered, else as the file has them."""
+        if value in self.forms:
+            return self.forms[value].shape, self.forms[value].dtype
+        shape, dtype = static_shape(value), dtype_name(value)
+        if shape is None or dtype is None:
+            raise BnfuseError(f"'{value.name}' {unknown_type(value)}")
+        return shape, dtype
+
+    def output_types(self, node: ir.Node) -> list[tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of a node's outputs: as the file has them, else by its operator's schema."""
+        named = [value for value in node.outputs if value.name]
+        known = [(static_shape(value), dtype_name(value)) for value in named]
+        if all(shape is not None and dtype is not None for shape, dtype in known):
+            return [(shape, dtype) for shape, dtype in known if shape is not None and dtype is not None]
+        return infer_outputs(node, [None if v is None else self.form(v) for v in node.inputs], self.opset)
+
+    def error(self, node: ir.Node, what: str) -> BnfuseError:
+        return at_node(node.name or "?", node.op_type, what)
+
+
+def unknown_type(value: ir.Value) -> str:
+    """What a value lacks whose shape or element type the graph does not say, and the remedy."""
+    if value.shape is not None and static_shape(value) is None:
+        dims = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape]
+        return f"has the shape {dims}, which is not fixed: build the graph with --batch"
+    lacking = "shape" if value.shape is None else "element type"
+    return f"has no {lacking} in the file: build the graph anew, or infer its shapes (onnx.shape_inference)"
+
+
+def unfit(param: Param, held: p.Storage) -> str:
+    """Why a kernel cannot take a buffer as one of its parameters, and the remedy."""
+    if held.dtype != param.dtype:
+        what = f"takes {param.dtype} as its {param.name}, and was given {held.dtype}"
+        return f"{what}: convert the model to float32, with labels of int64"
+    what = f"takes {param.elements} elements as its {param.name}, and was given {held.elements}"
+    return f"{what}: the graph is damaged. Build it anew"
+
+
+def kind_shape(kind: MapType) -> tuple[int, int, int, int]:
+    return kind.n, kind.h, kind.w, kind.c

@@ -1,0 +1,244 @@
+"""Lowering of operators that are composed of steps, from `ai.bnfuse` or stood for by a source operator.
+
+What kernels never see is resolved here: a `Slice` is the slot of those channels; `Accumulate` writes into the slot
+of the accumulator where nobody needs its former contents any more, and into a copy of it otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, DOMAIN, PLAIN_OPS, OpSpec, parse
+from bnfuse.runtime.kernels.cpu.pool import index_dtype
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.lowering.layout import MapRef
+from bnfuse.runtime.lowering.state import Lowering, Ref
+from bnfuse.runtime.lowering.weights import weight_ref
+from bnfuse.runtime.program.program import ARENA
+
+POOL_GRADS = ("MaxPoolGrad", "AveragePoolGrad", "GlobalAveragePoolGrad")
+GENERATORS = {
+    "Conv": "conv_forward:conv_forward",
+    **dict.fromkeys(CONV_GRADS, "conv_backward:conv_backward"),
+    "Map": "map:map_forward",
+    "MapGrad": "map:map_backward",
+    **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), "pool:pool_forward"),
+    **dict.fromkeys(POOL_GRADS, "pool:pool_backward"),
+}
+MAP_OPERANDS = ("x", "skip", "dy", "grad_x", "other", "indices")
+RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
+
+Values = Mapping[str, ir.Value]
+
+
+def is_map(name: str) -> bool:
+    """Whether an operand is a feature map; x_1, x_2, ... are those of further reductions."""
+    return name in MAP_OPERANDS or name.startswith("x_")
+
+
+def composed(
+    low: Lowering, node: ir.Node, spec: OpSpec, operands: Values, results: Values, attributes: Mapping[str, Any]
+) -> None:
+    """Launch the kernel of one operator. `operands` and `results` are the values by the names of the spec."""
+    unread = unread_operands(spec)
+    refs: dict[str, Ref] = {
+        name: low.map(value) if is_map(name) else low.dense(value)
+        for name, value in operands.items()
+        if name not in unread and name != "weight"
+    }
+    if "weight" in operands:
+        refs["weight"] = weight_ref(low, spec.core, operands["weight"], attributes["group"])
+    if "Slice" in spec.prologue:
+        dy = refs["dy"]
+        assert isinstance(dy, MapRef)
+        refs["dy"] = dy.channels(attributes["grad_start"], attributes["grad_stop"])
+    if "Accumulate" in spec.epilogue:
+        refs["dx"] = accumulator(low, node, operands, results, attributes, refs)
+    elif spec.is_gradient and "dx" in spec.results:
+        refs["dx"] = low.new_map(results.get("dx"), gradient_shape(low, spec, operands, refs))
+    if not spec.is_gradient:
+        forward_maps(low, spec, operands, results, attributes, refs)
+    if "x" in unread:
+        refs["x"] = refs["dx"]  # any map of that shape will do
+    weight = low.shape(operands["weight"]) if "weight" in operands else ()
+    for name, value in results.items():
+        if name not in refs:
+            refs[name] = low.new_dense(value, weight if name == "dweight" else (channels(spec, name, weight, refs),))
+    low.launch(GENERATORS[spec.core], (problem(low, spec, refs, attributes, weight), low.target), refs)
+
+
+def unread_operands(spec: OpSpec) -> set[str]:
+    """Operands that the kernel does not get, or gets for their shape alone and must not keep alive."""
+    reads_x = {*ACTIVATION_GRADS, "Reduce"} & {*spec.epilogue}
+    return {"acc"} | ({"x"} if spec.core in POOL_GRADS and not reads_x else set())
+
+
+def problem(
+    low: Lowering, spec: OpSpec, refs: Mapping[str, Ref], attributes: Mapping[str, Any], weight: tuple[int, ...]
+) -> Problem:
+    """What the kernel is made for: of a Slice nothing is left but the type of dy."""
+    seen = dataclasses.replace(spec, prologue=tuple(step for step in spec.prologue if step != "Slice"))
+    names = dict.fromkeys((*spec.operands, *spec.results))
+    maps = {name: ref.type for name in names if isinstance(ref := refs.get(name), MapRef)}
+    if spec.core == "MaxPool" and "indices" not in maps:
+        maps["indices"] = indices_type(low, maps["y"], attributes)
+    for name in ("stored", "dx", "y"):
+        assert name not in spec.results or name in maps, (spec.name, name)
+    kept = tuple((name, attributes[name]) for name in spec.attributes if name not in RESOLVED)
+    return Problem(seen.name, tuple(maps.items()), kept, weight)
+
+
+def indices_type(low: Lowering, y: MapType, attributes: Mapping[str, Any]) -> MapType:
+    """A MaxPool's indices where nobody reads them."""
+    return low.map_type((y.n, y.c, y.h, y.w), index_dtype(attributes["kernel_shape"]))
+
+
+def channels(spec: OpSpec, result: str, weight: tuple[int, ...], refs: Mapping[str, Ref]) -> int:
+    """Length of a per-channel result."""
+    name = "dy" if result == "dbias" else "dx" if spec.is_gradient else "y"
+    ref = refs[name]
+    assert isinstance(ref, MapRef)
+    return ref.type.c
+
+
+def gradient_shape(low: Lowering, spec: OpSpec, operands: Values, refs: Mapping[str, Ref]) -> tuple[int, ...]:
+    """dx is like x; where x is not read, like dy."""
+    if "x" in operands:
+        return low.shape(operands["x"])
+    dy = refs["dy"]
+    assert isinstance(dy, MapRef)
+    shape = list(low.shape(operands["dy"]))
+    if len(shape) == 4:
+        shape[1] = dy.type.c
+    return tuple(shape)
+
+
+# -- forward -------------------------------------------------------------------------------------------------------
+
+
+def forward_maps(
+    low: Lowering, spec: OpSpec, operands: Values, results: Values, attributes: Mapping[str, Any], refs: dict[str, Ref]
+) -> None:
+    """Define the maps that a forward operator writes."""
+    shape = low.shape(operands["x"])
+    weight = low.shape(operands["weight"]) if "weight" in operands else ()
+    out = output_shape(spec, shape, weight, attributes)
+    refs["y"] = low.new_map(results.get("y"), out)
+    if "StoreInput" in spec.epilogue:
+        refs["stored"] = low.new_map(results.get("stored"), shape)
+    if "indices" in results:
+        refs["indices"] = low.new_map(results["indices"], out, index_dtype(attributes["kernel_shape"]))
+
+
+def output_shape(
+    spec: OpSpec, shape: tuple[int, ...], weight: tuple[int, ...], attributes: Mapping[str, Any]
+) -> tuple[int, ...]:
+    if spec.core == "Map":
+        return shape
+    n, c, *size = shape
+    if spec.core == "GlobalAveragePool":
+        return n, c, 1, 1
+    window = weight[2:] if spec.core == "Conv" else attributes["kernel_shape"]
+    pads, rank = attributes["pads"], len(size)
+    out = [
+        extent(
+            size[i],
+            window[i],
+            attributes["strides"][i],
+            attributes.get("dilations", (1,) * rank)[i],
+            (pads[i], pads[i + rank]),
+            bool(attributes.get("ceil_mode", 0)),
+        )
+        for i in range(rank)
+    ]
+    return n, weight[0] if weight else c, *out
+
+
+def extent(size: int, window: int, stride: int, dilation: int, pads: tuple[int, int], ceil: bool) -> int:
+    """Output pixels along one axis. With `ceil`, the last window starts in the image or its left border, as in ONNX."""
+    span = size + sum(pads) - dilation * (window - 1) - 1
+    count = (math.ceil(span / stride) if ceil else span // stride) + 1
+    if ceil and (count - 1) * stride >= size + pads[0]:
+        count -= 1
+    return count
+
+
+# -- accumulation --------------------------------------------------------------------------------------------------
+
+
+def accumulator(
+    low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Mapping[str, Any], refs: dict[str, Ref]
+) -> MapRef:
+    """The map that dx is added to: the channels of `acc` themselves, or a copy where what they hold is still needed."""
+    channels = attributes["acc_start"], attributes["acc_stop"]
+    return updated(low, node, operands["acc"], results.get("dx"), refs.values(), channels)
+
+
+def updated(
+    low: Lowering,
+    node: ir.Node,
+    acc: ir.Value,
+    dx: ir.Value | None,
+    read: Iterable[Ref],
+    channels: tuple[int, int] | None = None,
+) -> MapRef:
+    """The map `dx`, which begins as (channels of) `acc` and is updated in place by a kernel that also reads `read`."""
+    shape = low.shape(acc)
+    target = low.map(acc)
+    if channels is not None:
+        target = target.channels(*channels)
+        shape = (shape[0], channels[1] - channels[0], *shape[2:])
+    is_own = low.storages[target.storage].region == ARENA
+    if dx in low.slots.of or not is_own or still_needed(low, node, target) or any(meets(ref, target) for ref in read):
+        source, target = target, low.new_map(dx, shape)
+        low.copy_map(source, target)
+        return target
+    if dx is not None:
+        low.define(dx, shape)
+        low.place(dx, target)
+    return target
+
+
+def meets(ref: Ref, target: MapRef) -> bool:
+    return isinstance(ref, MapRef) and ref.storage == target.storage and ref.overlaps(target)
+
+
+def still_needed(low: Lowering, node: ir.Node, target: MapRef) -> bool:
+    """Whether a later node, or the caller, reads what the target's channels hold now."""
+    now = low.order[node]
+    for value, ref in low.residents.get(target.storage, ()):
+        if not ref.overlaps(target):
+            continue
+        if value.is_graph_output():
+            return True
+        for use in value.uses():
+            later = use.node in low.order and low.order[use.node] > now
+            if later and ref.channels(*channels_read(use, ref.type.c)).overlaps(target):
+                return True
+    return False
+
+
+def channels_read(use: Any, channels: int) -> tuple[int, int]:
+    """The channel range that one use of a map of so many channels reads."""
+    names = operand_names(use.node)
+    name = names[use.idx] if use.idx < len(names) else ""
+    attributes = use.node.attributes
+    if name == "dy" and "grad_start" in attributes:
+        return attributes["grad_start"].as_int(), attributes["grad_stop"].as_int()
+    if name == "acc" and "acc_start" in attributes:
+        return attributes["acc_start"].as_int(), attributes["acc_stop"].as_int()
+    return 0, channels
+
+
+def operand_names(node: ir.Node) -> tuple[str, ...]:
+    """The operands' names of a node of this domain, in the order of its inputs; none for another's."""
+    if node.domain != DOMAIN:
+        return ()
+    plain = PLAIN_OPS.get(node.op_type)
+    spec = None if plain else parse(node.op_type)
+    return plain.operands if plain else spec.operands if spec else ()

@@ -1,0 +1,1 @@
+"""A compiled step as data, and where its memory lies."""

@@ -1,0 +1,85 @@
+"""Memory plan: which storages are alive when, and where in one arena each of them lies.
+
+A storage lives from the first to the last launch that names it. Storages are placed from the largest to the
+smallest, each in the tightest gap between those already placed that are alive at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from bnfuse.runtime.program.program import Launch, aligned
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A storage to be placed: its size in bytes and the first and last launch (inclusive) during which it lives."""
+
+    storage: int
+    bytes: int
+    first: int
+    last: int
+
+    def meets(self, other: Interval) -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Byte offsets of the storages in the arena, and its size."""
+
+    offsets: dict[int, int]
+    bytes: int
+
+
+def lifetimes(
+    launches: Sequence[Launch], sizes: Mapping[int, int], base: Mapping[int, int] | None = None
+) -> list[Interval]:
+    """The intervals of the storages in `sizes` (storage -> bytes). One that no launch names is left out.
+
+    `base` maps a storage that is a part of another one to that one.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for index, launch in enumerate(launches):
+        for buffer in launch.buffers:
+            storage = (base or {}).get(buffer.storage, buffer.storage)
+            if storage in sizes:
+                first, _ = spans.get(storage, (index, index))
+                spans[storage] = (first, index)
+    return [Interval(storage, sizes[storage], *span) for storage, span in spans.items()]
+
+
+def place(intervals: Iterable[Interval]) -> Placement:
+    """Best fit by decreasing size. Two storages that live at the same time never overlap."""
+    placed: list[tuple[int, Interval]] = []
+    for interval in sorted(intervals, key=lambda i: (-i.bytes, i.first, i.storage)):
+        busy = sorted((offset, offset + aligned(o.bytes)) for offset, o in placed if o.meets(interval))
+        placed.append((tightest_gap(busy, aligned(interval.bytes)), interval))
+    total = max((offset + aligned(i.bytes) for offset, i in placed), default=0)
+    return Placement({i.storage: offset for offset, i in placed}, total)
+
+
+def tightest_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
+    """Offset of the smallest gap that takes `size`, or the end. `busy` is sorted by start and may overlap."""
+    best: tuple[int, int] | None = None
+    end = 0
+    for start, stop in busy:
+        gap = start - end
+        if gap >= size and (best is None or gap < best[0]):
+            best = (gap, end)
+        end = max(end, stop)
+    return best[1] if best else end
+
+
+def lower_bound(intervals: Sequence[Interval], launches: int) -> int:
+    """The most bytes that are alive during any one launch: no placement can be smaller."""
+    change = [0] * (launches + 1)
+    for i in intervals:
+        change[i.first] += aligned(i.bytes)
+        change[i.last + 1] -= aligned(i.bytes)
+    alive = peak = 0
+    for delta in change:
+        alive += delta
+        peak = max(peak, alive)
+    return peak

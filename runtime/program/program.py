@@ -1,0 +1,218 @@
+"""A compiled step as data: regions of memory, storages in them, kernels by name, and the list of launches.
+
+    forward launches   ->  loss, logits, running statistics
+    backward launches  ->  gradients
+    update launches    ->  parameters, optimiser state
+
+Nothing here knows ONNX or TVM. The whole is written into a `step.bnf` as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import numpy as np
+
+from bnfuse.core.errors import BnfuseError
+
+Phase = Literal["forward", "backward", "update"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads may assume
+
+ARENA = "arena"  # shared in time by the planner
+PARAMETERS = "parameters"  # trainable, then frozen; updated in place
+GRADIENTS = "gradients"  # element for element where `parameters` has the trainable ones
+RUNNING = "running"  # running statistics before the step
+NEW_RUNNING = "new_running"  # and after it, element for element where `running` has them
+INPUTS = "inputs"
+OUTPUTS = "outputs"
+CONSTANTS = "constants"
+OPTIMIZER = "optimizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """A run of elements in a region; `offset` is in bytes and a multiple of `ALIGNMENT`."""
+
+    region: str
+    offset: int
+    elements: int
+    dtype: str = "float32"
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * np.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """An argument whose value is known only when the step runs, such as the learning rate."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An argument that is a storage, by its index in the program."""
+
+    storage: int
+    access: Literal["in", "out", "inout"]
+
+
+Argument = Buffer | Scalar | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One call of a kernel. `node` is the ONNX node that it stands for."""
+
+    phase: Phase
+    kernel: int
+    node: str
+    arguments: tuple[Argument, ...]
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return tuple(a for a in self.arguments if isinstance(a, Buffer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of the ONNX file: its storage, its dtype, and its shape there (always dense, in the file's layout)."""
+
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one launch of a kernel does (work.py counts it). `kind` is a family of kernels, `op` the operator, `shape`
+    its sizes for people, `sweeps` how often it passes over the map that it reads."""
+
+    kind: str
+    op: str
+    shape: str
+    flops: int
+    bytes: int
+    sweeps: int = 1
+
+
+@dataclasses.dataclass
+class Report:
+    """What the planner did: bytes, and launches by phase. `copies` are launches that move data and compute nothing."""
+
+    arena_bytes: int = 0
+    feature_map_bytes: int = 0  # of all maps, before memory is shared
+    stashed_bytes: int = 0  # of the storages that live from the forward into the backward phase
+    parameter_bytes: int = 0
+    launches: dict[str, int] = dataclasses.field(default_factory=dict)
+    copies: list[str] = dataclasses.field(default_factory=list)
+    kernels: int = 0
+    tuned: int = 0  # of the kernels, how many are made as a measurement chose, and not as the rule does
+
+
+@dataclasses.dataclass
+class Program:
+    """All that a session needs. `constants` and `initial` are arrays and travel apart from the JSON.
+
+    `running_outputs` are the running statistics' names as outputs of the file, by their names as inputs.
+    """
+
+    regions: dict[str, int]  # bytes
+    storages: list[Storage]
+    kernels: list[str]  # symbol of each kernel; its object is found under the same index
+    launches: list[Launch]
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    running: dict[str, Tensor]
+    new_running: dict[str, Tensor]
+    roles: dict[str, Any]
+    report: Report
+    ignored_label: int | None = None  # one that the loss leaves out, though it is no class
+    initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
+    works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
+    sampling: str = ""  # what the session draws (bnfuse/graph/sampling.py); nothing in a file of an earlier version
+    refused: str = ""  # of an evaluation: why there is none
+    finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
+
+    def phase(self, phase: Phase) -> list[Launch]:
+        return [launch for launch in self.launches if launch.phase == phase]
+
+
+def refusal(why: str) -> Program:
+    """The program in the place of an evaluation that the graph has not."""
+    return Program({}, [], [], [], {}, {}, {}, {}, {}, {}, {}, Report(), refused=why)
+
+
+def to_json(program: Program) -> str:
+    """The program without its arrays."""
+    fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(Program) if f.name != "initial"}
+    fields["launches"] = [_launch_to_data(launch) for launch in program.launches]
+    fields["storages"] = [dataclasses.astuple(s) for s in program.storages]
+    for name in ("inputs", "outputs", "parameters", "gradients", "running", "new_running"):
+        fields[name] = {key: [t.storage, list(t.shape), t.dtype] for key, t in fields[name].items()}
+    fields["report"] = dataclasses.asdict(program.report)
+    fields["works"] = [dataclasses.astuple(work) for work in program.works]
+    return json.dumps(fields)
+
+
+def from_json(text: str, initial: dict[int, np.ndarray]) -> Program:
+    """The inverse of `to_json`."""
+    try:
+        data = json.loads(text)
+        data["launches"] = [_launch_from_data(item) for item in data["launches"]]
+        data["storages"] = [Storage(*item) for item in data["storages"]]
+        for name in ("inputs", "outputs", "parameters", "gradients", "running", "new_running"):
+            data[name] = {k: Tensor(storage, tuple(shape), dt) for k, (storage, shape, dt) in data[name].items()}
+        data["report"] = Report(**data["report"])
+        data["works"] = [Work(*item) for item in data.get("works", ())]
+        program = Program(**data, initial=initial)
+        check(program)
+        return program
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise BnfuseError(f"not a program of this version of bnfuse ({error}): compile the model again") from None
+
+
+def check(program: Program) -> None:
+    """Raise a ValueError where something is named that is not there, or a storage that is used leaves its region."""
+    groups = (program.inputs, program.outputs, program.parameters, program.gradients, program.running)
+    tensors = [tensor for group in (*groups, program.new_running) for tensor in group.values()]
+    buffers = [buffer for launch in program.launches for buffer in launch.buffers]
+    for index in {*program.initial, *(t.storage for t in tensors), *(b.storage for b in buffers)}:
+        s = program.storages[index]
+        if index < 0 or s.elements < 0 or s.offset < 0 or s.offset + s.bytes > program.regions[s.region]:
+            raise ValueError(f"storage {index} leaves the region {s.region}")
+    for launch in program.launches:
+        if launch.phase not in PHASES or launch.kernel not in range(len(program.kernels)):
+            raise ValueError(f"node '{launch.node}' has no such phase or kernel")
+
+
+def _launch_to_data(launch: Launch) -> list[Any]:
+    def argument(a: Argument) -> Any:
+        if isinstance(a, Buffer):
+            return [a.storage, a.access]
+        return a.name if isinstance(a, Scalar) else a
+
+    return [launch.phase, launch.kernel, launch.node, [argument(a) for a in launch.arguments]]
+
+
+def _launch_from_data(data: list[Any]) -> Launch:
+    def argument(a: Any) -> Argument:
+        if isinstance(a, list):
+            return Buffer(*a)
+        return Scalar(a) if isinstance(a, str) else int(a)
+
+    phase, kernel, node, arguments = data
+    return Launch(phase, kernel, node, tuple(argument(a) for a in arguments))
+
+
+def aligned(size: int) -> int:
+    """Bytes, rounded up to the alignment of a storage."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

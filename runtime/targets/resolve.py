@@ -1,0 +1,157 @@
+"""The machine that kernels are made for.
+
+TVM is asked about CPUs, and only when something is asked: a step for a GPU runs where TVM is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.processors import bounded_threads, check_threads, physical_cores
+from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets import arch
+from bnfuse.runtime.targets.tvm import import_tvm
+
+if TYPE_CHECKING:
+    import tvm
+
+LANES = ((16, "avx512f"), (8, "avx2"), (4, "neon"), (4, "sse2"))
+
+CROSS_TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu")  # what kernels can be made for on any host
+
+ALIASES = {"apple-m1": "apple-a14", "apple-m2": "apple-a15", "apple-m3": "apple-a16", "grace": "neoverse-v2"}
+
+# of the names that LLVM lists for a CPU, those of instructions that compiled arithmetic may contain; the rest is
+# tuning (`prefer-256-bit`) or for operating systems (`pku`)
+COMPUTING = re.compile(
+    r"(avx|sse|ssse|fma|bmi|f16c|popcnt|lzcnt|movbe|adx|gfni|sha|aes|vaes|v?pclmul|neon|fullfp16|dotprod|complxnum|sve)"
+)
+
+
+def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: str | None = None) -> Target:
+    """The target of `cpu`, `cpu:MCPU` (an LLVM CPU name), `cuda` or `cuda:ARCHITECTURE`.
+
+    Threads are of a CPU and default to the physical cores; for this machine they are no more than its processors. The
+    precision is of a GPU and defaults to fp32.
+    """
+    if isinstance(spec, Target):
+        return spec
+    kind, _, model = spec.partition(":")
+    if kind == "cuda":
+        return _gpu(model, threads, precision)
+    if kind != "cpu":
+        raise BnfuseError(
+            f"target '{spec}' is not supported: use cpu, cpu:MCPU with an LLVM CPU name, cuda, or cuda:sm_90"
+        )
+    if precision not in (None, "fp32"):
+        raise BnfuseError(
+            f"precision {precision} is for a GPU, a CPU computes in fp32: leave it out, or compile for cuda"
+        )
+    if threads is not None:
+        check_threads(threads)
+    wanted = threads if model else bounded_threads(threads)  # a CPU that is named may be another machine's
+    mcpu = model or host_cpu()
+    if not known_cpu(mcpu):
+        raise BnfuseError(f"target '{spec}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself")
+    return Target("llvm", mcpu, lanes_of(features_of(mcpu)), wanted or physical_cores())
+
+
+def _gpu(model: str, threads: int | None, precision: str | None) -> Target:
+    """The target of an architecture; without one that of the GPU here, and where there is none the default."""
+    precision = precision or arch.PRECISIONS[0]
+    if precision not in arch.PRECISIONS:
+        raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(arch.PRECISIONS)}")
+    if threads is not None:
+        raise BnfuseError(f"{threads} threads are of a CPU; a GPU takes all of its own: leave them out")
+    if not model:
+        from bnfuse.runtime.backends.cuda.driver import device_architecture
+
+        found = device_architecture()
+        model = arch.best_for(found) if found else arch.DEFAULT
+    arch.check(model)
+    return Target("cuda", model, arch.WARP, arch.MULTIPROCESSORS[model], precision)
+
+
+def _ask(name: str) -> Any:
+    """A function of TVM's."""
+    return import_tvm().get_global_func(name)
+
+
+@functools.cache
+def host_cpu() -> str:
+    """LLVM's name of the processor that we run on."""
+    return str(_ask("target.llvm_get_system_cpu")())
+
+
+def known_cpu(mcpu: str) -> bool:
+    """Whether LLVM can make code for this CPU. It ends the process when asked for code of a 32-bit one."""
+    if not any(mcpu in cpus_of(triple) for triple in ("", *CROSS_TRIPLES)):
+        return False
+    return bool({"64bit", "neon"} & _all_features(mcpu))
+
+
+@functools.cache
+def cpus_of(triple: str) -> frozenset[str]:
+    """LLVM's names of an architecture's CPUs; "" is the host's architecture."""
+    found = map(str, _ask("target.llvm_get_cpu_archlist")(_llvm(triple)))
+    known = frozenset(found)
+    return known | {name for name, same in ALIASES.items() if same in known}
+
+
+@functools.cache
+def triple_of(mcpu: str) -> str:
+    """The LLVM triple of code for this CPU: "" (the host's own) where the host's architecture has it."""
+    return next((triple for triple in ("", *CROSS_TRIPLES) if mcpu in cpus_of(triple)), "")
+
+
+def llvm_target(mcpu: str, **options: object) -> tvm.target.Target:
+    """TVM's target of this CPU, whatever its architecture is."""
+    return _llvm(triple_of(mcpu), mcpu=mcpu, **options)
+
+
+def _llvm(triple: str, **options: object) -> tvm.target.Target:
+    return import_tvm().target.Target({"kind": "llvm", **({"mtriple": triple} if triple else {}), **options})
+
+
+@functools.cache
+def features_of(mcpu: str) -> tuple[str, ...]:
+    """The instruction sets (of the computing kind) that LLVM uses for this CPU."""
+    return tuple(sorted(name for name in _all_features(mcpu) if COMPUTING.match(name)))
+
+
+@functools.cache
+def _all_features(mcpu: str) -> frozenset[str]:
+    return frozenset(map(str, _ask("target.llvm_get_cpu_features")(llvm_target(mcpu))))
+
+
+@functools.cache
+def host_features() -> frozenset[str]:
+    """What the processor that we run on really has, as LLVM names it.
+
+    Of an Arm processor LLVM asks the operating system, which does not name everything that its model is known to have.
+    """
+    found = _ask("tvm.codegen.llvm.GetHostCPUFeatures")()
+    present = frozenset(str(name) for name, has in found.items() if bool(has))
+    return present | frozenset(features_of(host_cpu())) if is_arm(host_cpu()) else present
+
+
+def missing_features(required: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the required instruction sets that this processor lacks."""
+    return tuple(name for name in required if name not in host_features())
+
+
+def lanes_of(features: tuple[str, ...]) -> int:
+    """float32 lanes of the widest vector."""
+    return next((lanes for lanes, name in LANES if name in features), 4)
+
+
+def is_arm(mcpu: str) -> bool:
+    return "neon" in features_of(mcpu)
+
+
+def vector_registers(target: Target) -> int:
+    """32 with AVX-512 and on 64-bit Arm, 16 with older x86."""
+    return 32 if target.lanes >= 16 or is_arm(target.mcpu) else 16
