@@ -23,9 +23,10 @@ import torch
 import tvm
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets.target import Target
 
 FUSED = "NormalizeReluConvStatistics"
 Shape = tuple[str, str, int, int, int, int, int, int]  # name, op, size, cin, cout, window, stride, groups
@@ -69,7 +70,7 @@ def problem(shape: Shape, batch: int) -> Problem:
     return Problem(op, maps, attributes, (cout, cin // groups, window, window))
 
 
-def ours(p: Problem, target: targets.Target, algorithm: str) -> Callable[[], None]:
+def ours(p: Problem, target: Target, algorithm: str) -> Callable[[], None]:
     kernel = conv_forward(p, target, algorithm)
     function = execute.compile_kernel(kernel)
     rng = np.random.default_rng(0)
@@ -112,7 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     threads = 1 if arguments.cpu_time else arguments.threads
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    target = targets.resolve("cpu", threads)
+    target = resolve("cpu", threads)
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     print(f"{target}; load {os.getloadavg()[0]:.1f}; GFLOP/s from the minimum (median)")

@@ -20,9 +20,10 @@ import numpy as np
 import tvm
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets.target import Target
 
 ACCUMULATING = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 STORING = "BatchNormGradNormalizeReluConvGradReluGradReduce"
@@ -117,7 +118,7 @@ def best(calls: Sequence[Callable[[], object]], threads: int, seconds: float = 0
     return shortest
 
 
-def time_kernels(layer: Layer, batch: int, target: targets.Target) -> dict[str, tuple[float, float]]:
+def time_kernels(layer: Layer, batch: int, target: Target) -> dict[str, tuple[float, float]]:
     """By algorithm, the one of choice first: seconds of a call, and of making and compiling the kernel."""
     problem = layer.problem(batch)
     rng = np.random.default_rng(0)
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="time torch as well")
     parser.add_argument("--only", default="", help="layers whose name contains this")
     options = parser.parse_args()
-    target = targets.resolve("cpu", options.threads)
+    target = resolve("cpu", options.threads)
     for layer in LAYERS:
         if options.only not in layer.name:
             continue

@@ -39,7 +39,7 @@ import torch
 from onnx import numpy_helper
 
 from bnfuse.build import Built, build
-from bnfuse.graph.signature import METADATA_KEY, Roles
+from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 
 ROUNDING = 1e-5  # of the statistics, and of the loss at least
 LEAST = 1e-4  # of the gradients at least
@@ -140,13 +140,13 @@ def exported(network: torch.nn.Module, images: torch.Tensor) -> Built:
         return build(path, train_bn=True)
 
 
-def roles_of(model: onnx.ModelProto) -> Roles:
-    return Roles.from_json(next(entry.value for entry in model.metadata_props if entry.key == METADATA_KEY))
+def signature_of(model: onnx.ModelProto) -> GraphSignature:
+    return GraphSignature.from_json(next(entry.value for entry in model.metadata_props if entry.key == METADATA_KEY))
 
 
 def state_of(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    roles = roles_of(model)
-    kept = {*roles.trainable, *roles.frozen, *roles.running}
+    signature = signature_of(model)
+    kept = {*signature.trainable, *signature.frozen, *signature.running}
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer if tensor.name in kept}
 
 
@@ -173,9 +173,9 @@ def step_of(model: onnx.ModelProto, images: np.ndarray, labels: np.ndarray) -> d
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    roles = roles_of(model)
+    signature = signature_of(model)
     names = [value.name for value in session.get_outputs()]
-    feeds = {roles.data[0]: images, roles.labels[0]: labels}
+    feeds = {signature.data[0]: images, signature.labels[0]: labels}
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
@@ -220,20 +220,20 @@ def check(name: str, batch: int, image: int) -> Found:
     model = exported(network, images).model
     unchanged = same(before, snapshot(network))
     expected = {key: value.numpy() for key, value in network.state_dict().items() if value.is_floating_point()}
-    ours, roles = state_of(model), roles_of(model)
-    extra = [key for key in ours if key not in expected and key not in roles.frozen]
+    ours, signature = state_of(model), signature_of(model)
+    extra = [key for key in ours if key not in expected and key not in signature.frozen]
     kept = not extra and all(key in ours and np.array_equal(ours[key], value) for key, value in expected.items())
     dropout = rates_of(model, then=0.0) == rates(network)
     results = step_of(model, images.numpy(), labels.numpy())
     exact_loss, exact, _ = step_of_torch(network, images, labels, torch.float64)
     single_loss, single, running = step_of_torch(network, images, labels, torch.float32)
-    gradients = {key: results[output] for key, output in roles.gradients.items()}
-    statistics = {key: results[output] for key, output in roles.running.items()}
+    gradients = {key: results[output] for key, output in signature.gradients.items()}
+    statistics = {key: results[output] for key, output in signature.running.items()}
     return Found(
         unchanged,
         kept and gradients.keys() == exact.keys(),
         dropout,
-        abs(float(results[roles.loss]) - exact_loss) / abs(exact_loss),
+        abs(float(results[signature.loss]) - exact_loss) / abs(exact_loss),
         abs(single_loss - exact_loss) / abs(exact_loss),
         distance(gradients, exact) if gradients.keys() == exact.keys() else float("inf"),
         distance(single, exact),

@@ -130,10 +130,10 @@ def training_data(case: Case) -> tuple[np.ndarray, np.ndarray, str]:
 
 def memory_by_batch(case: Case, level: str, precision: str, arch: str) -> None:
     """What a step takes on the GPU but for its code, from the plan alone."""
+    from bnfuse.runtime.backends.resolve import resolve
     from bnfuse.runtime.compile import lower_graph
-    from bnfuse.runtime.targets import resolve as targets
 
-    target = targets.resolve(f"cuda:{arch}", None, precision)
+    target = resolve(f"cuda:{arch}", None, precision)
     for batch in PLANNED:
         model = training_model(dataclasses.replace(case, batch=batch))
         rewritten = passes.rewrite(open_model(model, case.name).model, level=level).model

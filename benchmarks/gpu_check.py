@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/gpu_check.py --folder gpu-files --out results
     PYTHONPATH=. python benchmarks/gpu_check.py --folder gpu-files --out results --part numerics --limit 120
     PYTHONPATH=. python benchmarks/gpu_check.py --folder gpu-files --out results --part timing --case densenet121 \\
-        --precision bf16 --peer torch-cl+graph --peer torch-compile+graph
+        --precision bf16 --baseline torch-cl+graph --baseline torch-compile+graph
     python benchmarks/gpu_check.py --folder gpu-files --list
 
 card        GPU, driver, versions; what a copy and a matrix product reach
@@ -34,7 +34,7 @@ from typing import Any
 from gpu_cases import CASES, PRECISIONS, Entry, chosen, read_index
 
 PARTS = ("card", "numerics", "training", "timing", "memory", "profile", "sanitizer")
-PEERS = ("torch+graph", "torch-cl", "torch-cl+graph", "torch-compile+graph")
+BASELINES = ("torch+graph", "torch-cl", "torch-cl+graph", "torch-compile+graph")
 LEVELS = ("none", "rcf", "mvf", "bnff", "icf")
 
 
@@ -90,14 +90,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", action="append", metavar="NAME", help=", ".join(case.name for case in CASES))
     parser.add_argument("--precision", action="append", choices=PRECISIONS)
     parser.add_argument("--level", action="append", choices=LEVELS)
-    parser.add_argument("--peer", action="append", metavar="PEER", help=f"default: {', '.join(PEERS)}; none for none")
+    parser.add_argument(
+        "--baseline", action="append", metavar="BASELINE", help=f"default: {', '.join(BASELINES)}; none for none"
+    )
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--limit", type=float, default=540, metavar="SECONDS", help="of each part")
     parser.add_argument("--unpacked", type=Path, help="keep the whole files here")
     parser.add_argument("--no-largest", action="store_true", help="memory: leave the largest batch out")
     parser.add_argument("--list", action="store_true", help="say what would run")
     args = parser.parse_args(given)
-    args.peers = [] if args.peer == ["none"] else (args.peer or list(PEERS))
+    args.baselines = [] if args.baseline == ["none"] else (args.baseline or list(BASELINES))
     return args
 
 

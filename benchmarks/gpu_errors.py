@@ -77,8 +77,8 @@ def reference_gradients(graph: TrainingGraph, feeds: Tensors) -> Tensors:
     import torch
 
     module, criterion = torch_module(graph).double(), torch_loss(graph).double()
-    tensors = [torch.from_numpy(feeds[name]) for name in (*graph.roles.data, *graph.roles.labels)]
-    count = len(graph.roles.data)
+    tensors = [torch.from_numpy(feeds[name]) for name in (*graph.signature.data, *graph.signature.labels)]
+    count = len(graph.signature.data)
     loss = criterion(module(*(tensor.double() for tensor in tensors[:count])), *tensors[count:])
     loss.backward()
     return gradients_of(graph, module, loss)
@@ -95,7 +95,7 @@ def torch_gradients(graph: TrainingGraph, feeds: Tensors, precision: str) -> Ten
 
 
 def gradients_of(graph: TrainingGraph, module: Any, loss: Any) -> Tensors:
-    names = [name for name in graph.roles.gradients if name in module.names]
+    names = [name for name in graph.signature.gradients if name in module.names]
     found = {name: module.get_parameter(module.names[name]).grad.double().cpu().numpy() for name in names}
     return {LOSS: loss.detach().double().cpu().numpy(), **found}
 

@@ -106,12 +106,12 @@ def lowered_network(network: str, arguments: argparse.Namespace) -> Any:
     from bnfuse.models import build_forward
     from bnfuse.passes import rewrite
     from bnfuse.runtime import SGD
+    from bnfuse.runtime.backends.resolve import resolve
     from bnfuse.runtime.compile import lower_graph
-    from bnfuse.runtime.targets import resolve as targets
 
     model = build_training_graph(build_forward(network, batch=arguments.batch, image=arguments.image))
     graph = open_graph(rewrite(open_graph(model).model, level="icf").model)
-    target = targets.resolve(arguments.target, precision=arguments.precision)
+    target = resolve(arguments.target, precision=arguments.precision)
     return lower_graph(graph, target, SGD(lr=0.1, momentum=0.9))[0]
 
 

@@ -88,18 +88,18 @@ def training(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
     expected, good = np.array(known["losses"]), []
     for (_, train), group in by_training_file(entries, "training"):
         graph = open_graph(unpack(args.folder / train, place))
-        peers: dict[str, np.ndarray] = {}
+        baselines: dict[str, np.ndarray] = {}
         for entry in group:
             log.check(20)
-            if entry.precision not in peers:
-                peers[entry.precision] = torch_losses(graph, data, known, entry.precision)
-                gaps = apart(peers[entry.precision], expected)
+            if entry.precision not in baselines:
+                baselines[entry.precision] = torch_losses(graph, data, known, entry.precision)
+                gaps = apart(baselines[entry.precision], expected)
                 log.write(f"torch {entry.precision}", gap_text(gaps), **gaps)
             step = load_step(unpack(args.folder / entry.file, place))
             runs = [our_losses(step, data, known) for _ in range(3)]
             same = len({digest for _, digest in runs}) == 1
             losses = runs[0][0]
-            gaps, from_torch = apart(losses, expected), apart(losses, peers[entry.precision])
+            gaps, from_torch = apart(losses, expected), apart(losses, baselines[entry.precision])
             text = f"bit-identical {same}; {gap_text(gaps)}; from torch: {gap_text(from_torch)}"
             log.write(entry.name, text, data=known["data"], bit_identical=same, from_torch=from_torch, **gaps)
             good.append(same and bool(np.isfinite(losses).all()))
@@ -121,7 +121,7 @@ def our_losses(step: Any, data: Any, known: dict[str, Any]) -> tuple[np.ndarray,
 
 
 def torch_losses(graph: TrainingGraph, data: Any, known: dict[str, Any], precision: str) -> np.ndarray:
-    feeds = dict(zip((*graph.roles.data, *graph.roles.labels), (data["x"][0], data["y"][0]), strict=True))
+    feeds = dict(zip((*graph.signature.data, *graph.signature.labels), (data["x"][0], data["y"][0]), strict=True))
     how = {"lr": known["lr"], "momentum": known["momentum"], "device": "cuda", "precision": precision}
     step, losses = TorchStep(graph, "torch-cl", feeds, **how), []
     for x, y in zip(data["x"], data["y"], strict=True):

@@ -26,9 +26,9 @@ from bnfuse.benchmarking.cuda.step import CudaCandidate
 from bnfuse.benchmarking.profiles import profile_step
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.text import join
+from bnfuse.core.times import Candidate
 from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
-from bnfuse.measuring.times import Candidate
 from bnfuse.runtime import load_step
 
 Args = argparse.Namespace
@@ -55,7 +55,7 @@ def timing(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
                 for candidate in candidates:
                     steps[candidate.name].append(candidate.run().step)
             report(log, f"{case} {precision}", steps, own)
-            good.append(len(candidates) == len(own) + len(args.peers))
+            good.append(len(candidates) == len(own) + len(args.baselines))
             del candidates
             forget()
     return all(good) and bool(good)
@@ -71,7 +71,7 @@ def prepared(
         (entry.level, lambda e=entry: CudaCandidate(e.level, load_step(unpack(args.folder / e.file, place)), feeds))  # type: ignore[misc]
         for entry in own
     ]
-    made += [(peer, lambda p=peer: TorchStep(graph, p, feeds, **how)) for peer in args.peers]  # type: ignore[misc]
+    made += [(baseline, lambda p=baseline: TorchStep(graph, p, feeds, **how)) for baseline in args.baselines]  # type: ignore[misc]
     found = []
     for name, make in made:
         start = time.monotonic()
@@ -125,8 +125,8 @@ def memory(entries: list[Entry], args: Args, place: Path, log: Any) -> bool:
             for entry in (entry for entry in group if entry.precision == precision):
                 peaks[entry.level] = peak(log, title, entry.level, unpack(args.folder / entry.file, place), precision)
             if is_first_of(entries, group[0]):
-                for peer in dict.fromkeys(("torch", EAGER, *args.peers)):
-                    peaks[peer] = peak(log, title, peer, file, precision)
+                for baseline in dict.fromkeys(("torch", EAGER, *args.baselines)):
+                    peaks[baseline] = peak(log, title, baseline, file, precision)
                 share(log, title, peaks)
                 if not args.no_largest:
                     largest_of_torch(log, title, file, precision, group[0].batch)

@@ -19,10 +19,10 @@ import numpy as np
 from bnfuse.opset import reference
 from bnfuse.opset.spec import CONV_GRADS, OpSpec, parse
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
-from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets.target import Target
 
 ACTIVATIONS = ("", "Relu", "Clip", "QuickGelu")
 TOLERANCE = 1e-5
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", type=int, help="run this case alone")
     arguments = parser.parse_args()
-    target = targets.resolve("cpu", arguments.threads)
+    target = resolve("cpu", arguments.threads)
     kinds = ("forward", "backward") if arguments.kind == "all" else (arguments.kind,)
     numbers = range(arguments.count) if arguments.only is None else (arguments.only,)
     worst, bad = 0.0, 0

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from bnfuse.benchmarking.plot import finish, pyplot_figure, save_figure
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.figures import finish, pyplot_figure, save_figure
 from bnfuse.core.text import Section, join
 from bnfuse.estimating.reram.assumptions import ReramAssumptions
 from bnfuse.estimating.reram.layers import Network, network_of

@@ -1,4 +1,4 @@
-"""DenseNet-121 in idiomatic torch layers, the peer of the zoo's densenet121."""
+"""DenseNet-121 in idiomatic torch layers, the baseline of the zoo's densenet121."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def instrument(model: ir.Model) -> None:
     for node in [node for node in graph if node.op_type == "BatchNormFinalize"]:
         name = (node.name or "").removesuffix("/finalize")
         used = node.inputs[2:4]
-        maps = [other for other in graph if other.name == name and other.op_type == "NormalizeMap"]
+        maps = [other for other in graph if other.name == name and other.op_type == "NormalizePointwise"]
         x = maps[0].inputs[0]
         assert x is not None and x.shape is not None
         full = ir.Node(DOMAIN, "BatchNormStatistics", [x], num_outputs=2, name=f"{name}/full")

@@ -7,7 +7,8 @@
     print(bnfuse.diff(model, fused))
 
 Names are looked up when they are first used, so that `import bnfuse` costs next to nothing. Modules are named for
-what they hold (`bnfuse.diffing`, `bnfuse.verifying.verification`), because a submodule called `diff` would replace the function.
+what they hold (`bnfuse.diffing`, `bnfuse.verifying.verification`), because a submodule called `diff` would replace the
+function.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.version import __version__
 
 if TYPE_CHECKING:
     from bnfuse.api import (
@@ -39,10 +41,8 @@ if TYPE_CHECKING:
         verify,
     )
     from bnfuse.build import build_training_graph
-    from bnfuse.graph.signature import Roles
+    from bnfuse.graph.signature import GraphSignature
     from bnfuse.runtime.program.optim import SGD, AdamW
-
-__version__ = "0.1.0"
 
 _HOMES = {
     **dict.fromkeys(
@@ -65,7 +65,7 @@ _HOMES = {
         "bnfuse.api",
     ),
     "build_training_graph": "bnfuse.build",
-    "Roles": "bnfuse.roles",
+    "GraphSignature": "bnfuse.roles",
     "SGD": "bnfuse.runtime.program.optim",
     "AdamW": "bnfuse.runtime.program.optim",
 }
@@ -74,7 +74,7 @@ __all__ = [
     "SGD",
     "AdamW",
     "BnfuseError",
-    "Roles",
+    "GraphSignature",
     "__version__",
     "bench",
     "build_training_graph",

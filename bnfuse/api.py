@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.ranges import check_real, check_whole
-from bnfuse.graph.io import load, require_apart, require_writable, save
+from bnfuse.graph.io import load, save
 from bnfuse.graph.training_graph import open_graph
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def require_gpu(target: str | None, precision: str | None) -> None:
     if target is None or target.partition(":")[0] != "cuda":
         return
     from bnfuse.runtime.backends.cuda.driver import open_driver
-    from bnfuse.runtime.targets.resolve import resolve
+    from bnfuse.runtime.backends.resolve import resolve
 
     machine = resolve(target, precision=precision)
     open_driver().check_architecture(machine.mcpu)
@@ -79,19 +80,19 @@ def rewrite(
     decay: float | None = None,
     sample: str | None = None,
     local_bn: int | None = None,
-    **roles: Any,
+    **signature: Any,
 ) -> Rewritten:
     """The graph after the passes of `level`, and the report of what they did and why they did not do more.
 
     `pool_first` moves average pools in front of 1x1 convolutions; by default it does so at level icf. `remove` takes
-    BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper" (passes/removal/placements.py);
-    with `keep_affine` their scale and bias stay. `decay` is the weight that a batch has in the running statistics.
-    `sample` says what part of the batch each BatchNorm takes its statistics from: "fs:1/32" (passes/sampling/spec.py).
-    With `local_bn` each group of so many samples is normalised on its own.
+    BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper"
+    (passes/removal/placements.py); with `keep_affine` their scale and bias stay. `decay` is the weight that a batch
+    has in the running statistics. `sample` says what part of the batch each BatchNorm takes its statistics from:
+    "fs:1/32" (passes/sampling/spec.py). With `local_bn` each group of so many samples is normalised on its own.
     """
     from bnfuse import passes
 
-    graph = open_graph(source, **roles)
+    graph = open_graph(source, **signature)
     return passes.rewrite(
         graph.model,
         level=level,
@@ -101,15 +102,15 @@ def rewrite(
         decay=decay,
         sample=sample,
         local_bn=local_bn,
-        roles=graph.roles,
+        signature=graph.signature,
     )
 
 
-def diff(before: Source, after: Source, **roles: Any) -> Diff:
+def diff(before: Source, after: Source, **signature: Any) -> Diff:
     """What differs between two training graphs: nodes, edges, BatchNorms, feature-map traffic."""
     from bnfuse.diffing import diff_graphs
 
-    return diff_graphs(open_graph(before, name="before", **roles), open_graph(after, name="after", **roles))
+    return diff_graphs(open_graph(before, name="before", **signature), open_graph(after, name="after", **signature))
 
 
 def verify(
@@ -124,7 +125,7 @@ def verify(
     target: str = "cpu",
     precision: str | None = None,
     progress: Progress = quiet,
-    **roles: Any,
+    **signature: Any,
 ) -> Verification:
     """Whether both graphs compute the same loss, gradients and running statistics (docs/numerics.md).
 
@@ -138,8 +139,8 @@ def verify(
 
     require_gpu(target, precision)
     return verify_graphs(
-        open_graph(before, name="before", **roles),
-        open_graph(after, name="after", **roles),
+        open_graph(before, name="before", **signature),
+        open_graph(after, name="after", **signature),
         runtime=runtime,
         steps=steps,
         seed=seed,
@@ -151,7 +152,7 @@ def verify(
     )
 
 
-def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **roles: Any) -> Inspection:
+def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **signature: Any) -> Inspection:
     """Sizes, parameters, FLOPs and feature-map traffic, layer by layer.
 
     `source` is a training graph, or the name of a network of the zoo, which is counted without making its weights:
@@ -159,7 +160,7 @@ def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **roles: Any) 
     """
     from bnfuse.inspecting.source import inspect_source
 
-    return inspect_source(source, zoo, **roles)
+    return inspect_source(source, zoo, **signature)
 
 
 def estimate(
@@ -182,8 +183,8 @@ def estimate(
     """
     from bnfuse.estimating.request import Request, answer
 
-    roles = {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
-    return answer(Request(source, hardware, levels=levels, roles=roles, **options), progress)
+    signature = {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
+    return answer(Request(source, hardware, levels=levels, signature=signature, **options), progress)
 
 
 def explore(network: str | None = None, vary: Iterable[str] = (), **options: Any) -> Exploration:
@@ -225,7 +226,7 @@ def compile(
     cache: bool | str | Path = True,
     tune: bool = False,
     precision: str | None = None,
-    **roles: Any,
+    **signature: Any,
 ) -> Step:
     """The compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
 
@@ -240,7 +241,7 @@ def compile(
     from bnfuse.runtime.program.optim import require_optimizer
 
     require_optimizer(optimizer)
-    graph = open_graph(source, **roles)
+    graph = open_graph(source, **signature)
     graph.state()  # complains of values that are missing before the work, not after it
     return compile_step(
         graph,
@@ -356,7 +357,7 @@ def train(
     threads: int | None = None,
     precision: str | None = None,
     progress: Progress = quiet,
-    **roles: Any,
+    **signature: Any,
 ) -> History:
     """Trains on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluates after each epoch.
 
@@ -402,7 +403,7 @@ def train(
     if export is not None:
         require_writable(export)
     require_gpu(target, precision)
-    graph = open_graph(source, **roles)
+    graph = open_graph(source, **signature)
     given = isinstance(data, Dataset)
     found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
     for line in (*found.about, Loader(found, batch_of(graph)).about):
@@ -439,7 +440,7 @@ def export_inference(
     std: Sequence[float] | None = None,
     scale: float | None = None,
     classes: Sequence[str] = (),
-    **roles: Any,
+    **signature: Any,
 ) -> None:
     """Writes the trained network as a model for inference that any ONNX runtime runs: standard operators only.
 
@@ -451,7 +452,7 @@ def export_inference(
     """
     from bnfuse.exporting import export_model
 
-    export_model(source, path, state=state, mean=mean, std=std, scale=scale, classes=classes, **roles)
+    export_model(source, path, state=state, mean=mean, std=std, scale=scale, classes=classes, **signature)
 
 
 def bench(
@@ -474,7 +475,7 @@ def bench(
     target: str = "cpu",
     precision: str | None = None,
     progress: Progress = quiet,
-    **roles: Any,
+    **signature: Any,
 ) -> Benchmark:
     """Times of a step at several levels and in other runtimes, in turns, and the peak memory of each.
 
@@ -496,12 +497,12 @@ def bench(
     require_apart(source, plot)
     if plot is not None:
         from bnfuse.benchmarking.plot import plot as draw
-        from bnfuse.benchmarking.plot import require_plotting
+        from bnfuse.core.figures import require_plotting
 
         require_writable(plot)
         require_plotting(plot)
     found = run_benchmark(
-        open_graph(source, **roles),
+        open_graph(source, **signature),
         levels=levels,
         samples=samples,
         against=against,
@@ -550,7 +551,7 @@ def search(
     seed: int = 0,
     threads: int | None = None,
     progress: Progress = quiet,
-    **roles: Any,
+    **signature: Any,
 ) -> SearchResult:
     """Which BatchNorms a network can do without: a search over placements, each of them trained (docs/search.md).
 
@@ -578,7 +579,7 @@ def search(
     wanted = iterations if iterations is not None or method == "exhaustive" else 20
     chosen = None if lambdas is None else tuple(lambdas)
     return run_search(
-        open_graph(source, **roles),
+        open_graph(source, **signature),
         data,
         Settings(method, wanted, initial, chosen, tolerance, seed),
         Recipe(

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
-from bnfuse.graph.signature import Roles, roles_of
+from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.functions import add_functions
 from bnfuse.passes.concat.gradient import ConcatGradient
 from bnfuse.passes.concat.sink import ConcatSink
@@ -34,7 +34,7 @@ from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
 from bnfuse.passes.fusion.mask import MaskFusion
-from bnfuse.passes.fusion.pointwise import MapFusion, ReluConvFusion
+from bnfuse.passes.fusion.pointwise import PointwiseFusion, ReluConvFusion
 from bnfuse.passes.fusion.pool_first import PoolFirst
 from bnfuse.passes.fusion.scale import ScaleFusion
 from bnfuse.passes.fusion.statistics import StatisticsFusion
@@ -149,7 +149,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     What is scaled can no longer sink through a Concat, so below icf the scale moves at once, and there afterwards.
     """
     return [
-        (f"{level}/map", MapFusion),
+        (f"{level}/map", PointwiseFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
         (f"{level}/mask", MaskFusion),
         *([(f"{level}/scale", ScaleFusion)] if concats else []),
@@ -168,14 +168,14 @@ def rewrite(
     decay: float | None = None,
     sample: str | SamplePlan | None = None,
     local_bn: int | None = None,
-    roles: Roles | None = None,
+    signature: GraphSignature | None = None,
 ) -> Rewritten:
     """Run a level's passes on a copy of a training graph.
 
     `pool_first` defaults to on at level icf and off below it. `remove` lists BatchNorms to take out first
-    (passes/removal/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every running
-    statistic. `sample` says what the statistics are taken from (passes/sampling/spec.py); with `local_bn` each group of
-    so many samples has its own. `roles` are those of the model, where its metadata does not state them. Raises
+    (passes/removal/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every
+    running statistic. `sample` says what the statistics are taken from (passes/sampling/spec.py); with `local_bn` each
+    group of so many samples has its own. `roles` are those of the model, where its metadata does not state them. Raises
     BnfuseError for an unknown level, and for a list or a spec that is wrong.
     """
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
@@ -185,8 +185,8 @@ def rewrite(
     reports: list[PassReport] = []
     if decay is not None:
         reports.append(run_pass(model, "decay", functools.partial(SetDecay, decay), reports))
-    removed = remove_batch_norms(model, remove, keep_affine, roles, reports)
-    sampled = sample_batch_norms(model, sample, local_bn, level, names, roles, reports)
+    removed = remove_batch_norms(model, remove, keep_affine, signature, reports)
+    sampled = sample_batch_norms(model, sample, local_bn, level, names, signature, reports)
     for stage in stages:
         for again in range(ROUNDS):
             done = [run_pass(model, name, factory, reports) for name, factory in stage]
@@ -206,7 +206,11 @@ def rewrite(
 
 
 def remove_batch_norms(
-    model: ir.Model, which: Selection | None, keep_affine: bool, roles: Roles | None, reports: list[PassReport]
+    model: ir.Model,
+    which: Selection | None,
+    keep_affine: bool,
+    signature: GraphSignature | None,
+    reports: list[PassReport],
 ) -> tuple[Removed, ...]:
     if which is None:
         if keep_affine:
@@ -214,7 +218,7 @@ def remove_batch_norms(
         return ()
     chosen = select(model, which)
     names = {norm.node for norm in chosen}
-    make = functools.partial(RemoveBatchNorm, names, roles or roles_of(model), keep_affine=keep_affine)
+    make = functools.partial(RemoveBatchNorm, names, signature or signature_of(model), keep_affine=keep_affine)
     reports.append(run_pass(model, "remove", make, reports))
     return tuple(Removed(norm.index, norm.node, keep_affine) for norm in chosen)
 
@@ -225,7 +229,7 @@ def sample_batch_norms(
     local_bn: int | None,
     level: str,
     names: tuple[str, ...],
-    roles: Roles | None,
+    signature: GraphSignature | None,
     reports: list[PassReport],
 ) -> tuple[Sampled, ...]:
     """Sampling comes before the level's passes; a bias that BNs take out leaves first, where the level drops it."""
@@ -237,20 +241,20 @@ def sample_batch_norms(
     plan.check_names(names)
     if not batch_norms(model):
         raise BnfuseError("every BatchNorm is removed, so none is left to sample: leave one of the two out")
-    roles = roles_of(model) if ROLES_KEY in model.metadata_props else roles or roles_of(model)
+    signature = signature_of(model) if ROLES_KEY in model.metadata_props else signature or signature_of(model)
     groups = 1
     if local_bn is not None:
-        check_local(plan, local_bn, batch_of(model, roles))
-        groups = batch_of(model, roles) // local_bn
+        check_local(plan, local_bn, batch_of(model, signature))
+        groups = batch_of(model, signature) // local_bn
     if plan.virtual:
-        adder = AddVirtual(plan.virtual, roles, groups=groups)
+        adder = AddVirtual(plan.virtual, signature, groups=groups)
         reports.append(run_pass(model, "virtual", lambda: adder, reports))
-        roles = adder.roles
+        signature = adder.signature
     makers: dict[str, Sample | BaselineStatistics | LocalBatchNorm]
     if local_bn is not None:
         makers = {"local": LocalBatchNorm(plan, Group(plan.virtual, local_bn))}
     else:
-        makers = {"sample": Sample(plan, roles, virtual=plan.virtual), "baseline": BaselineStatistics(plan)}
+        makers = {"sample": Sample(plan, signature, virtual=plan.virtual), "baseline": BaselineStatistics(plan)}
     if LEVELS.index(level) >= LEVELS.index("bnff"):
         reports.append(run_pass(model, "bnff/drop-bias", DropBias, reports))
     for name, maker in makers.items():

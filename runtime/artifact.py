@@ -24,14 +24,14 @@ import numpy as np
 import safetensors.numpy
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.files import write_atomically
 from bnfuse.core.processors import bounded_threads
-from bnfuse.graph.io import write_atomically
 from bnfuse.runtime.backends.execution import Compiled
-from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.program import optim
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.session import Step
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets import cpus
+from bnfuse.runtime.targets.target import Target
 
 FORMAT = "bnfuse step"
 VERSION = 1
@@ -56,7 +56,7 @@ def export_step(step: Step, path: pathlib.Path) -> None:
             "format": FORMAT,
             "version": VERSION,
             "target": dataclasses.asdict(step.target),
-            "features": targets.features_of(step.target.mcpu) if step.target.kind == "llvm" else (),
+            "features": cpus.features_of(step.target.mcpu) if step.target.kind == "llvm" else (),
             "optimizer": optim.to_data(step.optimizer),
             "kernels": hashes,
             "programs": {part: p.to_json(c.program) for part, c in zip(PARTS, step.compiled, strict=True)},
@@ -134,7 +134,7 @@ def check_cpu(manifest: Mapping[str, Any], path: str) -> None:
         return
     if manifest["target"]["kind"] != "llvm":
         raise ValueError(f"its target is {str(manifest['target']['kind'])[:20]!r}")
-    missing = targets.missing_features(tuple(manifest["features"]))
+    missing = cpus.missing_features(tuple(manifest["features"]))
     if missing:
         mcpu = manifest["target"]["mcpu"]
         raise BnfuseError(

@@ -14,10 +14,10 @@ from bnfuse.graph.drawing import separated
 from bnfuse.graph.sampling import sampling_of
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import tuning
 from bnfuse.runtime.codegen.build import Progress, objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
-from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.lowering.graph import Lowered, lower
 from bnfuse.runtime.lowering.inference import inference_graph
 from bnfuse.runtime.lowering.state import Lowering
@@ -25,7 +25,7 @@ from bnfuse.runtime.lowering.update import update_phase
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer, require_optimizer
 from bnfuse.runtime.session import Step
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets.target import Target
 
 
 def compile_step(
@@ -48,7 +48,7 @@ def compile_step(
     """
     require_optimizer(optimizer)
     graph = open_graph(model)
-    machine = targets.resolve(target, threads, precision)
+    machine = resolve(target, threads, precision)
     training, evaluation = lower_graph(graph, machine, optimizer)
     kept = _cache(cache)
     memory = tuning.Memory(kept)
@@ -83,12 +83,14 @@ def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | Non
 
     model, random = separated(graph.model, graph.name)
     sampling = dataclasses.replace(sampling_of(graph.model), random=random)
-    training = lower(model.graph, graph.roles, target, opset=opset, file=graph.name, sampling=sampling, finish=finish)
+    training = lower(
+        model.graph, graph.signature, target, opset=opset, file=graph.name, sampling=sampling, finish=finish
+    )
     try:
-        cut, roles = inference_graph(graph.model, graph.roles, graph.name)
+        cut, signature = inference_graph(graph.model, graph.signature, graph.name)
     except BnfuseError as error:  # a step that cannot be evaluated can be trained
         return training, Lowered(p.refusal(str(error)), [])
-    return training, lower(cut, roles, target, opset=opset, file=graph.name)
+    return training, lower(cut, signature, target, opset=opset, file=graph.name)
 
 
 def _cache(choice: bool | str | pathlib.Path) -> Cache:

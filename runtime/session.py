@@ -16,15 +16,15 @@ import safetensors
 import safetensors.numpy
 
 from bnfuse.core.errors import BnfuseError, UnknownAttributeError
+from bnfuse.core.files import write_atomically
 from bnfuse.core.ranges import check_real, check_whole
-from bnfuse.graph.io import write_atomically
 from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, runner_of, shared_regions
-from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
+from bnfuse.runtime.targets.target import Target
 
 if TYPE_CHECKING:
     from bnfuse.runtime.backends.cuda.array import DeviceArray
@@ -112,8 +112,8 @@ class Step(Exclusive):
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of what a call takes, in its order: data, labels."""
-        roles = self.program.roles
-        wanted = (*roles["data"], *roles["labels"])
+        signature = self.program.signature
+        wanted = (*signature["data"], *signature["labels"])
         return tuple(name for name in wanted if name in self.program.inputs)
 
     @property
@@ -175,7 +175,7 @@ class Step(Exclusive):
     def evaluate(self, *data: Any) -> Any:
         """Logits by the running statistics instead of the batch's, as after training."""
         self.require_evaluation()
-        names = [name for name in self.program.roles["data"] if name in self._evaluate.program.inputs]
+        names = [name for name in self.program.signature["data"] if name in self._evaluate.program.inputs]
         self._evaluate.feed(names, data)
         if self._done == "forward":
             self._done = None  # both share the arena
@@ -209,7 +209,7 @@ class Step(Exclusive):
 
     def _loss(self) -> Any:
         """A float; on the device an array of rank 0."""
-        found = self._train.result(self.program.outputs[self.program.roles["loss"]])
+        found = self._train.result(self.program.outputs[self.program.signature["loss"]])
         return float(found.reshape(())) if isinstance(found, np.ndarray) else found.reshape(())
 
     def _follow(self, phase: p.Phase, otherwise: str) -> None:
@@ -238,8 +238,8 @@ class Step(Exclusive):
 
     def _check_labels(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Labels index the logits: a kernel must not be led outside of them. Those on a GPU are not looked at."""
-        logits = self.program.outputs.get(self.program.roles["logits"] or "")
-        for name in self.program.roles["labels"]:
+        logits = self.program.outputs.get(self.program.signature["logits"] or "")
+        for name in self.program.signature["labels"]:
             labels = inputs.get(name)
             if logits is None or labels is None or not np.issubdtype(labels.dtype, np.integer):
                 continue
@@ -376,7 +376,7 @@ class Step(Exclusive):
     def not_finite(self) -> str | None:
         """The first trained parameter, running statistic or moment of the optimiser that is not finite, by name."""
         own = self._state()
-        for name in (*self.program.roles["trainable"], *self.program.running):
+        for name in (*self.program.signature["trainable"], *self.program.running):
             if not np.isfinite(self._train.memory.read(own[name])).all():
                 return name
         for name, (storage, _) in self._moments().items():
@@ -432,7 +432,7 @@ class Step(Exclusive):
         size = self.program.regions[p.OPTIMIZER] // len(self.optimizer.moments)
         found = {}
         for index, moment in enumerate(self.optimizer.moments):
-            for name in self.program.roles["trainable"]:
+            for name in self.program.signature["trainable"]:
                 tensor = self.program.parameters[name]
                 held = self.program.storages[tensor.storage]
                 place = p.Storage(p.OPTIMIZER, index * size + held.offset, held.elements, held.dtype)
@@ -441,7 +441,7 @@ class Step(Exclusive):
 
     @alone
     def export(self, path: str | pathlib.Path) -> None:
-        """Write the step, its code, state and model as one file (artefact.py)."""
+        """Write the step, its code, state and model as one file (artifact.py)."""
         from bnfuse.runtime.artifact import export_step
 
         export_step(self, pathlib.Path(path))

@@ -22,9 +22,10 @@ from bfloat16_kernels import COUT, kernel, multiply, register_kernel
 from measuring import rates
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets import cpus
 
 SHAPES = ((56, 128), (28, 256), (28, 480), (14, 512))  # rows of pixels, input channels
 ATTRIBUTES = {"dilations": (1, 1), "group": 1, "kernel_shape": (1, 1), "pads": (0,) * 4, "strides": (1, 1)}
@@ -83,11 +84,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
-    if missing := {"avx512bf16", "amx-bf16"} - targets.host_features():
+    if missing := {"avx512bf16", "amx-bf16"} - cpus.host_features():
         parser.exit(1, f"this CPU lacks {', '.join(sorted(missing))}\n")
     if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA):
         parser.exit(1, "the operating system gives no permission to use AMX\n")
-    target, n = targets.resolve("cpu:sapphirerapids", 2), arguments.batch
+    target, n = resolve("cpu:sapphirerapids", 2), arguments.batch
     for size, k in SHAPES:
         maps = (("x", MapType(n, size, size, k, k)), ("y", MapType(n, size, size, COUT, COUT)))
         p = Problem("NormalizeReluConv", maps, tuple(ATTRIBUTES.items()), (COUT, k, 1, 1))

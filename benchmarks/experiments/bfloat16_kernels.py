@@ -20,7 +20,8 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.tir import registers, span, splat, store, workspace
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 COUT, MICRO, BLOCK = 128, {"dpbf16ps": 14, "AMX": 32}, 32
 DOT = """

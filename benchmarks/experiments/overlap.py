@@ -13,14 +13,16 @@ from __future__ import annotations
 import numpy as np
 import tvm
 
+from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import aligned
-from bnfuse.runtime.codegen.build import Library, Request, objects
+from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.codegen.limits import CHAIN, CHAIN_RUNS, chain_rates, gemm_rates, shortest
 from bnfuse.runtime.codegen.tuning import random_arguments
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets.resolve import resolve
+from bnfuse.runtime.kernels.request import Request
 
 THREADS, BATCH = 2, 16
 SHAPES = ((56, 16), (56, 32), (56, 64), (28, 128), (28, 256))  # side of the map, channels in and out

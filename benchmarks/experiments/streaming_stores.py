@@ -20,14 +20,15 @@ import numpy as np
 import tvm
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_forward import ConvNest, Part, conv_forward
 from bnfuse.runtime.kernels.cpu.nest import MicroTile, Place, cut
 from bnfuse.runtime.kernels.cpu.pool import pool_forward
 from bnfuse.runtime.kernels.cpu.tiles import choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import Buffer, span
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
 SWEPT = 256 << 20  # bytes between two runs
 
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
-    target, n = targets.resolve("cpu", 2), arguments.batch
+    target, n = resolve("cpu", 2), arguments.batch
     if target.lanes not in stream.X86_LANES:
         parser.exit(1, "stores past the caches are made for x86 with AVX2 or AVX-512 only\n")
     middle, wide = MapType(n, 56, 56, 128, 128), MapType(n, 112, 112, 64, 64)

@@ -16,7 +16,7 @@ OPERATORS = (
     *("Conv", "Relu", "Add", "Concat", "Gemm", "MatMul", "Reshape", "Transpose", "Range", "Tile", "Expand", "If"),
     *("ConstantOfShape", "Shape", "Slice", "Split", "Gather", "Pad", "Resize", "Cast", "Identity", "Sum", "Loop"),
     *("ConvGrad", "ReluGrad", "BatchNormInternal", "BatchNormalizationGrad", "SoftmaxCrossEntropyLossInternal"),
-    *("BatchNormFinalize", "NormalizeConv", "ConvGradInput", "Map", "Dropout", "MaxPool", "Wobble", "", "a b\n"),
+    *("BatchNormFinalize", "NormalizeConv", "ConvGradInput", "Pointwise", "Dropout", "MaxPool", "Wobble", "", "a b\n"),
 )
 DOMAINS = ("", "ai.onnx", "com.microsoft", "ai.bnfuse", "ai.onnx.ml", "org.example", "\n")
 

@@ -8,7 +8,7 @@ import random
 import onnx
 from onnx import AttributeProto, NodeProto, ValueInfoProto, helper
 
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 
 from .mutators import LARGEST, SMALLEST, mutator, value_names
 from .values import NAMES, NUMBERS, disturb_text, pick
@@ -78,31 +78,31 @@ def metadata_text(model: onnx.ModelProto, rng: random.Random) -> None:
 
 
 @mutator
-def swap_roles(model: onnx.ModelProto, rng: random.Random) -> None:
+def swap_signature(model: onnx.ModelProto, rng: random.Random) -> None:
     """Names of two roles change places, or one takes another's: still JSON, still of the right form."""
     for entry in model.metadata_props:
         if entry.key != "bnfuse.roles":
             continue
         try:
-            roles = json.loads(Roles.from_json(entry.value).to_json())
+            signature = json.loads(GraphSignature.from_json(entry.value).to_json())
         except ValueError:  # something else was done to it before
             return
-        names = sorted(name for value in roles.values() if isinstance(value, list | dict) for name in value)
-        outputs = sorted([roles["loss"], *roles["gradients"].values(), *roles["running"].values()])
+        names = sorted(name for value in signature.values() if isinstance(value, list | dict) for name in value)
+        outputs = sorted([signature["loss"], *signature["gradients"].values(), *signature["running"].values()])
         field = rng.choice(("loss", "logits", "gradients", "running", "list", "move"))
         if field in ("loss", "logits"):
-            roles[field] = rng.choice([*outputs, *names])
-        elif field in ("gradients", "running") and roles[field]:
-            roles[field][rng.choice(sorted(roles[field]))] = rng.choice(outputs)
+            signature[field] = rng.choice([*outputs, *names])
+        elif field in ("gradients", "running") and signature[field]:
+            signature[field][rng.choice(sorted(signature[field]))] = rng.choice(outputs)
         else:
-            lists = [key for key, value in roles.items() if isinstance(value, list)]
+            lists = [key for key, value in signature.items() if isinstance(value, list)]
             source, target = rng.choice(lists), rng.choice(lists)
-            if roles[source]:
-                moved = rng.choice(roles[source])
+            if signature[source]:
+                moved = rng.choice(signature[source])
                 if field == "move":
-                    roles[source].remove(moved)
-                roles[target] = [*roles[target], moved]
-        entry.value = json.dumps(roles)
+                    signature[source].remove(moved)
+                signature[target] = [*signature[target], moved]
+        entry.value = json.dumps(signature)
 
 
 @mutator

@@ -30,11 +30,11 @@ def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:
 
 def require_fixed_shapes(graph: TrainingGraph) -> None:
     """Raises where the size of what a step reads or writes is not known: its bytes and work could not be told."""
-    graph.shape_of(graph.roles.data[0])
+    graph.shape_of(graph.signature.data[0])
     nodes, constants = executed(graph.model.graph)
     for node in nodes:
         for value in (*node.inputs, *node.outputs):
-            if value is None or not value.name or value in constants or value.name == graph.roles.loss:
+            if value is None or not value.name or value in constants or value.name == graph.signature.loss:
                 continue
             if value.shape is None or not all(isinstance(size, int) for size in value.shape):
                 what = f"has '{value.name}' of no fixed shape ({value.shape or 'unknown'})"

@@ -55,7 +55,7 @@ def graph_traffic(graph: TrainingGraph) -> Traffic:
 
 def node_maps(node: ir.Node, graph: TrainingGraph) -> tuple[Touched, Touched]:
     """The feature maps that a node reads and writes. A result that nobody reads is not stored."""
-    rows = graph.batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)
+    rows = graph.batch + sum(graph.shape_of(name)[0] for name in graph.signature.virtual)
     read, written = maps_touched(node, static_shape, batch=rows)
     return read, [(value, size) for value, size in written if value.uses() or value.is_graph_output()]
 
@@ -76,5 +76,5 @@ def static_shape(value: ir.Value) -> tuple[int, ...] | None:
 
 def forward_nodes(graph: TrainingGraph) -> set[ir.Node]:
     """Ancestors of the loss, the logits and the running statistics; all other nodes are the backward pass."""
-    wanted = {graph.roles.loss, graph.roles.logits, *graph.roles.running.values()}
+    wanted = {graph.signature.loss, graph.signature.logits, *graph.signature.running.values()}
     return ancestors(value for value in graph.model.graph.outputs if value.name in wanted)

@@ -119,7 +119,7 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
         return touched
     if op is None:
         return []
-    if op.core in ("Map", "MapGrad") and BATCH_NORM_STEPS & {*op.prologue, *op.epilogue} and not adds(op):
+    if op.core in ("Pointwise", "PointwiseGrad") and BATCH_NORM_STEPS & {*op.prologue, *op.epilogue} and not adds(op):
         return touched
     readers: dict[bool, set[ir.Value | None]] = {True: set(), False: set()}  # whether it is a BN's own input
     for name, value in zip(op.operands, node.inputs, strict=False):

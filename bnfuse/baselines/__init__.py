@@ -4,11 +4,11 @@
     step = TorchStep(graph, "torch-cl", feeds)   # a whole training step on one batch
     step.run()                                    # Times(step, forward)
 
-This package alone imports torch, and only when one of its functions is called. docs/peers.md
+This package alone imports torch, and only when one of its functions is called. docs/baselines.md
 """
 
-from bnfuse.baselines.names import PEERS
+from bnfuse.baselines.names import BASELINES
 from bnfuse.baselines.network import torch_module
 from bnfuse.baselines.step import TorchStep
 
-__all__ = ["PEERS", "TorchStep", "torch_module"]
+__all__ = ["BASELINES", "TorchStep", "torch_module"]

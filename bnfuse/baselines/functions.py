@@ -137,7 +137,7 @@ def draw(w: Writer, node: ir.Node) -> Any:
     sizes, dtype = type_of(node, w.source.name)
     random = distribution_of(node)
     if random is None:
-        raise w.error(node, "draws with a probability that is no number: leave the torch peers out")
+        raise w.error(node, "draws with a probability that is no number: leave the torch baselines out")
     like = w.buffer(f"{node.name}/like", w.torch.empty(sizes, dtype=torch_type(w, dtype)))
     if random.kind == "bernoulli":
         return w.call(w.torch.bernoulli, like, random.a)

@@ -6,22 +6,22 @@ from typing import Any
 
 from bnfuse.core.errors import BnfuseError
 
-PEERS = ("torch", "torch-cl", "torch-compile")
+BASELINES = ("torch", "torch-cl", "torch-compile")
 GRAPH = "+graph"  # the whole step as one CUDA graph
-CUDA_PEERS = (*PEERS, *(peer + GRAPH for peer in PEERS))
+CUDA_BASELINES = (*BASELINES, *(baseline + GRAPH for baseline in BASELINES))
 DEVICES = ("cpu", "cuda")
 
 
-def peers_of(device: str) -> tuple[str, ...]:
-    return CUDA_PEERS if device == "cuda" else PEERS
+def baselines_of(device: str) -> tuple[str, ...]:
+    return CUDA_BASELINES if device == "cuda" else BASELINES
 
 
-def is_graph(peer: str) -> bool:
-    return peer.endswith(GRAPH)
+def is_graph(baseline: str) -> bool:
+    return baseline.endswith(GRAPH)
 
 
-def without_graph(peer: str) -> str:
-    return peer.removesuffix(GRAPH)
+def without_graph(baseline: str) -> str:
+    return baseline.removesuffix(GRAPH)
 
 
 def import_torch() -> Any:

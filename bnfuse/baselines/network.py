@@ -9,12 +9,12 @@ import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.baselines.functions import FUNCTIONS
+from bnfuse.baselines.in_place import write_in_place
 from bnfuse.baselines.layers import LAYERS
+from bnfuse.baselines.losses import LOSSES, written_mse
 from bnfuse.baselines.writer import Writer
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.training_graph import TrainingGraph, loss_inputs
-from bnfuse.peers.in_place import write_in_place
-from bnfuse.peers.losses import LOSSES, written_mse
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def torch_module(graph: TrainingGraph) -> torch.nn.Module:
     name of each of the file's parameters and running statistics, `module.code` shows the module as Python.
     """
     logits = logits_of(graph)
-    data = [graph.input(name) for name in graph.roles.data]
+    data = [graph.input(name) for name in graph.signature.data]
     writer = Writer(graph, CONVERTERS)
     module = written(writer, data, ancestors([logits]), logits, "Network")
     module.names = writer.names
@@ -39,8 +39,8 @@ def torch_module(graph: TrainingGraph) -> torch.nn.Module:
 
 def torch_loss(graph: TrainingGraph) -> torch.nn.Module:
     """`loss(logits, *labels)`: what the file computes between them and its loss."""
-    logits, loss = logits_of(graph), output_of(graph, graph.roles.loss)
-    labels = [graph.input(name) for name in graph.roles.labels]
+    logits, loss = logits_of(graph), output_of(graph, graph.signature.loss)
+    labels = [graph.input(name) for name in graph.signature.labels]
     nodes = ancestors([loss], [logits])
     known = {logits, *labels, *(value for node in nodes for value in node.outputs)}
     inputs = {value.name for value in graph.model.graph.inputs}
@@ -49,7 +49,7 @@ def torch_loss(graph: TrainingGraph) -> torch.nn.Module:
             if value is not None and value not in known and (value.producer() or value.name in inputs):
                 raise BnfuseError(
                     f"{graph.name}: node '{node.name}' ({node.op_type}) of the loss reads '{value.name}', which is"
-                    " neither logits nor labels: leave the torch peers out"
+                    " neither logits nor labels: leave the torch baselines out"
                 )
     writer = Writer(graph, {**CONVERTERS, **LOSSES})
     if (mse := written_mse(loss)) is not None:
@@ -78,15 +78,15 @@ def finished(writer: Writer, end: ir.Value, name: str) -> Any:
 
 def logits_of(graph: TrainingGraph) -> ir.Value:
     """What the roles call the logits, or else what a node reads together with the labels."""
-    if graph.roles.logits is not None:
-        return output_of(graph, graph.roles.logits)
-    labels = {*graph.roles.labels}
+    if graph.signature.logits is not None:
+        return output_of(graph, graph.signature.logits)
+    labels = {*graph.signature.labels}
     for node in graph.model.graph:
         if labels & {value.name for value in node.inputs if value is not None}:
             found = [value for value in node.inputs if value is not None and value.name not in labels]
             if found:
                 return found[0]
-    found = loss_inputs(graph.model, graph.roles.loss)
+    found = loss_inputs(graph.model, graph.signature.loss)
     if not found:
         raise BnfuseError(f"{graph.name}: which value is the logits cannot be told: build it with `bnfuse build`")
     return found[0]

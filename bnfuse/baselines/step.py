@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 
 from bnfuse.baselines import cuda
-from bnfuse.baselines.names import import_torch, is_graph, peers_of, without_graph
+from bnfuse.baselines.names import baselines_of, import_torch, is_graph, without_graph
 from bnfuse.baselines.network import torch_loss, torch_module
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.processors import bounded_threads, physical_cores
-from bnfuse.graph.signature import Roles
+from bnfuse.core.times import STEPS_A_RUN, Times
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph
-from bnfuse.measuring.times import STEPS_A_RUN, Times
 
 Arrays = dict[str, np.ndarray]
 
 
 class TorchStep:
-    """The step of a peer on one batch (data and labels by name): a candidate of the benchmark.
+    """The step of a baseline on one batch (data and labels by name): a candidate of the benchmark.
 
     torch         the module as it is, NCHW
     torch-cl      module and images in torch.channels_last
     torch-compile the same through torch.compile
-    PEER+graph    on a GPU: the same, the whole step captured in a CUDA graph, and replayed
+    BASELINE+graph    on a GPU: the same, the whole step captured in a CUDA graph, and replayed
 
     The batch is a tensor in the network's memory format, on the device, before the first step, and torch-compile has
     compiled both directions, so neither is in the times. `loss` is that of the last step, a torch scalar. `precision`
@@ -38,7 +38,7 @@ class TorchStep:
     def __init__(
         self,
         graph: TrainingGraph,
-        peer: str,
+        baseline: str,
         feeds: Arrays,
         *,
         lr: float = 0.01,
@@ -47,20 +47,20 @@ class TorchStep:
         device: str = "cpu",
         precision: str = "fp32",
     ) -> None:
-        check_names(peer, device, precision)
+        check_names(baseline, device, precision)
         self.torch = torch = import_torch()
         if device == "cpu" or threads:
             torch.set_num_threads(bounded_threads(threads) or physical_cores())
         if device == "cuda":
             cuda.set_precision(torch, precision)
-        self.name, self.device, self.precision = peer, device, precision
-        base = without_graph(peer)
+        self.name, self.device, self.precision = baseline, device, precision
+        base = without_graph(baseline)
         layout = torch.contiguous_format if base == "torch" else channels_last(torch, graph)
         self.module = torch_module(graph)
         self.module.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # in place
         self.criterion = torch_loss(graph).to(device)
-        self.roles = graph.roles
-        data, labels = batch_of(torch, self.roles, feeds)
+        self.signature = graph.signature
+        data, labels = batch_of(torch, self.signature, feeds)
         self.data = [laid_out(images.to(device), layout) for images in data]
         self.labels = [one.to(device) for one in labels]
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -73,7 +73,7 @@ class TorchStep:
             need_compiler()
             self.loss_of = self._compiled()
             self._run_once(graph.name)
-        if is_graph(peer):
+        if is_graph(baseline):
             with cuda.unchanged(torch, (*self.module.parameters(), *self.module.buffers()), self.optimizer):
                 self._graph, self.loss = cuda.capture(torch, self._step, self.optimizer)
 
@@ -99,7 +99,7 @@ class TorchStep:
 
     def feed(self, feeds: Arrays) -> None:
         """Another batch of the same sizes, in the tensors that the steps read."""
-        data, labels = batch_of(self.torch, self.roles, feeds)
+        data, labels = batch_of(self.torch, self.signature, feeds)
         for held, given in zip((*self.data, *self.labels), (*data, *labels), strict=True):
             held.copy_(given)
 
@@ -141,18 +141,18 @@ class TorchStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def check_names(peer: str, device: str, precision: str) -> None:
-    if peer not in peers_of(device):
+def check_names(baseline: str, device: str, precision: str) -> None:
+    if baseline not in baselines_of(device):
         where = "" if device == "cpu" else f" on {device}"
-        raise BnfuseError(f"there is no torch peer '{peer}'{where}: there is {', '.join(peers_of(device))}")
+        raise BnfuseError(f"there is no torch baseline '{baseline}'{where}: there is {', '.join(baselines_of(device))}")
     if device == "cpu" and precision != "fp32":
         raise BnfuseError(f"on a CPU torch's step is fp32, not {precision}: leave the precision out")
 
 
-def batch_of(torch: Any, roles: Roles, feeds: Arrays) -> tuple[list[Any], list[Any]]:
+def batch_of(torch: Any, signature: GraphSignature, feeds: Arrays) -> tuple[list[Any], list[Any]]:
     """Data and labels as torch has them, on the host."""
-    data = [torch.from_numpy(np.array(feeds[name])) for name in roles.data]
-    return data, [labels_tensor(torch, feeds[name]) for name in roles.labels]
+    data = [torch.from_numpy(np.array(feeds[name])) for name in signature.data]
+    return data, [labels_tensor(torch, feeds[name]) for name in signature.labels]
 
 
 def loss_function(network: Any, criterion: Any) -> Any:
@@ -161,7 +161,7 @@ def loss_function(network: Any, criterion: Any) -> Any:
 
 def channels_last(torch: Any, graph: TrainingGraph) -> Any:
     """torch has a format for each rank, and none for [N, C, L]."""
-    rank = max(len(graph.shape_of(name)) for name in graph.roles.data)
+    rank = max(len(graph.shape_of(name)) for name in graph.signature.data)
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(rank, torch.contiguous_format)
 
 

@@ -51,7 +51,9 @@ class Writer:
             raise self.error(node, "is of a rewritten graph: pass the file that `bnfuse build` wrote")
         if convert is None:
             known = ", ".join(sorted(self.converters))
-            raise self.error(node, f"has no counterpart in torch here: leave the torch peers out. There are {known}.")
+            raise self.error(
+                node, f"has no counterpart in torch here: leave the torch baselines out. There are {known}."
+            )
         self._node_name = identifier(node.name or node.op_type)
         results = convert(self, node)
         results = results if isinstance(results, tuple) else (results,)
@@ -129,7 +131,7 @@ class Writer:
                 raise self.error(node, f"reads '{name}' where a parameter belongs, and it has no value")
             tensor = self.torch.from_numpy(np.array(array))
             if tensor.is_floating_point() and not running:
-                tensor = self.nn.Parameter(tensor, requires_grad=name in self.source.roles.trainable)
+                tensor = self.nn.Parameter(tensor, requires_grad=name in self.source.signature.trainable)
             self._tensors[name] = tensor
         return self._tensors[name]
 

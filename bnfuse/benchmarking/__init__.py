@@ -1,6 +1,6 @@
 """How long a training step takes and how much memory: our levels beside each other and beside other runtimes.
 
-choices.py      what can be asked for: levels, peers
+choices.py      what can be asked for: levels, baselines
 times.py        the times of a step, and what they come to
 candidates.py   our compiled step, onnxruntime; torch's are in bnfuse.baselines
 run.py          everything in turns in one process: `run_benchmark`

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
+from bnfuse.benchmarking.choices import is_gpu
+from bnfuse.core.times import Candidate, Times
 from bnfuse.graph.training_graph import TrainingGraph
-from bnfuse.measuring.choices import Variant, is_gpu
-from bnfuse.measuring.times import Candidate, Times
+from bnfuse.measuring.machine import ORT_SPINNING
 from bnfuse.ort.library import onnxruntime, open_session
 from bnfuse.ort.oracle import Arrays, OrtGraph, serialized, without_state
+from bnfuse.passes.variants import Variant, rewrite_variant
 
 if TYPE_CHECKING:
     from bnfuse.passes import Rewritten
-
-# threads spin between the operators of a run, as by default, and no longer than that: they would tax the next candidate
-ORT_SPINNING = {"session.intra_op.allow_spinning": "1", "session.force_spinning_stop": "1"}
 
 # the update is computed and changes nothing: a small network that learns its one batch by heart has subnormal gradients
 # in the end, and arithmetic on those takes 25 times as long
@@ -53,9 +52,9 @@ class OrtCandidate:
         self.name = "ort"
         self.turns = 0
         self.feeds = {**graph.state(), **feeds}
-        roles = graph.roles
-        outputs = [roles.loss, *roles.running.values()]
-        self.outputs = [*outputs, *roles.gradients.values()]
+        signature = graph.signature
+        outputs = [signature.loss, *signature.running.values()]
+        self.outputs = [*outputs, *signature.gradients.values()]
         options: dict[str, Any] = {"threads": threads, "optimize": True, "config": ORT_SPINNING}
         if timed:  # what crashes does so there
             OrtGraph(graph.model, name=graph.name, **options).run(self.feeds, self.outputs)
@@ -92,9 +91,9 @@ def forward_part(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
     return part
 
 
-def make_peer(
+def make_baseline(
     graph: TrainingGraph,
-    peer: str,
+    baseline: str,
     feeds: Arrays,
     threads: int,
     *,
@@ -103,21 +102,13 @@ def make_peer(
 ) -> Candidate:
     """The step of another runtime; on the GPU where there is a `precision`. `timed=False`, in a process for this alone,
     spares onnxruntime its first run in another one and the session of the forward part."""
-    if peer == "ort":
+    if baseline == "ort":
         return OrtCandidate(graph, feeds, threads, timed=timed)
     from bnfuse.baselines import TorchStep
 
     if precision is not None:
-        return TorchStep(graph, peer, feeds, lr=LR, momentum=MOMENTUM, device="cuda", precision=precision)
-    return TorchStep(graph, peer, feeds, threads=threads, lr=LR, momentum=MOMENTUM)
-
-
-def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
-    from bnfuse import passes
-
-    return passes.rewrite(
-        graph.model, level=variant.level, pool_first=variant.pool_first, sample=variant.sample or None
-    )
+        return TorchStep(graph, baseline, feeds, lr=LR, momentum=MOMENTUM, device="cuda", precision=precision)
+    return TorchStep(graph, baseline, feeds, threads=threads, lr=LR, momentum=MOMENTUM)
 
 
 def compile_variant(

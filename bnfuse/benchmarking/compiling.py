@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.measuring.children import answer, ask
-from bnfuse.measuring.choices import Variant
+from bnfuse.passes.variants import Variant
 
 CACHES = ("BNFUSE_CACHE", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -35,7 +35,7 @@ def measured_compile(
     """`file` is the training graph, `candidate` one of ours or torch-compile; `how` has target and precision where
     they are not the CPU's."""
     request: dict[str, Any] = {"file": str(file.resolve()), "threads": threads, "how": how or {}}
-    request |= {"peer": candidate} if isinstance(candidate, str) else {"variant": dataclasses.astuple(candidate)}
+    request |= {"baseline": candidate} if isinstance(candidate, str) else {"variant": dataclasses.astuple(candidate)}
     with tempfile.TemporaryDirectory(prefix="bnfuse-cold-") as folder:
         caches = dict.fromkeys(CACHES, folder)
         cold, warm = (ask("bnfuse.benchmarking.compiling", request, caches) for _ in range(2))
@@ -47,10 +47,11 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
     from bnfuse.graph.training_graph import open_graph
 
     graph = open_graph(asked["file"])
-    if "peer" in asked:
-        return measure_peer(graph, asked["peer"], asked["threads"], asked.get("how", {}).get("precision"))
+    if "baseline" in asked:
+        return measure_baseline(graph, asked["baseline"], asked["threads"], asked.get("how", {}).get("precision"))
     import bnfuse.runtime.compile  # noqa: F401  # its import is not in the time
-    from bnfuse.benchmarking.candidates import compile_rewritten, rewrite_variant
+    from bnfuse.benchmarking.candidates import compile_rewritten
+    from bnfuse.passes.variants import rewrite_variant
 
     variant = Variant(*asked["variant"])
     start = time.perf_counter()
@@ -60,16 +61,16 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
     return {"rewrite_s": middle - start, "compile_s": time.perf_counter() - middle}
 
 
-def measure_peer(graph: Any, peer: str, threads: int, precision: str | None) -> dict[str, float | None]:
+def measure_baseline(graph: Any, baseline: str, threads: int, precision: str | None) -> dict[str, float | None]:
     """`precision` is a GPU's, None for the CPU."""
     from bnfuse.baselines.names import import_torch
-    from bnfuse.benchmarking.candidates import make_peer
+    from bnfuse.benchmarking.candidates import make_baseline
     from bnfuse.graph.feeds import draw_feeds
 
     import_torch()
     feeds = draw_feeds(graph, np.random.default_rng(0))
     start = time.perf_counter()
-    make_peer(graph, peer, feeds, threads, precision=precision).run()
+    make_baseline(graph, baseline, feeds, threads, precision=precision).run()
     return {"rewrite_s": None, "compile_s": time.perf_counter() - start}
 
 

@@ -1,9 +1,9 @@
 """Peak memory of a step, in a process of its own for each candidate.
 
-    import  ->  peers: open the file, draw the batch  ->  BASELINE  ->  make the step, run it once  ->  run it twice
+    import  ->  baselines: open the file, draw the batch  ->  BASELINE  ->  make the step, run it once  ->  run it twice
 
 What counts is the high-water mark of resident memory above the baseline: what a step needs besides the interpreter, the
-libraries, and a peer's file and batch, which stay in memory to the end. `peak_bytes` is that of the last two steps
+libraries, and a baseline's file and batch, which stay in memory to the end. `peak_bytes` is that of the last two steps
 (whatever making the step took and gave back is left out, for all alike), `setup_peak_bytes` that from the baseline on.
 Of ours the compiled kernels' code, the parameters and the batch count; compiling is done before, in another process.
 torch.compile compiles here, so that its setup has the compiler in it.
@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from bnfuse.core.times import Candidate
 from bnfuse.measuring.children import answer, ask
-from bnfuse.measuring.times import Candidate
 
 
 def measured_peak(file: Path, name: str, seed: int, threads: int) -> dict[str, int | None]:
-    """`file` is a compiled step, or for a peer (`name`) the training graph."""
+    """`file` is a compiled step, or for a baseline (`name`) the training graph."""
     return ask(
         "bnfuse.benchmarking.memory", {"file": str(file.resolve()), "name": name, "seed": seed, "threads": threads}
     )
@@ -32,7 +32,7 @@ def measured_peak(file: Path, name: str, seed: int, threads: int) -> dict[str, i
 def measure(asked: dict[str, Any]) -> dict[str, int | None]:
     """In the child. None where the system does not tell."""
     file, rng = Path(asked["file"]), np.random.default_rng(asked["seed"])
-    prepare = prepare_own if file.suffix == ".bnf" else prepare_peer
+    prepare = prepare_own if file.suffix == ".bnf" else prepare_baseline
     make = prepare(file, asked["name"], rng, asked["threads"])
     reset_peak()
     before = peak_memory()
@@ -61,8 +61,8 @@ def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -
     return make
 
 
-def prepare_peer(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
-    from bnfuse.benchmarking.candidates import make_peer
+def prepare_baseline(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
+    from bnfuse.benchmarking.candidates import make_baseline
     from bnfuse.graph.feeds import draw_feeds
     from bnfuse.graph.training_graph import open_graph
 
@@ -76,7 +76,7 @@ def prepare_peer(file: Path, name: str, rng: np.random.Generator, threads: int) 
         import_torch()
     graph = open_graph(file)
     feeds = draw_feeds(graph, rng)
-    return lambda: make_peer(graph, name, feeds, threads, timed=False)
+    return lambda: make_baseline(graph, name, feeds, threads, timed=False)
 
 
 def reset_peak() -> None:

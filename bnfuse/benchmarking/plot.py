@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 from bnfuse.benchmarking.results import Benchmark, Result
-from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.io import write_atomically
+from bnfuse.core.figures import finish, pyplot_figure, require_plotting, save_figure
 
-FORMATS = (".png", ".svg", ".pdf")
-OURS, PEER = ("#1f4e9c", "#7ea6de"), ("#6b6b6b", "#b8b8b8")  # forward, backward
+OURS, BASELINE = ("#1f4e9c", "#7ea6de"), ("#6b6b6b", "#b8b8b8")  # forward, backward
 MEDIAN = "#c8472f"
-
-
-def require_plotting(path: str | Path) -> None:
-    """Before any work: can a picture be made, and of this kind?"""
-    if Path(path).suffix.lower() not in FORMATS:
-        raise BnfuseError(f"{path}: a plot ends in {', '.join(FORMATS)}")
-    pyplot_figure()
-
-
-def pyplot_figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BnfuseError("a plot needs matplotlib: pip install 'bnfuse[plot]'") from None
-    return Figure
-
-
-def save_figure(figure: Any, path: str | Path) -> None:
-    """The whole picture, or what was there before. The same figure gives the same bytes: no date, no random names."""
-    import matplotlib
-    from matplotlib.text import Text
-
-    for text in figure.findobj(Text):
-        if "$" in text.get_text():  # a name, no formula
-            text.set_parse_math(False)
-    picture, kind = io.BytesIO(), Path(path).suffix.lower().removeprefix(".")
-    dates: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    with matplotlib.rc_context({"svg.hashsalt": "bnfuse"}):
-        figure.savefig(picture, dpi=160, format=kind, metadata=dates.get(kind))
-    write_atomically(Path(path), picture.getvalue())
 
 
 def plot(found: Benchmark, path: str | Path) -> None:
@@ -70,7 +37,7 @@ def draw_times(axis: Any, results: tuple[Result, ...]) -> None:
     """Milliseconds; beside each bar its step's minimum. Medians far off the bars are written, not drawn."""
     right = 1.3 * max(1000 * result.times.min_s for result in results)
     for index, result in enumerate(results):
-        dark, light = OURS if result.is_ours else PEER
+        dark, light = OURS if result.is_ours else BASELINE
         forward = 1000 * (result.times.forward_min_s or 0.0)
         whole = max(1000 * result.times.min_s, forward)
         axis.barh(index, forward, color=dark, height=0.62)
@@ -93,14 +60,6 @@ def draw_memory(axis: Any, results: tuple[Result, ...]) -> None:
     for index, result in enumerate(results):
         if result.peak_bytes:
             size = result.peak_bytes / 1e6
-            axis.barh(index, size, color=(OURS if result.is_ours else PEER)[1], height=0.62)
+            axis.barh(index, size, color=(OURS if result.is_ours else BASELINE)[1], height=0.62)
             axis.annotate(short(size), (size, index), (5, 0), textcoords="offset points", va="center", fontsize=9)
     axis.set_title("peak memory, MB", fontsize=9, loc="left")
-
-
-def finish(axis: Any) -> None:
-    axis.set_xlim(0, 1.12 * axis.get_xlim()[1])
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="x", color="#e2e2e2", linewidth=0.8)
-    axis.set_axisbelow(True)

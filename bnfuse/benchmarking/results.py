@@ -6,17 +6,17 @@ import dataclasses
 from typing import Any
 
 from bnfuse.baselines.names import is_graph
+from bnfuse.benchmarking.choices import is_gpu
 from bnfuse.benchmarking.compiling import CompileTimes
 from bnfuse.benchmarking.estimates import Estimates
 from bnfuse.benchmarking.profiles import Profile
 from bnfuse.core.text import Section, join, scaled
-from bnfuse.measuring.choices import is_gpu
-from bnfuse.measuring.times import Summary
+from bnfuse.core.times import Summary
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One candidate. `level`, `pool_first`, `sample` are None for peers. `steps_s` has every timed step, in order."""
+    """A candidate. `level`, `pool_first`, `sample` are None for baselines. `steps_s` has every timed step, in order."""
 
     name: str
     level: str | None
@@ -114,7 +114,7 @@ class Benchmark:
 
     @property
     def comparable(self) -> list[Result]:
-        """On a GPU, peers without a graph wait for their launches: nothing is said against those."""
+        """On a GPU, baselines without a graph wait for their launches: nothing is said against those."""
         return [r for r in self.results if r.is_ours or is_graph(r.name) or not is_gpu(self.target)]
 
     def to_json(self) -> dict[str, Any]:

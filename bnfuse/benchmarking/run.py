@@ -17,23 +17,24 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking.candidates import CompiledCandidate, compile_variant, make_peer, rewrite_variant
+from bnfuse.benchmarking import choices
+from bnfuse.benchmarking.candidates import CompiledCandidate, compile_variant, make_baseline
 from bnfuse.benchmarking.compiling import measured_compile
 from bnfuse.benchmarking.estimates import compare, hardware_of, predicted_launches, workload_of
 from bnfuse.benchmarking.memory import measured_peak
 from bnfuse.benchmarking.profiles import Profile, profile_step
 from bnfuse.benchmarking.results import Benchmark, Result
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.times import Candidate, Times, summarize
 from bnfuse.estimating.probe import WORKING_SETS
 from bnfuse.estimating.workload import Workload
 from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.io import save
 from bnfuse.graph.training_graph import TrainingGraph
-from bnfuse.measuring import choices, idle
-from bnfuse.measuring.choices import Variant
+from bnfuse.measuring import idle
 from bnfuse.measuring.limits import measured_limits
 from bnfuse.measuring.machine import describe_machine
-from bnfuse.measuring.times import Candidate, Times, summarize
+from bnfuse.passes.variants import Variant, rewrite_variant, variants
 
 Progress = Callable[[str], None]
 
@@ -43,7 +44,7 @@ class Plan:
     """What to measure and how."""
 
     variants: tuple[Variant, ...]
-    peers: tuple[str, ...]
+    baselines: tuple[str, ...]
     repetitions: int = 9
     warm_up: int = 2
     wait: float = 60.0  # seconds of patience for an idle machine
@@ -97,9 +98,9 @@ def run_benchmark(
 ) -> Benchmark:
     """`options` are those of Plan. Names are checked before any work."""
     options |= {"target": target, "precision": choices.precision(precision, target)}
-    plan = Plan(choices.variants(levels, samples), choices.peers(against, target), **options)
-    if not plan.variants and not plan.peers:
-        raise BnfuseError("nothing to measure: name a level or a peer")
+    plan = Plan(variants(levels, samples), choices.baselines(against, target), **options)
+    if not plan.variants and not plan.baselines:
+        raise BnfuseError("nothing to measure: name a level or a baseline")
     if plan.estimate:
         if plan.is_gpu:
             raise BnfuseError("--estimate compares with this machine's processor: leave --target out")
@@ -117,7 +118,7 @@ def run_benchmark(
 
 def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) -> Benchmark:
     source = folder / "graph.onnx"
-    if plan.peers or plan.compile_time:
+    if plan.baselines or plan.compile_time:
         save(graph.model, source)
     records, profiles, floors, machine = time_all(graph, plan, folder, source, progress)
     results = [finish(record, plan, source, progress) for record in records]
@@ -142,7 +143,7 @@ def time_all(
     before = idle.take_sample()
     alternate(entries, plan.repetitions, progress)
     during = idle.others_between(before, idle.take_sample())
-    machine = describe_machine(plan.threads, plan.peers, quiet, during)
+    machine = describe_machine(plan.threads, plan.baselines, quiet, during)
     floors: list[dict[str, Any]] = []
     if plan.is_gpu:
         from bnfuse.benchmarking.cuda import bench
@@ -161,12 +162,14 @@ def time_all(
 
 def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progress: Progress) -> list[Entry]:
     feeds = draw_feeds(graph, np.random.default_rng(plan.seed))
-    peers: list[Entry] = []
-    for peer in plan.peers:  # before ours: a peer that is not installed is told of at once
-        progress(f"preparing {peer}")
-        candidate = make_peer(graph, peer, feeds, plan.threads, precision=plan.precision if plan.is_gpu else None)
+    baselines: list[Entry] = []
+    for baseline in plan.baselines:  # before ours: a baseline that is not installed is told of at once
+        progress(f"preparing {baseline}")
+        candidate = make_baseline(
+            graph, baseline, feeds, plan.threads, precision=plan.precision if plan.is_gpu else None
+        )
         apart = bool(getattr(candidate, "forward_apart", False))
-        peers.append((candidate, Record(candidate.name, source, apart=apart)))
+        baselines.append((candidate, Record(candidate.name, source, apart=apart)))
     ours: list[Entry] = []
     for index, variant in enumerate(plan.variants):
         progress(f"rewriting and compiling at level {variant.name}")
@@ -178,7 +181,7 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
         workload = workload_of(rewrite_variant(graph, variant)) if plan.estimate else None
         record = Record(variant.name, file, variant, workload=workload)
         ours.append((own_candidate(variant.name, step, feeds, plan), record))
-    return ours + peers
+    return ours + baselines
 
 
 def own_candidate(name: str, step: Any, feeds: dict[str, np.ndarray], plan: Plan) -> Candidate:

@@ -84,5 +84,5 @@ def _name(forward: Forward, owner: Hashable, place: Place, signature: dict[str, 
     node, index = place
     if owner == SHARED:
         return node.input[index]
-    roles = ROLES.get(node.op_type, ("", "weight", "bias"))
-    return f"{node.name}/{roles[index] if index < len(roles) else index}"
+    kinds = ROLES.get(node.op_type, ("", "weight", "bias"))
+    return f"{node.name}/{kinds[index] if index < len(kinds) else index}"

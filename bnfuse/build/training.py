@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.signature import METADATA_KEY, Roles
+from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 from bnfuse.ort.process import OrtError, borrowed
 
 from .graph import Forward, attributes, fresh, set_attribute
@@ -197,7 +197,7 @@ def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss:
     prune_opsets(built)
     built.producer_name, built.producer_version = "bnfuse", ""
     built.graph.name = forward.graph.name or "training"
-    roles = Roles(
+    signature = GraphSignature(
         data=tuple(value.name for value in forward.graph.input if value.name != loss.labels),
         labels=(loss.labels,),
         trainable=variables.trainable,
@@ -207,7 +207,7 @@ def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss:
         loss=loss.loss,
         logits=loss.logits,
     )
-    set_metadata(built, METADATA_KEY, roles.to_json())
+    set_metadata(built, METADATA_KEY, signature.to_json())
     if forward.notes:
         set_metadata(built, NOTES_KEY, json.dumps(forward.notes))
     return built

@@ -21,7 +21,7 @@ from bnfuse.commands.options import (
     settings,
 )
 from bnfuse.commands.output import Progress, require_text_writable, show, show_json, write_text
-from bnfuse.graph.io import require_apart
+from bnfuse.core.files import require_apart
 
 
 class Order(str, enum.Enum):

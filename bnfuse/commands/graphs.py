@@ -139,7 +139,7 @@ def build(
     bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
     """
     from bnfuse.build.named import build_file
-    from bnfuse.graph.io import require_apart
+    from bnfuse.core.files import require_apart
 
     if Path(source).is_file():
         require_apart(source, output)
@@ -267,14 +267,14 @@ def rewrite(
     bnfuse rewrite train.onnx -o fused.onnx --local-bn 4 --sample bn+vdn:1
     """
     from bnfuse import api
-    from bnfuse.graph.io import require_apart
+    from bnfuse.core.files import require_apart
 
     require_text_writable(output)
     if report:
         require_apart(model, report)  # the rewritten graph may take the place of the graph
         require_apart(output, report)
         require_text_writable(report)
-    roles = opening(checkpoint, data_input, labels_input)
+    signature = opening(checkpoint, data_input, labels_input)
     rewritten = api.rewrite(
         model,
         level=level.value,
@@ -284,12 +284,12 @@ def rewrite(
         decay=decay,
         sample=sample,
         local_bn=local_bn,
-        **roles,
+        **signature,
     )
     api.save(rewritten.model, output)
     found = rewritten.report.to_json()
     if report:
-        write_text(report, report_page(model, rewritten, output, roles) if is_page(report) else to_json(found))
+        write_text(report, report_page(model, rewritten, output, signature) if is_page(report) else to_json(found))
     if json:
         show_json(found)
         return
@@ -301,10 +301,10 @@ def is_page(path: Path) -> bool:
     return path.suffix.lower() in (".html", ".htm")
 
 
-def report_page(model: Path, rewritten: Any, output: Path, roles: dict[str, Any]) -> str:
+def report_page(model: Path, rewritten: Any, output: Path, signature: dict[str, Any]) -> str:
     from bnfuse.diffing.page import rewrite_page
 
-    return rewrite_page(model, rewritten, output=output, **roles)
+    return rewrite_page(model, rewritten, output=output, **signature)
 
 
 def report_sections(report: dict[str, Any]) -> list[Section]:
@@ -345,16 +345,16 @@ def diff(
     bnfuse diff train.onnx other.onnx --exit-code
     """
     from bnfuse import api
+    from bnfuse.core.files import require_apart
     from bnfuse.diffing.page import diff_page
-    from bnfuse.graph.io import require_apart
     from bnfuse.graph.training_graph import open_graph
 
     for graph in (before, after):
         require_apart(graph, output)
     if output:
         require_text_writable(output)
-    roles: dict[str, Any] = {"data_input": data_input, "labels_input": labels_input}
-    graphs = (open_graph(before, **roles), open_graph(after, **roles))
+    signature: dict[str, Any] = {"data_input": data_input, "labels_input": labels_input}
+    graphs = (open_graph(before, **signature), open_graph(after, **signature))
     found = api.diff(*graphs)
     if format is Format.text and not output:
         show(found.sections())

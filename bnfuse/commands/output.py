@@ -61,7 +61,7 @@ def finite(value: Any) -> Any:
 
 def write_text(path: Path, text: str) -> None:
     """All of the text and a line end, or what was there before; through links, of which some lead to no file."""
-    from bnfuse.graph.io import write_atomically
+    from bnfuse.core.files import write_atomically
 
     is_special = path.exists() and not path.is_file()
     write_atomically(path if is_special else path.resolve(), f"{text}\n".encode())
@@ -69,7 +69,7 @@ def write_text(path: Path, text: str) -> None:
 
 def require_text_writable(path: Path) -> None:
     """Before the work: raises where `write_text` could not write there."""
-    from bnfuse.graph.io import require_writable
+    from bnfuse.core.files import require_writable
 
     if path.is_dir() or path.is_file() or not path.exists():
         require_writable(path.resolve())

@@ -32,8 +32,8 @@ from bnfuse.commands.options import (
     opening,
 )
 from bnfuse.commands.output import Progress, show, show_json
+from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.text import Section, number, scaled
-from bnfuse.graph.io import require_apart, require_writable
 
 Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_default=False)]
 
@@ -180,7 +180,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="P,...",
-            help="Peers to time: ort, torch, torch-cl, torch-compile; on a GPU torch's, each also P+graph.",
+            help="Baselines to time: ort, torch, torch-cl, torch-compile; on a GPU torch's, each also P+graph.",
             show_default=False,
         ),
     ] = None,

@@ -12,9 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 def import_root() -> Path:
     """The folder to start them in, with `python -m`."""
-    import bnfuse
-
-    return Path(bnfuse.__file__).resolve().parent.parent
+    return Path(__file__).resolve().parents[2]
 
 
 def end_with_parent(parent: int) -> None:

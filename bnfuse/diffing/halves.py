@@ -165,7 +165,7 @@ def places_of_normalize(a: ir.Value | None) -> Iterator[Place]:
         if is_own(node, "LocalNormalize"):
             yield Place(label(node), "own")
         elif operand in ("a", "skip_a") and isinstance(spec, OpSpec) and not spec.is_gradient:
-            only_work = spec.core == "Map" and not {"Add", "AddNormalized"} & {*spec.prologue}
+            only_work = spec.core == "Pointwise" and not {"Add", "AddNormalized"} & {*spec.prologue}
             yield Place(label(node), "own" if only_work else "prologue")
 
 
@@ -196,7 +196,7 @@ def places_of_gradient_input(inv_std: ir.Value | None) -> Iterator[Place]:
                     yield Place(label(reader), "sample")
                     yield from places_of_scale(operands_by_name(node).get("a"))
                 if name == "grad_q" and isinstance(spec, OpSpec):
-                    only_work = spec.core == "MapGrad" and "AddGradient" not in spec.epilogue
+                    only_work = spec.core == "PointwiseGrad" and "AddGradient" not in spec.epilogue
                     yield Place(label(reader), "own" if only_work else "prologue")
 
 
@@ -205,7 +205,7 @@ def places_of_scale(a: ir.Value | None) -> Iterator[Place]:
     for node, operand in readers(a, carries):
         spec = grammar(node)
         if operand == "acc_p" and isinstance(spec, OpSpec):
-            only_work = spec.core == "MapGrad" and spec.epilogue in (("Scale",), ("Accumulate",))
+            only_work = spec.core == "PointwiseGrad" and spec.epilogue in (("Scale",), ("Accumulate",))
             yield Place(label(node), "own" if only_work else "epilogue")
         elif is_own(node, "LocalScale"):
             yield Place(label(node), "own")

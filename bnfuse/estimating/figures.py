@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bnfuse.benchmarking.plot import pyplot_figure
+from bnfuse.core.figures import pyplot_figure
 from bnfuse.estimating.hardware import MIB
 from bnfuse.estimating.plots import (
     COLOURS,

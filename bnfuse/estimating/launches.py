@@ -1,9 +1,9 @@
 """The workload of a compiled step: every launch a layer, every storage of its program a tensor.
 
 What the runtime really does is in it: copies between layouts, scratch, vectors grouped into one launch, the update. A
-program says which storages a launch touches and how many bytes it moves in all (runtime/lowering/work.py), but not which
-channels of a wider buffer it works on: what a launch's storages hold beyond its bytes is taken off those that several
-maps share, in proportion.
+program says which storages a launch touches and how many bytes it moves in all (runtime/lowering/work.py), but not
+which channels of a wider buffer it works on: what a launch's storages hold beyond its bytes is taken off those that
+several maps share, in proportion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def launch_workload(program: p.Program, name: str) -> Workload:
 
     Coefficients have the bytes of the first launch of their kernel, whatever their length: they are few.
     """
-    data = program.inputs[program.roles["data"][0]]
+    data = program.inputs[program.signature["data"][0]]
     launches = [launch for phase in p.PHASES for launch in program.phase(phase)]
     shared = shared_storages(program, launches)
     numbers: dict[int, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
+from bnfuse.core.figures import pyplot_figure, require_plotting, save_figure
 from bnfuse.core.text import duration
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.hardware import MIB

@@ -7,9 +7,9 @@
 
 The cache is measured, not read from the system: what a processor shares with others, or a hypervisor passes on, is not
 this machine's to fill. It is measured as layers use it: each copy of a chain reads what the one before it wrote, and
-writes where nothing has been for long (runtime/codegen/limits.py). Copies to and fro between the same two arrays would find a
-cache that layers do not: a processor fetches what a layer overwrites, so that its results cost memory their transfers
-even where they fit. Where no chain is faster than memory, no cache beyond the smallest working set counts.
+writes where nothing has been for long (runtime/codegen/limits.py). Copies to and fro between the same two arrays would
+find a cache that layers do not: a processor fetches what a layer overwrites, so that its results cost memory their
+transfers even where they fit. Where no chain is faster than memory, no cache beyond the smallest working set counts.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def read(path: Path, machine: dict[str, Any]) -> Measured | None:
 
 def write(path: Path, machine: dict[str, Any], found: Measured) -> None:
     """Remembering is a convenience: where the folder cannot be written, the machine is measured again next time."""
-    from bnfuse.graph.io import write_atomically
+    from bnfuse.core.files import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from bnfuse.build.zoo import is_network
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.files import require_apart, require_writable
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.estimate import estimate
@@ -33,7 +34,6 @@ from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
 from bnfuse.estimating.training import Optimizer
 from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
-from bnfuse.graph.io import require_apart, require_writable
 from bnfuse.models import entry_of
 
 Progress = Callable[[str], None]
@@ -65,7 +65,7 @@ class Request:
     views: bool = False
     assume: Mapping[str, object] = dataclasses.field(default_factory=dict)
     zoo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    roles: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    signature: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     plot: Path | None = None
 
     @property
@@ -80,7 +80,7 @@ def answer(request: Request, progress: Progress = lambda _: None) -> Any:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
     refuse_unread(request)
     if request.plot is not None:
-        from bnfuse.benchmarking.plot import require_plotting
+        from bnfuse.core.figures import require_plotting
 
         require_plotting(request.plot)
         require_apart(request.source, request.plot)
@@ -168,7 +168,7 @@ def pipelined(request: Request, progress: Progress) -> Any:
     (assumptions,) = settle(request.assume, ReramAssumptions())
     graph: Any = network_named(request.source, dict(request.zoo))
     if graph is None:
-        graph = open_graph(request.source, **request.roles)
+        graph = open_graph(request.source, **request.signature)
         require_fixed_shapes(graph)
     return pipeline(graph, str(request.hardware), assumptions, remove=request.remove)
 
@@ -200,7 +200,7 @@ def workloads_of(request: Request, passes: Passes) -> tuple[Workload, ...]:
         passes=passes,
         views=request.views,
         optimizer=request.optimizer,
-        **request.roles,
+        **request.signature,
     )
 
 
@@ -217,7 +217,7 @@ def of_batch(request: Request, passes: Passes) -> Callable[[int], Workload]:
 
 
 def draw(found: Any, path: Path) -> None:
-    from bnfuse.benchmarking.plot import save_figure
+    from bnfuse.core.figures import save_figure
     from bnfuse.estimating import figures, plots
     from bnfuse.estimating.parallel import plot as parallel_plot
     from bnfuse.estimating.parallel.scaling import Scaling

@@ -28,7 +28,7 @@ def workloads(
     passes: Passes | None = None,
     views: bool = False,
     optimizer: Optimizer = "none",
-    **roles: Any,
+    **signature: Any,
 ) -> tuple[Workload, ...]:
     """One workload, or one for each level, with the level's name; of a single level with the graph's before it.
 
@@ -39,7 +39,7 @@ def workloads(
     network = network_named(source, zoo)
     if network is not None and not levels:
         return (forward_workload(network, order=order, passes=passes),)
-    graph = built(source, zoo or {}) if network is not None else open_graph(source, **roles)
+    graph = built(source, zoo or {}) if network is not None else open_graph(source, **signature)
     require_fixed_shapes(graph)
     graphs = rewritten(graph, levels) if levels else {graph.name: graph}
     if levels and len(graphs) == 1:
@@ -59,8 +59,7 @@ def built(name: str, zoo: dict[str, Any]) -> TrainingGraph:
 
 def rewritten(graph: TrainingGraph, levels: Sequence[str]) -> dict[str, TrainingGraph]:
     """Levels with their options, as `bnfuse bench --level` takes them, and the graphs that they give."""
-    from bnfuse.benchmarking.candidates import rewrite_variant
-    from bnfuse.measuring.choices import variants
+    from bnfuse.passes.variants import rewrite_variant, variants
 
     return {each.name: open_graph(rewrite_variant(graph, each), name=each.name) for each in variants(levels)}
 

@@ -83,12 +83,12 @@ class _Builder:
         self._graph, self._constants = graph, constants
         self._index: dict[ir.Value, int] = {}
         self._widths: dict[int, int] = {}  # channels
-        self._batches = {graph.batch, graph.batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)}
+        self._batches = {graph.batch, graph.batch + sum(graph.shape_of(name)[0] for name in graph.signature.virtual)}
         outputs = {v.name: v for v in graph.model.graph.outputs}
         self._kept = {piece.value for value in outputs.values() for piece in places.whole(value)}
-        gradients = (outputs[name] for name in graph.roles.gradients.values())
+        gradients = (outputs[name] for name in graph.signature.gradients.values())
         self._gradients = {piece.value for value in gradients for piece in places.whole(value)}
-        self._running = {*graph.roles.running, *graph.roles.running.values()}
+        self._running = {*graph.signature.running, *graph.signature.running.values()}
 
     def layer(self, node: ir.Node, phase: Phase, part_of: ir.Node | None) -> Layer:
         """`part_of` is the node's layer of the network, where one can be told."""
@@ -105,7 +105,7 @@ class _Builder:
 
     def updates(self, optimizer: Optimizer) -> list[Layer]:
         found = []
-        for name, gradient in self._graph.roles.gradients.items():
+        for name, gradient in self._graph.signature.gradients.items():
             value = self._graph.input(name)
             made = next(v for v in self._graph.model.graph.outputs if v.name == gradient)
             weight, slope = (self._tensor(self.places.whole(v)[0].value, "backward") for v in (value, made))
@@ -183,8 +183,8 @@ class _Builder:
 
     def _kind(self, value: ir.Value, phase: Phase) -> Kind:
         """By role, else by shape: what has no image axis is per channel (of rank 1), or made of weight gradients."""
-        roles, shape = self._graph.roles, dims(value)
-        if value.name in (*roles.data, *roles.labels, *roles.offsets, *roles.virtual):
+        signature, shape = self._graph.signature, dims(value)
+        if value.name in (*signature.data, *signature.labels, *signature.offsets, *signature.virtual):
             return "data"
         if len(shape) < 2 or value.name in self._running or _is_coefficient(value):
             return "vector"

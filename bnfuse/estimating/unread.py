@@ -29,7 +29,7 @@ def refuse_unread(request: Request) -> None:
 def complaints(request: Request) -> Iterator[str]:
     options = given(request)
     by_name, graph = is_network(request.source), not is_network(request.source) or bool(request.levels)
-    if by_name and (found := chosen(options, request.roles)):
+    if by_name and (found := chosen(options, request.signature)):
         yield f"{found}: about training graphs that others wrote, not about a network of the zoo"
     if request.hardware is not None and is_stack(request.hardware):
         if found := chosen(options, (*OF_CACHES, *BETWEEN_WORKERS, *OF_GRAPHS)):
@@ -59,7 +59,7 @@ def given(request: Request) -> set[str]:
     found = {field.name for field in fields if values[field.name] != field.default}
     if not request.levels:  # an empty list is not the default's empty tuple
         found.discard("levels")
-    return found | {key for options in (request.zoo, request.roles) for key, value in options.items() if value}
+    return found | {key for options in (request.zoo, request.signature) for key, value in options.items() if value}
 
 
 def chosen(options: set[str], wanted: Iterable[str]) -> str:

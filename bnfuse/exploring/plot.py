@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.figures import pyplot_figure, require_plotting, save_figure
 from bnfuse.exploring.axes import described, plain
 from bnfuse.exploring.pareto import Goal
 from bnfuse.exploring.points import Point

@@ -98,7 +98,7 @@ def measured(network: str, changes: Settings, settings: Settings, measure: Measu
 
 def with_times(point: Point, network: str, measure: Measure, hardware: Hardware) -> Point:
     before = built(network, point.settings)
-    rewritten = rewrite(before.model, level=measure.level, roles=before.roles)
+    rewritten = rewrite(before.model, level=measure.level, signature=before.signature)
     after = open_graph(rewritten.model, name=network)
     traffic, reduced = graph_traffic(before).total, graph_traffic(after).total
     slow = estimate(training_workload(before), hardware, measure.assumptions)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.core.files import require_apart, require_writable, write_atomically
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import behaviour_of, hardware_of
@@ -30,7 +31,6 @@ from bnfuse.exploring.plot import require_drawable
 from bnfuse.exploring.points import Measure, Point, measured
 from bnfuse.exploring.presets import Preset, preset
 from bnfuse.exploring.result import Exploration
-from bnfuse.graph.io import require_apart, require_writable, write_atomically
 from bnfuse.models import entry_of
 from bnfuse.passes import LEVELS
 

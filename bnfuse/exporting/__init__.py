@@ -2,9 +2,9 @@
 
     export_model(step, "model.onnx")                     # what `bnfuse.export_inference` and `train --export` do
 
-The graph that evaluates is cut out of the training graph (runtime/lowering/inference.py), whatever its level; `expand` turns
-`ai.bnfuse` operators back into BatchNormalization, Relu, Conv and their like; `rows` takes virtual samples out and
-frees constants of the batch. Operators are those of ai.onnx alone, statistics the running ones.
+The graph that evaluates is cut out of the training graph (runtime/lowering/inference.py), whatever its level; `expand`
+turns `ai.bnfuse` operators back into BatchNormalization, Relu, Conv and their like; `rows` takes virtual samples out
+and frees constants of the batch. Operators are those of ai.onnx alone, statistics the running ones.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def export_model(
     std: Sequence[float] | None = None,
     scale: float | None = None,
     classes: Sequence[str] = (),
-    **roles: Any,
+    **signature: Any,
 ) -> None:
     """Writes it (bnfuse.api.export_inference says what the arguments mean)."""
-    graph, values = opened(source, **roles)
+    graph, values = opened(source, **signature)
     if state is not None:
         values = checked_state(read_state(state), values, graph.name)
     require_finite(graph, values)
@@ -58,7 +58,7 @@ def export_model(
 
 def require_finite(graph: TrainingGraph, values: Mapping[str, np.ndarray]) -> None:
     """Raises where a network has diverged: it gives no answer that means anything."""
-    for name in (*graph.roles.trainable, *graph.roles.running):
+    for name in (*graph.signature.trainable, *graph.signature.running):
         if not np.isfinite(values[name]).all():
             raise BnfuseError(
                 f"{graph.name}: '{name}' is not finite: the training diverged, so there is nothing to export. Train "
@@ -82,12 +82,12 @@ def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> on
     """The model, with the batch left open where shapes allow. It has passed onnx's full check."""
     from bnfuse.runtime.lowering.inference import inference_graph
 
-    cut, roles = inference_graph(graph.model, graph.roles, graph.name)
-    whole_rows(cut, roles.data, graph.roles.virtual)
+    cut, signature = inference_graph(graph.model, graph.signature, graph.name)
+    whole_rows(cut, signature.data, graph.signature.virtual)
     expansion = Expansion(cut, state, opset=graph.model.opset_imports[""], file=graph.name)
     expansion.run()
     for batch in (BATCH, None):
-        model = assembled(expansion, roles.data, graph, batch)
+        model = assembled(expansion, signature.data, graph, batch)
         try:
             onnx.checker.check_model(model, full_check=True)
         except Exception as error:
@@ -134,7 +134,7 @@ def is_open(model: onnx.ModelProto) -> bool:
     return all(len(dim) > 0 and not dim[0].HasField("dim_value") for dim in dims)
 
 
-def opened(source: Any, **roles: Any) -> tuple[TrainingGraph, dict[str, np.ndarray]]:
+def opened(source: Any, **signature: Any) -> tuple[TrainingGraph, dict[str, np.ndarray]]:
     """The training graph behind a step or any form of a model, and the values of its parameters."""
     if hasattr(source, "state_dict") and hasattr(source, "model"):
         step: Step = source
@@ -144,7 +144,7 @@ def opened(source: Any, **roles: Any) -> tuple[TrainingGraph, dict[str, np.ndarr
             )
         graph = open_graph(onnx.ModelProto.FromString(step.model), name="the step's model")
         return graph, step.state_dict()
-    graph = open_graph(source, **roles)
+    graph = open_graph(source, **signature)
     return graph, graph.state()
 
 

@@ -149,7 +149,7 @@ class Expansion:
             x = self._enter(step, x, operands, node)
         if "stored" in wanted:
             self.names[wanted["stored"]] = x
-        if op.core == "Map":
+        if op.core == "Pointwise":
             self.names[wanted["y"]] = x
             return
         inputs = [x]

@@ -15,9 +15,9 @@ def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
     """Standard normal images and virtual samples, labels over all classes, and offsets within their bounds."""
     feeds: Arrays = {}
     drawn = sampling_of(graph.model)
-    for name in (*graph.roles.data, *graph.roles.virtual, *graph.roles.labels, *graph.roles.offsets):
+    for name in (*graph.signature.data, *graph.signature.virtual, *graph.signature.labels, *graph.signature.offsets):
         dims, dtype = graph.shape_of(name), graph.dtype_of(name)
-        if name in graph.roles.offsets:
+        if name in graph.signature.offsets:
             if name not in drawn.places:
                 raise BnfuseError(f"{graph.name}: where input '{name}' may lie is not said: rewrite the graph anew")
             feeds[name] = drawn.places[name].draw(rng)

@@ -9,23 +9,21 @@ checked here raises a BnfuseError that names the file.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import re
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 from onnx import TensorProto
 
 from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.core.files import write_atomically
 from bnfuse.graph.contradictions import check_agreement
-from bnfuse.graph.signature import METADATA_KEY, roles_of
+from bnfuse.graph.signature import METADATA_KEY, signature_of
 from bnfuse.graph.wellformed import check_wiring
 
 FILE_KEY = "bnfuse.file"
@@ -212,8 +210,8 @@ def load(
 
         fill_from_checkpoint(model, checkpoint)
     if data_input is not None or labels_input is not None:
-        roles = roles_of(model, data_input=data_input, labels_input=labels_input)
-        model.metadata_props[METADATA_KEY] = roles.to_json()
+        signature = signature_of(model, data_input=data_input, labels_input=labels_input)
+        model.metadata_props[METADATA_KEY] = signature.to_json()
     return model
 
 
@@ -292,84 +290,17 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
     write_atomically(Path(path), data)
 
 
-def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """All of `data` under that name, or what was there before; with `durable` even where the power fails. A pipe, a
-    terminal or /dev/null stays what it is and is written to."""
-    try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)
-            return
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
-    except OSError as error:
-        raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-
-
-def append_line(stream: IO[bytes], path: Path, fields: Mapping[str, Any]) -> None:
-    """A line of JSON at the end of `stream`, which was opened without a buffer."""
-    line = memoryview(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    try:
-        while line:  # a disk that is nearly full takes a part
-            line = line[stream.write(line) :]
-    except OSError as error:
-        raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises where a file of that name could not be written: before the work that it is for, not after it."""
-    path = Path(path)
-    if path.is_dir():
-        raise BnfuseError(f"{path}: cannot be written: it is a folder. Name a file in it.")
-    if path.exists() and not path.is_file():  # a device or a pipe would be replaced
-        raise BnfuseError(f"{path}: cannot be written: it is no ordinary file. Name another.")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        what = error.strerror or error
-        raise BnfuseError(f"{path}: cannot be written: {what}. Make the folder, or name another.") from None
-
-
-def require_apart(*paths: object) -> None:
-    """Raises where two of the files are one: a result would be written over the model, or over another result."""
-    seen: set[Path] = set()
-    for path in paths:
-        if isinstance(path, str | os.PathLike):
-            place = Path(path).resolve()
-            if place in seen:
-                raise BnfuseError(f"{path}: is named twice: it would be written over. Name another file.")
-            seen.add(place)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def require_training(model: ir.Model) -> None:
     """Raises unless the model is a training graph with static shapes and values for its variables."""
     file = file_of(model)
-    roles = roles_of(model)
+    signature = signature_of(model)
     inputs = {value.name: value for value in model.graph.inputs}
-    for name in (*roles.data, *roles.labels):
+    for name in (*signature.data, *signature.labels):
         value = inputs[name]
         if value.shape is None or not all(isinstance(dim, int) for dim in value.shape):
             raise BnfuseError(f"{file}: input '{name}' has no static shape ({value.shape}): build it with --batch N")
     initializers = model.graph.initializers
-    for name in (*roles.trainable, *roles.frozen, *roles.running):
+    for name in (*signature.trainable, *signature.frozen, *signature.running):
         if name not in initializers or initializers[name].const_value is None:
             raise BnfuseError(f"{file}: input '{name}' has no initial value: pass --checkpoint with its values")
     for node in model.graph:

@@ -23,7 +23,7 @@ INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Roles:
+class GraphSignature:
     """Names of graph inputs and outputs by purpose. Every graph input is in exactly one of the input roles."""
 
     data: tuple[str, ...]  # inputs fed each step
@@ -41,7 +41,7 @@ class Roles:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Roles:
+    def from_json(cls, text: str) -> GraphSignature:
         """Raises ValueError where the text is not what `to_json` writes."""
         try:
             fields = json.loads(text)
@@ -70,9 +70,9 @@ def _checked(name: str, value: object) -> object:
     raise ValueError(f"{name} is malformed")
 
 
-def roles_of(
+def signature_of(
     model: ir.Model, *, data_input: str | Iterable[str] | None = None, labels_input: str | Iterable[str] | None = None
-) -> Roles:
+) -> GraphSignature:
     """The roles that the model's metadata states, or else what its structure says.
 
     Inferred for foreign files: an output `<input>_grad` is the gradient of that input; the third and fourth operands of
@@ -82,19 +82,19 @@ def roles_of(
     stated = model.metadata_props.get(METADATA_KEY)
     if stated is not None:
         try:
-            roles = Roles.from_json(stated)
+            signature = GraphSignature.from_json(stated)
         except ValueError as error:
             raise BnfuseError(
                 f"{_file(model)}: its {METADATA_KEY} metadata is damaged ({error}): build it anew"
             ) from None
     else:
-        roles = _inferred(model, _names(data_input), _names(labels_input))
+        signature = _inferred(model, _names(data_input), _names(labels_input))
     if stated is not None and (data_input is not None or labels_input is not None):
-        roles = dataclasses.replace(
-            roles, data=_names(data_input) or roles.data, labels=_names(labels_input) or roles.labels
+        signature = dataclasses.replace(
+            signature, data=_names(data_input) or signature.data, labels=_names(labels_input) or signature.labels
         )
-    _check_against(model, roles)
-    return roles
+    _check_against(model, signature)
+    return signature
 
 
 def _file(model: ir.Model) -> str:
@@ -107,7 +107,7 @@ def _names(given: str | Iterable[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -> Roles:
+def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -> GraphSignature:
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs if value.name}
     outputs = [value.name for value in graph.outputs if value.name]
@@ -132,7 +132,7 @@ def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -
     if loss_node is None:  # the one result that is neither the loss, nor a gradient, nor a statistic
         others = [name for name in outputs if name not in {loss, *gradients.values(), *running.values()}]
         logits = others[0] if len(others) == 1 else None
-    return Roles(
+    return GraphSignature(
         data=data,
         labels=labels,
         trainable=tuple(gradients),
@@ -192,30 +192,35 @@ def _complain_of_gaps(model: ir.Model, data: tuple[str, ...], labels: tuple[str,
         raise BnfuseError(f"{_file(model)}: what input '{rest[0]}' is for cannot be told: it has no value and no role")
 
 
-def _check_against(model: ir.Model, roles: Roles) -> None:
+def _check_against(model: ir.Model, signature: GraphSignature) -> None:
     """Every name of the roles is in the graph, every input has one role, labels are of a type that a loss takes."""
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name for value in model.graph.outputs}
-    state = (*roles.trainable, *roles.frozen, *roles.running)
-    named = [*roles.data, *roles.labels, *state, *roles.offsets, *roles.virtual]
+    state = (*signature.trainable, *signature.frozen, *signature.running)
+    named = [*signature.data, *signature.labels, *state, *signature.offsets, *signature.virtual]
     for name in named:
         if name not in inputs:
             raise BnfuseError(f"{_file(model)}: has no input '{name}', which its roles name")
-    wanted = [roles.loss, *roles.gradients.values(), *roles.running.values(), *filter(None, [roles.logits])]
+    wanted = [
+        signature.loss,
+        *signature.gradients.values(),
+        *signature.running.values(),
+        *filter(None, [signature.logits]),
+    ]
     for name in wanted:
         if name not in outputs:
             raise BnfuseError(f"{_file(model)}: has no output '{name}', which its roles name")
     shapes = {
         value.name: value.shape for value in (*model.graph.inputs, *model.graph.outputs) if value.shape is not None
     }
-    for name, output in (*roles.gradients.items(), *roles.running.items()):
+    for name, output in (*signature.gradients.items(), *signature.running.items()):
         ours, theirs = shapes.get(name), shapes.get(output)
         if ours is not None and theirs is not None and ours.is_static() and theirs.is_static() and ours != theirs:
             raise BnfuseError(f"{_file(model)}: output '{output}' is {theirs}, the input '{name}' that it is of {ours}")
     if len(set(named)) < len(named) or set(inputs) - set(named):
         odd = sorted(set(map(str, inputs)) - set(named)) or sorted({name for name in named if named.count(name) > 1})
         raise BnfuseError(f"{_file(model)}: input '{odd[0]}' must have exactly one role")
-    for name in roles.labels:
+    for name in signature.labels:
         counted = any(use.node.op_type in LOSSES for use in inputs[name].uses())
         kinds = INTEGERS if counted else (*INTEGERS, ir.DataType.FLOAT)
         if inputs[name].dtype not in kinds:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph import io
-from bnfuse.graph.signature import METADATA_KEY, Roles, roles_of
+from bnfuse.graph.signature import METADATA_KEY, GraphSignature, signature_of
 
 DROPOUTS = {"Dropout": 1, "DropoutGrad": 2, "BiasDropout": 3, "BitmaskDropout": 1}  # op -> input that is the ratio
 
@@ -20,13 +20,13 @@ DROPOUTS = {"Dropout": 1, "DropoutGrad": 2, "BiasDropout": 3, "BitmaskDropout": 
 @dataclasses.dataclass(frozen=True)
 class TrainingGraph:
     model: ir.Model
-    roles: Roles
+    signature: GraphSignature
     name: str  # the file, or what else to call it in messages
 
     def state(self) -> dict[str, np.ndarray]:
         """The initial values of parameters and running statistics."""
         found = {}
-        for name in (*self.roles.trainable, *self.roles.frozen, *self.roles.running):
+        for name in (*self.signature.trainable, *self.signature.frozen, *self.signature.running):
             value = self.model.graph.initializers.get(name)
             if value is None or value.const_value is None:
                 raise BnfuseError(
@@ -52,12 +52,12 @@ class TrainingGraph:
 
     @property
     def batch(self) -> int:
-        return self.shape_of(self.roles.data[0])[0]
+        return self.shape_of(self.signature.data[0])[0]
 
     def classes(self) -> int:
         """How many classes integer labels run over: the second dimension of the logits."""
-        logits = next((v for v in self.model.graph.outputs if v.name == self.roles.logits), None)
-        for value in filter(None, [logits, *loss_inputs(self.model, self.roles.loss)]):
+        logits = next((v for v in self.model.graph.outputs if v.name == self.signature.logits), None)
+        for value in filter(None, [logits, *loss_inputs(self.model, self.signature.loss)]):
             if value.shape is not None and len(value.shape) >= 2 and isinstance(value.shape[1], int):
                 return value.shape[1]
         raise BnfuseError(f"{self.name}: the number of classes is not known: no shape of the logits")
@@ -128,9 +128,9 @@ def open_graph(
     if "report" in getattr(source, "__dict__", ()):  # what `rewrite` returned
         source = source.model
     model = io.load(source, checkpoint=checkpoint)
-    roles = roles_of(model, data_input=data_input, labels_input=labels_input)
+    signature = signature_of(model, data_input=data_input, labels_input=labels_input)
     if model is not source:  # ours: everything that follows sees the same roles
-        model.metadata_props[METADATA_KEY] = roles.to_json()
+        model.metadata_props[METADATA_KEY] = signature.to_json()
     if isinstance(source, str | os.PathLike):
         name = str(source)
-    return TrainingGraph(model, roles, name or io.file_of(model))
+    return TrainingGraph(model, signature, name or io.file_of(model))

@@ -12,11 +12,11 @@ from bnfuse.inspecting.result import Inspection
 from bnfuse.inspecting.training import inspect_graph
 
 
-def inspect_source(source: Any, zoo: dict[str, Any] | None = None, **roles: Any) -> Inspection:
+def inspect_source(source: Any, zoo: dict[str, Any] | None = None, **signature: Any) -> Inspection:
     """`zoo`: batch, image, channels, classes and metaparameters of a network of the zoo; None where not given."""
     network = network_named(source, zoo)
     if network is None:
-        return inspect_graph(open_graph(source, **roles))
-    if given := [f"--{key.replace('_', '-')}" for key, value in roles.items() if value]:
+        return inspect_graph(open_graph(source, **signature))
+    if given := [f"--{key.replace('_', '-')}" for key, value in signature.items() if value]:
         raise BnfuseError(f"{', '.join(given)}: about training graphs that others wrote, not about {source} of the zoo")
     return inspect_network(network)

@@ -37,15 +37,15 @@ UNOWNED = "(other gradients)"
 
 def inspect_graph(graph: TrainingGraph) -> Inspection:
     require_fixed_shapes(graph)
-    model, roles = graph.model, graph.roles
+    model, signature = graph.model, graph.signature
     forward = forward_nodes(graph)
     layers = [node for node in model.graph if node in forward]
     later = [node for node in model.graph if node not in forward]
-    backward = backward_flops(later, layers, {*roles.trainable})
+    backward = backward_flops(later, layers, {*signature.trainable})
     owned: dict[ir.Node | None, list[ir.Node]] = defaultdict(list)
     for node, layer in owners(later, layers).items():
         owned[layer].append(node)
-    parameters = {*roles.trainable, *roles.frozen}
+    parameters = {*signature.trainable, *signature.frozen}
     counted: set[ir.Value] = set()
     rows = []
     for node in layers:
@@ -70,7 +70,7 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
     rest = traffic([], owned[None], graph)
     if any(rest.values()):
         rows.append(Layer(UNOWNED, "", (), **rest))
-    inputs = {name: describe(graph.input(name)) for name in (*roles.data, *roles.labels)}
+    inputs = {name: describe(graph.input(name)) for name in (*signature.data, *signature.labels)}
     return Inspection(graph.name, tuple(rows), inputs, graph.batch, "as the training graph has it")
 
 
@@ -85,7 +85,7 @@ def kernel_shape(node: ir.Node) -> tuple[int, ...]:
 def rows_of_batch(graph: TrainingGraph) -> list[int]:
     """First dimensions of what has an entry per image: the batch, also with virtual rows before it."""
     batch = graph.batch
-    return [batch, batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)]
+    return [batch, batch + sum(graph.shape_of(name)[0] for name in graph.signature.virtual)]
 
 
 def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
@@ -98,7 +98,7 @@ def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
 def activations_read(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
     """Data and what nodes computed of it, with an entry per image; no parameters, no labels."""
     rows = [[size] for size in rows_of_batch(graph)]
-    apart = {*graph.roles.trainable, *graph.roles.frozen, *graph.roles.running, *graph.roles.labels}
+    apart = {*graph.signature.trainable, *graph.signature.frozen, *graph.signature.running, *graph.signature.labels}
     return [
         v
         for v in node.inputs

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bnfuse.benchmarking.candidates import ORT_SPINNING
 from bnfuse.measuring.idle import Quiet
+
+# threads spin between the operators of a run, as by default, and no longer than that: they would tax the next candidate
+ORT_SPINNING = {"session.intra_op.allow_spinning": "1", "session.force_spinning_stop": "1"}
 
 PACKAGES = {
     "bnfuse": "bnfuse",
@@ -27,10 +29,10 @@ SPINNING = {
 }
 
 
-def describe_machine(threads: int, peers: Iterable[str], before: Quiet, during: float | None) -> dict[str, Any]:
+def describe_machine(threads: int, baselines: Iterable[str], before: Quiet, during: float | None) -> dict[str, Any]:
     """`before` is how the wait for an idle machine ended, `during` the cores that others had while we measured."""
     from bnfuse.core.processors import physical_cores
-    from bnfuse.runtime.targets.resolve import host_cpu
+    from bnfuse.runtime.targets.cpus import host_cpu
 
     return {
         "cpu": host_cpu(),
@@ -43,7 +45,7 @@ def describe_machine(threads: int, peers: Iterable[str], before: Quiet, during: 
         "others_cpu_during": None if during is None else round(during, 3),
         "idle": before.is_idle,
         "waited_s": round(before.waited, 1),
-        "spinning": spinning(peers),
+        "spinning": spinning(baselines),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": versions(),
@@ -69,12 +71,12 @@ def caches() -> dict[str, str]:
     return found
 
 
-def spinning(peers: Iterable[str]) -> dict[str, dict[str, str]]:
+def spinning(baselines: Iterable[str]) -> dict[str, dict[str, str]]:
     """How threads wait for work, for each runtime: what the environment sets, else "default"."""
     found = {"bnfuse": from_environment(SPINNING["bnfuse"])}
-    if any(peer.startswith("torch") for peer in peers):
+    if any(baseline.startswith("torch") for baseline in baselines):
         found["torch"] = from_environment(SPINNING["torch"])
-    if "ort" in peers:
+    if "ort" in baselines:
         found["ort"] = dict(ORT_SPINNING)
     return found
 

@@ -101,7 +101,7 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
         y = body("Conv", x, body["weight"], **attributes)
     elif op.core == "MaxPool":
         y, results["indices"] = body.node("MaxPool", [x], dict(attributes), wanted=(True, True))
-    elif op.core == "Map":
+    elif op.core == "Pointwise":
         y = x
     else:
         y = body(op.core, x, **attributes)

@@ -61,7 +61,7 @@ CORES = {
     "MaxPool": Text("y, indices = MaxPool(x)", "indices are flat positions in x (NCHW), the first of equal maxima."),
     "AveragePool": Text("y = AveragePool(x)", "As in ONNX."),
     "GlobalAveragePool": Text("y = mean of x over H, W", "y has the shape [N, C, 1, 1]."),
-    "Map": Text("y = x", "No core: stores what the prologue made, or takes statistics of it."),
+    "Pointwise": Text("y = x", "No core: stores what the prologue made, or takes statistics of it."),
     "ConvGrad": Text(
         "dx, dweight = gradients of Conv",
         "dweight reads the activated x. dx is the gradient at what the convolution read, before the epilogue.",
@@ -76,7 +76,7 @@ CORES = {
     ),
     "AveragePoolGrad": Text("dx = each dy, shared out over its window", "Exact for every pad, stride and ceil_mode."),
     "GlobalAveragePoolGrad": Text("dx = dy/(H*W), everywhere", "x gives the shape."),
-    "MapGrad": Text("dx = dy", "No core. x is an operand only where an epilogue step reads it."),
+    "PointwiseGrad": Text("dx = dy", "No core. x is an operand only where an epilogue step reads it."),
 }
 
 EPILOGUE = {
@@ -236,10 +236,10 @@ the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b)
 result. Steps come in this order:
 
     forward    [Normalize] [Relu|Clip|QuickGelu] [Add|AddNormalized] [Relu|Clip|QuickGelu]
-               Conv|MaxPool|AveragePool|GlobalAveragePool|Map
+               Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [BatchNormGrad] [Normalize] [Relu|Clip|QuickGelu]
-               ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|MapGrad
+               ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
                [BiasGrad] [AddGradient] [ReluGrad|ClipGrad|QuickGeluGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight, the operands of the
@@ -298,7 +298,7 @@ def step_attributes(name: str) -> tuple[str, ...]:
     if name in ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized"):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
-    return OpSpec(prologue, "MapGrad", epilogue).attributes
+    return OpSpec(prologue, "PointwiseGrad", epilogue).attributes
 
 
 def _entry(

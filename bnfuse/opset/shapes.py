@@ -60,7 +60,7 @@ def _groups(x: Shape, samples: int) -> Dim:
 
 def _forward(op: OpSpec, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
     x = shapes["x"]
-    if op.core == "Map" or x is None:
+    if op.core == "Pointwise" or x is None:
         y = x
     elif op.core == "GlobalAveragePool":
         y = (*x[:2], 1, 1)

@@ -10,10 +10,10 @@ about it follows from the steps: operands, results and attributes here; the func
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
     forward    [Normalize] [Relu|Clip|QuickGelu] [Add|AddNormalized] [Relu|Clip|QuickGelu]
-               Conv|MaxPool|AveragePool|GlobalAveragePool|Map
+               Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [BatchNormGrad]  [Normalize] [Relu|Clip|QuickGelu]
-               ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|MapGrad
+               ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
                [BiasGrad] [AddGradient] [ReluGrad|ClipGrad|QuickGeluGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
@@ -43,8 +43,8 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
 
-`Map` and `MapGrad` are the cores that do nothing: `NormalizeReluMap` stores a normalised map,
-`BatchNormGradMapGrad` stores the input gradient of a BN. With z = x a ReluGrad serves as well where x is the
+`Pointwise` and `PointwiseGrad` are the cores that do nothing: `NormalizeReluPointwise` stores a normalised map,
+`BatchNormGradPointwiseGrad` stores the input gradient of a BN. With z = x a ReluGrad serves as well where x is the
 *output* of the Relu, because both have the same sign.
 
 Source: papers/000, sections 3.2 to 3.4; the exact backward forms are in docs/maths.md.
@@ -72,7 +72,7 @@ FORWARD_CORES: dict[str, tuple[str, ...]] = {
     "MaxPool": MAX_POOL_ATTRIBUTES,
     "AveragePool": AVERAGE_POOL_ATTRIBUTES,
     "GlobalAveragePool": (),
-    "Map": (),
+    "Pointwise": (),
 }
 BACKWARD_CORES: dict[str, tuple[str, ...]] = {
     "ConvGrad": CONV_ATTRIBUTES,
@@ -81,18 +81,18 @@ BACKWARD_CORES: dict[str, tuple[str, ...]] = {
     "MaxPoolGrad": MAX_POOL_ATTRIBUTES,
     "AveragePoolGrad": AVERAGE_POOL_ATTRIBUTES,
     "GlobalAveragePoolGrad": (),
-    "MapGrad": (),
+    "PointwiseGrad": (),
 }
 CONV_GRADS = ("ConvGrad", "ConvGradInput", "ConvGradWeight")
 
 _FORWARD = re.compile(
     r"(Normalize)?(Relu|Clip|QuickGelu)?(AddNormalized|Add)?(Relu|Clip|QuickGelu)?"
-    r"(Conv|MaxPool|AveragePool|GlobalAveragePool|Map)"
+    r"(Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise)"
     r"(Bias)?(StoreInput)?(Statistics)?"
 )
 _BACKWARD = re.compile(
     r"(Slice)?(BatchNormGrad)?(Normalize)?(Relu|Clip|QuickGelu)?"
-    r"(ConvGradInput|ConvGradWeight|ConvGrad|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|MapGrad)"
+    r"(ConvGradInput|ConvGradWeight|ConvGrad|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad)"
     r"(BiasGrad)?(AddGradient)?(ReluGrad|ClipGrad|QuickGeluGrad)?(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
 )
 
@@ -124,8 +124,8 @@ class OpSpec:
 
     @property
     def reads_x(self) -> bool:
-        """Whether `x` is an operand: always, but for a MapGrad that neither masks nor reduces."""
-        return self.core != "MapGrad" or bool({*ACTIVATION_GRADS, "Reduce"} & {*self.epilogue})
+        """Whether `x` is an operand: always, but for a PointwiseGrad that neither masks nor reduces."""
+        return self.core != "PointwiseGrad" or bool({*ACTIVATION_GRADS, "Reduce"} & {*self.epilogue})
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
+from bnfuse.core.figures import pyplot_figure, require_plotting, save_figure
 from bnfuse.searching.evaluation import best_of
 from bnfuse.searching.result import SearchResult
 

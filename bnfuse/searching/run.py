@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bnfuse.core.files import require_writable
 from bnfuse.data import Dataset
-from bnfuse.graph.io import require_writable
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.searching.evaluation import Settings
 from bnfuse.searching.loop import evaluations_of, search

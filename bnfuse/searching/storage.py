@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.io import append_line
+from bnfuse.core.files import append_line
 from bnfuse.searching.evaluation import Evaluation
 from bnfuse.searching.space import Space
 

@@ -35,7 +35,7 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
 def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Standard normal images, labels over all classes."""
     tensors = step.program.inputs
-    logits = step.program.outputs.get(step.program.roles["logits"] or "")
+    logits = step.program.outputs.get(step.program.signature["logits"] or "")
     feeds: dict[str, np.ndarray] = {}
     for name in step.inputs:
         dims, dtype = tensors[name].shape, np.dtype(tensors[name].dtype)
@@ -138,15 +138,15 @@ def signature(
 ) -> tuple[list[str], list[str], dict[str, tuple[tuple[int, ...], np.dtype[Any]]], int | None]:
     """Names of data and labels, the shape and type of each, and the number of classes where it is known."""
     if isinstance(source, TrainingGraph):
-        data, labels = list(source.roles.data), list(source.roles.labels)
+        data, labels = list(source.signature.data), list(source.signature.labels)
         inputs = {name: (source.shape_of(name), source.dtype_of(name)) for name in (*data, *labels)}
         try:
             return data, labels, inputs, source.classes()
         except BnfuseError:
             return data, labels, inputs, None
-    roles, tensors = source.program.roles, source.program.inputs
-    data, labels = ([name for name in roles[role] if name in tensors] for role in ("data", "labels"))
-    logits = source.program.outputs.get(roles["logits"] or "")
+    signature, tensors = source.program.signature, source.program.inputs
+    data, labels = ([name for name in signature[role] if name in tensors] for role in ("data", "labels"))
+    logits = source.program.outputs.get(signature["logits"] or "")
     found = {name: (tensors[name].shape, np.dtype(tensors[name].dtype)) for name in (*data, *labels)}
     return data, labels, found, logits.shape[1] if logits is not None else None
 

@@ -104,7 +104,7 @@ class Run:
         step.seed = options.seed & 0x7FFFFFFF
         at = self._begin()
         step_count = at.epoch * loader.steps + at.step
-        if step.program.roles.get("virtual"):
+        if step.program.signature.get("virtual"):
             step.virtual_statistics = fed_statistics(loader.data, loader.normalise)
         metrics = Metrics(Path(options.metrics) if options.metrics is not None else None, keep=step_count)
         ahead = prefetched(loader.batches(at.epoch + 1, options.epochs, skip=at.step))

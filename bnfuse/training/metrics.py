@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.io import append_line, write_atomically
+from bnfuse.core.files import append_line, write_atomically
 from bnfuse.training.checkpoints import remove_leftovers
 
 

@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, DivergedError
-from bnfuse.graph.signature import Roles, roles_of
+from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.spec import parse
 
 if TYPE_CHECKING:
@@ -57,31 +57,31 @@ def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str 
     if not np.isfinite(images).all():
         return "the batch of images itself"
     model = ir.from_proto(onnx.ModelProto.FromString(step.model))
-    roles = roles_of(model)
-    forward = list(forward_nodes(model, roles))
+    signature = signature_of(model)
+    forward = list(forward_nodes(model, signature))
     state: Arrays = {}
     bad: Set[str] = set()
     if step.target.kind != "cuda":
         from bnfuse.training.replay import not_finite  # onnxruntime: a step needs it for this alone
 
         state = step.state_dict()
-        given = dict(zip((*roles.data, *roles.labels), (images, labels), strict=False))
+        given = dict(zip((*signature.data, *signature.labels), (images, labels), strict=False))
         try:
             bad = not_finite(step, model, {str(node.name) for node in forward}, given)
         except (BnfuseError, ImportError):  # what onnxruntime cannot run is told by what the step itself has left
             bad = set()
-    return first_of(forward, state, bad, roles) or first_of(forward, state, bad_outputs(step), roles)
+    return first_of(forward, state, bad, signature) or first_of(forward, state, bad_outputs(step), signature)
 
 
 def bad_outputs(step: Step) -> set[str]:
     """The outputs of the file that are not finite after the forward phase."""
-    gradients = set(step.program.roles["gradients"].values())
+    gradients = set(step.program.signature["gradients"].values())
     return {name for name, value in step.outputs.items() if name not in gradients and is_bad(value)}
 
 
-def first_of(forward: list[ir.Node], state: Arrays, bad: Set[str], roles: Roles) -> str | None:
+def first_of(forward: list[ir.Node], state: Arrays, bad: Set[str], signature: GraphSignature) -> str | None:
     """By name and node: a parameter, or a tensor among `bad`."""
-    new_running = {new: old for old, new in roles.running.items()}
+    new_running = {new: old for old, new in signature.running.items()}
     for node in forward:
         for value in node.inputs:
             if value is not None and is_bad(state.get(str(value.name))):
@@ -95,9 +95,9 @@ def first_of(forward: list[ir.Node], state: Arrays, bad: Set[str], roles: Roles)
     return None
 
 
-def forward_nodes(model: ir.Model, roles: Roles) -> Iterator[ir.Node]:
+def forward_nodes(model: ir.Model, signature: GraphSignature) -> Iterator[ir.Node]:
     """The nodes that the loss, the logits and the running statistics depend on, in their order."""
-    wanted = {roles.loss, roles.logits, *roles.running.values()}
+    wanted = {signature.loss, signature.logits, *signature.running.values()}
     waiting = [value.producer() for value in model.graph.outputs if value.name in wanted]
     needed: set[ir.Node] = set()
     while waiting:

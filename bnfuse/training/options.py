@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.files import require_writable
 from bnfuse.core.ranges import check_real, check_whole
-from bnfuse.graph.io import require_writable
 from bnfuse.training.augment import Augment, parse_augment
 from bnfuse.training.checkpoints import has_run, is_folder, make_folder
 from bnfuse.training.schedules import Schedule, parse_schedule

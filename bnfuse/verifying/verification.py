@@ -26,7 +26,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import Section, join
 from bnfuse.graph.drawing import drawer, separated
 from bnfuse.graph.feeds import draw_feeds
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph, dropouts, without_dropout
 from bnfuse.ort.oracle import Arrays, OrtGraph
 
@@ -290,7 +290,7 @@ def verify_once(
         reference.draw(1)
         tensors, curves = reference.judge(result, losses)
     notes = dropout_notes(before, after)
-    expected, found = (float(values[before.roles.loss]) for values in (reference.values, result))
+    expected, found = (float(values[before.signature.loss]) for values in (reference.values, result))
     return Verification(runtime, seed, expected, found, tensors, curves, notes, where.precision or "fp32")
 
 
@@ -336,7 +336,7 @@ class Reference:
         """Run with `count` more draws of noise."""
         self.runner = self.runner or OrtRunner(self.graph, self.where.threads, self.where.seed)
         for _ in range(count):
-            feeds, state = disturbed(self.feeds, self.state, self.graph.roles, self.rng, self.rounding)
+            feeds, state = disturbed(self.feeds, self.state, self.graph.signature, self.rng, self.rounding)
             self.spreads.append(self.runner.evaluate(feeds, state))
             losses = self.runner.train(feeds, state, self.lr, self.steps, self.spreads[-1])
             self.noisy_losses.append(losses)
@@ -346,7 +346,7 @@ class Reference:
         self.runner = None
 
     def judge(self, result: Arrays, losses: list[float]) -> tuple[tuple[TensorError, ...], Curves | None]:
-        tensors = tuple(compare(self.values, result, self.spreads, self.graph.roles, self.rounding))
+        tensors = tuple(compare(self.values, result, self.spreads, self.graph.signature, self.rounding))
         if not self.steps:
             return tensors, None
         tolerances = curve_tolerances(self.losses, self.noisy_losses, self.rounding)
@@ -367,8 +367,8 @@ def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
     for name in theirs:
         if name not in ours:
             raise missing_input(before, after, name)
-    outputs = set(compared(after.roles))
-    for name in compared(before.roles):
+    outputs = set(compared(after.signature))
+    for name in compared(before.signature):
         if name not in outputs:
             raise BnfuseError(f"{after.name}: has no output '{name}', which {before.name} has: rewrite it again")
     check_same_draws(before, after)
@@ -391,7 +391,7 @@ def check_same_draws(before: TrainingGraph, after: TrainingGraph) -> None:
 
 def missing_input(one: TrainingGraph, other: TrainingGraph, name: str | None) -> BnfuseError:
     """What to say of an input that only the other graph has."""
-    if name in (*other.roles.offsets, *other.roles.virtual):
+    if name in (*other.signature.offsets, *other.signature.virtual):
         return BnfuseError(
             f"{one.name}: has no input '{name}', which {other.name} draws: rewrite both with one --sample"
         )
@@ -402,15 +402,15 @@ def shape(value: ir.Value) -> list[Any]:
     return [d if isinstance(d, int) else str(d) for d in value.shape] if value.shape is not None else []
 
 
-def compared(roles: Roles) -> list[str]:
-    return [roles.loss, *roles.gradients.values(), *roles.running.values()]
+def compared(signature: GraphSignature) -> list[str]:
+    return [signature.loss, *signature.gradients.values(), *signature.running.values()]
 
 
 def disturbed(
-    feeds: Arrays, state: Arrays, roles: Roles, rng: np.random.Generator, rounding: float = ROUNDING
+    feeds: Arrays, state: Arrays, signature: GraphSignature, rng: np.random.Generator, rounding: float = ROUNDING
 ) -> tuple[Arrays, Arrays]:
     """Feeds and state with one rounding of noise on the data and the parameters."""
-    touched = {*roles.data, *roles.virtual, *roles.trainable, *roles.frozen}
+    touched = {*signature.data, *signature.virtual, *signature.trainable, *signature.frozen}
 
     def noise(name: str, value: np.ndarray) -> np.ndarray:
         if name not in touched or not np.issubdtype(value.dtype, np.floating):
@@ -430,13 +430,13 @@ def tolerance(spread: float, rounding: float = ROUNDING) -> float:
 
 
 def compare(
-    reference: Arrays, result: Arrays, spreads: list[Arrays], roles: Roles, rounding: float = ROUNDING
+    reference: Arrays, result: Arrays, spreads: list[Arrays], signature: GraphSignature, rounding: float = ROUNDING
 ) -> Iterator[TensorError]:
     """The loss first, then gradients, then running statistics."""
     for kind, outputs in (
-        ("loss", [roles.loss]),
-        ("gradient", list(roles.gradients.values())),
-        ("running", list(roles.running.values())),
+        ("loss", [signature.loss]),
+        ("gradient", list(signature.gradients.values())),
+        ("running", list(signature.running.values())),
     ):
         floor = FLOOR * max((norm(reference[name]) for name in outputs), default=0.0)
         for name in outputs:
@@ -469,23 +469,23 @@ def curve_tolerances(curve: list[float], noisy: list[list[float]], rounding: flo
 
 class OrtRunner:
     def __init__(self, graph: TrainingGraph, threads: int | None, seed: int = 0) -> None:
-        self.roles = graph.roles
+        self.signature = graph.signature
         model, random = separated(without_dropout(graph.model), graph.name)
         self.random = drawer(model, random, seed)
         self.graph = OrtGraph(model, name=graph.name, threads=threads)
 
     def evaluate(self, feeds: Arrays, state: Arrays, step: int = 0) -> Arrays:
-        return self.graph.run({**state, **feeds, **self.random(step)}, compared(self.roles))
+        return self.graph.run({**state, **feeds, **self.random(step)}, compared(self.signature))
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int, outputs: Arrays | None = None) -> list[float]:
         """The losses of SGD; `outputs` are those of the first step, where they are known already."""
         state, losses = dict(state), []
         for step in range(steps):
             outputs = outputs or self.evaluate(feeds, state, step)
-            losses.append(float(outputs[self.roles.loss]))
-            for name, gradient in self.roles.gradients.items():
+            losses.append(float(outputs[self.signature.loss]))
+            for name, gradient in self.signature.gradients.items():
                 state[name] = state[name] - np.float32(lr) * outputs[gradient]
-            for name, output in self.roles.running.items():
+            for name, output in self.signature.running.items():
                 state[name] = outputs[output]
             outputs = None
         return losses
@@ -516,11 +516,11 @@ class CompiledRunner:
 
     def drawn(self, feeds: Arrays, step: int) -> Arrays:
         """What a step draws by itself, and is to have as the other graph has it."""
-        names = (*self.graph.roles.offsets, *self.graph.roles.virtual)
+        names = (*self.graph.signature.offsets, *self.graph.signature.virtual)
         return {**{name: feeds[name] for name in names}, **self.random(step)}
 
     def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
-        roles = self.graph.roles
+        signature = self.graph.signature
         step = self.compiled(None, state)
         step.fix(self.drawn(feeds, 0))
         loss = step.forward(*(feeds[name] for name in step.inputs))
@@ -529,9 +529,9 @@ class CompiledRunner:
         step.update()  # without an optimiser: running statistics only
         new = step.state_dict()
         return {
-            roles.loss: np.float32(loss),
-            **{output: gradients[name] for name, output in roles.gradients.items()},
-            **{output: new[name] for name, output in roles.running.items()},
+            signature.loss: np.float32(loss),
+            **{output: gradients[name] for name, output in signature.gradients.items()},
+            **{output: new[name] for name, output in signature.running.items()},
         }
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:

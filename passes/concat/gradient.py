@@ -4,9 +4,9 @@ Let BN layers l = 1..L read channels of the same map x, each with its own scale:
 q = -sum_l(p_l*inv_std_l*dgamma_l)/m and w = -sum_l(p_l*dbeta_l)/m - q*mean. So with t1 = Concat(x0, y1) inside
 t2 = Concat(x0, y1, y2), read by the convolutions of layers 1 and 2 through their BNs:
 
-    dt2 = BatchNormGradMapGrad(dz2, t2, ..)     G2 = ...GradReduceScale(.., p2)                 p2*dz2
+    dt2 = BatchNormGradPointwiseGrad(dz2, t2, ..)     G2 = ...GradReduceScale(.., p2)                 p2*dz2
     a2, b2, dy2 = Split(dt2)                    dy2 is read as G2[8:12] + q*y2 + w
-    dt1 = BatchNormGradMapGrad(dz1, t1, ..) ->  G1 = ...GradReduceAccumulate(.., G2, p1)        G2[0:8] + p1*dz1
+    dt1 = BatchNormGradPointwiseGrad(dz1, t1, ..) ->  G1 = ...GradReduceAccumulate(.., G2, p1)        G2[0:8] + p1*dz1
     a1, b1 = Split(dt1)                         dy1 is read as G1[4:8] + q*y1 + w
     dx0 = Sum(a1, a2); dy1 = Sum(b1, b2)        dx0 is read as G1[0:4] + q*x0 + w
 
@@ -50,7 +50,7 @@ class Term:
     value: ir.Value
     start: int
     stop: int
-    half: Op | None = None  # the BN's input half, BatchNormGradMapGrad
+    half: Op | None = None  # the BN's input half, BatchNormGradPointwiseGrad
     writer: Op | None = None  # the operator that writes the half's dz; without a half, what scales a sampled BN's dz
 
 
@@ -353,7 +353,7 @@ def slice_map(editor: Editor, value: ir.Value, start: int, stop: int, before: ir
     result = ir.Value(
         name=editor.fresh(f"{value.name}_{start}_{stop}"), shape=ir.Shape([n, stop - start, h, w]), type=value.type
     )
-    spec = OpSpec(("Slice",), "MapGrad")
+    spec = OpSpec(("Slice",), "PointwiseGrad")
     made = editor.emit(
         spec, {"dy": value}, {"grad_start": start, "grad_stop": stop}, {"dx": result}, before=before, of=group.glue[:1]
     )
@@ -389,7 +389,7 @@ def read_share(
         ones = editor.constant(f"{gradient.name}/ones", np.ones(stop - start, np.float32))
         operands |= {"grad_x": x, "grad_p": ones, "grad_q": made["q"], "grad_w": made["w"]}
         prologue = (*prologue, "BatchNormGrad")
-    spec = OpSpec(prologue, "MapGrad")
+    spec = OpSpec(prologue, "PointwiseGrad")
     editor.emit(
         spec, operands, attributes, {"dx": gradient}, before=node, of=of, name=editor.fresh(f"{gradient.name}/share")
     )

@@ -1,11 +1,11 @@
 """ICF for BN -> activation -> Concat (GoogLeNet, SqueezeNet with BN): the halves sink through the Concat.
 
-    y1 = NormalizeReluMap(x1, a1, b1)          t = Concat(x1, x2)
-    y2 = NormalizeReluMap(x2, a2, b2)    ->    y = NormalizeReluMap(t, Concat(a1, a2), Concat(b1, b2))
+    y1 = NormalizeReluPointwise(x1, a1, b1)          t = Concat(x1, x2)
+    y2 = NormalizeReluPointwise(x2, a2, b2)    ->    y = NormalizeReluPointwise(t, Concat(a1, a2), Concat(b1, b2))
     y  = Concat(y1, y2)
 
-    dy1, dy2 = Split(dy)                       dz, db, dg = NormalizeMapGradReluGradReduce(dy, t, ...)
-    dz1, db1, dg1 = NormalizeMapGradReluGradReduce(dy1, x1, ...)    db1, db2 = Split(db); dg1, dg2 = Split(dg)
+    dy1, dy2 = Split(dy)                       dz, db, dg = NormalizePointwiseGradReluGradReduce(dy, t, ...)
+    dz1, db1, dg1 = NormalizePointwiseGradReluGradReduce(dy1, x1, ...)    db1, db2 = Split(db); dg1, dg2 = Split(dg)
     dz2, ...                                   dz1 and dz2 are read as channels of dz
 
 One map instead of many: what reads y has room for the steps, and what writes dy for the mask and the reductions.
@@ -54,7 +54,9 @@ class ConcatSink(ir.passes.InPlacePass):
 
 def _normalizes(op: Op) -> bool:
     prologue = op.steps.prologue
-    return op.steps.core == "Map" and prologue[:1] == ("Normalize",) and len(prologue) == 2 and not op.steps.epilogue
+    return (
+        op.steps.core == "Pointwise" and prologue[:1] == ("Normalize",) and len(prologue) == 2 and not op.steps.epilogue
+    )
 
 
 def match(concat: ir.Node) -> tuple[list[Branch] | str, ir.Node | None]:
@@ -86,7 +88,7 @@ def match(concat: ir.Node) -> tuple[list[Branch] | str, ir.Node | None]:
 def _masks(mask: Op, forward: Op) -> bool:
     return (
         isinstance(mask.spec, OpSpec)
-        and mask.spec.core == "MapGrad"
+        and mask.spec.core == "PointwiseGrad"
         and mask.spec.prologue == ("Normalize",)
         and mask.spec.epilogue
         in ((f"{forward.steps.prologue[1]}Grad",), (f"{forward.steps.prologue[1]}Grad", "Reduce"))

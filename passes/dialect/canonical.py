@@ -2,7 +2,7 @@
 
     Identity(x) -> y                                          y's readers read x
     ConcatTraining, SplitTraining of a single map                the map itself
-    Mul(dy, Cast(And(x >= min, x <= max)))            ->      ClipGrad      (MapGradClipGrad)
+    Mul(dy, Cast(And(x >= min, x <= max)))            ->      ClipGrad      (PointwiseGradClipGrad)
     Expand(Scale(dy, H*W), Shape(x))                  ->      GlobalAveragePoolGrad
     MaxPoolGrad, AveragePoolGrad                              the same in our domain: these two are in no standard opset
 
@@ -62,7 +62,7 @@ def clip_gradient(editor: Editor, mul: ir.Node) -> None:
         return
     dy, x, attributes, nodes = match
     operands = {"dy": dy, "x": x}
-    spec = OpSpec((), "MapGrad", ("ClipGrad",))
+    spec = OpSpec((), "PointwiseGrad", ("ClipGrad",))
     editor.emit(spec, operands, attributes, {"dx": mul.outputs[0]}, before=mul, of=nodes, name=mul.name)
     editor.graph.remove(mul, safe=True)
     editor.remove_dead(nodes[1:])

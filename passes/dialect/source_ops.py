@@ -2,10 +2,11 @@
 
     Conv [bias]                      Conv [Bias]
     MaxPool, AveragePool, ...        the same
-    Relu, Clip, QuickGelu, Add       Map with the step in its prologue
+    Relu, Clip, QuickGelu, Add       Pointwise with the step in its prologue
     ms.ConvGrad                      ConvGrad, ConvGradInput or ConvGradWeight [BiasGrad]
     MaxPoolGrad, AveragePoolGrad     the same, with the x of the forward node that they belong to
-    ms.ReluGrad, ms.QuickGeluGrad    MapGrad with the step in its epilogue (a ReluGrad holds its Relu's input or output)
+    ms.ReluGrad, ms.QuickGeluGrad    PointwiseGrad with the step in its epilogue (a ReluGrad has its Relu's input or
+    output)
 
 Only float32 maps of rank 4 with static shapes are read; for anything else `read` gives None, and the node stays.
 """
@@ -168,7 +169,7 @@ def _unary(step: str) -> Callable[[ir.Node], Op | None]:
         attributes = _activation_attributes(node)
         if attributes is None:
             return None
-        return _op(OpSpec((step,), "Map"), {"x": node.inputs[0]}, {"y": node.outputs[0]}, attributes, node)
+        return _op(OpSpec((step,), "Pointwise"), {"x": node.inputs[0]}, {"y": node.outputs[0]}, attributes, node)
 
     return reader
 
@@ -177,7 +178,7 @@ def _add(node: ir.Node) -> Op | None:
     x, skip = node.inputs[:2]
     if not (is_map(x) and is_map(skip)) or sizes(x) != sizes(skip):
         return None
-    return _op(OpSpec(("Add",), "Map"), {"x": x, "skip": skip}, {"y": node.outputs[0]}, {}, node)
+    return _op(OpSpec(("Add",), "Pointwise"), {"x": x, "skip": skip}, {"y": node.outputs[0]}, {}, node)
 
 
 def _unary_grad(step: str) -> Callable[[ir.Node], Op | None]:
@@ -186,7 +187,7 @@ def _unary_grad(step: str) -> Callable[[ir.Node], Op | None]:
         attributes = _activation_attributes(node)
         if not (is_map(dy) and is_map(x)) or attributes is None:
             return None
-        return _op(OpSpec((), "MapGrad", (step,)), {"dy": dy, "x": x}, {"dx": node.outputs[0]}, attributes, node)
+        return _op(OpSpec((), "PointwiseGrad", (step,)), {"dy": dy, "x": x}, {"dx": node.outputs[0]}, attributes, node)
 
     return reader
 

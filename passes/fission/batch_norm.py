@@ -2,7 +2,7 @@
 
     y, rm', rv', mean, inv_std =        mean, variance = BatchNormStatistics(x)            one sweep
       BatchNormInternal(x, g, b, ...) -> a, b', inv_std, rm', rv' = BatchNormFinalize(...)  C-sized
-                                        y = NormalizeMap(x, a, b')
+                                        y = NormalizePointwise(x, a, b')
 
 The unfused BatchNorm sweeps x once for the mean, once for the variance and once to normalise; now the two statistics
 come from one sweep, and the normalise half can go where y is read.
@@ -21,7 +21,7 @@ from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.passes.dialect.source_ops import is_map
 from bnfuse.passes.rewriter import Editor, FusionResult
 
-NORMALIZE = OpSpec(("Normalize",), "Map")
+NORMALIZE = OpSpec(("Normalize",), "Pointwise")
 
 
 class SplitBatchNorm(ir.passes.InPlacePass):

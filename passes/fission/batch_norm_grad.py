@@ -3,7 +3,7 @@
     dx, dg, db =                        db, dg = BatchNormGradReduce(dz, x, mean, inv_std)
       BatchNormalizationGrad(dz, x, ->  terms  = BatchNormGradTerms(db, dg, a, inv_std)       C-sized
         g, mean, inv_std)               q, w   = BatchNormGradFinalize(terms, mean)           C-sized
-                                        dx     = BatchNormGradMapGrad(dz, x, a, q, w)         a*dz + q*x + w
+                                        dx     = BatchNormGradPointwiseGrad(dz, x, a, q, w)         a*dz + q*x + w
 
 The input half is elementwise, so it can go where dx is read; the reduce half can go where dz is written.
 
@@ -21,8 +21,8 @@ from bnfuse.passes.dialect.source_ops import is_map, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_unused, own_op
 
 GRADIENT = "BatchNormalizationGrad"
-INPUT_HALF = OpSpec(("BatchNormGrad",), "MapGrad")
-SCALED = OpSpec((), "MapGrad", ("Scale",))  # p*dz: the input half where the rest is not everywhere
+INPUT_HALF = OpSpec(("BatchNormGrad",), "PointwiseGrad")
+SCALED = OpSpec((), "PointwiseGrad", ("Scale",))  # p*dz: the input half where the rest is not everywhere
 
 
 class SplitBatchNormGrad(ir.passes.InPlacePass):

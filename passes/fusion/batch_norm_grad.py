@@ -1,6 +1,6 @@
 """BNFF backward: the input half of a BN's gradient moves into what reads it (papers/000, section 3.2, sub-BN1').
 
-    dx = BatchNormGradMapGrad(dz, u, p, q, w)
+    dx = BatchNormGradPointwiseGrad(dz, u, p, q, w)
     dt, dw = ConvGrad(dx, t, weight)            ->   dt, dw = BatchNormGradConvGrad(dz, t, weight, u, p, q, w)
 
 p*dz + q*u + w is computed while dz and u are read; dx is never stored. A Slice of a gradient moves the same way.
@@ -34,7 +34,7 @@ class BatchNormGradFusion(ir.passes.InPlacePass):
 def is_input_half(op: Op) -> bool:
     return (
         isinstance(op.spec, OpSpec)
-        and op.spec.core == "MapGrad"
+        and op.spec.core == "PointwiseGrad"
         and op.spec.prologue in INPUT_HALVES
         and not op.spec.epilogue
     )

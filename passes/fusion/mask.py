@@ -1,8 +1,8 @@
 """BNFF backward: the activation's gradient and a BN's reductions move into the operator that writes the gradient.
 
     dy, dw = ConvGrad(du, x, w, a, b)           dz, dw, db, dg =
-    dz     = MapGradReluGrad(dy, x, a, b)   ->      NormalizeReluConvGradReluGradReduce(du, x, w, a, b, mean, inv_std)
-    db, dg = BatchNormGradReduce(dz, x, mean, inv_std)
+    dz     = PointwiseGradReluGrad(dy, x, a, b)   ->      NormalizeReluConvGradReluGradReduce(du, x, w, a, b, mean,
+    inv_std) db, dg = BatchNormGradReduce(dz, x, mean, inv_std)
 
 The convolution has x on chip already, so neither the mask nor the reductions read a map of their own (papers/000,
 section 3.2, sub-BN2'). A BN over another map than the one the operator reads (after a residual Add, say) reduces over
@@ -35,10 +35,10 @@ class MaskFusion(ir.passes.InPlacePass):
 
 
 def is_mask(op: Op) -> bool:
-    """A MapGrad that changes nothing about dy on its way in: it masks it, and may reduce it."""
+    """A PointwiseGrad that changes nothing about dy on its way in: it masks it, and may reduce it."""
     return (
         isinstance(op.spec, OpSpec)
-        and op.spec.core == "MapGrad"
+        and op.spec.core == "PointwiseGrad"
         and op.spec.prologue in ((), ("Normalize",))
         and bool({*op.spec.epilogue} & {*ACTIVATION_GRADS, *REDUCTIONS})
         and "AddGradient" not in op.spec.epilogue
@@ -90,7 +90,7 @@ def masks_what_it_reads(mask: Op, conv: Op) -> bool:
     return (
         mask.steps.epilogue == ("ReluGrad",)
         and stored is not None
-        and stored.spec == OpSpec(("Relu",), "Map")
+        and stored.spec == OpSpec(("Relu",), "Pointwise")
         and stored.operands["x"] is mask.operands["x"]
     )
 

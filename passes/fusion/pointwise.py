@@ -1,7 +1,7 @@
 """RCF and BNFF forward: what happens to a map elementwise moves into the operators that read the result.
 
-    z = NormalizeMap(x, a, b)
-    y = ReluMap(z)                  ->   u = NormalizeReluConv(x, w, a, b)
+    z = NormalizePointwise(x, a, b)
+    y = ReluPointwise(z)                  ->   u = NormalizeReluConv(x, w, a, b)
     u = Conv(y, w)                       dy, dw = NormalizeReluConvGrad(du, x, w, a, b)
     dy, dw = ConvGrad(du, y, w)
 
@@ -31,7 +31,7 @@ class ReluConvFusion(ir.passes.InPlacePass):
         editor = Editor(model, "rcf")
         for node in list(model.graph):
             relu = read(node)
-            if relu is None or relu.spec != OpSpec(("Relu",), "Map"):
+            if relu is None or relu.spec != OpSpec(("Relu",), "Pointwise"):
                 continue
             if reason := why_not_conv(relu):
                 editor.refuse(node, reason)
@@ -60,10 +60,10 @@ def why_not_conv(relu: Op) -> str | None:
 
 def _is_mask(node: ir.Node) -> bool:
     op = read(node)
-    return op is not None and op.spec == OpSpec((), "MapGrad", ("ReluGrad",))
+    return op is not None and op.spec == OpSpec((), "PointwiseGrad", ("ReluGrad",))
 
 
-class MapFusion(ir.passes.InPlacePass):
+class PointwiseFusion(ir.passes.InPlacePass):
     """BNFF forward (papers/000, section 3.2): normalise halves and what follows them, into whatever reads them."""
 
     def call(self, model: ir.Model) -> FusionResult:
@@ -72,7 +72,7 @@ class MapFusion(ir.passes.InPlacePass):
         while pending:
             node = pending.pop(0)
             op = read(node) if node.graph is not None else None
-            if op is None or not isinstance(op.spec, OpSpec) or op.spec.core != "Map" or op.spec.epilogue:
+            if op is None or not isinstance(op.spec, OpSpec) or op.spec.core != "Pointwise" or op.spec.epilogue:
                 continue
             if "Normalize" in op.spec.prologue and not {"Add", "AddNormalized"} & {*op.spec.prologue}:
                 pending += move_into_readers(editor, op)
@@ -82,7 +82,8 @@ class MapFusion(ir.passes.InPlacePass):
 
 
 def move_into_readers(editor: Editor, source: Op) -> list[ir.Node]:
-    """Move a Map's steps into every reader with room for them; it goes where no reader is left. Gives the new Maps."""
+    """Move a Pointwise's steps into every reader with room for them; it goes where no reader is left. Gives the new
+    Pointwise operators."""
     y = source.results["y"]
     made = []
     for reader in dict.fromkeys(use.node for use in y.uses()):
@@ -90,7 +91,7 @@ def move_into_readers(editor: Editor, source: Op) -> list[ir.Node]:
         new = absorb(editor, source, op) if op is not None and isinstance(op.spec, OpSpec) else None
         if new is None:
             editor.refuse(source.node, f"{reader.op_type} '{reader.name}' reads {y.name} and has no room for its steps")
-        elif new.steps.core == "Map":
+        elif new.steps.core == "Pointwise":
             made.append(new.node)
     editor.remove_dead([source.node])
     return made
@@ -160,7 +161,7 @@ def merge_activation(editor: Editor, add: Op) -> list[ir.Node]:
     y = activation.results["y"]
     for mask in masks:
         mask.node.replace_input_with(1, y)
-    spec = try_spec((*add.steps.prologue, *activation.steps.prologue), "Map", ())
+    spec = try_spec((*add.steps.prologue, *activation.steps.prologue), "Pointwise", ())
     if spec is None or not attributes_agree(add, activation):
         return []
     merged = editor.replace(
@@ -172,7 +173,7 @@ def merge_activation(editor: Editor, add: Op) -> list[ir.Node]:
 def _is_activation(op: Op) -> bool:
     return (
         isinstance(op.spec, OpSpec)
-        and op.spec.core == "Map"
+        and op.spec.core == "Pointwise"
         and op.spec.prologue[0] in ACTIVATIONS
         and len(op.spec.prologue) == 1
     )

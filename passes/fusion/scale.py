@@ -1,10 +1,11 @@
 """Sampled gradients: the factor of a BN's gradient moves into the operator that writes dz (docs/maths.md).
 
     dz, db, dg = ...GradReduce(...)          s, db, dg = ...GradReduceScale(..., p)
-    s = MapGradScale(dz, p)            ->
+    s = PointwiseGradScale(dz, p)            ->
 
-What is left of a sampled BN's input gradient is a small operator that adds q*x + w in the sample. MapGradAccumulate,
-which ICF makes of MapGradScale, moves the same way, and so does the scale that a removed BatchNorm leaves.
+What is left of a sampled BN's input gradient is a small operator that adds q*x + w in the sample.
+PointwiseGradAccumulate, which ICF makes of PointwiseGradScale, moves the same way, and so does the scale that a
+removed BatchNorm leaves.
 
 Refuses a dz that has other readers (a residual sum's gradient serves both BNs and the skip), that is read by channels,
 or is written by an operator with no room.
@@ -32,10 +33,10 @@ class ScaleFusion(ir.passes.InPlacePass):
 
 
 def is_scale(op: Op) -> bool:
-    """A MapGrad that does nothing but scale, and perhaps add to an accumulated gradient."""
+    """A PointwiseGrad that does nothing but scale, and perhaps add to an accumulated gradient."""
     return (
         isinstance(op.spec, OpSpec)
-        and op.spec.core == "MapGrad"
+        and op.spec.core == "PointwiseGrad"
         and op.spec.prologue in ((), ("Slice",))
         and op.spec.epilogue in tuple((step,) for step in ACCUMULATIONS)
     )

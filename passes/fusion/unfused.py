@@ -68,11 +68,15 @@ def standalone_half(node: ir.Node) -> str | None:
 
 def _standalone_map(op: Op) -> str | None:
     steps = op.steps
-    if steps.core == "Map" and steps.prologue[0] == "Normalize" and not {"Add", "AddNormalized"} & {*steps.prologue}:
+    if (
+        steps.core == "Pointwise"
+        and steps.prologue[0] == "Normalize"
+        and not {"Add", "AddNormalized"} & {*steps.prologue}
+    ):
         return "normalise"
-    if steps.core == "MapGrad" and {"Reduce", "ReduceOther"} & {*steps.epilogue}:
+    if steps.core == "PointwiseGrad" and {"Reduce", "ReduceOther"} & {*steps.epilogue}:
         return "gradient reductions"
-    if steps.core == "MapGrad" and ("BatchNormGrad" in steps.prologue or is_scale(op)):
+    if steps.core == "PointwiseGrad" and ("BatchNormGrad" in steps.prologue or is_scale(op)):
         return "gradient input"
     return None
 
@@ -91,13 +95,14 @@ def _left_by(level: str, node: ir.Node) -> str:
     if level == "mvf":
         return "level mvf leaves the halves where they are: bnff moves them into the operators around them"
     op = read(node)
-    if op is not None and isinstance(op.spec, OpSpec) and op.steps.core == "MapGrad":
+    if op is not None and isinstance(op.spec, OpSpec) and op.steps.core == "PointwiseGrad":
         return _left_gradient(op)
     return f"neither what writes its map nor what reads it takes it: {_named(_neighbours(node))}"
 
 
 def _left_gradient(op: Op) -> str:
-    """Of a MapGrad that is neither a bare input half nor a mask that could move: it adds, or ends a BN's gradient."""
+    """Of a PointwiseGrad that is neither a bare input half nor a mask that could move: adds, or ends a BN's
+    gradient."""
     dy, dx = op.operands["dy"], op.results["dx"]
     adds = "AddGradient" in op.steps.epilogue
     if {"Reduce", "ReduceOther"} & {*op.steps.epilogue}:

@@ -1,9 +1,9 @@
 """Removal: chosen BatchNorms leave the graph, or leave only their affine part (papers/002).
 
     y, rm', rv', mean, inv_std =             y  = x            with the affine part:
-      BatchNormInternal(x, g, b, ...)                          y  = NormalizeMap(x, g, b)
+      BatchNormInternal(x, g, b, ...)                          y  = NormalizePointwise(x, g, b)
     dx, dg, db =                       ->    dx = dz           db, dg = BatchNormGradReduce(dz, x, 0, 1)
-      BatchNormalizationGrad(dz, x, ...)                       dx = MapGradScale(dz, g)
+      BatchNormalizationGrad(dz, x, ...)                       dx = PointwiseGradScale(dz, g)
 
 The running statistics go, as inputs and as outputs; without the affine part g, b and their gradients go as well. What
 is left is fused as ever: a Relu behind a removed BatchNorm goes into the convolutions that read it, and so on.
@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import at_node
-from bnfuse.graph.signature import METADATA_KEY, Roles
+from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.dialect.source_ops import is_map, sizes
 from bnfuse.passes.fission.batch_norm import NORMALIZE
@@ -42,20 +42,20 @@ class Removed:
 
 
 class RemoveBatchNorm(ir.passes.InPlacePass):
-    def __init__(self, names: Collection[str], roles: Roles, *, keep_affine: bool) -> None:
+    def __init__(self, names: Collection[str], signature: GraphSignature, *, keep_affine: bool) -> None:
         super().__init__()
-        self.names, self.roles, self.keep_affine = names, roles, keep_affine
+        self.names, self.signature, self.keep_affine = names, signature, keep_affine
 
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "remove")
         gone: set[str] = set()
         for node in [node for node in nodes_of(model) if node.name in self.names]:
-            gone |= remove(editor, node, self.roles, keep_affine=self.keep_affine)
-        model.metadata_props[METADATA_KEY] = without(self.roles, gone).to_json()
+            gone |= remove(editor, node, self.signature, keep_affine=self.keep_affine)
+        model.metadata_props[METADATA_KEY] = without(self.signature, gone).to_json()
         return editor.result()
 
 
-def remove(editor: Editor, node: ir.Node, roles: Roles, *, keep_affine: bool) -> set[str]:
+def remove(editor: Editor, node: ir.Node, signature: GraphSignature, *, keep_affine: bool) -> set[str]:
     """Take one BatchNorm out; gives the names of the inputs that went with it."""
     gradient = next(iter(gradients_of(node)), None)  # there is none where nothing before it is trained
     x, scale, bias, running_mean, running_variance = node.inputs
@@ -72,7 +72,7 @@ def remove(editor: Editor, node: ir.Node, roles: Roles, *, keep_affine: bool) ->
         (affine_gradient if keep_affine else plain_gradient)(editor, gradient, node)
     gone = [running_mean, running_variance, *(() if keep_affine else (scale, bias))]
     names = {str(value.name) for value in gone if value is not None}
-    drop_outputs(editor.graph, roles, names)
+    drop_outputs(editor.graph, signature, names)
     remove_dead_chain(editor.graph, [n for n in (gradient, node) if n is not None])
     for value in gone:
         if value is not None:
@@ -129,9 +129,9 @@ def affine_gradient(editor: Editor, gradient: ir.Node, node: ir.Node) -> None:
         editor.emit(SCALED, operands, {}, {"dx": dx}, before=gradient, of=of, name=gradient.name)
 
 
-def drop_outputs(graph: ir.Graph, roles: Roles, names: set[str]) -> None:
+def drop_outputs(graph: ir.Graph, signature: GraphSignature, names: set[str]) -> None:
     """Neither gradients nor successors of inputs that are gone are outputs any more."""
-    lost = {output for name, output in (*roles.gradients.items(), *roles.running.items()) if name in names}
+    lost = {output for name, output in (*signature.gradients.items(), *signature.running.items()) if name in names}
     for value in [value for value in graph.outputs if value.name in lost]:
         graph.outputs.remove(value)
         producer = value.producer()
@@ -158,12 +158,12 @@ def drop_input(graph: ir.Graph, value: ir.Value) -> None:
     graph.initializers.pop(str(value.name), None)
 
 
-def without(roles: Roles, names: Collection[str]) -> Roles:
+def without(signature: GraphSignature, names: Collection[str]) -> GraphSignature:
     """The roles of a graph that lost these inputs."""
     return dataclasses.replace(
-        roles,
-        trainable=tuple(name for name in roles.trainable if name not in names),
-        frozen=tuple(name for name in roles.frozen if name not in names),
-        running={name: new for name, new in roles.running.items() if name not in names},
-        gradients={name: gradient for name, gradient in roles.gradients.items() if name not in names},
+        signature,
+        trainable=tuple(name for name in signature.trainable if name not in names),
+        frozen=tuple(name for name in signature.frozen if name not in names),
+        running={name: new for name, new in signature.running.items() if name not in names},
+        gradients={name: gradient for name, gradient in signature.gradients.items() if name not in names},
     )

@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.passes.dialect.source_ops import is_map, sizes
@@ -76,9 +76,9 @@ def check(plan: SamplePlan, samples: int, batch: int) -> None:
             raise BnfuseError(f"local-bn goes with sample specs bn, vdn:N and bn+vdn:N@W, not with '{spec.text}'")
 
 
-def batch_of(model: ir.Model, roles: Roles) -> int:
+def batch_of(model: ir.Model, signature: GraphSignature) -> int:
     """How many samples a step is given."""
-    (data,) = (value for value in model.graph.inputs if value.name == roles.data[0])
+    (data,) = (value for value in model.graph.inputs if value.name == signature.data[0])
     size = data.shape[0] if data.shape else None
     if not isinstance(size, int):
         raise BnfuseError(f"input '{data.name}' has no fixed batch, so it has no groups: build with --batch")

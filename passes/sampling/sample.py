@@ -2,10 +2,10 @@
 
     y, rm', rv', mean, inv_std =        mean, variance = SampledStatistics(x, offset)         the sample only
       BatchNormInternal(x, g, b, ...)   a, b', inv_std, rm', rv' = BatchNormFinalize(...)
-                                    ->  y  = NormalizeMap(x, a, b')
+                                    ->  y  = NormalizePointwise(x, a, b')
     dx, dg, db =                        db, dg = BatchNormGradReduce(dz, x, mean, inv_std)    over all elements
       BatchNormalizationGrad(dz, x,     q, w   = SampledGradFinalize(BatchNormGradTerms(...), mean)
-        g, mean, inv_std)               s      = MapGradScale(dz, a)                          a*dz
+        g, mean, inv_std)               s      = PointwiseGradScale(dz, a)                          a*dz
                                         dx     = AddSampled(s, x, q, w, offset)               + q*x + w in the sample
 
 The offset is an input of the graph, drawn once an epoch; where the sample stays in one place it is a constant. Points
@@ -26,7 +26,7 @@ import onnx_ir as ir
 from bnfuse.core.errors import at_node
 from bnfuse.graph.sampling import METADATA_KEY, Box, Points, Sampling, sampling_of
 from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.dialect.source_ops import is_map, sizes
 from bnfuse.passes.fission.batch_norm import finalize_and_normalize, type_statistics
@@ -68,9 +68,9 @@ class Placed:
 class Sample(ir.passes.InPlacePass):
     """`virtual` samples are at the front of the batch already. `sampled` says afterwards what was done."""
 
-    def __init__(self, plan: SamplePlan, roles: Roles, *, virtual: int = 0) -> None:
+    def __init__(self, plan: SamplePlan, signature: GraphSignature, *, virtual: int = 0) -> None:
         super().__init__()
-        self.plan, self.roles, self.virtual = plan, roles, virtual
+        self.plan, self.signature, self.virtual = plan, signature, virtual
         self.sampled: list[Sampled] = []
 
     def call(self, model: ir.Model) -> FusionResult:
@@ -93,7 +93,7 @@ class Sample(ir.passes.InPlacePass):
             self.sampled.append(report_of(node, spec, parts, sizes(x), self.virtual))
             sample(editor, node, placed)
         if places:
-            record(model, self.roles, places)
+            record(model, self.signature, places)
         return editor.result()
 
 
@@ -119,13 +119,13 @@ def place(editor: Editor, node: ir.Node, part: Part, places: dict[str, Box | Poi
     return Placed(part, value)
 
 
-def record(model: ir.Model, roles: Roles, places: dict[str, Box | Points]) -> None:
+def record(model: ir.Model, signature: GraphSignature, places: dict[str, Box | Points]) -> None:
     """What the graph draws, in its metadata."""
     known = sampling_of(model)
     drawn = Sampling({**known.places, **places}, known.virtual)
     model.metadata_props[METADATA_KEY] = drawn.to_json()
-    roles = dataclasses.replace(roles, offsets=(*roles.offsets, *places))
-    model.metadata_props[ROLES_KEY] = roles.to_json()
+    signature = dataclasses.replace(signature, offsets=(*signature.offsets, *places))
+    model.metadata_props[ROLES_KEY] = signature.to_json()
 
 
 def sample(editor: Editor, node: ir.Node, parts: list[Placed]) -> None:

@@ -28,7 +28,7 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.drawing import FED
 from bnfuse.graph.sampling import METADATA_KEY as SAMPLING_KEY
 from bnfuse.graph.sampling import sampling_of
-from bnfuse.graph.signature import INTEGERS, METADATA_KEY, Roles
+from bnfuse.graph.signature import INTEGERS, METADATA_KEY, GraphSignature
 from bnfuse.passes.dialect.source_ops import constant_of, is_map, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult
 from bnfuse.passes.sampling.batch_axis import batch_axes, refusal
@@ -54,13 +54,13 @@ class Rows:
 class AddVirtual(ir.passes.InPlacePass):
     """`roles` has the new input afterwards."""
 
-    def __init__(self, count: int, roles: Roles, *, groups: int = 1) -> None:
+    def __init__(self, count: int, signature: GraphSignature, *, groups: int = 1) -> None:
         super().__init__()
-        self.count, self.roles, self.groups = count, roles, groups
+        self.count, self.signature, self.groups = count, signature, groups
 
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "virtual")
-        data, labels = entry(model.graph, self.roles)
+        data, labels = entry(model.graph, self.signature)
         batch = sizes(data)[0]
         if self.count < 1 or batch % self.groups:
             raise BnfuseError(f"{self.count} virtual samples in {self.groups} groups of a batch of {batch}: give vdn:1")
@@ -74,19 +74,22 @@ class AddVirtual(ir.passes.InPlacePass):
         for index, output in enumerate(list(model.graph.outputs)):
             if output in axes:
                 keep_real(editor, index, axes[output], rows)
-        self.roles = dataclasses.replace(self.roles, virtual=(*self.roles.virtual, str(virtual.name)))
-        record(model, self.roles)
+        self.signature = dataclasses.replace(self.signature, virtual=(*self.signature.virtual, str(virtual.name)))
+        record(model, self.signature)
         return editor.result()
 
 
-def entry(graph: ir.Graph, roles: Roles) -> tuple[ir.Value, ir.Value]:
+def entry(graph: ir.Graph, signature: GraphSignature) -> tuple[ir.Value, ir.Value]:
     """The inputs that take the images and their labels."""
     inputs = {value.name: value for value in graph.inputs}
-    if roles.virtual:
-        raise BnfuseError(f"input '{roles.virtual[0]}' takes virtual samples already: rewrite the source graph anew")
-    if len(roles.data) != 1 or len(roles.labels) != 1:
-        raise BnfuseError(f"virtual samples go beside one data input; this graph has {', '.join(roles.data)}: no vdn")
-    data, labels = inputs[roles.data[0]], inputs[roles.labels[0]]
+    if signature.virtual:
+        raise BnfuseError(
+            f"input '{signature.virtual[0]}' takes virtual samples already: rewrite the source graph anew"
+        )
+    if len(signature.data) != 1 or len(signature.labels) != 1:
+        named = ", ".join(signature.data)
+        raise BnfuseError(f"virtual samples go beside one data input; this graph has {named}: no vdn")
+    data, labels = inputs[signature.data[0]], inputs[signature.labels[0]]
     if not is_map(data):
         raise BnfuseError(f"input '{data.name}' is no float32 batch of images with a fixed shape: no vdn")
     if labels.dtype not in INTEGERS or labels.shape is None or len(labels.shape) != 1:
@@ -275,7 +278,7 @@ def insert(
     return values
 
 
-def record(model: ir.Model, roles: Roles) -> None:
+def record(model: ir.Model, signature: GraphSignature) -> None:
     """The new input in the metadata: its role, and that it is drawn."""
-    model.metadata_props[METADATA_KEY] = roles.to_json()
-    model.metadata_props[SAMPLING_KEY] = dataclasses.replace(sampling_of(model), virtual=roles.virtual).to_json()
+    model.metadata_props[METADATA_KEY] = signature.to_json()
+    model.metadata_props[SAMPLING_KEY] = dataclasses.replace(sampling_of(model), virtual=signature.virtual).to_json()

@@ -10,8 +10,8 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.memory import Store
-from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets.target import Target
 
 Scalars = Mapping[str, float]  # arguments that are known when the step runs, by name
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
-import importlib
 import os
 import pathlib
 import pickle
@@ -22,35 +20,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import tvm_ffi_orcjit
-
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.interpreter import import_root
 from bnfuse.core.processors import usable_cpus
 from bnfuse.runtime.backends.launching import ENTRANCE
 from bnfuse.runtime.codegen.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.kernels.request import Request
 
 KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
 
 Progress = Callable[[int, int, str], None]  # done, total, kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A kernel as the call that makes it: `module:function` under bnfuse.runtime.kernels, and its arguments.
-
-    A process can be sent this, which it cannot a `Kernel` (that holds a closure).
-    """
-
-    generator: str
-    arguments: tuple[Any, ...]
-
-    def kernel(self) -> Kernel:
-        module, _, function = self.generator.partition(":")
-        made = getattr(importlib.import_module(f"bnfuse.runtime.kernels.{module}"), function)(*self.arguments)
-        assert isinstance(made, Kernel), self.generator
-        return made
 
 
 def objects(
@@ -104,28 +84,6 @@ def _for_cpu(kernel: Kernel) -> bytes:
         path = pathlib.Path(folder) / "kernel.o"
         executable.mod.write_to_file(str(path), "o")
         return path.read_bytes()
-
-
-class Library:
-    """Loaded kernels. Functions stay valid as long as the library lives."""
-
-    def __init__(self, names: Iterable[str], codes: Iterable[bytes]) -> None:
-        with ENTRANCE:
-            self._load(names, codes)
-
-    def _load(self, names: Iterable[str], codes: Iterable[bytes]) -> None:
-        self._session = tvm_ffi_orcjit.ExecutionSession()
-        self._modules = []
-        self.functions: list[Callable[..., Any]] = []
-        for name, code in zip(names, codes, strict=True):
-            try:
-                module = self._session.load_module(code)
-                self.functions.append(module[name])
-            except Exception as error:
-                raise BnfuseError(
-                    f"kernel '{name}' does not load ({first_line(error)}): compile the model again"
-                ) from None
-            self._modules.append(module)
 
 
 Task = tuple[str, Request, str]  # key, request, name

@@ -14,10 +14,10 @@ import os
 import pathlib
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.io import write_atomically
+from bnfuse.core.files import write_atomically
 from bnfuse.runtime.codegen.sources import sources_hash
 from bnfuse.runtime.kernels.kernel import Kernel
-from bnfuse.runtime.targets.resolve import features_of, triple_of
+from bnfuse.runtime.targets.cpus import features_of, triple_of
 
 HASH_BYTES = hashlib.sha256().digest_size
 

@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import tvm
 
+from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import aligned
-from bnfuse.runtime.codegen.build import Library, Request, objects
+from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.codegen.tuning import random_arguments
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
-from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.work import work_of
-from bnfuse.runtime.targets.resolve import resolve
+from bnfuse.runtime.targets.target import Target
 
 RUNS = 7
 CHAIN_RUNS = 3

@@ -13,7 +13,8 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-import bnfuse
+from bnfuse.core.interpreter import import_root
+from bnfuse.core.version import __version__
 
 KERNELS = "bnfuse.runtime.kernels"
 COMPILERS = {"cpu": f"{KERNELS}.cpu.tir", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles the kernels of a folder
@@ -32,10 +33,11 @@ class Sources:
         self._paths: dict[str, pathlib.Path | None] = {}
 
     def hash(self, generator: str) -> str:
-        """Of all that makes the kernels of a generator (`cpu.map:map_forward`) or of a folder of them (`cuda`)."""
+        """Of all that makes the kernels of a generator (`cpu.pointwise:pointwise_forward`) or of a folder of them
+        (`cuda`)."""
         name = generator.partition(":")[0]
         compiler = COMPILERS[name.partition(".")[0]]
-        digest = hashlib.sha256(bnfuse.__version__.encode())
+        digest = hashlib.sha256(__version__.encode())
         for module in sorted(self.closure([*self._modules(f"{KERNELS}.{name}"), compiler])):
             digest.update(module.encode() + b"\0" + self._file(module)[0])
         return digest.hexdigest()
@@ -83,7 +85,7 @@ class Sources:
         return [f"{name}.{path.stem}" for path in place.glob("*.py")] if place.is_dir() else [name]
 
 
-OWN = Sources(pathlib.Path(bnfuse.__file__).resolve().parent)
+OWN = Sources(import_root() / "bnfuse")
 
 
 @functools.cache

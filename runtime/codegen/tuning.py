@@ -24,15 +24,18 @@ import numpy as np
 import tvm
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.io import write_atomically
+from bnfuse.core.files import write_atomically
+from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import aligned
 from bnfuse.runtime.backends.turns import shortest_times
-from bnfuse.runtime.codegen.build import Library, Progress, Request, objects
+from bnfuse.runtime.codegen.build import Progress, objects
 from bnfuse.runtime.codegen.cache import Cache, content_key
-from bnfuse.runtime.kernels.kernel import Choice, Kernel, Target
+from bnfuse.runtime.kernels.kernel import Choice, Kernel
+from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.graph import Lowered
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets import cpus
+from bnfuse.runtime.targets.target import Target
 
 BUDGET = 600.0  # seconds: what is not measured by then keeps the rule's choice until the next tuning
 TOGETHER = 12  # problems whose candidates are compiled at a time
@@ -179,7 +182,7 @@ def tune(
 def measure_of(target: Target) -> Measure:
     """What measures a target's kernels on this machine; raises where they do not run here."""
     if target.kind != "cuda":
-        if missing := targets.missing_features(targets.features_of(target.mcpu)):
+        if missing := cpus.missing_features(cpus.features_of(target.mcpu)):
             raise BnfuseError(
                 f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
             )

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from bnfuse.opset.spec import OpSpec, parse
+from bnfuse.runtime.targets.target import Target
 
 Access = Literal["in", "out", "inout"]
 
@@ -64,32 +65,11 @@ class Param:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """Where kernels run.
-
-    On a CPU (`kind` llvm) `mcpu` is an LLVM CPU name, `lanes` the float32 lanes of a vector. On a GPU (`kind` cuda)
-    `mcpu` is an architecture such as sm_90, `lanes` a warp, `threads` the multiprocessors, and `precision` is that of
-    the convolutions: fp32 (three products of TF32 for one of float32), tf32, bf16 or fp16.
-    """
-
-    kind: str
-    mcpu: str
-    lanes: int
-    threads: int
-    precision: str = "fp32"
-
-    @property
-    def map_dtype(self) -> str:
-        """The type in which feature maps are stored."""
-        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision, "float32")
-
-
-@dataclasses.dataclass(frozen=True)
 class Problem:
     """One `ai.bnfuse` operator with everything that is static about it.
 
-    Source operators map onto the same form: a plain Conv with bias is `ConvBias`, a Relu `ReluMap`, a ReluGrad
-    `MapGradReluGrad`.
+    Source operators map onto the same form: a plain Conv with bias is `ConvBias`, a Relu `ReluPointwise`, a ReluGrad
+    `PointwiseGradReluGrad`.
 
     `maps` has every operand and result that is a feature map, by its name in the spec: x, y, skip, stored, dy,
     grad_x, dx, other, x_1, ... and MaxPool's indices. What the lowering resolves, kernels never see: after a `Slice`,

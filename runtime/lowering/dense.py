@@ -82,7 +82,7 @@ def loss_scale(low: Lowering) -> list[p.Argument]:
 
 def check_scaled(low: Lowering) -> None:
     """In fp16 gradients start from a loss that scales them: the optimiser takes the factor out of all."""
-    if low.target.precision == "fp16" and low.roles.gradients and not low.notes.get("scaled"):
+    if low.target.precision == "fp16" and low.signature.gradients and not low.notes.get("scaled"):
         raise BnfuseError("precision fp16 scales the gradient of SoftmaxCrossEntropyLoss, and there is none: use bf16")
 
 

@@ -18,11 +18,10 @@ from bnfuse.analysis.ancestors import ancestors
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.drawing import draws
 from bnfuse.graph.sampling import NOTHING, Sampling
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
-from bnfuse.runtime.codegen.build import Request
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.dense import check_scaled
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import lower_generic
@@ -36,6 +35,7 @@ from bnfuse.runtime.lowering.weights import pack_parameters
 from bnfuse.runtime.lowering.work import work_of
 from bnfuse.runtime.program import plan
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Lowered:
 
 def lower(
     graph: ir.Graph,
-    roles: Roles,
+    signature: GraphSignature,
     target: Target,
     *,
     opset: int,
@@ -60,14 +60,14 @@ def lower(
     launches of the update phase. `file` begins the message of whatever is refused.
     """
     try:
-        return _lower(Lowering(graph, roles, target, opset), sampling, finish)
+        return _lower(Lowering(graph, signature, target, opset), sampling, finish)
     except BnfuseError as error:
         raise BnfuseError(f"{file}: {error}" if file else str(error)) from None
 
 
 def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None] | None) -> Lowered:
-    graph, roles = low.graph, low.roles
-    nodes = ordered(graph, roles)
+    graph, signature = low.graph, low.signature
+    nodes = ordered(graph, signature)
     enter(low)
     nodes = joined(low, nodes)
     low.order = {node: index for index, node in enumerate(nodes)}
@@ -75,7 +75,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     low.slots, low.vector_slots = assign_slots(nodes), assign_vector_slots(nodes)
     set_destinations(low)
     copy_early(low)
-    forward = forward_nodes(graph, roles)
+    forward = forward_nodes(graph, signature)
     for node in nodes:
         low.phase = "forward" if node in forward else "backward"
         lower_node(low, node)
@@ -145,27 +145,27 @@ def lower_op(low: Lowering, node: ir.Node) -> None:
 # -- the steps of lowering, in order ------------------------------------------------------------------------------
 
 
-def ordered(graph: ir.Graph, roles: Roles) -> list[ir.Node]:
+def ordered(graph: ir.Graph, signature: GraphSignature) -> list[ir.Node]:
     """The nodes that outputs need, in the order of the file, all of the forward phase first."""
     needed = ancestors(list(graph.outputs))
-    forward = forward_nodes(graph, roles)
+    forward = forward_nodes(graph, signature)
     nodes = [node for node in graph if node in needed]
     return [n for n in nodes if n in forward] + [n for n in nodes if n not in forward]
 
 
-def forward_nodes(graph: ir.Graph, roles: Roles) -> set[ir.Node]:
+def forward_nodes(graph: ir.Graph, signature: GraphSignature) -> set[ir.Node]:
     """What outputs other than gradients need."""
-    gradients = set(roles.gradients.values())
+    gradients = set(signature.gradients.values())
     return ancestors([v for v in graph.outputs if v.name not in gradients])
 
 
 def enter(low: Lowering) -> None:
     """Forms of graph inputs and initializers."""
-    roles = low.roles
+    signature = low.signature
     inputs = {value.name or "": value for value in low.graph.inputs}
-    for name in (*roles.trainable, *roles.frozen):
+    for name in (*signature.trainable, *signature.frozen):
         _enter_one(low, inputs, name, p.PARAMETERS)
-    for name in roles.running:
+    for name in signature.running:
         _enter_one(low, inputs, name, p.RUNNING)
     for name, value in inputs.items():
         if value not in low.forms:
@@ -202,8 +202,8 @@ def infer_missing_shapes(low: Lowering, nodes: Iterable[ir.Node]) -> None:
 
 def set_destinations(low: Lowering) -> None:
     """Storages for the outputs, and for what becomes an output by being renamed or reshaped."""
-    gradients = {output: name for name, output in low.roles.gradients.items()}
-    running = {output: name for name, output in low.roles.running.items()}
+    gradients = {output: name for name, output in low.signature.gradients.items()}
+    running = {output: name for name, output in low.signature.running.items()}
     inputs = {value.name: value for value in low.graph.inputs}
     for value in low.graph.outputs:
         owner = inputs.get(gradients.get(value.name or "") or running.get(value.name or ""))
@@ -289,7 +289,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
     storages = [placed(i, s) if s.region == p.ARENA else s for i, s in enumerate(low.storages)]
     regions = {**low.regions, p.ARENA: placement.bytes}
     tensors = {value.name or "": value for value in (*low.graph.inputs, *low.graph.outputs)}
-    roles = low.roles
+    signature = low.signature
 
     def entered(names: Iterable[str]) -> dict[str, p.Tensor]:
         return {name: _tensor(low, tensors[name], low.dense(tensors[name])) for name in names}
@@ -305,11 +305,11 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         launches=low.launches,
         inputs=entered(v.name or "" for v in low.graph.inputs if low.storages[low.dense(v)].region == p.INPUTS),
         outputs={v.name or "": _tensor(low, v, low.destinations[v]) for v in low.graph.outputs},
-        parameters=entered((*roles.trainable, *roles.frozen)),
-        gradients=left(roles.gradients),
-        running=entered(roles.running),
-        new_running=left(roles.running),
-        roles=dataclasses.asdict(roles),
+        parameters=entered((*signature.trainable, *signature.frozen)),
+        gradients=left(signature.gradients),
+        running=entered(signature.running),
+        new_running=left(signature.running),
+        signature=dataclasses.asdict(signature),
         report=_report(low, intervals, placement.bytes),
         ignored_label=low.notes.get("ignore_index"),
         initial=low.initial,

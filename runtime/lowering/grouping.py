@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bnfuse.runtime.codegen.build import Request
+from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.state import COEFFICIENTS, Lowering
 from bnfuse.runtime.program import program as p
 

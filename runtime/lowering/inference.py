@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.drawing import draws
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph, put_in_place
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.training_ops import batch_norm_constants
@@ -24,13 +24,15 @@ from bnfuse.runtime.lowering.masks import without_masks
 from bnfuse.runtime.lowering.values import dtype_name, static_shape
 
 
-def inference_graph(model: ir.Model, roles: Roles, file: str | None = None) -> tuple[ir.Graph, Roles]:
+def inference_graph(
+    model: ir.Model, signature: GraphSignature, file: str | None = None
+) -> tuple[ir.Graph, GraphSignature]:
     """A new graph whose one output is the logits, and its roles. State inputs stay the same.
 
     Raises where there is no such graph: the logits have no name, or something is drawn that belongs into them.
     """
     graph = model.clone().graph
-    logits = next((v for n in graph for v in n.outputs if v.name and v.name == roles.logits), None)
+    logits = next((v for n in graph for v in n.outputs if v.name and v.name == signature.logits), None)
     if logits is None:
         raise BnfuseError(
             "the training graph names no logits, so it cannot be evaluated: build it with this version of bnfuse"
@@ -51,17 +53,17 @@ def inference_graph(model: ir.Model, roles: Roles, file: str | None = None) -> t
             source = node.inputs[0]
             assert source is not None
             put_in_place(node.outputs[0], source)
-    for name in (*roles.offsets, *roles.virtual):
+    for name in (*signature.offsets, *signature.virtual):
         leave_out(graph, name)
     return graph, dataclasses.replace(
-        roles, labels=(), gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
+        signature, labels=(), gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
     )
 
 
 def require_inference(graph: TrainingGraph) -> None:
     """Raise where a trained network could not be evaluated, before it is compiled and trained."""
     if any(draws(node) for node in graph.model.graph):
-        inference_graph(graph.model, graph.roles, graph.name)
+        inference_graph(graph.model, graph.signature, graph.name)
 
 
 def leave_out(graph: ir.Graph, name: str) -> None:
@@ -91,7 +93,7 @@ def finalize_for_all(graph: ir.Graph, node: ir.Node) -> None:
 def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
     """Replace a LocalNormalize by one operator for all groups: they have the same coefficients now."""
     y = node.outputs[0]
-    normalize = ir.Node(DOMAIN, "NormalizeMap", node.inputs[:3], num_outputs=1, name=node.name)
+    normalize = ir.Node(DOMAIN, "NormalizePointwise", node.inputs[:3], num_outputs=1, name=node.name)
     normalize.outputs[0].name = f"{y.name}/inference"
     normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
     graph.insert_after(node, normalize)
@@ -99,7 +101,7 @@ def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
-    """Replace the use of a BatchNormInternal's map by that of a NormalizeMap with the running statistics."""
+    """Replace the use of a BatchNormInternal's map by that of a NormalizePointwise with the running statistics."""
     x, scale, bias, mean, variance = node.inputs[:5]
     attributes = [ir.AttrFloat32(name, value) for name, value in batch_norm_constants(node).items()]
     finalize = ir.Node(
@@ -110,7 +112,7 @@ def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
         num_outputs=5,
         name=node.name,
     )
-    normalize = ir.Node(DOMAIN, "NormalizeMap", [x, *finalize.outputs[:2]], num_outputs=1, name=node.name)
+    normalize = ir.Node(DOMAIN, "NormalizePointwise", [x, *finalize.outputs[:2]], num_outputs=1, name=node.name)
     y = node.outputs[0]
     for index, value in enumerate((*finalize.outputs, *normalize.outputs)):
         value.name = f"{y.name}/inference_{index}"

@@ -20,7 +20,8 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import Leaf, is_channel_concat, leaves
 from bnfuse.opset.traffic import RESHAPES, SPLITS
-from bnfuse.runtime.kernels.kernel import MapType, Target
+from bnfuse.runtime.kernels.kernel import MapType
+from bnfuse.runtime.targets.target import Target
 
 HALVES = ("bfloat16", "float16")  # the types in which a GPU stores maps that are float32 in the file
 ALIGN = 8  # elements: the most that a MapType's `align` promises

@@ -64,14 +64,14 @@ def local_normalize(low: Lowering, node: ir.Node, operands: Values, results: Val
     x = low.map(operands["x"])
     y = low.new_map(results.get("y"), low.shape(operands["x"]))
     factors = {name: rows(low, operands[name]) for name in ("a", "b")}
-    _map_groups(low, node, OpSpec(("Normalize",), "Map"), {"x": x, "y": y}, factors, attributes)
+    _map_groups(low, node, OpSpec(("Normalize",), "Pointwise"), {"x": x, "y": y}, factors, attributes)
 
 
 def local_scale(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
     dz = low.map(operands["dz"])
     dx = low.new_map(results.get("dx"), low.shape(operands["dz"]))
     factors = {"acc_p": rows(low, operands["p"])}
-    _map_groups(low, node, OpSpec((), "MapGrad", ("Scale",)), {"dy": dz, "dx": dx}, factors, attributes)
+    _map_groups(low, node, OpSpec((), "PointwiseGrad", ("Scale",)), {"dy": dz, "dx": dx}, factors, attributes)
 
 
 def _map_groups(
@@ -82,8 +82,8 @@ def _map_groups(
     factors: Mapping[str, MapRef],
     attributes: Attributes,
 ) -> None:
-    """A Map or MapGrad over each group with its own coefficients."""
-    generator = "map:map_backward" if spec.is_gradient else "map:map_forward"
+    """A Pointwise or PointwiseGrad over each group with its own coefficients."""
+    generator = "pointwise:pointwise_backward" if spec.is_gradient else "pointwise:pointwise_forward"
     for group, start, stop in each_group(low, node, next(iter(maps.values())), attributes):
         parts = {name: ref.images(start, stop) for name, ref in maps.items()}
         problem = Problem(spec.name, tuple((name, part.type) for name, part in parts.items()))

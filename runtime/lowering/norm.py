@@ -117,7 +117,7 @@ def batch_norm_source(low: Lowering, node: ir.Node) -> None:
         low.define(value, (channels,))
         low.forms[value].dense = refs[name]  # type: ignore[assignment]
     operands = {"x": x, "a": normalized[0], "b": normalized[1]}
-    composed(low, node, OpSpec(("Normalize",), "Map"), operands, {"y": y}, {})
+    composed(low, node, OpSpec(("Normalize",), "Pointwise"), operands, {"y": y}, {})
 
 
 def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
@@ -140,7 +140,7 @@ def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
     qw = {name: made[name] for name in ("q", "w")}
     batch_norm_grad_finalize(low, {**terms, "mean": mean}, qw, {"count": count, "start": 0, "stop": channels})
     operands = {"dy": dy, "grad_x": x, "grad_p": made["a"], "grad_q": made["q"], "grad_w": made["w"]}
-    composed(low, node, OpSpec(("BatchNormGrad",), "MapGrad"), operands, {"dx": dx}, {})
+    composed(low, node, OpSpec(("BatchNormGrad",), "PointwiseGrad"), operands, {"dx": dx}, {})
 
 
 def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int:

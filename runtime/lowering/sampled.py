@@ -51,7 +51,7 @@ def _place(low: Lowering, node: ir.Node, value: ir.Value, limit: Box | Points) -
         raise low.error(node, f"has a sample outside of its map: '{value.name}' must lie within {limit}")
     if constant is None and not value.is_graph_input():
         raise low.error(node, f"reads where its sample lies from '{value.name}': only inputs and constants can say it")
-    if constant is None and value.name not in low.roles.offsets:
+    if constant is None and value.name not in low.signature.offsets:
         raise low.error(node, f"reads where its sample lies from input '{value.name}', which has another role")
     if low.form(value).dtype != "int64":
         raise low.error(node, f"reads where its sample lies from '{value.name}', which is no int64")
@@ -76,7 +76,7 @@ def drawn(low: Lowering, said: Sampling) -> Sampling:
                 )
         places[name] = place
     order = [*(name for name in said.places if name in places), *(name for name in places if name not in said.places)]
-    return Sampling({name: places[name] for name in order}, low.roles.virtual, said.random)
+    return Sampling({name: places[name] for name in order}, low.signature.virtual, said.random)
 
 
 def _within(place: Box | Points, limit: Box | Points) -> bool:

@@ -1,7 +1,8 @@
 """Lowering of source graphs' operators to the kernels of `ai.bnfuse`: what a training graph is made of before any pass.
 
-A plain Conv with bias is `ConvBias`, a Relu `ReluMap`, a ReluGrad `MapGradReluGrad`; BatchNormInternal is the two
-sweeps of its statistics, the C-sized finalize and `NormalizeMap`. What has no kernel here goes to lower_generic.py.
+A plain Conv with bias is `ConvBias`, a Relu `ReluPointwise`, a ReluGrad `PointwiseGradReluGrad`; BatchNormInternal is
+the two sweeps of its statistics, the C-sized finalize and `NormalizePointwise`. What has no kernel here goes to
+lower_generic.py.
 """
 
 from __future__ import annotations
@@ -202,25 +203,27 @@ def _pool_grad(low: Lowering, node: ir.Node, forward: ir.Node, core: str, operan
 
 
 def lower_relu(low: Lowering, node: ir.Node) -> None:
-    composed(low, node, OpSpec(("Relu",), "Map"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {})
+    composed(low, node, OpSpec(("Relu",), "Pointwise"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {})
 
 
 def lower_relu_grad(low: Lowering, node: ir.Node) -> None:
     """The second operand is the Relu's input or its output: both have the same sign."""
     dy, x = low.operand(node, 0), low.operand(node, 1)
-    composed(low, node, OpSpec((), "MapGrad", ("ReluGrad",)), present(dy=dy, x=x), present(dx=result(node, 0)), {})
+    composed(
+        low, node, OpSpec((), "PointwiseGrad", ("ReluGrad",)), present(dy=dy, x=x), present(dx=result(node, 0)), {}
+    )
 
 
 def lower_quick_gelu(low: Lowering, node: ir.Node) -> None:
     alpha = {"alpha": attributes_of(node).get("alpha", 1.702)}
     operands = present(x=low.operand(node, 0))
-    composed(low, node, OpSpec(("QuickGelu",), "Map"), operands, present(y=result(node, 0)), alpha)
+    composed(low, node, OpSpec(("QuickGelu",), "Pointwise"), operands, present(y=result(node, 0)), alpha)
 
 
 def lower_quick_gelu_grad(low: Lowering, node: ir.Node) -> None:
     alpha = {"alpha": attributes_of(node).get("alpha", 1.702)}
     operands = present(dy=low.operand(node, 0), x=low.operand(node, 1))
-    spec = OpSpec((), "MapGrad", ("QuickGeluGrad",))
+    spec = OpSpec((), "PointwiseGrad", ("QuickGeluGrad",))
     composed(low, node, spec, operands, present(dx=result(node, 0)), alpha)
 
 
@@ -231,7 +234,7 @@ def lower_clip(low: Lowering, node: ir.Node) -> None:
         lower_generic(low, node)
         return
     attributes = dict(zip(("min", "max"), bounds, strict=True))
-    composed(low, node, OpSpec(("Clip",), "Map"), present(x=x), present(y=result(node, 0)), attributes)
+    composed(low, node, OpSpec(("Clip",), "Pointwise"), present(x=x), present(y=result(node, 0)), attributes)
 
 
 def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float] | None:
@@ -253,7 +256,7 @@ def lower_add(low: Lowering, node: ir.Node) -> None:
     if forms[0].shape != forms[1].shape or any(f.dtype != "float32" or not f.shape for f in forms):
         lower_generic(low, node)
         return
-    composed(low, node, OpSpec(("Add",), "Map"), present(x=x, skip=skip), present(y=result(node, 0)), {})
+    composed(low, node, OpSpec(("Add",), "Pointwise"), present(x=x, skip=skip), present(y=result(node, 0)), {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +305,7 @@ def lower_mul(low: Lowering, node: ir.Node) -> None:
         return
     attributes = dict(zip(("min", "max"), found.bounds, strict=True))
     operands = present(dy=found.dy, x=found.x)
-    composed(low, node, OpSpec((), "MapGrad", ("ClipGrad",)), operands, present(dx=result(node, 0)), attributes)
+    composed(low, node, OpSpec((), "PointwiseGrad", ("ClipGrad",)), operands, present(dx=result(node, 0)), attributes)
 
 
 # -- channels ------------------------------------------------------------------------------------------------------

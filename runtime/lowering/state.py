@@ -10,12 +10,13 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.sampling import Box, Points
-from bnfuse.graph.signature import Roles
-from bnfuse.runtime.codegen.build import Request
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.graph.signature import GraphSignature
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs, static_shape
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets.target import Target
 
 Ref = MapRef | int  # a map, or the storage of a dense tensor
 
@@ -25,8 +26,8 @@ COEFFICIENTS = "coefficients:coefficients"  # the generator of what is computed 
 class Lowering:
     """State of one lowering. Operators' functions read `node`, ask for operands, define results, launch."""
 
-    def __init__(self, graph: ir.Graph, roles: Roles, target: Target, opset: int) -> None:
-        self.graph, self.roles, self.target, self.opset = graph, roles, target, opset
+    def __init__(self, graph: ir.Graph, signature: GraphSignature, target: Target, opset: int) -> None:
+        self.graph, self.signature, self.target, self.opset = graph, signature, target, opset
         self.forms: dict[ir.Value, Form] = {}
         self.storages: list[p.Storage] = []
         self.made: dict[Request, Kernel] = {}

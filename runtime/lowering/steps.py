@@ -25,8 +25,8 @@ POOL_GRADS = ("MaxPoolGrad", "AveragePoolGrad", "GlobalAveragePoolGrad")
 GENERATORS = {
     "Conv": "conv_forward:conv_forward",
     **dict.fromkeys(CONV_GRADS, "conv_backward:conv_backward"),
-    "Map": "map:map_forward",
-    "MapGrad": "map:map_backward",
+    "Pointwise": "pointwise:pointwise_forward",
+    "PointwiseGrad": "pointwise:pointwise_backward",
     **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), "pool:pool_forward"),
     **dict.fromkeys(POOL_GRADS, "pool:pool_backward"),
 }
@@ -138,7 +138,7 @@ def forward_maps(
 def output_shape(
     spec: OpSpec, shape: tuple[int, ...], weight: tuple[int, ...], attributes: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    if spec.core == "Map":
+    if spec.core == "Pointwise":
         return shape
     n, c, *size = shape
     if spec.core == "GlobalAveragePool":

@@ -15,9 +15,9 @@ from bnfuse.runtime.program.optim import SGD, Optimizer, decays, unused_globs
 
 def update_phase(low: Lowering, optimizer: Optimizer) -> None:
     """Add the optimiser's launch and its moments. Every trainable parameter must have a gradient."""
-    names = low.roles.trainable
+    names = low.signature.trainable
     outputs = {value.name for value in low.graph.outputs}
-    missing = [name for name in names if low.roles.gradients.get(name) not in outputs]
+    missing = [name for name in names if low.signature.gradients.get(name) not in outputs]
     if missing or not names:
         what = f"parameter '{missing[0]}' has no gradient among the outputs" if missing else "nothing is trainable"
         raise BnfuseError(f"{what}: build the training graph anew, or compile it without an optimizer")

@@ -133,7 +133,7 @@ class Program:
     gradients: dict[str, Tensor]
     running: dict[str, Tensor]
     new_running: dict[str, Tensor]
-    roles: dict[str, Any]
+    signature: dict[str, Any]
     report: Report
     ignored_label: int | None = None  # one that the loss leaves out, though it is no class
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value

@@ -160,8 +160,8 @@ def test_a_forward_graph_in_place_of_a_training_graph(at, capsys):
 
 def test_roles_that_name_what_is_not_there(at, capsys, train):
     model = copy_of(train)
-    roles = next(p for p in model.metadata_props if p.key == "bnfuse.roles")
-    roles.value = json.dumps({**json.loads(roles.value), "loss": "nowhere"})
+    signature = next(p for p in model.metadata_props if p.key == "bnfuse.roles")
+    signature.value = json.dumps({**json.loads(signature.value), "loss": "nowhere"})
     onnx.save(model, at / "t.onnx")
     assert "nowhere" in refused(capsys, "inspect", "t.onnx")
 

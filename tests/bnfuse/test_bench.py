@@ -10,15 +10,16 @@ import pytest
 
 import bnfuse
 from bnfuse import api
-from bnfuse.benchmarking import candidates, compiling, memory, results, run
+from bnfuse.benchmarking import candidates, choices, compiling, memory, results, run
 from bnfuse.benchmarking.plot import plot
 from bnfuse.benchmarking.profiles import Profile, rows_of
 from bnfuse.cli import main
 from bnfuse.core.errors import BnfuseError
-from bnfuse.measuring import children, choices, idle, limits
-from bnfuse.measuring.choices import Variant
+from bnfuse.core.times import Times, summarize
+from bnfuse.measuring import children, idle, limits
 from bnfuse.measuring.limits import Limits
-from bnfuse.measuring.times import Times, summarize
+from bnfuse.passes import variants
+from bnfuse.passes.variants import Variant
 from bnfuse.runtime.program.program import Work
 from bnfuse.runtime.session import LaunchTime
 from bnfuse.verifying.verification import draw_feeds
@@ -45,19 +46,19 @@ def train(tmp_path_factory):
 
 def test_levels_come_as_comma_lists_or_repeated_and_count_once():
     expected = (Variant("none", False), Variant("icf", True))
-    assert choices.variants(["none,icf"]) == choices.variants(["none", "icf"]) == expected
-    assert choices.variants(["icf, none", "icf", "icf+pool-first"]) == expected[::-1]
+    assert variants.variants(["none,icf"]) == variants.variants(["none", "icf"]) == expected
+    assert variants.variants(["icf, none", "icf", "icf+pool-first"]) == expected[::-1]
 
 
 def test_a_variant_is_named_by_its_level_and_by_the_option_where_it_is_not_the_levels_own():
-    found = choices.variants(["none,none+pool-first,bnff+no-pool-first", "icf+no-pool-first,icf+pool-first"])
+    found = variants.variants(["none,none+pool-first,bnff+no-pool-first", "icf+no-pool-first,icf+pool-first"])
     assert [v.name for v in found] == ["none", "none+pool-first", "bnff", "icf+no-pool-first", "icf"]
     assert [v.pool_first for v in found] == [False, True, False, False, True]
-    assert all(choices.variant(v.name) == v for v in found)
+    assert all(variants.variant(v.name) == v for v in found)
 
 
 def test_each_level_comes_also_with_each_sampling():
-    found = choices.variants(["none,icf"], ["fs:1/32", "bs:4"])
+    found = variants.variants(["none,icf"], ["fs:1/32", "bs:4"])
     names = ["none", "icf", "none fs:1/32", "icf fs:1/32", "none bs:4", "icf bs:4"]
     assert [v.name for v in found] == names
 
@@ -69,9 +70,9 @@ def test_an_unknown_level_is_one_line(train, capsys, text):
     assert line.count("\n") == 1 and "none, rcf, mvf, bnff, icf" in line and "+pool-first" in line
 
 
-def test_peers_come_as_comma_lists_or_repeated_and_an_unknown_one_is_one_line(train, capsys):
-    assert choices.peers(["ort,torch", "torch-cl", "ort"]) == ("ort", "torch", "torch-cl")
-    assert choices.peers(["torch-compile"]) == ("torch-compile",)
+def test_baselines_come_as_comma_lists_or_repeated_and_an_unknown_one_is_one_line(train, capsys):
+    assert choices.baselines(["ort,torch", "torch-cl", "ort"]) == ("ort", "torch", "torch-cl")
+    assert choices.baselines(["torch-compile"]) == ("torch-compile",)
     assert main(["bench", str(train), "--against", "ort,jax"]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and "'jax'" in line and "ort, torch, torch-cl, torch-compile" in line
@@ -88,7 +89,7 @@ def test_torch_that_is_not_there_is_one_line_before_anything_is_compiled(train, 
 def test_the_two_pool_first_settings_of_a_level_give_different_graphs(train):
     graph = bnfuse.graph.training_graph.open_graph(train)
     poolings = [
-        candidates.rewrite_variant(graph, choices.variant(name)).report.to_json()["passes"][0]["name"]
+        variants.rewrite_variant(graph, variants.variant(name)).report.to_json()["passes"][0]["name"]
         for name in ("none+pool-first", "icf", "icf+no-pool-first")
     ]
     assert poolings[:2] == ["pool-first"] * 2 and poolings[2] != "pool-first"
@@ -307,7 +308,7 @@ def test_the_command_passes_everything_on(train, capsys, monkeypatch):
 
 
 def test_nothing_to_measure_is_refused(train):
-    with pytest.raises(BnfuseError, match="name a level or a peer"):
+    with pytest.raises(BnfuseError, match="name a level or a baseline"):
         api.bench(train, levels=[])
 
 
@@ -321,13 +322,13 @@ def test_steps_that_are_timed_do_not_learn_the_batch_by_heart(train):
         candidates.CompiledCandidate("icf", step, feeds).run()
     after = step.state_dict()
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
-    assert moved == set(graph.roles.running)
+    assert moved == set(graph.signature.running)
 
 
 @pytest.mark.torch
-def test_torchs_peers_do_not_learn_either(train):
+def test_torchs_baselines_do_not_learn_either(train):
     graph = bnfuse.graph.training_graph.open_graph(train)
-    step = candidates.make_peer(graph, "torch", draw_feeds(graph, np.random.default_rng(0)), 1)
+    step = candidates.make_baseline(graph, "torch", draw_feeds(graph, np.random.default_rng(0)), 1)
     before = [parameter.detach().clone() for parameter in step.module.parameters()]
     step.run()
     step.run()
@@ -335,7 +336,7 @@ def test_torchs_peers_do_not_learn_either(train):
 
 
 @pytest.mark.torch
-def test_torchs_peers_are_measured_in_the_same_way(train):
+def test_torchs_baselines_are_measured_in_the_same_way(train):
     found = api.bench(train, levels=[], against=["torch-cl,torch"], repetitions=1, warm_up=1, wait=0, threads=1)
     assert [r.name for r in found.results] == ["torch-cl", "torch"]
     for result in found.results:

@@ -1,4 +1,4 @@
-"""The benchmark on a GPU, as far as it goes without one: what can be asked for, sums, tables, which peers count."""
+"""The benchmark on a GPU, as far as it goes without one: what can be asked for, sums, tables, which baselines count."""
 
 import sys
 import types
@@ -9,16 +9,15 @@ import pytest
 
 from bnfuse.baselines import TorchStep, cuda
 from bnfuse.baselines.names import is_graph, without_graph
-from bnfuse.benchmarking import run
+from bnfuse.benchmarking import choices, run
 from bnfuse.benchmarking.cuda import cudnn, memory
 from bnfuse.benchmarking.cuda.cudnn import Convolution, Floor
 from bnfuse.benchmarking.results import Benchmark, Result
 from bnfuse.build import build_training_graph
 from bnfuse.cli import main
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.times import Times, summarize
 from bnfuse.graph.training_graph import open_graph
-from bnfuse.measuring import choices
-from bnfuse.measuring.times import Times, summarize
 from bnfuse.models import build_forward
 
 EVERY = "torch,torch-cl,torch-compile,torch+graph,torch-cl+graph,torch-compile+graph"
@@ -35,13 +34,13 @@ def train(tmp_path_factory):
 # -- what can be asked for -------------------------------------------------------------------------------------------
 
 
-def test_peers_on_a_gpu_come_with_and_without_a_graph():
-    assert choices.peers([EVERY], "cuda:sm_90") == tuple(EVERY.split(","))
-    assert [without_graph(peer) for peer in EVERY.split(",") if is_graph(peer)] == EVERY.split(",")[:3]
+def test_baselines_on_a_gpu_come_with_and_without_a_graph():
+    assert choices.baselines([EVERY], "cuda:sm_90") == tuple(EVERY.split(","))
+    assert [without_graph(baseline) for baseline in EVERY.split(",") if is_graph(baseline)] == EVERY.split(",")[:3]
     with pytest.raises(BnfuseError, match=r"'ort' on a GPU.*torch-cl\+graph"):
-        choices.peers(["ort"], "cuda")
+        choices.baselines(["ort"], "cuda")
     with pytest.raises(BnfuseError, match=r"cannot measure against 'torch\+graph': there are ort"):
-        choices.peers(["torch+graph"])
+        choices.baselines(["torch+graph"])
 
 
 def test_a_precision_is_a_gpus_and_is_known():
@@ -77,9 +76,9 @@ def test_without_a_gpu_a_benchmark_on_one_is_refused_in_one_line_before_any_work
     assert line.count("\n") == 1 and "no NVIDIA GPU" in line
 
 
-def test_torch_peers_of_a_gpu_are_refused_on_a_cpu(train):
+def test_torch_baselines_of_a_gpu_are_refused_on_a_cpu(train):
     graph = open_graph(train)
-    with pytest.raises(BnfuseError, match=r"no torch peer 'torch\+graph': there is torch, torch-cl, torch-compile"):
+    with pytest.raises(BnfuseError, match=r"no torch baseline 'torch\+graph': there is torch, torch-cl, torch-compile"):
         TorchStep(graph, "torch+graph", {})
     with pytest.raises(BnfuseError, match="on a CPU torch's step is fp32, not bf16"):
         TorchStep(graph, "torch", {}, precision="bf16")
@@ -141,7 +140,7 @@ def test_steps_before_a_capture_leave_no_trace():
 @pytest.mark.torch
 def test_another_batch_goes_into_the_tensors_that_steps_read(train):
     graph = open_graph(train)
-    data, labels = graph.roles.data[0], graph.roles.labels[0]
+    data, labels = graph.signature.data[0], graph.signature.labels[0]
     rng = np.random.default_rng(0)
     one, two = (
         {data: rng.standard_normal(graph.shape_of(data)).astype(np.float32), labels: np.array([i, 1])} for i in (0, 1)
@@ -225,7 +224,7 @@ def test_what_a_benchmark_on_a_gpu_needs_is_imported_without_tvm_and_onnxruntime
     absent = ("tvm", "tvm_ffi", "onnxruntime", "onnx_graphsurgeon", "typer", "matplotlib", "sklearn", "PIL")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
         f"import bnfuse.{name}"
-        for name in ("peers", "feeds", "runtime.artefact", "benchmarking.profiles", "benchmarking.cuda.memory")
+        for name in ("baselines", "feeds", "runtime.artifact", "benchmarking.profiles", "benchmarking.cuda.memory")
     )
     code += "\nfrom bnfuse.runtime import load_step\nfrom bnfuse.benchmarking.cuda import card, cudnn, limits, step\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=import_root())

@@ -209,7 +209,7 @@ def test_the_reference_is_float64(scripts, model):
 
     feeds = draw_feeds(graph, np.random.default_rng(0))
     expected = scripts.errors.reference_gradients(graph, feeds)
-    assert expected.keys() == {"", *graph.roles.gradients}
+    assert expected.keys() == {"", *graph.signature.gradients}
     assert all(value.dtype == np.float64 for value in expected.values())
     rewritten = passes.rewrite(open_graph(ir.from_proto(model), name="resnet").model, level="icf").model
     step = runtime.compile_step(rewritten, threads=1)

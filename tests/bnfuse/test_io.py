@@ -18,7 +18,7 @@ from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph import io
 from bnfuse.graph.artifacts import expose_results
-from bnfuse.graph.signature import METADATA_KEY, roles_of
+from bnfuse.graph.signature import METADATA_KEY, signature_of
 from bnfuse.models import build_forward, build_graph
 
 
@@ -292,7 +292,7 @@ artifacts.generate_artifacts(model, requires_grad=train, frozen_params=running,
 def test_graph_and_checkpoint_of_generate_artifacts_load(artifacts, training):
     model = io.load(artifacts / "training_model.onnx", checkpoint=artifacts / "checkpoint")
     io.require_training(model)
-    found, expected = roles_of(model), roles_of(io.load(training))
+    found, expected = signature_of(model), signature_of(io.load(training))
     assert set(found.trainable) == set(expected.trainable) and found.running == expected.running
     assert (found.data, found.labels, found.logits) == (("data",), ("labels",), "logits")
     source = {t.name: numpy_helper.to_array(t) for t in onnx.load(artifacts / "forward.onnx").graph.initializer}
@@ -339,7 +339,7 @@ def test_checkpoints_that_are_none(artifacts, tmp_path, training):
         io.load(other, checkpoint=artifacts / "checkpoint")
 
 
-# Roles
+# GraphSignature
 
 
 def foreign(training: onnx.ModelProto) -> ir.Model:
@@ -349,13 +349,13 @@ def foreign(training: onnx.ModelProto) -> ir.Model:
 
 
 def test_roles_of_a_foreign_file_are_inferred(training):
-    assert roles_of(foreign(training)) == roles_of(io.load(training))
+    assert signature_of(foreign(training)) == signature_of(io.load(training))
 
 
 def test_frozen_parameters_of_a_foreign_file_are_told_from_data():
     source = build_forward("resnet20", batch=2, image=8)
     model = build_training_graph(source, freeze=["stem/*"])
-    assert roles_of(foreign(model)) == roles_of(io.load(model))
+    assert signature_of(foreign(model)) == signature_of(io.load(model))
 
 
 def test_roles_can_be_given(training):
@@ -369,7 +369,7 @@ def test_roles_can_be_given(training):
                 node.input[index] = "picture"
     del model.metadata_props[:]
     loaded = io.load(model, data_input="picture", labels_input="labels")
-    assert roles_of(loaded).data == ("picture",)
+    assert signature_of(loaded).data == ("picture",)
     with pytest.raises(BnfuseError, match="has no input 'image': there are picture, labels, "):
         io.load(model, data_input="image")
 
@@ -378,10 +378,8 @@ def test_damaged_roles(training):
     for text in ("{", "[]", '{"data": 3}', '{"data": ["data"]}', "null", '{"what": 1}'):
         model = io.load(training)
         model.metadata_props[METADATA_KEY] = text
-        with pytest.raises(
-            BnfuseError, match=r"its bnfuse.graph.signature metadata is damaged .*: build it anew"
-        ) as caught:
-            roles_of(model)
+        with pytest.raises(BnfuseError, match=r"its bnfuse.roles metadata is damaged .*: build it anew") as caught:
+            signature_of(model)
         assert "\n" not in str(caught.value)
 
 
@@ -390,13 +388,13 @@ def test_roles_that_do_not_match_the_graph(training):
     text = model.metadata_props[METADATA_KEY]
     model.metadata_props[METADATA_KEY] = text.replace('"labels"]', '"nobody"]')
     with pytest.raises(BnfuseError, match="has no input 'nobody', which its roles name"):
-        roles_of(model)
+        signature_of(model)
     model.metadata_props[METADATA_KEY] = text.replace('"loss": "loss"', '"loss": "gain"')
     with pytest.raises(BnfuseError, match="has no output 'gain', which its roles name"):
-        roles_of(model)
+        signature_of(model)
     model.metadata_props[METADATA_KEY] = text.replace('"data": ["data"]', '"data": []')
     with pytest.raises(BnfuseError, match="input 'data' must have exactly one role"):
-        roles_of(model)
+        signature_of(model)
 
 
 @pytest.mark.parametrize("kind", [TensorProto.STRING, TensorProto.FLOAT, TensorProto.UINT8])
@@ -405,12 +403,12 @@ def test_labels_of_a_type_that_the_loss_does_not_take(training, kind):
     next(v for v in model.graph.input if v.name == "labels").type.tensor_type.elem_type = kind
     name = TensorProto.DataType.Name(kind)
     with pytest.raises(BnfuseError, match=f"labels input 'labels' is {name}: it must be int64"):
-        roles_of(io.load(model))
+        signature_of(io.load(model))
 
 
 def test_labels_of_a_squared_error_are_float32():
     model = build_training_graph(build_forward("densenet40", batch=2, depth=1, image=8), loss="mse")
-    assert roles_of(io.load(model)).labels == ("labels",)
+    assert signature_of(io.load(model)).labels == ("labels",)
 
 
 def test_what_an_unknown_input_is_for(training):
@@ -418,7 +416,7 @@ def test_what_an_unknown_input_is_for(training):
     del model.metadata_props[:]
     model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, [1]))
     with pytest.raises(BnfuseError, match="what input 'flag' is for cannot be told"):
-        roles_of(io.load(model))
+        signature_of(io.load(model))
 
 
 def test_names_that_are_no_text(training, tmp_path):
@@ -503,6 +501,6 @@ def test_logits_of_artifacts_with_a_loss_written_in_steps():
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     expose_results(model)
-    found = roles_of(ir.from_proto(model), labels_input="target")
+    found = signature_of(ir.from_proto(model), labels_input="target")
     assert (found.logits, found.loss) == ("out", "onnx::reducemean_output::6")
     assert (found.data, found.trainable) == (("x",), ("w",))

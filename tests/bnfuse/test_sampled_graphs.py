@@ -80,7 +80,7 @@ def test_feeds_lie_within_their_bounds(fused):
     drawn = sampling_of(graph.model)
     for seed in range(5):
         feeds = draw_feeds(graph, np.random.default_rng(seed))
-        for name in graph.roles.offsets:
+        for name in graph.signature.offsets:
             drawn.check(name, feeds[name])
 
 
@@ -119,7 +119,7 @@ def test_the_command(tmp_path, capsys):
     assert "elements a channel" in capsys.readouterr().out
     entries = json.loads(Path(report).read_text(encoding="utf-8"))["sampled"]
     assert entries and {*entries[0]} == {"node", "spec", "ratio", "elements"}
-    assert open_graph(out).roles.offsets
+    assert open_graph(out).signature.offsets
     assert main(["rewrite", train, "-o", out, "--sample", "fs:1/4,nothing*=bn"]) == 2
     assert main(["rewrite", train, "-o", out, "--sample", "every:3"]) == 2
     assert "'every:3' is none: a spec is ns:4" in capsys.readouterr().err

@@ -238,9 +238,9 @@ def test_a_function_that_is_given_more_than_it_takes(train, tmp_path, inner):
 def test_a_gradient_of_another_shape_than_its_parameter(train):
     model, _ = changed(train, "Conv")
     entry = next(entry for entry in model.metadata_props if entry.key == "bnfuse.roles")
-    roles = json.loads(entry.value)
-    first, *_, last = roles["gradients"]
-    roles["gradients"][first] = roles["gradients"][last]
-    entry.value = json.dumps(roles)
+    signature = json.loads(entry.value)
+    first, *_, last = signature["gradients"]
+    signature["gradients"][first] = signature["gradients"][last]
+    entry.value = json.dumps(signature)
     with pytest.raises(BnfuseError, match=rf"output '{last}_grad' is .*, the input '{first}' that it is of "):
         api.rewrite(model)

@@ -140,13 +140,13 @@ def test_an_unknown_runtime_is_refused(before):
 def test_noise_is_one_rounding_and_spares_labels_and_statistics(before):
     graph, rng = open_graph(before), np.random.default_rng(0)
     feeds, state = draw_feeds(graph, rng), graph.state()
-    noisy_feeds, noisy_state = disturbed(feeds, state, graph.roles, rng)
-    data = graph.roles.data[0]
+    noisy_feeds, noisy_state = disturbed(feeds, state, graph.signature, rng)
+    data = graph.signature.data[0]
     change = np.abs(noisy_feeds[data] - feeds[data]) / np.abs(feeds[data])
     assert 0 < change.max() <= 2.0**-23
-    assert np.array_equal(noisy_feeds[graph.roles.labels[0]], feeds[graph.roles.labels[0]])
-    assert all(np.array_equal(noisy_state[name], state[name]) for name in graph.roles.running)
-    assert any(not np.array_equal(noisy_state[name], state[name]) for name in graph.roles.trainable)
+    assert np.array_equal(noisy_feeds[graph.signature.labels[0]], feeds[graph.signature.labels[0]])
+    assert all(np.array_equal(noisy_state[name], state[name]) for name in graph.signature.running)
+    assert any(not np.array_equal(noisy_state[name], state[name]) for name in graph.signature.trainable)
 
 
 @pytest.mark.parametrize("precision", [None, *ROUNDINGS])
@@ -154,8 +154,8 @@ def test_one_rounding_is_that_of_the_precision(before, precision):
     graph, rng = open_graph(before), np.random.default_rng(0)
     feeds, state = draw_feeds(graph, rng), graph.state()
     rounding = Where(precision=precision).rounding
-    noisy, _ = disturbed(feeds, state, graph.roles, rng, rounding)
-    data = graph.roles.data[0]
+    noisy, _ = disturbed(feeds, state, graph.signature, rng, rounding)
+    data = graph.signature.data[0]
     assert np.abs(noisy[data] / feeds[data] - 1).max() == pytest.approx(rounding, abs=2.0**-23)
     bits = {None: 24, "fp32": 24, "tf32": 11, "bf16": 8, "fp16": 11}[precision]  # of a significand
     assert rounding == 2.0**-bits
@@ -225,7 +225,7 @@ def test_an_unknown_precision_is_refused_before_anything_runs(before):
 
 def test_labels_run_over_all_classes(before):
     graph = open_graph(before)
-    drawn = [draw_feeds(graph, np.random.default_rng(s))[graph.roles.labels[0]] for s in range(40)]
+    drawn = [draw_feeds(graph, np.random.default_rng(s))[graph.signature.labels[0]] for s in range(40)]
     assert {int(v) for part in drawn for v in part} == set(range(graph.classes()))
 
 
@@ -241,9 +241,9 @@ def test_a_nan_is_never_equal(before):
     graph = open_graph(before)
     feeds, state = draw_feeds(graph, np.random.default_rng(0)), graph.state()
     reference = OrtRunner(graph, None).evaluate(feeds, state)
-    name = next(iter(graph.roles.gradients.values()))
+    name = next(iter(graph.signature.gradients.values()))
     broken = {**reference, name: np.full_like(reference[name], np.nan)}
-    bad = [t for t in compare(reference, broken, [reference], graph.roles) if not t.ok]
+    bad = [t for t in compare(reference, broken, [reference], graph.signature) if not t.ok]
     assert [t.tensor for t in bad] == [name]
     found = dataclasses.replace(bnfuse.verify(before, before), tensors=tuple(bad))
     assert found.worst.tensor == name
@@ -254,13 +254,13 @@ def test_the_floor_is_a_millionth_of_the_largest_gradient(before):
     graph = open_graph(before)
     feeds, state = draw_feeds(graph, np.random.default_rng(0)), graph.state()
     reference = OrtRunner(graph, None).evaluate(feeds, state)
-    gradients = list(graph.roles.gradients.values())
+    gradients = list(graph.signature.gradients.values())
     largest = max(np.linalg.norm(reference[name]) for name in gradients)
     name = gradients[0]
     base = {**reference, name: np.zeros_like(reference[name])}
     off = np.zeros_like(reference[name])
     off.flat[0] = 0.5 * MINIMUM * FLOOR * largest
-    verdict = {t.tensor: t for t in compare(base, {**base, name: off}, [base], graph.roles)}
+    verdict = {t.tensor: t for t in compare(base, {**base, name: off}, [base], graph.signature)}
     assert verdict[name].ok and verdict[name].error > 0
 
 
@@ -285,7 +285,7 @@ def test_errors_against_float64_are_no_worse_than_torchs_own(oracle, name):
     where = Where(threads=2)
     for runner in (*(OrtRunner(g, None) for g in (graph, fused)), *(CompiledRunner(g, where) for g in (graph, fused))):
         result = runner.evaluate(feeds, state)
-        floor = FLOOR * max(np.linalg.norm(exact[key]) for key in graph.roles.gradients.values())
+        floor = FLOOR * max(np.linalg.norm(exact[key]) for key in graph.signature.gradients.values())
         for key, value in result.items():
             error, own = distance(value, exact[key], floor), distance(torch32[key], exact[key], floor)
             assert error <= 2 * own + 2e-6, (type(runner).__name__, key)

@@ -44,14 +44,14 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_only_a_called_peer_imports_torch():
+def test_only_a_called_baseline_imports_torch():
     """All modules import where torch cannot be, and none but the runtime's pull it in (tvm_ffi does where it is)."""
     blocked = "import sys; sys.modules['torch'] = None\n"
     loaded = modules_after(blocked + IMPORT_ALL.format(skip=("bnfuse.nothing",)))
     assert "bnfuse.runtime.session" in loaded  # the walk did reach the subpackages
     assert "torch" not in modules_after(IMPORT_ALL.format(skip=("bnfuse.runtime",)))
     importers = [path for path in sources() if "torch" in {name.split(".")[0] for name in imports_of(path)}]
-    assert {path.relative_to(PACKAGE).parts[0] for path in importers} == {"peers"}
+    assert {path.relative_to(PACKAGE).parts[0] for path in importers} == {"baselines"}
 
 
 def test_nothing_but_the_runtime_imports_tvm():

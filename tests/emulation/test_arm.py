@@ -20,9 +20,10 @@ from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
 from bnfuse.runtime import SGD, compile_step, session
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen.build import compile_kernel
-from bnfuse.runtime.kernels.kernel import Kernel, Target
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.targets.target import Target
 
 pytestmark = pytest.mark.emulation
 
@@ -64,7 +65,7 @@ def emulators() -> Iterator[Emulators]:
 @pytest.fixture(params=["cortex-a72", "neoverse-n1"])
 def target(request: pytest.FixtureRequest, emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Target:
     monkeypatch.setattr(execute, "compile_kernel", emulators.function)
-    return targets.resolve(f"cpu:{request.param}", threads=2)
+    return resolve(f"cpu:{request.param}", threads=2)
 
 
 FORWARD = [
@@ -182,7 +183,7 @@ def compare(model: Any, mcpu: str, emulators: Emulators, monkeypatch: pytest.Mon
     here, shaken = (compile_step(model, optimizer=SGD(0.1, momentum=0.9), threads=2) for _ in range(2))
     there = emulated_step(model, mcpu, emulators, monkeypatch)
     rng = np.random.default_rng(0)
-    data, labels = (here.program.inputs[here.program.roles[role][0]] for role in ("data", "labels"))
+    data, labels = (here.program.inputs[here.program.signature[role][0]] for role in ("data", "labels"))
     for _ in range(steps):
         images = rng.standard_normal(data.shape).astype(np.float32)
         classes = rng.integers(0, 5, labels.shape)

@@ -16,7 +16,8 @@ from packed_weights import packed_raw
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
 NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 OUTPUT_SIDE = ("y", "dy", "grad_x")

@@ -11,7 +11,8 @@ import numpy as np
 
 from bnfuse.runtime.kernels.cuda import compile as compiling
 from bnfuse.runtime.kernels.cuda.device import RAW
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 ARCHITECTURES = ("sm_80", "sm_90")
 

@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from bnfuse.runtime.kernels.cpu.pool import index_dtype
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.lowering.layout import stored_dtype
+from bnfuse.runtime.targets.target import Target
 
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 NOT_MAPS = ("weight", "dweight")

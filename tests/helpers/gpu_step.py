@@ -15,10 +15,11 @@ from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack
 from bnfuse.runtime.kernels.cuda.device import RAW
-from bnfuse.runtime.kernels.kernel import Kernel, Target
+from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.lowering.graph import Lowered
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.session import Step
+from bnfuse.runtime.targets.target import Target
 
 
 def interpreted_step(graph: TrainingGraph, target: Target, fake: FakeCuda, optimizer: Optimizer | None = None) -> Step:

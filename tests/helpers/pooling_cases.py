@@ -219,8 +219,8 @@ def lower_everywhere(model: onnx.ModelProto) -> None:
     import onnx_ir as ir
 
     from bnfuse.graph.training_graph import open_graph
+    from bnfuse.runtime.backends.resolve import resolve
     from bnfuse.runtime.compile import lower_graph
-    from bnfuse.runtime.targets.resolve import resolve
 
     for target in (resolve("cpu", 2), resolve("cuda:sm_90", precision="bf16")):
         lower_graph(open_graph(ir.from_proto(model)), target, None)

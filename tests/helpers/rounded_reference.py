@@ -30,7 +30,7 @@ def rounded(values: np.ndarray, precision: str) -> np.ndarray:
 
 
 def _entered(prologue: tuple[str, ...], operands: Arrays, attributes: Mapping[str, Any]) -> np.ndarray:
-    return reference.run(OpSpec(prologue, "Map"), operands, attributes)["y"]
+    return reference.run(OpSpec(prologue, "Pointwise"), operands, attributes)["y"]
 
 
 def _forward(spec: OpSpec, operands: Arrays, attributes: Mapping[str, Any], precision: str) -> Arrays:
@@ -44,11 +44,11 @@ def _backward(spec: OpSpec, operands: Arrays, attributes: Mapping[str, Any], pre
     forward = tuple(step for step in spec.prologue if step != "BatchNormGrad")
     dy = operands["dy"]
     if "BatchNormGrad" in spec.prologue:
-        dy = reference.run(OpSpec(("BatchNormGrad",), "MapGrad"), operands, attributes)["dx"]
+        dy = reference.run(OpSpec(("BatchNormGrad",), "PointwiseGrad"), operands, attributes)["dx"]
     read = {"dy": dy, "x": _entered(forward, operands, attributes), "weight": operands["weight"]}
     read = {name: rounded(value, precision) for name, value in read.items()}
     found = reference.run(OpSpec((), spec.core), read, attributes) | {"dbias": dy.sum(axis=reference.SUMMED)}
     if "dx" in found:
-        leaving = OpSpec(forward, "MapGrad", tuple(step for step in spec.epilogue if step != "BiasGrad"))
+        leaving = OpSpec(forward, "PointwiseGrad", tuple(step for step in spec.epilogue if step != "BiasGrad"))
         found |= reference.run(leaving, {**operands, "dy": found["dx"]}, attributes)
     return found

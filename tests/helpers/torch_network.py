@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from torch_statistics import normalise
 
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 
 Statistics = Callable[[str, Any], tuple[Any, Any]]
 
@@ -26,9 +26,9 @@ Statistics = Callable[[str, Any], tuple[Any, Any]]
 def run(
     model: onnx.ModelProto, body: str, feeds: dict[str, np.ndarray], statistics: Statistics
 ) -> dict[str, np.ndarray]:
-    roles = Roles.from_json(next(p.value for p in model.metadata_props if p.key == "bnfuse.roles"))
+    signature = GraphSignature.from_json(next(p.value for p in model.metadata_props if p.key == "bnfuse.roles"))
     values = {t.name: torch.tensor(onnx.numpy_helper.to_array(t).astype(np.float64)) for t in model.graph.initializer}
-    for name in roles.trainable:
+    for name in signature.trainable:
         values[name].requires_grad_()
     network = Network(values, statistics)
     maps = {"x": torch.tensor(feeds["x"])}
@@ -42,8 +42,8 @@ def run(
     logits = functional.linear(maps["out"].mean((2, 3)), values["fc/weight"], values["fc/bias"])
     loss = functional.cross_entropy(logits, torch.tensor(feeds["labels"]))
     loss.backward()
-    found = {roles.loss: loss} | {output: values[name].grad for name, output in roles.gradients.items()}
-    found |= {output: network.running[name] for name, output in roles.running.items()}
+    found = {signature.loss: loss} | {output: values[name].grad for name, output in signature.gradients.items()}
+    found |= {output: network.running[name] for name, output in signature.running.items()}
     return {name: value.detach().numpy() for name, value in found.items()}
 
 

@@ -95,7 +95,7 @@ def test_the_relu_after_a_residual_add_goes_into_the_add(training, rewritten, op
         out = maxpool(v)
     """)
     result = rewritten(model, "bnff")
-    assert ops(result).count("NormalizeAddReluMap") == 2
+    assert ops(result).count("NormalizeAddReluPointwise") == 2
     assert result.report.unfused == ()
     golden.check(result.model)
 
@@ -111,7 +111,7 @@ def test_a_residual_of_two_batch_norms_has_one_gradient_for_both(training, rewri
         out = maxpool(r)
     """)
     result = rewritten(model, "bnff")
-    assert "NormalizeAddNormalizedReluMap" in ops(result)
+    assert "NormalizeAddNormalizedReluPointwise" in ops(result)
     assert "MaxPoolGradReluGradReduceOtherReduceOther" in ops(result)
     assert result.report.unfused == ()
 
@@ -125,7 +125,7 @@ def test_a_relu_before_the_residual_add(training, rewritten, ops):
         s = add(r, b)
         out = maxpool(s)
     """)
-    assert "NormalizeReluAddMap" in ops(rewritten(model, "bnff"))
+    assert "NormalizeReluAddPointwise" in ops(rewritten(model, "bnff"))
 
 
 def test_a_batch_norm_after_an_add_gets_its_statistics_from_the_add(training, rewritten, ops):
@@ -138,7 +138,7 @@ def test_a_batch_norm_after_an_add_gets_its_statistics_from_the_add(training, re
         out = conv(r, 4)
     """)
     result = rewritten(model, "bnff")
-    assert "AddMapStatistics" in ops(result)
+    assert "AddPointwiseStatistics" in ops(result)
     assert result.report.unfused == ()
 
 

@@ -95,8 +95,8 @@ def declare(graph: onnx.GraphProto, rng: random.Random) -> str:
 
 
 def computed(graph: TrainingGraph, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    roles = graph.roles
-    wanted = [roles.loss, *roles.gradients.values(), *roles.running.values()]
+    signature = graph.signature
+    wanted = [signature.loss, *signature.gradients.values(), *signature.running.values()]
     return OrtGraph(graph.model, name=graph.name).run({**graph.state(), **feeds}, wanted)
 
 
@@ -112,15 +112,17 @@ def test_a_mutant_is_refused_in_a_line_or_computes_the_same(training, part):
         try:
             graph = open_graph(io.load(model), name="mutant")
             graph.state()
-            rewritten = {level: rewrite(graph.model, level=level, roles=graph.roles).model for level in ("bnff", "icf")}
+            rewritten = {
+                level: rewrite(graph.model, level=level, signature=graph.signature).model for level in ("bnff", "icf")
+            }
             feeds = draw_feeds(graph, np.random.default_rng(seed))
             expected = computed(graph, feeds)
         except BnfuseError as error:
             assert is_one_line(error), f"{seed}, {what}: {error}"
             continue
-        floor = 1e-3 * max(float(np.linalg.norm(expected[name])) for name in graph.roles.gradients.values())
+        floor = 1e-3 * max(float(np.linalg.norm(expected[name])) for name in graph.signature.gradients.values())
         for level, after in rewritten.items():
-            found = computed(TrainingGraph(after, graph.roles, level), feeds)
+            found = computed(TrainingGraph(after, graph.signature, level), feeds)
             for name, value in expected.items():
                 error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + floor)
                 assert not error > 1e-3, f"{seed}, {what}: {level} gives {name} off by {error:.1e}"

@@ -11,7 +11,7 @@ def test_relu_moves_into_both_convolutions_that_read_it(training, rewritten, ops
     """)
     result = rewritten(model, "rcf")
     assert [op for op in ops(result) if "Relu" in op] == [
-        "MapGradReluGrad",
+        "PointwiseGradReluGrad",
         "ReluConv",
         "ReluConv",
         "ReluConvGrad",

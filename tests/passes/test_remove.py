@@ -13,7 +13,7 @@ from bnfuse import api, passes, runtime
 from bnfuse.build import build_training_graph
 from bnfuse.cli import main
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.signature import roles_of
+from bnfuse.graph.signature import signature_of
 from bnfuse.models import build_forward
 from bnfuse.opset.schemas import check_model
 from bnfuse.passes import rewrite
@@ -137,10 +137,10 @@ def test_vgg_with_the_published_placement_leaves_nothing_unfused(kept_affine):
 def test_roles_follow(training):
     model = training(CHAIN)
     for kept_affine in (False, True):
-        roles = roles_of(rewrite(model, remove="2", keep_affine=kept_affine).model)
-        assert {*roles.running} == {"n/mean", "n/var"}
-        assert ({"m/scale", "m/bias"} <= {*roles.trainable}) is kept_affine
-        assert {*roles.gradients} == {*roles.trainable}
+        signature = signature_of(rewrite(model, remove="2", keep_affine=kept_affine).model)
+        assert {*signature.running} == {"n/mean", "n/var"}
+        assert ({"m/scale", "m/bias"} <= {*signature.trainable}) is kept_affine
+        assert {*signature.gradients} == {*signature.trainable}
 
 
 def test_a_bias_before_a_removed_batch_norm_stays(training):
@@ -286,7 +286,7 @@ def test_the_command_line(training, tmp_path, capsys):
 
 
 def test_a_graph_of_others_keeps_what_it_was_told(training):
-    """Roles that only the call states are those of the result."""
+    """GraphSignature that only the call states are those of the result."""
     model = training(CHAIN)
     del model.metadata_props["bnfuse.roles"]
-    assert "m/scale" not in roles_of(api.rewrite(model, remove=[2], data_input="x").model).trainable
+    assert "m/scale" not in signature_of(api.rewrite(model, remove=[2], data_input="x").model).trainable

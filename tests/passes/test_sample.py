@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.sampling import Box, Points, sampling_of
-from bnfuse.graph.signature import roles_of
+from bnfuse.graph.signature import signature_of
 from bnfuse.opset.schemas import check_model
 from bnfuse.passes import LEVELS, rewrite
 from bnfuse.passes.sampling.parts import rectangle
@@ -205,8 +205,8 @@ def sampled(training):
         check_model(ir.to_proto(result.model))
         again = rewrite(result.model, level=level)
         assert [entry.name for entry in again.report.passes if entry.changed] == []
-        roles = roles_of(result.model)
-        assert roles.offsets == tuple(sampling_of(result.model).places)
+        signature = signature_of(result.model)
+        assert signature.offsets == tuple(sampling_of(result.model).places)
         return result
 
     return check
@@ -237,7 +237,7 @@ def assert_no_sweep(result, count: int, *, full: bool) -> None:
 
 
 def test_a_sample_that_moves_is_an_input_and_one_that_stays_is_none(sampled):
-    assert roles_of(sampled(COMPOSITE, "ns:1").model).offsets == ()
+    assert signature_of(sampled(COMPOSITE, "ns:1").model).offsets == ()
     model = sampled(COMPOSITE, "fs:1/4").model
     assert sampling_of(model).places == {"n/offset": Box((0, 0, 0), (0, 4, 4)), "m/offset": Box((0, 0, 0), (0, 4, 4))}
     model = sampled(COMPOSITE, "frs:1/8,n=bs:1").model
@@ -249,14 +249,16 @@ def test_a_sample_that_moves_is_an_input_and_one_that_stays_is_none(sampled):
 def test_names_of_offsets_are_made_unique(training):
     source = training(COMPOSITE)
     source.graph.inputs[0].name = "n/offset"
-    roles = roles_of(source, data_input="n/offset")
-    source.metadata_props["bnfuse.roles"] = roles.to_json()
+    signature = signature_of(source, data_input="n/offset")
+    source.metadata_props["bnfuse.roles"] = signature.to_json()
     assert [*sampling_of(rewrite(source, sample="fs:1/4").model).places] == ["n/offset_1", "m/offset"]
 
 
 def test_another_offset_gives_another_loss_and_the_same_one_the_same(sampled, ort):
     model = sampled(COMPOSITE, "bs:1").model
-    losses = [ort(model, {name: np.array([n, 0, 0]) for name in roles_of(model).offsets})["loss"] for n in (0, 1, 0)]
+    losses = [
+        ort(model, {name: np.array([n, 0, 0]) for name in signature_of(model).offsets})["loss"] for n in (0, 1, 0)
+    ]
     assert losses[0] == losses[2] != losses[1]
 
 
@@ -269,7 +271,7 @@ def test_a_composite_layer(level, sampled, golden):
 def test_a_dense_block_accumulates_scaled_gradients_and_adds_in_the_samples(body, sampled, golden):
     result = sampled(BODIES[body], "fs:1/4")
     assert result.report.unfused == ()
-    assert not {"SplitTraining", "Sum", "MapGradScale", "MapGradAccumulate"} & {*kinds(result)}
+    assert not {"SplitTraining", "Sum", "PointwiseGradScale", "PointwiseGradAccumulate"} & {*kinds(result)}
     golden.check(result.model)
 
 
@@ -297,7 +299,7 @@ def test_the_scale_stays_where_the_gradient_serves_a_skip_too(sampled):
 def test_branches_sink_through_their_concat(sampled):
     result = sampled(BRANCHES, "fs:1/4")
     assert "NormalizeReluMaxPool" in kinds(result)
-    assert kinds(result).count("SliceMapGradScale") == 2
+    assert kinds(result).count("SlicePointwiseGradScale") == 2
 
 
 def test_the_report_says_what_was_reached(sampled):

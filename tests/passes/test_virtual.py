@@ -14,7 +14,7 @@ from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.drawing import separated
 from bnfuse.graph.sampling import sampling_of
-from bnfuse.graph.signature import roles_of
+from bnfuse.graph.signature import signature_of
 from bnfuse.models import build_forward
 from bnfuse.opset.schemas import check_model
 from bnfuse.passes import rewrite
@@ -31,7 +31,7 @@ CHAIN = """
 
 def extended(model, count, groups=1):
     model = model.clone()
-    AddVirtual(count, roles_of(model), groups=groups)(model)
+    AddVirtual(count, signature_of(model), groups=groups)(model)
     finish(model)
     return ir.to_proto(model)
 
@@ -182,7 +182,7 @@ def test_the_zoo_takes_more_rows(name, onnxruntime):
 
 def test_roles_and_what_is_drawn(training):
     model = rewrite(training(CHAIN), sample="vdn:4").model
-    assert roles_of(model).virtual == ("virtual",)
+    assert signature_of(model).virtual == ("virtual",)
     assert sampling_of(model).virtual == ("virtual",)
     (value,) = (value for value in model.graph.inputs if value.name == "virtual")
     assert tuple(value.shape) == (4, 3, 8, 8)
@@ -248,7 +248,7 @@ def test_a_batch_norm_over_a_matrix_would_mix_the_rows(local_bn, network):
 def test_a_graph_has_virtual_samples_once(training):
     model = rewrite(training(CHAIN), level="none", sample="n=vdn:1").model
     with pytest.raises(BnfuseError, match="input 'virtual' takes virtual samples already"):
-        AddVirtual(1, roles_of(model))(model)
+        AddVirtual(1, signature_of(model))(model)
     with pytest.raises(BnfuseError, match="there is no BatchNorm whose statistics to sample"):
         rewrite(model, sample="vdn:1")
 

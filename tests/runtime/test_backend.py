@@ -24,8 +24,8 @@ def test_a_half_installed_torch_is_named(tmp_path, text, said):
 import sys, bnfuse
 try:
     from bnfuse.runtime import compile_step
-    from bnfuse.runtime.targets import resolve as targets
-    targets.resolve("cpu")
+    from bnfuse.runtime.backends.resolve import resolve
+    resolve("cpu")
     print("loads")
 except bnfuse.BnfuseError as error:
     print(error)

@@ -13,13 +13,15 @@ import pytest
 import tvm
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import aligned
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import cache as cache_module
-from bnfuse.runtime.codegen.build import Library, Request, objects
+from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, content_key, default_folder
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets.resolve import resolve
+from bnfuse.runtime.kernels.request import Request
 
 TARGET = resolve("cpu", 1)
 START = {"x": 0, "y": 0}
@@ -27,7 +29,7 @@ START = {"x": 0, "y": 0}
 
 def relu(channels: int, target=TARGET) -> Request:
     kind = MapType(1, 2, 2, channels, channels)
-    return Request("cpu.map:map_forward", (Problem("ReluMap", (("x", kind), ("y", kind))), target))
+    return Request("cpu.pointwise:pointwise_forward", (Problem("ReluPointwise", (("x", kind), ("y", kind))), target))
 
 
 def key_of(request: Request) -> str:

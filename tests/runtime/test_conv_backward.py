@@ -16,13 +16,14 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
-TARGET = dataclasses.replace(targets.resolve("cpu"), threads=2)
+TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 MAP_OF_DY = ("dy", "grad_x")
 CHANNELS_OF_DY = ("grad_p", "grad_q", "grad_w")
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
@@ -211,8 +212,8 @@ def test_accumulate_adds_to_what_is_there_and_is_one_parameter() -> None:
 
 def test_other_operators_are_refused() -> None:
     maps = (("dy", MapType(1, 4, 4, 8, 8)), ("dx", MapType(1, 4, 4, 8, 8)))
-    with pytest.raises(BnfuseError, match="MapGrad is not the gradient of a convolution"):
-        conv_backward(Problem("MapGrad", maps), TARGET)
+    with pytest.raises(BnfuseError, match="PointwiseGrad is not the gradient of a convolution"):
+        conv_backward(Problem("PointwiseGrad", maps), TARGET)
 
 
 WIDE = Target("llvm", "sapphirerapids", 16, 2)

@@ -17,14 +17,15 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import choose_depthwise_tiles
 from bnfuse.runtime.kernels.cpu.tiles import balanced, choose_tiles, conv_shape, flatten, tile_bytes
-from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
-TARGET = dataclasses.replace(targets.resolve("cpu"), threads=2)
+TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 AVX512 = Target("llvm", "skylake-avx512", 16, 2)
 FULL = "NormalizeReluConvStatistics"
 PROLOGUES = (

@@ -17,11 +17,12 @@ from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.io import save
 from bnfuse.runtime import SGD, compile_step, load_step
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward, tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets import cpus
 
-FOREIGN = "haswell" if targets.is_arm(targets.host_cpu()) else "neoverse-n1"
+FOREIGN = "haswell" if cpus.is_arm(cpus.host_cpu()) else "neoverse-n1"
 SIZE, CIN, COUT = 14, 32, 48
 
 
@@ -31,7 +32,7 @@ nets = load(pathlib.Path(__file__).with_name("test_session.py"))
 @pytest.mark.parametrize("level", ["none", "icf"])
 @pytest.mark.parametrize("mcpu", ["haswell", "x86-64"])
 def test_narrower_vectors_give_the_same_steps(mcpu, level):
-    if targets.missing_features(targets.features_of(mcpu)):
+    if cpus.missing_features(cpus.features_of(mcpu)):
         pytest.skip(f"this processor cannot run code for {mcpu}")
     graph = nets.graph_of(nets.dense_net if level == "icf" else nets.residual_net, level)
     host, other = (
@@ -64,7 +65,7 @@ def test_a_step_for_another_architecture_is_compiled_and_exported_but_not_run(tm
 
 def convolutions(mcpu: str) -> list[Kernel]:
     """A 3x3 convolution with everything around it, and its gradients, by every algorithm."""
-    target = targets.resolve(f"cpu:{mcpu}", 2)
+    target = resolve(f"cpu:{mcpu}", 2)
     x, y = MapType(2, SIZE, SIZE, CIN, CIN), MapType(2, SIZE, SIZE, COUT, COUT)
     window = {"dilations": (1, 1), "group": 1, "kernel_shape": (3, 3), "pads": (1, 1, 1, 1), "strides": (1, 1)}
     maps = (("x", x), ("y", y))
@@ -97,7 +98,7 @@ def convolutions(mcpu: str) -> list[Kernel]:
 def test_convolutions_multiply_in_vector_registers_and_call_nothing_but_the_runtime(mcpu, multiply):
     for kernel in convolutions(mcpu):
         assembly = tir.compile_function(kernel.build(), kernel.target).mod.inspect_source("asm")
-        assert len(re.findall(multiply, assembly)) >= targets.vector_registers(kernel.target) // 2, kernel.name
+        assert len(re.findall(multiply, assembly)) >= cpus.vector_registers(kernel.target) // 2, kernel.name
         called = set(re.findall(r"^\s+(?:bl|callq?)\s+([A-Za-z_]\w*)", assembly, re.MULTILINE))
         foreign = {name for name in called if not re.match(r"_*(TVM|tvm)|.*_compute_|memset|memcpy|bzero", name)}
         assert not foreign, (kernel.name, foreign)

@@ -5,10 +5,10 @@ import pytest
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem, gemm
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 
 CASES = [
     GemmProblem(16, 10, 70, trans_b=True, bias=(10,)),

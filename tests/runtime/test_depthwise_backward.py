@@ -16,7 +16,8 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import choose_tiles
-from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
 WIDE = Target("llvm", "sapphirerapids", 16, 2)
 OPS = (

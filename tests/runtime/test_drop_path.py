@@ -141,7 +141,7 @@ def test_masks_of_its_own_differ_and_follow_from_the_seed(graph):
     assert first == again
 
 
-def test_the_torch_peer_draws_too(source):
+def test_the_torch_baseline_draws_too(source):
     import torch
 
     from bnfuse.baselines import torch_module

@@ -72,13 +72,13 @@ def feeds(scale: float = 1, offset: float = 0, gamma: float = 1) -> dict[str, np
 
 
 def by_onnxruntime(level: str, fed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    roles = graph(level).roles
-    wanted = [roles.loss, *roles.gradients.values(), *roles.running.values()]
+    signature = graph(level).signature
+    wanted = [signature.loss, *signature.gradients.values(), *signature.running.values()]
     return OrtGraph(graph(level).model, name=level).run(fed, wanted)
 
 
 def compiled(level: str, fed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    roles, ours = graph(level).roles, step(level)
+    signature, ours = graph(level).signature, step(level)
     ours.load_state_dict({name: fed[name] for name in ours.state_dict()})
     loss = ours.forward(fed["x"], fed["labels"])
     ours.backward()
@@ -86,9 +86,9 @@ def compiled(level: str, fed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ours.update()
     state = ours.state_dict()
     return {
-        roles.loss: np.float32(loss),
-        **{output: gradients[name] for name, output in roles.gradients.items()},
-        **{output: state[name] for name, output in roles.running.items()},
+        signature.loss: np.float32(loss),
+        **{output: gradients[name] for name, output in signature.gradients.items()},
+        **{output: state[name] for name, output in signature.running.items()},
     }
 
 

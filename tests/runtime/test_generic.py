@@ -9,10 +9,10 @@ import pytest
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.generic import GenericProblem, generic
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 OPSET = 18
 F, I64, B = np.float32, np.int64, np.bool_
 

@@ -5,13 +5,13 @@ import pytest
 
 from bnfuse import passes
 from bnfuse.build import build_training_graph
-from bnfuse.graph.signature import roles_of
+from bnfuse.graph.signature import signature_of
 from bnfuse.models import build_forward
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.lowering.graph import lower
 from bnfuse.runtime.lowering.grouping import MOST
 from bnfuse.runtime.lowering.state import COEFFICIENTS
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets import resolve as targets
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def lowered():
     def make(name: str, level: str = "icf", **options: int):
         forward = build_forward(name, batch=2, **options)
         model = passes.rewrite(ir.from_proto(build_training_graph(forward)), level=level).model
-        return lower(model.graph, roles_of(model), targets.resolve("cpu", 2), opset=17)
+        return lower(model.graph, signature_of(model), resolve("cpu", 2), opset=17)
 
     return make
 

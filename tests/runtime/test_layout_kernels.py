@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import layout
 from bnfuse.runtime.kernels.kernel import MapType
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from loss_case import reference
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.loss import LossProblem, softmax_loss, softmax_loss_grad
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 
 
 CASES = [

@@ -11,14 +11,14 @@ import onnx_ir as ir
 import pytest
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.runtime.backends.cpu.runner import CpuRunner
 from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.lowering.graph import Lowered, lower
 from bnfuse.runtime.program.program import ARENA, Program
-from bnfuse.runtime.targets.resolve import resolve
 
 TARGET = resolve("cpu", 2)
 
@@ -32,8 +32,8 @@ def lowered(signature: str, body: str, types: str = "", file: str | None = None)
     for index, node in enumerate(model.graph):
         node.name = f"n{index}"
     names = tuple(v.name or "" for v in model.graph.inputs)
-    roles = Roles(data=names, labels=(), trainable=(), frozen=(), running={}, gradients={}, loss="")
-    return lower(model.graph, roles, TARGET, opset=17, file=file)
+    signature = GraphSignature(data=names, labels=(), trainable=(), frozen=(), running={}, gradients={}, loss="")
+    return lower(model.graph, signature, TARGET, opset=17, file=file)
 
 
 def run(made: Lowered, step: int = 0, **feeds: np.ndarray) -> dict[str, np.ndarray]:
@@ -134,7 +134,7 @@ def test_images_are_turned_once_and_the_output_back():
         "(float[2,3,4,4] x) => (float[2,3,4,4] y, float[2,3,4,4] z)",
         "y = Relu(x)  z = com.microsoft.ReluGrad(y, x)",
     )
-    assert kernels(made.program) == ["NchwToNhwc", "ReluMap", "MapGradReluGrad", "NhwcToNchw", "NhwcToNchw"]
+    assert kernels(made.program) == ["NchwToNhwc", "ReluPointwise", "PointwiseGradReluGrad", "NhwcToNchw", "NhwcToNchw"]
     x = numbers(2, 3, 4, 4)
     found = run(made, x=x)
     np.testing.assert_array_equal(found["y"], np.maximum(x, 0))
@@ -145,15 +145,15 @@ def test_flatten_of_one_pixel_is_a_view_and_of_more_is_a_copy():
     body = "a = Relu(x)  y = Flatten(a)"
     one = lowered("(float[2,3,1,1] x) => (float[2,3] y)", body)
     many = lowered("(float[2,3,2,2] x) => (float[2,12] y)", body)
-    assert kernels(one.program) == ["ReluMap"]
-    assert kernels(many.program) == ["NchwToNhwc", "ReluMap", "NhwcToNchw"]
+    assert kernels(one.program) == ["ReluPointwise"]
+    assert kernels(many.program) == ["NchwToNhwc", "ReluPointwise", "NhwcToNchw"]
     x = numbers(2, 3, 2, 2)
     np.testing.assert_array_equal(run(many, x=x)["y"], np.maximum(x, 0).reshape(2, 12))
 
 
 def test_rows_need_no_layout():
     made = lowered("(float[5,7] x) => (float[5,7] y)", "y = Relu(x)")
-    assert kernels(made.program) == ["ReluMap"]
+    assert kernels(made.program) == ["ReluPointwise"]
     x = numbers(5, 7)
     np.testing.assert_array_equal(run(made, x=x)["y"], np.maximum(x, 0))
 
@@ -167,7 +167,7 @@ def test_concatenation_launches_only_the_copies_that_it_reports():
     copies = [line for line in made.program.report.copies if "channels" in line]
     assert len(copies) == 2  # the input, which no kernel writes, and the second place of a
     assert kernels(made.program).count("CopyMap") == 2
-    assert kernels(made.program).count("ReluMap") == 3
+    assert kernels(made.program).count("ReluPointwise") == 3
     x = numbers(2, 4, 3, 3)
     found, a = run(made, x=x), np.maximum(x, 0)
     np.testing.assert_array_equal(found["b"], np.maximum(np.concatenate([x, a], 1), 0))
@@ -197,7 +197,7 @@ def test_split_gives_views():
         """a = Relu(x)  n = Constant<value = int64[2] {2, 4}>()
            y0, z0 = com.microsoft.SplitTraining<axis = 1>(a, n)  y = Relu(y0)  z = Relu(z0)""",
     )
-    assert kernels(made.program).count("ReluMap") == 3
+    assert kernels(made.program).count("ReluPointwise") == 3
     assert not any("channels" in line for line in made.program.report.copies)
     x = numbers(2, 6, 2, 2)
     found = run(made, x=x)
@@ -224,7 +224,7 @@ def test_channels_scaled_by_a_vector_stay_in_memory_order():
     made = lowered(
         "(float[2,8,6,6] x, float[8,1,1] s) => (float[2,8,6,6] y)", "a = Relu(x)  b = Mul(a, s)  y = Relu(b)"
     )
-    assert kernels(made.program) == ["NchwToNhwc", "ReluMap", "Mul", "ReluMap", "NhwcToNchw"]
+    assert kernels(made.program) == ["NchwToNhwc", "ReluPointwise", "Mul", "ReluPointwise", "NhwcToNchw"]
     x, s = numbers(2, 8, 6, 6), numbers(8, 1, 1, seed=1)
     np.testing.assert_allclose(run(made, x=x, s=s)["y"], np.maximum(np.maximum(x, 0) * s, 0), rtol=1e-6)
 
@@ -235,11 +235,11 @@ def test_what_depends_on_the_order_of_axes_is_turned_back():
     )
     assert kernels(made.program) == [
         "NchwToNhwc",
-        "ReluMap",
+        "ReluPointwise",
         "NhwcToNchw",
         "Transpose",
         "NchwToNhwc",
-        "ReluMap",
+        "ReluPointwise",
         "NhwcToNchw",
     ]
     x = numbers(2, 4, 3, 5)
@@ -250,7 +250,7 @@ def test_a_mean_over_pixels_reads_the_map_as_it_lies():
     made = lowered(
         "(float[2,4,3,5] x) => (float[2,4] y)", "a = Relu(x)  y = ReduceMean<axes = [2, 3], keepdims = 0>(a)"
     )
-    assert kernels(made.program) == ["NchwToNhwc", "ReluMap", "ReduceMean"]
+    assert kernels(made.program) == ["NchwToNhwc", "ReluPointwise", "ReduceMean"]
     x = numbers(2, 4, 3, 5)
     np.testing.assert_allclose(run(made, x=x)["y"], np.maximum(x, 0).mean((2, 3)), rtol=1e-6)
 
@@ -263,7 +263,7 @@ def test_the_gradient_of_a_clip_is_one_launch():
     signature = "(float[2,4,3,3] x, float[2,4,3,3] dy) => (float[2,4,3,3] y)"
     types = "float low = {0.0}, float high = {0.5}"
     made = lowered(signature, CLIP_GRADIENT, types)
-    assert kernels(made.program).count("MapGradClipGrad") == 1
+    assert kernels(made.program).count("PointwiseGradClipGrad") == 1
     assert len(made.program.launches) == 5  # two images in, Relu, the gradient, one out
     x, dy = numbers(2, 4, 3, 3), numbers(2, 4, 3, 3, seed=1)
     np.testing.assert_array_equal(run(made, x=x, dy=dy)["y"], dy * (np.maximum(x, 0) <= 0.5))
@@ -272,7 +272,7 @@ def test_the_gradient_of_a_clip_is_one_launch():
 def test_a_mask_that_somebody_else_reads_is_kept():
     signature = "(float[2,4,3,3] x, float[2,4,3,3] dy) => (float[2,4,3,3] y, float[2,4,3,3] mask)"
     made = lowered(signature, CLIP_GRADIENT, "float low = {0.0}, float high = {0.5}")
-    assert "MapGradClipGrad" not in kernels(made.program)
+    assert "PointwiseGradClipGrad" not in kernels(made.program)
     x, dy = numbers(2, 4, 3, 3), numbers(2, 4, 3, 3, seed=1)
     found = run(made, x=x, dy=dy)
     np.testing.assert_array_equal(found["mask"], np.maximum(x, 0) <= 0.5)
@@ -281,8 +281,8 @@ def test_a_mask_that_somebody_else_reads_is_kept():
 
 # -- accumulation --------------------------------------------------------------------------------------------------
 
-ACCUMULATE = """acc = ai.bnfuse.MapGradScale(dy, p)
-    dx = ai.bnfuse.MapGradAccumulate<acc_start = 1, acc_stop = 3>(other, acc, q)  out = Relu(dx)"""
+ACCUMULATE = """acc = ai.bnfuse.PointwiseGradScale(dy, p)
+    dx = ai.bnfuse.PointwiseGradAccumulate<acc_start = 1, acc_stop = 3>(other, acc, q)  out = Relu(dx)"""
 ACCUMULATE_TYPES = "float[2,4,3,3] acc, float[2,2,3,3] dx"
 ACCUMULATE_INPUTS = "float[2,4,3,3] dy, float[4] p, float[2,2,3,3] other, float[2] q"
 
@@ -302,7 +302,7 @@ def test_an_accumulator_that_nobody_needs_any_more_is_updated_in_place():
 
 
 def test_readers_of_other_channels_do_not_stop_it():
-    body = f"{ACCUMULATE}  last = ai.bnfuse.SliceMapGrad<grad_start = 3, grad_stop = 4>(acc)"
+    body = f"{ACCUMULATE}  last = ai.bnfuse.SlicePointwiseGrad<grad_start = 3, grad_stop = 4>(acc)"
     types = f"{ACCUMULATE_TYPES}, float[2,1,3,3] last"
     made = lowered(f"({ACCUMULATE_INPUTS}) => (float[2,2,3,3] out, float[2,1,3,3] last)", body, types)
     assert "CopyMap" not in kernels(made.program)

@@ -6,11 +6,11 @@ import tvm_ffi
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import coefficients, norm
 from bnfuse.runtime.kernels.kernel import MapType
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 
 
 def one(name, *arguments):

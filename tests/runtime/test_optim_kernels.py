@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.optim import adamw, sgd
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 COUNT = 16 * 9 + 5  # whole blocks and a rest
 SGDS = [(0.0, False), (0.9, False), (0.9, True)]
 STEPS = 4

@@ -9,11 +9,11 @@ from pool_case import AVERAGE, AVERAGE_GRAD, GLOBAL, MAX, MAX_GRAD, operands_of,
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.pool import index_dtype, pool_backward, pool_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 CLIP = {"min": -0.5, "max": 0.75}
 
 

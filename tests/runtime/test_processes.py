@@ -268,7 +268,7 @@ def test_the_end_of_a_process_does_not_wait_for_threads(script):
     """A step for 64 threads runs on as many as there are processors, and its process ends at once."""
     said = script("""
 import subprocess
-from bnfuse.runtime.targets.resolve import host_cpu
+from bnfuse.runtime.targets.cpus import host_cpu
 step = bnfuse.compile(GRAPH, target=f"cpu:{host_cpu()}", threads=64)
 require(np.isfinite(step(images, labels)))
 require(step.target.threads == 64 and len(os.listdir("/proc/self/task")) < 20 + os.cpu_count())

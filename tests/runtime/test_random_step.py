@@ -59,11 +59,11 @@ def test_values_of_ones_own_take_the_place_of_draws(model):
     loss = step.forward(x, y)
     step.backward()
     fed = OrtGraph(separated(graph.model)[0], name="fed")
-    names = [graph.roles.loss, *graph.roles.gradients.values()]
+    names = [graph.signature.loss, *graph.signature.gradients.values()]
     wanted = fed.run({**graph.state(), "image": x, "labels": y, "u": own}, names)
-    assert loss == pytest.approx(float(wanted[graph.roles.loss]), rel=1e-5)
+    assert loss == pytest.approx(float(wanted[graph.signature.loss]), rel=1e-5)
     for name, found in step.gradients().items():
-        np.testing.assert_allclose(found, wanted[graph.roles.gradients[name]], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(found, wanted[graph.signature.gradients[name]], rtol=1e-3, atol=1e-5)
     step.fix({"u": 1 - own})
     assert step.forward(x, y) != loss
     with pytest.raises(BnfuseError, match="has the shape"):

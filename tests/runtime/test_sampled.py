@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import coefficients, norm_baseline, norm_sampled
 from bnfuse.runtime.kernels.kernel import MapType
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 FEW = settings(max_examples=8, deadline=None, derandomize=True)  # each compiles a kernel or two
 
 

@@ -10,17 +10,17 @@ import pytest
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.sampling import NOTHING, Box, Points, Sampling
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset import reference
 from bnfuse.opset.spec import PLAIN_OPS, attribute_type
 from bnfuse.runtime.backends.cpu.runner import CpuRunner
 from bnfuse.runtime.backends.draws import sampling_of
 from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.lowering.graph import Lowered, lower
 from bnfuse.runtime.program.program import ARENA, Program
-from bnfuse.runtime.targets.resolve import resolve
 
 TARGET = resolve("cpu", 2)
 SHAPE = (6, 21, 5, 4)
@@ -49,8 +49,8 @@ def lowered(
     model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=opsets))
     drawn = tuple(name for name in inputs if name in offsets)
     data = tuple(name for name in inputs if name not in drawn)
-    roles = Roles(data, (), (), (), running={}, gradients={}, loss="", offsets=drawn)
-    return lower(model.graph, roles, TARGET, opset=17, sampling=sampling)
+    signature = GraphSignature(data, (), (), (), running={}, gradients={}, loss="", offsets=drawn)
+    return lower(model.graph, signature, TARGET, opset=17, sampling=sampling)
 
 
 def run(made: Lowered, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -62,7 +62,7 @@ def run(made: Lowered, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def node(op: str, inputs: list[str], outputs: list[str], **attributes: object) -> onnx.NodeProto:
-    domain = "ai.bnfuse" if op in PLAIN_OPS or op == "MapGradScale" else ""
+    domain = "ai.bnfuse" if op in PLAIN_OPS or op == "PointwiseGradScale" else ""
     return onnx.helper.make_node(op, inputs, outputs, name=f"{op}_{outputs[0]}", domain=domain, **attributes)
 
 
@@ -140,7 +140,7 @@ def chain(reads_again: bool) -> tuple[dict[str, np.ndarray], list[onnx.NodeProto
     feeds = {"dz": numbers(*SHAPE), "x": numbers(*SHAPE, seed=1), "offset": PLACES["offset"].astype(np.int64)}
     feeds |= {name: numbers(SHAPE[1], seed=2 + i) for i, name in enumerate("pqw")}
     nodes = [
-        node("MapGradScale", ["dz", "p"], ["s"]),
+        node("PointwiseGradScale", ["dz", "p"], ["s"]),
         node("AddSampled", ["s", "x", "q", "w", "offset"], ["t"], extent=(2, 3, 3)),
         node("AddSampled", ["t", "x", "q", "w", "origin"], ["u"], extent=(1, 5, 4)),
         node("Relu", ["u"], ["y"]),
@@ -157,7 +157,14 @@ def test_what_nobody_else_reads_is_added_to_where_it_lies(reads_again):
     made = lowered(feeds, nodes, outputs, constants={"origin": np.zeros(3, np.int64)})
     steps = [k for k in kernels(made.program) if k not in ("NchwToNhwc", "NhwcToNchw")]
     copied = ["CopyMap"] if reads_again else []
-    assert steps == ["MapGradScale", *copied, "AddSampled", "AddSampled", "ReluMap", *(["ReluMap"] * reads_again)]
+    assert steps == [
+        "PointwiseGradScale",
+        *copied,
+        "AddSampled",
+        "AddSampled",
+        "ReluPointwise",
+        *(["ReluPointwise"] * reads_again),
+    ]
     scaled = feeds["p"].reshape(1, -1, 1, 1) * feeds["dz"]
     total = scaled.copy()
     for where in ((slice(1, 3), slice(None), slice(2, 5), slice(0, 3)), (slice(0, 1),)):
@@ -180,7 +187,9 @@ def test_a_slot_of_a_concatenation_is_sampled_and_normalised_where_it_lies():
     feeds["offset"] = np.array([2, 1, 0])
     shapes = {"mean": (2, 13), "variance": (2, 13), "m": (5,), "v": (5,)}
     model = lowered(feeds, nodes, shapes)
-    assert kernels(model.program).count("NormalizeMap") == kernels(model.program).count("BatchNormStatistics") == 2
+    assert (
+        kernels(model.program).count("NormalizePointwise") == kernels(model.program).count("BatchNormStatistics") == 2
+    )
     assert kernels(model.program).count("CopyMap") == 2  # a and b alone, whose rows have to begin on cache lines
     found = run(model, feeds)
     grouped = feeds["z"].reshape(2, 2, 5, 3, 3).astype(np.float64)
@@ -200,7 +209,7 @@ def test_virtual_samples_before_the_batch_are_turned_with_it():
     feeds = {"virtual": numbers(1, 3, 4, 4), "data": numbers(4, 3, 4, 4, seed=1)}
     nodes = [node("Concat", ["virtual", "data"], ["all"], axis=0), node("Relu", ["all"], ["y"])]
     made = lowered(feeds, nodes, {"y": (5, 3, 4, 4)})
-    assert kernels(made.program) == ["NchwToNhwc", "NchwToNhwc", "ReluMap", "NhwcToNchw"]
+    assert kernels(made.program) == ["NchwToNhwc", "NchwToNhwc", "ReluPointwise", "NhwcToNchw"]
     np.testing.assert_array_equal(run(made, feeds)["y"], np.maximum(np.concatenate(list(feeds.values())), 0))
 
 

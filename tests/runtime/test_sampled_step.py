@@ -1,4 +1,4 @@
-"""A sampled step: gradients against float64, what it draws and when, no sweep for statistics, evaluation, artefacts."""
+"""A sampled step: gradients against float64, what it draws and when, no sweep for statistics, evaluation, artifacts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BODY = """
 """
 WEIGHTS = {"w0": (8, 3, 3, 3), "w1": (4, 8, 3, 3), "w2": (8, 12, 1, 1), "fc": (5, 20), "fb": (5,)}
 SAMPLERS = ["ns:2", "bs:2", "fs:1/4", "frs:1/4"]
-FULL = ("BatchNormStatistics", "ConcatStatistics", "BatchNormGradMap")
+FULL = ("BatchNormStatistics", "ConcatStatistics", "BatchNormGradPointwise")
 
 
 def network() -> onnx.ModelProto:
@@ -105,16 +105,16 @@ def test_errors_against_float64_are_no_worse_than_torchs_own(oracle, sample, lev
     feeds, state = draw_feeds(graph, np.random.default_rng(2)), graph.state()
     model = ir.to_proto(graph.model)
     exact, torch32 = (oracle.evaluate(model, {**feeds, **state}, dtype) for dtype in ("float64", "float32"))
-    step.fix({name: feeds[name] for name in (*graph.roles.offsets, *graph.roles.virtual)})
+    step.fix({name: feeds[name] for name in (*graph.signature.offsets, *graph.signature.virtual)})
     try:
         loss = step.forward(*(feeds[name] for name in step.inputs))
         step.backward()
     finally:
         step.fix(None)
     found = step.outputs
-    assert loss == pytest.approx(float(exact[graph.roles.loss]), rel=1e-5)
-    floor = FLOOR * max(np.linalg.norm(exact[key]) for key in graph.roles.gradients.values())
-    for name in (*graph.roles.gradients.values(), *graph.roles.running.values(), graph.roles.logits):
+    assert loss == pytest.approx(float(exact[graph.signature.loss]), rel=1e-5)
+    floor = FLOOR * max(np.linalg.norm(exact[key]) for key in graph.signature.gradients.values())
+    for name in (*graph.signature.gradients.values(), *graph.signature.running.values(), graph.signature.logits):
         error, own = distance(found[name], exact[name], floor), distance(torch32[name], exact[name], floor)
         assert error <= 2 * own + 2e-6, name
 
@@ -127,7 +127,9 @@ def test_errors_against_float64_are_no_worse_than_torchs_own(oracle, sample, lev
 def test_nothing_sweeps_a_map_for_statistics(sample, level):
     step = compiled(sample, level)
     names = kernels(step.program)
-    assert not [name for name in names if name.startswith(FULL) or "MapStatistics" in name or "ConvStatistics" in name]
+    assert not [
+        name for name in names if name.startswith(FULL) or "PointwiseStatistics" in name or "ConvStatistics" in name
+    ]
     assert names.count("PointStatistics" if sample.startswith("frs") else "SampledStatistics") == 3
     assert "CopyMap" not in names  # sums are added where the gradients lie
     for launch in step.program.launches:
@@ -182,7 +184,7 @@ def test_the_seed_moves_the_samples(batch):
 def test_a_fixed_sample_is_no_input_and_is_not_drawn(batch):
     step = compiled("ns:2")
     assert not step.sampling.places
-    assert not step.program.roles["offsets"]
+    assert not step.program.signature["offsets"]
     step(*batch)
 
 
@@ -265,7 +267,7 @@ def test_draws_follow_from_natural_numbers(what, value):
         setattr(step, what, value)
 
 
-# -- evaluation and artefacts --------------------------------------------------------------------------------------
+# -- evaluation and artifacts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("sample", "local_bn"), [("frs:1/4", None), ("fs:1/4+vdn:1@0.25", None), ("vdn:1", 2)])

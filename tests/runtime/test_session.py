@@ -129,21 +129,21 @@ def test_results_are_those_of_onnxruntime_on_the_source_graph(net, level):
     source = graph_of(NETS[net])
     images, labels = batch()
     names = [v.name for v in source.model.graph.outputs]
-    feeds = {"image": images, source.roles.labels[0]: labels, **source.state()}
+    feeds = {"image": images, source.signature.labels[0]: labels, **source.state()}
     expected = OrtGraph(source.model, name="source").run(feeds, names)
     made = compile_step(graph_of(NETS[net], level), threads=2)
     loss = made.forward(images, labels)
     made.backward()
     found = made.outputs
     assert found.keys() == expected.keys()
-    assert loss == pytest.approx(float(expected[source.roles.loss]), rel=1e-6)
-    largest = max(np.linalg.norm(expected[name]) for name in source.roles.gradients.values())
+    assert loss == pytest.approx(float(expected[source.signature.loss]), rel=1e-6)
+    largest = max(np.linalg.norm(expected[name]) for name in source.signature.gradients.values())
     for name in names:
         error = np.linalg.norm(found[name] - expected[name])
         assert error <= 2e-5 * np.linalg.norm(expected[name]) + 1e-6 * largest, name
     gradients = made.gradients()
-    assert gradients.keys() == source.roles.gradients.keys()
-    for name, output in source.roles.gradients.items():
+    assert gradients.keys() == source.signature.gradients.keys()
+    for name, output in source.signature.gradients.items():
         np.testing.assert_array_equal(gradients[name], found[output])
 
 
@@ -173,7 +173,7 @@ def test_updates_are_those_of_torch(optimizer):
     import torch
 
     made = compile_step(graph_of(residual_net, "icf"), threads=2, optimizer=optimizer)
-    names = list(made.program.roles["trainable"])
+    names = list(made.program.signature["trainable"])
     ours = {name: torch.nn.Parameter(torch.tensor(made.state_dict()[name])) for name in names}
     exempt = set(optimizer.no_decay)
     groups = [
@@ -198,11 +198,11 @@ def test_the_learning_rate_is_read_at_each_step(step):
     before = step.state_dict()
     step.lr = 0.0
     step(*batch())
-    for name in step.program.roles["trainable"]:
+    for name in step.program.signature["trainable"]:
         np.testing.assert_array_equal(step.state_dict()[name], before[name])
     step.lr = 0.1
     step(*batch())
-    assert any((step.state_dict()[name] != before[name]).any() for name in step.program.roles["trainable"])
+    assert any((step.state_dict()[name] != before[name]).any() for name in step.program.signature["trainable"])
 
 
 def test_a_step_learns_one_batch_and_evaluates_it(step):
@@ -336,7 +336,7 @@ def test_callers_arrays_are_left_alone_and_results_are_copies(step):
     np.testing.assert_array_equal(images, kept[0])
     np.testing.assert_array_equal(labels, kept[1])
     outputs = step.outputs
-    name = next(iter(step.program.roles["running"]))
+    name = next(iter(step.program.signature["running"]))
     assert (step.state_dict()[name] != state[name]).any()
     step(*batch(1))
     assert any((step.outputs[key] != value).any() for key, value in outputs.items())
@@ -415,9 +415,9 @@ def test_a_label_that_the_loss_ignores_is_taken():
     made = compile_step(graph, threads=2)
     images, labels = batch()
     labels[1] = -100
-    feeds = {"image": images, graph.roles.labels[0]: labels, **graph.state()}
-    expected = OrtGraph(graph.model, name="source").run(feeds, [graph.roles.loss])
-    assert made.forward(images, labels) == pytest.approx(float(expected[graph.roles.loss]), rel=1e-6)
+    feeds = {"image": images, graph.signature.labels[0]: labels, **graph.state()}
+    expected = OrtGraph(graph.model, name="source").run(feeds, [graph.signature.loss])
+    assert made.forward(images, labels) == pytest.approx(float(expected[graph.signature.loss]), rel=1e-6)
     labels[1] = -1
     with pytest.raises(BnfuseError, match="labels from -1"):
         made.forward(images, labels)

@@ -55,14 +55,14 @@ def test_a_constant_of_a_reference_changes_the_keys_of_the_kernels_that_use_it(c
 
 
 def test_the_order_of_operands_is_part_of_all_that_parse_operators(copied):
-    names = (RBN, "cpu.map:map_forward", "cpu.conv_backward", "cuda.map", "cuda.conv_forward")
+    names = (RBN, "cpu.pointwise:pointwise_forward", "cpu.conv_backward", "cuda.pointwise", "cuda.conv_forward")
     before = [Sources(copied).hash(name) for name in names]
     change(copied, "bnfuse.opset.spec")
     assert all(Sources(copied).hash(name) != old for name, old in zip(names, before, strict=True))
 
 
 def test_a_comment_in_one_kernel_leaves_the_others_compiled(copied):
-    names = ("cpu.map", "cpu.conv_forward", "cuda.map", "cuda.dense")
+    names = ("cpu.map", "cpu.conv_forward", "cuda.pointwise", "cuda.dense")
     before = [Sources(copied).hash(name) for name in names]
     change(copied, f"{KERNELS}.cpu.loss")
     change(copied, f"{KERNELS}.cuda.weights")

@@ -5,12 +5,12 @@ import pytest
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import steps, sweep
 from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = targets.resolve("cpu", 1)
+TARGET = resolve("cpu", 1)
 ATTRIBUTES = {"min": -0.5, "max": 1.25, "alpha": 1.702}
 
 
@@ -67,7 +67,7 @@ def test_normalize_rounds_once():
 def test_the_mask_agrees_with_the_forward_value_at_the_boundary():
     x, a = values(), values(1)
     b = -(a * x)
-    op = spec.parse("NormalizeReluMap")
+    op = spec.parse("NormalizeReluPointwise")
     y = evaluate(lambda load: steps.forward_prologue(op, {}, load)[0], x=x, a=a, b=b)
 
     def masked(load):
@@ -77,7 +77,9 @@ def test_the_mask_agrees_with_the_forward_value_at_the_boundary():
     assert (evaluate(masked, x=x, a=a, b=b) == (y > 0)).all()
 
 
-@pytest.mark.parametrize("name", ["NormalizeClipAddNormalizedReluMap", "ReluAddReluMap", "AddQuickGeluMap"])
+@pytest.mark.parametrize(
+    "name", ["NormalizeClipAddNormalizedReluPointwise", "ReluAddReluPointwise", "AddQuickGeluPointwise"]
+)
 def test_forward_prologue(name):
     op = spec.parse(name)
     operands = {operand: values(i) for i, operand in enumerate(op.operands)}
@@ -89,8 +91,8 @@ def test_forward_prologue(name):
 
 def test_gradient_prologue():
     operands = {name: values(i) for i, name in enumerate(("dy", "grad_p", "grad_x", "grad_q", "grad_w"))}
-    op = spec.parse("BatchNormGradMapGrad")
+    op = spec.parse("BatchNormGradPointwiseGrad")
     dy, p, x, q, w = (v.astype(np.float64) for v in operands.values())
     close(evaluate(lambda load: steps.gradient_prologue(op, load), **operands), p * dy + q * x + w)
-    plain = evaluate(lambda load: steps.gradient_prologue(spec.parse("MapGrad"), load), dy=operands["dy"])
+    plain = evaluate(lambda load: steps.gradient_prologue(spec.parse("PointwiseGrad"), load), dy=operands["dy"])
     assert (plain == operands["dy"]).all()

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets import resolve as targets
 
-TARGET = dataclasses.replace(targets.resolve("cpu"), threads=2)
+TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 SIZE, CHANNELS, WIDTH = 9, 40, 64  # 40 channels in a buffer of 64: whole vectors and a tail
 GEOMETRY = (
     ("dilations", (1, 1)),

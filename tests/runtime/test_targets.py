@@ -9,15 +9,17 @@ import pytest
 from bnfuse.core import processors
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends import launching
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.targets import cpus
+from bnfuse.runtime.targets.target import Target
 
 
 def test_the_host_is_the_default_and_has_what_its_code_uses():
-    target = targets.resolve()
-    assert target == targets.resolve(f"cpu:{targets.host_cpu()}")
+    target = resolve()
+    assert target == resolve(f"cpu:{cpus.host_cpu()}")
     assert target.threads == processors.physical_cores() >= 1
-    assert targets.missing_features(targets.features_of(target.mcpu)) == ()
-    assert targets.triple_of(target.mcpu) == ""
+    assert cpus.missing_features(cpus.features_of(target.mcpu)) == ()
+    assert cpus.triple_of(target.mcpu) == ""
 
 
 @pytest.mark.parametrize(
@@ -35,20 +37,20 @@ def test_the_host_is_the_default_and_has_what_its_code_uses():
     ],
 )
 def test_lanes_and_registers_follow_the_instruction_set(mcpu, lanes, registers):
-    target = targets.resolve(f"cpu:{mcpu}", threads=3)
-    assert target == targets.Target("llvm", mcpu, lanes, 3)
-    assert targets.vector_registers(target) == registers
+    target = resolve(f"cpu:{mcpu}", threads=3)
+    assert target == Target("llvm", mcpu, lanes, 3)
+    assert cpus.vector_registers(target) == registers
 
 
 @pytest.mark.parametrize(("mcpu", "triple"), [("neoverse-n1", "aarch64"), ("haswell", "x86_64")])
 def test_a_cpu_of_another_architecture_has_a_triple_and_lacks_instructions_here(mcpu, triple):
-    is_foreign = targets.is_arm(targets.host_cpu()) != targets.is_arm(mcpu)
-    assert targets.triple_of(mcpu).startswith(triple) == is_foreign
-    assert bool(targets.missing_features(targets.features_of(mcpu))) or not is_foreign
+    is_foreign = cpus.is_arm(cpus.host_cpu()) != cpus.is_arm(mcpu)
+    assert cpus.triple_of(mcpu).startswith(triple) == is_foreign
+    assert bool(cpus.missing_features(cpus.features_of(mcpu))) or not is_foreign
 
 
 def test_a_missing_instruction_set_is_told():
-    assert targets.missing_features(("imaginary",)) == ("imaginary",)
+    assert cpus.missing_features(("imaginary",)) == ("imaginary",)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_a_missing_instruction_set_is_told():
 )
 def test_what_cannot_be_is_refused_in_one_line(spec, threads, message):
     with pytest.raises(BnfuseError, match=message) as caught:
-        targets.resolve(spec, threads)
+        resolve(spec, threads)
     assert "\n" not in str(caught.value)
 
 

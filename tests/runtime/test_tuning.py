@@ -14,14 +14,16 @@ from source_files import load
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import compile_step
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import tuning
-from bnfuse.runtime.codegen.build import Request, objects
+from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache
 from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, MapType, Problem
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.targets import cpus
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 WINDOW = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (3, 3)), ("pads", (1, 1, 1, 1)), ("strides", (1, 1)))
 FLAT = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (1, 1)), ("pads", (0, 0, 0, 0)), ("strides", (1, 1)))
 
@@ -131,7 +133,7 @@ def test_the_budget_ends_it_and_the_rest_keeps_the_rule(graph, compiled, measure
 
 
 def test_another_processor_cannot_be_tuned_for(graph):
-    foreign = "haswell" if targets.is_arm(targets.host_cpu()) else "neoverse-n1"
+    foreign = "haswell" if cpus.is_arm(cpus.host_cpu()) else "neoverse-n1"
     with pytest.raises(BnfuseError, match=f"cannot tune for {foreign}: this CPU lacks") as caught:
         compile_step(graph, target=f"cpu:{foreign}", cache=False, tune=True)
     assert "\n" not in str(caught.value)
@@ -237,5 +239,5 @@ def test_real_measurements_are_seconds_of_every_candidate(compiled):
 
 def test_kernels_with_one_way_only_have_no_choices():
     kind = MapType(1, 2, 2, 4, 4)
-    relu = Request("cpu.map:map_forward", (Problem("ReluMap", (("x", kind), ("y", kind))), TARGET))
+    relu = Request("cpu.pointwise:pointwise_forward", (Problem("ReluPointwise", (("x", kind), ("y", kind))), TARGET))
     assert tuning.choices_of(relu) == ()

@@ -15,14 +15,14 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, choose_tiles
-from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.targets.target import Target
 
-HOST = dataclasses.replace(targets.resolve("cpu"), threads=2)
+HOST = dataclasses.replace(resolve("cpu"), threads=2)
 WIDE = Target("llvm", "sapphirerapids", 16, 2)
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 PLAIN = "ConvGrad"

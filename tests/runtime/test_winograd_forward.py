@@ -17,7 +17,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.cpu.tiles import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_forward import FAR_BYTES, TILE_BYTES, choose_winograd_tiles, whole_squares
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 direct = load(pathlib.Path(__file__).with_name("test_conv_forward.py"))
 Case, FULL, AVX512 = direct.Case, direct.FULL, direct.AVX512

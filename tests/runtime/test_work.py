@@ -7,6 +7,7 @@ import pytest
 from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
 from bnfuse.runtime import SGD, compile_step, load_step
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem, gemm
@@ -15,7 +16,6 @@ from bnfuse.runtime.kernels.cpu.optim import sgd
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.work import work_of
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.resolve import resolve
 
 TARGET = resolve("cpu", 1)
 ATTRIBUTES = (("dilations", (1, 1)), ("group", 1), ("kernel_shape", (3, 3)), ("pads", (1,) * 4), ("strides", (1, 1)))

@@ -89,7 +89,7 @@ def convolutions(graph: TrainingGraph) -> collections.Counter[Convolution]:
             tuple(map(max, pads[:rank], pads[rank:])),
             tuple(attribute(node, "dilations", [1] * rank)),
             attribute(node, "group", 1),
-            x.name not in graph.roles.data,
+            x.name not in graph.signature.data,
         )
         found[layer] += 1
     return found

@@ -28,7 +28,7 @@ FIELDS = ("allocated_bytes", "reserved_bytes", "driver_bytes")
 def measured_peak(
     file: Path, name: str, precision: str, seed: int = 0, batch: int | None = None, timeout: float | None = None
 ) -> dict[str, Any]:
-    """`file` is a compiled step, or for a peer (`name`) the training graph, then also for another `batch`."""
+    """`file` is a compiled step, or for a baseline (`name`) the training graph, then also for another `batch`."""
     request = {"file": str(file.resolve()), "name": name, "precision": precision, "seed": seed, "batch": batch}
     return ask("bnfuse.benchmarking.cuda.memory", request, timeout=timeout)
 
@@ -41,7 +41,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     torch.zeros(1, device="cuda")  # its context and first pool
     own = file.suffix == ".bnf"
     try:
-        return {"fits": True, **(of_ours(torch, driver, file, rng) if own else of_peer(torch, driver, asked, rng))}
+        return {"fits": True, **(of_ours(torch, driver, file, rng) if own else of_baseline(torch, driver, asked, rng))}
     except torch.cuda.OutOfMemoryError as error:
         return {"fits": False, "why": first_line(error)[:200]}
     except BnfuseError as error:
@@ -63,7 +63,7 @@ def of_ours(torch: Any, driver: Driver, file: Path, rng: np.random.Generator) ->
     return {**dict(zip(FIELDS, (own, own, used(driver) - before), strict=True)), "step_s": min(seconds)}
 
 
-def of_peer(torch: Any, driver: Driver, asked: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+def of_baseline(torch: Any, driver: Driver, asked: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     from bnfuse.baselines import TorchStep
     from bnfuse.graph.feeds import draw_feeds
     from bnfuse.graph.training_graph import open_graph

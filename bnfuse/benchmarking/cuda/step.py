@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.baselines.names import import_torch
-from bnfuse.measuring.times import STEPS_A_RUN, Times
+from bnfuse.core.times import STEPS_A_RUN, Times
 from bnfuse.runtime.backends.cuda.driver import open_driver
 
 Arrays = dict[str, np.ndarray]

@@ -12,12 +12,12 @@ HARDWARE = ("h100", "rtx2080ti")  # estimates are for these
 __all__ = ["HARDWARE", "diff_page", "rewrite_page"]
 
 
-def diff_page(before: Any, after: Any, *, hardware: tuple[str, ...] = HARDWARE, **roles: Any) -> str:
+def diff_page(before: Any, after: Any, *, hardware: tuple[str, ...] = HARDWARE, **signature: Any) -> str:
     """The page of two training graphs: paths, or models in any form that `bnfuse.diff` takes."""
     from bnfuse.diffing.page.document import render
     from bnfuse.diffing.page.gather import gather
 
-    first, second = open_graph(before, name="before", **roles), open_graph(after, name="after", **roles)
+    first, second = open_graph(before, name="before", **signature), open_graph(after, name="after", **signature)
     return render(gather(first, second, hardware=hardware))
 
 
@@ -27,7 +27,7 @@ def rewrite_page(
     *,
     output: str | os.PathLike[str] = "after",
     hardware: tuple[str, ...] = HARDWARE,
-    **roles: Any,
+    **signature: Any,
 ) -> str:
     """The same for what `bnfuse.rewrite` returned for `source`, with its report: refusals and their reasons.
 
@@ -36,6 +36,6 @@ def rewrite_page(
     from bnfuse.diffing.page.document import render
     from bnfuse.diffing.page.gather import gather
 
-    first = open_graph(source, name="before", **roles)
+    first = open_graph(source, name="before", **signature)
     second = open_graph(rewritten, name=os.fspath(output))
     return render(gather(first, second, hardware=hardware, report=rewritten.report.to_json()))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bnfuse.benchmarking.plot import pyplot_figure, require_plotting, save_figure
+from bnfuse.core.figures import pyplot_figure, require_plotting, save_figure
 from bnfuse.estimating.parallel.scaling import Point, Scaling
 
 COLOURS = ("#1f4e9c", "#c8472f", "#3b8a4e", "#8a5a9c", "#b58a1b", "#6b6b6b")

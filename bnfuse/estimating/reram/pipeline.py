@@ -157,8 +157,8 @@ def pipeline(
     """The pipeline of a network on a stack of ReRAM and GPU layers, such as 3r1g.
 
     `network` is a forward graph of the zoo, a source training graph, or what `network_of` read of one.
-    With `remove`, BatchNorms are taken out first: numbers, or a list in words such as "paper" (passes/removal/placements.py).
-    Raises BnfuseError where the weights and the kept maps do not fit.
+    With `remove`, BatchNorms are taken out first: numbers, or a list in words such as "paper"
+    (passes/removal/placements.py). Raises BnfuseError where the weights and the kept maps do not fit.
     """
     assumed = assumptions or ReramAssumptions()
     layers = stack(config, assumed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnfuse.benchmarking.plot import finish, pyplot_figure, require_plotting, save_figure
+from bnfuse.core.figures import finish, pyplot_figure, require_plotting, save_figure
 from bnfuse.estimating.reram.pipeline import Pipeline, Stage
 
 RERAM, ERROR, GPU, PERIOD = "#1f4e9c", "#7ea6de", "#d98324", "#c8472f"

@@ -10,7 +10,8 @@ import tvm
 
 from bnfuse.runtime.backends.launching import start_threads
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
 ALIGNMENT = 64
 

@@ -12,6 +12,7 @@ import tvm
 
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.processors import check_threads
+from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.execution import (
     Compiled,
     LaunchTime,
@@ -23,10 +24,9 @@ from bnfuse.runtime.backends.execution import (
 )
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import Memory
-from bnfuse.runtime.codegen.build import Library
-from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.resolve import features_of, missing_features
+from bnfuse.runtime.targets.cpus import features_of, missing_features
+from bnfuse.runtime.targets.target import Target
 
 
 class CpuRunner:

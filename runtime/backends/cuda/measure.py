@@ -1,4 +1,5 @@
-"""Times of the candidates of a problem on the GPU, for tuning (runtime/codegen/tuning.py). Needs their code, no compiler.
+"""Times of the candidates of a problem on the GPU, for tuning (runtime/codegen/tuning.py). Needs their code, no
+compiler.
 
 A candidate is launched several times by one CUDA graph, its stages one after the other, and the graph is timed between
 two events: what launching costs the host is not in it. All candidates work on the same buffers, so that what of a

@@ -31,8 +31,8 @@ from bnfuse.runtime.backends.execution import (
 )
 from bnfuse.runtime.backends.memory import Memory, Store
 from bnfuse.runtime.kernels.cuda.container import Code
-from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.targets.target import Target
 
 STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)  # what goes to the GPU with the first run
 

@@ -1,8 +1,8 @@
 """What a BatchNorm computes per channel: coefficients from statistics, and those of its input gradient.
 
-Each operator is a serial loop of a few microseconds, and adjacent ones share a launch (runtime/lowering/grouping.py). The length
-of a loop is a run-time value taken from the buffers, so one compiled kernel serves every BN of a network; a range of
-channels of a longer vector is that vector and an offset, passed like a map's.
+Each operator is a serial loop of a few microseconds, and adjacent ones share a launch (runtime/lowering/grouping.py).
+The length of a loop is a run-time value taken from the buffers, so one compiled kernel serves every BN of a network; a
+range of channels of a longer vector is that vector and an offset, passed like a map's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.norm import NormProblem
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 Emit = Callable[["Get", "Put"], None]
 

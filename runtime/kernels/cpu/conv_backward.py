@@ -58,7 +58,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import Plan, alternatives, c
 from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is_depthwise
 from bnfuse.runtime.kernels.cpu.winograd_backward import winograd_backward
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import is_faster, is_possible
-from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 NAME = "conv_backward"
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")

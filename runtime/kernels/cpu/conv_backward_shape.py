@@ -13,8 +13,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from bnfuse.runtime.kernels.kernel import Problem, Target
-from bnfuse.runtime.targets.resolve import vector_registers
+from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.targets.cpus import vector_registers
+from bnfuse.runtime.targets.target import Target
 
 PIXELS = 448  # upper bound of the output pixels in a tile of a k x k convolution
 FLAT_PIXELS = 128  # the same for 1x1 convolutions, whose rows are cut at will

@@ -63,7 +63,8 @@ from bnfuse.runtime.kernels.cpu.tir import (
     zero,
 )
 from bnfuse.runtime.kernels.cpu.winograd_forward import WinogradNest, choose_winograd_tiles
-from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem, Target
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
+from bnfuse.runtime.targets.target import Target
 
 
 def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
 from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, prim_func, unique_name, vectors
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 OUTER_K, OUTER_ROWS, OUTER_VECTORS = 64, 14, 2
 DOT_K, DOT_ROWS, DOT_COLUMNS = 2048, 4, 6

@@ -48,7 +48,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
 from bnfuse.runtime.kernels.cpu.nest import block_vectors, loop
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 NAME = "depthwise_backward"
 TILE_BYTES = 400 * 1024  # the grad tile

@@ -46,7 +46,8 @@ from bnfuse.runtime.kernels.cpu.tir import (
     store,
     vectors,
 )
-from bnfuse.runtime.kernels.kernel import Problem, Target
+from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

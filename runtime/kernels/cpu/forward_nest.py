@@ -11,7 +11,8 @@ from bnfuse.runtime.kernels.cpu.nest import covers_input
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
 from bnfuse.runtime.kernels.cpu.tir import Arguments, Expr, with_width, workspace
-from bnfuse.runtime.kernels.kernel import Problem, Target
+from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.targets.target import Target
 
 
 class ForwardNest:

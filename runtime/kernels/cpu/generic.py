@@ -17,7 +17,8 @@ from bnfuse.runtime.kernels.cpu import generic_elementwise, generic_moves, gener
 from bnfuse.runtime.kernels.cpu.generic_nest import Emit, GenericProblem, dense_view, nest, store
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, unique_name
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 __all__ = ["SCALARS", "SUPPORTED", "GenericProblem", "generic"]
 

@@ -25,7 +25,7 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
 )
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 Attributes = Mapping[str, Any]
 

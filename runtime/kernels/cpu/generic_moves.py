@@ -24,7 +24,7 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
 )
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, vectors
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 
 def move(args: Args, target: Target, space: Shape, source: tuple[str, View], result: tuple[str, View]) -> None:

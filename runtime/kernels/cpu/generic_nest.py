@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, vectors
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 Shape = tuple[int, ...]
 Type = tuple[Shape, str]  # shape and dtype

@@ -32,7 +32,7 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
 from bnfuse.runtime.kernels.cpu.rows import At, Rows
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, f64, to_f32, vectors
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep, unique_name
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

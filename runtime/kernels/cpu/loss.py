@@ -19,7 +19,8 @@ from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.rows import At, Rows
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32
 from bnfuse.runtime.kernels.cpu.sweep import Args, f64, prim_func, to_f32, unique_name
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -24,7 +24,8 @@ from bnfuse.runtime.kernels.cpu.sweep import (
     to_f32,
     unique_name,
 )
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

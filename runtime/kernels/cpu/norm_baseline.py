@@ -17,7 +17,8 @@ from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.norm import NormProblem, map_sweep
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Tile, Vector, f64, sweep, to_f32, vectors
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType
+from bnfuse.runtime.targets.target import Target
 
 
 def l1_statistics(x: MapType, target: Target) -> Kernel:

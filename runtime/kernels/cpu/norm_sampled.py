@@ -18,7 +18,8 @@ from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cpu.norm import NormProblem
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Vector, prim_func, sweep, to_f32, unique_name
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.targets.target import Target
 
 Extent = tuple[int, int, int]  # samples, rows, columns
 Pixel = Callable[[Args, Expr], Expr]  # the pixel of the map that is the i-th of the sample

@@ -17,7 +17,8 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
 from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 BLOCK = 16  # elements that share one weight decay
 

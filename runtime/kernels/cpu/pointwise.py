@@ -1,4 +1,4 @@
-"""Map and MapGrad: sweeps over a map that no convolution or pooling can take along (bnfuse/opset/spec.py).
+"""Pointwise and PointwiseGrad: sweeps over a map that no convolution or pooling can take along (bnfuse/opset/spec.py).
 
 Forward stores Normalize, activation and Add of a map, with its statistics; backward stores the input gradient of a BN,
 masks, sums dbeta and dgamma, and scales or accumulates in place. Both run at the speed of memory.
@@ -14,11 +14,12 @@ from bnfuse.opset.spec import ACTIVATION_GRADS
 from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Vector, f64, map_kernel, sweep, to_f32
-from bnfuse.runtime.kernels.kernel import Kernel, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Problem
+from bnfuse.runtime.targets.target import Target
 
 
-def map_forward(problem: Problem, target: Target) -> Kernel:
-    """[Normalize][act][Add|AddNormalized][act] Map [Bias][StoreInput][Statistics], maps [pixels, c] float32."""
+def pointwise_forward(problem: Problem, target: Target) -> Kernel:
+    """[Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], maps [pixels, c] float32."""
     y = problem.map("y")
 
     def emit(args: Args) -> None:
@@ -37,8 +38,8 @@ def map_forward(problem: Problem, target: Target) -> Kernel:
     return map_kernel(problem, target, emit, y.c)
 
 
-def map_backward(problem: Problem, target: Target) -> Kernel:
-    """[BatchNormGrad][Normalize][act] MapGrad [BiasGrad][AddGradient][mask][Reduce][ReduceOther]*[Scale|Accumulate]."""
+def pointwise_backward(problem: Problem, target: Target) -> Kernel:
+    """[BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, in the order of the grammar."""
     dx = problem.map("dx")
 
     def emit(args: Args) -> None:

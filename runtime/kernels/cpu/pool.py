@@ -22,7 +22,8 @@ from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cpu.pointwise import BackwardEpilogue, ForwardEpilogue
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, f64, map_kernel, sweep, to_f32
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
 SIDE_BY_SIDE = 4  # vectors that go through a window's loops together
 
@@ -241,7 +242,7 @@ def pool_backward(problem: Problem, target: Target) -> Kernel:
     [Reduce][ReduceOther]*[Scale|Accumulate]. dx is that of the pool's input, at the resolution of x.
     """
     if "BiasGrad" in problem.spec.epilogue:
-        raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a MapGradBiasGrad")
+        raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a PointwiseGradBiasGrad")
     dx = problem.map("dx")
     is_global = problem.spec.core == "GlobalAveragePoolGrad"
     windows = None if is_global else windows_of(problem, "dy")

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import vectors
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 At = Callable[[Expr], Expr]  # position along the row -> index in the tensor
 

@@ -25,7 +25,8 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, Load
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 TILE = 16  # pixels whose float32 sums are few enough to be good to ~1e-6
 INT32_LIMIT = 2**31

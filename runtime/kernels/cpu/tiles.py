@@ -11,8 +11,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from bnfuse.runtime.kernels.kernel import Problem, Target
-from bnfuse.runtime.targets.resolve import vector_registers
+from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.targets.cpus import vector_registers
+from bnfuse.runtime.targets.target import Target
 
 TILE_BYTES = 384 << 10  # the second-level cache has at least 1 MiB on servers
 WEIGHT_BYTES = 192 << 10  # of packed weights that one micro tile sweeps

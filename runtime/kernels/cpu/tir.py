@@ -18,8 +18,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.kernel import Access, MapType, Param, Problem, Target
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.kernels.kernel import Access, MapType, Param, Problem
+from bnfuse.runtime.targets import cpus
+from bnfuse.runtime.targets.target import Target
 
 INT32_LIMIT = 2**31
 
@@ -194,4 +195,4 @@ def compile_function(function: Any, target: Target) -> Any:
     """The executable of a PrimFunc. Storage rewrite is off: it would turn `registers` into heap memory (and there is
     nothing for it to share)."""
     with tvm.transform.PassContext(opt_level=3, config={"tirx.disable_storage_rewrite": True}):
-        return tvm.compile(function, target=targets.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))
+        return tvm.compile(function, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))

@@ -50,7 +50,8 @@ from bnfuse.runtime.kernels.cpu.winograd_backward_transform import (
     transform_weights,
     unpack_weight_gradient,
 )
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 NAME = "winograd_backward"
 

@@ -11,8 +11,8 @@ import dataclasses
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis, ConvShape, Tiles
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles as choose_direct_tiles
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
-from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.targets.resolve import vector_registers
+from bnfuse.runtime.targets.cpus import vector_registers
+from bnfuse.runtime.targets.target import Target
 
 KERNEL = 3
 TILES = 128  # of a chunk, at most

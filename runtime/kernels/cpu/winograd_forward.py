@@ -77,7 +77,8 @@ from bnfuse.runtime.kernels.cpu.winograd import (
     store_places,
     weight_transform,
 )
-from bnfuse.runtime.kernels.kernel import Problem, Target
+from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.targets.target import Target
 
 TILE_BYTES = 448 << 10  # of packed input
 NEAR_BYTES = 512 << 10  # of transformed weights that stay in the second-level cache, and of patches beside them

@@ -21,7 +21,8 @@ from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.runtime.kernels.cpu.coefficients import LOOPS, Loop, Member, param_name
 from bnfuse.runtime.kernels.cpu.sweep import unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 CHANNELS = 128  # of a block that has one operator
 ONE_BLOCK = 1024  # threads of the block that has a whole group

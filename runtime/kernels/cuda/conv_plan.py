@@ -12,7 +12,8 @@ from bnfuse.runtime.kernels.cuda.device import WARP, shared_limit
 from bnfuse.runtime.kernels.cuda.operand import Operand, element_size
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightPlan, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
-from bnfuse.runtime.kernels.kernel import Problem, Target
+from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.targets.target import Target
 
 Read = Literal["gather", "halo", "flat"]
 

@@ -51,7 +51,8 @@ from bnfuse.runtime.kernels.cuda.device import (
     wait,
     when,
 )
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 DEPTH = 32  # of k, of a tile in shared memory
 STEP = 16  # of k, that a warp takes at a time

@@ -54,7 +54,8 @@ from bnfuse.runtime.kernels.cuda.depthwise_window import (
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import join_sums, partials_param, write_row
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 
 def depthwise_backward(problem: Problem, target: Target) -> Kernel:

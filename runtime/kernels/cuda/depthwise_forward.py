@@ -59,7 +59,8 @@ from bnfuse.runtime.kernels.cuda.depthwise_window import (
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Moments, partials_param, write_row
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 
 def depthwise_forward(problem: Problem, target: Target) -> Kernel:

@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
-from bnfuse.runtime.kernels.kernel import MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 220  # of a thread, as estimated: 255 are real

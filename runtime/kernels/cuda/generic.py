@@ -28,7 +28,8 @@ from bnfuse.runtime.kernels.cpu.generic_reduce import BY_ROWS, FOLDINGS
 from bnfuse.runtime.kernels.cpu.sweep import unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, stage, when
 from bnfuse.runtime.kernels.cuda.generic_reduce import fold_stages, folds_of, softmax_stage
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 THREADS = 256
 BLOCKS = 16  # for each multiprocessor, at most

@@ -33,7 +33,8 @@ from bnfuse.runtime.kernels.cpu.generic_reduce import (
 from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
 from bnfuse.runtime.kernels.cuda.rows import BlockRows, join_threads
-from bnfuse.runtime.kernels.kernel import Param, Target
+from bnfuse.runtime.kernels.kernel import Param
+from bnfuse.runtime.targets.target import Target
 
 THREADS = 128
 LEAST = 64  # elements that are worth a share of a thread, or two warps of a block

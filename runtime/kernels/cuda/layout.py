@@ -21,7 +21,8 @@ from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Map, 
 from bnfuse.runtime.kernels.cuda.operand import words_of
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, store_words, width_of
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.targets.target import Target
 
 THREADS = 256
 TILE = 4096  # elements of a tile

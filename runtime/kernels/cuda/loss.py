@@ -19,7 +19,8 @@ from bnfuse.runtime.kernels.cpu.loss import Label, LossProblem, grad_params, los
 from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
 from bnfuse.runtime.kernels.cuda.rows import At, BlockRows, join_threads
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 SUM_THREADS = 256
 SUM_ROWS = 4096  # of a block

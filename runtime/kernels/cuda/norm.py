@@ -25,7 +25,8 @@ from bnfuse.runtime.kernels.cuda.partials import (
 )
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, width_of
-from bnfuse.runtime.kernels.kernel import Access, Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Access, Kernel, MapType, Param
+from bnfuse.runtime.targets.target import Target
 
 MIN_BLOCKS = 4  # of a multiprocessor: left to itself, the assembler may keep six, and spills
 PLACES = ("offset", "points")  # operands that say where a sample lies

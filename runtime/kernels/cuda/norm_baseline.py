@@ -22,7 +22,8 @@ from bnfuse.runtime.kernels.cuda.norm import leave, named, only, statistics_stag
 from bnfuse.runtime.kernels.cuda.partials import Columns, join_lanes, merge_stage, sums_stage
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.targets.target import Target
 
 # -- L1BN ----------------------------------------------------------------------------------------------------------
 

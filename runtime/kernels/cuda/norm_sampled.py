@@ -25,7 +25,8 @@ from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.norm import Place, named, statistics_stages, swept
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType
+from bnfuse.runtime.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

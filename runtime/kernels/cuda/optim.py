@@ -47,7 +47,8 @@ from bnfuse.runtime.kernels.cuda.device import (
     unrolled,
     when,
 )
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 THREADS = 256
 WIDE = 4  # elements of an access

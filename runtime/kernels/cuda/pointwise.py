@@ -1,4 +1,4 @@
-"""Map and MapGrad: sweeps over a map that no convolution or pooling can take along (bnfuse/opset/spec.py).
+"""Pointwise and PointwiseGrad: sweeps over a map that no convolution or pooling can take along (bnfuse/opset/spec.py).
 
 The tile of a block is that of sweep.py; a thread fetches its vectors of all maps at up to four pixels, then computes.
 With Statistics or Reduce a second stage merges the tiles. Both run at the speed of memory.
@@ -11,16 +11,17 @@ from bnfuse.runtime.kernels.cuda.device import Block, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_params, operator_sweep
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Writer, outlet_of
-from bnfuse.runtime.kernels.kernel import Kernel, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Problem
+from bnfuse.runtime.targets.target import Target
 
 
-def map_forward(problem: Problem, target: Target) -> Kernel:
-    """[Normalize][act][Add|AddNormalized][act] Map [Bias][StoreInput][Statistics], maps NHWC."""
+def pointwise_forward(problem: Problem, target: Target) -> Kernel:
+    """[Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], maps NHWC."""
     return _map(problem, target, "y", Operand(problem, gradient=False))
 
 
-def map_backward(problem: Problem, target: Target) -> Kernel:
-    """[BatchNormGrad][Normalize][act] MapGrad [BiasGrad][AddGradient][mask][Reduce][ReduceOther]*[Scale|Accumulate]."""
+def pointwise_backward(problem: Problem, target: Target) -> Kernel:
+    """[BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, in the order of the grammar."""
     return _map(problem, target, "dx", Operand(problem, gradient=True))
 
 

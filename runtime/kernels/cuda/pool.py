@@ -26,7 +26,8 @@ from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team, join_sums
 from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_params, operator_sweep
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Reductions, outlet_of, width_of
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.targets.target import Target
 
 UNROLLED = 25  # taps of a window that are written out one by one
 FETCHED = 9  # vectors on their way at a time
@@ -303,7 +304,7 @@ def pool_backward(problem: Problem, target: Target) -> Kernel:
     [Reduce][ReduceOther]*[Scale|Accumulate]. dx is that of the pool's input, at the resolution of x.
     """
     if "BiasGrad" in problem.spec.epilogue:
-        raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a MapGradBiasGrad")
+        raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a PointwiseGradBiasGrad")
     dx = problem.map("dx")
     if problem.spec.core == "GlobalAveragePoolGrad":
         reads = len(outlet_of(problem).reads(problem.spec))

@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda.device import WARP, Block, Expr, put, registers, shuffle_xor, sync, when
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 At = Callable[[Expr], Expr]  # position along the row -> index in the tensor
 Join = Callable[[Expr, Expr], Expr]

@@ -11,7 +11,8 @@ from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.targets.target import Target
 
 AT_A_TIME = 4
 

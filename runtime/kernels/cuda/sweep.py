@@ -22,7 +22,8 @@ from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reductions, outlet_of, width_of
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 THREADS = 256
 MOST_ACROSS = 128

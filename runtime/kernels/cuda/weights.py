@@ -35,7 +35,8 @@ from bnfuse.runtime.kernels.cuda.device import (
     when,
     words,
 )
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 FORWARD, BACKWARD = "forward", "backward"
 VECTOR = 8  # elements that a thread writes at a time; rows are filled up to a multiple of it

@@ -50,14 +50,14 @@ def run_step(model: onnx.ModelProto, seed: int = 0) -> tuple[dict[str, np.ndarra
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 2
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    roles = json.loads({e.key: e.value for e in model.metadata_props}["bnfuse.roles"])
+    signature = json.loads({e.key: e.value for e in model.metadata_props}["bnfuse.roles"])
     rng, feeds = np.random.default_rng(seed), {}
     for value in model.graph.input:
         shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        if value.name in roles["data"] or value.type.tensor_type.elem_type == TensorProto.FLOAT:
-            if value.name in (*roles["data"], *roles["labels"]):
+        if value.name in signature["data"] or value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            if value.name in (*signature["data"], *signature["labels"]):
                 feeds[value.name] = rng.standard_normal(shape).astype(np.float32)
-        elif value.name in roles["labels"]:
+        elif value.name in signature["labels"]:
             feeds[value.name] = rng.integers(0, 2, shape).astype(np.int64)
     names = [value.name for value in model.graph.output]
     return dict(zip(names, session.run(names, feeds), strict=True)), feeds

@@ -16,7 +16,7 @@ from bnfuse.core.errors import BnfuseError
 ONES, ZEROS = np.ones(3, np.float32), np.zeros(3, np.float32)
 
 
-def roles(model: onnx.ModelProto) -> dict:
+def signature(model: onnx.ModelProto) -> dict:
     return json.loads({entry.key: entry.value for entry in model.metadata_props}["bnfuse.roles"])
 
 
@@ -32,8 +32,8 @@ def test_new_batch_norms_whose_tensors_are_two_get_four_each(forward, step):
     values = {f"{c}.{t}": v for c in "ab" for t, v in zip("sbmv", (ONES, ZEROS, ZEROS, ONES), strict=True)}
     built = build(source)
     found, expected = step(built.model)[0], step(build(forward(apart, values)).model)[0]
-    assert roles(built.model)["trainable"] == ["one", "zero", "b/scale", "b/bias"]
-    assert len(roles(built.model)["running"]) == 4
+    assert signature(built.model)["trainable"] == ["one", "zero", "b/scale", "b/bias"]
+    assert len(signature(built.model)["running"]) == 4
     for ours, theirs in (("one", "a.s"), ("zero", "a.b"), ("b/scale", "b.s"), ("b/bias", "b.b")):
         np.testing.assert_array_equal(found[f"{ours}_grad"], expected[f"{theirs}_grad"])
     for output in ("mn", "vn", "my", "vy"):
@@ -50,7 +50,7 @@ def test_names_come_back_from_what_torchs_exporter_says(forward):
     names = [f"{m}.{what}" for m in ("b1", "b2") for what in ("weight", "bias")]
     buffers = [f"{m}.running_{what}" for m in ("b1", "b2") for what in ("mean", "var")]
     source = signed(forward(nodes, {"b2.weight": ONES, "b2.bias": ZEROS}), names, buffers)
-    found = roles(build(source, train_bn=True).model)
+    found = signature(build(source, train_bn=True).model)
     assert found["trainable"] == names and list(found["running"]) == buffers and found["frozen"] == []
 
 
@@ -60,7 +60,7 @@ PAIR = (("x", "n", "b1"), ("n", "y", "b2"))
 def test_two_batch_norms_that_share_only_a_statistic_get_one_each(forward):
     values = {f"{c}.{t}": np.full(3, 0.5 + index, np.float32) for index, c in enumerate("ab") for t in "sbv"}
     nodes = [norm(c, x, y, [f"{c}.s", f"{c}.b", "mean", f"{c}.v"]) for c, x, y in (("a", "x", "n"), ("b", "n", "y"))]
-    found = roles(build(forward(nodes, {**values, "mean": ZEROS})).model)
+    found = signature(build(forward(nodes, {**values, "mean": ZEROS})).model)
     assert list(found["running"]) == ["mean", "a.v", "b/running_mean", "b.v"]
 
 
@@ -96,18 +96,23 @@ def test_convolutions_share_a_weight_only_where_the_module_does(forward, second,
         convolution("c2", "a", "y", "c1.weight", second),
     ]
     weight = np.random.default_rng(0).standard_normal((3, 3, 1, 1)).astype(np.float32)
-    found = roles(build(signed(forward(nodes, {"c1.weight": weight}), ["c1.weight", "c2.weight"])).model)
+    found = signature(build(signed(forward(nodes, {"c1.weight": weight}), ["c1.weight", "c2.weight"])).model)
     assert found["trainable"] == expected
 
 
 def test_a_weight_stays_shared_where_nothing_says_otherwise(forward):
     nodes = [convolution(name, x, y, "w", "", "b") for name, x, y in (("c1", "x", "a"), ("c2", "a", "y"))]
     built = build(forward(nodes, {"w": np.ones((3, 3, 1, 1), np.float32), "b": ZEROS}))
-    assert roles(built.model)["trainable"] == ["w", "b"]
+    assert signature(built.model)["trainable"] == ["w", "b"]
 
 
 def test_equal_biases_of_different_weights_come_apart(forward):
     rng = np.random.default_rng(0)
     nodes = [convolution(name, x, y, f"{name}.w", "", "b") for name, x, y in (("c1", "x", "a"), ("c2", "a", "y"))]
     weights = {f"{name}.w": rng.standard_normal((3, 3, 1, 1)).astype(np.float32) for name in ("c1", "c2")}
-    assert roles(build(forward(nodes, {**weights, "b": ZEROS})).model)["trainable"] == ["c1.w", "b", "c2.w", "c2/bias"]
+    assert signature(build(forward(nodes, {**weights, "b": ZEROS})).model)["trainable"] == [
+        "c1.w",
+        "b",
+        "c2.w",
+        "c2/bias",
+    ]

@@ -36,15 +36,15 @@ def test_five_results_train_as_one_does_in_newer_opsets(conv_norm, old, step, op
     expected, _ = step(build(conv_norm(momentum=0.8, epsilon=1e-3)).model)
     built = build(old(opset, FIVE, **({"spatial": 1} if opset < 9 else {})))
     found, feeds = step(built.model)
-    roles = json.loads({entry.key: entry.value for entry in built.model.metadata_props}["bnfuse.roles"])
+    signature = json.loads({entry.key: entry.value for entry in built.model.metadata_props}["bnfuse.roles"])
     for name in ("loss", "w_grad", "scale_grad", "bias_grad"):
         np.testing.assert_array_equal(found[name], expected[name])
     for statistic, output in (("mean", "new_mean"), ("var", "new_var")):
-        np.testing.assert_array_equal(found[roles["running"][statistic]], expected[output])
+        np.testing.assert_array_equal(found[signature["running"][statistic]], expected[output])
     kept = {tensor.name: numpy_helper.to_array(tensor) for tensor in built.model.graph.initializer}
     maps = convolved(feeds["x"], kept["w"])
     mean = 0.8 * kept["mean"] + 0.2 * maps.mean((0, 2, 3))
-    np.testing.assert_allclose(found[roles["running"]["mean"]], mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[signature["running"]["mean"]], mean, rtol=1e-4, atol=1e-5)
 
 
 def convolved(x: np.ndarray, w: np.ndarray) -> np.ndarray:

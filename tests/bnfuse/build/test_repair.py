@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from bnfuse.build import build
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset import check_model
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
@@ -29,8 +29,8 @@ def relu(x: str = "n") -> onnx.NodeProto:
     return helper.make_node("Relu", [x], ["y"], name="relu")
 
 
-def roles(model: onnx.ModelProto) -> Roles:
-    return Roles.from_json({entry.key: entry.value for entry in model.metadata_props}["bnfuse.roles"])
+def signature(model: onnx.ModelProto) -> GraphSignature:
+    return GraphSignature.from_json({entry.key: entry.value for entry in model.metadata_props}["bnfuse.roles"])
 
 
 @pytest.mark.parametrize(("name", "norms", "batch"), [("densenet121", 121, None), ("resnet50", 53, 2)])
@@ -48,7 +48,7 @@ def test_the_files_that_the_onnx_package_ships_become_training_graphs(name, norm
     assert all(after)
     assert not any("Add" in kinds for kinds in after) or name == "resnet50"  # there: the residual sum
     results, _ = step(built.model)
-    assert np.isfinite(results["loss"]) and all(results[g].any() for g in roles(built.model).gradients.values())
+    assert np.isfinite(results["loss"]) and all(results[g].any() for g in signature(built.model).gradients.values())
 
 
 def test_what_was_repaired_in_light_densenet121_is_told():
@@ -85,7 +85,7 @@ def test_multiplication_and_addition_after_a_batch_norm_become_its_scale_and_bia
     source = conv_norm(nodes, {"g": SCALE.reshape(shape), "h": SHIFT.reshape(shape)})
     built = build(source)
     assert built.notes == ("merged the Mul and Add after 1 BatchNormalization nodes into their scale and bias",)
-    assert roles(built.model).trainable == ("w", "scale", "bias")
+    assert signature(built.model).trainable == ("w", "scale", "bias")
     before, after = values(source), values(built.model)
     np.testing.assert_allclose(after["scale"], before["scale"] * SCALE)
     np.testing.assert_allclose(after["bias"], before["bias"] * SCALE + SHIFT)
@@ -119,20 +119,20 @@ def normalised(found: dict[str, np.ndarray], _: dict[str, np.ndarray]) -> np.nda
 def test_multiplication_that_others_read_stays(conv_norm):
     nodes = [helper.make_node("Mul", ["n", "g"], ["ng"], name="mul"), helper.make_node("Add", ["n", "ng"], ["y"])]
     built = build(conv_norm(nodes, {"g": SCALE.reshape(4, 1, 1)}))
-    assert built.notes == () and "g" in roles(built.model).trainable
+    assert built.notes == () and "g" in signature(built.model).trainable
 
 
 def test_multiplication_by_a_map_stays(conv_norm):
     nodes = [helper.make_node("Mul", ["n", "g"], ["ng"], name="mul"), relu("ng")]
     built = build(conv_norm(nodes, {"g": np.ones((4, 6, 6), np.float32)}))
-    assert built.notes == () and "g" in roles(built.model).trainable
+    assert built.notes == () and "g" in signature(built.model).trainable
 
 
 def test_train_bn_makes_an_inference_batch_norm_train(conv_norm, step):
     built = build(conv_norm(training_mode=0), train_bn=True)
     results, _ = step(built.model)
     expected, _ = step(build(conv_norm()).model)
-    assert roles(built.model).running == {"mean": "bn/new_running_mean", "var": "bn/new_running_var"}
+    assert signature(built.model).running == {"mean": "bn/new_running_mean", "var": "bn/new_running_var"}
     assert results["loss"] == expected["loss"]
 
 
@@ -161,7 +161,7 @@ def test_final_softmax_is_dropped(after_conv, step):
         ]
         built = build(after_conv(nodes))
         assert built.notes == (f"dropped the final {op} 'prob': cross-entropy takes logits",)
-        assert roles(built.model).logits == "f" and not ops(built.model)[op]
+        assert signature(built.model).logits == "f" and not ops(built.model)[op]
         assert np.isfinite(step(built.model)[0]["loss"])
 
 
@@ -182,14 +182,14 @@ def test_zero_bias_that_an_exporter_invents_is_dropped(forward, step):
     weight = np.random.default_rng(0).standard_normal((4, 3, 3, 3)).astype(np.float32)
     built = build(forward(nodes, {"w": weight}))
     assert built.notes == ("dropped 1 Conv biases of constant zeros",)
-    assert roles(built.model).trainable == ("w",)
+    assert signature(built.model).trainable == ("w",)
 
 
 def test_zero_bias_that_is_a_parameter_stays(forward):
     nodes = [helper.make_node("Conv", ["x", "w", "b"], ["y"], name="conv")]
     weight = np.random.default_rng(0).standard_normal((4, 3, 3, 3)).astype(np.float32)
     built = build(forward(nodes, {"w": weight, "b": np.zeros(4, np.float32)}))
-    assert roles(built.model).trainable == ("w", "b") and built.notes == ()
+    assert signature(built.model).trainable == ("w", "b") and built.notes == ()
 
 
 def test_constants_in_arithmetic_are_no_parameters(after_conv):
@@ -197,7 +197,7 @@ def test_constants_in_arithmetic_are_no_parameters(after_conv):
         helper.make_node("Constant", [], ["k"], name="k", value=numpy_helper.from_array(SHIFT.reshape(4, 1, 1))),
         helper.make_node("Add", ["c", "k"], ["y"], name="add"),
     ]
-    assert roles(build(after_conv(nodes)).model).trainable == ("w",)
+    assert signature(build(after_conv(nodes)).model).trainable == ("w",)
 
 
 def test_identity_of_an_initializer_is_a_parameter_of_its_own(forward, step):
@@ -209,8 +209,8 @@ def test_identity_of_an_initializer_is_a_parameter_of_its_own(forward, step):
         outputs = [y, f"mean{y}", f"var{y}"]
         nodes.append(helper.make_node("BatchNormalization", inputs, outputs, f"bn{y}", training_mode=1))
     built = build(forward(nodes, {"s": ones, "b": zeros, "m": zeros, "v": ones}))
-    assert roles(built.model).trainable == ("s", "b", "s2", "b2")
-    assert set(roles(built.model).running) == {"m", "v", "m2", "v2"}
+    assert signature(built.model).trainable == ("s", "b", "s2", "b2")
+    assert set(signature(built.model).running) == {"m", "v", "m2", "v2"}
 
 
 def test_dropout_is_switched_on_and_gets_a_mask(after_conv, step):
@@ -298,7 +298,7 @@ def test_unnamed_and_equal_node_names_become_unique(after_conv):
 def test_initializers_that_are_inputs_too_are_no_data(after_conv):
     model = after_conv([relu("c")])
     model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [4, 3, 3, 3]))
-    assert roles(build(model).model).data == ("x",)
+    assert signature(build(model).model).data == ("x",)
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [(np.array(3), [3, 1]), (np.array([1, 3]), [1, 3])])

@@ -12,13 +12,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from bnfuse.build import NOTES_KEY, build, build_training_graph
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.models import MODELS, build_forward
 from bnfuse.opset import check_model
 
 
-def roles(model: onnx.ModelProto) -> Roles:
-    return Roles.from_json({entry.key: entry.value for entry in model.metadata_props}["bnfuse.roles"])
+def signature(model: onnx.ModelProto) -> GraphSignature:
+    return GraphSignature.from_json({entry.key: entry.value for entry in model.metadata_props}["bnfuse.roles"])
 
 
 def small(name: str) -> onnx.ModelProto:
@@ -41,15 +41,15 @@ def test_every_zoo_model_builds_and_takes_a_step(name, step):
     ops = Counter(node.op_type for node in model.graph.node)
     norms = sum(node.op_type == "BatchNormalization" for node in source.graph.node)
     assert ops["BatchNormInternal"] == ops["BatchNormalizationGrad"] == norms
-    gradients = [results[name] for name in roles(model).gradients.values()]
+    gradients = [results[name] for name in signature(model).gradients.values()]
     assert sum(value.size for value in gradients) == sum(
-        np.prod(t.dims) for t in source.graph.initializer if t.name in roles(model).trainable
+        np.prod(t.dims) for t in source.graph.initializer if t.name in signature(model).trainable
     )
 
 
 def test_variables_are_inputs_and_initializers_and_every_input_has_one_role(densenet):
     model = build_training_graph(densenet)
-    found = roles(model)
+    found = signature(model)
     inputs = [value.name for value in model.graph.input]
     assert inputs == [*found.data, *found.labels, *found.trainable, *found.frozen, *found.running]
     values = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
@@ -61,7 +61,7 @@ def test_variables_are_inputs_and_initializers_and_every_input_has_one_role(dens
 
 def test_outputs_are_loss_logits_running_statistics_and_gradients_in_order(densenet):
     model = build_training_graph(densenet)
-    found = roles(model)
+    found = signature(model)
     expected = [found.loss, found.logits, *found.running.values(), *found.gradients.values()]
     assert [value.name for value in model.graph.output] == expected
     assert found.running["final/norm/running_mean"] == "final/norm/new_running_mean"
@@ -109,7 +109,7 @@ def test_source_is_left_alone(densenet):
 
 def test_frozen_parameters_are_inputs_without_gradient(densenet, step):
     model = build_training_graph(densenet, freeze=["stem/*", "*/norm*/scale"])
-    found = roles(model)
+    found = signature(model)
     assert "stem/conv/weight" in found.frozen and "final/norm/scale" in found.frozen
     assert not set(found.frozen) & set(found.gradients)
     whole, _ = step(build_training_graph(densenet))
@@ -135,7 +135,7 @@ def test_data_that_a_concat_and_another_node_read_needs_no_gradient(forward, ste
 
 
 def test_train_names_what_trains(densenet):
-    assert roles(build_training_graph(densenet, train=["classifier/*"])).trainable == (
+    assert signature(build_training_graph(densenet, train=["classifier/*"])).trainable == (
         "classifier/weight",
         "classifier/bias",
     )
@@ -183,7 +183,7 @@ def test_names_that_the_loss_would_take_are_left_to_the_user(forward, step):
     nodes = [helper.make_node("Conv", ["x", "labels"], ["loss"], name="conv")]
     weight = np.ones((2, 3, 6, 6), np.float32)
     model = build_training_graph(forward(nodes, {"labels": weight}, output="loss"))
-    found = roles(model)
+    found = signature(model)
     assert found.trainable == ("labels",) and found.labels == ("labels_1",) and found.loss == "loss_1"
     assert np.isfinite(step(model)[0]["loss_1"])
 

@@ -21,9 +21,9 @@ from bnfuse.graph.training_graph import open_graph
 from bnfuse.measuring.limits import Limits
 from bnfuse.runtime import SGD
 from bnfuse.runtime.backends.execution import LaunchTime
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.resolve import resolve
 
 LIMITS = Limits({"numpy": 100e9}, 10e9)
 MACHINE = Hardware("machine", "", 100e9, 10e9, MIB)
@@ -110,9 +110,9 @@ def test_the_launches_move_about_what_the_graph_says(model, programs, level):
         ("Conv depthwise 3x3", "NormalizeReluConv", "DepthwiseConv2D"),
         ("ConvGrad grouped 3x3", "ConvGrad", "Conv2D"),
         ("Gemm", "Gemm", "Dense"),
-        ("Map", "NormalizeReluMap", "BatchNorm"),
-        ("Map", "ReluMap", "Activation"),
-        ("Map", "AddMap", "Add"),
+        ("Pointwise", "NormalizeReluPointwise", "BatchNorm"),
+        ("Pointwise", "ReluPointwise", "Activation"),
+        ("Pointwise", "AddPointwise", "Add"),
         ("MaxPool", "NormalizeReluMaxPoolStatistics", "Pool"),
         ("BatchNorm halves", "BatchNormGradReduce", "BatchNorm"),
         ("BatchNorm halves", "Sum", "Add"),

@@ -147,7 +147,7 @@ def test_every_type_of_layer_has_a_colour():
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_the_same_figure_is_the_same_file(tmp_path, ending, monkeypatch):
-    from bnfuse.benchmarking.plot import pyplot_figure, save_figure
+    from bnfuse.core.figures import pyplot_figure, save_figure
 
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
     files = []
@@ -161,7 +161,7 @@ def test_the_same_figure_is_the_same_file(tmp_path, ending, monkeypatch):
 
 
 def test_a_name_is_no_formula(tmp_path):
-    from bnfuse.benchmarking.plot import pyplot_figure, save_figure
+    from bnfuse.core.figures import pyplot_figure, save_figure
 
     figure = pyplot_figure()()
     axis = figure.subplots()

@@ -44,7 +44,7 @@ def maps(workload: Workload, accesses) -> dict[str, int]:
 def map_bytes(graph: TrainingGraph, workload: Workload) -> int:
     """All bytes of tensors with an axis of images and at least four axes, which is what `diff` calls a feature map."""
     values = [v for node in graph.model.graph for v in node.outputs] + list(graph.model.graph.inputs)
-    rows = graph.batch + sum(graph.shape_of(name)[0] for name in graph.roles.virtual)
+    rows = graph.batch + sum(graph.shape_of(name)[0] for name in graph.signature.virtual)
     wide = {
         v.name
         for v in values
@@ -96,9 +96,14 @@ def test_tensors_are_given_or_written_before_they_are_read(graphs, level, order)
     workload = training_workload(graphs[level], order=order, optimizer="momentum")
     check_order(workload)
     kept = {tensor.name for tensor in workload.tensors if tensor.kept}
-    roles = graphs[level].roles
+    signature = graphs[level].signature
     views = {"classifier/bias_grad"}  # a reshape of what is kept instead
-    assert {roles.loss, *roles.gradients.values(), *roles.running.values(), *roles.trainable} - views <= kept
+    assert {
+        signature.loss,
+        *signature.gradients.values(),
+        *signature.running.values(),
+        *signature.trainable,
+    } - views <= kept
     assert "classifier_Grad/dC_reduced" in kept
 
 
@@ -218,7 +223,7 @@ def test_an_update_reads_parameter_gradient_and_moments_and_writes_all_but_the_g
     graph = graphs["icf"]
     workload = training_workload(graph, optimizer=optimizer)
     updates = [x for x in workload.layers if x.phase == "update"]
-    assert len(updates) == len(graph.roles.trainable)
+    assert len(updates) == len(graph.signature.trainable)
     for each in updates:
         size = workload.tensors[each.writes[0].tensor].bytes
         assert [a.bytes for a in each.writes] == [size] * (1 + moments)

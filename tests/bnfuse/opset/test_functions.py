@@ -32,9 +32,9 @@ NAMES = (
     "NormalizeReluMaxPoolStatistics",
     "ReluAveragePoolStoreInputStatistics",
     "NormalizeClipGlobalAveragePool",
-    "NormalizeReluMap",
-    "AddMapStoreInputStatistics",
-    "Map",
+    "NormalizeReluPointwise",
+    "AddPointwiseStoreInputStatistics",
+    "Pointwise",
     "SliceBatchNormGradNormalizeReluConvGradReluGradReduceAccumulate",
     "BatchNormGradConvGradBiasGradAddGradientReluGradReduceReduceOtherReduceOther",
     "NormalizeClipConvGradClipGradReduceScale",
@@ -46,10 +46,10 @@ NAMES = (
     "NormalizeMaxPoolGradReluGradAccumulate",
     "NormalizeAveragePoolGradReluGradReduce",
     "GlobalAveragePoolGradAddGradientReluGradReduceReduceOther",
-    "BatchNormGradMapGrad",
-    "SliceMapGradAccumulate",
-    "NormalizeMapGradReluGradReduce",
-    "MapGradAddGradientScale",
+    "BatchNormGradPointwiseGrad",
+    "SlicePointwiseGradAccumulate",
+    "NormalizePointwiseGradReluGradReduce",
+    "PointwiseGradAddGradientScale",
     *PLAIN_OPS,
 )
 
@@ -202,13 +202,13 @@ def test_statistics_of_constant_channels_are_exact(case):
 
 
 def test_gradient_of_a_relu_is_zero_at_zero(case):
-    it = case("MapGradReluGrad")
+    it = case("PointwiseGradReluGrad")
     it.operands["x"][:] = 0
     assert not it.run_body()["dx"].any()
 
 
 def test_gradient_of_a_clip_is_one_at_its_bounds(case):
-    it = case("MapGradClipGrad", min=-1.0, max=2.0)
+    it = case("PointwiseGradClipGrad", min=-1.0, max=2.0)
     it.operands["x"] = np.resize(np.float32([-1.5, -1, 2, 2.5]), it.operands["x"].shape)
     it.operands["dy"][:] = 1
     assert it.run_body()["dx"].ravel()[:4].tolist() == [0, 1, 1, 0]
@@ -232,7 +232,7 @@ def test_gradient_of_max_pool_needs_opset_16():
 
 
 def test_nothing_is_older_than_opset_13():
-    assert "needs 13" in functions.why_not(parse("NormalizeMap"), 12)
+    assert "needs 13" in functions.why_not(parse("NormalizePointwise"), 12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,7 +254,7 @@ def relu_map_model() -> ir.Model:
     return ir.from_onnx_text("""
         <ir_version: 9, opset_import: ["": 17, "ai.bnfuse": 1]>
         g (float[1,2,3,3] x, float[2] a, float[2] b) => (float[1,2,3,3] y) {
-            y = ai.bnfuse.NormalizeReluMap(x, a, b)
+            y = ai.bnfuse.NormalizeReluPointwise(x, a, b)
         }""")
 
 
@@ -263,7 +263,7 @@ def test_add_functions_adds_what_is_used_and_removes_the_rest():
     stale = functions.function_for(parse("ConvGradInput"), 17)
     model.functions[stale.identifier()] = stale
     functions.add_functions(model)
-    assert [*model.functions] == [(DOMAIN, "NormalizeReluMap", "")]
+    assert [*model.functions] == [(DOMAIN, "NormalizeReluPointwise", "")]
     assert model.opset_imports == {"": 17, DOMAIN: 1}
 
 

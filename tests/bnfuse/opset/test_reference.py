@@ -117,8 +117,8 @@ def test_activations_and_gradients(kind, apply):
     y = apply(z)
     y.backward(torch.tensor(dy))
     operands = {"x": x, "a": a, "b": b}
-    assert_equal(run(parse(f"Normalize{kind}Map"), operands, attributes)["y"], y)
-    gradient = run(parse(f"NormalizeMapGrad{kind}Grad"), {"dy": dy, **operands}, attributes)
+    assert_equal(run(parse(f"Normalize{kind}Pointwise"), operands, attributes)["y"], y)
+    gradient = run(parse(f"NormalizePointwiseGrad{kind}Grad"), {"dy": dy, **operands}, attributes)
     assert_equal(gradient["dx"], z.grad)
 
 
@@ -131,11 +131,11 @@ def test_residual_block_and_its_gradient():
     y.backward(torch.tensor(gradients.sum(axis=0)))
     operands = {"x": x, "skip": skip, "a": a, "b": b, "skip_a": skip_a, "skip_b": skip_b}
     operands = {name: value.detach().numpy() for name, value in operands.items()}
-    stored = run(parse("NormalizeAddNormalizedReluMap"), operands, {})["y"]
+    stored = run(parse("NormalizeAddNormalizedReluPointwise"), operands, {})["y"]
     assert_equal(stored, y)
-    masked = run(parse("MapGradAddGradientReluGrad"), {"dy": gradients[0], "other": gradients[1], "x": stored}, {})[
-        "dx"
-    ]
+    masked = run(
+        parse("PointwiseGradAddGradientReluGrad"), {"dy": gradients[0], "other": gradients[1], "x": stored}, {}
+    )["dx"]
     assert_equal(operands["a"][:, None, None] * masked, x.grad)
     assert_equal(operands["skip_a"][:, None, None] * masked, skip.grad)
 
@@ -175,11 +175,11 @@ def test_split_batch_norm_is_batch_norm(problem):
     final = run(PLAIN_OPS["BatchNormFinalize"], {**state, **statistics}, {"epsilon": 1e-5, "momentum": 0.9})
     coefficients = {"a": final["a"], "b": final["b"], "inv_std": final["inv_std"], "mean": statistics["mean"]}
     loose = 1e-9 if "ratio" in problem else EXACT  # a mean of 1000 costs three of sixteen digits in x itself
-    assert_equal(run(parse("NormalizeReluMap"), {"x": values, **coefficients}, {})["y"], torch.relu(z), loose)
+    assert_equal(run(parse("NormalizeReluPointwise"), {"x": values, **coefficients}, {})["y"], torch.relu(z), loose)
     np.testing.assert_allclose(final["new_running_mean"], running[0] * 0.9 + values.mean(axis=(0, 2, 3)) * 0.1)
     np.testing.assert_allclose(final["new_running_variance"], running[1] * 0.9 + values.var(axis=(0, 2, 3)) * 0.1)
 
-    reduced = run(parse("NormalizeMapGradReluGradReduce"), {"dy": dy, "x": values, **coefficients}, {})
+    reduced = run(parse("NormalizePointwiseGradReluGradReduce"), {"dy": dy, "x": values, **coefficients}, {})
     assert_equal(reduced["dbeta"], beta.grad, loose)
     assert_equal(reduced["dgamma"], gamma.grad, loose)
     apart = run(PLAIN_OPS["BatchNormGradReduce"], {"dz": reduced["dx"], "x": values, **coefficients}, {})
@@ -189,7 +189,7 @@ def test_split_batch_norm_is_batch_norm(problem):
     span = {"count": 8 * 6 * 6, "start": 0, "stop": 5}
     ends = run(PLAIN_OPS["BatchNormGradFinalize"], {**terms, **coefficients}, span)
     own = {"grad_x": values, "grad_p": final["a"], "grad_q": ends["q"], "grad_w": ends["w"]}
-    dx = run(parse("BatchNormGradMapGrad"), {"dy": reduced["dx"], **own}, {})["dx"]
+    dx = run(parse("BatchNormGradPointwiseGrad"), {"dy": reduced["dx"], **own}, {})["dx"]
     assert np.linalg.norm(dx - x.grad.numpy()) <= loose * max(np.linalg.norm(x.grad.numpy()), np.linalg.norm(dy))
 
 
@@ -219,7 +219,7 @@ def test_batch_norms_that_share_channels_accumulate_one_gradient():
             "dy": dz, "x": values[:, start:stop], "mean": mean[start:stop], "inv_std": inv_std,
             "acc": total, "acc_p": scale * inv_std,
         }  # fmt: skip
-        results = run(parse("MapGradReduceAccumulate"), operands, channels)
+        results = run(parse("PointwiseGradReduceAccumulate"), operands, channels)
         total[:, start:stop] = results["dx"]
         coefficients = {"a": scale * inv_std, "inv_std": inv_std}
         accumulators = {"beta_acc": terms["beta_term"], "gamma_acc": terms["gamma_term"]}
@@ -229,7 +229,7 @@ def test_batch_norms_that_share_channels_accumulate_one_gradient():
     # the producer of channels 1 to 4 reads its range of the buffer
     ends = run(PLAIN_OPS["BatchNormGradFinalize"], {**terms, "mean": mean[1:4]}, {"count": 36, "start": 1, "stop": 4})
     own = {"grad_x": values[:, 1:4], "grad_p": np.ones(3), "grad_q": ends["q"], "grad_w": ends["w"]}
-    dx = run(parse("SliceBatchNormGradMapGrad"), {"dy": total, **own}, {"grad_start": 1, "grad_stop": 4})["dx"]
+    dx = run(parse("SliceBatchNormGradPointwiseGrad"), {"dy": total, **own}, {"grad_start": 1, "grad_stop": 4})["dx"]
     assert_equal(dx, x.grad[:, 1:4])
 
 
@@ -237,10 +237,10 @@ def test_reduction_for_another_batch_norm_shares_the_gradient():
     dy, own, other = RNG.normal(size=(3, 2, 4, 5, 5))
     statistics = {"mean": np.arange(4.0), "inv_std": np.full(4, 2.0)}
     operands = {"dy": dy, "x": own, **statistics, "x_1": other, "mean_1": np.ones(4), "inv_std_1": np.full(4, 0.5)}
-    results = run(parse("MapGradReduceReduceOther"), operands, {})
+    results = run(parse("PointwiseGradReduceReduceOther"), operands, {})
     alone = {"dy": dy, "x": other, "mean": np.ones(4), "inv_std": np.full(4, 0.5)}
     assert np.array_equal(results["dbeta_1"], results["dbeta"])
-    assert np.array_equal(results["dgamma_1"], run(parse("MapGradReduce"), alone, {})["dgamma"])
+    assert np.array_equal(results["dgamma_1"], run(parse("PointwiseGradReduce"), alone, {})["dgamma"])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -40,7 +40,7 @@ class Problem:
     def forward(self, statistics):
         operands = {"scale": self.scale, "bias": self.bias, **self.running, **statistics}
         made = op("BatchNormFinalize", operands, epsilon=EPSILON, momentum=MOMENTUM)
-        y = run(parse("NormalizeMap"), {"x": self.x, **made}, {})["y"]
+        y = run(parse("NormalizePointwise"), {"x": self.x, **made}, {})["y"]
         return made, y
 
     def terms(self, statistics, made):
@@ -67,7 +67,7 @@ def sampled(problem: Problem, parts, weights):
         statistics = {"mean": made["mixed_mean"], "variance": made["mixed_variance"]}
     made, y = problem.forward(statistics)
     reduced, terms = problem.terms(statistics, made)
-    dx = run(parse("MapGradScale"), {"dy": problem.dz, "acc_p": made["a"]}, {})["dx"]
+    dx = run(parse("PointwiseGradScale"), {"dy": problem.dz, "acc_p": made["a"]}, {})["dx"]
     for (_, addition, where, extent, count), part, weight in zip(parts, found, weights, strict=True):
         ends = op("SampledGradFinalize", {**terms, "mean": part["mean"]}, count=count, weight=weight)
         dx = op(addition, {"acc": dx, "x": problem.x, **ends, **where}, **extent)["dx"]

@@ -22,9 +22,9 @@ NAMES = (
     "MaxPoolGradReluGradReduce",
     "AveragePoolGradScale",
     "GlobalAveragePoolGrad",
-    "SliceMapGrad",
-    "SliceMapGradReduceOtherAccumulate",
-    "NormalizeMapGradClipGrad",
+    "SlicePointwiseGrad",
+    "SlicePointwiseGradReduceOtherAccumulate",
+    "NormalizePointwiseGradClipGrad",
     *PLAIN_OPS,
 )
 

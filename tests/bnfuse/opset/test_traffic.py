@@ -61,7 +61,7 @@ def test_indices_are_eight_bytes_each(one_node):
 
 
 def test_every_other_batch_norm_reads_its_map(one_node):
-    read, _ = one_node("MapGradReduceReduceOtherReduceOther")
+    read, _ = one_node("PointwiseGradReduceReduceOtherReduceOther")
     assert read == {"dy": X, "x": X, "x_1": X, "x_2": X}
 
 

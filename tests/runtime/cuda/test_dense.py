@@ -11,7 +11,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.cuda import dense
 from bnfuse.runtime.kernels.cuda.dense import SHAPES, choose_tiles, gemm, steps_of
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 CASES = [
     GemmProblem(16, 10, 70, trans_b=True, bias=(10,)),

@@ -11,7 +11,8 @@ from fake_cuda import FakeCuda, FakeKernel, install
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cuda import driver
 from bnfuse.runtime.backends.cuda.driver import Arguments, Driver
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.targets.target import Target
 
 
 def one_line(call, *arguments, match: str) -> None:
@@ -53,11 +54,11 @@ def test_no_package_no_driver_no_gpu_and_an_old_driver_are_one_line_each(monkeyp
 
 def test_a_plain_target_is_the_gpu_that_is_there(monkeypatch):
     install(monkeypatch, FakeCuda("sm_87"))
-    assert targets.resolve("cuda", precision="bf16") == targets.Target("cuda", "sm_86", 32, 84, "bf16")
+    assert resolve("cuda", precision="bf16") == Target("cuda", "sm_86", 32, 84, "bf16")
     install(monkeypatch, FakeCuda("sm_75"))
-    one_line(targets.resolve, "cuda", match="the GPU is sm_75")
+    one_line(resolve, "cuda", match="the GPU is sm_75")
     install(monkeypatch, Missing("Failed to dlopen libcuda.so.1"))
-    assert targets.resolve("cuda") == targets.Target("cuda", "sm_90", 32, 132, "fp32")
+    assert resolve("cuda") == Target("cuda", "sm_90", 32, 132, "fp32")
 
 
 def test_the_device_is_that_of_the_current_context(monkeypatch):
@@ -132,10 +133,10 @@ def test_arguments_know_when_they_changed():
 )
 def test_targets_that_cannot_be_are_one_line(spec, options, message):
     with pytest.raises(BnfuseError, match=message) as caught:
-        targets.resolve(spec, **options)
+        resolve(spec, **options)
     assert "\n" not in str(caught.value)
 
 
 def test_targets_of_architectures():
-    assert targets.resolve("cuda:sm_80", precision="tf32") == targets.Target("cuda", "sm_80", 32, 108, "tf32")
-    assert targets.resolve("cpu", 2, "fp32").kind == "llvm"
+    assert resolve("cuda:sm_80", precision="tf32") == Target("cuda", "sm_80", 32, 108, "tf32")
+    assert resolve("cpu", 2, "fp32").kind == "llvm"

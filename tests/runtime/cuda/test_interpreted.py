@@ -16,11 +16,11 @@ from bnfuse.build import build_training_graph
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 from bnfuse.verifying.verification import CompiledRunner, Reference, Where, draw_feeds, verdict
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
-perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artefact.py")
+perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artifact.py")
 
 STEPS = 2  # the second one shows the update
 

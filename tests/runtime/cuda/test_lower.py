@@ -16,20 +16,21 @@ import pytest
 from bnfuse import passes
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.signature import Roles
+from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward
 from bnfuse.runtime import SGD, AdamW
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import build, cache
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, Member
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, Target
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.lowering.graph import Lowered, lower
 from bnfuse.runtime.lowering.layout import MapRef, map_type
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
-from bnfuse.runtime.targets.resolve import resolve
+from bnfuse.runtime.targets.target import Target
 
 STORED = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MOMENTUM = SGD(lr=0.1, momentum=0.9)
@@ -48,8 +49,10 @@ def lowered(
         g {signature} {f"<{types}>" if types else ""} {{ {body} }}"""
     model = ir.from_proto(onnx.parser.parse_model(text))
     names = tuple(v.name or "" for v in model.graph.inputs if v.name not in parameters)
-    roles = Roles(data=names, labels=(), trainable=parameters, frozen=(), running={}, gradients={}, loss="")
-    return lower(model.graph, roles, gpu(precision), opset=17)
+    signature = GraphSignature(
+        data=names, labels=(), trainable=parameters, frozen=(), running={}, gradients={}, loss=""
+    )
+    return lower(model.graph, signature, gpu(precision), opset=17)
 
 
 @functools.cache
@@ -98,7 +101,9 @@ def test_maps_have_the_type_of_the_precision_and_everything_else_is_float32(prec
         assert {kind.dtype for kind in kinds if kind.h * kind.w == 1} == {"float32"}
     program = training.program
     tensors = {**program.parameters, **program.gradients, **program.running, **program.outputs, **program.inputs}
-    types = {program.storages[t.storage].dtype for name, t in tensors.items() if name not in program.roles["labels"]}
+    types = {
+        program.storages[t.storage].dtype for name, t in tensors.items() if name not in program.signature["labels"]
+    }
     assert types == {"float32"}
 
 
@@ -110,18 +115,18 @@ def test_a_16_bit_map_takes_half_the_memory():
 
 def test_an_input_of_one_channel_is_converted_where_types_differ():
     signature, body = "(float[2,1,4,4] x) => (float[2,1,4,4] y)", "y = Relu(x)"
-    assert generators(lowered(signature, body, "fp32")) == {"cuda.map:map_forward": 1}
+    assert generators(lowered(signature, body, "fp32")) == {"cuda.pointwise:pointwise_forward": 1}
     assert generators(lowered(signature, body)) == {
         "cuda.layout:nchw_to_nhwc": 1,
-        "cuda.map:map_forward": 1,
+        "cuda.pointwise:pointwise_forward": 1,
         "cuda.layout:nhwc_to_nchw": 1,
     }
 
 
 def test_one_pixel_maps_are_dense_float32_and_need_no_copy():
     made = lowered("(float[2,8,1,1] x) => (float[2,8] y)", "r = Relu(x) y = Flatten(r)")
-    assert generators(made) == {"cuda.map:map_forward": 1}
-    assert {kind.dtype for _, kind in only(made, "ReluMap").maps} == {"float32"}
+    assert generators(made) == {"cuda.pointwise:pointwise_forward": 1}
+    assert {kind.dtype for _, kind in only(made, "ReluPointwise").maps} == {"float32"}
 
 
 def test_constants_that_are_maps_lie_in_the_stored_type():
@@ -302,9 +307,11 @@ def test_fp16_scales_from_the_loss_to_the_update(optimizer):
 def test_fp16_refuses_gradients_that_no_loss_scales():
     text = """<ir_version: 8, opset_import: ["": 17]> g (float[1,4,2,2] x) => (float[1,4,2,2] y) { y = Relu(x) }"""
     graph = ir.from_proto(onnx.parser.parse_model(text)).graph
-    roles = Roles(data=("x",), labels=(), trainable=(), frozen=(), running={}, gradients={"x": "y"}, loss="")
+    signature = GraphSignature(
+        data=("x",), labels=(), trainable=(), frozen=(), running={}, gradients={"x": "y"}, loss=""
+    )
     with pytest.raises(BnfuseError, match="SoftmaxCrossEntropyLoss"):
-        lower(graph, roles, gpu("fp16"), opset=17)
+        lower(graph, signature, gpu("fp16"), opset=17)
 
 
 # -- the cache -----------------------------------------------------------------------------------------------------

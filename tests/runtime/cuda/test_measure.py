@@ -16,16 +16,16 @@ from fake_cuda import FakeCuda, FakeKernel, floats, install
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cuda import measure
 from bnfuse.runtime.backends.cuda.driver import Driver
+from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.backends.turns import HOPELESS, ROUNDS, shortest_times
 from bnfuse.runtime.codegen import tuning
-from bnfuse.runtime.codegen.build import Request
 from bnfuse.runtime.codegen.cache import Cache
 from bnfuse.runtime.kernels.cuda import conv_backward
 from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.kernels.request import Request
 
-TARGET = targets.resolve("cuda:sm_90", precision="bf16")
+TARGET = resolve("cuda:sm_90", precision="bf16")
 
 
 class Clock(FakeCuda):

@@ -10,7 +10,8 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
-from bnfuse.runtime.kernels.kernel import Kernel, Param, Target
+from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.targets.target import Target
 
 SIZES = {"tiles": st.sampled_from([1, 2, 7, 33, 200, 700]), "channels": st.sampled_from([1, 8, 13, 32])}
 SETTINGS = settings(max_examples=8, derandomize=True, deadline=None, database=None)

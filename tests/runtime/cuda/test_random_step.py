@@ -13,7 +13,7 @@ from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import compile_step
 from bnfuse.runtime.compile import lower_graph
-from bnfuse.runtime.kernels.kernel import Target
+from bnfuse.runtime.targets.target import Target
 
 NOISE = "u = RandomNormalLike(x) n = Mul(u, tenth) d = Add(x, n)"
 WRITTEN_OUT = "u = RandomUniformLike(x) l = Greater(u, drop) m = Cast<to = 1>(l) b = Mul(x, m) d = Div(b, keep)"

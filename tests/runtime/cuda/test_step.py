@@ -22,16 +22,16 @@ from source_files import load
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import SGD, AdamW, Step, compile_step, load_step
+from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.cuda import dlpack
 from bnfuse.runtime.backends.cuda.array import DeviceArray
 from bnfuse.runtime.backends.cuda.calls import merged
 from bnfuse.runtime.backends.execution import Compiled
-from bnfuse.runtime.codegen.build import Library
 from bnfuse.runtime.kernels.cuda.container import Code, pack
 from bnfuse.runtime.kernels.cuda.container import Stage as Part
-from bnfuse.runtime.kernels.kernel import Target
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.session import read_safetensors
+from bnfuse.runtime.targets.target import Target
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 
@@ -283,7 +283,7 @@ def test_an_array_that_runs_backwards_is_refused(fake, cpu):
 def test_results_stay_on_the_device_for_whoever_wants_them(fake, cpu):
     gpu = on_gpu(cpu, fake)
     assert gpu(*nets.batch()) == cpu(*nets.batch())
-    logits, gradient = cpu.program.roles["logits"], next(iter(cpu.program.gradients))
+    logits, gradient = cpu.program.signature["logits"], next(iter(cpu.program.gradients))
     for find, wanted in (
         (lambda: gpu.device_output(logits), lambda: cpu.outputs[logits]),
         (lambda: gpu.device_gradient(gradient), lambda: cpu.gradients()[gradient]),
@@ -430,7 +430,7 @@ def test_float16_scales_its_loss_and_others_do_not(cpu):
         cpu.loss_scale = 64.0
 
 
-def test_an_artefact_runs_without_tvm(cpu, tmp_path):
+def test_an_artifact_runs_without_tvm(cpu, tmp_path):
     """It is loaded, looked at and saved; running it tells that there is no GPU, or no driver."""
     path = tmp_path / "step.bnf"
     on_gpu(cpu).export(path)

@@ -1,16 +1,16 @@
-"""Map and MapGrad on a GPU: in the interpreter against the numpy reference in float64, and as compiled."""
+"""Pointwise and PointwiseGrad on a GPU: in the interpreter against the numpy reference in float64, and as compiled."""
 
 import cuda_kernels
-import map_case
 import numpy as np
+import pointwise_case
 import pytest
 from cuda_operator import operator, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from map_case import BACKWARD
+from pointwise_case import BACKWARD
 
 from bnfuse.opset import reference, spec
-from bnfuse.runtime.kernels.cuda.pointwise import map_backward, map_forward
+from bnfuse.runtime.kernels.cuda.pointwise import pointwise_backward, pointwise_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 ATTRIBUTES = {"min": -0.5, "max": 0.75, "alpha": 1.702}
@@ -47,7 +47,7 @@ def check(name, shape, precision="fp32", slots=None, seed=0, dtypes=None):
         y = rounded(expected["y"], (dtypes or {}).get("y", target.map_dtype))
         expected["mean"], expected["variance"] = reference.statistics(y)
     shapes = {k: v.shape for k, v in expected.items()}
-    generator = map_backward if op.is_gradient else map_forward
+    generator = pointwise_backward if op.is_gradient else pointwise_forward
     found = operator(generator, target, name, operands, shapes, attributes, slots, dtypes)
     for result in op.results:
         scale = np.abs(expected[result]).max() + 1e-30
@@ -57,7 +57,7 @@ def check(name, shape, precision="fp32", slots=None, seed=0, dtypes=None):
         assert np.abs(found[result] - expected[result]).max() <= tolerance * scale, result
 
 
-FORWARD = [*map_case.FORWARD, ("NormalizeReluMapStatistics", (1, 1100, 3, 3))]
+FORWARD = [*pointwise_case.FORWARD, ("NormalizeReluPointwiseStatistics", (1, 1100, 3, 3))]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -84,8 +84,8 @@ def test_any_shape_in_any_slot(name, shape, slot, precision):
 
 @pytest.mark.parametrize("c", [24, 19])
 def test_maps_of_two_types(c):
-    check("NormalizeReluMapStatistics", (2, c, 5, 3), "bf16", dtypes={"x": "float32"})
-    check("NormalizeMapGradReluGradReduce", (2, c, 5, 3), "fp16", dtypes={"dx": "float32", "dy": "float32"})
+    check("NormalizeReluPointwiseStatistics", (2, c, 5, 3), "bf16", dtypes={"x": "float32"})
+    check("NormalizePointwiseGradReluGradReduce", (2, c, 5, 3), "fp16", dtypes={"dx": "float32", "dy": "float32"})
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1e3])
@@ -95,7 +95,7 @@ def test_the_variance_holds_where_the_mean_is_a_thousand_deviations(ratio):
     x[:, 3] = 0.1  # constant: its variance is exactly 0
     x[:, 4] *= np.float32(1e-4)
     shapes = {"y": x.shape, "mean": (20,), "variance": (20,)}
-    found = operator(map_forward, cuda_kernels.gpu(), "MapStatistics", {"x": x}, shapes)
+    found = operator(pointwise_forward, cuda_kernels.gpu(), "PointwiseStatistics", {"x": x}, shapes)
     mean, variance = reference.statistics(x.astype(np.float64))
     assert found["variance"][3] == 0
     assert found["variance"].min() >= 0
@@ -108,14 +108,14 @@ def test_one_outlier_first_in_its_tile_does_not_spoil_the_variance():
     x = np.random.default_rng(2).normal(size=(1, 16, 8, 8)).astype(np.float32)
     x[0, :, 0, 0] = 1e4
     shapes = {"y": x.shape, "mean": (16,), "variance": (16,)}
-    found = operator(map_forward, cuda_kernels.gpu(), "MapStatistics", {"x": x}, shapes)
+    found = operator(pointwise_forward, cuda_kernels.gpu(), "PointwiseStatistics", {"x": x}, shapes)
     np.testing.assert_allclose(found["variance"], reference.statistics(x.astype(np.float64))[1], rtol=1e-5)
 
 
 def test_a_diverged_run_shows():
     x = np.full((1, 16, 2, 2), np.nan, np.float32)
     shapes = {"y": x.shape, "mean": (16,), "variance": (16,)}
-    found = operator(map_forward, cuda_kernels.gpu(), "ReluMapStatistics", {"x": x}, shapes)
+    found = operator(pointwise_forward, cuda_kernels.gpu(), "ReluPointwiseStatistics", {"x": x}, shapes)
     assert all(np.isnan(found[name]).all() for name in shapes)
 
 
@@ -124,15 +124,15 @@ def large(name, dtype, c=256, align=8):
     op, kind = spec.parse(name), MapType(64, 56, 56, c, c, dtype, align)
     maps = tuple((n, kind) for n in (*op.operands, *op.results) if is_map(n) and n != "acc")
     attributes = tuple((a, ATTRIBUTES[a]) for a in op.attributes if a in ATTRIBUTES)
-    return map_backward if op.is_gradient else map_forward, Problem(name, maps, attributes)
+    return pointwise_backward if op.is_gradient else pointwise_forward, Problem(name, maps, attributes)
 
 
 LARGE = [
-    ("NormalizeReluMapStatistics", "bfloat16", 256, 8),
-    ("NormalizeAddNormalizedReluMapStatistics", "float32", 256, 8),
-    ("BatchNormGradNormalizeMapGradReluGradReduceAccumulate", "bfloat16", 256, 8),
-    ("BatchNormGradNormalizeMapGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", "float16", 203, 1),
-    ("BatchNormGradNormalizeMapGradQuickGeluGradReduceAccumulate", "float32", 64, 4),
+    ("NormalizeReluPointwiseStatistics", "bfloat16", 256, 8),
+    ("NormalizeAddNormalizedReluPointwiseStatistics", "float32", 256, 8),
+    ("BatchNormGradNormalizePointwiseGradReluGradReduceAccumulate", "bfloat16", 256, 8),
+    ("BatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", "float16", 203, 1),
+    ("BatchNormGradNormalizePointwiseGradQuickGeluGradReduceAccumulate", "float32", 64, 4),
 ]
 
 

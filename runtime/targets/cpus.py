@@ -9,10 +9,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from bnfuse.core.errors import BnfuseError
-from bnfuse.core.processors import bounded_threads, check_threads, physical_cores
-from bnfuse.runtime.kernels.kernel import Target
-from bnfuse.runtime.targets import arch
+from bnfuse.runtime.targets.target import Target
 from bnfuse.runtime.targets.tvm import import_tvm
 
 if TYPE_CHECKING:
@@ -29,50 +26,6 @@ ALIASES = {"apple-m1": "apple-a14", "apple-m2": "apple-a15", "apple-m3": "apple-
 COMPUTING = re.compile(
     r"(avx|sse|ssse|fma|bmi|f16c|popcnt|lzcnt|movbe|adx|gfni|sha|aes|vaes|v?pclmul|neon|fullfp16|dotprod|complxnum|sve)"
 )
-
-
-def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: str | None = None) -> Target:
-    """The target of `cpu`, `cpu:MCPU` (an LLVM CPU name), `cuda` or `cuda:ARCHITECTURE`.
-
-    Threads are of a CPU and default to the physical cores; for this machine they are no more than its processors. The
-    precision is of a GPU and defaults to fp32.
-    """
-    if isinstance(spec, Target):
-        return spec
-    kind, _, model = spec.partition(":")
-    if kind == "cuda":
-        return _gpu(model, threads, precision)
-    if kind != "cpu":
-        raise BnfuseError(
-            f"target '{spec}' is not supported: use cpu, cpu:MCPU with an LLVM CPU name, cuda, or cuda:sm_90"
-        )
-    if precision not in (None, "fp32"):
-        raise BnfuseError(
-            f"precision {precision} is for a GPU, a CPU computes in fp32: leave it out, or compile for cuda"
-        )
-    if threads is not None:
-        check_threads(threads)
-    wanted = threads if model else bounded_threads(threads)  # a CPU that is named may be another machine's
-    mcpu = model or host_cpu()
-    if not known_cpu(mcpu):
-        raise BnfuseError(f"target '{spec}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself")
-    return Target("llvm", mcpu, lanes_of(features_of(mcpu)), wanted or physical_cores())
-
-
-def _gpu(model: str, threads: int | None, precision: str | None) -> Target:
-    """The target of an architecture; without one that of the GPU here, and where there is none the default."""
-    precision = precision or arch.PRECISIONS[0]
-    if precision not in arch.PRECISIONS:
-        raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(arch.PRECISIONS)}")
-    if threads is not None:
-        raise BnfuseError(f"{threads} threads are of a CPU; a GPU takes all of its own: leave them out")
-    if not model:
-        from bnfuse.runtime.backends.cuda.driver import device_architecture
-
-        found = device_architecture()
-        model = arch.best_for(found) if found else arch.DEFAULT
-    arch.check(model)
-    return Target("cuda", model, arch.WARP, arch.MULTIPROCESSORS[model], precision)
 
 
 def _ask(name: str) -> Any:

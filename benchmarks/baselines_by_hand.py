@@ -1,6 +1,6 @@
-"""The torch peer of a zoo network beside the same network written by hand, in one process, taking turns.
+"""The torch baseline of a zoo network beside the same network written by hand, in one process, taking turns.
 
-    python benchmarks/peers_by_hand.py [--batch 4] [--image 224] [--repetitions 7] [--threads 2] [NETWORK ...]
+    python benchmarks/baselines_by_hand.py [--batch 4] [--image 224] [--repetitions 7] [--threads 2] [NETWORK ...]
 
 Prints the minimum and median seconds of a whole step in channels_last (forward, backward, SGD with momentum) and the
 ratio of the minima. Needs torch.
@@ -49,11 +49,11 @@ def compare(name: str, args: argparse.Namespace) -> None:
     model = build_training_graph(build_forward(name, batch=args.batch, image=args.image))
     graph = open_graph(ir.from_proto(model), name=name)
     feeds = draw_feeds(graph, np.random.default_rng(0))
-    x, y = feeds[graph.roles.data[0]], feeds[graph.roles.labels[0]]
+    x, y = feeds[graph.signature.data[0]], feeds[graph.signature.labels[0]]
     runs = {
         "by hand": hand_run(NETWORKS[name](), x, y, fused=True),
         "by hand, SGD not fused": hand_run(NETWORKS[name](), x, y, fused=False),
-        "peer": TorchStep(graph, "torch-cl", feeds, threads=args.threads).run,
+        "baseline": TorchStep(graph, "torch-cl", feeds, threads=args.threads).run,
     }
     times: dict[str, list[float]] = {kind: [] for kind in runs}
     for turn in range(args.repetitions + 2):

@@ -1,17 +1,14 @@
-"""What a benchmark can be asked for, as text: levels with their options, and peers."""
+"""Levels with their options, as text: `none,icf+no-pool-first`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from bnfuse.baselines.names import CUDA_PEERS
-from bnfuse.baselines.names import PEERS as TORCH_PEERS
 from bnfuse.core.errors import BnfuseError
-from bnfuse.passes.pipeline import LEVELS, is_pool_first
-from bnfuse.runtime.targets.arch import PRECISIONS
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.passes.pipeline import LEVELS, Rewritten, is_pool_first
 
-PEERS = ("ort", *TORCH_PEERS)
 ON, OFF = "+pool-first", "+no-pool-first"
 
 
@@ -53,31 +50,15 @@ def variant(text: str) -> Variant:
     return Variant(level, plus + option == ON if plus else is_pool_first(level))
 
 
-def peers(texts: Iterable[str], target: str = "cpu") -> tuple[str, ...]:
-    """["ort,torch", "torch-cl"] -> the three, each once, in this order."""
-    named = tuple(dict.fromkeys(split(texts)))
-    known, where = (CUDA_PEERS, " on a GPU") if is_gpu(target) else (PEERS, "")
-    for name in named:
-        if name not in known:
-            raise BnfuseError(f"cannot measure against '{name}'{where}: there are {', '.join(known)}")
-    return named
-
-
-def is_gpu(target: str) -> bool:
-    return target.partition(":")[0] == "cuda"
-
-
-def precision(text: str | None, target: str) -> str:
-    """What a target computes in: float32 by default, and on a CPU always."""
-    chosen = text or "fp32"
-    if chosen not in PRECISIONS:
-        raise BnfuseError(f"there is no precision '{chosen}': there is {', '.join(PRECISIONS)}")
-    if chosen != "fp32" and not is_gpu(target):
-        raise BnfuseError(f"precision {chosen} is for a GPU: add --target cuda")
-    return chosen
-
-
 def split(texts: Iterable[str]) -> Iterator[str]:
     """Comma lists, repeated or not, as one."""
     for text in [texts] if isinstance(texts, str) else texts:
         yield from (part.strip() for part in text.split(",") if part.strip())
+
+
+def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
+    from bnfuse import passes
+
+    return passes.rewrite(
+        graph.model, level=variant.level, pool_first=variant.pool_first, sample=variant.sample or None
+    )

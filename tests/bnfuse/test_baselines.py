@@ -1,4 +1,4 @@
-"""The torch peer: the same network, the same values, the layers that people write."""
+"""The torch baseline: the same network, the same values, the layers that people write."""
 
 import collections
 import subprocess
@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from source_files import load
 
 import bnfuse
-from bnfuse.baselines import PEERS, TorchStep, torch_module
+from bnfuse.baselines import BASELINES, TorchStep, torch_module
 from bnfuse.baselines.network import torch_loss
 from bnfuse.build import build, build_training_graph
 from bnfuse.core.errors import BnfuseError
@@ -50,7 +50,7 @@ def forward_of(nodes, values, *, x=(2, 4, 9, 9), output="y") -> onnx.ModelProto:
 def randomised(graph: TrainingGraph) -> TrainingGraph:
     """BN scales and biases away from 1 and 0, so that a mistake with them shows."""
     rng = np.random.default_rng(5)
-    for name in graph.roles.trainable:
+    for name in graph.signature.trainable:
         value = graph.model.graph.initializers[name]
         array = value.const_value.numpy()
         if array.ndim == 1:
@@ -64,25 +64,25 @@ def torch_results(graph: TrainingGraph, feeds: dict[str, np.ndarray]) -> dict[st
 
     module, criterion = torch_module(graph).double(), torch_loss(graph).double()
     tensors = {name: torch.from_numpy(value) for name, value in feeds.items()}
-    data = [tensors[name].double() for name in graph.roles.data]
+    data = [tensors[name].double() for name in graph.signature.data]
     labels = [
-        value.double() if value.is_floating_point() else value for value in (tensors[n] for n in graph.roles.labels)
+        value.double() if value.is_floating_point() else value for value in (tensors[n] for n in graph.signature.labels)
     ]
     loss = criterion(module(*data), *labels)
     loss.backward()
-    found = {graph.roles.loss: loss.detach().numpy()}
-    for name, gradient in graph.roles.gradients.items():
+    found = {graph.signature.loss: loss.detach().numpy()}
+    for name, gradient in graph.signature.gradients.items():
         found[gradient] = module.get_parameter(module.names[name]).grad.numpy()
     return found
 
 
 def assert_agrees(graph: TrainingGraph, oracle: types.ModuleType) -> None:
-    plain = TrainingGraph(without_dropout(graph.model), graph.roles, graph.name)
+    plain = TrainingGraph(without_dropout(graph.model), graph.signature, graph.name)
     feeds = draw_feeds(plain, np.random.default_rng(1))
     expected = oracle.evaluate(ir.to_proto(plain.model), feeds)
     found = torch_results(plain, feeds)
-    assert set(found) == {graph.roles.loss, *graph.roles.gradients.values()}
-    largest = max(np.abs(expected[name]).max() for name in graph.roles.gradients.values())
+    assert set(found) == {graph.signature.loss, *graph.signature.gradients.values()}
+    largest = max(np.abs(expected[name]).max() for name in graph.signature.gradients.values())
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6 * largest, err_msg=name)
 
@@ -128,29 +128,29 @@ def settings(module, kind: str) -> list[str]:
     ("name", "norms"),
     [("densenet121", 121), ("resnet18", 20), ("resnet50", 53), ("mobilenetv2", 52), ("vgg16", 13), ("squeezenet", 26)],
 )
-def test_the_peer_is_what_is_written_by_hand(name, norms):
+def test_the_baseline_is_what_is_written_by_hand(name, norms):
     import torch
 
-    peer, hand = torch_module(zoo_graph(name)), by_hand(name)
-    assert kinds(peer)["BatchNorm2d"] == norms
+    baseline, hand = torch_module(zoo_graph(name)), by_hand(name)
+    assert kinds(baseline)["BatchNorm2d"] == norms
     shared = {"ReLU"} if name == "densenet121" else set()  # the one by hand calls one ReLU twice and pools by mean
     counted = {kind: n for kind, n in kinds(hand).items() if kind not in shared}
     pool = {"AdaptiveAvgPool2d"} if name == "densenet121" else set()
-    assert {kind: n for kind, n in kinds(peer).items() if kind not in shared | pool} == counted
+    assert {kind: n for kind, n in kinds(baseline).items() if kind not in shared | pool} == counted
     for kind in counted:
-        assert settings(peer, kind) == settings(hand, kind)
-    ours, theirs = list(peer.parameters()), list(hand.parameters())
+        assert settings(baseline, kind) == settings(hand, kind)
+    ours, theirs = list(baseline.parameters()), list(hand.parameters())
     assert [p.shape for p in ours] == [p.shape for p in theirs]
     with torch.no_grad():
         for mine, other in zip(ours, theirs, strict=True):
             other.copy_(mine)
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    for module in (peer, hand):
+    for module in (baseline, hand):
         module.double()
         for dropout in (m for m in module.modules() if isinstance(m, torch.nn.Dropout)):
             dropout.p = 0.0
-    assert torch.allclose(peer(x), hand(x), rtol=1e-9, atol=1e-9)
-    for (name, mine), other in zip(peer.named_buffers(), hand.buffers(), strict=True):
+    assert torch.allclose(baseline(x), hand(x), rtol=1e-9, atol=1e-9)
+    for (name, mine), other in zip(baseline.named_buffers(), hand.buffers(), strict=True):
         assert torch.allclose(mine, other, rtol=1e-6, atol=1e-9), name
 
 
@@ -305,23 +305,23 @@ def test_frozen_parameters_stay():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("peer", ["torch", "torch-cl"])
-def test_a_step_is_the_files(peer):
+@pytest.mark.parametrize("baseline", ["torch", "torch-cl"])
+def test_a_step_is_the_files(baseline):
     """After one step every parameter moved against the file's gradient; the file's own values did not move."""
     import torch
 
     graph = zoo_graph("resnet20")
     before = {name: value.copy() for name, value in graph.state().items()}
     feeds = draw_feeds(graph, np.random.default_rng(0))
-    wanted = [graph.roles.loss, *graph.roles.gradients.values()]
+    wanted = [graph.signature.loss, *graph.signature.gradients.values()]
     expected = OrtGraph(graph.model, name="r", threads=1).run({**graph.state(), **feeds}, wanted)
-    step = TorchStep(graph, peer, feeds, lr=0.5, threads=1)
-    assert step.name == peer
-    assert step.data[0].is_contiguous(memory_format=torch.channels_last) == (peer == "torch-cl")
+    step = TorchStep(graph, baseline, feeds, lr=0.5, threads=1)
+    assert step.name == baseline
+    assert step.data[0].is_contiguous(memory_format=torch.channels_last) == (baseline == "torch-cl")
     times = step.run()
     assert 0 < times.forward < times.step
-    assert float(step.loss) == pytest.approx(float(expected[graph.roles.loss]), rel=1e-4)
-    for name, gradient in graph.roles.gradients.items():
+    assert float(step.loss) == pytest.approx(float(expected[graph.signature.loss]), rel=1e-4)
+    for name, gradient in graph.signature.gradients.items():
         after = step.module.get_parameter(step.module.names[name]).detach().numpy()
         np.testing.assert_allclose(after, before[name] - 0.5 * expected[gradient], rtol=1e-3, atol=1e-3, err_msg=name)
     assert all(np.array_equal(value, before[name]) for name, value in graph.state().items())
@@ -384,8 +384,8 @@ def test_a_rewritten_graph_is_refused():
 
 
 @pytest.mark.torch
-def test_an_unknown_peer():
-    with pytest.raises(BnfuseError, match="no torch peer 'jax': there is torch, torch-cl, torch-compile"):
+def test_an_unknown_baseline():
+    with pytest.raises(BnfuseError, match="no torch baseline 'jax': there is torch, torch-cl, torch-compile"):
         TorchStep(zoo_graph("resnet20"), "jax", {})
 
 
@@ -405,5 +405,5 @@ def test_without_torch_one_line_says_what_to_install():
     assert done.stdout.strip() == "torch is not installed: pip install 'bnfuse[bench]'", done.stderr
 
 
-def test_the_peers():
-    assert PEERS == ("torch", "torch-cl", "torch-compile")
+def test_the_baselines():
+    assert BASELINES == ("torch", "torch-cl", "torch-compile")

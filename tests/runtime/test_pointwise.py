@@ -1,17 +1,17 @@
-"""Map and MapGrad kernels against the numpy reference in float64."""
+"""Pointwise and PointwiseGrad kernels against the numpy reference in float64."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from map_case import BACKWARD, FORWARD
+from pointwise_case import BACKWARD, FORWARD
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
-from bnfuse.runtime.kernels.cpu.pointwise import map_backward, map_forward
-from bnfuse.runtime.targets import resolve as targets
+from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.kernels.cpu.pointwise import pointwise_backward, pointwise_forward
 
-TARGET = targets.resolve("cpu", 2)
+TARGET = resolve("cpu", 2)
 ATTRIBUTES = {"min": -0.5, "max": 0.75, "alpha": 1.702}
 
 
@@ -37,7 +37,7 @@ def check(name, shape, slots=None, seed=0, tolerance=2e-6):
     if "acc_start" in op.attributes:
         attributes |= {"acc_start": 2, "acc_stop": 2 + shape[1]}
     expected = reference.run(op, {k: v.astype(np.float64) for k, v in operands.items()}, attributes)
-    generator = map_backward if op.is_gradient else map_forward
+    generator = pointwise_backward if op.is_gradient else pointwise_forward
     shapes = {k: v.shape for k, v in expected.items()}
     found = execute.operator(generator, TARGET, name, operands, shapes, attributes, slots)
     for result in op.results:
@@ -67,9 +67,9 @@ def test_any_shape_in_any_slot(name, shape, slot):
 
 def test_maps_in_channel_slots_leave_their_neighbours_alone():
     slots = {"x": (40, 7), "y": (33, 11), "skip": (25, 0)}
-    check("NormalizeReluAddMapStatistics", (2, 22, 3, 5), slots)
+    check("NormalizeReluAddPointwiseStatistics", (2, 22, 3, 5), slots)
     slots = {"x": (40, 7), "dx": (33, 11), "dy": (25, 3), "other": (23, 1)}
-    check("NormalizeMapGradAddGradientReluGradReduceScale", (2, 22, 3, 5), slots)
+    check("NormalizePointwiseGradAddGradientReluGradReduceScale", (2, 22, 3, 5), slots)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1e3])
@@ -79,7 +79,7 @@ def test_the_variance_holds_where_the_mean_is_a_thousand_deviations(ratio):
     x[:, 3] = 0.1  # constant: its variance is exactly 0
     x[:, 4] *= np.float32(1e-4)
     shapes = {"y": x.shape, "mean": (20,), "variance": (20,)}
-    found = execute.operator(map_forward, TARGET, "MapStatistics", {"x": x}, shapes)
+    found = execute.operator(pointwise_forward, TARGET, "PointwiseStatistics", {"x": x}, shapes)
     mean, variance = reference.statistics(x.astype(np.float64))
     assert found["variance"][3] == 0
     assert found["variance"].min() >= 0
@@ -92,7 +92,7 @@ def test_one_outlier_first_in_its_tile_does_not_spoil_the_variance():
     x = np.random.default_rng(2).normal(size=(1, 16, 8, 8)).astype(np.float32)
     x[0, :, 0, 0] = 1e4
     shapes = {"y": x.shape, "mean": (16,), "variance": (16,)}
-    found = execute.operator(map_forward, TARGET, "MapStatistics", {"x": x}, shapes)
+    found = execute.operator(pointwise_forward, TARGET, "PointwiseStatistics", {"x": x}, shapes)
     np.testing.assert_allclose(found["variance"], reference.statistics(x.astype(np.float64))[1], rtol=1e-5)
 
 
@@ -100,8 +100,8 @@ def test_any_number_of_threads_gives_the_same_maps():
     x = np.random.default_rng(3).normal(size=(1, 18, 3, 3)).astype(np.float32)
     shapes = {"y": x.shape, "mean": (18,), "variance": (18,)}
     for threads in (1, 3, 16):  # 16 threads: more than pixels
-        target = targets.resolve("cpu", threads)
-        found = execute.operator(map_forward, target, "ReluMapStatistics", {"x": x}, shapes)
+        target = resolve("cpu", threads)
+        found = execute.operator(pointwise_forward, target, "ReluPointwiseStatistics", {"x": x}, shapes)
         y = np.maximum(x.astype(np.float64), 0)
         assert (found["y"] == y).all()
         np.testing.assert_allclose(found["variance"], reference.statistics(y)[1], rtol=1e-5)
@@ -109,5 +109,5 @@ def test_any_number_of_threads_gives_the_same_maps():
 
 def test_a_diverged_run_shows_through_the_relu():
     x = np.full((1, 16, 2, 2), np.nan, np.float32)
-    found = execute.operator(map_forward, TARGET, "ReluMap", {"x": x}, {"y": x.shape})
+    found = execute.operator(pointwise_forward, TARGET, "ReluPointwise", {"x": x}, {"y": x.shape})
     assert np.isnan(found["y"]).all()

@@ -1,0 +1,3 @@
+"""The version, on which the keys of compiled kernels depend too."""
+
+__version__ = "0.2.0"
