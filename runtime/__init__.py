@@ -13,14 +13,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bnfuse.runtime.artifact import load_step
     from bnfuse.runtime.compile import compile_step
+    from bnfuse.runtime.loading import load_step
     from bnfuse.runtime.program.optim import SGD, AdamW
     from bnfuse.runtime.session import Step
 
 _HOMES = {
     "compile_step": "compile",
-    "load_step": "artifact",
+    "load_step": "loading",
     "Step": "session",
     "SGD": "program.optim",
     "AdamW": "program.optim",

@@ -11,13 +11,14 @@ It holds native code: trust it as you would trust a program. Nothing in it is a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from bnfuse.core.processors import bounded_threads
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.program import optim
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.session import Step
 from bnfuse.runtime.targets import cpus
 from bnfuse.runtime.targets.target import Target
 
@@ -39,13 +39,25 @@ MAX_MANIFEST = 64 << 20  # bytes; that of a network of 1000 nodes has less than 
 PARTS = ("training", "evaluation")
 
 
-def export_step(step: Step, path: pathlib.Path) -> None:
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """What the file holds: `compiled` are the programs of training and of evaluation, with their code."""
+
+    target: Target
+    optimizer: optim.Optimizer | None
+    compiled: tuple[Compiled, Compiled]
+    state: Mapping[str, np.ndarray]
+    model: bytes
+
+
+def write_artifact(artifact: Artifact, path: pathlib.Path) -> None:
     """Write the file; readers never see a part of it."""
+    parts = dict(zip(PARTS, artifact.compiled, strict=True))
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         hashes, initial = {}, {}
         written: set[str] = set()
-        for part, compiled in zip(PARTS, step.compiled, strict=True):
+        for part, compiled in parts.items():
             hashes[part] = [hashlib.sha256(code).hexdigest() for code in compiled.codes]
             for name, code in zip(hashes[part], compiled.codes, strict=True):
                 if name not in written:
@@ -55,28 +67,33 @@ def export_step(step: Step, path: pathlib.Path) -> None:
         manifest = {
             "format": FORMAT,
             "version": VERSION,
-            "target": dataclasses.asdict(step.target),
-            "features": cpus.features_of(step.target.mcpu) if step.target.kind == "llvm" else (),
-            "optimizer": optim.to_data(step.optimizer),
+            "target": dataclasses.asdict(artifact.target),
+            "features": cpus.features_of(artifact.target.mcpu) if artifact.target.kind == "llvm" else (),
+            "optimizer": optim.to_data(artifact.optimizer),
             "kernels": hashes,
-            "programs": {part: p.to_json(c.program) for part, c in zip(PARTS, step.compiled, strict=True)},
+            "programs": {part: p.to_json(compiled.program) for part, compiled in parts.items()},
         }
         file.writestr("manifest.json", json.dumps(manifest))
-        file.writestr("state.safetensors", safetensors.numpy.save(step.state_dict()))
+        file.writestr("state.safetensors", safetensors.numpy.save(dict(artifact.state)))
         file.writestr("initial.safetensors", safetensors.numpy.save(initial))
-        file.writestr("model.onnx", step.model)
+        file.writestr("model.onnx", artifact.model)
     write_atomically(path, archive.getvalue())
 
 
-def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
-    """The step of a file that `Step.export` wrote, ready to run. Refuses one for another kind of CPU.
+def read_artifact(path: pathlib.Path, threads: int | None = None) -> Artifact:
+    """What a file holds. Refuses one for another kind of CPU, and one for another number of `threads` than asked for.
 
-    One for a GPU loads everywhere, without TVM; where it finds no such GPU, running it is refused.
+    What is wrong with it shows in many ways: `reading` makes one line of each.
     """
-    path = pathlib.Path(path)
+    with zipfile.ZipFile(path) as file:
+        return _read(file, str(path), threads)
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[None]:
+    """Raises BnfuseError, one line that begins with the path, for whatever a file is found to lack in this context."""
     try:
-        with zipfile.ZipFile(path) as file:
-            return _read(file, str(path), threads)
+        yield
     except FileNotFoundError:
         raise BnfuseError(f"{path}: there is no such file") from None
     except OSError as error:
@@ -88,7 +105,7 @@ def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
         raise BnfuseError(f"{path}: not a complete compiled step ({what}): compile the model again") from None
 
 
-def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Step:
+def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Artifact:
     if file.getinfo("manifest.json").file_size > MAX_MANIFEST:
         raise ValueError("its manifest is too large")
     manifest = json.loads(file.read("manifest.json"))
@@ -100,12 +117,14 @@ def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Step:
     if threads is not None and target.threads not in (threads, bounded_threads(threads)):
         raise BnfuseError(f"{path}: was compiled for {target.threads} threads, not {threads}: compile the model again")
     initial = safetensors.numpy.load(file.read("initial.safetensors"))
-    compiled = [_part(file, manifest, part, initial) for part in PARTS]
-    step = Step(
-        *compiled, target=target, optimizer=optim.from_data(manifest["optimizer"]), model=file.read("model.onnx")
+    training, evaluation = (_part(file, manifest, part, initial) for part in PARTS)
+    return Artifact(
+        target,
+        optim.from_data(manifest["optimizer"]),
+        (training, evaluation),
+        safetensors.numpy.load(file.read("state.safetensors")),
+        file.read("model.onnx"),
     )
-    step.load_state_dict(safetensors.numpy.load(file.read("state.safetensors")))
-    return step
 
 
 def _part(file: zipfile.ZipFile, manifest: Mapping[str, Any], part: str, initial: Mapping[str, np.ndarray]) -> Compiled:

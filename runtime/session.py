@@ -19,6 +19,7 @@ from bnfuse.core.errors import BnfuseError, UnknownAttributeError
 from bnfuse.core.files import write_atomically
 from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.graph.sampling import Sampling
+from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, runner_of, shared_regions
@@ -442,9 +443,8 @@ class Step(Exclusive):
     @alone
     def export(self, path: str | pathlib.Path) -> None:
         """Write the step, its code, state and model as one file (artifact.py)."""
-        from bnfuse.runtime.artifact import export_step
-
-        export_step(self, pathlib.Path(path))
+        artifact = Artifact(self.target, self.optimizer, self._compiled, self.state_dict(), self.model)
+        write_artifact(artifact, pathlib.Path(path))
 
     @property
     def compiled(self) -> tuple[Compiled, Compiled]:

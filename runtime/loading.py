@@ -1,0 +1,21 @@
+"""From a file back to a step at work."""
+
+from __future__ import annotations
+
+import pathlib
+
+from bnfuse.runtime.artifact import read_artifact, reading
+from bnfuse.runtime.session import Step
+
+
+def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
+    """The step of a file that `Step.export` wrote, ready to run. Refuses one for another kind of CPU.
+
+    One for a GPU loads everywhere, without TVM; where it finds no such GPU, running it is refused.
+    """
+    path = pathlib.Path(path)
+    with reading(path):
+        found = read_artifact(path, threads)
+        step = Step(*found.compiled, target=found.target, optimizer=found.optimizer, model=found.model)
+        step.load_state_dict(found.state)
+    return step
