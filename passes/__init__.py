@@ -1,4 +1,4 @@
-"""Graph passes: BatchNorm fission and fusion, forward and backward. One pass a file; `manager` puts them in order."""
+"""Graph passes: BatchNorm fission and fusion, forward and backward. One pass a file; `pipeline` puts them in order."""
 
 from bnfuse.passes.pipeline import LEVELS, PassReport, Report, Rewritten, rewrite
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import importlib
 
 PAGES = {
-    "Removal": "remove",
-    "Moving averages": "decay",
-    "Virtual samples": "virtual",
-    "Sampled statistics": "sample",
-    "L1BN and RBN": "baseline_statistics",
-    "Local statistics": "local",
-    "Canonical form": "canonical",
-    "Pool first": "pool_first",
-    "RCF and the forward half of BNFF": "fuse_map",
-    "Bias before a BN": "drop_bias",
-    "MVF": "batch_norm",
-    "BNFF, splitting the gradient": "batch_norm_grad",
-    "BNFF, sums of gradients": "fuse_gradient_sum",
-    "BNFF, masks and reductions": "fuse_mask",
-    "BNFF, the scale of a sampled gradient": "fuse_scale",
-    "BNFF, statistics": "fuse_statistics",
-    "BNFF, input gradients": "fuse_batch_norm_grad",
-    "ICF, BN before a Concat": "concat_sink",
-    "ICF, statistics": "concat_statistics",
-    "ICF, gradients": "concat_gradient",
+    "Removal": "removal.remove",
+    "Moving averages": "sampling.decay",
+    "Virtual samples": "sampling.virtual",
+    "Sampled statistics": "sampling.sample",
+    "L1BN and RBN": "sampling.baseline_statistics",
+    "Local statistics": "sampling.local",
+    "Canonical form": "dialect.canonical",
+    "Pool first": "fusion.pool_first",
+    "RCF and the forward half of BNFF": "fusion.pointwise",
+    "Bias before a BN": "removal.drop_bias",
+    "MVF": "fission.batch_norm",
+    "BNFF, splitting the gradient": "fission.batch_norm_grad",
+    "BNFF, sums of gradients": "fusion.gradient_sum",
+    "BNFF, masks and reductions": "fusion.mask",
+    "BNFF, the scale of a sampled gradient": "fusion.scale",
+    "BNFF, statistics": "fusion.statistics",
+    "BNFF, input gradients": "fusion.batch_norm_grad",
+    "ICF, BN before a Concat": "concat.sink",
+    "ICF, statistics": "concat.statistics",
+    "ICF, gradients": "concat.gradient",
 }
 
 HEAD = """# Passes
@@ -37,12 +37,12 @@ and reason. `bnfuse rewrite --level` takes none, rcf, mvf, bnff or icf; each lev
 
 def page() -> str:
     """The text of docs/passes.md."""
-    manager = importlib.import_module("bnfuse.passes.pipeline").__doc__ or ""
-    levels = "\n".join(line for line in manager.splitlines() if line.startswith("    "))
+    pipeline = importlib.import_module("bnfuse.passes.pipeline").__doc__ or ""
+    levels = "\n".join(line for line in pipeline.splitlines() if line.startswith("    "))
     parts = [HEAD + levels]
     for title, name in PAGES.items():
         module = importlib.import_module(f"bnfuse.passes.{name}")
-        parts.append(f"## {title}\n\n`passes/{name}.py`\n\n{(module.__doc__ or '').strip()}")
+        parts.append(f"## {title}\n\n`passes/{name.replace('.', '/')}.py`\n\n{(module.__doc__ or '').strip()}")
     return "\n\n".join(parts) + "\n"
 
 

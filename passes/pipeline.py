@@ -175,7 +175,7 @@ def rewrite(
     `pool_first` defaults to on at level icf and off below it. `remove` lists BatchNorms to take out first
     (passes/removal/placements.py), `keep_affine` leaves their affine part. `decay` is the weight of a batch in every
     running statistic. `sample` says what the statistics are taken from (passes/sampling/spec.py); with `local_bn` each
-    group of so many samples has its own. `roles` are those of the model, where its metadata does not state them. Raises
+    group of so many samples has its own. `signature` is the model's, where its metadata does not state it. Raises
     BnfuseError for an unknown level, and for a list or a spec that is wrong.
     """
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)

@@ -22,9 +22,9 @@ import onnx_ir as ir
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes.dialect.source_ops import is_map, sizes
 from bnfuse.passes.fission.batch_norm import finalize_and_normalize, type_statistics
-from bnfuse.passes.fission.batch_norm_grad import emit_terms, has_input_gradient
+from bnfuse.passes.fission.batch_norm_grad import emit_terms, gradients_of, has_input_gradient
 from bnfuse.passes.rewriter import Editor, FusionResult
-from bnfuse.passes.sampling.sample import Sampled, gradients_of
+from bnfuse.passes.sampling.sample import Sampled
 from bnfuse.passes.sampling.spec import SamplePlan
 
 OPERATORS = {"l1bn": "L1", "rbn": "Range"}

@@ -192,7 +192,7 @@ class Localizer:
 
     def sum_over_groups(self, node: ir.Node, local: ir.Value, old: ir.Value) -> None:
         axes = self.editor.constant(f"{old.name}/axes", np.array([0], np.int64))
-        (total,) = self.editor.standard("ReduceSum", [local, axes], 1, before=node, of=[self.node, node], keepdims=0)  # type: ignore[arg-type]
+        (total,) = self.editor.standard("ReduceSum", [local, axes], 1, before=node, of=[self.node, node], keepdims=0)
         self.editor.take_over(old, total)
 
     def input_gradient(

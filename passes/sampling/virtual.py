@@ -52,7 +52,7 @@ class Rows:
 
 
 class AddVirtual(ir.passes.InPlacePass):
-    """`roles` has the new input afterwards."""
+    """Put virtual samples in front of the batch. `signature` has their input afterwards."""
 
     def __init__(self, count: int, signature: GraphSignature, *, groups: int = 1) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def join(
 ) -> ir.Value:
     (joined,) = insert(editor, "Concat", parts, 1, before=before, of=of or before, axis=axis)
     shape = list(parts[0].shape or ())
-    shape[axis] = sum(part.shape[axis] for part in parts if part.shape is not None)  # type: ignore[misc]
+    shape[axis] = sum(part.shape[axis] for part in parts if part.shape is not None)
     joined.name, joined.shape, joined.type = editor.fresh(name), ir.Shape(shape), parts[0].type
     return joined
 

@@ -81,8 +81,9 @@ def to_data(optimizer: Optimizer | None) -> dict[str, Any] | None:
 def from_data(data: dict[str, Any] | None) -> Optimizer | None:
     if data is None:
         return None
-    fields = {n: tuple(value) if isinstance(value, list) else value for n, value in data.items() if n != "kind"}
-    return {"SGD": SGD, "AdamW": AdamW}[data["kind"]](**fields)
+    fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n != "kind"}
+    kind: type[Optimizer] = {"SGD": SGD, "AdamW": AdamW}[data["kind"]]
+    return kind(**fields)
 
 
 def check(optimizer: Optimizer, *names: str) -> None:

@@ -13,5 +13,6 @@ def test_the_pass_reference_is_up_to_date():
 
 
 def test_every_pass_has_its_page():
-    files = {path.stem for path in (ROOT / "passes").glob("*.py") if "InPlacePass)" in path.read_text(encoding="utf-8")}
-    assert files == {*PAGES.values()}
+    passes = ROOT / "passes"
+    files = [path for path in passes.rglob("*.py") if "InPlacePass)" in path.read_text(encoding="utf-8")]
+    assert {".".join(path.relative_to(passes).with_suffix("").parts) for path in files} == {*PAGES.values()}
