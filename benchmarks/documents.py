@@ -1,11 +1,22 @@
-"""Tables that a script writes into a document, between its marks."""
+"""Documents that programs make: tables in a document, between their marks, and whole files.
+
+    python benchmarks/documents.py       writes anew all that is quick to make (a few seconds)
+
+Tests hold each of them against what makes it. Tables and plots that take minutes are written by scripts of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bnfuse.core.text import Section
+from bnfuse.opset import pages as operators
+from bnfuse.passes import pages as passes
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+DECISION = re.compile(r'^## <a id="(d\d+)"></a>(D\d+)\. (.*)\n\*(\d{4}-\d\d-\d\d)\*$', re.M)
 
 
 def marks(script: str) -> tuple[str, str]:
@@ -15,12 +26,20 @@ def marks(script: str) -> tuple[str, str]:
 def write_into(document: Path, script: str, parts: Iterable[Section]) -> None:
     """Replace what stands between the marks of a script."""
     text = document.read_text(encoding="utf-8")
+    try:
+        text = between(text, script, "\n\n".join(map(markdown, parts)))
+    except ValueError as error:
+        raise SystemExit(f"{document} {error}") from None
+    document.write_text(text, encoding="utf-8")
+
+
+def between(text: str, script: str, body: str) -> str:
+    """The text with `body` between the marks of a script. Raises ValueError where a mark is missing."""
     begin, end = marks(script)
     if begin not in text or end not in text:
-        raise SystemExit(f"{document} lacks the marks {begin} and {end}")
-    body = "\n\n".join(map(markdown, parts))
+        raise ValueError(f"lacks the marks {begin} and {end}")
     before, after = text.partition(begin)[0], text.partition(end)[2]
-    document.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
+    return f"{before}{begin}\n\n{body}\n\n{end}{after}"
 
 
 def markdown(section: Section) -> str:
@@ -33,3 +52,27 @@ def markdown(section: Section) -> str:
 
 def escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("*", "\\*")
+
+
+def decisions() -> str:
+    """docs/decisions.md with its table of contents."""
+    text = (DOCS / "decisions.md").read_text(encoding="utf-8")
+    rows = [f"| [{number}](#{anchor}) | {date} | {title} |" for anchor, number, title, date in DECISION.findall(text)]
+    return between(text, "documents.py", "\n".join(["| | made | decision |", "|---|---|---|", *rows]))
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "ops.md": operators.render,
+    "passes.md": passes.page,
+    "decisions.md": decisions,
+}
+"""By name in docs/: what makes the file."""
+
+
+def main() -> None:
+    for name, make in GENERATED.items():
+        (DOCS / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""What the trainings of training_run.py say about sampled statistics: a table, and papers/001's figures 6 and 7.
+"""What the trainings of training_run.py say about sampled statistics: a table, and [Chen18]'s figures 6 and 7.
 
 python benchmarks/sampling_report.py table results.jsonl
 python benchmarks/sampling_report.py errors errors.jsonl --plots folder

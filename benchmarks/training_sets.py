@@ -1,8 +1,8 @@
 """Sets of trainings that are compared with one another: which networks, rewritten how, trained how.
 
-sampling      resnet20 and densenet40 with full statistics and with every sampler, at about 3 % and 1 % (papers/001)
+sampling      resnet20 and densenet40 with full statistics and with every sampler, at about 3 % and 1 % ([Chen18])
 errors        the same, with the full statistics of every BN beside the sampled ones, for one epoch
-placements    a small VGG-11 with every choice of its 8 BNs (papers/002)
+placements    a small VGG-11 with every choice of its 8 BNs ([Joardar22])
 """
 
 from __future__ import annotations

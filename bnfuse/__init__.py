@@ -65,7 +65,7 @@ _HOMES = {
         "bnfuse.api",
     ),
     "build_training_graph": "bnfuse.build",
-    "GraphSignature": "bnfuse.roles",
+    "GraphSignature": "bnfuse.graph.signature",
     "SGD": "bnfuse.runtime.program.optim",
     "AdamW": "bnfuse.runtime.program.optim",
 }

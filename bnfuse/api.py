@@ -556,7 +556,7 @@ def search(
     """Which BatchNorms a network can do without: a search over placements, each of them trained (docs/search.md).
 
     iterations   trainings in all, 20 by default, all placements with method exhaustive; the first keeps every BatchNorm
-    method       bo, the Bayesian optimisation of papers/002; random, annealing, exhaustive: baselines
+    method       bo, the Bayesian optimisation of [Joardar22]; random, annealing, exhaustive: baselines
     lambdas      accuracy that a BatchNorm must be worth; several take turns
     tolerance    how far below the accuracy with all BatchNorms is good enough
     cost         count, or bytes: of the maps that a BatchNorm sweeps

@@ -1,6 +1,6 @@
 """Parameters and floating-point operations of a forward graph, from its shapes.
 
-A multiplication with its addition counts as two operations (papers/003, section 4.4). Counted are convolutions and
+A multiplication with its addition counts as two operations ([Iandola16], section 4.4). Counted are convolutions and
 matrix products without their bias, and poolings, one operation for each element of each window (its table 4.2);
 what works element by element (BN, ReLU, Add) is not counted.
 """

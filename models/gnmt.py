@@ -1,11 +1,11 @@
-"""GNMT (Wu et al. 2016), its LSTM layers unrolled in time: H = 1024, T = 50 as papers/004, table 5.1, has them.
+"""GNMT (Wu et al. 2016), its LSTM layers unrolled in time: H = 1024, T = 50 as [Tsai21], table 5.1, has them.
 
 Shapes only, for estimates. An encoder whose first layer reads in both directions, a decoder whose first layer asks the
 attention (one hidden layer, over the encoder's last) for a context that all its other layers read; residual additions
 from the third layer of each side on. The decoder's first layer does not read the context, so that in training no layer
 waits for another's later steps.
 
-A cell is counted as papers/004, section 3.3.4, does: 4 fully connected, 4 sigmoid, 2 tanh, 3 products, 1 sum (the
+A cell is counted as [Tsai21], section 3.3.4, does: 4 fully connected, 4 sigmoid, 2 tanh, 3 products, 1 sum (the
 published LSTM has no sigmoid before the candidate's tanh). Its nodes are named by layer and time step,
 `encoder/layer3/step12/forget`, and all steps share the weights `encoder/layer3/forget/weight`; their attribute
 `recurrence` is the step.
@@ -28,7 +28,7 @@ from .layers import Network, finish
 from .sequence import Weights, new_input, number_steps, tokens, zeros
 
 GATES = ("input", "forget", "candidate", "output")
-MAX_CELLS = 1 << 12  # of a side: layers x time steps, ten times those of papers/004
+MAX_CELLS = 1 << 12  # of a side: layers x time steps, ten times those of [Tsai21]
 RESIDUAL_FROM = 3  # the first layer whose input is added to its output
 
 

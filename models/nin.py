@@ -1,7 +1,7 @@
-"""Network in Network (Lin et al. 2014), as papers/003 has it in table 4.2: twelve convolutions, no linear layer.
+"""Network in Network (Lin et al. 2014), as [Iandola16] has it in table 4.2: twelve convolutions, no linear layer.
 
 Images smaller than 67 get its CIFAR form: 5x5 convolutions, narrower, two poolings (`form` chooses otherwise).
-The large form can be changed as sections 4.5 and 4.6 of papers/003 do: the filters of conv8 (`filters8`), size and
+The large form can be changed as sections 4.5 and 4.6 of [Iandola16] do: the filters of conv8 (`filters8`), size and
 padding of conv7 (`kernel7`, `pad7`), no pooling after conv3 (`pool3=false`). Its poolings round up, as in Caffe: on
 12x12 maps (table 4.5) that is 6x6.
 """
@@ -21,7 +21,7 @@ SMALL = 67  # images below it get the small form
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What papers/003, tables 4.4, 4.5 and 4.7, vary in the large form."""
+    """What [Iandola16], tables 4.4, 4.5 and 4.7, vary in the large form."""
 
     filters8: int = 384
     kernel7: int = 3

@@ -1,4 +1,4 @@
-"""SqueezeNet (papers/003, chapter 5): Fire modules of a 1x1 squeeze and a concatenated 1x1 and 3x3 expand.
+"""SqueezeNet ([Iandola16], chapter 5): Fire modules of a 1x1 squeeze and a concatenated 1x1 and 3x3 expand.
 
 `bypass` is figure 5.2: none; simple adds a Fire module's input to its output where the channels agree; complex also
 passes the others' input through a 1x1 convolution. The metaparameters base, step, freq, large and squeeze are those of

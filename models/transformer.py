@@ -1,4 +1,4 @@
-"""The Transformer (Vaswani et al. 2017), its big form by default: H = 1024 as papers/004, table 5.1, has it.
+"""The Transformer (Vaswani et al. 2017), its big form by default: H = 1024 as [Tsai21], table 5.1, has it.
 
 Shapes only, for estimates. As published: 6 + 6 layers, each sublayer `LayerNorm(x + Dropout(sublayer(x)))`, 16 heads
 of 64, feed-forward layers of 4096, one table of word vectors for both inputs and the output. The factors 1/sqrt(64)
@@ -7,7 +7,7 @@ and sqrt(H) and the masks of the softmaxes are left out: they are part of their 
 Dropout is on each sublayer's result and on the inputs, as published; `attention_dropout` and `relu_dropout` put it on
 the softmax's shares and behind the ReLU too, as training scripts do. `projection_relu` puts a ReLU behind queries, keys
 and values, and `attention_output=false` leaves out the layer behind the heads: some implementations have it so, and
-papers/004's figures come out best this way, with feed_forward=1024. `vocabulary=0` leaves out the word vectors and the
+[Tsai21]'s figures come out best this way, with feed_forward=1024. `vocabulary=0` leaves out the word vectors and the
 output layer: both inputs are then [N, T, H].
 """
 

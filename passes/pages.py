@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 PAGES = {
     "Removal": "removal.remove",
@@ -43,7 +44,14 @@ def page() -> str:
     for title, name in PAGES.items():
         module = importlib.import_module(f"bnfuse.passes.{name}")
         parts.append(f"## {title}\n\n`passes/{name.replace('.', '/')}.py`\n\n{(module.__doc__ or '').strip()}")
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n"
+    return f"{text}\n{definitions(text)}"
+
+
+def definitions(text: str) -> str:
+    """Where the citations of a page lead, as Markdown's link definitions, a line each."""
+    keys = sorted(set(re.findall(r"\[([A-Z][a-z]+\d\d)\]", text)))
+    return "".join(f"[{key}]: papers.md#{key.lower()}\n" for key in keys)
 
 
 if __name__ == "__main__":

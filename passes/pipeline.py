@@ -7,7 +7,7 @@
             no bias in a convolution that only BNs read
     icf     + across composite layers, through Concat; average pooling before 1x1 convolutions
 
-(papers/000, sections 3.2 and 3.3.) Removal, virtual samples, sampled and local statistics come before a level's passes,
+([Jung19], sections 3.2 and 3.3.) Removal, virtual samples, sampled and local statistics come before a level's passes,
 and mean the same at every level. A pass that fails is named together with those that ran before it.
 """
 

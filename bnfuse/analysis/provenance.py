@@ -3,7 +3,7 @@
 DenseNet-style networks concatenate in two forms and any mix of them: nested pairs, cat(cat(x, y1), y2), and flat
 lists, where every layer concatenates all earlier outputs anew. Traced back to the tensors that were *produced*
 (by anything but a concatenation), both are the same thing: an ordered list of leaves. Statistics, gradient
-accumulators and buffer slots belong to leaves (papers/000, section 3.3, made exact).
+accumulators and buffer slots belong to leaves ([Jung19], section 3.3, made exact).
 """
 
 from __future__ import annotations

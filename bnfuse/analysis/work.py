@@ -1,6 +1,6 @@
 """FLOPs, sizes and feature maps of single nodes of a training graph, rewritten or not.
 
-A multiply-add is two operations (papers/003, section 4.4). Counted are convolutions and matrix products without their
+A multiply-add is two operations ([Iandola16], section 4.4). Counted are convolutions and matrix products without their
 bias, and poolings, one operation for each element of each window, as `bnfuse models` does; what works elementwise
 shows as bytes.
 """

@@ -1,4 +1,4 @@
-"""What papers/004 leaves open about the machine, as named choices.
+"""What [Tsai21] leaves open about the machine, as named choices.
 
 Choices about the passes of a network are `layerwise.Passes`. Its defaults and `PAPER` are the one set that comes
 nearest to the paper's printed figures for all of its networks at once; each choice says what it does to them. They are,
@@ -94,4 +94,4 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 PAPER = Assumptions(mac_operations=1)
-"""papers/004's own: the set that comes nearest to its figures."""
+"""[Tsai21]'s own: the set that comes nearest to its figures."""

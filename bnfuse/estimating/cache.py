@@ -1,4 +1,4 @@
-"""The software-managed cache of papers/004, chapter 4: what is loaded, kept, streamed and written out, and where.
+"""The software-managed cache of [Tsai21], chapter 4: what is loaded, kept, streamed and written out, and where.
 
     workload.touches               who touches what, when next
     residency(workload, capacity)  Belady's replacement: for each layer its loads, its streams and what leaves after it

@@ -1,4 +1,4 @@
-"""Time and traffic of one training iteration on a hardware (papers/004, chapter 4).
+"""Time and traffic of one training iteration on a hardware ([Tsai21], chapter 4).
 
     residency       what each layer loads, streams and lets go       (cache.py)
     issued          when the loads are issued                        (prefetching.py)

@@ -1,4 +1,4 @@
-"""Estimates as pictures, in the form of papers/004's figures 5.1 to 5.6. Every figure has a panel for each workload."""
+"""Estimates as pictures, in the form of [Tsai21]'s figures 5.1 to 5.6. Every figure has a panel for each workload."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Hardware:
     bytes of the last level on the chip.
 
     `cache_bandwidth`: bytes/s of that cache, where it is known to matter (None: it never holds a layer up, as in
-    papers/004).
+    [Tsai21]).
     """
 
     name: str
@@ -27,11 +27,11 @@ class Hardware:
 
     @property
     def ridge_point(self) -> float:
-        """FLOP/byte from which on computing is the bound (papers/004, eq. 3.2)."""
+        """FLOP/byte from which on computing is the bound ([Tsai21], eq. 3.2)."""
         return self.flops / self.bandwidth
 
 
-# papers/004, table 5.2 (its LLC size of 55 for the RTX 2080 Ti is 5.5 MB with the point lost), and what came later:
+# [Tsai21], table 5.2 (its LLC size of 55 for the RTX 2080 Ti is 5.5 MB with the point lost), and what came later:
 # H100 SXM5 by its data sheet, float32 without sparsity.
 PROFILES = {
     profile.name: profile

@@ -1,4 +1,4 @@
-"""The training iteration of a forward graph: its layers, then their backward passes in reverse (papers/004, table 3.1).
+"""The training iteration of a forward graph: its layers, then their backward passes in reverse ([Tsai21], table 3.1).
 
     y = f(x, w)     ->     dx, dw = f'(x, dy, w)
 
@@ -39,7 +39,7 @@ PARTS = frozenset({"Gather", "Slice"})  # they touch as much of their operand as
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """What papers/004 leaves open about the layers of a pass. What each does to its figures: compare assumptions.py."""
+    """What [Tsai21] leaves open about the layers of a pass. What each does to its figures: compare assumptions.py."""
 
     in_place: bool = False
     """ReLU and its kin write their output over their input, and their gradient over the incoming one.
@@ -64,7 +64,7 @@ class Passes:
 
     norm_sweeps: int = 1
     """How many times BN passes over its maps, forward (X) and backward (X and dY). It must do so twice, for its sums
-    and for its results, but in papers/004 no layer fetches anything again. It matters where maps stream.
+    and for its results, but in [Tsai21] no layer fetches anything again. It matters where maps stream.
 
     Twice: ResNet-50's type-II share 50.9 %, its time falls by 53.7 %; MobileNetV2's by 75.5 %.
     """

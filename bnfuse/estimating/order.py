@@ -1,4 +1,4 @@
-"""The order in which layers run: as the file has them, or depth first to the joins (papers/004, section 4.2.2).
+"""The order in which layers run: as the file has them, or depth first to the joins ([Tsai21], section 4.2.2).
 
 Depth first: after a layer comes its first reader, and so on down the branch, until a layer also needs another branch;
 then the next branch is taken up from where the network forked. The layer at the join runs when its last branch is done.

@@ -1,4 +1,4 @@
-"""When loads are issued: latency-aware prefetching (papers/004, section 4.2.3 and listing 1).
+"""When loads are issued: latency-aware prefetching ([Tsai21], section 4.2.3 and listing 1).
 
 A load for layer i is issued at layer i-k, k the least for which the computing of layers i-k to i-1 covers its transfer.
 Where the cache has no room for it from there to layer i it is put off to the layer from which on it has.

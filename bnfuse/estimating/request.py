@@ -1,7 +1,7 @@
 """What `bnfuse estimate` answers: one question of several kinds, from options as people write them.
 
-a stack of ReRAM and GPU layers     the pipeline of papers/002
-workers                             data-parallel steps of papers/003
+a stack of ReRAM and GPU layers     the pipeline of [Joardar22]
+workers                             data-parallel steps of [Iandola16]
 a sweep                             an estimate for each value
 reuse                               the scopes in which bytes are reused
 roofline                            how often layers reuse data, and what they attain at that

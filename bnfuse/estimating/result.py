@@ -20,7 +20,7 @@ class LayerEstimate:
     waited for memory.
 
     `in_bytes` and `out_bytes` were moved for its own tensors, whenever that was; `moved_bytes` crossed the bus while
-    this layer ran, for whatever layer (papers/004, eq. 4.1). `flops` are operations as the assumptions count them.
+    this layer ran, for whatever layer ([Tsai21], eq. 4.1). `flops` are operations as the assumptions count them.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Estimate:
 
     @property
     def average_bandwidth(self) -> float:
-        """bytes/s (papers/004, eq. 4.1)."""
+        """bytes/s ([Tsai21], eq. 4.1)."""
         return self.traffic_bytes / self.time_s if self.time_s else 0.0
 
     @property

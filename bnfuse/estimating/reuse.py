@@ -1,4 +1,4 @@
-"""Where data is reused: each further access to a tensor, by where the access before it was (papers/004, section 3.3).
+"""Where data is reused: each further access to a tensor, by where the access before it was ([Tsai21], section 3.3).
 
 A reuse is an access that reads what an earlier layer read or wrote. Its scope:
 

@@ -1,4 +1,4 @@
-"""How often layers reuse data, and what they attain at that (papers/004, chapter 3 and section 5.2).
+"""How often layers reuse data, and what they attain at that ([Tsai21], chapter 3 and section 5.2).
 
 reuse frequency     operations for each byte of a layer's tensors, whatever the cache (eqs. 3.3, 3.4)
 modified roofline   what a layer attains at its reuse frequency (eq. 5.1)

@@ -32,7 +32,7 @@ def workloads(
 ) -> tuple[Workload, ...]:
     """One workload, or one for each level, with the level's name; of a single level with the graph's before it.
 
-    A network of the zoo has the layers and the backward pass of papers/004; with `levels` its training graph is built,
+    A network of the zoo has the layers and the backward pass of [Tsai21]; with `levels` its training graph is built,
     as everything else that is a graph is one already. `passes` concerns the former alone, `views` and `optimizer` the
     latter.
     """

@@ -1,6 +1,6 @@
 """What an estimate is made from: the layers of one training iteration in order, and the tensors that each touches.
 
-Whole tensors are the units (papers/004, sections 3.2 and 4.2.3). A workload comes from a training graph, where every
+Whole tensors are the units ([Tsai21], sections 3.2 and 4.2.3). A workload comes from a training graph, where every
 node is a layer (training.py), from a forward graph, whose backward pass follows by the paper's table 3.1
 (layerwise.py), or from the launches of a compiled step (launches.py).
 """
@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def is_dense(self) -> bool:
-        """Type I of papers/004, section 5.2: each output element is made of many input elements."""
+        """Type I of [Tsai21], section 5.2: each output element is made of many input elements."""
         return self.type in DENSE_TYPES
 
 

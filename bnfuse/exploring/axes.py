@@ -15,7 +15,7 @@ from bnfuse.models.registry import read_like
 Settings = dict[str, Any]
 
 SIZES = ("batch", "image", "channels", "classes")
-# the names of papers/003, section 5.5.1, that differ from the zoo's
+# the names of [Iandola16], section 5.5.1, that differ from the zoo's
 ALIASES = {"base_e": "base", "incr_e": "step", "pct3x3": "large", "SR": "squeeze"}
 LIMIT = 200  # points that nobody asked for on purpose
 MOST = 10_000  # values of one axis

@@ -22,23 +22,23 @@ class Preset:
 
 PRESETS = {
     "squeeze-ratio": Preset(
-        "papers/003, figure 5.3: squeeze filters for each expand filter",
+        "[Iandola16], figure 5.3: squeeze filters for each expand filter",
         "squeezenet",
         axes={"squeeze": (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)},
     ),
     "pct3x3": Preset(
-        "papers/003, figure 5.4: the share of 3x3 filters, at squeeze=0.5",
+        "[Iandola16], figure 5.4: the share of 3x3 filters, at squeeze=0.5",
         "squeezenet",
         base={"squeeze": 0.5},
         axes={"large": (0.01, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.99)},
     ),
     "bypass": Preset(
-        "papers/003, table 5.3: bypasses around Fire modules",
+        "[Iandola16], table 5.3: bypasses around Fire modules",
         "squeezenet",
         axes={"bypass": ("none", "simple", "complex")},
     ),
     "nin-changes": Preset(
-        "papers/003, tables 4.3 to 4.8: one change of NiN at a time",
+        "[Iandola16], tables 4.3 to 4.8: one change of NiN at a time",
         "nin",
         base={"batch": 1024},
         changes=(

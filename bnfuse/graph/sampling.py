@@ -1,4 +1,4 @@
-"""What a training graph draws: places of samples once an epoch, virtual samples each step (papers/001), and each step
+"""What a training graph draws: places of samples once an epoch, virtual samples each step ([Chen18]), and each step
 the values of its own operators that draw at random (drawing.py).
 
     drawn = sampling_of(model)                               # what the passes left in the metadata, or NOTHING
@@ -186,7 +186,7 @@ def sampling_of(model: ir.Model) -> Sampling:
 def virtual_samples(
     shape: Sequence[int], mean: Sequence[float], std: Sequence[float], *, seed: int, step: int
 ) -> np.ndarray:
-    """float32 [n, C, H, W] from N(mean, std) per channel: VDN's virtual samples (papers/001, section 4.2)."""
+    """float32 [n, C, H, W] from N(mean, std) per channel: VDN's virtual samples ([Chen18], section 4.2)."""
     drawn = np.random.default_rng([seed, step, 0x0D47A]).standard_normal(tuple(shape), dtype=np.float32)
     mu, sigma = (np.broadcast_to(np.asarray(v, np.float32), (shape[1],)).reshape(1, -1, 1, 1) for v in (mean, std))
     return np.ascontiguousarray(drawn * sigma + mu)

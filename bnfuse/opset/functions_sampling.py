@@ -1,4 +1,4 @@
-"""Bodies of the operators of sampled, local and baseline statistics (papers/001), a part of `functions.py`.
+"""Bodies of the operators of sampled, local and baseline statistics ([Chen18]), a part of `functions.py`.
 
 Where a sample begins is data, so a box is a Slice from its offset on, and what is added in it is padded to the map's
 size; points are a Gather of rows [C] and a ScatterND. Groups of samples are a first axis more.

@@ -1,4 +1,4 @@
-"""What the operators of sampled, local and baseline statistics compute, in numpy (papers/001; docs/maths.md).
+"""What the operators of sampled, local and baseline statistics compute, in numpy ([Chen18]; docs/maths.md).
 
 As `reference.py`, of which this is a part: maps are NCHW, coefficients [C], or [G, C] where samples are normalised in
 G groups. Everything is computed in the dtype of the operands.

@@ -47,7 +47,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
 `BatchNormGradPointwiseGrad` stores the input gradient of a BN. With z = x a ReluGrad serves as well where x is the
 *output* of the Relu, because both have the same sign.
 
-Source: papers/000, sections 3.2 to 3.4; the exact backward forms are in docs/maths.md.
+Source: [Jung19], sections 3.2 to 3.4; the exact backward forms are in docs/maths.md.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class PlainOp:
     attributes: tuple[str, ...] = ()
 
 
-# Statistics from a sample (papers/001; DESIGN section 4). A box is the elements from `offset` = (sample, row, column)
+# Statistics from a sample ([Chen18]; docs/maths.md). A box is the elements from `offset` = (sample, row, column)
 # on, int64 [3], over `extent` = (samples, rows, columns) of every channel. Points are flat indices into N, H, W, int64,
 # each at most once. The gradient of a mixture has one term q*x + w for each of its parts, on that part alone.
 SAMPLING_OPS = (
@@ -272,7 +272,7 @@ SAMPLING_OPS = (
     PlainOp("AddAtPoints", ("acc", "x", "q", "w", "points"), ("dx",)),
 )
 
-# Statistics over groups of `samples` consecutive samples (papers/001, section 4.3, local): coefficients are [N/samples,
+# Statistics over groups of `samples` consecutive samples ([Chen18], section 4.3, local): coefficients are [N/samples,
 # C]. Of each group the samples [first, first + rows) count for the statistics and their gradient.
 LOCAL_OPS = (
     PlainOp("LocalStatistics", ("x",), ("mean", "variance"), ("first", "rows", "samples")),
@@ -293,7 +293,7 @@ LOCAL_OPS = (
     PlainOp("LocalAddSampled", ("acc", "x", "q", "w"), ("dx",), ("first", "rows", "samples")),
 )
 
-# The other cheap statistics that papers/001 compares with (section 2, table 3), as estimates of the variance.
+# The other cheap statistics that [Chen18] compares with (section 2, table 3), as estimates of the variance.
 BASELINE_OPS = (
     # L1BN: variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean)
     PlainOp("L1Statistics", ("x",), ("mean", "variance", "sign_mean")),

@@ -1,1 +1,1 @@
-"""The search for the BatchNorms that training needs (paper 002, section V; docs/search.md)."""
+"""The search for the BatchNorms that training needs ([Joardar22], section V; docs/search.md)."""

@@ -53,7 +53,7 @@ def next_of_all(space: Space, taken: set[Placement]) -> Placement:
 def thompson(
     space: Space, settings: Settings, history: Sequence[Evaluation], taken: set[Placement], rng: np.random.Generator
 ) -> Placement:
-    """The maximum of one draw of the model less lambda times the cost (paper 002, V-B)."""
+    """The maximum of one draw of the model less lambda times the cost ([Joardar22], V-B)."""
     slopes = settings.lambda_at(len(history), space.size) * space.weights()
     placements = np.array([e.placement for e in history], np.int8)
     scores = bounded_accuracies(history, settings.tolerance, float(slopes.sum()))

@@ -1,4 +1,4 @@
-"""The placement that a quadratic function likes best: a binary quadratic program (paper 002, V-B 2).
+"""The placement that a quadratic function likes best: a binary quadratic program ([Joardar22], V-B 2).
 
     maximise  b.x + sum_{i<j} Q_ij x_i x_j    over x in {0,1}^C
 

@@ -1,4 +1,4 @@
-"""What a few trainings tell of all placements: a second-order linear model, horseshoe prior (paper 002, V-B, eq. 1).
+"""What a few trainings tell of all placements: a second-order linear model, horseshoe prior ([Joardar22], V-B, eq. 1).
 
     f(x) = t0 + sum_i t_i x_i + sum_{i<j} t_ij x_i x_j        p = C + C(C-1)/2 coefficients besides t0
 

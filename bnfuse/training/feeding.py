@@ -171,7 +171,7 @@ def check_given(data: Dataset, taken: Taken) -> None:
 
 def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation, channel by channel, of the training images as they are fed: mu_D and sigma_D of
-    virtual samples (papers/001, section 4.2)."""
+    virtual samples ([Chen18], section 4.2)."""
     count = data.train_x.shape[0] * data.train_x.shape[2] * data.train_x.shape[3]
     parts = [data.train_x[start : start + 4096] for start in range(0, len(data.train_x), 4096)]
     mean = sum(fed(data, part, normalise).sum((0, 2, 3), dtype=np.float64) for part in parts) / count

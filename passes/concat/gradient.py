@@ -5,10 +5,10 @@ q = -sum_l(p_l*inv_std_l*dgamma_l)/m and w = -sum_l(p_l*dbeta_l)/m - q*mean. So 
 t2 = Concat(x0, y1, y2), read by the convolutions of layers 1 and 2 through their BNs:
 
     dt2 = BatchNormGradPointwiseGrad(dz2, t2, ..)     G2 = ...GradReduceScale(.., p2)                 p2*dz2
-    a2, b2, dy2 = Split(dt2)                    dy2 is read as G2[8:12] + q*y2 + w
+    a2, b2, dy2 = Split(dt2)                          dy2 is read as G2[8:12] + q*y2 + w
     dt1 = BatchNormGradPointwiseGrad(dz1, t1, ..) ->  G1 = ...GradReduceAccumulate(.., G2, p1)        G2[0:8] + p1*dz1
-    a1, b1 = Split(dt1)                         dy1 is read as G1[4:8] + q*y1 + w
-    dx0 = Sum(a1, a2); dy1 = Sum(b1, b2)        dx0 is read as G1[0:4] + q*x0 + w
+    a1, b1 = Split(dt1)                               dy1 is read as G1[4:8] + q*y1 + w
+    dx0 = Sum(a1, a2); dy1 = Sum(b1, b2)              dx0 is read as G1[0:4] + q*x0 + w
 
 The operator that wrote dz_l adds p_l*dz_l to G instead; what reads the gradient of a producer reads its channels of G.
 A sampled BN has no q*x + w for all elements: its term is added to G as p*dz, and then its AddSampled adds to G in its

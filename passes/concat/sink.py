@@ -1,7 +1,7 @@
 """ICF for BN -> activation -> Concat (GoogLeNet, SqueezeNet with BN): the halves sink through the Concat.
 
-    y1 = NormalizeReluPointwise(x1, a1, b1)          t = Concat(x1, x2)
-    y2 = NormalizeReluPointwise(x2, a2, b2)    ->    y = NormalizeReluPointwise(t, Concat(a1, a2), Concat(b1, b2))
+    y1 = NormalizeReluPointwise(x1, a1, b1)           t = Concat(x1, x2)
+    y2 = NormalizeReluPointwise(x2, a2, b2)    ->     y = NormalizeReluPointwise(t, Concat(a1, a2), Concat(b1, b2))
     y  = Concat(y1, y2)
 
     dy1, dy2 = Split(dy)                       dz, db, dg = NormalizePointwiseGradReluGradReduce(dy, t, ...)

@@ -1,4 +1,4 @@
-"""ICF forward: the statistics of a Concat are the concatenation of its producers' statistics (papers/000, section 3.3).
+"""ICF forward: the statistics of a Concat are the concatenation of its producers' statistics ([Jung19], section 3.3).
 
     t = Concat(x, y1, y2)                    m0, v0 = BatchNormStatistics(x), ...      once per producer
     m, v = BatchNormStatistics(t)     ->     m = Concat(m0, m1, m2)   v = Concat(v0, v1, v2)    C-sized

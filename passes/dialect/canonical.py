@@ -1,7 +1,7 @@
 """Canonical form: one spelling for what onnxruntime's gradient builder spells in several nodes.
 
     Identity(x) -> y                                          y's readers read x
-    ConcatTraining, SplitTraining of a single map                the map itself
+    ConcatTraining, SplitTraining of a single map              the map itself
     Mul(dy, Cast(And(x >= min, x <= max)))            ->      ClipGrad      (PointwiseGradClipGrad)
     Expand(Scale(dy, H*W), Shape(x))                  ->      GlobalAveragePoolGrad
     MaxPoolGrad, AveragePoolGrad                              the same in our domain: these two are in no standard opset

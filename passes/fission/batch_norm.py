@@ -1,4 +1,4 @@
-"""MVF: each BatchNorm becomes a statistics half and a normalise half (papers/000, section 3.2).
+"""MVF: each BatchNorm becomes a statistics half and a normalise half ([Jung19], section 3.2).
 
     y, rm', rv', mean, inv_std =        mean, variance = BatchNormStatistics(x)            one sweep
       BatchNormInternal(x, g, b, ...) -> a, b', inv_std, rm', rv' = BatchNormFinalize(...)  C-sized

@@ -1,9 +1,9 @@
-"""BNFF, step 1: each BatchNorm's gradient becomes a reduce half and an input half (papers/000, section 3.2).
+"""BNFF, step 1: each BatchNorm's gradient becomes a reduce half and an input half ([Jung19], section 3.2).
 
     dx, dg, db =                        db, dg = BatchNormGradReduce(dz, x, mean, inv_std)
       BatchNormalizationGrad(dz, x, ->  terms  = BatchNormGradTerms(db, dg, a, inv_std)       C-sized
         g, mean, inv_std)               q, w   = BatchNormGradFinalize(terms, mean)           C-sized
-                                        dx     = BatchNormGradPointwiseGrad(dz, x, a, q, w)         a*dz + q*x + w
+                                        dx     = BatchNormGradPointwiseGrad(dz, x, a, q, w)   a*dz + q*x + w
 
 The input half is elementwise, so it can go where dx is read; the reduce half can go where dz is written.
 

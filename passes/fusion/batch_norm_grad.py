@@ -1,4 +1,4 @@
-"""BNFF backward: the input half of a BN's gradient moves into what reads it (papers/000, section 3.2, sub-BN1').
+"""BNFF backward: the input half of a BN's gradient moves into what reads it ([Jung19], section 3.2, sub-BN1').
 
     dx = BatchNormGradPointwiseGrad(dz, u, p, q, w)
     dt, dw = ConvGrad(dx, t, weight)            ->   dt, dw = BatchNormGradConvGrad(dz, t, weight, u, p, q, w)

@@ -1,10 +1,10 @@
 """BNFF backward: the activation's gradient and a BN's reductions move into the operator that writes the gradient.
 
-    dy, dw = ConvGrad(du, x, w, a, b)           dz, dw, db, dg =
-    dz     = PointwiseGradReluGrad(dy, x, a, b)   ->      NormalizeReluConvGradReluGradReduce(du, x, w, a, b, mean,
-    inv_std) db, dg = BatchNormGradReduce(dz, x, mean, inv_std)
+    dy, dw = ConvGrad(du, x, w, a, b)                   dz, dw, db, dg =
+    dz     = PointwiseGradReluGrad(dy, x, a, b)   ->      NormalizeReluConvGradReluGradReduce(du, x, w, a, b,
+    db, dg = BatchNormGradReduce(dz, x, mean, inv_std)                                        mean, inv_std)
 
-The convolution has x on chip already, so neither the mask nor the reductions read a map of their own (papers/000,
+The convolution has x on chip already, so neither the mask nor the reductions read a map of their own ([Jung19],
 section 3.2, sub-BN2'). A BN over another map than the one the operator reads (after a residual Add, say) reduces over
 that map as well: ReduceOther.
 

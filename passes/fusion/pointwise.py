@@ -2,10 +2,10 @@
 
     z = NormalizePointwise(x, a, b)
     y = ReluPointwise(z)                  ->   u = NormalizeReluConv(x, w, a, b)
-    u = Conv(y, w)                       dy, dw = NormalizeReluConvGrad(du, x, w, a, b)
+    u = Conv(y, w)                             dy, dw = NormalizeReluConvGrad(du, x, w, a, b)
     dy, dw = ConvGrad(du, y, w)
 
-Neither z nor y is stored (papers/000, section 3.2: RCF moves the Relu, BNFF the normalise half as well). A normalised
+Neither z nor y is stored ([Jung19], section 3.2: RCF moves the Relu, BNFF the normalise half as well). A normalised
 map goes into an Add as one of its operands, with its own coefficients; the Relu after an Add goes into the Add.
 
 Moves into every reader that has room for the steps; readers that have none (a Concat, a Reshape, ...) keep the stored
@@ -25,7 +25,7 @@ from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 
 class ReluConvFusion(ir.passes.InPlacePass):
-    """RCF (papers/000, section 3.2): the ReLU alone, into convolutions alone."""
+    """RCF ([Jung19], section 3.2): the ReLU alone, into convolutions alone."""
 
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "rcf")
@@ -64,7 +64,7 @@ def _is_mask(node: ir.Node) -> bool:
 
 
 class PointwiseFusion(ir.passes.InPlacePass):
-    """BNFF forward (papers/000, section 3.2): normalise halves and what follows them, into whatever reads them."""
+    """BNFF forward ([Jung19], section 3.2): normalise halves and what follows them, into whatever reads them."""
 
     def call(self, model: ir.Model) -> FusionResult:
         editor = Editor(model, "bnff")

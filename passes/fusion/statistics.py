@@ -1,4 +1,4 @@
-"""BNFF forward: the statistics half moves into the operator that writes the map (papers/000, section 3.2, sub-BN1).
+"""BNFF forward: the statistics half moves into the operator that writes the map ([Jung19], section 3.2, sub-BN1).
 
     y = Conv(x, w)                          y, mean, variance = ConvStatistics(x, w)
     mean, variance = BatchNormStatistics(y)   ->

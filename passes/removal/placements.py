@@ -5,7 +5,7 @@
     stage1/*            globs of node names
     all                 every one
     all-except:5,8      all but a list of the forms above
-    paper               all but the placements that papers/002 (section V-C) publishes, by convolution
+    paper               all but the placements that [Joardar22] (section V-C) publishes, by convolution
 
 The published placements are of vgg11, vgg16, vgg19 and resnet18, which are known by how many BatchNorms, convolutions
 and residual Adds they have. resnet18's C1 to C17 are the convolutions of its main path; the three of its shortcuts have
@@ -138,7 +138,7 @@ def published(model: ir.Model, norms: Sequence[BatchNorm]) -> set[int]:
     if found is None or len(main) != (17 if found.adds else found.norms):
         names = ", ".join(p.name for p in PUBLISHED)
         raise BnfuseError(
-            f"papers/002 places BatchNorms in {names}; this network, of {len(norms)} BatchNorms and {adds} residual"
+            f"[Joardar22] places BatchNorms in {names}; this network, of {len(norms)} BatchNorms and {adds} residual"
             " Adds, is none of them: list the ones to remove by number"
         )
     return {main[position - 1].index for position in found.keep}

@@ -1,4 +1,4 @@
-"""Removal: chosen BatchNorms leave the graph, or leave only their affine part (papers/002).
+"""Removal: chosen BatchNorms leave the graph, or leave only their affine part ([Joardar22]).
 
     y, rm', rv', mean, inv_std =             y  = x            with the affine part:
       BatchNormInternal(x, g, b, ...)                          y  = NormalizePointwise(x, g, b)

@@ -1,4 +1,4 @@
-"""L1BN and RBN: cheaper estimates of the variance, from all elements (papers/001, section 2, table 3; docs/maths.md).
+"""L1BN and RBN: cheaper estimates of the variance, from all elements ([Chen18], section 2, table 3; docs/maths.md).
 
     L1BN    mean, variance, sign_mean = L1Statistics(x)          variance = pi/2 * (mean of |x - mean|)^2
     RBN     mean, variance, low, high, ... = RangeStatistics(x)  variance from high - low

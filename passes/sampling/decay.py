@@ -1,4 +1,4 @@
-"""Moving averages: how much a batch counts in every running statistic (papers/001, eq. 8).
+"""Moving averages: how much a batch counts in every running statistic ([Chen18], eq. 8).
 
     running' = running*(1 - alpha) + batch*alpha
 

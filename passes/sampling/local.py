@@ -1,4 +1,4 @@
-"""Local statistics: each group of samples is normalised on its own (micro-BN; papers/001, section 4.3).
+"""Local statistics: each group of samples is normalised on its own (micro-BN; [Chen18], section 4.3).
 
     y, rm', rv', mean, inv_std =        mean, variance = LocalStatistics(x)                       [G, C]
       BatchNormInternal(x, g, b, ...)   a, b', inv_std, rm', rv' = LocalFinalize(...)             [G, C]; rm', rv' [C]

@@ -1,4 +1,4 @@
-"""Which elements of a map a sampler takes: pure functions of a spec and a shape (papers/001, section 4).
+"""Which elements of a map a sampler takes: pure functions of a spec and a shape ([Chen18], section 4).
 
 The rows of a batch are the virtual samples, [0, virtual), and the real ones after them. Samples of the batch are drawn
 from the real rows.

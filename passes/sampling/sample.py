@@ -1,11 +1,11 @@
-"""Sampled statistics: a BatchNorm learns its mean and variance from a part of the batch (papers/001; docs/maths.md).
+"""Sampled statistics: a BatchNorm learns its mean and variance from a part of the batch ([Chen18]; docs/maths.md).
 
     y, rm', rv', mean, inv_std =        mean, variance = SampledStatistics(x, offset)         the sample only
       BatchNormInternal(x, g, b, ...)   a, b', inv_std, rm', rv' = BatchNormFinalize(...)
                                     ->  y  = NormalizePointwise(x, a, b')
     dx, dg, db =                        db, dg = BatchNormGradReduce(dz, x, mean, inv_std)    over all elements
       BatchNormalizationGrad(dz, x,     q, w   = SampledGradFinalize(BatchNormGradTerms(...), mean)
-        g, mean, inv_std)               s      = PointwiseGradScale(dz, a)                          a*dz
+        g, mean, inv_std)               s      = PointwiseGradScale(dz, a)                    a*dz
                                         dx     = AddSampled(s, x, q, w, offset)               + q*x + w in the sample
 
 The offset is an input of the graph, drawn once an epoch; where the sample stays in one place it is a constant. Points

@@ -1,4 +1,4 @@
-"""What each BatchNorm takes its statistics from, in words: `fs:1/32`, or `fs:1/64+vdn:2@0.5,stem*=bn` (papers/001).
+"""What each BatchNorm takes its statistics from, in words: `fs:1/32`, or `fs:1/64+vdn:2@0.5,stem*=bn` ([Chen18]).
 
     ns:4          the first 4 samples of the batch
     bs:4          4 consecutive samples, from another place each epoch

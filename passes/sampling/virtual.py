@@ -1,4 +1,4 @@
-"""Virtual samples: rows of noise run through the network beside the batch (VDN, papers/001, section 4.2).
+"""Virtual samples: rows of noise run through the network beside the batch (VDN, [Chen18], section 4.2).
 
     loss, log_prob =                       rows  = Concat(virtual, x)                [n + N, C, H, W]
       SoftmaxCrossEntropyLoss(      ->     marks = Concat(ignored, labels)           [n + N]

@@ -2,8 +2,8 @@
 
     fold shapes  ->  order the phases  ->  slots for concatenations  ->  a launch per node  ->  lifetimes and arena
 
-The operators live in their own files: `lower_bnfuse.py` and `lower_steps.py` (`ai.bnfuse`), `lower_source.py`
-(source graphs), `lower_generic.py` (everything else).
+The operators live in their own files: `dialect.py` and `steps.py` (`ai.bnfuse`), `source.py` (source graphs),
+`generic.py` (everything else).
 """
 
 from __future__ import annotations

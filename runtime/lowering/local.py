@@ -1,7 +1,7 @@
 """Lowering of BatchNorms over groups of samples (LOCAL_OPS): for each group the kernels of a whole batch.
 
 A group is a run of images, and so a map of its own that begins later in the same buffer; a row of its coefficients is a
-vector (lower_vectors.py).
+vector (vectors.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A plain Conv with bias is `ConvBias`, a Relu `ReluPointwise`, a ReluGrad `PointwiseGradReluGrad`; BatchNormInternal is
 the two sweeps of its statistics, the C-sized finalize and `NormalizePointwise`. What has no kernel here goes to
-lower_generic.py.
+generic.py.
 """
 
 from __future__ import annotations

@@ -1,13 +1,26 @@
 """What the documents print: their commands print it, and their Python runs."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+from source_files import load
 
 from bnfuse.cli import main
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+DOCUMENTS = load(ROOT / "benchmarks" / "documents.py")
+CITATION = r"\[([A-Z][a-z]+\d\d)\]"
+FOLDERS = ("bnfuse", "passes", "runtime", "models", "tests", "benchmarks", "docs")
+
+
+def texts() -> list[Path]:
+    """The text files of the project, without results and golden texts."""
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True)
+    files = listed.stdout.splitlines() if listed.returncode == 0 else []
+    return [ROOT / name for name in files] or [p for p in ROOT.rglob("*") if p.suffix in (".py", ".md")]
 
 
 def blocks(document: str, language: str = "") -> list[str]:
@@ -47,3 +60,49 @@ def test_the_estimate_of_resnet50(capsys):
 )
 def test_python(document, place):
     exec(compile(blocks(document, "python")[place], document, "exec"), {"bnfuse": __import__("bnfuse")})
+
+
+@pytest.mark.parametrize("name", DOCUMENTS.GENERATED)
+def test_what_is_generated_is_what_its_program_writes(name):
+    stored = (DOCS / name).read_text(encoding="utf-8")
+    assert stored == DOCUMENTS.GENERATED[name](), "run: python benchmarks/documents.py"
+
+
+def test_decisions_are_numbered_in_the_order_of_their_dates():
+    text = (DOCS / "decisions.md").read_text(encoding="utf-8")
+    found = DOCUMENTS.DECISION.findall(text)
+    assert len(found) == len(re.findall(r"^## ", text, re.M)) > 50
+    assert [(anchor, number) for anchor, number, _, _ in found] == [
+        (f"d{i}", f"D{i}") for i in range(1, len(found) + 1)
+    ]
+    dates = [date for *_, date in found]
+    assert dates == sorted(dates)
+
+
+def test_every_paper_that_is_cited_is_in_the_bibliography():
+    known = set(re.findall(r"^## ([A-Z][a-z]+\d\d)$", (DOCS / "papers.md").read_text(encoding="utf-8"), re.M))
+    cited = {}
+    for file in texts():
+        text = file.read_text(encoding="utf-8")
+        cited.update(dict.fromkeys(re.findall(CITATION, text), file))
+        if file.suffix == ".md":
+            used = set(re.findall(CITATION + "(?!:)", text))
+            defined = dict(re.findall(rf"^{CITATION}: (\S+)$", text, re.M))
+            assert used == set(defined), f"{file}: {used ^ set(defined)} (a link definition for each citation)"
+            for key, target in defined.items():
+                place, anchor = target.split("#")
+                assert (file.parent / place).resolve() == DOCS / "papers.md" or file == DOCS / "papers.md"
+                assert anchor == key.lower()
+    assert set(cited) == known
+
+
+def test_every_path_that_a_document_names_is_there():
+    named = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*\w")
+    for document in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "benchmarks" / "RESULTS.md",
+        *DOCS.rglob("*.md"),
+    ):
+        for place in named.findall(document.read_text(encoding="utf-8")):
+            assert list(ROOT.glob(place)), f"{document.name} names {place}"

@@ -22,7 +22,7 @@ def of_points(x: Any, points: Any) -> tuple[Any, Any]:
 
 
 def mixed(first: tuple[Any, Any], second: tuple[Any, Any], weight: float) -> tuple[Any, Any]:
-    """papers/001, eq. 4"""
+    """[Chen18], eq. 4"""
     return tuple(weight * a + (1 - weight) * b for a, b in zip(first, second, strict=True))  # type: ignore[return-value]
 
 

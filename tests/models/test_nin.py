@@ -1,4 +1,4 @@
-"""Network in Network: the variants of papers/003, and that they are of the large form alone."""
+"""Network in Network: the variants of [Iandola16], and that they are of the large form alone."""
 
 import onnx
 import pytest

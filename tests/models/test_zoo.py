@@ -21,7 +21,7 @@ PUBLISHED = {
     "resnet20": 272_474,
     "resnet50": 25_557_032,
     "resnet56": 855_770,
-    "squeezenet-plain": 1_248_424,  # papers/003, table 5.1
+    "squeezenet-plain": 1_248_424,  # [Iandola16], table 5.1
     "vgg11": 132_868_840,
     "vgg11-plain": 132_863_336,
     "vgg16": 138_365_992,
@@ -43,7 +43,7 @@ def test_parameters_are_those_published(name):
         ("alexnet", {"groups": 2}, 60_965_224),  # bvlc_alexnet
         ("alexnet", {}, 62_378_344),
         ("densenet121", {"concat": "nested"}, 7_978_856),
-        ("squeezenet-plain", {"bypass": "simple"}, 1_248_424),  # papers/003, table 5.3: 4.8 MB as without
+        ("squeezenet-plain", {"bypass": "simple"}, 1_248_424),  # [Iandola16], table 5.3: 4.8 MB as without
         ("squeezenet-plain", {"bypass": "complex"}, 1_248_424 + 97 * 128 + 129 * 256 + 257 * 384 + 385 * 512),
     ],
 )

@@ -1,1 +1,1 @@
-"""Data-parallel training over workers (papers/003, section 3.6)."""
+"""Data-parallel training over workers ([Iandola16], section 3.6)."""

@@ -1,4 +1,4 @@
-"""Data-parallel training on several workers (papers/003, section 3.6): how long a step takes, what more of them bring.
+"""Data-parallel training on several workers ([Iandola16], section 3.6): how long a step takes, what more of them bring.
 
 Each worker computes the gradients of its share of the batch; then the gradients of all are summed and every worker
 gets the sum. With |W| bytes of gradients, p workers and BW bytes/s in and out of each of them, summing takes

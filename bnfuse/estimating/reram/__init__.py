@@ -1,1 +1,1 @@
-"""Training on a stack of ReRAM and GPU layers, as a pipeline (papers/002, sections IV and VI)."""
+"""Training on a stack of ReRAM and GPU layers, as a pipeline ([Joardar22], sections IV and VI)."""

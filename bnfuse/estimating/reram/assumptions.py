@@ -1,4 +1,4 @@
-"""What papers/002 leaves open about its ReRAM and GPU tiles: every number that a pipeline estimate rests on.
+"""What [Joardar22] leaves open about its ReRAM and GPU tiles: every number that a pipeline estimate rests on.
 
 Table I of the paper gives the tiles; where it is silent the defaults are those of the designs that it builds on:
 ISAAC (its reference [2]: 2-bit cells, 1-bit DACs, 16-bit numbers, groups of 8 crossbars), PipeLayer (its [1]:

@@ -1,4 +1,4 @@
-"""A network as papers/002's pipeline sees it: matrices for the ReRAM tiles and BatchNorms for the GPU tiles."""
+"""A network as [Joardar22]'s pipeline sees it: matrices for the ReRAM tiles and BatchNorms for the GPU tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training as a pipeline of ReRAM and GPU tiles (papers/002, sections IV and VI): the longest stage sets the pace.
+"""Training as a pipeline of ReRAM and GPU tiles ([Joardar22], sections IV and VI): the longest stage sets the pace.
 
 Every Conv and FC layer is a stage on ReRAM tiles, forward and once more for the error; every BatchNorm is a stage on
 GPU tiles. The images of a batch follow one another, one period apart:

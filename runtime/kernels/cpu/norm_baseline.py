@@ -1,4 +1,4 @@
-"""The other cheap statistics of papers/001 (section 2): L1BN by mean absolute deviation, RBN by range.
+"""The other cheap statistics of [Chen18] (section 2): L1BN by mean absolute deviation, RBN by range.
 
 Each reads the map twice: its mean or its extremes first, then what is counted against them.
 """

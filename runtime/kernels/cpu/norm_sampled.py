@@ -1,4 +1,4 @@
-"""Statistics of a sample of a map, and the terms of their gradient, which lie in the sample alone (papers/001).
+"""Statistics of a sample of a map, and the terms of their gradient, which lie in the sample alone ([Chen18]).
 
 A sample is a box, (samples, rows, columns) of every channel from an offset on, or a list of points. Where it lies is
 read when the kernel runs, so a kernel serves every place. Nothing outside of the sample is read or written; a sample

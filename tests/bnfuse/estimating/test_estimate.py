@@ -1,4 +1,4 @@
-"""Times of small iterations by hand, what must hold of any, and the figures of papers/004."""
+"""Times of small iterations by hand, what must hold of any, and the figures of [Tsai21]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward graphs as training iterations: table 3.1 of papers/004, layer by layer."""
+"""Forward graphs as training iterations: table 3.1 of [Tsai21], layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ReRAM and GPU pipeline: stages by hand, sharing of crossbars and tiles, the claims of papers/002."""
+"""The ReRAM and GPU pipeline: stages by hand, sharing of crossbars and tiles, the claims of [Joardar22]."""
 
 import csv
 import importlib.util
@@ -238,8 +238,8 @@ def test_results_as_json_csv_text_and_picture(tmp_path):
 
 
 def test_the_documented_figures_are_what_the_script_prints():
-    script = ROOT / "benchmarks" / "paper_002_pipeline.py"
-    spec = importlib.util.spec_from_file_location("paper_002_pipeline", script)
+    script = ROOT / "benchmarks" / "reram_figures.py"
+    spec = importlib.util.spec_from_file_location("reram_figures", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     layers = module.networks()

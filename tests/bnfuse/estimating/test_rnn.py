@@ -1,4 +1,4 @@
-"""Estimates of the networks of sequences: what papers/004 observes of them (observations 3, 4, 9)."""
+"""Estimates of the networks of sequences: what [Tsai21] observes of them (observations 3, 4, 9)."""
 
 from __future__ import annotations
 

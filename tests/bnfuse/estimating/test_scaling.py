@@ -1,4 +1,4 @@
-"""Equations 3.3 and 3.4 of papers/003 by hand, and what follows from them."""
+"""Equations 3.3 and 3.4 of [Iandola16] by hand, and what follows from them."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""What varies: lists, ranges, names of papers/003, and points that are too many."""
+"""What varies: lists, ranges, names of [Iandola16], and points that are too many."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The figures of papers/004, chapter 5, beside what bnfuse estimates, and its plots.
+"""The figures of [Tsai21], chapter 5, beside what bnfuse estimates, and its plots.
 
-    python benchmarks/paper_004.py [--write docs/estimate.md] [--plots docs] [--quick]
+    python benchmarks/estimate_figures.py [--write docs/estimate.md] [--plots docs] [--quick]
 
 Nothing is measured: the figures are the same on every machine. `--write` puts the tables into a document, between its
 marks; `--plots` writes figures 5.1 to 5.6, and the scopes of reuse, into a folder (about ten minutes, most of them

@@ -1,4 +1,4 @@
-"""The tables of papers/003 that `paper_003.py` sets beside bnfuse's figures. `x`: the change against table 4.2."""
+"""The tables of [Iandola16] that `design_space.py` sets beside bnfuse's figures. `x`: the change against table 4.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The document's tables are what benchmarks/paper_004.py prints (all but GNMT's, which take minutes)."""
+"""The document's tables are what benchmarks/estimate_figures.py prints (all but GNMT's, which take minutes)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def script():
     pytest.importorskip("matplotlib")
-    return load(ROOT / "benchmarks" / "paper_004.py")
+    return load(ROOT / "benchmarks" / "estimate_figures.py")
 
 
 def test_the_document_s_figures_are_the_script_s(script):

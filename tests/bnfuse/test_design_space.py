@@ -1,7 +1,7 @@
-"""Every row of the tables of papers/003 that the zoo has networks for, against what bnfuse computes.
+"""Every row of the tables of [Iandola16] that the zoo has networks for, against what bnfuse computes.
 
-The printed figures are the expectation (benchmarks/paper_003_tables.py). A figure that does not round to the printed
-one is in NOTES with its reason, and tested here against the reason.
+The printed figures are the expectation (benchmarks/design_space_printed.py). A figure that does not round to the
+printed one is in NOTES with its reason, and tested here against the reason.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ from source_files import load
 import bnfuse
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-SCRIPT = load(BENCHMARKS / "paper_003.py")
+SCRIPT = load(BENCHMARKS / "design_space.py")
 DOCUMENTS = load(BENCHMARKS / "documents.py")
 paper = SCRIPT.paper
 TABLES = {table.key: table for table in SCRIPT.tables()}
@@ -181,7 +181,7 @@ def test_exchanging_the_gradients_of_convolutions_alone_gives_krizhevskys_speedu
 
 def test_the_document_has_the_scripts_tables():
     document = (pathlib.Path(__file__).parents[2] / "docs" / "design-space.md").read_text(encoding="utf-8")
-    begin, end = DOCUMENTS.marks("paper_003.py")
+    begin, end = DOCUMENTS.marks("design_space.py")
     body = document.partition(begin)[2].partition(end)[0]
     parts = SCRIPT.sections(SCRIPT.NOMINAL)
     assert body.strip() == "\n\n".join(map(DOCUMENTS.markdown, parts))

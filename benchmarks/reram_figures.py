@@ -1,6 +1,6 @@
-"""papers/002's figures 7, 9(b), 11, 12 and 14 from the pipeline model, and how they hang on each assumption.
+"""[Joardar22]'s figures 7, 9(b), 11, 12 and 14 from the pipeline model, and how they hang on each assumption.
 
-    python benchmarks/paper_002_pipeline.py [--assume KEY=VALUE]... [--plot docs/reram.png] [--vary]
+    python benchmarks/reram_figures.py [--assume KEY=VALUE]... [--plot docs/reram.png] [--vary]
 
 Nothing is measured: the figures are the same on every machine.
 """
@@ -183,7 +183,7 @@ def draw(layers: dict[tuple[str, str], Network], found: Found, path: str) -> Non
         axis.set_title(title, fontsize=10, loc="left")
     draw_reductions(axes[1][0], layers, found)
     draw_speedups(axes[1][1], layers, found)
-    figure.suptitle("papers/002 from the pipeline model", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle("[Joardar22] from the pipeline model", x=0.01, ha="left", fontsize=12, fontweight="bold")
     save_figure(figure, path)
 
 

@@ -1,6 +1,6 @@
-"""The tables of papers/003 beside what bnfuse computes, with the relative difference.
+"""The tables of [Iandola16] beside what bnfuse computes, with the relative difference.
 
-    python benchmarks/paper_003.py [--bandwidth 6GB/s] [--write docs/design-space.md] [--plot docs/scaling.png]
+    python benchmarks/design_space.py [--bandwidth 6GB/s] [--write docs/design-space.md] [--plot docs/scaling.png]
 
 Tables 4.1 to 4.8, 3.1, 5.1 and the model sizes of chapter 5 come from the forward graphs of the zoo (`bnfuse inspect`),
 tables 3.2 and 3.3 from equations 3.3 and 3.4 (bnfuse/estimating/parallel/scaling.py). Nothing is measured: the figures
@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import design_space_printed as paper
 import onnx_graphsurgeon as gs
-import paper_003_tables as paper
 from documents import write_into
 
 import bnfuse
@@ -172,7 +172,7 @@ def nin(**settings: object) -> Inspection:
 
 
 def quantities(found: Inspection) -> dict[str, tuple[float, float, float]]:
-    """Output bytes, parameter bytes and forward FLOPs of the layers that papers/003 lists."""
+    """Output bytes, parameter bytes and forward FLOPs of the layers that [Iandola16] lists."""
     rows: dict[str, tuple[float, float, float]] = {"data": (found.layer("conv1/conv").input_bytes, 0, 0)}
     for layer in found.layers:
         if layer.op == "Conv" or layer.op in POOLS:
