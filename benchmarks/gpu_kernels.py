@@ -81,7 +81,7 @@ def bounded(choices: Sequence[Any], count: int) -> list[Any]:
 def problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Entry]]:
     """The tuning task of each problem of the networks, and what its entries have in common. The launches of a problem
     are those of the first network that has it."""
-    from bnfuse.runtime.codegen.tuning import Task, choices_of
+    from bnfuse.runtime.codegen.tuning import Task
 
     seen = set()
     for network in arguments.networks:
@@ -91,7 +91,7 @@ def problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Entry]]:
             work = lowered.program.works[index]
             if arguments.only and not any(part in f"{work.kind} {work.shape}" for part in arguments.only):
                 continue
-            task = Task(request, choices_of(request), counts[index], work.flops)
+            task = Task(request, request.choices(), counts[index], work.flops)
             if task.key in seen or (arguments.several and len(task.choices) < 2):
                 continue
             seen.add(task.key)

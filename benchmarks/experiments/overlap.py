@@ -22,6 +22,7 @@ from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.codegen.limits import CHAIN, CHAIN_RUNS, chain_rates, gemm_rates, shortest
 from bnfuse.runtime.codegen.tuning import random_arguments
 from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.kernels.registry import CONV_FORWARD
 from bnfuse.runtime.kernels.request import Request
 
 THREADS, BATCH = 2, 16
@@ -33,7 +34,7 @@ def seconds(side: int, channels: int) -> float:
     """Of one convolution in a chain."""
     map_ = MapType(BATCH, side, side, channels, channels)
     problem = Problem("Conv", (("x", map_), ("y", map_)), ATTRIBUTES, (channels, channels, 1, 1))
-    request = Request("cpu.conv_forward:conv_forward", (problem, resolve("cpu", THREADS)))
+    request = Request(CONV_FORWARD, (problem, resolve("cpu", THREADS)))
     kernel = request.kernel()
     convolve = Library([kernel.name], objects([request], Cache(default_folder()))).functions[0]
     arguments = random_arguments(kernel)

@@ -38,7 +38,7 @@ def objects(
 ) -> list[bytes]:
     """Object code of each request, from the cache or compiled now. Equal kernels are compiled once."""
     kernels = [request.kernel() for request in requests]
-    keys = [content_key(kernel, request.generator) for kernel, request in zip(kernels, requests, strict=True)]
+    keys = [content_key(kernel, request.kind) for kernel, request in zip(kernels, requests, strict=True)]
     found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
     missing = {key: i for i, key in enumerate(keys) if found[key] is None}
     tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]

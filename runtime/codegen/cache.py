@@ -17,6 +17,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import write_atomically
 from bnfuse.runtime.codegen.sources import sources_hash
 from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.targets.cpus import features_of, triple_of
 
 HASH_BYTES = hashlib.sha256().digest_size
@@ -33,11 +34,11 @@ def default_folder() -> pathlib.Path | None:
     return None
 
 
-def content_key(kernel: Kernel, generator: str) -> str:
+def content_key(kernel: Kernel, made_by: Kind) -> str:
     """Hash of the kernel's problem and target, its generator's sources, the compilers, and a CPU's features."""
     kind, mcpu = kernel.target.kind, kernel.target.mcpu
     machine = cuda_compiler() if kind == "cuda" else (triple_of(mcpu), *features_of(mcpu))
-    parts = (kernel.key, sources_hash(generator), compiler_versions(), *machine)
+    parts = (kernel.key, sources_hash(kernel.target.kernels, made_by.module), compiler_versions(), *machine)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -17,6 +17,7 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.codegen.tuning import random_arguments
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.kernels.request import Request
@@ -41,8 +42,8 @@ def gemm_rates(threads: int) -> dict[str, float]:
     )
     conv = Problem("Conv", (("x", x), ("y", x)), attributes, (512, 512, 1, 1))
     requests = {
-        "bnfuse gemm": Request("cpu.dense:gemm", (GemmProblem(1536, 1536, 1536), target)),
-        "bnfuse convolution": Request("cpu.conv_forward:conv_forward", (conv, target)),
+        "bnfuse gemm": Request(registry.GEMM, (GemmProblem(1536, 1536, 1536), target)),
+        "bnfuse convolution": Request(registry.CONV_FORWARD, (conv, target)),
     }
     return {name: rate(request, target, "flops") for name, request in requests.items()}
 
@@ -50,7 +51,7 @@ def gemm_rates(threads: int) -> dict[str, float]:
 def copy_rate(threads: int, elements: int = 1 << 26) -> float:
     """Bytes a second, read and written, of a copy between arrays of 256 MiB: more than most caches hold."""
     target = resolve("cpu", threads)
-    return rate(Request("cpu.layout:copy", (elements, target, "float32")), target, "bytes")
+    return rate(Request(registry.COPY, (elements, target, "float32")), target, "bytes")
 
 
 def chain_rates(threads: int, sizes: Sequence[int]) -> list[float]:
@@ -62,7 +63,7 @@ def chain_rates(threads: int, sizes: Sequence[int]) -> list[float]:
     target = resolve("cpu", threads)
     memory = aligned(CHAIN).view("float32")
     memory[:] = 1.0
-    requests = [Request("cpu.layout:copy", (size // 4, target, "float32")) for size in sizes]
+    requests = [Request(registry.COPY, (size // 4, target, "float32")) for size in sizes]
     codes = objects(requests, Cache(default_folder()))
     library = Library([request.kernel().name for request in requests], codes)
     found = []

@@ -13,11 +13,11 @@ import pathlib
 import re
 from collections.abc import Iterable
 
+from bnfuse.core import version
 from bnfuse.core.interpreter import import_root
-from bnfuse.core.version import __version__
+from bnfuse.runtime.kernels.registry import KERNELS
 
-KERNELS = "bnfuse.runtime.kernels"
-COMPILERS = {"cpu": f"{KERNELS}.cpu.tir", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles the kernels of a folder
+COMPILERS = {"cpu": f"{KERNELS}.cpu.tir", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles a target's kernels
 
 TYPE_CHECKING = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|[ \t]*\n)+", re.M)
 IMPORT = re.compile(r"^[ \t]*(?:from (bnfuse[\w.]*) import (\([^)]*\)|[^\n]*)|import (bnfuse[\w.]*))", re.M)
@@ -32,13 +32,11 @@ class Sources:
         self._read: dict[str, tuple[bytes, frozenset[str]]] = {}
         self._paths: dict[str, pathlib.Path | None] = {}
 
-    def hash(self, generator: str) -> str:
-        """Of all that makes the kernels of a generator (`cpu.pointwise:pointwise_forward`) or of a folder of them
-        (`cuda`)."""
-        name = generator.partition(":")[0]
-        compiler = COMPILERS[name.partition(".")[0]]
-        digest = hashlib.sha256(__version__.encode())
-        for module in sorted(self.closure([*self._modules(f"{KERNELS}.{name}"), compiler])):
+    def hash(self, target: str, module: str | None = None) -> str:
+        """Of all that makes a target's kernels (`cpu`, `cuda`), or those of one module of them (`pointwise`)."""
+        name = f"{KERNELS}.{target}" if module is None else f"{KERNELS}.{target}.{module}"
+        digest = hashlib.sha256(version.__version__.encode())
+        for module in sorted(self.closure([*self._modules(name), COMPILERS[target]])):
             digest.update(module.encode() + b"\0" + self._file(module)[0])
         return digest.hexdigest()
 
@@ -89,6 +87,6 @@ OWN = Sources(import_root() / "bnfuse")
 
 
 @functools.cache
-def sources_hash(generator: str) -> str:
-    """Of this package's sources that make the kernels of a generator, or of a folder of generators."""
-    return OWN.hash(generator)
+def sources_hash(target: str, module: str | None = None) -> str:
+    """Of this package's sources that make a target's kernels, or those of one module of them."""
+    return OWN.hash(target, module)

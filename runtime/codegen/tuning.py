@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import pathlib
@@ -57,14 +56,12 @@ class Task:
     @property
     def key(self) -> str:
         """Of the problem, the target and what makes its kernels."""
-        made = f"{self.request.generator} {content_key(self.request.kernel(), self.request.generator)}"
+        made = f"{self.request.kind} {content_key(self.request.kernel(), self.request.kind)}"
         return hashlib.sha256(made.encode()).hexdigest()
 
     def candidate(self, choice: Choice) -> Request:
         """The request for a choice; for the rule's own it is the plain one, whose kernel may have been compiled."""
-        if choice == self.choices[0]:
-            return self.request
-        return Request(self.request.generator, (*self.request.arguments, choice.algorithm, choice.plan))
+        return self.request if choice == self.choices[0] else self.request.by(choice)
 
 
 class Memory:
@@ -121,17 +118,10 @@ def tasks_of(lowered: Lowered) -> dict[int, Task]:
     works = lowered.program.works
     found = {}
     for index, request in enumerate(lowered.requests):
-        choices = choices_of(request)
+        choices = request.choices()
         if len(choices) > 1:
             found[index] = Task(request, choices, counts[index], works[index].flops if works else 0)
     return found
-
-
-def choices_of(request: Request) -> tuple[Choice, ...]:
-    """All ways to make a request, none where its generator knows one only."""
-    module = importlib.import_module(f"bnfuse.runtime.kernels.{request.generator.partition(':')[0]}")
-    choices = getattr(module, "choices", None)
-    return choices(*request.arguments) if choices is not None else ()
 
 
 def choose(lowered: Lowered, memory: Memory) -> None:

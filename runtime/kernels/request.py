@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
-from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.kernels.kernel import Choice, Kernel
+from bnfuse.runtime.kernels.registry import Kind
+from bnfuse.runtime.targets.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A kernel as the call that makes it: `module:function` under bnfuse.runtime.kernels, and its arguments.
+    """A kernel as the call that makes it: its kind, and the arguments of the kind's generator, the target among them.
 
     A process can be sent this, which it cannot a `Kernel` (that holds a closure).
     """
 
-    generator: str
+    kind: Kind
     arguments: tuple[Any, ...]
 
+    @property
+    def target(self) -> Target:
+        return next(argument for argument in self.arguments if isinstance(argument, Target))
+
     def kernel(self) -> Kernel:
-        module, _, function = self.generator.partition(":")
-        made = getattr(importlib.import_module(f"bnfuse.runtime.kernels.{module}"), function)(*self.arguments)
-        assert isinstance(made, Kernel), self.generator
+        made = self.kind.generator(self.target.kernels)(*self.arguments)
+        assert isinstance(made, Kernel), self.kind
         return made
+
+    def choices(self) -> tuple[Choice, ...]:
+        """All ways to make the kernel, that of the rule first; none where its generator knows one only."""
+        find = self.kind.choices(self.target.kernels)
+        return find(*self.arguments) if find is not None else ()
+
+    def by(self, choice: Choice) -> Request:
+        """The request for one of the ways."""
+        return Request(self.kind, (*self.arguments, choice.algorithm, choice.plan))

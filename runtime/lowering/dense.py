@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.cpu.loss import LossProblem
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -45,7 +46,7 @@ def _gemm(low: Lowering, node: ir.Node, problem: GemmProblem, a: ir.Value, b: ir
     if c is not None:
         refs["c"] = low.dense(c)
     refs["y"] = low.new_dense(node.outputs[0], (problem.m, problem.n))
-    low.launch("dense:gemm", (problem, low.target), refs)
+    low.launch(registry.GEMM, (problem, low.target), refs)
 
 
 def lower_softmax_loss(low: Lowering, node: ir.Node) -> None:
@@ -58,7 +59,7 @@ def lower_softmax_loss(low: Lowering, node: ir.Node) -> None:
     loss_shape = low.shape(labels) if problem.reduction == "none" else ()
     for name, value, shape in zip(("loss", "log_prob"), node.outputs, (loss_shape, low.shape(scores)), strict=False):
         refs[name] = low.new_dense(value if value.name else None, shape)
-    low.launch("loss:softmax_loss", (problem, low.target), refs)
+    low.launch(registry.SOFTMAX_LOSS, (problem, low.target), refs)
 
 
 def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
@@ -71,7 +72,7 @@ def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
     if weights is not None:
         refs["weights"] = low.dense(weights)
     refs["dscores"] = low.new_dense(node.outputs[0], low.shape(log_prob))
-    low.launch("loss:softmax_loss_grad", (problem, low.target), refs, loss_scale(low))
+    low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs, loss_scale(low))
     low.notes["scaled"] = True
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cpu import generic_elementwise
 from bnfuse.runtime.kernels.cpu.generic import SCALARS, SUPPORTED, GenericProblem
 from bnfuse.runtime.lowering.layout import MapRef, to_nhwc
@@ -183,7 +184,7 @@ def launch(
     known = tuple(sorted((name, value) for name, value in attributes.items() if value is not None))
     problem = GenericProblem(node.op_type, tuple(ins), tuple(outs), known)
     scalars = [p.Scalar(name) for name in SCALARS.get(node.op_type, ())]
-    low.launch("generic:generic", (problem, low.target), refs, scalars)
+    low.launch(registry.GENERIC, (problem, low.target), refs, scalars)
 
 
 def lower_sum(low: Lowering, node: ir.Node) -> None:
@@ -196,4 +197,4 @@ def lower_sum(low: Lowering, node: ir.Node) -> None:
     refs: dict[str, Ref] = {f"x{i}": low.map(value) for i, value in enumerate(values)}
     kinds = tuple(ref.type for ref in refs.values() if isinstance(ref, MapRef))
     refs["y"] = y = low.new_map(node.outputs[0], next(iter(shapes)))
-    low.launch("sum_maps:sum_maps", (kinds, y.type, low.target), refs)
+    low.launch(registry.SUM_MAPS, (kinds, y.type, low.target), refs)

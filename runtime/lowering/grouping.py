@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from bnfuse.runtime.kernels.registry import COEFFICIENTS
 from bnfuse.runtime.kernels.request import Request
-from bnfuse.runtime.lowering.state import COEFFICIENTS, Lowering
+from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.program import program as p
 
 MOST = 8  # launches in a group: each combination of operators is a kernel of its own
@@ -31,7 +32,6 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
     bases = {part: base for part, (base, _) in low.parts.items()}
     done: list[p.Launch] = []
     waiting: list[p.Launch] = []
-    coefficients = low.generator(COEFFICIENTS)
 
     def flush() -> None:
         for start in range(0, len(waiting), MOST):
@@ -39,7 +39,7 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
         waiting.clear()
 
     for launch in launches:
-        if low.requests[launch.kernel].generator == coefficients:
+        if low.requests[launch.kernel].kind == COEFFICIENTS:
             waiting.append(launch)
             continue
         if any(_depends(launch, earlier, bases) for earlier in waiting):
@@ -62,7 +62,7 @@ def _together(low: Lowering, launches: Sequence[p.Launch]) -> p.Launch:
     if len(launches) == 1:
         return launches[0]
     members = tuple(member for launch in launches for member in low.requests[launch.kernel].arguments[0])
-    kernel = low.kernel(Request(low.generator(COEFFICIENTS), (members, low.target)))
+    kernel = low.kernel(Request(COEFFICIENTS, (members, low.target)))
     buffers = [b for launch in launches for b in launch.buffers]
     offsets = [a for launch in launches for a in launch.arguments if isinstance(a, int)]
     node = f"{launches[0].node} and {len(launches) - 1} more"

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.lowering.layout import MapRef
 from bnfuse.runtime.lowering.norm import coefficients
@@ -42,7 +43,7 @@ def local_statistics(low: Lowering, node: ir.Node, operands: Values, results: Va
     for group, start, stop in groups:
         part = x.images(start, stop)
         refs: dict[str, Ref] = {"x": part, **{name: row(low, ref, group) for name, ref in found.items()}}
-        low.launch("norm:batch_norm_statistics", (part.type, low.target, 1), refs)
+        low.launch(registry.BATCH_NORM_STATISTICS, (part.type, low.target, 1), refs)
 
 
 def local_finalize(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -83,12 +84,12 @@ def _map_groups(
     attributes: Attributes,
 ) -> None:
     """A Pointwise or PointwiseGrad over each group with its own coefficients."""
-    generator = "pointwise:pointwise_backward" if spec.is_gradient else "pointwise:pointwise_forward"
+    kind = registry.POINTWISE_BACKWARD if spec.is_gradient else registry.POINTWISE_FORWARD
     for group, start, stop in each_group(low, node, next(iter(maps.values())), attributes):
         parts = {name: ref.images(start, stop) for name, ref in maps.items()}
         problem = Problem(spec.name, tuple((name, part.type) for name, part in parts.items()))
         own = {name: row(low, ref, group) for name, ref in factors.items()}
-        low.launch(generator, (problem, low.target), {**parts, **own})
+        low.launch(kind, (problem, low.target), {**parts, **own})
 
 
 def local_grad_reduce(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -101,7 +102,7 @@ def local_grad_reduce(low: Lowering, node: ir.Node, operands: Values, results: V
         parts = {"dz": dz.images(start, stop), "x": x.images(start, stop)}
         own = {name: row(low, ref, group) for name, ref in matrices.items()}
         arguments = (parts["dz"].type, parts["x"].type, low.target)
-        low.launch("norm:batch_norm_grad_reduce", arguments, {**parts, **own})
+        low.launch(registry.BATCH_NORM_GRAD_REDUCE, arguments, {**parts, **own})
 
 
 def local_add_sampled(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -117,4 +118,4 @@ def local_add_sampled(low: Lowering, node: ir.Node, operands: Values, results: V
         own = {name: row(low, ref, group) for name, ref in matrices.items()}
         extent = (stop - start, x.type.h, x.type.w)
         arguments = (parts["x"].type, parts["dx"].type, extent, low.target)
-        low.launch("norm_sampled:add_sampled", arguments, {**parts, **own, "offset": origin})
+        low.launch(registry.ADD_SAMPLED, arguments, {**parts, **own, "offset": origin})

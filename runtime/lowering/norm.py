@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
 from bnfuse.opset.training_ops import batch_norm_constants
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem
-from bnfuse.runtime.lowering.state import COEFFICIENTS, Lowering, Ref
+from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.steps import composed
 from bnfuse.runtime.lowering.vectors import coefficient_rows, new_vectors, vector_range, vectors
 
@@ -27,7 +28,7 @@ def batch_norm_statistics(low: Lowering, operands: Values, results: Values, attr
 
 def statistics(low: Lowering, x: ir.Value, refs: Mapping[str, Ref], sweeps: int) -> None:
     ref = low.map(x)
-    low.launch("norm:batch_norm_statistics", (ref.type, low.target, sweeps), {"x": ref, **refs})
+    low.launch(registry.BATCH_NORM_STATISTICS, (ref.type, low.target, sweeps), {"x": ref, **refs})
 
 
 def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -44,14 +45,14 @@ def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping
 
 def coefficients(low: Lowering, name: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref]) -> None:
     """A per-channel operator (kernels/cpu/coefficients.py)."""
-    low.launch(COEFFICIENTS, (((name, arguments),), low.target), refs)
+    low.launch(registry.COEFFICIENTS, (((name, arguments),), low.target), refs)
 
 
 def batch_norm_grad_reduce(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
     dz, x = low.map(operands["dz"]), low.map(operands["x"])
     refs = {**vectors(low, {name: operands[name] for name in ("mean", "inv_std")}), "dz": dz, "x": x}
     new = new_vectors(low, results, x.type.c)
-    low.launch("norm:batch_norm_grad_reduce", (dz.type, x.type, low.target), {**refs, **new})
+    low.launch(registry.BATCH_NORM_GRAD_REDUCE, (dz.type, x.type, low.target), {**refs, **new})
 
 
 def batch_norm_grad_terms(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -151,7 +152,7 @@ def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int
     kind = (low.shape(scale), "float32")
     made = low.new_dense(None, low.shape(scale))
     refs = {"in0": low.dense(scale), "in1": low.dense(inv_std), "out0": made}
-    low.launch("generic:generic", (GenericProblem("Mul", (kind, kind), (kind,)), low.target), refs)
+    low.launch(registry.GENERIC, (GenericProblem("Mul", (kind, kind), (kind,)), low.target), refs)
     return made
 
 

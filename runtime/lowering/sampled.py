@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.sampling import Box, Points, Sampling
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.lowering.layout import MapRef
 from bnfuse.runtime.lowering.norm import coefficients
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -94,13 +95,13 @@ def sampled_statistics(low: Lowering, node: ir.Node, operands: Values, results: 
     x, extent = low.map(operands["x"]), tuple(attributes["extent"])
     refs: dict[str, Ref] = {"x": x, "offset": box_ref(low, node, operands["offset"], x, extent)}
     refs |= new_vectors(low, results, x.type.c)
-    low.launch("norm_sampled:sampled_statistics", (x.type, extent, low.target), refs)
+    low.launch(registry.SAMPLED_STATISTICS, (x.type, extent, low.target), refs)
 
 
 def point_statistics(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
     x = low.map(operands["x"])
     refs = {"x": x, "points": points_ref(low, node, operands["points"], x), **new_vectors(low, results, x.type.c)}
-    low.launch("norm_sampled:point_statistics", (x.type, low.shape(operands["points"])[0], low.target), refs)
+    low.launch(registry.POINT_STATISTICS, (x.type, low.shape(operands["points"])[0], low.target), refs)
 
 
 def add_sampled(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -109,7 +110,7 @@ def add_sampled(low: Lowering, node: ir.Node, operands: Values, results: Values,
     dx = updated(low, node, operands["acc"], results.get("dx"), [x])
     refs: dict[str, Ref] = {"x": x, "offset": offset, "dx": dx, "q": low.dense(operands["q"])}
     refs["w"] = low.dense(operands["w"])
-    low.launch("norm_sampled:add_sampled", (x.type, dx.type, extent, low.target), refs)
+    low.launch(registry.ADD_SAMPLED, (x.type, dx.type, extent, low.target), refs)
 
 
 def add_at_points(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -118,7 +119,7 @@ def add_at_points(low: Lowering, node: ir.Node, operands: Values, results: Value
     dx = updated(low, node, operands["acc"], results.get("dx"), [x])
     refs: dict[str, Ref] = {"x": x, "points": points, "dx": dx, "q": low.dense(operands["q"])}
     refs["w"] = low.dense(operands["w"])
-    low.launch("norm_sampled:add_at_points", (x.type, dx.type, low.shape(operands["points"])[0], low.target), refs)
+    low.launch(registry.ADD_AT_POINTS, (x.type, dx.type, low.shape(operands["points"])[0], low.target), refs)
 
 
 def mix_statistics(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -140,9 +141,9 @@ def sampled_grad_finalize(
 def map_statistics(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
     """L1Statistics and RangeStatistics."""
     x = low.map(operands["x"])
-    generator = {"L1Statistics": "l1_statistics", "RangeStatistics": "range_statistics"}[node.op_type]
+    kind = {"L1Statistics": registry.L1_STATISTICS, "RangeStatistics": registry.RANGE_STATISTICS}[node.op_type]
     refs = {"x": x, **new_vectors(low, results, x.type.c)}
-    low.launch(f"norm_baseline:{generator}", (x.type, low.target), refs)
+    low.launch(kind, (x.type, low.target), refs)
 
 
 def map_gradient(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
@@ -150,9 +151,9 @@ def map_gradient(low: Lowering, node: ir.Node, operands: Values, results: Values
     dz, x = low.map(operands["dz"]), low.map(operands["x"])
     refs: dict[str, Ref] = dict(vectors(low, {n: v for n, v in operands.items() if n not in ("dz", "x")}))
     dx = low.new_map(results.get("dx"), low.shape(operands["x"]))
-    generator = {"L1GradInput": "l1_grad_input", "RangeGradInput": "range_grad_input"}[node.op_type]
+    kind = {"L1GradInput": registry.L1_GRAD_INPUT, "RangeGradInput": registry.RANGE_GRAD_INPUT}[node.op_type]
     arguments = (dz.type, x.type, dx.type, low.target)
-    low.launch(f"norm_baseline:{generator}", arguments, {**refs, "dz": dz, "x": x, "dx": dx})
+    low.launch(kind, arguments, {**refs, "dz": dz, "x": x, "dx": dx})
 
 
 def grad_finalize(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:

@@ -11,7 +11,9 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.sampling import Box, Points
 from bnfuse.graph.signature import GraphSignature
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
+from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs, static_shape
@@ -19,8 +21,6 @@ from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.target import Target
 
 Ref = MapRef | int  # a map, or the storage of a dense tensor
-
-COEFFICIENTS = "coefficients:coefficients"  # the generator of what is computed per channel
 
 
 class Lowering:
@@ -228,10 +228,6 @@ class Lowering:
 
     # -- launches ----------------------------------------------------------------------------------------------
 
-    def generator(self, name: str) -> str:
-        """A generator by its full name: the kernels of all targets have the same modules and functions."""
-        return f"{'cuda' if self.target.kind == 'cuda' else 'cpu'}.{name}"
-
     def kernel(self, request: Request) -> Kernel:
         """The kernel of a request. Where two kernels have the same code, the program has it once."""
         if request not in self.made:
@@ -243,14 +239,13 @@ class Lowering:
         return self.made[request]
 
     def launch(
-        self, generator: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref], scalars: Iterable[p.Argument] = ()
+        self, kind: Kind, arguments: tuple[Any, ...], refs: Mapping[str, Ref], scalars: Iterable[p.Argument] = ()
     ) -> None:
-        """Call the kernel that `generator(*arguments)` makes, `module:function` in the folder of the target's kernels.
+        """Call the kernel of a kind that is made of these arguments.
 
         A result that has no ref goes where nobody reads it.
         """
-        request = Request(self.generator(generator), arguments)
-        kernel = self.kernel(request)
+        kernel = self.kernel(Request(kind, arguments))
         buffers, offsets = [], []
         for param in kernel.params:
             ref = refs.get(param.name)
@@ -270,21 +265,21 @@ class Lowering:
     def convert(self, dense: int, ref: MapRef, dtype: str, *, to_map: bool) -> None:
         """Copy between the layout of the file and a map."""
         if to_map:
-            self.launch("layout:nchw_to_nhwc", (ref.type, self.target, dtype), {"x": dense, "y": ref})
+            self.launch(registry.NCHW_TO_NHWC, (ref.type, self.target, dtype), {"x": dense, "y": ref})
         else:
-            self.launch("layout:nhwc_to_nchw", (ref.type, self.target, dtype), {"x": ref, "y": dense})
+            self.launch(registry.NHWC_TO_NCHW, (ref.type, self.target, dtype), {"x": ref, "y": dense})
         self.copies.append(f"{self.node}: {'NCHW to NHWC' if to_map else 'NHWC to NCHW'}")
 
     def copy_map(self, source: MapRef, target: MapRef) -> None:
         """Copy channels to another place."""
         arguments = (source.type, target.type, self.target, self.storages[source.storage].dtype)
-        self.launch("layout:copy_map", arguments, {"x": source, "y": target})
+        self.launch(registry.COPY_MAP, arguments, {"x": source, "y": target})
         self.copies.append(f"{self.node}: {source.type.c} channels")
 
     def copy_dense(self, source: int, target: int) -> None:
         """Copy a dense tensor."""
         held = self.storages[source]
-        self.launch("layout:copy", (held.elements, self.target, held.dtype), {"x": source, "y": target})
+        self.launch(registry.COPY, (held.elements, self.target, held.dtype), {"x": source, "y": target})
         self.copies.append(f"{self.node}: {held.elements} elements")
 
     # -- types -------------------------------------------------------------------------------------------------

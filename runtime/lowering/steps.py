@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, DOMAIN, PLAIN_OPS, OpSpec, parse
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cpu.pool import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.layout import MapRef
@@ -22,13 +23,13 @@ from bnfuse.runtime.lowering.weights import weight_ref
 from bnfuse.runtime.program.program import ARENA
 
 POOL_GRADS = ("MaxPoolGrad", "AveragePoolGrad", "GlobalAveragePoolGrad")
-GENERATORS = {
-    "Conv": "conv_forward:conv_forward",
-    **dict.fromkeys(CONV_GRADS, "conv_backward:conv_backward"),
-    "Pointwise": "pointwise:pointwise_forward",
-    "PointwiseGrad": "pointwise:pointwise_backward",
-    **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), "pool:pool_forward"),
-    **dict.fromkeys(POOL_GRADS, "pool:pool_backward"),
+KINDS = {
+    "Conv": registry.CONV_FORWARD,
+    **dict.fromkeys(CONV_GRADS, registry.CONV_BACKWARD),
+    "Pointwise": registry.POINTWISE_FORWARD,
+    "PointwiseGrad": registry.POINTWISE_BACKWARD,
+    **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), registry.POOL_FORWARD),
+    **dict.fromkeys(POOL_GRADS, registry.POOL_BACKWARD),
 }
 MAP_OPERANDS = ("x", "skip", "dy", "grad_x", "other", "indices")
 RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
@@ -69,7 +70,7 @@ def composed(
     for name, value in results.items():
         if name not in refs:
             refs[name] = low.new_dense(value, weight if name == "dweight" else (channels(spec, name, weight, refs),))
-    low.launch(GENERATORS[spec.core], (problem(low, spec, refs, attributes, weight), low.target), refs)
+    low.launch(KINDS[spec.core], (problem(low, spec, refs, attributes, weight), low.target), refs)
 
 
 def unread_operands(spec: OpSpec) -> set[str]:

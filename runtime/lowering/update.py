@@ -6,6 +6,7 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import some
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cpu.optim import BLOCK
 from bnfuse.runtime.lowering.dense import loss_scale
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -38,10 +39,10 @@ def update_phase(low: Lowering, optimizer: Optimizer) -> None:
         refs["finite"] = low.finite
     if isinstance(optimizer, SGD):
         arguments = (elements, optimizer.momentum, optimizer.nesterov, low.target)
-        low.launch("optim:sgd", arguments, refs, [p.Scalar("lr"), *loss_scale(low)])
+        low.launch(registry.SGD, arguments, refs, [p.Scalar("lr"), *loss_scale(low)])
     else:
         adam = (elements, optimizer.betas, optimizer.epsilon, low.target)
-        low.launch("optim:adamw", adam, refs, [p.Scalar("lr"), p.Scalar("step"), *loss_scale(low)])
+        low.launch(registry.ADAMW, adam, refs, [p.Scalar("lr"), p.Scalar("step"), *loss_scale(low)])
 
 
 def decay_by_block(optimizer: Optimizer, own: dict[str, p.Storage], elements: int) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, LINE, Member, is_packed, packed_elements
 from bnfuse.runtime.kernels.cuda.weights import table as table_of
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -63,5 +64,5 @@ def pack_parameters(low: Lowering) -> None:
 def pack(low: Lowering, members: tuple[Member, ...], source: int, packed: int) -> None:
     arguments = members, low.storages[source].elements, low.storages[packed].elements, low.target
     refs: dict[str, Ref] = {"parameters": source, "packed": packed, "table": low.constant_storage(table_of(members))}
-    low.launch("weights:pack_weights", arguments, refs)
+    low.launch(registry.PACK_WEIGHTS, arguments, refs)
     low.copies.append(f"{low.node}: {len(members)} packed weights")

@@ -21,6 +21,11 @@ class Target:
     precision: str = "fp32"
 
     @property
+    def kernels(self) -> str:
+        """The folder of the kernels for it, under runtime/kernels."""
+        return "cuda" if self.kind == "cuda" else "cpu"
+
+    @property
     def map_dtype(self) -> str:
         """The type in which feature maps are stored."""
         return {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision, "float32")

@@ -8,9 +8,9 @@ from bnfuse.build import build_training_graph
 from bnfuse.graph.signature import signature_of
 from bnfuse.models import build_forward
 from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.kernels.registry import COEFFICIENTS
 from bnfuse.runtime.lowering.graph import lower
 from bnfuse.runtime.lowering.grouping import MOST
-from bnfuse.runtime.lowering.state import COEFFICIENTS
 from bnfuse.runtime.program import program as p
 
 
@@ -27,7 +27,7 @@ def lowered():
 def groups(made) -> list[int]:
     """How many operators each launch of coefficients stands for, in order."""
     requests = [made.requests[launch.kernel] for launch in made.program.launches]
-    return [len(request.arguments[0]) for request in requests if request.generator == f"cpu.{COEFFICIENTS}"]
+    return [len(request.arguments[0]) for request in requests if request.kind == COEFFICIENTS]
 
 
 def test_a_batch_norm_takes_one_launch_forward_and_one_backward(lowered):

@@ -18,8 +18,10 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import tuning
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache
-from bnfuse.runtime.kernels.cpu import conv_backward, conv_forward
+from bnfuse.runtime.kernels import registry
+from bnfuse.runtime.kernels.cpu import conv_forward
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, MapType, Problem
+from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.targets import cpus
 
@@ -111,7 +113,7 @@ def test_what_the_rule_chose_is_remembered_too(graph, compiled, monkeypatch):
     ],
 )
 def test_a_damaged_memory_is_none(compiled, damage):
-    task = task_of(conv_forward.choices(forward(), TARGET), "cpu.conv_forward:conv_forward", forward())
+    task = task_of(conv_forward.choices(forward(), TARGET), registry.CONV_FORWARD, forward())
     memory = tuning.Memory(Cache(compiled))
     memory.remember(task, task.choices[-1], [1.0] * len(task.choices))
     assert tuning.Memory(Cache(compiled)).choice(task) == task.choices[-1]
@@ -195,24 +197,24 @@ def backward(attributes=WINDOW) -> Problem:
     return Problem("BatchNormGradNormalizeReluConvGradReluGradReduce", maps, attributes, (70, 40, *side))
 
 
-def task_of(choices: tuple[Choice, ...], generator: str, problem: Problem) -> tuning.Task:
-    return tuning.Task(Request(generator, (problem, TARGET)), choices, 1, 1)
+def task_of(choices: tuple[Choice, ...], kind: Kind, problem: Problem) -> tuning.Task:
+    return tuning.Task(Request(kind, (problem, TARGET)), choices, 1, 1)
 
 
 CASES = [
-    pytest.param(conv_forward, "conv_forward", forward(), id="forward 3x3"),
-    pytest.param(conv_forward, "conv_forward", forward(FLAT), id="forward 1x1"),
-    pytest.param(conv_backward, "conv_backward", backward(), id="backward 3x3"),
-    pytest.param(conv_backward, "conv_backward", backward(FLAT), id="backward 1x1"),
+    pytest.param(registry.CONV_FORWARD, forward(), id="forward 3x3"),
+    pytest.param(registry.CONV_FORWARD, forward(FLAT), id="forward 1x1"),
+    pytest.param(registry.CONV_BACKWARD, backward(), id="backward 3x3"),
+    pytest.param(registry.CONV_BACKWARD, backward(FLAT), id="backward 1x1"),
 ]
 
 
-@pytest.mark.parametrize(("module", "generator", "problem"), CASES)
-def test_all_candidates_compute_the_same(module, generator, problem):
+@pytest.mark.parametrize(("kind", "problem"), CASES)
+def test_all_candidates_compute_the_same(kind, problem):
     """The rule's own kernels are compared with the reference by the tests of each generator."""
-    choices = module.choices(problem, TARGET)
+    choices = Request(kind, (problem, TARGET)).choices()
     assert len(choices) > 2 and len({repr(choice) for choice in choices}) == len(choices)
-    task = task_of(choices, f"cpu.{generator}:{generator}", problem)
+    task = task_of(choices, kind, problem)
     kernels = [task.candidate(choice).kernel() for choice in choices]
     assert len({kernel.key for kernel in kernels}) == len(kernels)
     assert {kernel.params for kernel in kernels} == {kernels[0].params}
@@ -230,7 +232,7 @@ def test_all_candidates_compute_the_same(module, generator, problem):
 
 
 def test_real_measurements_are_seconds_of_every_candidate(compiled):
-    task = task_of(conv_forward.choices(forward(), TARGET), "cpu.conv_forward:conv_forward", forward())
+    task = task_of(conv_forward.choices(forward(), TARGET), registry.CONV_FORWARD, forward())
     requests = [task.candidate(choice) for choice in task.choices]
     codes = objects(requests, Cache(compiled))
     seconds = tuning.fastest_times([request.kernel() for request in requests], codes)
@@ -239,5 +241,5 @@ def test_real_measurements_are_seconds_of_every_candidate(compiled):
 
 def test_kernels_with_one_way_only_have_no_choices():
     kind = MapType(1, 2, 2, 4, 4)
-    relu = Request("cpu.pointwise:pointwise_forward", (Problem("ReluPointwise", (("x", kind), ("y", kind))), TARGET))
-    assert tuning.choices_of(relu) == ()
+    relu = Request(registry.POINTWISE_FORWARD, (Problem("ReluPointwise", (("x", kind), ("y", kind))), TARGET))
+    assert relu.choices() == ()

@@ -24,8 +24,10 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import build, cache
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.compile import lower_graph
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, Member
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.lowering.graph import Lowered, lower
 from bnfuse.runtime.lowering.layout import MapRef, map_type
 from bnfuse.runtime.program import program as p
@@ -79,14 +81,14 @@ def only(made: Lowered, op: str) -> Problem:
     return found
 
 
-def generators(made: Lowered) -> collections.Counter[str]:
-    return collections.Counter(made.requests[launch.kernel].generator for launch in made.program.launches)
+def generators(made: Lowered) -> collections.Counter[Kind]:
+    return collections.Counter(made.requests[launch.kernel].kind for launch in made.program.launches)
 
 
 def packs(made: Lowered) -> list[tuple[int, tuple[Member, ...], p.Launch]]:
     """Index, members and launch of each packing."""
     requests = [(i, made.requests[launch.kernel], launch) for i, launch in enumerate(made.program.launches)]
-    return [(i, r.arguments[0], launch) for i, r, launch in requests if r.generator == "cuda.weights:pack_weights"]
+    return [(i, r.arguments[0], launch) for i, r, launch in requests if r.kind == registry.PACK_WEIGHTS]
 
 
 # -- maps ----------------------------------------------------------------------------------------------------------
@@ -115,17 +117,17 @@ def test_a_16_bit_map_takes_half_the_memory():
 
 def test_an_input_of_one_channel_is_converted_where_types_differ():
     signature, body = "(float[2,1,4,4] x) => (float[2,1,4,4] y)", "y = Relu(x)"
-    assert generators(lowered(signature, body, "fp32")) == {"cuda.pointwise:pointwise_forward": 1}
+    assert generators(lowered(signature, body, "fp32")) == {registry.POINTWISE_FORWARD: 1}
     assert generators(lowered(signature, body)) == {
-        "cuda.layout:nchw_to_nhwc": 1,
-        "cuda.pointwise:pointwise_forward": 1,
-        "cuda.layout:nhwc_to_nchw": 1,
+        registry.NCHW_TO_NHWC: 1,
+        registry.POINTWISE_FORWARD: 1,
+        registry.NHWC_TO_NCHW: 1,
     }
 
 
 def test_one_pixel_maps_are_dense_float32_and_need_no_copy():
     made = lowered("(float[2,8,1,1] x) => (float[2,8] y)", "r = Relu(x) y = Flatten(r)")
-    assert generators(made) == {"cuda.pointwise:pointwise_forward": 1}
+    assert generators(made) == {registry.POINTWISE_FORWARD: 1}
     assert {kind.dtype for _, kind in only(made, "ReluPointwise").maps} == {"float32"}
 
 
@@ -239,8 +241,8 @@ def test_a_weight_that_is_no_parameter_is_packed_where_it_is_read_and_once():
     )
     (first, computed) = packs(made)
     assert (first[0], len(first[1]), len(computed[1])) == (0, 1, 1)
-    names = [made.requests[launch.kernel].generator for launch in made.program.launches]
-    assert names[computed[0] - 1] == "cuda.generic:generic"
+    names = [made.requests[launch.kernel].kind for launch in made.program.launches]
+    assert names[computed[0] - 1] == registry.GENERIC
     assert computed[1][0].source == 0
 
 
@@ -319,10 +321,10 @@ def test_fp16_refuses_gradients_that_no_loss_scales():
 
 def test_the_key_of_a_cubin_knows_target_and_compiler(monkeypatch):
     made = lowered("(float[1,16,4,4] x, float[16,16,1,1] w) => (float[1,16,4,4] y)", "y = Conv(x, w)")
-    (request,) = (r for r in made.requests if r.generator == "cuda.weights:pack_weights")
+    (request,) = (r for r in made.requests if r.kind == registry.PACK_WEIGHTS)
 
     def key_of(kernel: Kernel) -> str:
-        return cache.content_key(kernel, request.generator)
+        return cache.content_key(kernel, request.kind)
 
     key = key_of(request.kernel())
     assert key == key_of(request.kernel())
@@ -334,7 +336,7 @@ def test_the_key_of_a_cubin_knows_target_and_compiler(monkeypatch):
 
 def test_cubins_are_compiled_once_and_cached(tmp_path, monkeypatch):
     made = lowered("(float[1,16,4,4] x, float[16,16,1,1] w) => (float[1,16,4,4] y)", "y = Conv(x, w)")
-    requests = [r for r in made.requests if r.generator == "cuda.weights:pack_weights"]
+    requests = [r for r in made.requests if r.kind == registry.PACK_WEIGHTS]
     (code,) = objects(requests, cache.Cache(tmp_path))
     header = json.loads(code.split(b"\n", 1)[0])
     assert (header["arch"], [name for name, _ in header["parameters"]]) == ("sm_90", ["parameters", "table", "packed"])
@@ -344,7 +346,7 @@ def test_cubins_are_compiled_once_and_cached(tmp_path, monkeypatch):
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
     made = lowered("(float[1,16,4,4] x, float[16,16,1,1] w) => (float[1,16,4,4] y)", "y = Conv(x, w)")
-    (request,) = (r for r in made.requests if r.generator == "cuda.weights:pack_weights")
+    (request,) = (r for r in made.requests if r.kind == registry.PACK_WEIGHTS)
     broken = dataclasses.replace(request.kernel(), target=dataclasses.replace(gpu(), mcpu="sm_1"))
     with pytest.raises(BnfuseError, match=f"kernel {broken.name} does not compile"):
         build.compile_kernel(broken)

@@ -23,6 +23,7 @@ from bnfuse.runtime.codegen.cache import Cache
 from bnfuse.runtime.kernels.cuda import conv_backward
 from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
+from bnfuse.runtime.kernels.registry import CONV_BACKWARD
 from bnfuse.runtime.kernels.request import Request
 
 TARGET = resolve("cuda:sm_90", precision="bf16")
@@ -171,7 +172,7 @@ def test_the_fastest_plan_of_each_gradient_is_found(monkeypatch):
     """Of a convolution's gradients, whose candidates differ in the plan of one stage each: both gains are taken."""
     fake = install(monkeypatch, Clock())
     choices = conv_backward.choices(backward(), TARGET)
-    task = tuning.Task(Request("cuda.conv_backward:conv_backward", (backward(), TARGET)), choices, 1, 1)
+    task = tuning.Task(Request(CONV_BACKWARD, (backward(), TARGET)), choices, 1, 1)
     kernels = [task.candidate(choice).kernel() for choice in choices]
     codes = [code_of(f"k{i}", kernel.params, 2) for i, kernel in enumerate(kernels)]
     (source, weight) = choices[-1].plan[0], choices[2].plan[1]
@@ -198,7 +199,7 @@ def test_each_gain_has_to_come_twice():
 def test_tuning_measures_on_the_gpu_and_remembers(monkeypatch, tmp_path):
     fake = install(monkeypatch, Clock())
     choices = conv_backward.choices(backward(), TARGET)
-    request = Request("cuda.conv_backward:conv_backward", (backward(), TARGET))
+    request = Request(CONV_BACKWARD, (backward(), TARGET))
     task = tuning.Task(request, choices, 1, 1)
     monkeypatch.setattr(tuning, "tasks_of", lambda lowered: {0: task})
     made: list[Kernel] = []
