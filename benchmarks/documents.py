@@ -16,7 +16,7 @@ from bnfuse.opset import pages as operators
 from bnfuse.passes import pages as passes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-DECISION = re.compile(r'^## <a id="(d\d+)"></a>(D\d+)\. (.*)\n\*(\d{4}-\d\d-\d\d)\*$', re.M)
+DECISION = re.compile(r'^## <a id="(d\d+)"></a>(D\d+)\. (.*)\n\*(\d{4}-\d\d-\d\d)\*$', re.MULTILINE)
 
 
 def marks(script: str) -> tuple[str, str]:

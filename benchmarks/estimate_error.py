@@ -48,8 +48,10 @@ def report(case: str, found: Benchmark) -> str:
     assert found.estimates is not None
     busy = ", ".join(f"{profile.name} {profile.others or 0:.2f}" for profile in found.profiles)
     parts = [
-        f"**{network}, batch {batch}** ({machine(found.estimates)}; cores that others used while timing "
-        f"{found.machine['others_cpu_during'] or 0:.2f}, while profiling: {busy})",
+        (
+            f"**{network}, batch {batch}** ({machine(found.estimates)}; cores that others used while timing "
+            f"{found.machine['others_cpu_during'] or 0:.2f}, while profiling: {busy})"
+        ),
         levels(found.estimates),
         kinds(found),
     ]

@@ -37,7 +37,7 @@ and reason. `bnfuse rewrite --level` takes none, rcf, mvf, bnff or icf; each lev
 
 
 def page() -> str:
-    """The text of docs/passes.md."""
+    """Write the text of docs/passes.md."""
     pipeline = importlib.import_module("bnfuse.passes.pipeline").__doc__ or ""
     levels = "\n".join(line for line in pipeline.splitlines() if line.startswith("    "))
     parts = [HEAD + levels]

@@ -82,7 +82,9 @@ class Report:
     sampled: tuple[Sampled, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes,
+        """Give the report as JSON's types:
+
+        level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes,
         removed [{index, node, kept_affine}], sampled [{node, spec, ratio, elements}].
         """
         return {
@@ -113,12 +115,12 @@ class Rewritten:
 
 
 def is_pool_first(level: str) -> bool:
-    """Whether a level moves average poolings first where nothing else is asked for."""
+    """Tell whether a level moves average poolings first where nothing else is asked for."""
     return level == "icf"
 
 
 def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]]]:
-    """The passes of a level, in stages: each stage runs until none of its passes finds anything more to do."""
+    """List the passes of a level, in stages: each stage runs until none of its passes finds anything more to do."""
     if level not in LEVELS:
         raise BnfuseError(f"there is no level '{level}'; the levels are {', '.join(LEVELS)}")
     rank = LEVELS.index(level)
@@ -144,7 +146,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
 
 
 def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
-    """The passes inside a layer; after a Concat has been crossed they find new work.
+    """List the passes inside a layer; after a Concat has been crossed they find new work.
 
     What is scaled can no longer sink through a Concat, so below icf the scale moves at once, and there afterwards.
     """
@@ -212,6 +214,7 @@ def remove_batch_norms(
     signature: GraphSignature | None,
     reports: list[PassReport],
 ) -> tuple[Removed, ...]:
+    """Take out the BatchNorms that `which` lists, none for None; appends to `reports` and gives who left."""
     if which is None:
         if keep_affine:
             raise BnfuseError("keep-affine is about removed BatchNorms: say with remove which they are")
@@ -232,7 +235,10 @@ def sample_batch_norms(
     signature: GraphSignature | None,
     reports: list[PassReport],
 ) -> tuple[Sampled, ...]:
-    """Sampling comes before the level's passes; a bias that BNs take out leaves first, where the level drops it."""
+    """Sample before the level's passes; a bias that BNs take out leaves first, where the level drops it.
+
+    Appends to `reports`, and says of each BatchNorm what its statistics are taken from now.
+    """
     if spec is None and local_bn is None:
         return ()
     if not names:
@@ -263,6 +269,7 @@ def sample_batch_norms(
 
 
 def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[PassReport]) -> PassReport:
+    """Run one pass and time it in seconds. Raises BnfuseError that names the pass and those that ran before it."""
     start = time.perf_counter()
     try:
         result = factory()(model)

@@ -50,12 +50,13 @@ class Op:
 
     @property
     def steps(self) -> OpSpec:
+        """Give the operator as one of steps; an assertion fails for a plain operator."""
         assert isinstance(self.spec, OpSpec)
         return self.spec
 
 
 def own_op(node: ir.Node) -> Op | None:
-    """A node of our domain as an operator, None for any other node."""
+    """Read a node of our domain as an operator; None for any other node."""
     if node.domain != DOMAIN:
         return None
     spec = PLAIN_OPS.get(node.op_type) or parse(node.op_type)
@@ -68,19 +69,20 @@ def own_op(node: ir.Node) -> Op | None:
 
 
 def sources(node: ir.Node) -> tuple[str, ...]:
-    """Names of the source nodes that a node stands for: its own, if no pass made it."""
+    """Name the source nodes that a node stands for: its own, if no pass made it."""
     if SOURCES in node.metadata_props:
         return tuple(json.loads(node.metadata_props[SOURCES]))
     return (node.name or node.op_type,)
 
 
 def is_only_read_by(value: ir.Value, node: ir.Node) -> bool:
-    """Whether the node is the one reader of the value, once."""
+    """Tell whether the node is the one reader of the value, once."""
     uses = list(value.uses())
     return not value.is_graph_output() and len(uses) == 1 and uses[0].node is node
 
 
 def is_unused(value: ir.Value) -> bool:
+    """Tell whether nothing reads the value and it is no output of the graph."""
     return not value.is_graph_output() and not value.uses()
 
 
@@ -95,7 +97,7 @@ def sort(graph: ir.Graph) -> None:
 
 
 class Editor:
-    """Changes one graph on behalf of one pass, and remembers what it did."""
+    """Change one graph on behalf of one pass, and remember what was done."""
 
     def __init__(self, model: ir.Model, pass_name: str) -> None:
         self.model = model
@@ -106,13 +108,15 @@ class Editor:
         self._names = _all_names(model.graph)
 
     def result(self) -> FusionResult:
+        """Give what was fused and refused so far."""
         return FusionResult(self.model, bool(self.fused), tuple(self.fused), tuple(self.refused))
 
     def refuse(self, node: ir.Node, reason: str) -> None:
+        """Note why a node stays as it is."""
         self.refused.append(Refusal(node.name or node.op_type, reason))
 
     def fresh(self, base: str) -> str:
-        """A name that nothing in the graph has."""
+        """Make a name that nothing in the graph has."""
         name, count = base, 0
         while name in self._names:
             count += 1
@@ -204,8 +208,10 @@ class Editor:
         before: ir.Node,
         of: Iterable[ir.Node],
     ) -> list[ir.Value]:
-        """Insert a source node like `node`, under its name, with other inputs. Each output takes over an old value,
-        is a new float map of the given shape, or is absent (None)."""
+        """Insert a source node like `node`, under its name, with other inputs.
+
+        Each output takes over an old value, is a new float map of the given shape, or is absent (None).
+        """
         values = []
         for output in outputs:
             if isinstance(output, ir.Value):
@@ -224,7 +230,7 @@ class Editor:
         return values
 
     def constant(self, base: str, array: Any) -> ir.Value:
-        """An initializer that is no graph input."""
+        """Register an initializer that is no graph input."""
         value = ir.Value(name=self.fresh(base), const_value=ir.tensor(array))
         value.const_value.name = value.name  # type: ignore[union-attr]
         value.dtype = value.const_value.dtype  # type: ignore[union-attr]
@@ -233,7 +239,7 @@ class Editor:
         return value
 
     def take_over(self, old: ir.Value, new: ir.Value) -> None:
-        """All readers of `old` read `new`, which gets the name too: a graph output stays what it was."""
+        """Let all readers of `old` read `new`, which gets the name too: a graph output stays what it was."""
         new.shape, new.type, name = old.shape, old.type, old.name
         old.name = self.fresh(f"{name}_replaced")
         new.name = name
@@ -254,7 +260,7 @@ class Editor:
         return self._heir(old)
 
     def _heir(self, old: ir.Value) -> ir.Value:
-        """A value with the name, shape and type of an old one, which gives its name up."""
+        """Make a value with the name, shape and type of an old one, which gives its name up."""
         heir = ir.Value(name=old.name, shape=old.shape, type=old.type)
         old.name = self.fresh(f"{old.name}_replaced")
         return heir

@@ -22,14 +22,16 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The level; where the option is not as the level has it by default, with that: none+pool-first. Then the
-        sampling: icf fs:1/32."""
+        """Name the level; where the option is not as the level has it by default, with that: none+pool-first.
+
+        Then the sampling: icf fs:1/32.
+        """
         option = "" if self.pool_first == is_pool_first(self.level) else ON if self.pool_first else OFF
         return f"{self.level}{option} {self.sample}".rstrip()
 
 
 def variants(texts: Iterable[str], samples: Iterable[str] = ()) -> tuple[Variant, ...]:
-    """["none,icf", "icf+no-pool-first"] -> three variants. What is named twice is measured once.
+    """Read ["none,icf", "icf+no-pool-first"] as three variants. What is named twice is measured once.
 
     Each level also with each of `samples`, which are specs as `bnfuse rewrite --sample` takes them.
     """
@@ -42,6 +44,7 @@ def variants(texts: Iterable[str], samples: Iterable[str] = ()) -> tuple[Variant
 
 
 def variant(text: str) -> Variant:
+    """Read a level with its option. Raises BnfuseError for an unknown one."""
     level, plus, option = text.partition("+")
     if level not in LEVELS or (plus and plus + option not in (ON, OFF)):
         raise BnfuseError(
@@ -51,12 +54,13 @@ def variant(text: str) -> Variant:
 
 
 def split(texts: Iterable[str]) -> Iterator[str]:
-    """Comma lists, repeated or not, as one."""
+    """Split comma lists, repeated or not, as one."""
     for text in [texts] if isinstance(texts, str) else texts:
         yield from (part.strip() for part in text.split(",") if part.strip())
 
 
 def rewrite_variant(graph: TrainingGraph, variant: Variant) -> Rewritten:
+    """Rewrite a graph as a variant says."""
     from bnfuse import passes
 
     return passes.rewrite(

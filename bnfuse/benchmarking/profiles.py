@@ -90,12 +90,16 @@ class Profile:
     def sections(self) -> list[Section]:
         total, limits = self.total, self.limits
         lines = [
-            f"kernels {milliseconds(total.seconds)} in {total.launches:,} launches, outside them "
-            f"{milliseconds(self.outside_s)} ({100 * self.outside_s / (total.seconds + self.outside_s):.1f} %)",
+            (
+                f"kernels {milliseconds(total.seconds)} in {total.launches:,} launches, outside them "
+                f"{milliseconds(self.outside_s)} ({100 * self.outside_s / (total.seconds + self.outside_s):.1f} %)"
+            ),
             f"floor {milliseconds(total.floor_s)}: the kernels take {total.seconds / total.floor_s:.2f} times as long",
-            f"{total.flops / 1e9:.1f} GFLOP, {total.bytes / 1e9:.2f} GB; "
-            f"computing alone {milliseconds(total.flops / limits.flops_per_s)}, "
-            f"moving alone {milliseconds(total.bytes / limits.bytes_per_s)}",
+            (
+                f"{total.flops / 1e9:.1f} GFLOP, {total.bytes / 1e9:.2f} GB; "
+                f"computing alone {milliseconds(total.flops / limits.flops_per_s)}, "
+                f"moving alone {milliseconds(total.bytes / limits.bytes_per_s)}"
+            ),
             f"machine {limits.flops_per_s / 1e9:.1f} GFLOP/s ({limits.library}; "
             + ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in limits.flops_by.items() if name != limits.library)
             + f"), copy {limits.bytes_per_s / 1e9:.1f} GB/s",

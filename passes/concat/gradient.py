@@ -65,7 +65,10 @@ class Group:
 
 
 class ConcatGradient(ir.passes.InPlacePass):
+    """Accumulate the gradients of all readers of a concatenation in one map G."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "icf")
         for glue in find_glue(model.graph):
             order = {node: index for index, node in enumerate(model.graph)}
@@ -85,7 +88,7 @@ class ConcatGradient(ir.passes.InPlacePass):
 
 
 def forget_lengths(editor: Editor, node: ir.Node) -> None:
-    """A ConcatTraining whose lengths no Split reads any more is a Concat."""
+    """Put a Concat in the place of a ConcatTraining whose lengths no Split reads any more."""
     if all(not value.name or (not value.uses() and not value.is_graph_output()) for value in node.outputs[1:]):
         (y,) = editor.standard("Concat", node.inputs, 1, before=node, of=[node], axis=node.attributes["axis"].as_int())
         editor.take_over(node.outputs[0], y)
@@ -94,7 +97,7 @@ def forget_lengths(editor: Editor, node: ir.Node) -> None:
 
 
 def find_glue(graph: ir.Graph) -> list[list[ir.Node]]:
-    """The Splits that are connected through the Sums of their pieces, with those Sums, in the graph's order."""
+    """List the Splits that are connected through the Sums of their pieces, with those Sums, in the graph's order."""
     order = {node: index for index, node in enumerate(graph)}
     found: list[list[ir.Node]] = []
     for node in graph:
@@ -104,14 +107,14 @@ def find_glue(graph: ir.Graph) -> list[list[ir.Node]]:
 
 
 def halves_into(glue: list[ir.Node]) -> list[ir.Node]:
-    """The input halves of BNs whose results the glue reads, and what scales the dz of sampled ones."""
+    """List the input halves of BNs whose results the glue reads, and what scales the dz of sampled ones."""
     values = dict.fromkeys(value for node in glue for value in node.inputs if value is not None)
     halves = [op.node for value in values if (op := gradient_of(value)) is not None and op.spec == INPUT_HALF]
     return halves + [op.node for value in values if (op := scaled_base(value)) is not None and is_scale(op)]
 
 
 def connected_glue(first: ir.Node) -> set[ir.Node]:
-    """The Splits and Sums reachable from one another through their operands and results."""
+    """Find the Splits and Sums reachable from one another through their operands and results."""
     found, pending = {first}, [first]
     while pending:
         node = pending.pop()
@@ -176,7 +179,7 @@ def is_read_outside(value: ir.Value, glue: list[ir.Node]) -> bool:
 
 
 def pieces_of(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> list[tuple[ir.Value, int, int]]:
-    """The terms that add up to channels [start, stop) of a gradient: tensors outside the glue, and their channels."""
+    """List the terms that add up to channels [start, stop) of a gradient: tensors outside the glue, their channels."""
     node = value.producer()
     if node is None or node not in glue:
         return [(value, start, stop)]
@@ -189,6 +192,7 @@ def pieces_of(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> li
 
 
 def make_term(value: ir.Value, start: int, stop: int, glue: list[ir.Node]) -> Term:
+    """Describe a gradient at channels [start, stop) of G: a BN's, with what writes its dz, or any other."""
     half = gradient_of(value)
     if is_read_outside(value, glue):
         return Term(value, start, stop)
@@ -207,6 +211,7 @@ def _position(term: Term, order: dict[ir.Node, int]) -> int:
 
 
 def why_not(group: Group) -> str | None:
+    """Tell why a group's terms cannot be accumulated, or None: ranges that are not nested, or sums of other terms."""
     previous: Term | None = None
     for term in group.terms:
         if previous and not (previous.start <= term.start and term.stop <= previous.stop):
@@ -226,7 +231,7 @@ def why_not(group: Group) -> str | None:
 
 
 def map_of(half: Op, start: int, stop: int) -> ir.Value | None:
-    """The map that fills channels [start, stop) of what a BN reads, or None where there is no such one."""
+    """Find the map that fills channels [start, stop) of what a BN reads; None where there is no such one."""
     found = leaves(half.operands["grad_x"])
     return next((leaf.value for leaf in found if (leaf.start, leaf.stop) == (start, stop)), None)
 
@@ -240,10 +245,12 @@ class Sum:
     stop: int
 
     def covers(self, start: int, stop: int) -> bool:
+        """Tell whether channels [start, stop) lie within this sum's."""
         return self.start <= start and stop <= self.stop
 
 
 def accumulate(editor: Editor, group: Group) -> None:
+    """Put one accumulated gradient in the place of a group's Splits, Sums and BN input halves."""
     maps: list[Sum] = []
     coefficients: list[Sum] = []
     for term in group.terms:
@@ -266,7 +273,7 @@ def accumulate(editor: Editor, group: Group) -> None:
 
 
 def add_batch_norm(editor: Editor, term: Term, before: Sum | None) -> Sum:
-    """The operator that wrote dz adds p*dz to G."""
+    """Let the operator that wrote dz add p*dz to G."""
     assert term.half is not None and term.writer is not None
     writer = gradient_of(term.half.node.inputs[0])  # as earlier terms may have left it
     assert writer is not None
@@ -283,7 +290,7 @@ def add_batch_norm(editor: Editor, term: Term, before: Sum | None) -> Sum:
 
 
 def add_sampled(editor: Editor, term: Term, before: Sum | None) -> Sum:
-    """What scales a sampled BN's dz adds to G; what the sample adds is added after it, by the operators there are."""
+    """Let what scales a sampled BN's dz add to G; what the sample adds comes after it, by the operators there are."""
     base = scaled_base(term.value)
     assert base is not None
     value = term.value
@@ -296,7 +303,7 @@ def add_sampled(editor: Editor, term: Term, before: Sum | None) -> Sum:
 
 
 def add_coefficients(editor: Editor, term: Term, before: Sum | None) -> Sum:
-    """The BN's terms of q and w, added to those of the BNs before it."""
+    """Add the BN's terms of q and w to those of the BNs before it."""
     assert term.half is not None
     finalize = own_op(term.half.operands["grad_q"].producer())  # type: ignore[arg-type]
     assert finalize is not None
@@ -316,7 +323,7 @@ def add_coefficients(editor: Editor, term: Term, before: Sum | None) -> Sum:
 
 
 def add_other(editor: Editor, term: Term, before: Sum | None, group: Group) -> Sum:
-    """A gradient of a reader that is no BN: a term with the factor 1."""
+    """Add a gradient of a reader that is no BN: a term with the factor 1."""
     if before is None:
         return Sum((term.value,), term.start, term.stop)
     acc = before.values[0]
@@ -349,6 +356,7 @@ def _first_reader_after(editor: Editor, term: Term, group: Group) -> ir.Node:
 
 
 def slice_map(editor: Editor, value: ir.Value, start: int, stop: int, before: ir.Node, group: Group) -> ir.Value:
+    """Insert an operator that reads channels [start, stop) of a map [N, C, H, W]; gives the narrower map."""
     n, _, h, w = sizes(value)
     result = ir.Value(
         name=editor.fresh(f"{value.name}_{start}_{stop}"), shape=ir.Shape([n, stop - start, h, w]), type=value.type
@@ -363,7 +371,7 @@ def slice_map(editor: Editor, value: ir.Value, start: int, stop: int, before: ir
 def read_share(
     editor: Editor, gradient: ir.Value, total: Sum, shares: Sum | None, start: int, stop: int, group: Group
 ) -> None:
-    """A producer's gradient: its channels of G, plus q*x + w where BNs read it."""
+    """Read a producer's gradient: its channels of G, plus q*x + w where BNs read it."""
     node = gradient.producer()
     assert node is not None
     operands = {"dy": total.values[0]}
@@ -396,7 +404,7 @@ def read_share(
 
 
 def producer_of(gradient: ir.Value, group: Group) -> ir.Value:
-    """The map that a gradient belongs to: the one at its channels in the map that a BN of the group reads."""
+    """Find the map that a gradient belongs to: the one at its channels in the map that a BN of the group reads."""
     start, stop = group.gradients[gradient]
     for term in group.terms:
         if term.half and (found := map_of(term.half, start - term.start, stop - term.start)) is not None:

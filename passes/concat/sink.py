@@ -37,7 +37,10 @@ class Branch:
 
 
 class ConcatSink(ir.passes.InPlacePass):
+    """Move the normalise halves and activations before a channel Concat behind it, forward and backward."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "icf")
         for node in [node for node in model.graph if is_channel_concat(node)]:
             forwards = [forward_of(value) for value in node.inputs]
@@ -60,7 +63,7 @@ def _normalizes(op: Op) -> bool:
 
 
 def match(concat: ir.Node) -> tuple[list[Branch] | str, ir.Node | None]:
-    """The branches of a Concat and the Split of its gradient, or the reason why it stays."""
+    """Match the branches of a Concat and the Split of its gradient, or give the reason why it stays."""
     splits = [use.node for use in concat.outputs[1].uses()] if len(concat.outputs) > 1 else []
     if len(splits) != 1 or splits[0].op_type != "SplitTraining":
         return "its gradient is not split", None
@@ -112,6 +115,7 @@ def _reads_as_dy(node: ir.Node, value: ir.Value) -> bool:
 
 
 def sink(editor: Editor, concat: ir.Node, branches: list[Branch], split: ir.Node) -> None:
+    """Put one operator behind the Concat, and one before the gradient's Split, in the place of one for each branch."""
     first = branches[0]
     forwards, masks = [b.forward for b in branches], [b.mask for b in branches]
     nodes = [concat, *(op.node for op in forwards)]
@@ -119,7 +123,7 @@ def sink(editor: Editor, concat: ir.Node, branches: list[Branch], split: ir.Node
     def joined(name: str, ops: list[Op]) -> ir.Value:
         values = [op.operands[name] for op in ops]
         (value,) = editor.standard("Concat", values, 1, before=concat, of=nodes, axis=0)
-        value.shape, value.type = ir.Shape([sum(int(v.shape[0]) for v in values)]), values[0].type  # type: ignore
+        value.shape, value.type = ir.Shape([sum(int(v.shape[0]) for v in values)]), values[0].type  # type: ignore[union-attr, arg-type]
         return value
 
     y = concat.outputs[0]

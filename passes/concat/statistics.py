@@ -22,7 +22,10 @@ STATISTICS = PLAIN_OPS["BatchNormStatistics"]
 
 
 class ConcatStatistics(ir.passes.InPlacePass):
+    """Take the statistics of a channel Concat from those of its producers."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "icf")
         for node in [node for node in model.graph if node.op_type == STATISTICS.name]:
             op = read(node)
@@ -33,6 +36,7 @@ class ConcatStatistics(ir.passes.InPlacePass):
 
 
 def concatenate(editor: Editor, statistics: Op) -> None:
+    """Put concatenated statistics, [C], in the place of a BatchNormStatistics over a Concat."""
     node = statistics.node
     parts = [statistics_of(editor, leaf.value, node) for leaf in leaves(statistics.operands["x"])]
     for name in STATISTICS.results:
@@ -46,7 +50,7 @@ def concatenate(editor: Editor, statistics: Op) -> None:
 
 
 def statistics_of(editor: Editor, leaf: ir.Value, node: ir.Node) -> dict[str, ir.Value]:
-    """mean and variance of a producer's map: what there is already, or else a sweep of their own."""
+    """Give mean and variance of a producer's map: what there is already, or else a sweep of their own."""
     if found := find_statistics(leaf):
         return found
     base = leaf.producer() or node
@@ -56,6 +60,7 @@ def statistics_of(editor: Editor, leaf: ir.Value, node: ir.Node) -> dict[str, ir
 
 
 def find_statistics(value: ir.Value) -> dict[str, ir.Value] | None:
+    """Find mean and variance, [C] each, of a map that some operator computes already; None where none does."""
     producer = forward_of(value)
     if producer is not None and "Statistics" in producer.steps.epilogue:
         return {name: producer.results[name] for name in STATISTICS.results}

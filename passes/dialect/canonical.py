@@ -20,7 +20,10 @@ from bnfuse.passes.rewriter import Editor, FusionResult, is_only_read_by
 
 
 class Canonicalize(ir.passes.InPlacePass):
+    """Bring chains of nodes that onnxruntime's gradient builder writes into one operator each."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "canonical")
         for node in list(model.graph):
             if node.graph is None:
@@ -39,7 +42,7 @@ class Canonicalize(ir.passes.InPlacePass):
 
 
 def bypass(editor: Editor, node: ir.Node, source: ir.Value | None) -> None:
-    """Readers of the node's result read its source; where the result is a graph output, the node stays for it."""
+    """Let readers of the node's result read its source; where the result is a graph output, the node stays for it."""
     y = node.outputs[0]
     if source is None or not is_map(source) or (y.is_graph_output() and not y.uses()):
         return
@@ -50,6 +53,7 @@ def bypass(editor: Editor, node: ir.Node, source: ir.Value | None) -> None:
 
 
 def bypass_single_concat(editor: Editor, node: ir.Node) -> None:
+    """Take out a ConcatTraining of a single map, together with the SplitTraining of its gradient."""
     for split, _ in list(node.outputs[1].uses()) if len(node.outputs) > 1 else []:
         if split.op_type == "SplitTraining" and len(split.outputs) == 1:
             bypass(editor, split, split.inputs[0])
@@ -57,6 +61,7 @@ def bypass_single_concat(editor: Editor, node: ir.Node) -> None:
 
 
 def clip_gradient(editor: Editor, mul: ir.Node) -> None:
+    """Put a PointwiseGradClipGrad in the place of Mul(dy, Cast(mask of x)), where the nodes are these."""
     match = match_clip_gradient(mul)
     if match is None:
         return
@@ -69,7 +74,7 @@ def clip_gradient(editor: Editor, mul: ir.Node) -> None:
 
 
 def match_clip_gradient(mul: ir.Node) -> tuple[ir.Value, ir.Value, dict[str, float], list[ir.Node]] | None:
-    """dy, x, bounds and the matched nodes of Mul(dy, Cast(mask of x)) with one or two bounds, or None."""
+    """Match Mul(dy, Cast(mask of x)) with one or two bounds: dy, x, bounds and the nodes, or None."""
     dy, mask = mul.inputs[:2]
     cast = mask.producer() if mask is not None else None
     if dy is None or not is_map(dy) or cast is None or cast.op_type != "Cast" or not is_only_read_by(mask, mul):  # type: ignore[arg-type]
@@ -92,11 +97,13 @@ def match_clip_gradient(mul: ir.Node) -> tuple[ir.Value, ir.Value, dict[str, flo
 
 
 def pool_gradient(editor: Editor, node: ir.Node) -> None:
+    """Put the operator of our domain in the place of a pooling's gradient that can be read as one."""
     if (op := read(node)) is not None:
         editor.replace(op, op.steps)
 
 
 def global_average_pool_gradient(editor: Editor, expand: ir.Node) -> None:
+    """Put a GlobalAveragePoolGrad in the place of Expand(Scale(dy, H*W), Shape(x))."""
     scaled, shape = expand.inputs[:2]
     scale = scaled.producer() if scaled is not None else None
     shape_node = shape.producer() if shape is not None else None

@@ -12,7 +12,7 @@ ADDITIONS = ("AddSampled", "AddAtPoints")
 
 
 def scaled_base(dx: ir.Value) -> Op | None:
-    """The operator whose last step scales dz (Scale), where dx is its result, or that with a sample's terms added.
+    """Find the operator whose last step scales dz (Scale), where dx is its result, or that with a sample's terms added.
 
     None where something else reads what is between them.
     """
@@ -27,7 +27,7 @@ def scaled_base(dx: ir.Value) -> Op | None:
 
 
 def accumulated(base: Op, acc: ir.Value, start: int = 0) -> tuple[OpSpec, dict[str, ir.Value], dict[str, int]]:
-    """The base's steps, operands and attributes where it adds to the channels of `acc` from `start` on."""
+    """Give the base's steps, operands and attributes where it adds to the channels of `acc` from `start` on."""
     stop = start + sizes(base.results["dx"])[1]
     spec = OpSpec(base.steps.prologue, base.steps.core, (*base.steps.epilogue[:-1], "Accumulate"))
     return spec, {"acc": acc}, {"acc_start": start, "acc_stop": stop}

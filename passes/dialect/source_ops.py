@@ -27,7 +27,7 @@ MICROSOFT = "com.microsoft"
 
 
 def read(node: ir.Node | None) -> Op | None:
-    """The node as an operator, or None where it has no such form."""
+    """Read the node as an operator; None where it has no such form."""
     if node is None:
         return None
     if own := own_op(node):
@@ -37,7 +37,7 @@ def read(node: ir.Node | None) -> Op | None:
 
 
 def gradient_of(value: ir.Value | None) -> Op | None:
-    """The gradient operator whose `dx` the value is, or None."""
+    """Read the gradient operator whose `dx` the value is, or None."""
     op = read(value.producer()) if value is not None else None
     if op is None or not isinstance(op.spec, OpSpec) or not op.spec.is_gradient or op.results.get("dx") is not value:
         return None
@@ -45,7 +45,7 @@ def gradient_of(value: ir.Value | None) -> Op | None:
 
 
 def forward_of(value: ir.Value | None) -> Op | None:
-    """The forward operator whose `y` the value is, or None."""
+    """Read the forward operator whose `y` the value is, or None."""
     op = read(value.producer()) if value is not None else None
     if op is None or not isinstance(op.spec, OpSpec) or op.spec.is_gradient or op.results.get("y") is not value:
         return None
@@ -53,7 +53,7 @@ def forward_of(value: ir.Value | None) -> Op | None:
 
 
 def is_map(value: ir.Value | None) -> TypeGuard[ir.Value]:
-    """Whether the value is a feature map that kernels and functions take: float32, rank 4, static."""
+    """Tell whether the value is a feature map that kernels and functions take: float32, rank 4, static."""
     return (
         value is not None
         and value.dtype == ir.DataType.FLOAT
@@ -64,12 +64,13 @@ def is_map(value: ir.Value | None) -> TypeGuard[ir.Value]:
 
 
 def sizes(value: ir.Value) -> tuple[int, ...]:
+    """Give the sizes of a value whose shape is static, such as (N, C, H, W)."""
     assert value.shape is not None
     return tuple(int(size) for size in value.shape)  # type: ignore[arg-type]
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
-    """The value of a constant: an initializer that is no graph input, or a Constant node."""
+    """Give the value of a constant: an initializer that is no graph input, or a Constant node. None for any other."""
     if value is None or value.is_graph_input():
         return None
     if value.const_value is not None:
@@ -144,7 +145,7 @@ def _undoes(node: ir.Node, forward: Op) -> bool:
 
 
 def _pool_partner(node: ir.Node) -> Op | None:
-    """The forward pooling that a pooling gradient belongs to: through its indices, or else by the gradient's name."""
+    """Find the forward pooling of a pooling's gradient: through its indices, or else by the gradient's name."""
     if node.op_type == "MaxPoolGrad":
         indices = node.inputs[1]
         return read(indices.producer()) if indices is not None else None
@@ -201,7 +202,7 @@ def _activation_attributes(node: ir.Node) -> dict[str, Any] | None:
 
 
 def clip_bounds(low: ir.Value | None, high: ir.Value | None) -> dict[str, Any] | None:
-    """The attributes of a Clip step from a node's bounds; None where a bound is computed at run time."""
+    """Give the attributes of a Clip step from a node's bounds; None where a bound is computed at run time."""
     limit = float(np.finfo(np.float32).max)
     bounds = {"min": -limit, "max": limit}
     for key, value in (("min", low), ("max", high)):

@@ -9,7 +9,7 @@ ACCUMULATIONS = ("Scale", "Accumulate")
 
 
 def try_spec(prologue: tuple[str, ...], core: str, epilogue: tuple[str, ...]) -> OpSpec | None:
-    """The operator of these steps, or None where the grammar has no room for them."""
+    """Make the operator of these steps; None where the grammar has no room for them."""
     try:
         return OpSpec(prologue, core, epilogue)
     except ValueError:
@@ -17,7 +17,7 @@ def try_spec(prologue: tuple[str, ...], core: str, epilogue: tuple[str, ...]) ->
 
 
 def has_room_after(spec: OpSpec, step: str) -> bool:
-    """Whether a step may still be appended to a gradient operator: nothing that comes after it is there yet.
+    """Tell whether a step may still be appended to a gradient operator: nothing that comes after it is there yet.
 
     Of the steps only ReduceOther may occur more than once.
     """

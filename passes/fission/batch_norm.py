@@ -25,7 +25,10 @@ NORMALIZE = OpSpec(("Normalize",), "Pointwise")
 
 
 class SplitBatchNorm(ir.passes.InPlacePass):
+    """Split every BatchNorm into a statistics half and a normalise half."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "mvf")
         for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
             if is_map(node.inputs[0]):
@@ -36,6 +39,7 @@ class SplitBatchNorm(ir.passes.InPlacePass):
 
 
 def split(editor: Editor, node: ir.Node) -> None:
+    """Put the two halves and the finalize between them in the place of a BatchNormInternal."""
     x = node.inputs[0]
     assert x is not None
     type_statistics(node)
@@ -47,7 +51,7 @@ def split(editor: Editor, node: ir.Node) -> None:
 
 
 def type_statistics(node: ir.Node) -> None:
-    """Results of a BatchNorm that have the shape and type of its scale, where the file does not say so."""
+    """Give results of a BatchNorm the shape and type of its scale, [C], where the file does not say so."""
     scale = node.inputs[1]
     assert scale is not None
     for value in node.outputs[1:]:
@@ -56,7 +60,7 @@ def type_statistics(node: ir.Node) -> None:
 
 
 def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-    """The halves of a BatchNorm that come after its mean and variance; the node goes. Gives the coefficients."""
+    """Put the halves that come after mean and variance in a BatchNorm's place. Gives the coefficients, [C] each."""
     x, scale, bias, running_mean, running_variance = node.inputs
     y, new_mean, new_variance, _, saved_inv_std = node.outputs
     assert x is not None and scale is not None and bias is not None

@@ -26,7 +26,10 @@ SCALED = OpSpec((), "PointwiseGrad", ("Scale",))  # p*dz: the input half where t
 
 
 class SplitBatchNormGrad(ir.passes.InPlacePass):
+    """Split the gradient of every split BatchNorm into a reduce half and an input half."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
         for node in [node for node in model.graph if node.op_type == GRADIENT]:
             finalize = finalize_of(node)
@@ -38,18 +41,19 @@ class SplitBatchNormGrad(ir.passes.InPlacePass):
 
 
 def gradients_of(node: ir.Node) -> list[ir.Node]:
-    """The gradient nodes of a BatchNorm: those that read its inv_std."""
+    """List the gradient nodes of a BatchNorm: those that read its inv_std."""
     return [use.node for use in node.outputs[4].uses() if use.node.op_type == GRADIENT and use.idx == 4]
 
 
 def finalize_of(node: ir.Node) -> Op | None:
-    """The BatchNormFinalize that gave a gradient its inv_std."""
+    """Find the BatchNormFinalize that gave a gradient its inv_std."""
     inv_std = node.inputs[4]
     producer = inv_std.producer() if inv_std is not None else None
     return own_op(producer) if producer is not None and producer.op_type == "BatchNormFinalize" else None
 
 
 def split(editor: Editor, node: ir.Node, finalize: Op) -> None:
+    """Put the two halves in the place of a BatchNormalizationGrad; the input half only where its dx is read."""
     a = finalize.results["a"]
     of = [finalize.node, node]
     terms = emit_terms(editor, node, a, of)
@@ -68,13 +72,13 @@ def split(editor: Editor, node: ir.Node, finalize: Op) -> None:
 
 
 def has_input_gradient(node: ir.Node) -> bool:
-    """Whether anything waits for the gradient at a BatchNorm's input."""
+    """Tell whether anything waits for the gradient at a BatchNorm's input."""
     dx = node.outputs[0]
     return bool(dx.name) and not is_unused(dx)
 
 
 def emit_terms(editor: Editor, node: ir.Node, a: ir.Value, of: list[ir.Node]) -> dict[str, ir.Value]:
-    """The reduce half of a BatchNorm's gradient, and its terms of the input half where that is needed."""
+    """Insert the reduce half of a BatchNorm's gradient, and its terms of the input half where that is needed."""
     dz, x, _, mean, inv_std = node.inputs
     assert dz is not None and x is not None and mean is not None and inv_std is not None
     keep = {result: value for result, value in zip(("dgamma", "dbeta"), node.outputs[1:], strict=False) if value.name}

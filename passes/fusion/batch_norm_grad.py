@@ -22,7 +22,10 @@ INPUT_HALVES = (("BatchNormGrad",), ("Slice", "BatchNormGrad"), ("Slice",))
 
 
 class BatchNormGradFusion(ir.passes.InPlacePass):
+    """Move the input half of a BN's gradient, or a Slice of a gradient, into all that reads it."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
         for node in list(model.graph):
             op = read(node) if node.graph is not None else None
@@ -32,6 +35,7 @@ class BatchNormGradFusion(ir.passes.InPlacePass):
 
 
 def is_input_half(op: Op) -> bool:
+    """Tell whether an operator only applies q*x + p*dz + w, slices a gradient, or both."""
     return (
         isinstance(op.spec, OpSpec)
         and op.spec.core == "PointwiseGrad"
@@ -41,6 +45,7 @@ def is_input_half(op: Op) -> bool:
 
 
 def fuse(editor: Editor, half: Op) -> None:
+    """Move a half into every reader of its dx, or into none and refuse."""
     dx = half.results["dx"]
     if dx.is_graph_output():
         editor.refuse(half.node, f"{dx.name} is a graph output")
@@ -61,6 +66,7 @@ def fuse(editor: Editor, half: Op) -> None:
 
 
 def with_half(half: Op, reader: Op, dx: ir.Value) -> OpSpec | None:
+    """Compose a reader's operator with the half in its prologue; None where it has no room or reads dx otherwise."""
     if not isinstance(reader.spec, OpSpec) or not reader.spec.is_gradient:
         return None
     if [name for name, value in reader.operands.items() if value is dx] != ["dy"]:

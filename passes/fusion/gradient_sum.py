@@ -23,13 +23,17 @@ from bnfuse.passes.rewriter import Editor, FusionResult, is_only_read_by, sort
 
 
 class GradientSumFusion(ir.passes.InPlacePass):
-    """`concats=False` leaves the Sums that gather the gradients of a Concat's channels to the ICF passes."""
+    """Move Sums of gradients into the operators that write their last terms.
+
+    `concats=False` leaves the Sums that gather the gradients of a Concat's channels to the ICF passes.
+    """
 
     def __init__(self, *, concats: bool = True) -> None:
         super().__init__()
         self.concats = concats
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
         order = {node: index for index, node in enumerate(model.graph)}
         for node in [node for node in model.graph if node.op_type == "Sum" and is_map(node.outputs[0])]:
@@ -40,7 +44,7 @@ class GradientSumFusion(ir.passes.InPlacePass):
 
 
 def gathers_concat(node: ir.Node) -> bool:
-    """Whether a Sum belongs to a Concat: a term is a Split's piece, or its result is split."""
+    """Tell whether a Sum belongs to a Concat: a term is a Split's piece, or its result is split."""
     return any(
         other is not None and other.op_type == "SplitTraining"
         for other in [*(v.producer() for v in node.inputs if v is not None), *(u.node for u in node.outputs[0].uses())]
@@ -48,6 +52,7 @@ def gathers_concat(node: ir.Node) -> bool:
 
 
 def absorb_sum(editor: Editor, node: ir.Node, order: dict[ir.Node, int]) -> None:
+    """Move a Sum into the epilogue of what writes its last term; what is left of several terms follows in a chain."""
     terms = [value for value in node.inputs if value is not None]
     total = node.outputs[0]
     while len(terms) > 1:

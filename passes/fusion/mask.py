@@ -23,7 +23,10 @@ from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by
 
 
 class MaskFusion(ir.passes.InPlacePass):
+    """Move activation gradients and BN reductions into the operators that write their dy."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
         for node in list(model.graph):
             if node.graph is not None and (op := read(node)) is not None:
@@ -35,7 +38,7 @@ class MaskFusion(ir.passes.InPlacePass):
 
 
 def is_mask(op: Op) -> bool:
-    """A PointwiseGrad that changes nothing about dy on its way in: it masks it, and may reduce it."""
+    """Tell whether a PointwiseGrad changes nothing about dy on its way in: it masks it, and may reduce it."""
     return (
         isinstance(op.spec, OpSpec)
         and op.spec.core == "PointwiseGrad"
@@ -46,6 +49,7 @@ def is_mask(op: Op) -> bool:
 
 
 def fuse_mask(editor: Editor, mask: Op) -> bool:
+    """Move a mask into what writes its dy; False where that is refused."""
     producer = gradient_of(mask.operands["dy"])
     if reason := why_not_mask(mask, producer):
         editor.refuse(mask.node, reason)
@@ -65,6 +69,7 @@ def fuse_mask(editor: Editor, mask: Op) -> bool:
 
 
 def why_not_mask(mask: Op, producer: Op | None) -> str | None:
+    """Tell why a mask cannot move into what writes its dy, or None."""
     dy, first = mask.operands["dy"], mask.steps.epilogue[0]
     if producer is None:
         return f"{dy.name} is written by {_writer(dy)}, which has no epilogue"
@@ -80,7 +85,7 @@ def why_not_mask(mask: Op, producer: Op | None) -> str | None:
 
 
 def masks_what_it_reads(mask: Op, conv: Op) -> bool:
-    """Whether the z of the convolution's prologue is the z of the mask (or, for a Relu, has its sign)."""
+    """Tell whether the z of the convolution's prologue is the z of the mask (or, for a Relu, has its sign)."""
     x = conv.operands["x"]
     if "Normalize" in mask.steps.prologue or "Normalize" in conv.steps.prologue:
         return all(mask.operands.get(name) is conv.operands.get(name) for name in ("x", "a", "b"))
@@ -96,6 +101,7 @@ def masks_what_it_reads(mask: Op, conv: Op) -> bool:
 
 
 def fuse_reduce(editor: Editor, reduce: Op) -> bool:
+    """Move a BatchNormGradReduce into what writes its dz; False where that is refused."""
     dz, x = reduce.operands["dz"], reduce.operands["x"]
     producer = gradient_of(dz)
     if producer is None:
@@ -119,7 +125,7 @@ def fuse_reduce(editor: Editor, reduce: Op) -> bool:
 
 
 def reads(producer: Op, x: ir.Value) -> bool:
-    """Whether the operator reads the map itself, so that a reduction over it costs no further read."""
+    """Tell whether the operator reads the map itself, so that a reduction over it costs no further read."""
     return producer.steps.reads_x and producer.operands["x"] is x
 
 

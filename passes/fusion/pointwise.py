@@ -25,9 +25,10 @@ from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 
 class ReluConvFusion(ir.passes.InPlacePass):
-    """RCF ([Jung19], section 3.2): the ReLU alone, into convolutions alone."""
+    """Move the ReLU alone, into convolutions alone: RCF (papers/000, section 3.2)."""
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "rcf")
         for node in list(model.graph):
             relu = read(node)
@@ -44,6 +45,7 @@ class ReluConvFusion(ir.passes.InPlacePass):
 
 
 def why_not_conv(relu: Op) -> str | None:
+    """Tell why a Relu cannot move into its readers, or None: its map is an output, or not only convolutions read it."""
     y = relu.results["y"]
     if y.is_graph_output():
         return f"{y.name} is a graph output"
@@ -64,9 +66,10 @@ def _is_mask(node: ir.Node) -> bool:
 
 
 class PointwiseFusion(ir.passes.InPlacePass):
-    """BNFF forward ([Jung19], section 3.2): normalise halves and what follows them, into whatever reads them."""
+    """Move normalise halves and what follows them into whatever reads them: BNFF forward (papers/000, section 3.2)."""
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
         pending = list(model.graph)
         while pending:
@@ -82,8 +85,10 @@ class PointwiseFusion(ir.passes.InPlacePass):
 
 
 def move_into_readers(editor: Editor, source: Op) -> list[ir.Node]:
-    """Move a Pointwise's steps into every reader with room for them; it goes where no reader is left. Gives the new
-    Pointwise operators."""
+    """Move a Pointwise's steps into every reader with room for them; it goes where no reader is left.
+
+    Gives the new Pointwise operators.
+    """
     y = source.results["y"]
     made = []
     for reader in dict.fromkeys(use.node for use in y.uses()):
@@ -98,7 +103,7 @@ def move_into_readers(editor: Editor, source: Op) -> list[ir.Node]:
 
 
 def absorb(editor: Editor, source: Op, reader: Op) -> Op | None:
-    """The reader with the source's steps in its prologue, in the graph already; None where it has no room."""
+    """Put the source's steps into the reader's prologue, in the graph already; None where it has no room."""
     y, steps = source.results["y"], source.steps.prologue
     names = [name for name, value in reader.operands.items() if value is y]
     if names == ["skip"]:
@@ -128,7 +133,7 @@ def absorb(editor: Editor, source: Op, reader: Op) -> Op | None:
 
 
 def absorb_skip(editor: Editor, source: Op, reader: Op) -> Op | None:
-    """The second operand of an Add: with its own coefficients, or in place of a first operand that has no steps."""
+    """Absorb the second operand of an Add: with its own coefficients, or in place of a first operand without steps."""
     prologue = reader.steps.prologue
     if prologue[0] == "Add":
         spec = try_spec((*source.steps.prologue, *prologue), reader.steps.core, reader.steps.epilogue)
@@ -180,5 +185,5 @@ def _is_activation(op: Op) -> bool:
 
 
 def attributes_agree(source: Op, reader: Op) -> bool:
-    """Two steps of one kind share an operator's attributes, so their values must be the same."""
+    """Tell whether the attributes that both have agree: steps of one kind share an operator's attributes."""
     return all(reader.attributes.get(key, value) == value for key, value in source.attributes.items())

@@ -21,7 +21,10 @@ from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by
 
 
 class PoolFirst(ir.passes.InPlacePass):
+    """Swap an average pooling and the 1x1 convolution before it, forward and backward."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "pool-first")
         pending = [node for node in model.graph if node.op_type == "AveragePool"]
         while pending:
@@ -38,6 +41,7 @@ class PoolFirst(ir.passes.InPlacePass):
 
 
 def why_not(pool: Op, conv: Op) -> str | None:
+    """Tell why a convolution and the pooling behind it cannot be swapped, or None."""
     attributes = conv.attributes
     if conv.steps.prologue or conv.steps.epilogue not in ((), ("Bias",)):
         return f"{conv.node.name} is fused already"
@@ -57,7 +61,7 @@ def why_not(pool: Op, conv: Op) -> str | None:
 
 
 def backward_of(pool: Op, conv: Op) -> tuple[Op, Op] | None:
-    """The pooling's and the convolution's gradient nodes: dc = AveragePoolGrad(dy), read by one ConvGrad alone."""
+    """Find the pooling's and the convolution's gradients: dc = AveragePoolGrad(dy), read by one ConvGrad alone."""
     for node in pool.node.graph or ():
         if node.op_type == "AveragePoolGrad" and (pool_grad := read(node)) is not None:
             dc = pool_grad.results["dx"]

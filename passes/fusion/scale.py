@@ -22,7 +22,10 @@ from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, so
 
 
 class ScaleFusion(ir.passes.InPlacePass):
+    """Move the factor of a sampled or removed BN's gradient into the operator that writes dz."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
         for node in list(model.graph):
             op = read(node) if node.graph is not None else None
@@ -33,7 +36,7 @@ class ScaleFusion(ir.passes.InPlacePass):
 
 
 def is_scale(op: Op) -> bool:
-    """A PointwiseGrad that does nothing but scale, and perhaps add to an accumulated gradient."""
+    """Tell whether a PointwiseGrad does nothing but scale, and perhaps add to an accumulated gradient."""
     return (
         isinstance(op.spec, OpSpec)
         and op.spec.core == "PointwiseGrad"
@@ -43,6 +46,7 @@ def is_scale(op: Op) -> bool:
 
 
 def fuse(editor: Editor, scale: Op) -> None:
+    """Move a scale into what writes its dz, or refuse."""
     dz = scale.operands["dy"]
     step = scale.steps.epilogue[0]
     producer = gradient_of(dz)
@@ -56,6 +60,7 @@ def fuse(editor: Editor, scale: Op) -> None:
 
 
 def why_not(scale: Op, producer: Op | None, step: str) -> str | None:
+    """Tell why a scale cannot move into what writes its dz, or None. `step` is Scale or Accumulate."""
     dz = scale.operands["dy"]
     if scale.steps.prologue:
         return f"it reads some channels of {dz.name} only"

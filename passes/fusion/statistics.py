@@ -18,7 +18,10 @@ from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 
 class StatisticsFusion(ir.passes.InPlacePass):
+    """Move statistics into the operators that write the maps they are of."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
         for node in [node for node in model.graph if node.op_type == "BatchNormStatistics"]:
             op = read(node)
@@ -28,6 +31,7 @@ class StatisticsFusion(ir.passes.InPlacePass):
 
 
 def fuse(editor: Editor, statistics: Op) -> None:
+    """Move a BatchNormStatistics into what writes its map; where that computes them already, read those."""
     y = statistics.operands["x"]
     producer = forward_of(y)
     if producer is None:

@@ -26,12 +26,12 @@ class Unfused:
 
 
 def batch_norms(model: ir.Model) -> tuple[str, ...]:
-    """Names of the BNs of a source graph."""
+    """Name the BNs of a source graph."""
     return tuple(node.name or "" for node in model.graph if node.op_type in ("BatchNormInternal", "BatchNormalization"))
 
 
 def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal], level: str) -> tuple[Unfused, ...]:
-    """Every half of the named BNs that is left on its own, with the reason that the last pass to look at it gave.
+    """Find every half of the named BNs that is left on its own, with the reason of the last pass that looked at it.
 
     Where no pass of the level looked at it, the reason is the level, or what the half has become.
     """
@@ -50,6 +50,7 @@ def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal]
 
 
 def standalone_half(node: ir.Node) -> str | None:
+    """Name the half of a BN that a node is on its own (statistics, normalise, gradient input, ...), or None."""
     if node.op_type in MONOLITHS:
         return "gradient" if node.op_type == "BatchNormalizationGrad" else "forward"
     if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics", "LocalStatistics"):
@@ -82,7 +83,7 @@ def _standalone_map(op: Op) -> str | None:
 
 
 def _through_gradient(node: ir.Node, names: tuple[str, ...]) -> list[str]:
-    """A gradient node that no pass touched is named after its forward node."""
+    """Name a gradient node that no pass touched after its forward node."""
     return [name for name in names if (node.name or "").startswith(f"{name}_Grad/")]
 
 
@@ -101,8 +102,7 @@ def _left_by(level: str, node: ir.Node) -> str:
 
 
 def _left_gradient(op: Op) -> str:
-    """Of a PointwiseGrad that is neither a bare input half nor a mask that could move: adds, or ends a BN's
-    gradient."""
+    """Say why a PointwiseGrad that is neither a bare input half nor a mask that could move is a kernel of its own."""
     dy, dx = op.operands["dy"], op.results["dx"]
     adds = "AddGradient" in op.steps.epilogue
     if {"Reduce", "ReduceOther"} & {*op.steps.epilogue}:
@@ -121,7 +121,7 @@ def _left_gradient(op: Op) -> str:
 
 
 def _neighbours(node: ir.Node) -> list[ir.Node]:
-    """What writes the operands of a node, or the terms of a Sum among them, and what reads its results."""
+    """List what writes the operands of a node, or the terms of a Sum among them, and what reads its results."""
     writers = _writers(node)
     writers += [term for writer in writers if writer.op_type == "Sum" for term in _writers(writer)]
     return [*dict.fromkeys((*writers, *(use.node for value in node.outputs for use in value.uses())))]

@@ -28,7 +28,10 @@ X, MEAN = 1, 3  # its inputs that are the BatchNorm's x and the mean of the batc
 
 
 class DropBias(ir.passes.InPlacePass):
+    """Drop the biases of convolutions that only training BatchNorms read."""
+
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "drop-bias")
         convolutions = {}
         for node in model.graph:
@@ -45,6 +48,7 @@ class DropBias(ir.passes.InPlacePass):
 
 
 def why_not(conv: Op) -> str | None:
+    """Tell why a convolution keeps its bias, or None."""
     y = conv.results["y"]
     for use in y.uses():
         if (use.node.op_type, use.idx) not in (("BatchNormInternal", 0), (GRADIENT, X)):
@@ -55,11 +59,12 @@ def why_not(conv: Op) -> str | None:
 
 
 def batch_norms_of(y: ir.Value) -> list[ir.Node]:
+    """List the BatchNorms that read a map."""
     return [use.node for use in y.uses() if use.node.op_type == "BatchNormInternal"]
 
 
 def mean_is_seen(norm: ir.Node) -> str | None:
-    """Why the batch's mean, which moves with the bias, cannot: something other than the gradient sees it."""
+    """Tell why the batch's mean, which moves with the bias, cannot: something other than the gradient sees it."""
     x, mean = norm.inputs[0], norm.outputs[3]
     if mean.is_graph_output():
         return f"its bias stays: '{mean.name}', the mean of its output, is a graph output"
@@ -71,6 +76,7 @@ def mean_is_seen(norm: ir.Node) -> str | None:
 
 
 def drop(editor: Editor, conv: Op) -> None:
+    """Take the bias out of a convolution and its gradient; the running means of the BatchNorms stay what they were."""
     y, bias = conv.results["y"], conv.operands["bias"]
     gradient = gradient_with_bias(conv)
     for norm in batch_norms_of(y):
@@ -81,11 +87,12 @@ def drop(editor: Editor, conv: Op) -> None:
 
 
 def without(spec: OpSpec, step: str) -> OpSpec:
+    """Give the operator without a step of its epilogue."""
     return OpSpec(spec.prologue, spec.core, tuple(other for other in spec.epilogue if other != step))
 
 
 def gradient_with_bias(conv: Op) -> Op | None:
-    """The convolution's gradient, if it computes one of the bias."""
+    """Find the convolution's gradient, if it computes one of the bias."""
     for use in conv.operands["weight"].uses():
         op = read(use.node)
         if op is None or not isinstance(op.spec, OpSpec) or not op.spec.is_gradient or "dbias" not in op.results:
@@ -96,7 +103,7 @@ def gradient_with_bias(conv: Op) -> Op | None:
 
 
 def is_gradient_of(dy: ir.Value, y: ir.Value) -> bool:
-    """Whether dy comes from the BatchNorms over y alone: from one of them, or from a sum over several."""
+    """Tell whether dy comes from the BatchNorms over y alone: from one of them, or from a sum over several."""
     producer = dy.producer()
     if producer is None:
         return False
@@ -106,6 +113,7 @@ def is_gradient_of(dy: ir.Value, y: ir.Value) -> bool:
 
 
 def shift_running_mean(editor: Editor, norm: ir.Node, bias: ir.Value, conv: ir.Node) -> None:
+    """Let a BatchNorm average y - bias, and its successor of the running mean, [C], be that of y again."""
     running = norm.inputs[3]
     new = norm.outputs[1]
     of = [norm, conv]
@@ -122,6 +130,7 @@ def shift_running_mean(editor: Editor, norm: ir.Node, bias: ir.Value, conv: ir.N
 
 
 def without_bias_gradient(editor: Editor, gradient: Op, conv: ir.Node) -> None:
+    """Let a bias's gradient, [C], be zeros instead of sums that are zero but for rounding."""
     node, dbias = gradient.node, gradient.results["dbias"]
     zeros = editor.constant(f"{dbias.name}/zeros", np.zeros(sizes(dbias), np.float32))
     (new,) = editor.standard("Identity", [zeros], 1, before=node, of=[node, conv])

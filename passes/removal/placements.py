@@ -41,16 +41,20 @@ class BatchNorm:
 
     @property
     def bytes(self) -> int:
-        """Of the float32 map: what each sweep over it reads, so a measure of what the BatchNorm costs."""
+        """Size of the float32 map: what each sweep over it reads, so a measure of what the BatchNorm costs."""
         return 4 * self.elements
 
 
 def batch_norm_list(model: ir.Model) -> tuple[BatchNorm, ...]:
-    """The BatchNorms of a source graph in the order in which they run; the search's variables and their costs."""
+    """List the BatchNorms of a source graph as they run; the search's variables and their costs.
+
+    Raises BnfuseError where a map has no fixed shape.
+    """
     return tuple(_described(index, node) for index, node in enumerate(nodes_of(model), 1))
 
 
 def nodes_of(model: ir.Model) -> list[ir.Node]:
+    """List the BatchNorm nodes of a source graph in forward order."""
     return [node for node in model.graph if node.op_type == BATCH_NORM]
 
 
@@ -63,7 +67,7 @@ def _described(index: int, node: ir.Node) -> BatchNorm:
 
 
 def select(model: ir.Model, which: Selection) -> tuple[BatchNorm, ...]:
-    """The BatchNorms that a list names, in forward order. Raises BnfuseError, in one line, for a list that is wrong."""
+    """Select the BatchNorms that a list names, in forward order. Raises BnfuseError, in one line, for a wrong list."""
     norms = batch_norm_list(model)
     if not norms:
         raise BnfuseError("there is no BatchNorm to remove. Rewrite what `bnfuse build` wrote")
@@ -128,7 +132,7 @@ PUBLISHED = (
 
 
 def published(model: ir.Model, norms: Sequence[BatchNorm]) -> set[int]:
-    """Indices of the BatchNorms that stay in the published placement of this network."""
+    """Find the indices of the BatchNorms that stay in the published placement of this network."""
     convolutions = [_convolution(node) for node in nodes_of(model)]
     main = [
         norm for norm, conv in zip(norms, convolutions, strict=True) if conv is not None and not _is_pointwise(conv)
@@ -145,7 +149,7 @@ def published(model: ir.Model, norms: Sequence[BatchNorm]) -> set[int]:
 
 
 def residual_adds(model: ir.Model) -> int:
-    """Adds of two maps of one shape."""
+    """Count the Adds of two maps of one shape."""
     return sum(node.op_type == "Add" and _is_residual(node) for node in model.graph)
 
 
@@ -155,7 +159,7 @@ def _is_residual(node: ir.Node) -> bool:
 
 
 def _convolution(norm: ir.Node) -> ir.Node | None:
-    """The convolution that a BatchNorm follows."""
+    """Find the convolution that a BatchNorm follows."""
     producer = norm.inputs[0].producer() if norm.inputs[0] is not None else None
     return producer if producer is not None and producer.op_type == "Conv" else None
 

@@ -42,11 +42,14 @@ class Removed:
 
 
 class RemoveBatchNorm(ir.passes.InPlacePass):
+    """Take the BatchNorms of these names out; with `keep_affine` y = scale*x + bias stays of each."""
+
     def __init__(self, names: Collection[str], signature: GraphSignature, *, keep_affine: bool) -> None:
         super().__init__()
         self.names, self.signature, self.keep_affine = names, signature, keep_affine
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model and its signature in place. Raises BnfuseError where other nodes read what would go."""
         editor = Editor(model, "remove")
         gone: set[str] = set()
         for node in [node for node in nodes_of(model) if node.name in self.names]:
@@ -81,7 +84,7 @@ def remove(editor: Editor, node: ir.Node, signature: GraphSignature, *, keep_aff
 
 
 def require_own(node: ir.Node, gradient: ir.Node | None, parameters: Iterable[ir.Value | None]) -> None:
-    """Nothing but the BatchNorm and its gradient may read its parameters and the statistics of its batch."""
+    """Raise BnfuseError unless only the BatchNorm and its gradient read its parameters and its batch's statistics."""
     own, name = (node, gradient), node.name or ""
     for value in filter(None, (*parameters, *node.outputs[3:])):
         other = next((use.node for use in value.uses() if use.node not in own), None)
@@ -94,7 +97,7 @@ def require_own(node: ir.Node, gradient: ir.Node | None, parameters: Iterable[ir
 
 
 def bypass(editor: Editor, node: ir.Node, source: ir.Value) -> None:
-    """Readers of a node's first result read `source`; a graph output stays, as a copy under its old name."""
+    """Let readers of a node's first result read `source`; a graph output stays, as a copy under its old name."""
     old = node.outputs[0]
     if old.is_graph_output():
         (copy,) = editor.standard("Identity", [source], 1, before=node, of=[node])
@@ -105,12 +108,14 @@ def bypass(editor: Editor, node: ir.Node, source: ir.Value) -> None:
 
 
 def plain_gradient(editor: Editor, gradient: ir.Node, node: ir.Node) -> None:
+    """Let what read the BatchNorm's dx read dz: without a BatchNorm they are the same."""
     assert gradient.inputs[0] is not None
     if gradient.outputs[0].name and not is_unused(gradient.outputs[0]):
         bypass(editor, gradient, gradient.inputs[0])
 
 
 def affine_gradient(editor: Editor, gradient: ir.Node, node: ir.Node) -> None:
+    """Put the gradients of scale*x + bias in the place of a BatchNorm's: dx = scale*dz, and two sums per channel."""
     dz, x, scale = gradient.inputs[:3]
     assert dz is not None and x is not None and scale is not None
     dx, *parameters = gradient.outputs
@@ -130,7 +135,7 @@ def affine_gradient(editor: Editor, gradient: ir.Node, node: ir.Node) -> None:
 
 
 def drop_outputs(graph: ir.Graph, signature: GraphSignature, names: set[str]) -> None:
-    """Neither gradients nor successors of inputs that are gone are outputs any more."""
+    """Take away the outputs that are gradients or successors of inputs that are gone."""
     lost = {output for name, output in (*signature.gradients.items(), *signature.running.items()) if name in names}
     for value in [value for value in graph.outputs if value.name in lost]:
         graph.outputs.remove(value)
@@ -152,6 +157,7 @@ def remove_dead_chain(graph: ir.Graph, nodes: Iterable[ir.Node]) -> None:
 
 
 def drop_input(graph: ir.Graph, value: ir.Value) -> None:
+    """Take an input that nothing reads out of the graph, with its initial value."""
     assert is_unused(value), f"{value.name} is still read"
     if value.is_graph_input():
         graph.inputs.remove(value)
@@ -159,7 +165,7 @@ def drop_input(graph: ir.Graph, value: ir.Value) -> None:
 
 
 def without(signature: GraphSignature, names: Collection[str]) -> GraphSignature:
-    """The roles of a graph that lost these inputs."""
+    """Give the signature of a graph that lost these inputs."""
     return dataclasses.replace(
         signature,
         trainable=tuple(name for name in signature.trainable if name not in names),

@@ -31,7 +31,7 @@ OPERATORS = {"l1bn": "L1", "rbn": "Range"}
 
 
 class BaselineStatistics(ir.passes.InPlacePass):
-    """`sampled` says afterwards which BatchNorms are estimated so."""
+    """Estimate the variances of BatchNorms as L1BN or RBN does. `sampled` says afterwards which ones."""
 
     def __init__(self, plan: SamplePlan) -> None:
         super().__init__()
@@ -39,6 +39,7 @@ class BaselineStatistics(ir.passes.InPlacePass):
         self.sampled: list[Sampled] = []
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "baseline")
         for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
             spec = self.plan.of(node.name or "")
@@ -55,6 +56,7 @@ class BaselineStatistics(ir.passes.InPlacePass):
 
 
 def estimate(editor: Editor, node: ir.Node, kind: str) -> None:
+    """Put a BatchNorm and its gradients in terms of an estimate; `kind` is L1 or Range."""
     x = node.inputs[0]
     assert x is not None
     gradients = gradients_of(node)
@@ -71,6 +73,7 @@ def estimate(editor: Editor, node: ir.Node, kind: str) -> None:
 def estimate_gradient(
     editor: Editor, norm: ir.Node, node: ir.Node, a: ir.Value, kind: str, found: dict[str, ir.Value]
 ) -> None:
+    """Put the halves of an estimated BatchNorm's gradient in the place of `node`; `a` is scale/std, [C]."""
     of = [norm, node]
     terms = emit_terms(editor, node, a, of)
     if has_input_gradient(node):

@@ -46,7 +46,10 @@ SHAPE_ARITHMETIC = ("Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", 
 
 
 def batch_axes(graph: ir.Graph, inputs: Iterable[ir.Value]) -> dict[ir.Value, int]:
-    """The batch axis of every value that has one; `inputs` have theirs in front."""
+    """Find the batch axis of every value that has one; `inputs` have theirs in front.
+
+    Raises BnfuseError that names the first operator through which the batch cannot be followed.
+    """
     walk = Walk(dict.fromkeys(inputs, 0))
     for node in graph:
         walk.visit(node)
@@ -62,6 +65,7 @@ class Walk:
         self.sizes: set[ir.Value] = set()
 
     def visit(self, node: ir.Node) -> None:
+        """Follow the batch through one node. Raises BnfuseError where its rows cannot be kept apart."""
         measured = {v for v in node.inputs if v is not None} & (self.shapes | self.sizes)
         if measured and not self._measures(node, measured):
             return
@@ -90,7 +94,7 @@ class Walk:
         return True
 
     def claim(self, value: ir.Value, distance: int) -> bool:
-        """A value that no input of the batch is in, but has as many rows: gives whether they can be made more.
+        """Claim for the batch a value that is not made of it but has as many rows; False where it cannot have more.
 
         So it is with random masks, a row of which is drawn for each sample, and with constants of one value. The batch
         is `distance` axes from the end.
@@ -113,26 +117,30 @@ class Walk:
         return more
 
     def axis(self, node: ir.Node, index: int) -> Axis:
+        """Give the batch axis of a node's operand; None where it has none or there is no such operand."""
         value = node.inputs[index] if index < len(node.inputs) else None
         return self.axes.get(value) if value is not None else None
 
 
 def refusal(node: ir.Node, why: str) -> BnfuseError:
+    """Make the error that says why virtual samples cannot go through a node."""
     return at_node(node.name or "", node.op_type, f"{why}: virtual samples cannot go through it. Leave vdn out.")
 
 
 def rank(value: ir.Value | None, node: ir.Node) -> int:
+    """Give the rank of a node's operand. Raises BnfuseError where it is not known."""
     if value is None or value.shape is None:
         raise refusal(node, "works on a value of unknown rank")
     return len(value.shape)
 
 
 def attribute(node: ir.Node, name: str, default: int) -> int:
+    """Read an integer attribute."""
     return node.attributes[name].as_int() if name in node.attributes else default
 
 
 def constant_axes(node: ir.Node, at: int) -> list[int] | None:
-    """The axes of a reduction or the like, counted from the front; None where there are none."""
+    """Read the axes of a reduction or the like, counted from the front; None where there are none."""
     count = rank(node.inputs[0], node)
     if "axes" in node.attributes:
         axes = list(node.attributes["axes"].as_ints())
@@ -147,8 +155,10 @@ def constant_axes(node: ir.Node, at: int) -> list[int] | None:
 
 
 def _own(walk: Walk, node: ir.Node) -> list[Axis]:
-    """Operators of ours keep rows apart in their maps; coefficients have none. A BatchNorm that was taken apart counts
-    the batch's elements in attributes, and one that is sampled has its place among the rows.
+    """Follow an operator of ours: it keeps rows apart in its maps; coefficients have none.
+
+    A BatchNorm that was taken apart counts the batch's elements in attributes, and one that is sampled has its place
+    among the rows.
     """
     if "Statistics" in node.op_type or OF_THE_BATCH & {*node.attributes}:
         raise refusal(node, "belongs to statistics of the batch as it is")
@@ -156,7 +166,7 @@ def _own(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def _elementwise(walk: Walk, node: ir.Node) -> list[Axis]:
-    """Operands are aligned at their last axes."""
+    """Align the operands at their last axes."""
     values = [value for value in node.inputs if value is not None]
     behind = {rank(value, node) - walk.axes[value] for value in values if value in walk.axes}
     if len(behind) != 1:
@@ -176,7 +186,7 @@ def _wide(value: ir.Value, distance: int) -> bool:
 
 
 def _maps(*results: Axis) -> Rule:
-    """An operator on maps with the batch in front; the axes of its results."""
+    """Make the rule of an operator on maps with the batch in front: the axes of its results."""
 
     def rule(walk: Walk, node: ir.Node) -> list[Axis]:
         for index in range(len(node.inputs)):
@@ -225,7 +235,7 @@ def _softmax(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def _matrix_product(walk: Walk, node: ir.Node) -> list[Axis]:
-    """A product over the batch is a parameter's gradient; one of its sides may keep the batch instead."""
+    """Tell a parameter's gradient, a product over the batch, from one of whose sides one keeps the batch."""
     sides = [walk.axis(node, 0), walk.axis(node, 1)]
     ranks = [rank(value, node) for value in node.inputs[:2]]
     if ranks != [2, 2]:
@@ -264,7 +274,7 @@ def _flatten(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def _reshape(walk: Walk, node: ir.Node) -> list[Axis]:
-    """The batch may not be cut or merged: it is the axis of the result with as many rows and as much before it."""
+    """Refuse a batch that is cut or merged: it is the axis of the result with as many rows and as much before it."""
     x, y, axis = node.inputs[0], node.outputs[0], walk.axis(node, 0)
     if axis is None:
         raise refusal(node, "gives a value without a batch the batch's shape")
@@ -280,6 +290,7 @@ def _reshape(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def fixed_shape(value: ir.Value | None, node: ir.Node) -> list[int]:
+    """Give the sizes of a node's operand. Raises BnfuseError where one is not fixed."""
     if value is None or value.shape is None or not all(isinstance(size, int) for size in value.shape):
         raise refusal(node, "works on a value of unknown shape")
     return [int(size) for size in value.shape]  # type: ignore[arg-type]
@@ -363,6 +374,7 @@ def _loss_gradient(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def attribute_text(node: ir.Node, name: str, default: str) -> str:
+    """Read a string attribute."""
     return node.attributes[name].as_string() if name in node.attributes else default
 
 

@@ -16,6 +16,8 @@ AVERAGING = ("BatchNormInternal", "BatchNormFinalize", "LocalFinalize")
 
 
 class SetDecay(ir.passes.InPlacePass):
+    """Set the weight of a batch in all running statistics. Raises BnfuseError unless 0 < alpha <= 1."""
+
     def __init__(self, alpha: float) -> None:
         super().__init__()
         if not 0 < alpha <= 1:
@@ -23,6 +25,7 @@ class SetDecay(ir.passes.InPlacePass):
         self.alpha = alpha
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Set the momentum of every BatchNorm in place; all count as changed."""
         nodes = [node for node in model.graph if node.op_type in AVERAGING]
         for node in nodes:
             node.attributes["momentum"] = ir.AttrFloat32("momentum", 1 - self.alpha)

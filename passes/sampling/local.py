@@ -49,6 +49,7 @@ class Group:
 
     @property
     def samples(self) -> int:
+        """Count the rows of a group."""
         return self.virtual + self.real
 
 
@@ -61,11 +62,12 @@ class Rows:
     weight: float = 1.0
 
     def within(self, group: Group) -> dict[str, int]:
+        """Give the attributes of an operator on these rows of each group."""
         return {"first": self.first, "rows": self.count, "samples": group.samples}
 
 
 def check(plan: SamplePlan, samples: int, batch: int) -> None:
-    """Whether groups of so many samples go with a batch and with what their statistics are taken from."""
+    """Raise BnfuseError unless groups of so many samples go with a batch and with what their statistics are from."""
     if samples < 1 or batch % samples:
         divisors = ", ".join(str(n) for n in range(1, min(batch, MOST_NAMED) + 1) if batch % n == 0)
         raise BnfuseError(
@@ -77,7 +79,7 @@ def check(plan: SamplePlan, samples: int, batch: int) -> None:
 
 
 def batch_of(model: ir.Model, signature: GraphSignature) -> int:
-    """How many samples a step is given."""
+    """Read how many samples a step is given. Raises BnfuseError where that is not fixed."""
     (data,) = (value for value in model.graph.inputs if value.name == signature.data[0])
     size = data.shape[0] if data.shape else None
     if not isinstance(size, int):
@@ -86,7 +88,7 @@ def batch_of(model: ir.Model, signature: GraphSignature) -> int:
 
 
 class LocalBatchNorm(ir.passes.InPlacePass):
-    """`sampled` says afterwards what the statistics of each BatchNorm are taken from, in each group."""
+    """Give each group of samples its own statistics. `sampled` says afterwards what those of each BN are from."""
 
     def __init__(self, plan: SamplePlan, group: Group) -> None:
         super().__init__()
@@ -94,6 +96,7 @@ class LocalBatchNorm(ir.passes.InPlacePass):
         self.sampled: list[Sampled] = []
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place. Raises BnfuseError for a BatchNorm with one value per channel in each group."""
         editor = Editor(model, "local")
         for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
             x = node.inputs[0]
@@ -116,7 +119,7 @@ class LocalBatchNorm(ir.passes.InPlacePass):
 
 
 def parts_of(spec: LayerSample, group: Group) -> tuple[Rows, ...]:
-    """The virtual rows, the real ones, or both with their weights."""
+    """Give the virtual rows, the real ones, or both with their weights."""
     virtual, real = Rows(0, spec.virtual), Rows(group.virtual, group.real)
     if not spec.virtual:
         return (real,)
@@ -129,12 +132,13 @@ def parts_of(spec: LayerSample, group: Group) -> tuple[Rows, ...]:
 
 
 class Localizer:
-    """Puts one BatchNorm and its gradients in terms of groups."""
+    """Put one BatchNorm and its gradients in terms of groups."""
 
     def __init__(self, editor: Editor, node: ir.Node, x: ir.Value, group: Group, parts: tuple[Rows, ...]) -> None:
         self.editor, self.node, self.x, self.group, self.parts = editor, node, x, group, parts
 
     def run(self) -> None:
+        """Put the BatchNorm and its gradients in terms of groups; the nodes go."""
         gradients = gradients_of(self.node)
         self.require_unseen(gradients)
         found = [
@@ -149,13 +153,14 @@ class Localizer:
         self.editor.graph.remove(self.node, safe=True)
 
     def require_unseen(self, gradients: list[ir.Node]) -> None:
-        """The statistics of the batch, [C], are gone, so only the gradient may have read them."""
+        """Raise BnfuseError where more than the gradient reads the statistics of the batch, [C]: they are gone."""
         for value in self.node.outputs[3:]:
             if value.is_graph_output() or any(use.node not in gradients for use in value.uses()):
                 why = f"cannot have local statistics: '{value.name}', of the whole batch, is read elsewhere"
                 raise at_node(self.node.name or "", self.node.op_type, f"{why}. Leave local-bn out.")
 
     def mixed(self, found: list[dict[str, ir.Value]]) -> dict[str, ir.Value]:
+        """Give mean and variance, [G, C]: those of the one part, or of both by their weights."""
         if len(found) == 1:
             return found[0]
         operands = {**found[0], **{f"{name}_2": value for name, value in found[1].items()}}
@@ -163,7 +168,7 @@ class Localizer:
         return {name: made[f"mixed_{name}"] for name in ("mean", "variance")}
 
     def forward(self, statistics: dict[str, ir.Value]) -> dict[str, ir.Value]:
-        """The coefficients, with the mean."""
+        """Insert finalize and normalise halves; gives the coefficients, [G, C], with the mean."""
         _, scale, bias, running_mean, running_variance = self.node.inputs
         y, new_mean, new_variance, *_ = self.node.outputs
         assert scale is not None and bias is not None and running_mean is not None and running_variance is not None
@@ -178,6 +183,7 @@ class Localizer:
         return {**made, "mean": statistics["mean"]}
 
     def backward(self, node: ir.Node, coefficients: dict[str, ir.Value], means: list[ir.Value]) -> None:
+        """Put one gradient of the BatchNorm in terms of groups; `means` are those of each part, [G, C]."""
         dz = node.inputs[0]
         assert dz is not None
         operands = {"dz": dz, "x": self.x, "mean": coefficients["mean"], "inv_std": coefficients["inv_std"]}
@@ -191,6 +197,7 @@ class Localizer:
         self.editor.graph.remove(node, safe=True)
 
     def sum_over_groups(self, node: ir.Node, local: ir.Value, old: ir.Value) -> None:
+        """Sum a parameter's gradient, [G, C], over the groups into the [C] that the graph had."""
         axes = self.editor.constant(f"{old.name}/axes", np.array([0], np.int64))
         (total,) = self.editor.standard("ReduceSum", [local, axes], 1, before=node, of=[self.node, node], keepdims=0)
         self.editor.take_over(old, total)
@@ -203,6 +210,7 @@ class Localizer:
         reduced: dict[str, ir.Value],
         means: list[ir.Value],
     ) -> None:
+        """Compute dx = a*dz + q*x + w, where q and w are 0 outside of each part's rows."""
         operands = {**reduced, "a": coefficients["a"], "inv_std": coefficients["inv_std"]}
         terms = self.emit("BatchNormGradTerms", operands, {}, "terms", of=node)
         scaled = self.emit("LocalScale", {"dz": dz, "p": coefficients["a"]}, self.samples, "scale", of=node)
@@ -219,6 +227,7 @@ class Localizer:
 
     @property
     def samples(self) -> dict[str, int]:
+        """Give the attribute that says how many rows a group has."""
         return {"samples": self.group.samples}
 
     def emit(
@@ -231,7 +240,7 @@ class Localizer:
         *,
         of: ir.Node | None = None,
     ) -> dict[str, ir.Value]:
-        """An operator in the place of the BatchNorm, or of its gradient; without a suffix it has its name."""
+        """Insert an operator in the place of the BatchNorm, or of its gradient; without a suffix it has its name."""
         at = of or self.node
         name = at.name if suffix is None else self.editor.fresh(f"{at.name}/{suffix}")
         nodes = [self.node] if of is None else [self.node, of]

@@ -34,12 +34,12 @@ class Part:
 
     @property
     def elements(self) -> int:
-        """Elements per channel."""
+        """Count the elements per channel."""
         return math.prod(self.extent) if self.extent is not None else self.place.count  # type: ignore[union-attr]
 
 
 def parts_of(spec: LayerSample, shape: tuple[int, ...], virtual: int) -> tuple[Part, ...] | None:
-    """The parts that a spec takes of a map [N, C, H, W], the virtual one first; None for the whole map."""
+    """Give the parts that a spec takes of a map [N, C, H, W], the virtual one first; None for the whole map."""
     n, _, h, w = shape
     if n * h * w >= MAX_INDEX:
         raise BnfuseError(f"sample spec '{spec.text}': a map of {list(shape)} is too large: use a smaller batch")
@@ -57,11 +57,12 @@ def parts_of(spec: LayerSample, shape: tuple[int, ...], virtual: int) -> tuple[P
 
 
 def fixed(first: int, extent: tuple[int, int, int]) -> Part:
+    """Make a part that is always at the same place: from sample `first` on, of `extent` (samples, rows, columns)."""
     return Part(Box((first, 0, 0), (first, 0, 0)), extent, drawn=False)
 
 
 def real_part(spec: LayerSample, real: tuple[int, int, int], virtual: int) -> Part:
-    """The part of the real rows: `real` are their number, height and width."""
+    """Make the part of the real rows: `real` are their number, height and width."""
     n, h, w = real
     if spec.kind == "bn":
         return fixed(virtual, real)
@@ -81,6 +82,7 @@ def real_part(spec: LayerSample, real: tuple[int, int, int], virtual: int) -> Pa
 
 
 def samples_of(spec: LayerSample, batch: int) -> int:
+    """Count the samples that a spec takes of a batch, at least 1. Raises BnfuseError where the batch has fewer."""
     if isinstance(spec.amount, int):
         if spec.amount > batch:
             raise BnfuseError(f"sample spec '{spec.text}': the batch has {batch} samples: take at most {batch}")
@@ -91,7 +93,7 @@ def samples_of(spec: LayerSample, batch: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def rectangle(h: int, w: int, ratio: Fraction) -> tuple[int, int]:
-    """Rows and columns of about ratio*h*w elements and about the map's aspect."""
+    """Choose rows and columns of about ratio*h*w elements and about the map's aspect."""
     if h > w:
         return rectangle(w, h, ratio)[::-1]
     rows = np.arange(1, h + 1)[:, None]

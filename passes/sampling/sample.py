@@ -58,15 +58,20 @@ class Placed:
 
     @property
     def operands(self) -> dict[str, ir.Value]:
+        """Give the operand that says where the part is, by its name."""
         return {"points" if self.part.extent is None else "offset": self.where}
 
     @property
     def attributes(self) -> dict[str, Any]:
+        """Give the attributes of an operator on the part."""
         return {} if self.part.extent is None else {"extent": self.part.extent}
 
 
 class Sample(ir.passes.InPlacePass):
-    """`virtual` samples are at the front of the batch already. `sampled` says afterwards what was done."""
+    """Take the statistics of BatchNorms from parts of the batch; `virtual` samples are at its front already.
+
+    `sampled` says afterwards what was done.
+    """
 
     def __init__(self, plan: SamplePlan, signature: GraphSignature, *, virtual: int = 0) -> None:
         super().__init__()
@@ -74,6 +79,7 @@ class Sample(ir.passes.InPlacePass):
         self.sampled: list[Sampled] = []
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model in place. Raises BnfuseError for a BatchNorm whose sample has one value per channel."""
         editor = Editor(model, "sample")
         places: dict[str, Box | Points] = {}
         for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
@@ -100,13 +106,14 @@ class Sample(ir.passes.InPlacePass):
 def report_of(
     node: ir.Node, spec: LayerSample, parts: tuple[Part, ...], shape: tuple[int, ...], virtual: int
 ) -> Sampled:
+    """Describe what a BatchNorm over a map [N, C, H, W] takes its statistics from."""
     n, _, h, w = shape
     elements = sum(part.elements for part in parts)
     return Sampled(node.name or "", spec.text, elements / ((n - virtual) * h * w), elements)
 
 
 def place(editor: Editor, node: ir.Node, part: Part, places: dict[str, Box | Points]) -> Placed:
-    """Where a part is: a new input of the graph, or a constant."""
+    """Make the value that says where a part is: a new input of the graph, or a constant."""
     if not part.drawn:
         assert isinstance(part.place, Box)
         return Placed(part, editor.constant(f"{node.name}/offset", np.array(part.place.low, np.int64)))
@@ -120,7 +127,7 @@ def place(editor: Editor, node: ir.Node, part: Part, places: dict[str, Box | Poi
 
 
 def record(model: ir.Model, signature: GraphSignature, places: dict[str, Box | Points]) -> None:
-    """What the graph draws, in its metadata."""
+    """Write what the graph draws into its metadata."""
     known = sampling_of(model)
     drawn = Sampling({**known.places, **places}, known.virtual)
     model.metadata_props[METADATA_KEY] = drawn.to_json()
@@ -153,6 +160,7 @@ def sample(editor: Editor, node: ir.Node, parts: list[Placed]) -> None:
 def statistics(
     editor: Editor, node: ir.Node, x: ir.Value, part: Placed, keep: dict[str, ir.Value]
 ) -> dict[str, ir.Value]:
+    """Compute mean and variance, [C] each, of one part of a map; `keep` are old values that they take over."""
     op = PLAIN_OPS["PointStatistics" if part.part.extent is None else "SampledStatistics"]
     return editor.emit(
         op, {"x": x, **part.operands}, part.attributes, keep, before=node, of=[node],
@@ -163,6 +171,10 @@ def statistics(
 def sample_gradient(
     editor: Editor, norm: ir.Node, node: ir.Node, a: ir.Value, parts: list[Placed], means: list[ir.Value]
 ) -> None:
+    """Put the halves of a sampled BatchNorm's gradient in the place of `node`.
+
+    `a` is scale/std and `means` are those of the parts, [C] each.
+    """
     of = [norm, node]
     terms = emit_terms(editor, node, a, of)
     if has_input_gradient(node):

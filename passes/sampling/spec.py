@@ -54,17 +54,17 @@ class SamplePlan:
     by_glob: tuple[tuple[str, LayerSample], ...] = ()
 
     def of(self, name: str) -> LayerSample:
-        """What holds for the BatchNorm of this name."""
+        """Give what holds for the BatchNorm of this name."""
         matching = [spec for glob, spec in self.by_glob if fnmatch.fnmatchcase(name, glob)]
         return matching[-1] if matching else self.default
 
     @property
     def virtual(self) -> int:
-        """How many virtual samples go before the batch."""
+        """Count the virtual samples that go before the batch."""
         return max(spec.virtual for spec in (self.default, *(spec for _, spec in self.by_glob)))
 
     def check_names(self, names: Iterable[str]) -> None:
-        """A glob that matches nothing is a slip of the pen."""
+        """Raise BnfuseError for a glob that matches nothing: a slip of the pen."""
         names = list(names)
         for glob, _ in self.by_glob:
             if not any(fnmatch.fnmatchcase(name, glob) for name in names):
@@ -73,7 +73,7 @@ class SamplePlan:
 
 
 def parse_plan(text: str) -> SamplePlan:
-    """The plan of a spec. Raises BnfuseError with what is wrong and what is right."""
+    """Read the plan of a spec. Raises BnfuseError with what is wrong and what is right."""
     default: LayerSample | None = None
     by_glob: list[tuple[str, LayerSample]] = []
     for item in (part.strip() for part in text.split(",")):
@@ -92,6 +92,7 @@ def parse_plan(text: str) -> SamplePlan:
 
 
 def check_virtual(plan: SamplePlan, text: str) -> None:
+    """Raise BnfuseError where layers want different numbers of virtual samples, or some beside l1bn or rbn."""
     specs = (plan.default, *(spec for _, spec in plan.by_glob))
     counts = sorted({spec.virtual for spec in specs if spec.virtual})
     if len(counts) > 1:
@@ -103,6 +104,7 @@ def check_virtual(plan: SamplePlan, text: str) -> None:
 
 
 def parse_layer(text: str) -> LayerSample:
+    """Read the spec of one layer, such as fs:1/64+vdn:2@0.5. Raises BnfuseError with what is wrong."""
     parts = text.split("+")
     virtual = [part for part in parts if part.startswith("vdn")]
     real = [part for part in parts if not part.startswith("vdn")]

@@ -48,6 +48,7 @@ class Rows:
 
     @property
     def total(self) -> int:
+        """Count all rows of the batch."""
         return self.groups * (self.virtual + self.real)
 
 
@@ -59,6 +60,7 @@ class AddVirtual(ir.passes.InPlacePass):
         self.count, self.signature, self.groups = count, signature, groups
 
     def call(self, model: ir.Model) -> FusionResult:
+        """Rewrite the model and its signature in place. Raises BnfuseError where something cannot have more rows."""
         editor = Editor(model, "virtual")
         data, labels = entry(model.graph, self.signature)
         batch = sizes(data)[0]
@@ -80,7 +82,7 @@ class AddVirtual(ir.passes.InPlacePass):
 
 
 def entry(graph: ir.Graph, signature: GraphSignature) -> tuple[ir.Value, ir.Value]:
-    """The inputs that take the images and their labels."""
+    """Find the inputs that take the images and their labels. Raises BnfuseError where they cannot have more rows."""
     inputs = {value.name: value for value in graph.inputs}
     if signature.virtual:
         raise BnfuseError(
@@ -119,7 +121,7 @@ def widen(editor: Editor, axes: dict[ir.Value, int], batch: int, total: int) -> 
 
 
 def widen_constant(editor: Editor, axes: dict[ir.Value, int], value: ir.Value, axis: int, total: int) -> None:
-    """Where values with more rows are made of a constant whose rows are alike, one with as many."""
+    """Make a constant of alike rows longer where values with more rows are made of it."""
     array = constant_of(value)
     assert array is not None
     new = editor.constant(f"{value.name}/rows", np.repeat(array.take([0], axis), total, axis))
@@ -130,7 +132,7 @@ def widen_constant(editor: Editor, axes: dict[ir.Value, int], value: ir.Value, a
 
 
 def widen_target(editor: Editor, node: ir.Node, axis: int, total: int) -> None:
-    """Where the shape that a node gives its result is a constant with the batch in it, a constant with the new one."""
+    """Make the constant that names the shape of a node's result name the new batch, where it named the old one."""
     at = SHAPE_OF[node.op_type]
     target = constant_of(node.inputs[at])
     if target is not None and target[axis] != -1:
@@ -141,6 +143,7 @@ def widen_target(editor: Editor, node: ir.Node, axis: int, total: int) -> None:
 
 
 def add_input(editor: Editor, data: ir.Value, rows: Rows) -> ir.Value:
+    """Add the graph's input of virtual samples, [rows, C, H, W], of the data's type."""
     shape = ir.Shape([rows.virtual * rows.groups, *sizes(data)[1:]])
     value = ir.Value(name=editor.fresh("virtual"), shape=shape, type=data.type)
     editor.graph.inputs.append(value)
@@ -148,7 +151,7 @@ def add_input(editor: Editor, data: ir.Value, rows: Rows) -> ir.Value:
 
 
 def interleave(editor: Editor, data: ir.Value, virtual: ir.Value, rows: Rows, *, before: ir.Node) -> None:
-    """What read the data reads the virtual samples and the data, group by group."""
+    """Let what read the data read the virtual samples and the data, group by group."""
     readers = list(data.uses())
     parts = [
         part
@@ -165,7 +168,7 @@ def interleave(editor: Editor, data: ir.Value, virtual: ir.Value, rows: Rows, *,
 
 
 def mask(editor: Editor, labels: ir.Value, rows: Rows, *, before: ir.Node) -> None:
-    """What read the labels reads marks that it ignores for the virtual rows."""
+    """Let what read the labels read marks that it ignores for the virtual rows."""
     readers = list(labels.uses())
     ignored = ignored_label([node for node, _ in readers])
     for node, index in readers:
@@ -183,7 +186,7 @@ def mask(editor: Editor, labels: ir.Value, rows: Rows, *, before: ir.Node) -> No
 
 
 def ignored_label(nodes: Sequence[ir.Node]) -> int:
-    """The label that the losses ignore already, or the usual one."""
+    """Give the label that the losses ignore already, or the usual one. Raises BnfuseError where they differ."""
     stated = {node.attributes["ignore_index"].as_int() for node in nodes if "ignore_index" in node.attributes}
     if len(stated) > 1:
         raise BnfuseError(f"the losses ignore different labels ({sorted(stated)}), so virtual ones have none: no vdn")
@@ -191,7 +194,7 @@ def ignored_label(nodes: Sequence[ir.Node]) -> int:
 
 
 def keep_real(editor: Editor, index: int, axis: int, rows: Rows) -> None:
-    """A graph output has the real rows only, under its old name."""
+    """Cut a graph output down to the real rows, under its old name."""
     output = editor.graph.outputs[index]
     name, shape = str(output.name), list(output.shape or ())
     shape[axis] = rows.real * rows.groups
@@ -208,6 +211,7 @@ def keep_real(editor: Editor, index: int, axis: int, rows: Rows) -> None:
 def real_rows(
     editor: Editor, value: ir.Value, axis: int, rows: Rows, *, after: ir.Node, before: ir.Node | None
 ) -> ir.Value:
+    """Cut the real rows out of a value that holds virtual ones too, group by group."""
     if rows.groups > 1:
         parts = split(editor, value, [rows.virtual, rows.real] * rows.groups, axis, before=before, of=after)
         return join(editor, parts[1::2], f"{value.name}/real", axis, before=before, of=after)
@@ -227,7 +231,7 @@ def split(
     before: ir.Node | None,
     of: ir.Node | None = None,
 ) -> list[ir.Value]:
-    """Consecutive parts of a value, typed; the value itself where there is one part."""
+    """Cut a value into consecutive parts, typed; the value itself where there is one part."""
     if len(lengths) == 1:
         return [value]
     given = editor.constant(f"{value.name}/rows", np.array(lengths, np.int64))
@@ -248,6 +252,7 @@ def join(
     before: ir.Node | None,
     of: ir.Node | None = None,
 ) -> ir.Value:
+    """Concatenate values along an axis, under a new name, typed."""
     (joined,) = insert(editor, "Concat", parts, 1, before=before, of=of or before, axis=axis)
     shape = list(parts[0].shape or ())
     shape[axis] = sum(part.shape[axis] for part in parts if part.shape is not None)
@@ -265,7 +270,7 @@ def insert(
     of: ir.Node | None,
     **more: int,
 ) -> list[ir.Value]:
-    """A standard node before another one, or at the end of the graph."""
+    """Insert a standard node before another one, or at the end of the graph."""
     assert of is not None
     anchor = before or of
     values = editor.standard(op, inputs, outputs, before=anchor, of=[of], **more)  # type: ignore[arg-type]
@@ -279,6 +284,6 @@ def insert(
 
 
 def record(model: ir.Model, signature: GraphSignature) -> None:
-    """The new input in the metadata: its role, and that it is drawn."""
+    """Write the new input into the metadata: its role, and that it is drawn."""
     model.metadata_props[METADATA_KEY] = signature.to_json()
     model.metadata_props[SAMPLING_KEY] = dataclasses.replace(sampling_of(model), virtual=signature.virtual).to_json()

@@ -19,9 +19,9 @@ from bnfuse.runtime.kernels.registry import KERNELS
 
 COMPILERS = {"cpu": f"{KERNELS}.cpu.tir", "cuda": f"{KERNELS}.cuda.compile"}  # what compiles a target's kernels
 
-TYPE_CHECKING = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|[ \t]*\n)+", re.M)
-IMPORT = re.compile(r"^[ \t]*(?:from (bnfuse[\w.]*) import (\([^)]*\)|[^\n]*)|import (bnfuse[\w.]*))", re.M)
-NAME = re.compile(r"^[ \t(]*(\w+)", re.M)
+TYPE_CHECKING = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|[ \t]*\n)+", re.MULTILINE)
+IMPORT = re.compile(r"^[ \t]*(?:from (bnfuse[\w.]*) import (\([^)]*\)|[^\n]*)|import (bnfuse[\w.]*))", re.MULTILINE)
+NAME = re.compile(r"^[ \t(]*(\w+)", re.MULTILINE)
 
 
 class Sources:

@@ -34,7 +34,7 @@ class SGD:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the optimiser's buffers, each as long as the parameters."""
+        """Name the optimiser's buffers, each as long as the parameters."""
         return ("momentum",) if self.momentum else ()
 
 
@@ -56,6 +56,7 @@ class AdamW:
 
     @property
     def moments(self) -> tuple[str, ...]:
+        """Name the optimiser's buffers, each as long as the parameters."""
         return ("first_moment", "second_moment")
 
 
@@ -63,22 +64,23 @@ Optimizer = SGD | AdamW
 
 
 def decays(optimizer: Optimizer, name: str) -> bool:
-    """Whether weight decay reaches this parameter."""
+    """Tell whether weight decay reaches this parameter."""
     return not any(fnmatch.fnmatchcase(name, glob) for glob in optimizer.no_decay)
 
 
 def unused_globs(optimizer: Optimizer, names: Iterable[str]) -> list[str]:
-    """Globs of `no_decay` that match no parameter: a spelling mistake, most likely."""
+    """List the globs of `no_decay` that match no parameter: a spelling mistake, most likely."""
     names = list(names)
     return [glob for glob in optimizer.no_decay if not fnmatch.filter(names, glob)]
 
 
 def to_data(optimizer: Optimizer | None) -> dict[str, Any] | None:
-    """A form that JSON takes."""
+    """Give an optimiser in a form that JSON takes."""
     return None if optimizer is None else {"kind": type(optimizer).__name__, **dataclasses.asdict(optimizer)}
 
 
 def from_data(data: dict[str, Any] | None) -> Optimizer | None:
+    """Read an optimiser that `to_data` wrote, and check it; None for None."""
     if data is None:
         return None
     fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n != "kind"}
@@ -87,13 +89,13 @@ def from_data(data: dict[str, Any] | None) -> Optimizer | None:
 
 
 def check(optimizer: Optimizer, *names: str) -> None:
-    """Raises unless these fields are in range."""
+    """Raise BnfuseError unless these fields are in range."""
     for name in names:
         check_real(f"{type(optimizer).__name__}: {name}", getattr(optimizer, name))
 
 
 def require_optimizer(given: object) -> None:
-    """Raises for anything but one of ours: torch's optimisers know nothing of a step's parameters."""
+    """Raise BnfuseError for anything but one of ours: torch's optimisers know nothing of a step's parameters."""
     if given is not None and not isinstance(given, Optimizer):
         raise BnfuseError(
             f"optimizer={type(given).__module__}.{type(given).__qualname__} is none of ours: use bnfuse.SGD(lr=...) or "

@@ -22,6 +22,7 @@ class Interval:
     last: int
 
     def meets(self, other: Interval) -> bool:
+        """Tell whether both storages are alive during some launch."""
         return self.first <= other.last and other.first <= self.last
 
 
@@ -36,7 +37,7 @@ class Placement:
 def lifetimes(
     launches: Sequence[Launch], sizes: Mapping[int, int], base: Mapping[int, int] | None = None
 ) -> list[Interval]:
-    """The intervals of the storages in `sizes` (storage -> bytes). One that no launch names is left out.
+    """Find the intervals of the storages in `sizes` (storage -> bytes). One that no launch names is left out.
 
     `base` maps a storage that is a part of another one to that one.
     """
@@ -51,7 +52,7 @@ def lifetimes(
 
 
 def place(intervals: Iterable[Interval]) -> Placement:
-    """Best fit by decreasing size. Two storages that live at the same time never overlap."""
+    """Place storages, best fit by decreasing size. Two that live at the same time never overlap."""
     placed: list[tuple[int, Interval]] = []
     for interval in sorted(intervals, key=lambda i: (-i.bytes, i.first, i.storage)):
         busy = sorted((offset, offset + aligned(o.bytes)) for offset, o in placed if o.meets(interval))
@@ -61,7 +62,10 @@ def place(intervals: Iterable[Interval]) -> Placement:
 
 
 def tightest_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
-    """Offset of the smallest gap that takes `size`, or the end. `busy` is sorted by start and may overlap."""
+    """Find the offset of the smallest gap that takes `size` bytes, or the end.
+
+    `busy` is sorted by start and may overlap.
+    """
     best: tuple[int, int] | None = None
     end = 0
     for start, stop in busy:
@@ -73,7 +77,7 @@ def tightest_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
 
 
 def lower_bound(intervals: Sequence[Interval], launches: int) -> int:
-    """The most bytes that are alive during any one launch: no placement can be smaller."""
+    """Count the most bytes that are alive during any one launch: no placement can be smaller."""
     change = [0] * (launches + 1)
     for i in intervals:
         change[i.first] += aligned(i.bytes)

@@ -45,6 +45,7 @@ class Storage:
 
     @property
     def bytes(self) -> int:
+        """Size of the storage in bytes."""
         return self.elements * np.dtype(self.dtype).itemsize
 
 
@@ -77,6 +78,7 @@ class Launch:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
+        """List the arguments that are storages, in order."""
         return tuple(a for a in self.arguments if isinstance(a, Buffer))
 
 
@@ -143,16 +145,17 @@ class Program:
     finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
 
     def phase(self, phase: Phase) -> list[Launch]:
+        """List the launches of a phase, in order."""
         return [launch for launch in self.launches if launch.phase == phase]
 
 
 def refusal(why: str) -> Program:
-    """The program in the place of an evaluation that the graph has not."""
+    """Make the program in the place of an evaluation that the graph has not."""
     return Program({}, [], [], [], {}, {}, {}, {}, {}, {}, {}, Report(), refused=why)
 
 
 def to_json(program: Program) -> str:
-    """The program without its arrays."""
+    """Write the program without its arrays."""
     fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(Program) if f.name != "initial"}
     fields["launches"] = [_launch_to_data(launch) for launch in program.launches]
     fields["storages"] = [dataclasses.astuple(s) for s in program.storages]
@@ -164,7 +167,7 @@ def to_json(program: Program) -> str:
 
 
 def from_json(text: str, initial: dict[int, np.ndarray]) -> Program:
-    """The inverse of `to_json`."""
+    """Read what `to_json` wrote. Raises BnfuseError for anything else."""
     try:
         data = json.loads(text)
         data["launches"] = [_launch_from_data(item) for item in data["launches"]]
@@ -214,5 +217,5 @@ def _launch_from_data(data: list[Any]) -> Launch:
 
 
 def aligned(size: int) -> int:
-    """Bytes, rounded up to the alignment of a storage."""
+    """Round bytes up to the alignment of a storage."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -25,7 +25,8 @@ def texts() -> list[Path]:
 
 def blocks(document: str, language: str = "") -> list[str]:
     """The code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / document).read_text(encoding="utf-8"), re.DOTALL | re.M)
+    text = (DOCS / document).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def printed(capsys, command: str) -> list[str]:
@@ -37,7 +38,7 @@ def printed(capsys, command: str) -> list[str]:
 def test_the_exploration_of_the_squeeze_ratio(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (shown,) = [block for block in blocks("design-space.md") if block.startswith("$ cat published.csv")]
-    _, published, explored = re.split(r"^\$ ", shown, flags=re.M)
+    _, published, explored = re.split(r"^\$ ", shown, flags=re.MULTILINE)
     (tmp_path / "published.csv").write_text(published.split("\n", 1)[1])
     command, table = explored.split("\n", 1)
     assert printed(capsys, command) == table.splitlines()
@@ -71,7 +72,7 @@ def test_what_is_generated_is_what_its_program_writes(name):
 def test_decisions_are_numbered_in_the_order_of_their_dates():
     text = (DOCS / "decisions.md").read_text(encoding="utf-8")
     found = DOCUMENTS.DECISION.findall(text)
-    assert len(found) == len(re.findall(r"^## ", text, re.M)) > 50
+    assert len(found) == len(re.findall(r"^## ", text, re.MULTILINE)) > 50
     assert [(anchor, number) for anchor, number, _, _ in found] == [
         (f"d{i}", f"D{i}") for i in range(1, len(found) + 1)
     ]
@@ -80,14 +81,14 @@ def test_decisions_are_numbered_in_the_order_of_their_dates():
 
 
 def test_every_paper_that_is_cited_is_in_the_bibliography():
-    known = set(re.findall(r"^## ([A-Z][a-z]+\d\d)$", (DOCS / "papers.md").read_text(encoding="utf-8"), re.M))
+    known = set(re.findall(r"^## ([A-Z][a-z]+\d\d)$", (DOCS / "papers.md").read_text(encoding="utf-8"), re.MULTILINE))
     cited = {}
     for file in texts():
         text = file.read_text(encoding="utf-8")
         cited.update(dict.fromkeys(re.findall(CITATION, text), file))
         if file.suffix == ".md":
             used = set(re.findall(CITATION + "(?!:)", text))
-            defined = dict(re.findall(rf"^{CITATION}: (\S+)$", text, re.M))
+            defined = dict(re.findall(rf"^{CITATION}: (\S+)$", text, re.MULTILINE))
             assert used == set(defined), f"{file}: {used ^ set(defined)} (a link definition for each citation)"
             for key, target in defined.items():
                 place, anchor = target.split("#")

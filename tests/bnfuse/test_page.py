@@ -297,7 +297,8 @@ def test_text_stands_out_from_what_is_behind_it():
     """WCAG 2 AA, 4.5 to 1, in both schemes."""
     style = resources.files("bnfuse.diffing.page").joinpath("page.css").read_text()
     schemes = [
-        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.S)
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     ]
     assert len(schemes) == 2
     for scheme in schemes:

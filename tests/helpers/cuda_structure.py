@@ -16,7 +16,7 @@ ACCESS = re.compile(  # of a parameter's memory: as a vector, as another type, a
     r"|\(\((?P<cast>\w+)\*\)(?P<b>[a-zA-Z]\w*)_ptr\)\["
     r"|(?<!&\()\b(?P<c>[a-zA-Z]\w*)_ptr\["
 )
-HELPER = re.compile(r"__device__ [\w ]+? \**(tvm_builtin_\w+)\([^)]*\) \{\n(.*?)\n\}", re.S)
+HELPER = re.compile(r"__device__ [\w ]+? \**(tvm_builtin_\w+)\([^)]*\) \{\n(.*?)\n\}", re.DOTALL)
 CALLED = re.compile(r"\b(tvm_builtin_\w+|__fmaf_rn)\(")
 
 
@@ -43,7 +43,7 @@ def describe(kernel: Kernel, stage: Stage, source: str) -> Iterator[str]:
 
 def body_of(source: str, symbol: str) -> str:
     """The definition of a device function, without its head."""
-    found = re.search(rf"\b{symbol}\([^)]*\) \{{\n(.*?)\n\}}", source, re.S)
+    found = re.search(rf"\b{symbol}\([^)]*\) \{{\n(.*?)\n\}}", source, re.DOTALL)
     assert found, symbol
     return found[1]
 

@@ -113,8 +113,10 @@ class Pipeline:
         lines = (
             f"period {duration(self.period_s)}: {self.bottleneck.name} ({self.bottleneck.unit}) is the longest stage",
             f"longest Conv/FC stage {duration(self.reram_s)}, longest BatchNorm {duration(self.gpu_s)} ({ratio:.2f} x)",
-            f"{number(self.used_crossbars)} of {number(self.crossbars)} crossbars hold something, "
-            f"{number(self.kept_crossbars)} of them maps for the backward pass",
+            (
+                f"{number(self.used_crossbars)} of {number(self.crossbars)} crossbars hold something, "
+                f"{number(self.kept_crossbars)} of them maps for the backward pass"
+            ),
             f"{number(self.instructions)} GPU instructions an image",
             f"batch of {self.assumptions.batch}: {duration(self.step_s)}, {self.depth} stages deep",
         )

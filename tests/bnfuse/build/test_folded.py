@@ -170,8 +170,10 @@ def test_dropout_of_a_network_in_evaluation_mode_is_told(forward):
     norm = norm_of_module("d", "y", ["s", "b", "m", "v"], "bn")
     built = build(network(forward, [copied, norm]), train_bn=True)
     assert built.warnings == (
-        "the network was exported in evaluation mode, without its Dropouts (drop): export net.train() to have them "
-        "trained with",
+        (
+            "the network was exported in evaluation mode, without its Dropouts (drop): export net.train() to have them "
+            "trained with"
+        ),
     )
     for entry in norm.metadata_props:
         entry.value = entry.value.replace("_no_training", "_functional")

@@ -56,8 +56,10 @@ def test_what_was_repaired_in_light_densenet121_is_told():
         "converted from opset 9 to 17",
         "121 BatchNormalization nodes made to train (the file's opset has no training_mode that would freeze them)",
         "merged the Mul and Add after 121 BatchNormalization nodes into their scale and bias",
-        "filled 598 parameters that the file has no values for "
-        "(conv1_w_0, conv2_1/x1_w_0, conv2_1/x2/bn_scale_0 and 595 more; seed 5)",
+        (
+            "filled 598 parameters that the file has no values for "
+            "(conv1_w_0, conv2_1/x1_w_0, conv2_1/x2/bn_scale_0 and 595 more; seed 5)"
+        ),
         "flattened the output 'fc6_1' to [batch, classes]",
     )
 

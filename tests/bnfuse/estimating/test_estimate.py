@@ -235,8 +235,8 @@ def test_the_text_names_totals_types_and_the_longest_layers():
     ("make", "message"),
     [
         (lambda: Assumptions(mac_operations=0), "mac_operations=0 is out of range"),
-        (lambda: Assumptions(prefetch="soon"), "prefetch=soon is unknown: it is latency or next or none"),  # type: ignore
-        (lambda: Passes(sums="later"), "sums=later is unknown: it is consumer or layer"),  # type: ignore
+        (lambda: Assumptions(prefetch="soon"), "prefetch=soon is unknown: it is latency or next or none"),  # type: ignore[union-attr, arg-type]
+        (lambda: Passes(sums="later"), "sums=later is unknown: it is consumer or layer"),  # type: ignore[union-attr, arg-type]
         (lambda: Passes(norm_sweeps=0), "norm_sweeps=0 is out of range"),
     ],
 )
