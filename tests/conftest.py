@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import types
@@ -14,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from slowest_first import SlowestFirst
 from source_files import load
 
 HERE = Path(__file__).resolve().parent
@@ -24,6 +26,7 @@ DESELECTED = pytest.StashKey[dict[str, int]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden texts instead of comparing")
+    parser.addoption("--update-slowest", action="store_true", help="rewrite tests/slowest_first.txt from this run")
 
 
 def chromium() -> str | None:
@@ -80,7 +83,10 @@ class Workers:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Kernels of tests are kept in a folder that the workers share and later runs find, which is not the user's own."""
+    os.environ.setdefault("BNFUSE_CACHE", str(config.rootpath / ".pytest_cache" / "kernels"))
     config.pluginmanager.register(Workers())
+    config.pluginmanager.register(SlowestFirst())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

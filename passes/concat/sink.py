@@ -123,7 +123,7 @@ def sink(editor: Editor, concat: ir.Node, branches: list[Branch], split: ir.Node
     def joined(name: str, ops: list[Op]) -> ir.Value:
         values = [op.operands[name] for op in ops]
         (value,) = editor.standard("Concat", values, 1, before=concat, of=nodes, axis=0)
-        value.shape, value.type = ir.Shape([sum(int(v.shape[0]) for v in values)]), values[0].type  # type: ignore[union-attr, arg-type]
+        value.shape, value.type = ir.Shape([sum(sizes(v)[0] for v in values)]), values[0].type
         return value
 
     y = concat.outputs[0]
