@@ -29,7 +29,7 @@ import onnx
 
 from bnfuse import api
 from bnfuse.build.named import build_model
-from bnfuse.runtime.session import read_safetensors
+from bnfuse.core.tensor_files import read_safetensors
 
 TIMES = ("seconds", "images_per_second", "duration", "time", "start", "elapsed", "compile_seconds")
 START_UP = 0.3  # share of the kills that fall before the work

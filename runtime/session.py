@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from bnfuse.core.errors import BnfuseError, UnknownAttributeError
 from bnfuse.core.files import write_atomically
 from bnfuse.core.ranges import check_real, check_whole
+from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.draws import Draws, PerChannel
@@ -397,7 +397,7 @@ class Step(Exclusive):
     @alone
     def load(self, path: str | pathlib.Path) -> None:
         """Read what `save` wrote. The optimiser starts anew where the file has no state, or that of another one."""
-        tensors, metadata = read_safetensors(pathlib.Path(path))
+        tensors, metadata = read_safetensors(path)
         steps = metadata.get(STEP_KEY, "0")
         if not (steps.isascii() and steps.isdigit() and len(steps) < 16):
             raise BnfuseError(
@@ -450,12 +450,3 @@ class Step(Exclusive):
     def compiled(self) -> tuple[Compiled, Compiled]:
         """The programs of training and of evaluation with their code."""
         return self._compiled
-
-
-def read_safetensors(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors and metadata of a file."""
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError) as error:
-        raise BnfuseError(f"{path}: no checkpoint in safetensors form ({str(error).splitlines()[0]})") from None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from bnfuse.analysis.match import label, sources
-from bnfuse.analysis.work import shape
+from bnfuse.graph.values import declared_shape
 
 HALVES = ("/statistics", "/finalize")  # what splitting a BatchNorm puts behind its name
 
@@ -51,7 +51,7 @@ def own_names(node: ir.Node) -> list[str]:
 def maps_of(node: ir.Node) -> list[ir.Value]:
     """The feature maps that a node reads or writes, each once."""
     values = dict.fromkeys((*node.inputs, *node.outputs))
-    return [value for value in values if value is not None and len(shape(value)) >= 4]
+    return [value for value in values if value is not None and len(declared_shape(value)) >= 4]
 
 
 def layer_name(layer: ir.Node) -> str:

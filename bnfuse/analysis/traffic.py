@@ -14,6 +14,7 @@ import onnx_ir as ir
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.analysis.provenance import CONCATS
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES, SPLITS, Touched, maps_touched
 
@@ -65,13 +66,6 @@ def flow_of(node: ir.Node, touched: Touched) -> Flow:
     if node.op_type in VIEWS and node.domain != DOMAIN:
         return Flow(size, len(touched), size, len(touched))
     return Flow(size, len(touched))
-
-
-def static_shape(value: ir.Value) -> tuple[int, ...] | None:
-    """The shape, where every dimension is known."""
-    if value.shape is None or not all(isinstance(d, int) for d in value.shape):
-        return None
-    return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
 
 
 def forward_nodes(graph: TrainingGraph) -> set[ir.Node]:

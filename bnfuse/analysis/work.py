@@ -8,10 +8,10 @@ shows as bytes.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import onnx_ir as ir
 
+from bnfuse.graph.values import declared_shape
 from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, PlainOp, find, parse
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
@@ -34,14 +34,14 @@ def flops(node: ir.Node) -> int:
         results = results_of(node)
         return conv_flops(operand(node, "dy", 0), weight_of(node)) * results
     if core in ("MaxPool", "AveragePool"):
-        return math.prod(shape(node.outputs[0])) * math.prod(node.attributes["kernel_shape"].as_ints())
+        return math.prod(declared_shape(node.outputs[0])) * math.prod(node.attributes["kernel_shape"].as_ints())
     if core == "GlobalAveragePool":
-        return math.prod(shape(operand(node, "x", 0)))
+        return math.prod(declared_shape(operand(node, "x", 0)))
     if core == "Gemm":
-        a, transposed = shape(node.inputs[0]), bool(integer(node, "transA"))
-        return 2 * math.prod(shape(node.outputs[0])) * a[0 if transposed else 1]
+        a, transposed = declared_shape(node.inputs[0]), bool(node.attributes.get_int("transA", 0))
+        return 2 * math.prod(declared_shape(node.outputs[0])) * a[0 if transposed else 1]
     if core == "MatMul":
-        return 2 * math.prod(shape(node.outputs[0])) * shape(node.inputs[0])[-1]
+        return 2 * math.prod(declared_shape(node.outputs[0])) * declared_shape(node.inputs[0])[-1]
     return 0
 
 
@@ -76,34 +76,10 @@ def conv_flops(output: ir.Value | None, weight: ir.Value | None) -> int:
     """2 x output elements x weight elements per output channel: the same for the forward and each gradient."""
     if output is None or weight is None:
         return 0
-    w = shape(weight)
-    dims = shape(output)
+    w = declared_shape(weight)
+    dims = declared_shape(output)
     pixels = math.prod((dims[0], *dims[2:]))
     return 2 * pixels * math.prod(w)
-
-
-def shape(value: ir.Value | None) -> list[Any]:
-    if value is None or value.shape is None:
-        return []
-    return [d if isinstance(d, int) else str(d) for d in value.shape]
-
-
-def elements(value: ir.Value) -> int:
-    dims = shape(value)
-    return math.prod(dims) if all(isinstance(d, int) for d in dims) else 0
-
-
-def size_in_bytes(value: ir.Value) -> int:
-    return elements(value) * (value.dtype or ir.DataType.FLOAT).bitwidth // 8
-
-
-def integer(node: ir.Node, name: str) -> int:
-    attr = node.attributes.get(name)
-    return attr.as_int() if attr is not None else 0
-
-
-def describe(value: ir.Value) -> str:
-    return f"{(value.dtype or ir.DataType.FLOAT).name.lower()}[{', '.join(map(str, shape(value)))}]"
 
 
 def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[tuple[ir.Value, int]]:
@@ -129,8 +105,3 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
 
 def adds(op: OpSpec) -> bool:
     return bool({"Add", "AddNormalized", "AddGradient"} & {*op.prologue, *op.epilogue})
-
-
-def integers(node: ir.Node, name: str) -> tuple[int, ...]:
-    attr = node.attributes.get(name)
-    return tuple(attr.as_ints()) if attr is not None else ()

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from bnfuse.baselines.names import import_torch
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 
 Convert = Callable[["Writer", ir.Node], Any]
@@ -163,8 +164,9 @@ class Writer:
         return array.reshape(-1).tolist()
 
     def shape(self, node: ir.Node, value: ir.Value | None) -> tuple[int, ...]:
-        if value is not None and value.shape is not None and all(isinstance(d, int) for d in value.shape):
-            return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
+        found = static_shape(value)
+        if found is not None:
+            return found
         raise self.error(node, f"reads or writes '{value and value.name}', whose shape is not known. Build it anew.")
 
     # Names and errors

@@ -13,10 +13,10 @@ from pathlib import Path
 import onnx
 
 from bnfuse.core.ranges import check_whole
+from bnfuse.graph.shapes import complete_shapes
 
 from .forward import read_forward
 from .repair import repair
-from .shapes import complete_shapes
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
 from .traps import check_forward, choose_logits
 from .uncompiled import note_uncompiled

@@ -10,7 +10,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from .graph import Forward, attributes, fresh, remove_attributes, set_attribute
+from bnfuse.graph.protos import attributes, fresh, remove_attributes, set_attribute
+
+from .graph import Forward
 from .pools import window_pads
 
 WINDOWED = ("Conv", "MaxPool", "AveragePool")

@@ -19,14 +19,8 @@ from onnx.reference import ReferenceEvaluator
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.io import check_sizes, read_proto
-from bnfuse.graph.signature import METADATA_KEY
-from bnfuse.graph.wellformed import check_functions
-from bnfuse.opset.result_size import result_elements
-
-from .canonical import fit_reshapes_to_batch, split_of_sequence
-from .graph import (
+from bnfuse.graph.protos import (
     LARGE,
-    Forward,
     adopt_graph,
     attributes,
     element_count,
@@ -35,6 +29,12 @@ from .graph import (
     typed_values,
     without_large_values,
 )
+from bnfuse.graph.signature import METADATA_KEY
+from bnfuse.graph.wellformed import check_functions
+from bnfuse.opset.result_size import result_elements
+
+from .canonical import fit_reshapes_to_batch, split_of_sequence
+from .graph import Forward
 from .old_batch_norms import TRAINING_MODE
 from .pools import POOLS, fault_of, settle_ceil
 

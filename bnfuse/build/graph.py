@@ -1,11 +1,9 @@
-"""Small helpers on onnx protobufs that the build shares."""
+"""A forward model while it is repaired: its graph, names and neighbours, and what is said of it."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import onnx
@@ -13,6 +11,7 @@ from onnx import numpy_helper
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.drawing import FED, LIKE
+from bnfuse.graph.protos import fresh, shapes_of
 
 
 @dataclasses.dataclass
@@ -106,96 +105,3 @@ class Forward:
                 existing.CopyFrom(tensor)
                 return
         self.graph.initializer.append(tensor)
-
-
-LARGE = 1 << 12  # elements; shape arithmetic never needs the values of a tensor that large
-
-
-def without_large_values(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which large initializers are graph inputs: what inference and conversion see of them is their shape."""
-    light = onnx.ModelProto()
-    for field, value in model.ListFields():
-        if field.name != "graph":
-            _copy_field(light, field.name, value)
-    for field, value in model.graph.ListFields():
-        if field.name != "initializer":
-            _copy_field(light.graph, field.name, value)
-    for tensor in model.graph.initializer:
-        if element_count(tensor.dims) < LARGE:
-            light.graph.initializer.append(tensor)
-        else:
-            light.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    return light
-
-
-def _copy_field(message, name: str, value) -> None:
-    target = getattr(message, name)
-    if hasattr(target, "extend"):
-        target.extend(value)
-    elif hasattr(target, "CopyFrom"):
-        target.CopyFrom(value)
-    else:
-        setattr(message, name, value)
-
-
-def adopt_graph(model: onnx.ModelProto, light: onnx.ModelProto) -> None:
-    """Everything of `light`, with the large initializers that the model has and `light` lists as inputs."""
-    large = [tensor for tensor in model.graph.initializer if element_count(tensor.dims) >= LARGE]
-    names = {tensor.name for tensor in large}
-    inputs = [value for value in light.graph.input if value.name not in names]
-    del light.graph.input[:]
-    light.graph.input.extend(inputs)
-    light.graph.initializer.extend(large)
-    model.CopyFrom(light)
-
-
-def fresh(name: str, taken: set[str]) -> str:
-    candidate, number = name, 0
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate
-
-
-def attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
-
-
-def set_attribute(node: onnx.NodeProto, name: str, value: object) -> None:
-    remove_attributes(node, {name})
-    node.attribute.append(onnx.helper.make_attribute(name, value))
-
-
-def remove_attributes(node: onnx.NodeProto, names: set[str]) -> None:
-    kept = [attr for attr in node.attribute if attr.name not in names]
-    del node.attribute[:]
-    node.attribute.extend(kept)
-
-
-def static_shape(value: onnx.ValueInfoProto) -> list[int] | None:
-    """The shape where every dimension is a number, else None."""
-    kind = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
-        return None
-    dims = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim]
-    return None if any(dim < 0 for dim in dims) else dims
-
-
-def typed_values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    yield from graph.input
-    yield from graph.value_info
-    yield from graph.output
-
-
-def shapes_of(graph: onnx.GraphProto) -> dict[str, list[int] | None]:
-    """Static shapes by tensor name; None where a dimension is unknown."""
-    shapes: dict[str, list[int] | None] = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
-    for value in typed_values(graph):
-        shape = static_shape(value)
-        if shape is not None or value.name not in shapes:
-            shapes[value.name] = shape
-    return shapes
-
-
-def element_count(shape: Iterable[int]) -> int:
-    return math.prod(shape)

@@ -14,9 +14,10 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from bnfuse.core.text import some
+from bnfuse.graph.protos import attributes
 from bnfuse.models.initial import kaiming
 
-from .graph import Forward, attributes
+from .graph import Forward
 from .variables import matches
 
 LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import onnx
 
-from .graph import Forward, attributes, remove_attributes
+from bnfuse.graph.protos import attributes, remove_attributes
+
+from .graph import Forward
 
 TRAINING_MODE = 14  # the first opset in which a BatchNormalization says that it trains
 OBSOLETE = {"spatial", "is_test", "consumed_inputs"}

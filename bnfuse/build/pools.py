@@ -13,8 +13,9 @@ from __future__ import annotations
 import onnx
 
 from bnfuse.core.windows import POOLS, axes_of, is_miscounted, why_not
+from bnfuse.graph.protos import attributes, remove_attributes, set_attribute, shapes_of, without_large_values
 
-from .graph import Forward, attributes, remove_attributes, set_attribute, shapes_of, without_large_values
+from .graph import Forward
 
 
 def settle_ceil(forward: Forward) -> None:

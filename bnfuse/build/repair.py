@@ -16,6 +16,7 @@ import onnx
 from onnx import numpy_helper
 
 from bnfuse.core.text import some
+from bnfuse.graph.protos import attributes, fresh, set_attribute
 
 from .canonical import (
     add_of_sum,
@@ -27,7 +28,7 @@ from .canonical import (
 )
 from .folded import refuse_lost_batch_norms, warn_of_lost_dropout
 from .forward import check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
-from .graph import Forward, attributes, fresh, set_attribute
+from .graph import Forward
 from .initial_values import fill
 from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms

@@ -24,9 +24,10 @@ import onnx
 from onnx import helper, numpy_helper
 
 from bnfuse.graph.drawing import one_number
+from bnfuse.graph.protos import attributes, fresh
 
 from .forward import element_types, fold_constants, infer_shapes, raise_opset
-from .graph import Forward, attributes, fresh
+from .graph import Forward
 
 
 class Writer:

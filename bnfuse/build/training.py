@@ -17,10 +17,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.protos import attributes, fresh, set_attribute
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 from bnfuse.ort.process import OrtError, borrowed
 
-from .graph import Forward, attributes, fresh, set_attribute
+from .graph import Forward
 from .traps import WITHOUT_LOSS, builder_error
 
 NOTES_KEY = "bnfuse.notes"

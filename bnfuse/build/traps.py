@@ -12,9 +12,10 @@ from onnx import TensorProto
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.windows import POOLS
+from bnfuse.graph.protos import attributes, element_count, static_shape
 from bnfuse.graph.signature import LOSSES
 
-from .graph import Forward, attributes, element_count, static_shape
+from .graph import Forward
 from .pools import fault_of
 
 SUPPORTED = (

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, first_line
+from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.exporting.expand import Expansion
 from bnfuse.exporting.rows import whole_rows
 from bnfuse.graph.io import save
@@ -149,17 +149,10 @@ def opened(source: Any, **signature: Any) -> tuple[TrainingGraph, dict[str, np.n
 
 
 def read_state(state: Mapping[str, np.ndarray] | str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Give the values by name, of a checkpoint's file without those of the optimiser."""
     if isinstance(state, Mapping):
         return dict(state)
-    import safetensors
-
-    path = Path(state)
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            names = [name for name in file.keys() if not name.startswith(MOMENTS)]  # noqa: SIM118
-            return {name: file.get_tensor(name) for name in names}
-    except (OSError, safetensors.SafetensorError) as error:
-        raise BnfuseError(f"{path}: no checkpoint in safetensors form ({str(error).splitlines()[0]})") from None
+    return read_safetensors(state, lambda name: not name.startswith(MOMENTS))[0]
 
 
 def checked_state(state: dict[str, np.ndarray], own: Mapping[str, np.ndarray], file: str) -> dict[str, np.ndarray]:

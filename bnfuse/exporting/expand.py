@@ -19,6 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.graph.constants import evaluate
 from bnfuse.opset import reference
 from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
 
@@ -86,12 +87,7 @@ class Expansion:
 
     def _fold(self, node: ir.Node) -> None:
         inputs = [self.constants[value] if value is not None else None for value in node.inputs]
-        if node.domain == DOMAIN:
-            results = self._fold_own(node, inputs)
-        else:
-            proto = ir.to_proto(node)
-            proto.input[:] = [f"i{k}" if value is not None else "" for k, value in enumerate(node.inputs)]
-            results = self._evaluate(node, proto, {f"i{k}": x for k, x in enumerate(inputs) if x is not None})
+        results = (self._fold_own if node.domain == DOMAIN else self._evaluate)(node, inputs)
         for value, result in zip(node.outputs, results, strict=False):
             self.constants[value] = result
         self._follow_norms(node)
@@ -104,25 +100,17 @@ class Expansion:
         found = reference.run(op, operands, {name: node.attributes[name].value for name in op.attributes})
         return [found[name] for name in op.results]
 
-    def _evaluate(self, node: ir.Node, proto: onnx.NodeProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """One standard node, by onnx's reference."""
-        from onnx.reference import ReferenceEvaluator
-
-        if proto.domain not in ("", "ai.onnx"):
+    def _evaluate(self, node: ir.Node, inputs: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """One standard node."""
+        if node.domain not in ("", "ai.onnx"):
             raise self._unknown(node)
-        outputs = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.UNDEFINED, None) for n in proto.output if n]
-        infos = [
-            onnx.helper.make_tensor_value_info(k, onnx.helper.np_dtype_to_tensor_dtype(v.dtype), v.shape)
-            for k, v in feeds.items()
-        ]
-        graph = onnx.helper.make_graph([proto], "constant", infos, outputs)
-        imports = [onnx.helper.make_opsetid("", self.opset)]
         try:
-            results = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)
+            return evaluate(node, inputs, self.opset, self.file)
+        except BnfuseError:
+            raise
         except Exception as error:
             what = f"cannot be computed from constants: {error}"
             raise at_node(node.name or "", node.op_type, " ".join(what.split())[:200], file=self.file) from None
-        return [np.asarray(result) for result in results]
 
     def _follow_norms(self, node: ir.Node) -> None:
         """Which BatchNorms the coefficients a and b are of, also where they are concatenated."""

@@ -19,10 +19,9 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.shapes import complete_shapes
 from bnfuse.graph.signature import LOSSES
 from bnfuse.ort.process import OrtError, borrowed
-
-from .shapes import complete_shapes
 
 ACCUMULATOR = "InPlaceAccumulatorV2"
 LOSS_STEP = re.compile(r"onnx::.*::\d+$")  # the tensors of its own losses

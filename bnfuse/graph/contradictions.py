@@ -7,13 +7,13 @@ statistics it reads. In a damaged file either can be false, and then what comes 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import onnx
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.core.windows import axes_of
+from bnfuse.graph.protos import attributes, shapes_of, static_shape
 from bnfuse.opset.schemas import register_for, without_state
 from bnfuse.opset.spec import DOMAIN
 
@@ -40,7 +40,8 @@ def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str
         reason = check(node, makers, shapes) if check is not None else None
         if reason is not None:
             raise at_node(node.name, node.op_type, f"{reason}: the graph is damaged. Build it anew.", file=file)
-    return {} if inferred is None else static_shapes_of(inferred.graph.output)
+    outputs = () if inferred is None else inferred.graph.output
+    return {value.name: shape for value in outputs if (shape := static_shape(value)) is not None}
 
 
 def check_declared(model: onnx.ModelProto, file: str | None) -> onnx.ModelProto | None:
@@ -70,17 +71,8 @@ def check_declared(model: onnx.ModelProto, file: str | None) -> onnx.ModelProto 
 
 
 def static_shapes(graph: onnx.GraphProto) -> dict[str, list[int]]:
-    held = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
-    return held | static_shapes_of((*graph.input, *graph.output, *graph.value_info))
-
-
-def static_shapes_of(values: Iterable[onnx.ValueInfoProto]) -> dict[str, list[int]]:
-    found = {}
-    for value in values:
-        dims = value.type.tensor_type.shape.dim
-        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-            found[value.name] = [dim.dim_value for dim in dims]
-    return found
+    """List the shapes of all values of which every dimension is known."""
+    return {name: shape for name, shape in shapes_of(graph).items() if shape is not None}
 
 
 def _batch_norm_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
@@ -113,7 +105,7 @@ def _batch_norm_forward(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProt
 
 def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Its window makes of x a map of dy's shape."""
-    given = _attributes(node)
+    given = attributes(node)
     dy, x, weight = (shapes.get(name) for name in node.input[:3])
     if dy is None or x is None or weight is None or given.get("auto_pad", b"NOTSET") not in (b"NOTSET", b""):
         return None
@@ -135,7 +127,7 @@ def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
 
 def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """The pieces are those of the concatenation whose lengths it reads, along the same axis."""
-    whole, axis = shapes.get(node.input[0]), _attributes(node).get("axis", 0)
+    whole, axis = shapes.get(node.input[0]), attributes(node).get("axis", 0)
     if whole is None:
         return None
     if not -len(whole) <= axis < len(whole):
@@ -143,7 +135,7 @@ def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: S
     pieces = [shapes.get(name) for name in node.output]
     concat = makers.get(node.input[1]) if len(node.input) > 1 else None
     if concat is not None and concat.op_type == "ConcatTraining":
-        theirs = _attributes(concat).get("axis", 1) % len(whole)
+        theirs = attributes(concat).get("axis", 1) % len(whole)
         if theirs != axis % len(whole):
             return f"splits along axis {axis}, and the lengths are those of '{concat.name}', along axis {theirs}"
         if len(concat.input) != len(node.output):
@@ -193,13 +185,9 @@ def _matrix_product(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], 
     a, b = (shapes.get(name) for name in node.input[:2])
     if a is None or b is None or len(a) != 2 or len(b) != 2:
         return None
-    given = _attributes(node)
+    given = attributes(node)
     ours, theirs = a[0 if given.get("transA") else 1], b[1 if given.get("transB") else 0]
     return None if ours == theirs else f"multiplies {list(a)} and {list(b)}, whose inner sizes are {ours} and {theirs}"
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {attr.name: onnx.helper.get_attribute_value(attr) for attr in node.attribute}
 
 
 TRAINING_CHECKS = {

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.sampling import Random
+from bnfuse.graph.values import static_shape
 
 DROPOUTS = frozenset({"Dropout", "BiasDropout", "BitmaskDropout"})
 FED = frozenset({"RandomUniform", "RandomUniformLike", "RandomNormal", "RandomNormalLike", "Bernoulli"})
@@ -106,25 +107,17 @@ def type_of(node: ir.Node, file: str | None) -> tuple[list[int], ir.DataType]:
     """Shape and type of what a node draws."""
     operand = node.inputs[0] if node.op_type in LIKE and node.inputs else None
     like: ir.DataType | None = ir.DataType.FLOAT
-    sizes: list[int] | None = list(node.attributes.get_ints("shape", []))
+    sizes: tuple[int, ...] | None = tuple(node.attributes.get_ints("shape", []))
     if node.op_type in LIKE:
-        sizes, like = fixed(operand), operand.dtype if operand is not None else None
-    sizes = fixed(node.outputs[0]) if sizes is None else sizes
+        sizes, like = static_shape(operand), operand.dtype if operand is not None else None
+    sizes = static_shape(node.outputs[0]) if sizes is None else sizes
     if sizes is None or any(size < 0 for size in sizes):
         raise refusal(node, "draws values of no fixed shape. Build the graph with --batch.", file)
     number = node.attributes.get_int("dtype", 0)
     dtype = ir.DataType(number) if number else like or node.outputs[0].dtype
     if dtype is None or (dtype not in FLOATS and node.op_type != "Bernoulli"):
         raise refusal(node, f"draws values of the type {dtype}: let it draw floats", file)
-    return sizes, dtype
-
-
-def fixed(value: ir.Value | None) -> list[int] | None:
-    """The sizes of a value, where they are known."""
-    if value is None or value.shape is None:
-        return None
-    sizes = [size for size in value.shape if isinstance(size, int)]
-    return sizes if len(sizes) == len(value.shape) else None
+    return list(sizes), dtype
 
 
 def distribution_of(node: ir.Node) -> Random | None:
@@ -164,7 +157,7 @@ Drawn = Callable[[int], dict[str, np.ndarray]]  # of a step's number
 def drawer(model: ir.Model, random: dict[str, Random], seed: int) -> Drawn:
     """Draws what a separated model is fed with."""
     types = {
-        value.name: (fixed(value) or [], np.dtype(value.dtype.numpy()).name)
+        value.name: (list(static_shape(value) or ()), np.dtype(value.dtype.numpy()).name)
         for value in model.graph.inputs
         if value.name in random and value.dtype is not None
     }

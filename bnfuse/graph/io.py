@@ -288,27 +288,3 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
             f"{os.fspath(path)}: the model is larger than 2 GiB, the most that one ONNX file holds"
         ) from None
     write_atomically(Path(path), data)
-
-
-def require_training(model: ir.Model) -> None:
-    """Raises unless the model is a training graph with static shapes and values for its variables."""
-    file = file_of(model)
-    signature = signature_of(model)
-    inputs = {value.name: value for value in model.graph.inputs}
-    for name in (*signature.data, *signature.labels):
-        value = inputs[name]
-        if value.shape is None or not all(isinstance(dim, int) for dim in value.shape):
-            raise BnfuseError(f"{file}: input '{name}' has no static shape ({value.shape}): build it with --batch N")
-    initializers = model.graph.initializers
-    for name in (*signature.trainable, *signature.frozen, *signature.running):
-        if name not in initializers or initializers[name].const_value is None:
-            raise BnfuseError(f"{file}: input '{name}' has no initial value: pass --checkpoint with its values")
-    for node in model.graph:
-        for value in node.outputs:
-            if value.name and (value.shape is None or not all(isinstance(dim, int) for dim in value.shape)):
-                raise at_node(
-                    node.name or "",
-                    node.op_type,
-                    f"gives '{value.name}', whose shape is not known: build it anew.",
-                    file=file,
-                )

@@ -18,18 +18,9 @@ from bnfuse.analysis.executed import require_fixed_shapes
 from bnfuse.analysis.match import label
 from bnfuse.analysis.owners import owners
 from bnfuse.analysis.traffic import forward_nodes, node_maps
-from bnfuse.analysis.work import (
-    POOLS,
-    batch_norm_part,
-    core_of,
-    describe,
-    elements,
-    flops,
-    integers,
-    shape,
-    size_in_bytes,
-)
+from bnfuse.analysis.work import POOLS, batch_norm_part, core_of, flops
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.graph.values import declared_shape, describe, elements, size_in_bytes
 from bnfuse.inspecting.result import Inspection, Layer
 
 UNOWNED = "(other gradients)"
@@ -55,7 +46,7 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
         row = Layer(
             name=label(node),
             op=node.op_type,
-            output_shape=tuple(shape(maps[0])) if maps else (),
+            output_shape=tuple(declared_shape(maps[0])) if maps else (),
             output_bytes=sum(size_in_bytes(v) for v in maps),
             parameters=sum(elements(v) for v in mine),
             parameter_bytes=sum(size_in_bytes(v) for v in mine),
@@ -64,7 +55,7 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
             input_bytes=sum(size_in_bytes(v) for v in activations_read(node, graph)),
             **traffic([node], owned[node], graph),
             kernel_shape=kernel_shape(node),
-            strides=integers(node, "strides"),
+            strides=tuple(node.attributes.get_ints("strides", ())),
         )
         rows.append(row)
     rest = traffic([], owned[None], graph)
@@ -76,9 +67,9 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
 
 def kernel_shape(node: ir.Node) -> tuple[int, ...]:
     """Of a convolution or pooling; a convolution's is its weight's where no attribute says it."""
-    given = integers(node, "kernel_shape")
+    given = tuple(node.attributes.get_ints("kernel_shape", ()))
     if not given and core_of(node) == "Conv":
-        return tuple(shape(node.inputs[1])[2:])
+        return tuple(declared_shape(node.inputs[1])[2:])
     return given
 
 
@@ -92,7 +83,7 @@ def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
     """What the layer stores: its feature maps, or where it has none, what has an entry per image."""
     maps = [value for value, _ in node_maps(node, graph)[1]]
     rows = [[size] for size in rows_of_batch(graph)]
-    return maps or [v for v in node.outputs if v.name and v.uses() and shape(v)[:1] in rows]
+    return maps or [v for v in node.outputs if v.name and v.uses() and declared_shape(v)[:1] in rows]
 
 
 def activations_read(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
@@ -105,8 +96,8 @@ def activations_read(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
         if v is not None
         and v.name not in apart
         and not v.is_initializer()
-        and len(shape(v)) > 1
-        and shape(v)[:1] in rows
+        and len(declared_shape(v)) > 1
+        and declared_shape(v)[:1] in rows
     ]
 
 

@@ -19,9 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import safetensors
-
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.tensor_files import read_metadata
 from bnfuse.data import Dataset
 from bnfuse.training.history import Epoch, epoch_from
 
@@ -141,11 +140,7 @@ def has_run(folder: Path) -> bool:
 
 def read_saved(path: Path) -> Saved:
     """Where the run of a checkpoint stands."""
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            text = (file.metadata() or {}).get(KEY)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise BnfuseError(f"{path}: no checkpoint in safetensors form ({str(error).splitlines()[0]})") from None
+    text = read_metadata(path).get(KEY)
     if text is None:
         raise BnfuseError(f"{path}: holds a state but no run: pass the file itself to --resume to start from it")
     try:

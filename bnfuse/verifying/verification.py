@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import Section, join
@@ -28,6 +27,7 @@ from bnfuse.graph.drawing import drawer, separated
 from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph, dropouts, without_dropout
+from bnfuse.graph.values import declared_shape
 from bnfuse.ort.oracle import Arrays, OrtGraph
 
 MINIMUM = 1e-5
@@ -355,8 +355,8 @@ class Reference:
 
 def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
     """Both must have the same inputs by name and shape, and `after` the outputs of `before`."""
-    ours = {value.name: shape(value) for value in before.model.graph.inputs}
-    theirs = {value.name: shape(value) for value in after.model.graph.inputs}
+    ours = {value.name: declared_shape(value) for value in before.model.graph.inputs}
+    theirs = {value.name: declared_shape(value) for value in after.model.graph.inputs}
     for name in ours:
         if name not in theirs:
             raise missing_input(after, before, name)
@@ -396,10 +396,6 @@ def missing_input(one: TrainingGraph, other: TrainingGraph, name: str | None) ->
             f"{one.name}: has no input '{name}', which {other.name} draws: rewrite both with one --sample"
         )
     return BnfuseError(f"{one.name}: has no input '{name}', which {other.name} has: it is another network")
-
-
-def shape(value: ir.Value) -> list[Any]:
-    return [d if isinstance(d, int) else str(d) for d in value.shape] if value.shape is not None else []
 
 
 def compared(signature: GraphSignature) -> list[str]:

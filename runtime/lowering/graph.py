@@ -16,9 +16,11 @@ import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.constants import evaluate
 from bnfuse.graph.drawing import draws
 from bnfuse.graph.sampling import NOTHING, Sampling
 from bnfuse.graph.signature import GraphSignature
+from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.request import Request
@@ -30,7 +32,7 @@ from bnfuse.runtime.lowering.layout import assign_slots, assign_vector_slots
 from bnfuse.runtime.lowering.sampled import drawn
 from bnfuse.runtime.lowering.source import SOURCE_OPS, find_clip_gradient
 from bnfuse.runtime.lowering.state import Lowering
-from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, Form, check_elements, evaluate, static_shape
+from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, Form, check_elements
 from bnfuse.runtime.lowering.weights import pack_parameters
 from bnfuse.runtime.lowering.work import work_of
 from bnfuse.runtime.program import plan

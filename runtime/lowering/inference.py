@@ -18,10 +18,11 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.drawing import draws
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph, put_in_place
+from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.runtime.lowering.masks import without_masks
-from bnfuse.runtime.lowering.values import dtype_name, static_shape
+from bnfuse.runtime.lowering.values import dtype_name
 
 
 def inference_graph(

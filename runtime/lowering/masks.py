@@ -20,11 +20,12 @@ import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.core.errors import at_node
+from bnfuse.graph.constants import evaluate
 from bnfuse.graph.drawing import DROPOUTS, FED, LIKE, constant, distribution_of, draws, one_number
 from bnfuse.graph.sampling import Random
 from bnfuse.graph.training_graph import put_in_place
+from bnfuse.graph.values import static_shape
 from bnfuse.opset.traffic import SHAPE_READERS
-from bnfuse.runtime.lowering.values import evaluate, static_shape
 
 QUANTILES = 4096
 CLOSE = 1e-3  # to 1: of what a mask keeps on average, as far as so many quantiles tell it

@@ -11,12 +11,13 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.sampling import Box, Points
 from bnfuse.graph.signature import GraphSignature
+from bnfuse.graph.values import static_shape
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
-from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs, static_shape
+from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.target import Target
 

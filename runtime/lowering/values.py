@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.reference
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node, first_line
-from bnfuse.opset.result_size import result_elements
 from bnfuse.runtime.lowering.layout import MapRef
 
 # operators of com.microsoft, which have no schema here, whose result is like their first operand
 LIKE_FIRST = ("Scale", "SigmoidGrad", "TanhGrad", "GeluGrad", "FastGeluGrad", "DropoutGrad", "QuickGelu", "ReluGrad")
 FOLDED_ELEMENTS = 1 << 16  # constants that take part in shape arithmetic are small
-CONSTANT_ELEMENTS = 1 << 28  # of what follows from them
 
 
 @dataclasses.dataclass
@@ -36,13 +33,6 @@ class Form:
     constant: np.ndarray | None = None
 
 
-def static_shape(value: ir.Value) -> tuple[int, ...] | None:
-    """The shape in the file, or None where it is missing or symbolic."""
-    if value.shape is None or not all(isinstance(d, int) for d in value.shape):
-        return None
-    return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
-
-
 def dtype_name(value: ir.Value) -> str | None:
     return None if value.dtype is None else np.dtype(value.dtype.numpy()).name
 
@@ -54,36 +44,6 @@ def attributes_of(node: ir.Node) -> dict[str, Any]:
         value = attribute.value
         found[name] = tuple(value) if isinstance(value, (list, tuple)) else value
     return found
-
-
-def evaluate(node: ir.Node, operands: Sequence[np.ndarray | None], opset: int) -> list[np.ndarray]:
-    """Results of a node of the standard domain whose operands are known. Source: onnx's reference evaluator.
-
-    Raises BnfuseError where a result would have more than CONSTANT_ELEMENTS.
-    """
-    proto = ir.to_proto(node)
-    names = [f"in{i}" for i in range(len(operands))]
-    copy = onnx.helper.make_node(
-        proto.op_type, [n if o is not None else "" for n, o in zip(names, operands, strict=True)], list(proto.output)
-    )
-    copy.attribute.extend(proto.attribute)
-    feeds = {n: o for n, o in zip(names, operands, strict=True) if o is not None}
-    size = result_elements(copy, feeds, opset)
-    if size > CONSTANT_ELEMENTS:
-        what = f"makes a constant of {size:.0f} elements: no network has that many in one tensor. Correct the file."
-        raise at_node(node.name or "?", node.op_type, what)
-    graph = onnx.helper.make_graph(
-        [copy],
-        "node",
-        [
-            onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(o.dtype), o.shape)
-            for n, o in feeds.items()
-        ],
-        [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in proto.output if name],
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
-    results = onnx.reference.ReferenceEvaluator(model).run(None, feeds)
-    return [np.asarray(result) for result in results]
 
 
 def infer_outputs(node: ir.Node, forms: Sequence[Form | None], opset: int) -> list[tuple[tuple[int, ...], str]]:

@@ -9,9 +9,10 @@ from typing import Any
 import onnx_graphsurgeon as gs
 import onnx_ir as ir
 
-from bnfuse.analysis.traffic import forward_nodes, static_shape
+from bnfuse.analysis.traffic import forward_nodes
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.passes.removal.placements import BATCH_NORM, Selection, select
 

@@ -189,7 +189,13 @@ def test_a_benchmark_with_an_estimate_has_it_for_every_launch_and_level(monkeypa
         return Limits({"numpy": 100e9}, 10e9, tuple((size, 40e9 if size < 8 * MIB else 10e9) for size in working_sets))
 
     monkeypatch.setattr(run, "measured_limits", measured_limits)
-    settings = {"batch": 2, "image": 8, "growth": 4, "depth": 1, "channels": 1}  # kernels of tests/bnfuse/test_bench.py
+    settings = {
+        "batch": 2,
+        "image": 8,
+        "growth": 4,
+        "depth": 1,
+        "channels": 1,
+    }  # kernels of benchmarking/test_bench.py
     small = build_model("densenet40", zoo=settings).model
     found = api.bench(
         small, levels=["none", "icf"], repetitions=1, warm_up=0, wait=0, estimate=True, memory=False, threads=1

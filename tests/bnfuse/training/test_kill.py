@@ -16,7 +16,7 @@ import pytest
 from small_training import save_npz, small_data
 
 import bnfuse
-from bnfuse.runtime.session import read_safetensors
+from bnfuse.core.tensor_files import read_safetensors
 
 SETTINGS = {"epochs": 30, "seed": 3, "augment": "flip,pad-crop:1", "checkpoint_every": 3, "log_every": 1, "threads": 1}
 OPTIONS = [part for name, value in SETTINGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]

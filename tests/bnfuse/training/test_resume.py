@@ -14,8 +14,8 @@ from small_training import small_data
 
 import bnfuse
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.runtime import AdamW
-from bnfuse.runtime.session import read_safetensors
 from bnfuse.training import train_step
 from bnfuse.training.checkpoints import KEY
 

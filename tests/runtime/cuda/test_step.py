@@ -21,6 +21,7 @@ from fake_cuda import FakeCuda, floats, install
 from source_files import load
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.runtime import SGD, AdamW, Step, compile_step, load_step
 from bnfuse.runtime.backends.cpu.library import Library
 from bnfuse.runtime.backends.cuda import dlpack
@@ -30,7 +31,6 @@ from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.kernels.cuda.container import Code, pack
 from bnfuse.runtime.kernels.cuda.container import Stage as Part
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.session import read_safetensors
 from bnfuse.runtime.targets.target import Target
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")

@@ -23,7 +23,7 @@ from bnfuse.models import MODELS, build_forward
 from bnfuse.ort.oracle import OrtGraph
 from bnfuse.verifying.verification import draw_feeds
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 SMALLER: dict[str, object] = {"hidden": 32, "width": 0.25, "depth": 16}  # metaparameters
 
 

@@ -13,8 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from bnfuse.core.errors import at_node
-
-from .graph import shapes_of, static_shape, typed_values, without_large_values
+from bnfuse.graph.protos import shapes_of, static_shape, typed_values, without_large_values
 
 Shape = list[int]
 

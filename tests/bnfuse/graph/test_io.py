@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,13 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from bnfuse.analysis.executed import require_fixed_shapes
 from bnfuse.build import build_training_graph
+from bnfuse.core import files
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph import io
-from bnfuse.graph.artifacts import expose_results
 from bnfuse.graph.signature import METADATA_KEY, signature_of
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward, build_graph
 
 
@@ -85,11 +86,11 @@ def test_saving_replaces_the_file_or_leaves_it(training, tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(b"old")
     with pytest.raises(BnfuseError, match="cannot be written"):
-        io.write_atomically(tmp_path / "no" / "model.onnx", b"new")
+        files.write_atomically(tmp_path / "no" / "model.onnx", b"new")
     io.save(training, path)
     assert onnx.load(path).graph.name == training.graph.name
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
-    assert path.stat().st_mode & 0o777 == 0o666 & ~io._umask()
+    assert path.stat().st_mode & 0o777 == 0o666 & ~files._umask()
 
 
 def test_no_file(tmp_path):
@@ -218,28 +219,28 @@ def test_unknown_domain(training, tmp_path):
     assert text.startswith(f"node '{name}' (my.ops::{op}) is of an unknown domain. Known: ai.onnx, ai.bnfuse, ")
 
 
-def test_require_training(training, tmp_path):
-    io.require_training(io.load(written(training, tmp_path)))
+def test_a_forward_graph_is_no_training_graph(training, tmp_path):
+    open_graph(written(training, tmp_path)).state()
     forward = tmp_path / "forward.onnx"
     onnx.save(build_forward("resnet20", batch=1), forward)
     with pytest.raises(BnfuseError, match=f"^{forward}: is not a training graph: no output is the gradient"):
-        io.require_training(io.load(forward))
+        open_graph(forward)
 
 
-def test_require_training_wants_shapes_and_values(training, tmp_path):
+def test_what_is_counted_or_run_has_shapes_and_values(training, tmp_path):
     model = copy_of(training)
     gone = next(v for v in model.graph.value_info if v.name == "stem/conv")
     model.graph.value_info.remove(gone)
-    with pytest.raises(BnfuseError, match=r"node 'stem/conv' \(Conv\) gives 'stem/conv', whose shape is not known"):
-        io.require_training(io.load(model))
+    with pytest.raises(BnfuseError, match=r"node 'stem/conv' \(Conv\) has 'stem/conv' of no fixed shape"):
+        require_fixed_shapes(open_graph(model))
     model = copy_of(training)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "N"
-    with pytest.raises(BnfuseError, match=r"input 'data' has no static shape .*: build it with --batch N"):
-        io.require_training(io.load(model))
+    with pytest.raises(BnfuseError, match=r"input 'data' has no fixed shape .* Build it with --batch"):
+        require_fixed_shapes(open_graph(model))
     model = copy_of(training)
     del model.graph.initializer[-1]
-    with pytest.raises(BnfuseError, match="has no initial value: pass --checkpoint"):
-        io.require_training(io.load(model))
+    with pytest.raises(BnfuseError, match=r"has no initial value\. Pass --checkpoint"):
+        open_graph(model).state()
 
 
 def test_a_core_import_pulls_no_torch():
@@ -251,92 +252,6 @@ build(build_forward("densenet40", batch=2, depth=1, image=8))
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "sklearn")]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.torch
-def test_torch_and_onnxruntime_training_can_still_be_imported_afterwards():
-    code = """
-from bnfuse.ort import library as ort
-ort.training_library()
-import torch
-from onnxruntime.training import artifacts
-torch.zeros(1)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-# What generate_artifacts writes
-
-
-@pytest.fixture(scope="module")
-def artifacts(tmp_path_factory) -> Path:
-    """A training graph and its checkpoint, as onnxruntime's own tool leaves them."""
-    folder = tmp_path_factory.mktemp("artifacts")
-    source = build_forward("densenet40", batch=2, depth=1, image=8)
-    onnx.save(source, folder / "forward.onnx")
-    code = f"""
-import onnx
-onnx.IR_VERSION = 10
-from onnxruntime.training import artifacts
-model = onnx.load("forward.onnx")
-running = sorted(n for n in (t.name for t in model.graph.initializer) if "/running_" in n)
-train = [t.name for t in model.graph.initializer if t.name not in running]
-artifacts.generate_artifacts(model, requires_grad=train, frozen_params=running,
-    loss=artifacts.LossType.CrossEntropyLoss, artifact_directory={str(folder)!r})
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, capture_output=True)
-    return folder
-
-
-@pytest.mark.torch
-def test_graph_and_checkpoint_of_generate_artifacts_load(artifacts, training):
-    model = io.load(artifacts / "training_model.onnx", checkpoint=artifacts / "checkpoint")
-    io.require_training(model)
-    found, expected = signature_of(model), signature_of(io.load(training))
-    assert set(found.trainable) == set(expected.trainable) and found.running == expected.running
-    assert (found.data, found.labels, found.logits) == (("data",), ("labels",), "logits")
-    source = {t.name: numpy_helper.to_array(t) for t in onnx.load(artifacts / "forward.onnx").graph.initializer}
-    for name in (*found.trainable, *found.running):
-        assert np.array_equal(model.graph.initializers[name].const_value.numpy(), source[name])
-
-
-@pytest.mark.torch
-def test_generate_artifacts_graph_gives_the_same_results(artifacts, training):
-    import onnxruntime
-
-    rng = np.random.default_rng(0)
-    feeds = {"data": rng.standard_normal((2, 3, 8, 8)).astype(np.float32), "labels": np.array([1, 3])}
-    model = io.load(artifacts / "training_model.onnx", checkpoint=artifacts / "checkpoint")
-    results = []
-    for proto in (ir.to_proto(model), training):
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        names = ["stem/conv/weight_grad", "final/norm/new_running_var", "logits"]
-        results.append(session.run(names, feeds))
-    for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.torch
-def test_generate_artifacts_graph_without_its_checkpoint(artifacts):
-    path = artifacts / "training_model.onnx"
-    with pytest.raises(BnfuseError, match=f"^{path}: input 'stem/conv/weight' has no initial value: pass --checkpoint"):
-        io.require_training(io.load(path))
-
-
-@pytest.mark.torch
-def test_checkpoints_that_are_none(artifacts, tmp_path, training):
-    graph, good = artifacts / "training_model.onnx", (artifacts / "checkpoint").read_bytes()
-    for content in (b"", b"no", good[:8], good[:100], good[: len(good) // 2], good[:-10], b"\0\0\0\0ODTC" + good[8:90]):
-        path = tmp_path / "checkpoint"
-        path.write_bytes(content)
-        with pytest.raises(BnfuseError, match=rf"^{path}: is (no checkpoint|damaged or cut short)") as caught:
-            io.load(graph, checkpoint=path)
-        assert "\n" not in str(caught.value)
-    other = build_training_graph(build_forward("squeezenet", batch=2, image=32))
-    with pytest.raises(BnfuseError, match="it belongs to another model"):
-        io.load(other, checkpoint=artifacts / "checkpoint")
 
 
 # GraphSignature
@@ -434,73 +349,8 @@ def test_files_with_a_wrong_byte_load_or_say_why(training, tmp_path):
         damaged[rng.integers(len(data))] = rng.integers(256)
         path.write_bytes(damaged)
         try:
-            io.require_training(io.load(path))
+            open_graph(path).state()
         except BnfuseError as error:
             failed += 1
             assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
     assert failed
-
-
-@pytest.mark.torch
-def test_generate_artifacts_graph_and_checkpoint_on_the_command_line(artifacts, tmp_path, capsys):
-    from bnfuse.cli import main
-
-    graph, fused = str(artifacts / "training_model.onnx"), str(tmp_path / "fused.onnx")
-    values = ["--checkpoint", str(artifacts / "checkpoint")]
-    assert main(["rewrite", graph, "-o", fused, *values]) == 0
-    assert main(["verify", graph, fused]) == 2
-    assert "--checkpoint" in capsys.readouterr().err
-    assert main(["verify", graph, fused, *values]) == 0
-    assert main(["compile", graph, "-o", str(tmp_path / "step.bnf"), *values]) == 0
-    assert main(["run", str(tmp_path / "step.bnf"), "--steps", "1"]) == 0
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_line_that_finds_no_room_names_its_file():
-    refused = pytest.raises(BnfuseError, match=r"a\.jsonl: cannot be written")
-    with Path("/dev/full").open("ab", buffering=0) as stream, refused:
-        io.append_line(stream, Path("a.jsonl"), {"loss": 1.0})
-
-
-def test_a_line_is_whole_where_the_file_takes_it_in_parts():
-    class Narrow:
-        held = b""
-
-        def write(self, data):
-            self.held += bytes(data[:3])
-            return min(3, len(data))
-
-    stream = Narrow()
-    io.append_line(stream, Path("a.jsonl"), {"loss": 1.0})
-    assert stream.held == b'{"loss": 1.0}\n'
-
-
-def test_a_pipe_is_not_replaced(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(BnfuseError, match="no ordinary file"):
-        io.require_writable(tmp_path / "pipe")
-
-
-def test_logits_of_artifacts_with_a_loss_written_in_steps():
-    """generate_artifacts' mean squared error: what its own steps read of the network is the logits."""
-    nodes = [
-        helper.make_node("Gemm", ["x", "w"], ["out"]),
-        helper.make_node("Sub", ["out", "target"], ["onnx::sub_output::1"]),
-        helper.make_node("Mul", ["onnx::sub_output::1", "onnx::sub_output::1"], ["onnx::mul_output::4"]),
-        helper.make_node("ReduceMean", ["onnx::mul_output::4"], ["onnx::reducemean_output::6"], keepdims=0),
-        helper.make_node("Mul", ["onnx::sub_output::1", "half"], ["out_grad"]),
-        helper.make_node("Gemm", ["x", "out_grad"], ["w_grad"], transA=1),
-        helper.make_node("InPlaceAccumulatorV2", ["buffer", "w_grad", "lazy"], ["out.flag"], domain="com.microsoft"),
-    ]
-    sizes = {"x": [4, 3], "target": [4, 2], "w": [3, 2], "buffer": [3, 2], "lazy": [1]}
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, size) for name, size in sizes.items()]
-    outputs = [helper.make_tensor_value_info("onnx::reducemean_output::6", TensorProto.FLOAT, [])]
-    outputs.append(helper.make_tensor_value_info("out.flag", TensorProto.BOOL, [1]))
-    half = numpy_helper.from_array(np.array(0.25, np.float32), "half")
-    graph = helper.make_graph(nodes, "g", inputs, outputs, [half])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    expose_results(model)
-    found = signature_of(ir.from_proto(model), labels_input="target")
-    assert (found.logits, found.loss) == ("out", "onnx::reducemean_output::6")
-    assert (found.data, found.trainable) == (("x",), ("w",))

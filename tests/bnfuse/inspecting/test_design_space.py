@@ -11,7 +11,7 @@ from source_files import load
 
 import bnfuse
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
 SCRIPT = load(BENCHMARKS / "design_space.py")
 DOCUMENTS = load(BENCHMARKS / "documents.py")
 paper = SCRIPT.paper
@@ -180,7 +180,7 @@ def test_exchanging_the_gradients_of_convolutions_alone_gives_krizhevskys_speedu
 
 
 def test_the_document_has_the_scripts_tables():
-    document = (pathlib.Path(__file__).parents[2] / "docs" / "design-space.md").read_text(encoding="utf-8")
+    document = (pathlib.Path(__file__).parents[3] / "docs" / "design-space.md").read_text(encoding="utf-8")
     begin, end = DOCUMENTS.marks("design_space.py")
     body = document.partition(begin)[2].partition(end)[0]
     parts = SCRIPT.sections(SCRIPT.NOMINAL)

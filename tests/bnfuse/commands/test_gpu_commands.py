@@ -16,7 +16,7 @@ from bnfuse.cli import main
 from bnfuse.runtime import load_step
 from bnfuse.runtime.kernels.cuda import compile as compiling
 
-nets = load(pathlib.Path(__file__).parents[1] / "runtime" / "test_session.py")
+nets = load(pathlib.Path(__file__).parents[2] / "runtime" / "test_session.py")
 
 ARCHITECTURES = ("sm_80", "sm_90")
 

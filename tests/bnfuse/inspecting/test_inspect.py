@@ -74,7 +74,7 @@ def test_the_json_has_the_documented_keys(model):
     assert json.loads(to_json(found))["total"] == found["total"]
     assert {"name", "inputs", "batch", "source", "total", "layers"} == found.keys()
     assert {*FIELDS, "batch_norm_share"} == found["total"].keys()
-    documented = " ".join((Path(__file__).parents[2] / "docs" / "cli.md").read_text().split())
+    documented = " ".join((Path(__file__).parents[3] / "docs" / "cli.md").read_text().split())
     assert f"`{found['source']}`" in documented
     assert f"`{bnfuse.inspect('resnet20').source}`" in documented
     assert {"name", "op", "output_shape", "kernel_shape", "strides", *FIELDS} == found["layers"][0].keys()
