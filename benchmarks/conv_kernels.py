@@ -26,7 +26,7 @@ from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 FUSED = "NormalizeReluConvStatistics"
 Shape = tuple[str, str, int, int, int, int, int, int]  # name, op, size, cin, cout, window, stride, groups
@@ -70,7 +70,7 @@ def problem(shape: Shape, batch: int) -> Problem:
     return Problem(op, maps, attributes, (cout, cin // groups, window, window))
 
 
-def ours(p: Problem, target: Target, algorithm: str) -> Callable[[], None]:
+def ours(p: Problem, target: CpuTarget, algorithm: str) -> Callable[[], None]:
     kernel = conv_forward(p, target, algorithm)
     function = execute.compile_kernel(kernel)
     rng = np.random.default_rng(0)

@@ -23,7 +23,7 @@ from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 ACCUMULATING = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 STORING = "BatchNormGradNormalizeReluConvGradReluGradReduce"
@@ -118,7 +118,7 @@ def best(calls: Sequence[Callable[[], object]], threads: int, seconds: float = 0
     return shortest
 
 
-def time_kernels(layer: Layer, batch: int, target: Target) -> dict[str, tuple[float, float]]:
+def time_kernels(layer: Layer, batch: int, target: CpuTarget) -> dict[str, tuple[float, float]]:
     """By algorithm, the one of choice first: seconds of a call, and of making and compiling the kernel."""
     problem = layer.problem(batch)
     rng = np.random.default_rng(0)

@@ -22,7 +22,7 @@ from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 ACTIVATIONS = ("", "Relu", "Clip", "QuickGelu")
 TOLERANCE = 1e-5
@@ -113,7 +113,7 @@ def random_case(kind: str, rng: np.random.Generator) -> Case:
     return Case(op, x, y, (cout, cin // group, *window), attributes, slots)
 
 
-def errors(case: Case, rng: np.random.Generator, target: Target) -> dict[str, float]:
+def errors(case: Case, rng: np.random.Generator, target: CpuTarget) -> dict[str, float]:
     """Relative error of every result."""
     operands = {}
     for name in case.spec.operands:

@@ -64,10 +64,10 @@ def require_gpu(target: str | None, precision: str | None) -> None:
     if target is None or target.partition(":")[0] != "cuda":
         return
     from bnfuse.runtime.backends.cuda.driver import open_driver
-    from bnfuse.runtime.backends.resolve import resolve
+    from bnfuse.runtime.backends.resolve import gpu
 
-    machine = resolve(target, precision=precision)
-    open_driver().check_architecture(machine.mcpu)
+    machine = gpu(target.partition(":")[2], precision=precision)
+    open_driver().check_architecture(machine.architecture)
 
 
 def rewrite(
@@ -422,8 +422,7 @@ def train(
         progress=bar_of(progress),
         precision=precision,
     )
-    where = f"GPU {step.target.mcpu}" if step.target.kind == "cuda" else f"{step.target.threads} threads"
-    progress(f"{step.report.kernels} kernels, {where}")
+    progress(f"{step.report.kernels} kernels, {step.target.place}")
     history = train_step(step, found, progress=progress, normalise=not given, **asked)
     if export is not None:
         mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)

@@ -31,7 +31,7 @@ from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.program import optim
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets import cpus
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget, Target, target_of
 
 FORMAT = "bnfuse step"
 VERSION = 1
@@ -67,8 +67,8 @@ def write_artifact(artifact: Artifact, path: pathlib.Path) -> None:
         manifest = {
             "format": FORMAT,
             "version": VERSION,
-            "target": dataclasses.asdict(artifact.target),
-            "features": cpus.features_of(artifact.target.mcpu) if artifact.target.kind == "llvm" else (),
+            "target": artifact.target.to_data(),
+            "features": cpus.features_of(artifact.target.mcpu) if isinstance(artifact.target, CpuTarget) else (),
             "optimizer": optim.to_data(artifact.optimizer),
             "kernels": hashes,
             "programs": {part: p.to_json(compiled.program) for part, compiled in parts.items()},
@@ -110,12 +110,11 @@ def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Artifact:
         raise ValueError("its manifest is too large")
     manifest = json.loads(file.read("manifest.json"))
     check_format(manifest, path)
-    check_cpu(manifest, path)
-    target = Target(**manifest["target"])
-    if threads is not None and target.kind == "cuda":
+    target = target_of(manifest["target"])
+    if isinstance(target, CpuTarget):
+        check_cpu(target, tuple(manifest["features"]), threads, path)
+    elif threads is not None:
         raise BnfuseError(f"{path}: was compiled for a GPU, which takes no number of threads: leave it out")
-    if threads is not None and target.threads not in (threads, bounded_threads(threads)):
-        raise BnfuseError(f"{path}: was compiled for {target.threads} threads, not {threads}: compile the model again")
     initial = safetensors.numpy.load(file.read("initial.safetensors"))
     training, evaluation = (_part(file, manifest, part, initial) for part in PARTS)
     return Artifact(
@@ -147,15 +146,12 @@ def check_format(manifest: Mapping[str, Any], path: str) -> None:
         )
 
 
-def check_cpu(manifest: Mapping[str, Any], path: str) -> None:
-    """Before any code is loaded: does this processor have what the code uses?"""
-    if manifest["target"]["kind"] == "cuda":
-        return
-    if manifest["target"]["kind"] != "llvm":
-        raise ValueError(f"its target is {str(manifest['target']['kind'])[:20]!r}")
-    missing = cpus.missing_features(tuple(manifest["features"]))
+def check_cpu(target: CpuTarget, features: tuple[str, ...], threads: int | None, path: str) -> None:
+    """Before any code is loaded: does this processor have what the code uses, and is it cut up for these threads?"""
+    missing = cpus.missing_features(features)
     if missing:
-        mcpu = manifest["target"]["mcpu"]
         raise BnfuseError(
-            f"{path}: was compiled for {mcpu}; this CPU lacks {', '.join(missing[:4])}: compile the model here"
+            f"{path}: was compiled for {target.mcpu}; this CPU lacks {', '.join(missing[:4])}: compile the model here"
         )
+    if threads is not None and target.threads not in (threads, bounded_threads(threads)):
+        raise BnfuseError(f"{path}: was compiled for {target.threads} threads, not {threads}: compile the model again")

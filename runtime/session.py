@@ -311,30 +311,24 @@ class Step(Exclusive):
     def _on_device(self, tensors: Mapping[str, p.Tensor], name: str, kind: str) -> DeviceArray:
         if name not in tensors:
             raise BnfuseError(f"there is no {kind} '{name}': it is one of {', '.join(sorted(tensors)[:8])}, ...")
-        return self._gpu("device arrays").array(tensors[name])
+        return self._train.on_device("device arrays").array(tensors[name])
 
     @property
     @alone
     def stream(self) -> int:
         """The address of the CUDA stream that the step runs on: one of its own, until another is set."""
-        return self._gpu("a stream").stream
+        return self._train.on_device("stream").stream
 
     @stream.setter
     @alone
     def stream(self, stream: Any) -> None:
         """An address, or a stream of torch, cupy or anything with `__cuda_stream__`. What was begun is waited for."""
-        self._gpu("a stream").stream = stream
+        self._train.on_device("stream").stream = stream
 
     @alone
     def synchronize(self) -> None:
         """Wait until the GPU has done all that it was given. On a CPU a call returns when it is done."""
-        if self.target.kind == "cuda":
-            self._gpu("").synchronize()
-
-    def _gpu(self, what: str) -> Any:
-        if self.target.kind != "cuda":
-            raise BnfuseError(f"a step on the CPU has no {what.removeprefix('a ')}: compile it for cuda")
-        return self._train
+        self._train.synchronize()
 
     @property
     def device_bytes(self) -> int:

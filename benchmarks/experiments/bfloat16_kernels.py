@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.tir import registers, span, splat, store, workspace
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 COUT, MICRO, BLOCK = 128, {"dpbf16ps": 14, "AMX": 32}, 32
 DOT = """
@@ -43,7 +43,7 @@ define linkonce_odr <16 x i32> @pair(<16 x float> %low, <16 x float> %high) alwa
 """
 
 
-def kernel(way: str, p: Problem, target: Target) -> Kernel:
+def kernel(way: str, p: Problem, target: CpuTarget) -> Kernel:
     """y[pixels, COUT] from x[pixels, k]; packed weights [COUT/32][k/2][32] and pixels [tile][k/2] are pairs."""
     pixels, k = p.map("x").pixels, p.map("x").c
     sizes = {"x": pixels * k, "a": k, "b": k, "weight": COUT * k, "y": pixels * COUT}
@@ -134,7 +134,7 @@ def multiply_amx(packed: Any, pixel: Any, row: int, weights: Any, block: Any, y:
 multiply: dict[str, Callable[..., None]] = {"dpbf16ps": multiply_dot, "AMX": multiply_amx}
 
 
-def register_kernel(instruction: str, p: Problem, target: Target, turns: int) -> Kernel:
+def register_kernel(instruction: str, p: Problem, target: CpuTarget, turns: int) -> Kernel:
     """What an instruction could do at most: on 28 sums that stay in registers, `turns` times, one thread."""
     params = (Param("x", "in", 32), Param("y", "out", 28 * 16))
 

@@ -28,7 +28,7 @@ from bnfuse.runtime.kernels.cpu.pool import pool_forward
 from bnfuse.runtime.kernels.cpu.tiles import choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import Buffer, span
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 SWEPT = 256 << 20  # bytes between two runs
 
@@ -52,7 +52,7 @@ class StreamingNest(ConvNest):
             self.partials.add(place.thread, channel, values, lanes)
 
 
-def streaming(p: Problem, target: Target) -> Kernel:
+def streaming(p: Problem, target: CpuTarget) -> Kernel:
     """The kernel of a convolution with statistics, without bias, of whole vectors of output channels."""
     usual, shape = conv_forward(p, target, "direct"), flatten(conv_shape(p))
 

@@ -98,15 +98,9 @@ def describe_step(step: Any, output: Path) -> Section:
             ("working memory", scaled(report.arena_bytes, "B")),
             ("parameters", scaled(report.parameter_bytes, "B")),
             ("memory and code, in all", scaled(step.device_bytes, "B")),
-            ("target", describe_target(step.target)),
+            ("target", str(step.target)),
         ],
     )
-
-
-def describe_target(target: Any) -> str:
-    """llvm znver4, 8 threads; or cuda sm_90, bf16."""
-    what = target.precision if target.kind == "cuda" else f"{target.threads} threads"
-    return f"{target.kind} {target.mcpu}, {what}"
 
 
 def run(

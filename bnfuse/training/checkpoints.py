@@ -181,8 +181,7 @@ def load_finite(step: Step, path: str | os.PathLike[str]) -> None:
 
 def machine_of(step: Step) -> str:
     """What decides the last bits of the results."""
-    threads = f", {step.target.threads} threads" if step.target.kind != "cuda" else ""
-    return f"{step.target.mcpu}{threads}"
+    return step.target.machine
 
 
 def digest_of_model(step: Step) -> str:

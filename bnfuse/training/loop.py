@@ -186,7 +186,7 @@ class Run:
         assert (batch.epoch, batch.index) == (at.epoch + 1, at.step)
         step, count = self.step, at.epoch * self.loader.steps + at.step
         step.lr = self.schedule.rate(self.lr, count, self.loader.steps, self.options.epochs)
-        whole = step.target.kind == "cuda"  # one graph of all launches; on a CPU the loss is seen before the update
+        whole = step.target.is_one_graph  # one graph of all launches; on a CPU the loss is seen before the update
         loss = float(step(batch.x, batch.y) if whole else step.forward(batch.x, batch.y))
         if not math.isfinite(loss):
             raise nonfinite.error_of(step, loss, batch.x, batch.y, epoch=batch.epoch, index=count + 1, lr=step.lr)

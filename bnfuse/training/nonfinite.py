@@ -17,6 +17,7 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.spec import parse
+from bnfuse.runtime.targets.target import CpuTarget
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -61,13 +62,13 @@ def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str 
     forward = list(forward_nodes(model, signature))
     state: Arrays = {}
     bad: Set[str] = set()
-    if step.target.kind != "cuda":
+    if isinstance(step.target, CpuTarget):
         from bnfuse.training.replay import not_finite  # onnxruntime: a step needs it for this alone
 
         state = step.state_dict()
         given = dict(zip((*signature.data, *signature.labels), (images, labels), strict=False))
         try:
-            bad = not_finite(step, model, {str(node.name) for node in forward}, given)
+            bad = not_finite(step, model, {str(node.name) for node in forward}, given, step.target.threads)
         except (BnfuseError, ImportError):  # what onnxruntime cannot run is told by what the step itself has left
             bad = set()
     return first_of(forward, state, bad, signature) or first_of(forward, state, bad_outputs(step), signature)

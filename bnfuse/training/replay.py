@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 LOOKED_AT = "/not_finite"
 
 
-def not_finite(step: Step, model: ir.Model, forward: Collection[str], given: Mapping[str, np.ndarray]) -> set[str]:
+def not_finite(
+    step: Step, model: ir.Model, forward: Collection[str], given: Mapping[str, np.ndarray], threads: int
+) -> set[str]:
     """Names of the tensors that are not finite among all that the nodes `forward` (by name) give.
 
     `given` are the data and labels of the step, whose state is still that before it.
@@ -33,7 +35,7 @@ def not_finite(step: Step, model: ir.Model, forward: Collection[str], given: Map
     names = [value.name for value in watched.graph.output]
     feeds = {**step.state_dict(), **drawn(step), **given}
     wanted = {value.name for value in watched.graph.input}
-    graph = OrtGraph(ir.from_proto(watched), name="the forward pass", threads=step.target.threads)
+    graph = OrtGraph(ir.from_proto(watched), name="the forward pass", threads=threads)
     found = graph.run({name: value for name, value in feeds.items() if name in wanted}, names)
     return {name.removesuffix(LOOKED_AT) for name, value in found.items() if not np.isfinite(value)}
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.memory import Store
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget, Target
+
+if TYPE_CHECKING:
+    from bnfuse.runtime.backends.cuda.array import DeviceArray
 
 Scalars = Mapping[str, float]  # arguments that are known when the step runs, by name
 
@@ -60,10 +63,25 @@ class Runner(Protocol):
     def to_host(self, array: Any, what: str) -> np.ndarray:
         """An array of any kind as numpy's. `what` is what messages call it."""
 
+    def synchronize(self) -> None:
+        """Wait until everything is done that was begun."""
+
+    def on_device(self, what: str) -> OnDevice:
+        """What a runner on a GPU has besides. Raises for one on a CPU, which lacks `what`."""
+
+
+class OnDevice(Protocol):
+    """What there is of a program on a GPU alone."""
+
+    stream: Any  # an address; anything with `__cuda_stream__` can be set
+
+    def array(self, tensor: p.Tensor) -> DeviceArray:
+        """A tensor where it lies on the device."""
+
 
 def runner_of(compiled: Compiled, target: Target, beside: Any = None) -> Any:
     """The runner for a target. It shares what both have with the one `beside` it: state and working memory."""
-    if target.kind == "cuda":
+    if isinstance(target, CudaTarget):
         from bnfuse.runtime.backends.cuda.runner import CudaRunner
 
         return CudaRunner(compiled, target, beside)

@@ -6,7 +6,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.processors import bounded_threads, check_threads, physical_cores
 from bnfuse.runtime.targets import arch
 from bnfuse.runtime.targets.cpus import features_of, host_cpu, known_cpu, lanes_of
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget, CudaTarget, Target
 
 
 def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: str | None = None) -> Target:
@@ -19,11 +19,14 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: s
         return spec
     kind, _, model = spec.partition(":")
     if kind == "cuda":
-        return _gpu(model, threads, precision)
-    if kind != "cpu":
-        raise BnfuseError(
-            f"target '{spec}' is not supported: use cpu, cpu:MCPU with an LLVM CPU name, cuda, or cuda:sm_90"
-        )
+        return gpu(model, threads, precision)
+    if kind == "cpu":
+        return cpu(model, threads, precision)
+    raise BnfuseError(f"target '{spec}' is not supported: use cpu, cpu:MCPU with an LLVM CPU name, cuda, or cuda:sm_90")
+
+
+def cpu(model: str = "", threads: int | None = None, precision: str | None = None) -> CpuTarget:
+    """The target of a CPU; without a name that of this machine's."""
     if precision not in (None, "fp32"):
         raise BnfuseError(
             f"precision {precision} is for a GPU, a CPU computes in fp32: leave it out, or compile for cuda"
@@ -33,11 +36,12 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: s
     wanted = threads if model else bounded_threads(threads)  # a CPU that is named may be another machine's
     mcpu = model or host_cpu()
     if not known_cpu(mcpu):
-        raise BnfuseError(f"target '{spec}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself")
-    return Target("llvm", mcpu, lanes_of(features_of(mcpu)), wanted or physical_cores())
+        name = f"cpu:{model}" if model else "cpu"
+        raise BnfuseError(f"target '{name}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself")
+    return CpuTarget(mcpu, lanes_of(features_of(mcpu)), wanted or physical_cores())
 
 
-def _gpu(model: str, threads: int | None, precision: str | None) -> Target:
+def gpu(model: str = "", threads: int | None = None, precision: str | None = None) -> CudaTarget:
     """The target of an architecture; without one that of the GPU here, and where there is none the default."""
     precision = precision or arch.PRECISIONS[0]
     if precision not in arch.PRECISIONS:
@@ -50,4 +54,4 @@ def _gpu(model: str, threads: int | None, precision: str | None) -> Target:
         found = device_architecture()
         model = arch.best_for(found) if found else arch.DEFAULT
     arch.check(model)
-    return Target("cuda", model, arch.WARP, arch.MULTIPROCESSORS[model], precision)
+    return CudaTarget(model, arch.MULTIPROCESSORS[model], precision)

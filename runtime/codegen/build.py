@@ -27,6 +27,7 @@ from bnfuse.runtime.backends.launching import ENTRANCE
 from bnfuse.runtime.codegen.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.targets.target import CpuTarget, CudaTarget
 
 KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
 
@@ -42,7 +43,7 @@ def objects(
     found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
     missing = {key: i for i, key in enumerate(keys) if found[key] is None}
     tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
-    if any(kernels[i].target.kind == "cuda" for i in missing.values()):
+    if any(isinstance(kernels[i].target, CudaTarget) for i in missing.values()):
         require_cuda_compiler()
     for done, (key, name, made) in enumerate(_compile_all(tasks, workers or usable_cpus()), 1):
         found[key] = made
@@ -64,7 +65,7 @@ def compile_kernel(kernel: Kernel) -> bytes:
     """The object code of one kernel. For a CPU its symbol is the kernel's name; kernels/cuda/compile.py has a GPU's."""
     try:
         with ENTRANCE:
-            return _for_gpu(kernel) if kernel.target.kind == "cuda" else _for_cpu(kernel)
+            return _for_gpu(kernel) if isinstance(kernel.target, CudaTarget) else _for_cpu(kernel)
     except Exception as error:
         what = first_line(error)
         raise BnfuseError(f"kernel {kernel.name} does not compile: {what} ({kernel.problem!r})") from error
@@ -79,6 +80,7 @@ def _for_gpu(kernel: Kernel) -> bytes:
 def _for_cpu(kernel: Kernel) -> bytes:
     from bnfuse.runtime.kernels.cpu.tir import compile_function
 
+    assert isinstance(kernel.target, CpuTarget)
     executable = compile_function(kernel.build(), kernel.target)
     with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
         path = pathlib.Path(folder) / "kernel.o"

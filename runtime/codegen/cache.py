@@ -19,6 +19,7 @@ from bnfuse.runtime.codegen.sources import sources_hash
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.targets.cpus import features_of, triple_of
+from bnfuse.runtime.targets.target import CpuTarget
 
 HASH_BYTES = hashlib.sha256().digest_size
 
@@ -36,9 +37,12 @@ def default_folder() -> pathlib.Path | None:
 
 def content_key(kernel: Kernel, made_by: Kind) -> str:
     """Hash of the kernel's problem and target, its generator's sources, the compilers, and a CPU's features."""
-    kind, mcpu = kernel.target.kind, kernel.target.mcpu
-    machine = cuda_compiler() if kind == "cuda" else (triple_of(mcpu), *features_of(mcpu))
-    parts = (kernel.key, sources_hash(kernel.target.kernels, made_by.module), compiler_versions(), *machine)
+    target = kernel.target
+    if isinstance(target, CpuTarget):
+        machine = triple_of(target.mcpu), *features_of(target.mcpu)
+    else:
+        machine = cuda_compiler()
+    parts = (kernel.key, sources_hash(target.backend, made_by.module), compiler_versions(), *machine)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -34,7 +34,7 @@ from bnfuse.runtime.kernels.kernel import Choice, Kernel
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.graph import Lowered
 from bnfuse.runtime.targets import cpus
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget, Target
 
 BUDGET = 600.0  # seconds: what is not measured by then keeps the rule's choice until the next tuning
 TOGETHER = 12  # problems whose candidates are compiled at a time
@@ -171,7 +171,7 @@ def tune(
 
 def measure_of(target: Target) -> Measure:
     """What measures a target's kernels on this machine; raises where they do not run here."""
-    if target.kind != "cuda":
+    if isinstance(target, CpuTarget):
         if missing := cpus.missing_features(cpus.features_of(target.mcpu)):
             raise BnfuseError(
                 f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
@@ -183,10 +183,11 @@ def measure_of(target: Target) -> Measure:
     try:
         gpu = driver.open_driver()
     except BnfuseError as error:
-        raise BnfuseError(f"cannot tune for {target.mcpu}: {error}") from None
-    if not arch.runs_on(target.mcpu, gpu.architecture):
+        raise BnfuseError(f"cannot tune for {target.architecture}: {error}") from None
+    if not arch.runs_on(target.architecture, gpu.architecture):
         raise BnfuseError(
-            f"cannot tune for {target.mcpu}: the GPU here ({gpu.name}) is {gpu.architecture}: tune on one of those"
+            f"cannot tune for {target.architecture}: the GPU here ({gpu.name}) is {gpu.architecture}: tune on one of "
+            "those"
         )
     return measure.fastest_times
 
@@ -247,6 +248,8 @@ def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[flo
 
     All take the same parameters.
     """
+    target = kernels[0].target
+    assert isinstance(target, CpuTarget)
     library = Library([kernel.name for kernel in kernels], codes)
     arguments = random_arguments(kernels[0])
 
@@ -260,7 +263,7 @@ def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[flo
             function(*arguments)
         return shortest_times([functools.partial(timed, function) for function in library.functions])
 
-    return list(launch(kernels[0].target.threads, in_turns))
+    return list(launch(target.threads, in_turns))
 
 
 def random_arguments(kernel: Kernel) -> list[Any]:

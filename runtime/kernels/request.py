@@ -25,13 +25,13 @@ class Request:
         return next(argument for argument in self.arguments if isinstance(argument, Target))
 
     def kernel(self) -> Kernel:
-        made = self.kind.generator(self.target.kernels)(*self.arguments)
+        made = self.kind.generator(self.target.backend)(*self.arguments)
         assert isinstance(made, Kernel), self.kind
         return made
 
     def choices(self) -> tuple[Choice, ...]:
         """All ways to make the kernel, that of the rule first; none where its generator knows one only."""
-        find = self.kind.choices(self.target.kernels)
+        find = self.kind.choices(self.target.backend)
         return find(*self.arguments) if find is not None else ()
 
     def by(self, choice: Choice) -> Request:

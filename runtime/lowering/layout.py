@@ -169,7 +169,7 @@ def to_nhwc(shape: Sequence[int]) -> tuple[int, ...]:
 def map_type(shape: Sequence[int], dtype: str, target: Target) -> MapType:
     """The map that fills its storage, for a tensor of the file. Only a GPU's kernels look at types and alignment."""
     n, c, h, w = shape
-    if target.kind != "cuda":
+    if not target.has_typed_maps:
         return MapType(n, h, w, c, c)
     return realigned(MapType(n, h, w, c, c, stored_dtype(shape, dtype, target), ALIGN), 0)
 
@@ -177,7 +177,7 @@ def map_type(shape: Sequence[int], dtype: str, target: Target) -> MapType:
 def stored_dtype(shape: Sequence[int], dtype: str, target: Target) -> str:
     """The type in which a tensor of the file lies in memory: maps of more than one pixel in that of the target."""
     is_map = len(shape) == 4 and shape[2] * shape[3] > 1
-    return target.map_dtype if target.kind == "cuda" and is_map and dtype == "float32" else dtype
+    return target.map_dtype if is_map and dtype == "float32" else dtype
 
 
 def realigned(kind: MapType, offset: int) -> MapType:

@@ -24,7 +24,7 @@ FORMS = {"Conv": FORWARD, "ConvGrad": BACKWARD, "ConvGradInput": BACKWARD}
 
 def weight_ref(low: Lowering, core: str, value: ir.Value, group: int) -> Ref:
     """The weight as the kernel of a convolution reads it."""
-    if low.target.kind != "cuda" or core not in FORMS or not is_packed(low.shape(value)):
+    if not low.target.packs_weights or core not in FORMS or not is_packed(low.shape(value)):
         return low.dense(value)
     return packed_weight(low, value, group, FORMS[core])
 

@@ -9,7 +9,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 from bnfuse.runtime.targets.tvm import import_tvm
 
 if TYPE_CHECKING:
@@ -105,6 +105,6 @@ def is_arm(mcpu: str) -> bool:
     return "neon" in features_of(mcpu)
 
 
-def vector_registers(target: Target) -> int:
+def vector_registers(target: CpuTarget) -> int:
     """32 with AVX-512 and on 64-bit Arm, 16 with older x86."""
     return 32 if target.lanes >= 16 or is_arm(target.mcpu) else 16

@@ -1,31 +1,102 @@
-"""Where kernels run."""
+"""What kernels are made for: a CPU or a GPU.
+
+Both say what the lowering has to know of them: how they keep feature maps, and whose kernels they take.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from bnfuse.runtime.targets import arch
+
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """Where kernels run.
+class CpuTarget:
+    """A CPU: `mcpu` is LLVM's name of it, `lanes` the float32 lanes of a vector."""
 
-    On a CPU (`kind` llvm) `mcpu` is an LLVM CPU name, `lanes` the float32 lanes of a vector. On a GPU (`kind` cuda)
-    `mcpu` is an architecture such as sm_90, `lanes` a warp, `threads` the multiprocessors, and `precision` is that of
-    the convolutions: fp32 (three products of TF32 for one of float32), tf32, bf16 or fp16.
-    """
-
-    kind: str
     mcpu: str
     lanes: int
     threads: int
-    precision: str = "fp32"
+
+    kind: ClassVar[str] = "llvm"  # in files and reports
+    backend: ClassVar[str] = "cpu"  # the folder of its kernels, and of what runs them
+    precision: ClassVar[str] = "fp32"
+    map_dtype: ClassVar[str] = "float32"
+    has_typed_maps: ClassVar[bool] = False  # kernels look neither at the types of maps nor at their alignment
+    packs_weights: ClassVar[bool] = False  # convolutions pack what they read, as they go
+    is_one_graph: ClassVar[bool] = False  # phases run one after the other
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.mcpu}, {self.threads} threads"
 
     @property
-    def kernels(self) -> str:
-        """The folder of the kernels for it, under runtime/kernels."""
-        return "cuda" if self.kind == "cuda" else "cpu"
+    def machine(self) -> str:
+        """What decides the last bits of results."""
+        return f"{self.mcpu}, {self.threads} threads"
+
+    @property
+    def place(self) -> str:
+        """What a step takes of the machine."""
+        return f"{self.threads} threads"
+
+    def to_data(self) -> dict[str, Any]:
+        """A form that JSON takes."""
+        fields = {"mcpu": self.mcpu, "lanes": self.lanes, "threads": self.threads}
+        return {"kind": self.kind, **fields, "precision": self.precision}
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaTarget:
+    """A GPU: an `architecture` such as sm_90, and the `multiprocessors` that kernels are cut up for.
+
+    `precision` is that of the convolutions: fp32 (three products of TF32 for one of float32), tf32, bf16 or fp16.
+    """
+
+    architecture: str
+    multiprocessors: int
+    precision: str = "fp32"
+
+    kind: ClassVar[str] = "cuda"
+    backend: ClassVar[str] = "cuda"
+    has_typed_maps: ClassVar[bool] = True
+    packs_weights: ClassVar[bool] = True  # one launch packs all of them, at the start of a step
+    is_one_graph: ClassVar[bool] = True  # of all launches of a call: the state of a step is seen after it alone
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.architecture}, {self.precision}"
 
     @property
     def map_dtype(self) -> str:
         """The type in which feature maps are stored."""
-        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision, "float32")
+        return HALVES.get(self.precision, "float32")
+
+    @property
+    def machine(self) -> str:
+        """What decides the last bits of results."""
+        return self.architecture
+
+    @property
+    def place(self) -> str:
+        """What a step takes of the machine."""
+        return f"GPU {self.architecture}"
+
+    def to_data(self) -> dict[str, Any]:
+        """A form that JSON takes: the names are a CPU's, by which files of version 1 have both."""
+        fields = {"mcpu": self.architecture, "lanes": arch.WARP, "threads": self.multiprocessors}
+        return {"kind": self.kind, **fields, "precision": self.precision}
+
+
+Target = CpuTarget | CudaTarget
+
+
+def target_of(data: Mapping[str, Any]) -> Target:
+    """The inverse of `to_data`. Raises ValueError for a kind that there is not."""
+    if data["kind"] == CpuTarget.kind:
+        return CpuTarget(data["mcpu"], data["lanes"], data["threads"])
+    if data["kind"] == CudaTarget.kind:
+        return CudaTarget(data["mcpu"], data["threads"], data["precision"])
+    raise ValueError(f"its target is {str(data['kind'])[:20]!r}")

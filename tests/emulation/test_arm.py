@@ -23,7 +23,7 @@ from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen.build import compile_kernel
 from bnfuse.runtime.kernels.kernel import Kernel
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 pytestmark = pytest.mark.emulation
 
@@ -63,7 +63,7 @@ def emulators() -> Iterator[Emulators]:
 
 
 @pytest.fixture(params=["cortex-a72", "neoverse-n1"])
-def target(request: pytest.FixtureRequest, emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Target:
+def target(request: pytest.FixtureRequest, emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> CpuTarget:
     monkeypatch.setattr(execute, "compile_kernel", emulators.function)
     return resolve(f"cpu:{request.param}", threads=2)
 

@@ -17,7 +17,7 @@ from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 OUTPUT_SIDE = ("y", "dy", "grad_x")
@@ -87,7 +87,7 @@ class CudaCase(ConvCase):
 
 
 def run_case(
-    case: CudaCase, generator: Any, target: Target, operands: dict[str, np.ndarray] | None = None
+    case: CudaCase, generator: Any, target: CudaTarget, operands: dict[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Kernel]:
     """What the kernel finds (NCHW, float64), what the reference says, and the kernel.
 

@@ -12,14 +12,14 @@ import numpy as np
 from bnfuse.runtime.kernels.cuda import compile as compiling
 from bnfuse.runtime.kernels.cuda.device import RAW
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 ARCHITECTURES = ("sm_80", "sm_90")
 
 
-def gpu(precision: str = "fp32", arch: str = "sm_90", multiprocessors: int = 4) -> Target:
+def gpu(precision: str = "fp32", arch: str = "sm_90", multiprocessors: int = 4) -> CudaTarget:
     """A small GPU: few multiprocessors make the interpreted grids small."""
-    return Target("cuda", arch, 32, multiprocessors, precision)
+    return CudaTarget(arch, multiprocessors, precision)
 
 
 def run_kernel(

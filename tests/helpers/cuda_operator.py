@@ -13,7 +13,7 @@ import numpy as np
 from bnfuse.runtime.kernels.cpu.pool import index_dtype
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.lowering.layout import stored_dtype
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 NOT_MAPS = ("weight", "dweight")
@@ -44,8 +44,8 @@ def nhwc(array: np.ndarray) -> np.ndarray:
 
 
 def operator(
-    generator: Callable[[Problem, Target], Kernel],
-    target: Target,
+    generator: Callable[[Problem, CudaTarget], Kernel],
+    target: CudaTarget,
     op: str,
     operands: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],

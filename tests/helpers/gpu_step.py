@@ -19,10 +19,12 @@ from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.lowering.graph import Lowered
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.session import Step
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 
-def interpreted_step(graph: TrainingGraph, target: Target, fake: FakeCuda, optimizer: Optimizer | None = None) -> Step:
+def interpreted_step(
+    graph: TrainingGraph, target: CudaTarget, fake: FakeCuda, optimizer: Optimizer | None = None
+) -> Step:
     """The step of a graph, in the memory of `fake`. Its kernels are not compiled."""
     parts = [interpreted(made, fake) for made in lower_graph(graph, target, optimizer)]
     step = Step(*parts, target=target, optimizer=optimizer)
@@ -49,7 +51,7 @@ def code_of(kernel: Kernel, stages: Any) -> bytes:
     parts = tuple(
         Stage(f"{stage.name}_kernel", stage.grid, stage.threads, stage.shared, tuple(names(stage))) for stage in stages
     )
-    return pack(Code(parts, parameters, kernel.target.mcpu, json.dumps(kernel.key).encode()))
+    return pack(Code(parts, parameters, kernel.target.architecture, json.dumps(kernel.key).encode()))
 
 
 def names(stage: Any) -> list[str]:

@@ -159,7 +159,7 @@ def test_processes_share_a_folder_and_need_no_tool_on_the_path(tmp_path):
 def test_a_kernel_that_cannot_be_compiled_is_named_by_a_worker_too():
     from bnfuse.runtime.codegen import build
 
-    broken = relu(4, dataclasses.replace(TARGET, mcpu="nehalem", kind="no such kind"))
+    broken = relu(4, dataclasses.replace(TARGET, lanes=0))
     name = broken.kernel().name
     with pytest.raises(BnfuseError, match=name) as caught:
         build._result(_of_worker(broken, name))

@@ -21,7 +21,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 MAP_OF_DY = ("dy", "grad_x")
@@ -105,7 +105,7 @@ def run(case: Case, kernel: Kernel, values: dict[str, np.ndarray], function: Any
     }
 
 
-def check(case: Case, tolerance: float = 1e-5, target: Target = TARGET, seed: int = 0) -> None:
+def check(case: Case, tolerance: float = 1e-5, target: CpuTarget = TARGET, seed: int = 0) -> None:
     kernel = conv_backward(case.problem(), target)
     values = gradient_operands(case, np.random.default_rng(seed))
     expected = reference.run(parse(case.op), values, case.attributes)
@@ -173,8 +173,8 @@ def test_gradients_of_any_convolution(case: Case) -> None:
 
 @pytest.mark.parametrize(("mcpu", "lanes"), [("haswell", 8), ("nehalem", 4)])
 def test_narrower_vectors(mcpu: str, lanes: int) -> None:
-    check(Case(FULL, 2, 7, 9, 21, 18, (3, 3), (1, 1), (1, 1, 1, 1), slots=2), target=Target("llvm", mcpu, lanes, 2))
-    check(Case(FULL, 1, 7, 9, 21, 21, (3, 3), (1, 1), (1, 1, 1, 1), group=21), target=Target("llvm", mcpu, lanes, 2))
+    check(Case(FULL, 2, 7, 9, 21, 18, (3, 3), (1, 1), (1, 1, 1, 1), slots=2), target=CpuTarget(mcpu, lanes, 2))
+    check(Case(FULL, 1, 7, 9, 21, 21, (3, 3), (1, 1), (1, 1, 1, 1), group=21), target=CpuTarget(mcpu, lanes, 2))
 
 
 def test_more_threads_than_tiles() -> None:
@@ -216,7 +216,7 @@ def test_other_operators_are_refused() -> None:
         conv_backward(Problem("PointwiseGrad", maps), TARGET)
 
 
-WIDE = Target("llvm", "sapphirerapids", 16, 2)
+WIDE = CpuTarget("sapphirerapids", 16, 2)
 
 
 @pytest.mark.parametrize(

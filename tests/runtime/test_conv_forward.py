@@ -23,10 +23,10 @@ from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import choose_depthwise_tiles
 from bnfuse.runtime.kernels.cpu.tiles import balanced, choose_tiles, conv_shape, flatten, tile_bytes
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
-AVX512 = Target("llvm", "skylake-avx512", 16, 2)
+AVX512 = CpuTarget("skylake-avx512", 16, 2)
 FULL = "NormalizeReluConvStatistics"
 PROLOGUES = (
     "",
@@ -60,7 +60,7 @@ class Case(ConvCase):
 
 
 def run(
-    case: Case, operands: dict[str, np.ndarray], target: Target = TARGET, generator: Any = conv_forward
+    case: Case, operands: dict[str, np.ndarray], target: CpuTarget = TARGET, generator: Any = conv_forward
 ) -> tuple[dict, dict]:
     """What the generator's kernel finds and what the reference expects."""
     wide = {name: value.astype(np.float64) for name, value in operands.items()}
@@ -72,7 +72,7 @@ def run(
     return found, expected
 
 
-def check(case: Case, target: Target = TARGET, tolerance: float = 2e-6, generator: Any = conv_forward) -> None:
+def check(case: Case, target: CpuTarget = TARGET, tolerance: float = 2e-6, generator: Any = conv_forward) -> None:
     found, expected = run(case, case.operands(np.random.default_rng(0)), target, generator)
     for name, value in expected.items():
         error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + 1e-30)
@@ -118,9 +118,7 @@ def test_every_prologue_pads_with_zeros_after_the_activation_and_stores_what_the
     check(Case(f"{prologue}ConvStoreInput", 2, 5, 4, 5, 3, (3, 3), pads=(1, 1, 1, 1), slots=2))
 
 
-@pytest.mark.parametrize(
-    "target", [Target("llvm", "haswell", 8, 2), Target("llvm", "x86-64", 4, 1)], ids=["avx2", "sse"]
-)
+@pytest.mark.parametrize("target", [CpuTarget("haswell", 8, 2), CpuTarget("x86-64", 4, 1)], ids=["avx2", "sse"])
 def test_other_vector_lengths_and_thread_counts(target):
     check(Case(FULL, 2, 6, 5, 13, 21, (3, 3), pads=(1, 1, 1, 1)), target)
 

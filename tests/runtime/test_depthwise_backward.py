@@ -17,9 +17,9 @@ from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import choose_tiles
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
-WIDE = Target("llvm", "sapphirerapids", 16, 2)
+WIDE = CpuTarget("sapphirerapids", 16, 2)
 OPS = (
     "ConvGradBiasGrad",
     "NormalizeReluConvGradInputReluGradReduce",
@@ -71,7 +71,7 @@ def test_gradients_of_any_depthwise_convolution(p: Problem, lanes: int) -> None:
     }
     expected = reference.run(spec, values, dict(p.attributes))
     results = {name: expected[name].shape for name in spec.results}
-    found = execute.operator(conv_backward, Target("llvm", mcpu, lanes, 2), p.op, values, results, dict(p.attributes))
+    found = execute.operator(conv_backward, CpuTarget(mcpu, lanes, 2), p.op, values, results, dict(p.attributes))
     for name in spec.results:
         error = np.linalg.norm(found[name] - expected[name])
         assert error < 2e-5 * np.linalg.norm(expected[name]) + 1e-6, (name, p)

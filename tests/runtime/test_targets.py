@@ -11,7 +11,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends import launching
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.targets import cpus
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 def test_the_host_is_the_default_and_has_what_its_code_uses():
@@ -38,7 +38,7 @@ def test_the_host_is_the_default_and_has_what_its_code_uses():
 )
 def test_lanes_and_registers_follow_the_instruction_set(mcpu, lanes, registers):
     target = resolve(f"cpu:{mcpu}", threads=3)
-    assert target == Target("llvm", mcpu, lanes, 3)
+    assert target == CpuTarget(mcpu, lanes, 3)
     assert cpus.vector_registers(target) == registers
 
 

@@ -20,10 +20,10 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import algorithms, conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import WinogradTiles, choose_tiles
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 HOST = dataclasses.replace(resolve("cpu"), threads=2)
-WIDE = Target("llvm", "sapphirerapids", 16, 2)
+WIDE = CpuTarget("sapphirerapids", 16, 2)
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 PLAIN = "ConvGrad"
 ONES = (1, 1, 1, 1)
@@ -61,7 +61,7 @@ def operands(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def errors(
-    case: Case, target: Target, values: dict[str, np.ndarray], algorithm: str | None = "winograd"
+    case: Case, target: CpuTarget, values: dict[str, np.ndarray], algorithm: str | None = "winograd"
 ) -> dict[str, float]:
     """Relative errors of the kernel's results against float64; what lies outside of the slots is checked on the way."""
     expected = reference.run(parse(case.op), values, case.attributes)
@@ -78,7 +78,7 @@ def errors(
     return {n: float(np.linalg.norm(found[n] - expected[n]) / np.linalg.norm(expected[n])) for n in found}
 
 
-def check(case: Case, target: Target = HOST, tolerance: float = 1e-5) -> None:
+def check(case: Case, target: CpuTarget = HOST, tolerance: float = 1e-5) -> None:
     for name, error in errors(case, target, operands(case)).items():
         assert error < tolerance, f"{name} of {case}: {error:.1e}"
 
@@ -133,7 +133,7 @@ def test_gradients_of_any_map_and_padding(case: Case) -> None:
 
 @pytest.mark.parametrize(("mcpu", "lanes"), [("haswell", 8), ("nehalem", 4)])
 def test_narrower_vectors(mcpu: str, lanes: int) -> None:
-    check(Case(FULL, 2, 7, 9, 21, 18, slots=2), Target("llvm", mcpu, lanes, 2))
+    check(Case(FULL, 2, 7, 9, 21, 18, slots=2), CpuTarget(mcpu, lanes, 2))
 
 
 def test_more_threads_than_chunks() -> None:

@@ -17,7 +17,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_forward import algorithms, conv_forward
 from bnfuse.runtime.kernels.cpu.tiles import conv_shape
 from bnfuse.runtime.kernels.cpu.winograd_forward import FAR_BYTES, TILE_BYTES, choose_winograd_tiles, whole_squares
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 direct = load(pathlib.Path(__file__).with_name("test_conv_forward.py"))
 Case, FULL, AVX512 = direct.Case, direct.FULL, direct.AVX512
@@ -47,9 +47,7 @@ def test_convolution_is_that_of_the_reference(case):
     direct.check(case, generator=winograd)
 
 
-@pytest.mark.parametrize(
-    "target", [Target("llvm", "haswell", 8, 2), Target("llvm", "x86-64", 4, 1)], ids=["avx2", "sse"]
-)
+@pytest.mark.parametrize("target", [CpuTarget("haswell", 8, 2), CpuTarget("x86-64", 4, 1)], ids=["avx2", "sse"])
 def test_other_vector_lengths_and_thread_counts(target):
     direct.check(Case(FULL, 2, 6, 5, 13, 21, WINDOW, pads=SAME), target, generator=winograd)
 

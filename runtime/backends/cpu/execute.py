@@ -11,7 +11,7 @@ import tvm
 from bnfuse.runtime.backends.launching import start_threads
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 ALIGNMENT = 64
 
@@ -34,6 +34,7 @@ def aligned_copy(values: np.ndarray) -> np.ndarray:
 
 
 def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
+    assert isinstance(kernel.target, CpuTarget)
     start_threads(kernel.target.threads)
     return tir.compile_function(kernel.build(), kernel.target)[kernel.name]
 
@@ -68,8 +69,8 @@ Slot = tuple[int, int]  # stride and offset of a map in a wider buffer
 
 
 def operator(
-    generator: Callable[[Problem, Target], Kernel],
-    target: Target,
+    generator: Callable[[Problem, CpuTarget], Kernel],
+    target: CpuTarget,
     op: str,
     operands: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],

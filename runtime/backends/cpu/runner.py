@@ -26,13 +26,13 @@ from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import Memory
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.cpus import features_of, missing_features
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 class CpuRunner:
     """Executes the launches of one program. Code for another processor can be kept and exported, not run."""
 
-    def __init__(self, compiled: Compiled, target: Target, beside: CpuRunner | None = None) -> None:
+    def __init__(self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None) -> None:
         check_threads(target.threads)
         self.program, self.threads = compiled.program, target.threads
         self.memory: Memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
@@ -128,6 +128,12 @@ class CpuRunner:
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
         return as_numpy(array, what)
+
+    def synchronize(self) -> None:
+        """`run` returns when everything is done."""
+
+    def on_device(self, what: str) -> Any:
+        raise BnfuseError(f"a step on the CPU has no {what}: compile it for cuda")
 
 
 def unfit(error: Exception) -> BnfuseError:

@@ -32,7 +32,7 @@ from bnfuse.runtime.backends.execution import (
 from bnfuse.runtime.backends.memory import Memory, Store
 from bnfuse.runtime.kernels.cuda.container import Code
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)  # what goes to the GPU with the first run
 
@@ -40,7 +40,7 @@ STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)  # what goes to the GPU with the 
 class CudaRunner:
     """A program for a GPU. `beside` is the runner whose state and working memory it shares."""
 
-    def __init__(self, compiled: Compiled, target: Target, beside: CudaRunner | None = None) -> None:
+    def __init__(self, compiled: Compiled, target: CudaTarget, beside: CudaRunner | None = None) -> None:
         self.program, self.target, self.beside = compiled.program, target, beside
         self._codes = unpacked(compiled.program, compiled.codes)
         self._host = Memory(compiled.program, without=(p.ARENA, p.CONSTANTS)) if beside is None else None
@@ -101,6 +101,9 @@ class CudaRunner:
     def to_host(self, array: Any, what: str) -> np.ndarray:
         return self.device.to_host(array, what) if dlpack.is_on_device(array) else as_numpy(array, what)
 
+    def on_device(self, what: str) -> CudaRunner:
+        return self
+
     @property
     def stream(self) -> Stream:
         return self.device.queue.stream
@@ -119,10 +122,10 @@ class CudaRunner:
 class Device:
     """A program in the memory of a GPU, with its code, its graphs and its stream."""
 
-    def __init__(self, program: p.Program, codes: Sequence[Code], target: Target, beside: Device | None) -> None:
+    def __init__(self, program: p.Program, codes: Sequence[Code], target: CudaTarget, beside: Device | None) -> None:
         self.program = program
         self.driver: Driver = beside.driver if beside else open_driver()
-        self.driver.check_architecture(target.mcpu)
+        self.driver.check_architecture(target.architecture)
         self.queue: Queue = beside.queue if beside else Queue(self.driver)
         self.modules: Modules = beside.modules if beside else Modules(self.queue)
         self.results: Results = beside.results if beside else Results(self.queue)

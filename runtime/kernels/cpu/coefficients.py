@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.cpu.norm import NormProblem
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 Emit = Callable[["Get", "Put"], None]
 
@@ -218,7 +218,7 @@ LOOPS: dict[str, Callable[..., Loop]] = {
 Member = tuple[str, tuple[Any, ...]]  # a name in LOOPS, and its arguments
 
 
-def coefficients(members: tuple[Member, ...], target: Target) -> Kernel:
+def coefficients(members: tuple[Member, ...], target: CpuTarget) -> Kernel:
     """The kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
     params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]

@@ -59,13 +59,13 @@ from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is
 from bnfuse.runtime.kernels.cpu.winograd_backward import winograd_backward
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import is_faster, is_possible
 from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 NAME = "conv_backward"
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 
 
-def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:
+def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """The kernels that can make the gradients of a problem, the one of choice first."""
     shape = conv_shape(problem, target.threads)
     if is_depthwise(shape, target):
@@ -75,14 +75,16 @@ def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:
     return ("winograd", "direct") if is_faster(shape, target) else ("direct", "winograd")
 
 
-def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
     """All ways to do a problem that are worth measuring, that of the rules first."""
     possible = algorithms(problem, target)
     plans = alternatives(problem, target) if "direct" in possible else []
     return (*(Choice(name) for name in possible), *(Choice("direct", plan) for plan in plans))
 
 
-def conv_backward(problem: Problem, target: Target, algorithm: str | None = None, plan: Plan | None = None) -> Kernel:
+def conv_backward(
+    problem: Problem, target: CpuTarget, algorithm: str | None = None, plan: Plan | None = None
+) -> Kernel:
     """The kernel of a convolution's gradients; `algorithm` is one of `algorithms`, the first by default.
 
     `plan` is of the direct algorithm alone.
@@ -123,7 +125,7 @@ def _elements(problem: Problem, name: str) -> int:
     return problem.map("dy" if name in GRADIENT_CHANNELS else "x").c
 
 
-def build(problem: Problem, target: Target, plan: Plan | None = None) -> Any:
+def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
     """The TIR function."""
     if plan is None:
         shape = conv_shape(problem, target.threads)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.cpus import vector_registers
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 PIXELS = 448  # upper bound of the output pixels in a tile of a k x k convolution
 FLAT_PIXELS = 128  # the same for 1x1 convolutions, whose rows are cut at will
@@ -174,7 +174,7 @@ def _divisors(number: int) -> list[int]:
     return [*small, *(number // d for d in small)]
 
 
-def alternatives(problem: Problem, target: Target) -> list[Plan]:
+def alternatives(problem: Problem, target: CpuTarget) -> list[Plan]:
     """Plans that may beat that of the rule where it misjudges: other lengths of rows, and the next sizes of a tile."""
     shape, *others = conv_shapes(problem, target.threads)
     plans = [Plan(other, choose_tiles(other, target)) for other in others[:2]]
@@ -182,12 +182,12 @@ def alternatives(problem: Problem, target: Target) -> list[Plan]:
     return plans + [Plan(shape, _tiles_of_size(shape, target, size)) for size in sizes]
 
 
-def choose_tiles(shape: ConvShape, target: Target) -> Tiles:
+def choose_tiles(shape: ConvShape, target: CpuTarget) -> Tiles:
     """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
     return _tiles_of_size(shape, target, _ranked_sizes(shape, target)[0])
 
 
-def _tiles_of_size(shape: ConvShape, target: Target, size: tuple[int, int], vectors: int = 2) -> Tiles:
+def _tiles_of_size(shape: ConvShape, target: CpuTarget, size: tuple[int, int], vectors: int = 2) -> Tiles:
     """`size`: images and rows."""
     pixels, taps = (14, 8) if vector_registers(target) == 32 else (6, 6)
     lanes = target.lanes
@@ -200,7 +200,7 @@ def _tiles_of_size(shape: ConvShape, target: Target, size: tuple[int, int], vect
     return Tiles(images, rows, micro_images, micro_rows, micro_columns, taps, lanes, block, out_block)
 
 
-def _ranked_sizes(shape: ConvShape, target: Target) -> list[tuple[int, int]]:
+def _ranked_sizes(shape: ConvShape, target: CpuTarget) -> list[tuple[int, int]]:
     """Images and rows in a tile: few halos, little dweight traffic, even shares, and both tiles in cache."""
     axis, width = shape.rows, shape.columns.units
     limit = FLAT_PIXELS if shape.is_pointwise else PIXELS

@@ -64,10 +64,10 @@ from bnfuse.runtime.kernels.cpu.tir import (
 )
 from bnfuse.runtime.kernels.cpu.winograd_forward import WinogradNest, choose_winograd_tiles
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
-def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:
+def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """The algorithms that can do a convolution, the one that the cost rule chooses first."""
     shape = conv_shape(problem)
     if not winograd_forward.takes(shape):
@@ -75,7 +75,7 @@ def algorithms(problem: Problem, target: Target) -> tuple[str, ...]:
     return ("winograd", "direct") if winograd_forward.wins(shape, target) else ("direct", "winograd")
 
 
-def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
     """All ways to do a problem that are worth measuring, that of the rules first."""
     able = algorithms(problem, target)
     shape = conv_shape(problem)
@@ -83,7 +83,9 @@ def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
     return (*(Choice(name) for name in able), *(Choice("direct", plan) for plan in plans))
 
 
-def conv_forward(problem: Problem, target: Target, algorithm: str | None = None, plan: Tiles | None = None) -> Kernel:
+def conv_forward(
+    problem: Problem, target: CpuTarget, algorithm: str | None = None, plan: Tiles | None = None
+) -> Kernel:
     """The kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics.
 
     `algorithm` is one of `algorithms`, the first by default; `plan` has the tiles of the direct one.
@@ -105,7 +107,7 @@ def conv_forward(problem: Problem, target: Target, algorithm: str | None = None,
 
 
 def nest(
-    problem: Problem, target: Target, arguments: Arguments, shape: ConvShape, algorithm: str, plan: Tiles | None
+    problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape, algorithm: str, plan: Tiles | None
 ) -> ForwardNest:
     """The loop nest of an algorithm for a shape."""
     if algorithm == "winograd":
@@ -128,7 +130,9 @@ class Part:
 class ConvNest(ForwardNest):
     """The loop nest of the module's docstring."""
 
-    def __init__(self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape, tiles: Tiles) -> None:
+    def __init__(
+        self, problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape, tiles: Tiles
+    ) -> None:
         super().__init__(problem, target, arguments, shape)
         self.tiles = tiles
         self.width = tiles.vectors * target.lanes

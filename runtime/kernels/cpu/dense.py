@@ -27,7 +27,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
 from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, prim_func, unique_name, vectors
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 OUTER_K, OUTER_ROWS, OUTER_VECTORS = 64, 14, 2
 DOT_K, DOT_ROWS, DOT_COLUMNS = 2048, 4, 6
@@ -64,7 +64,7 @@ class GemmProblem:
         return column * self.k + k if self.trans_b else k * self.n + column
 
 
-def gemm(problem: GemmProblem, target: Target) -> Kernel:
+def gemm(problem: GemmProblem, target: CpuTarget) -> Kernel:
     """a, b, [c] -> y."""
     params = gemm_params(problem)
     name = unique_name("Gemm", problem, target)
@@ -109,7 +109,7 @@ class _Nest:
     columns: int
     depth: int
 
-    def __init__(self, problem: GemmProblem, target: Target) -> None:
+    def __init__(self, problem: GemmProblem, target: CpuTarget) -> None:
         self.problem, self.target = problem, target
         self.one_pass = problem.k <= self.depth
 
@@ -176,7 +176,7 @@ class _Nest:
 class OuterProducts(_Nest):
     """Tiles of rows x vectors of columns in registers."""
 
-    def __init__(self, problem: GemmProblem, target: Target) -> None:
+    def __init__(self, problem: GemmProblem, target: CpuTarget) -> None:
         tiles = -(-problem.m // OUTER_ROWS)
         self.rows = -(-problem.m // tiles)  # 16 rows are two tiles of 8, not 14 and 2
         self.columns, self.depth = OUTER_VECTORS * target.lanes, OUTER_K

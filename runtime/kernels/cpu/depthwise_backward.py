@@ -49,7 +49,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
 from bnfuse.runtime.kernels.cpu.nest import block_vectors, loop
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 NAME = "depthwise_backward"
 TILE_BYTES = 400 * 1024  # the grad tile
@@ -69,16 +69,16 @@ class DepthwiseTiles:
     taps: int
 
 
-def is_depthwise(shape: ConvShape, target: Target) -> bool:
+def is_depthwise(shape: ConvShape, target: CpuTarget) -> bool:
     """Whether this module's kernel takes a shape: one channel in, one out, and a row of the kernel in registers."""
     return shape.groups > 1 and shape.cin == shape.cout == 1 and shape.columns.kernel <= _tap_limit(target)
 
 
-def _tap_limit(target: Target) -> int:
+def _tap_limit(target: CpuTarget) -> int:
     return 12 if target.lanes == 8 else 25
 
 
-def choose_tiles(shape: ConvShape, target: Target) -> DepthwiseTiles:
+def choose_tiles(shape: ConvShape, target: CpuTarget) -> DepthwiseTiles:
     vectors = -(-shape.groups // target.lanes)
     block = target.lanes * -(-vectors // -(-vectors // VECTORS))
     rows, columns = shape.rows, shape.columns
@@ -97,12 +97,12 @@ def choose_tiles(shape: ConvShape, target: Target) -> DepthwiseTiles:
     )
 
 
-def depthwise_backward(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
+def depthwise_backward(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
     """The kernel of a depthwise convolution's gradients. `conv_backward` has checked the problem."""
     return Kernel(NAME, problem, target, params, partial(_build, problem, target, shape, params))
 
 
-def _build(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Any:
+def _build(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Any:
     with tir.function(NAME, params) as arguments:
         tiles = choose_tiles(shape, target)
         nest = _Depthwise(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles)

@@ -47,7 +47,7 @@ from bnfuse.runtime.kernels.cpu.tir import (
     vectors,
 )
 from bnfuse.runtime.kernels.kernel import Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DepthwiseTiles:
     columns: int
 
 
-def choose_depthwise_tiles(shape: ConvShape, target: Target) -> DepthwiseTiles:
+def choose_depthwise_tiles(shape: ConvShape, target: CpuTarget) -> DepthwiseTiles:
     """The tallest tile that fits, of all channels if two rows of them do, and short enough to keep all threads busy."""
     unit = target.lanes * shape.group_cout
     channels = shape.cout
@@ -79,7 +79,7 @@ def _bytes(shape: ConvShape, rows: int, channels: int) -> int:
 class DepthwiseNest(ForwardNest):
     """The loop nest of the module's docstring."""
 
-    def __init__(self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape) -> None:
+    def __init__(self, problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape) -> None:
         super().__init__(problem, target, arguments, shape)
         self.tiles = choose_depthwise_tiles(shape, target)
         self.blocks = math.ceil(shape.cout / self.tiles.channels)

@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, MapRef, elementwise, share, store, vectors
 from bnfuse.runtime.kernels.kernel import Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Entry:
             ref = self.map("stored")
             elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), tile[index + j * repeat]))
 
-    def store_all(self, thread: Expr, target: Target) -> None:
+    def store_all(self, thread: Expr, target: CpuTarget) -> None:
         """The map `stored` in a sweep of its own: for kernels that do not read every input pixel, or not once."""
         ref, kind = self.map("stored"), self.problem.map("x")
         first, count = share(kind.pixels, target.threads, thread)

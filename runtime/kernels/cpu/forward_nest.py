@@ -12,7 +12,7 @@ from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
 from bnfuse.runtime.kernels.cpu.tir import Arguments, Expr, with_width, workspace
 from bnfuse.runtime.kernels.kernel import Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 class ForwardNest:
@@ -21,7 +21,7 @@ class ForwardNest:
     width: int  # output channels of a block of weights
     out_blocks: int  # such blocks of a group
 
-    def __init__(self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape) -> None:
+    def __init__(self, problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape) -> None:
         self.target, self.arguments, self.shape = target, arguments, shape
         self.epilogue = problem.spec.epilogue
         self.entry = Entry(problem, arguments)

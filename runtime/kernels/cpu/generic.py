@@ -18,7 +18,7 @@ from bnfuse.runtime.kernels.cpu.generic_nest import Emit, GenericProblem, dense_
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 __all__ = ["SCALARS", "SUPPORTED", "GenericProblem", "generic"]
 
@@ -34,7 +34,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 
 
-def generic(problem: GenericProblem, target: Target) -> Kernel:
+def generic(problem: GenericProblem, target: CpuTarget) -> Kernel:
     """in0, in1, ... -> out0, out1, ..."""
     params = generic_params(problem)
     name = unique_name(problem.op_type, problem, target)
@@ -48,7 +48,7 @@ def generic_params(problem: GenericProblem) -> tuple[Param, ...]:
     return (*inputs, *outputs)
 
 
-def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: Target) -> Any:
+def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: CpuTarget) -> Any:
     with tir.function(name, params) as arguments:
         args = Args(arguments, {})
         scalars = [T.arg(scalar, T.int64()) for scalar in SCALARS.get(problem.op_type, ())]
@@ -73,7 +73,7 @@ def _check(problem: GenericProblem) -> None:
             raise BnfuseError(f"{op}: {dtype} is not supported: cast to float32")
 
 
-def dropout(problem: GenericProblem, target: Target, args: Args, seed: Expr, step: Expr) -> None:
+def dropout(problem: GenericProblem, target: CpuTarget, args: Args, seed: Expr, step: Expr) -> None:
     """x -> y, [mask]: y = x/(1 - ratio) where a hash of (seed, step, node, element) says so, else 0.
 
     Attributes: ratio, training_mode (1 unless given), node (a number that no other Dropout of the graph has).

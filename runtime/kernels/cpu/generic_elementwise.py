@@ -25,7 +25,7 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
 )
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 Attributes = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ Attributes = Mapping[str, Any]
 def elementwise(formula: Callable[..., Expr]) -> Emit:
     """`formula(attributes, *operands)` at each point of the first output."""
 
-    def emit(problem: GenericProblem, target: Target, args: Args) -> None:
+    def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
         space = problem.out_shape
         views = [dense_view(space), *(broadcast_view(shape, space) for shape, _ in problem.inputs)]
         attributes = {**dict(problem.attributes), "dtype": problem.out_dtype}
@@ -252,7 +252,7 @@ NARY: dict[str, Callable[..., Expr]] = {
 RENAMED = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the same elements in the same order
 
 
-def copy_elements(problem: GenericProblem, target: Target, args: Args) -> None:
+def copy_elements(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     view = dense_view(problem.out_shape)
     nest(problem.out_shape, [view, view], target, lambda out, place: store(args, "out0", out, args["in0"][place]))
 

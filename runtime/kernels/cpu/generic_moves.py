@@ -24,20 +24,20 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
 )
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, vectors
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
-def move(args: Args, target: Target, space: Shape, source: tuple[str, View], result: tuple[str, View]) -> None:
+def move(args: Args, target: CpuTarget, space: Shape, source: tuple[str, View], result: tuple[str, View]) -> None:
     """Copy the space, seen through a view of one tensor, to a view of another."""
     (read, read_view), (written, written_view) = source, result
     nest(space, [written_view, read_view], target, lambda to, at: store(args, written, to, args[read][at]))
 
 
-def fill(args: Args, target: Target, name: str, shape: Shape, value: Any, dtype: str) -> None:
+def fill(args: Args, target: CpuTarget, name: str, shape: Shape, value: Any, dtype: str) -> None:
     nest(shape, [dense_view(shape)], target, lambda at: store(args, name, at, tirx.const(value, dtype)))
 
 
-def transpose(problem: GenericProblem, target: Target, args: Args) -> None:
+def transpose(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     shape = problem.shape()
     order = problem.attribute("perm") or tuple(reversed(range(len(shape))))
     strides = row_major(shape)
@@ -59,19 +59,19 @@ def sliced(problem: GenericProblem, shape: Shape) -> View:
     return View(tuple(strides), base)
 
 
-def slice_(problem: GenericProblem, target: Target, args: Args) -> None:
+def slice_(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     view = sliced(problem, problem.shape())
     move(args, target, problem.out_shape, ("in0", view), ("out0", dense_view(problem.out_shape)))
 
 
-def slice_grad(problem: GenericProblem, target: Target, args: Args) -> None:
+def slice_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """dy -> dx: zero but where the slice was."""
     fill(args, target, "out0", problem.out_shape, 0, problem.out_dtype)
     space, view = problem.shape(), sliced(problem, problem.out_shape)
     move(args, target, space, ("in0", dense_view(space)), ("out0", view))
 
 
-def concat(problem: GenericProblem, target: Target, args: Args) -> None:
+def concat(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     axis, start = problem.axis(0), 0
     strides = row_major(problem.out_shape)
     for i, (shape, _) in enumerate(problem.inputs):
@@ -80,7 +80,7 @@ def concat(problem: GenericProblem, target: Target, args: Args) -> None:
         start += shape[axis]
 
 
-def split(problem: GenericProblem, target: Target, args: Args) -> None:
+def split(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     axis, start = problem.axis(0), 0
     strides = row_major(problem.shape())
     for i, (shape, _) in enumerate(problem.outputs):
@@ -89,7 +89,7 @@ def split(problem: GenericProblem, target: Target, args: Args) -> None:
         start += shape[axis]
 
 
-def pad(problem: GenericProblem, target: Target, args: Args) -> None:
+def pad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """Constant padding, where negative pads crop."""
     if problem.attribute("mode", "constant") != "constant":
         raise BnfuseError(f"Pad: mode '{problem.attribute('mode')}' is not supported: pad with a constant")
@@ -113,7 +113,7 @@ def _dot(places: Sequence[int], strides: Sequence[int]) -> int:
     return sum(place * stride for place, stride in zip(places, strides, strict=True))
 
 
-def tile(problem: GenericProblem, target: Target, args: Args) -> None:
+def tile(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """Each axis is walked as (repeat, place): a repeat goes on in the result and nowhere in the operand."""
     space, source, result = [], [], []
     shape, repeats = problem.shape(), problem.attribute("repeats")
@@ -124,11 +124,11 @@ def tile(problem: GenericProblem, target: Target, args: Args) -> None:
     move(args, target, tuple(space), ("in0", View(tuple(source))), ("out0", View(tuple(result))))
 
 
-def constant_of_shape(problem: GenericProblem, target: Target, args: Args) -> None:
+def constant_of_shape(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     fill(args, target, "out0", problem.out_shape, problem.number("value", 0), problem.out_dtype)
 
 
-def gather(problem: GenericProblem, target: Target, args: Args) -> None:
+def gather(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """data, indices -> y. Indices beyond the data are clamped to it."""
     outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
 
@@ -146,7 +146,7 @@ def gathered(problem: GenericProblem, args: Any, row: Expr) -> Expr:
     return (image * length + gather_index(args["in1"][place], length)) * inner
 
 
-def gather_grad(problem: GenericProblem, target: Target, args: Args) -> None:
+def gather_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """indices, dy -> dx. The threads share what lies before the axis, or nothing: an index may come twice."""
     outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
     fill(args, target, "out0", problem.out_shape, 0, problem.out_dtype)
@@ -177,13 +177,13 @@ def gather_index(value: Expr, length: int) -> Expr:
     return tirx.Cast("int32", tirx.Max(zero, tirx.Min(value, size - tirx.const(1, dtype_of(value)))))
 
 
-def _along(count: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def _along(count: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     for vector in vectors(count, target.lanes):
         with vector.each() as j:
             emit(vector.base + j)
 
 
-def _rows_or_nothing(elements: int, rows: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def _rows_or_nothing(elements: int, rows: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     if elements:
         parallel_rows(rows, target, emit)
     else:

@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, vectors
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 Shape = tuple[int, ...]
 Type = tuple[Shape, str]  # shape and dtype
@@ -67,7 +67,7 @@ class GenericProblem:
         return int(self.attribute("axis", default)) % max(1, len(self.shape()))
 
 
-Emit = Callable[[GenericProblem, Target, Args], None]
+Emit = Callable[[GenericProblem, CpuTarget, Args], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def nested_by(other: Nest) -> Iterator[None]:
         _other.reset(token)
 
 
-def nest(space: Shape, views: Sequence[View], target: Target, emit: Callable[..., None]) -> None:
+def nest(space: Shape, views: Sequence[View], target: CpuTarget, emit: Callable[..., None]) -> None:
     """`emit(index of each view)` for every point of the space, inside a vectorised loop."""
     other = _other.get()
     if other is not None:
@@ -142,7 +142,7 @@ def nest(space: Shape, views: Sequence[View], target: Target, emit: Callable[...
         _rows(space, views, target, emit)
 
 
-def _rows(space: Shape, views: Sequence[View], target: Target, emit: Callable[..., None]) -> None:
+def _rows(space: Shape, views: Sequence[View], target: CpuTarget, emit: Callable[..., None]) -> None:
     count, inner = math.prod(space[:-1]), space[-1]
     threads = min(target.threads, count)
     with T.parallel(0, threads) as thread:
@@ -171,7 +171,7 @@ def at_stride(base: Expr, place: Expr, stride: int) -> Expr:
     return base + place * stride
 
 
-def parallel_rows(count: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def parallel_rows(count: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     """`emit(row)` for each of `count` rows, dealt to the threads."""
     threads = min(target.threads, count)
     with T.parallel(0, threads) as thread:

@@ -32,7 +32,7 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
 from bnfuse.runtime.kernels.cpu.rows import At, Rows
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, f64, to_f32, vectors
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def accumulator_of(folding: Folding, problem: GenericProblem) -> str:
 
 
 def reduction(folding: Folding) -> Emit:
-    def emit(problem: GenericProblem, target: Target, args: Args) -> None:
+    def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
         shape, split, accumulator = problem.shape(), reduced_axes(problem), accumulator_of(folding, problem)
 
         def take(at: Expr) -> Expr:
@@ -152,7 +152,7 @@ Take = Callable[[Expr], Expr]
 Put = Callable[[Expr, Expr], None]
 
 
-def _columns(axes: Axes, folding: Folding, dtype: str, target: Target, take: Take, put: Put) -> None:
+def _columns(axes: Axes, folding: Folding, dtype: str, target: CpuTarget, take: Take, put: Put) -> None:
     """The last axis stays: a vector of it at a time, over all that is reduced."""
     *outer, (inner, _) = axes.kept
     count = axes.kept_count // inner
@@ -185,7 +185,7 @@ def _each(items: Any, emit: Callable[[Any], None]) -> None:
         emit(item)
 
 
-def _rows(axes: Axes, folding: Folding, dtype: str, target: Target, take: Take, put: Put) -> None:
+def _rows(axes: Axes, folding: Folding, dtype: str, target: CpuTarget, take: Take, put: Put) -> None:
     """The last axis goes: vectors of it, joined lane by lane, then across."""
     *outer, (inner, _) = axes.reduced or ((1, 1),)
     count, lanes = math.prod(size for size, _ in outer), target.lanes
@@ -207,7 +207,7 @@ def _rows(axes: Axes, folding: Folding, dtype: str, target: Target, take: Take, 
     parallel_rows(axes.kept_count, target, row)
 
 
-def div_grad(problem: GenericProblem, target: Target, args: Args) -> None:
+def div_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """dy, a, b -> da = sum dy/b, [db = -sum dy*a/b^2]; the sums are over the axes that a or b was broadcast along."""
     (space, _), (a_shape, _), (b_shape, _) = problem.inputs
     a_view, b_view, dy_view = broadcast_view(a_shape, space), broadcast_view(b_shape, space), dense_view(space)
@@ -232,7 +232,7 @@ def _sum_to(
     shape: Shape,
     space: Shape,
     views: tuple[View, View, View],
-    target: Target,
+    target: CpuTarget,
     args: Args,
     out: str,
     term: Callable[[Expr, Expr, Expr], Expr],
@@ -316,7 +316,7 @@ BY_ROWS: dict[str, tuple[Row, bool]] = {
 
 
 def by_rows(row: Row, logarithm: bool) -> Emit:
-    def emit(problem: GenericProblem, target: Target, args: Args) -> None:
+    def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
         rows = softmax_rows(problem)
         rows.each(target, lambda index, at: row(problem, target, args, rows, logarithm, at))
 

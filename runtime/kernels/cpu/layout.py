@@ -12,7 +12,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CopyProblem:
     value: float = 0.0
 
 
-def nchw_to_nhwc(y: MapType, target: Target, dtype: str = "float32") -> Kernel:
+def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
     """x, dense [n, c, h, w] -> the map y."""
     params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, dtype, is_map=True))
     problem = CopyProblem("NchwToNhwc", y.pixels * y.c, y, dtype)
@@ -36,7 +36,7 @@ def nchw_to_nhwc(y: MapType, target: Target, dtype: str = "float32") -> Kernel:
     return _kernel(problem, target, params, {"y": y}, lambda args: emit(args, y, target, move))
 
 
-def nhwc_to_nchw(x: MapType, target: Target, dtype: str = "float32") -> Kernel:
+def nhwc_to_nchw(x: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
     """The map x -> y, dense [n, c, h, w]."""
     params = (Param("x", "in", x.elements, dtype, is_map=True), Param("y", "out", x.pixels * x.c, dtype))
     problem = CopyProblem("NhwcToNchw", x, x.pixels * x.c, dtype)
@@ -47,7 +47,7 @@ def nhwc_to_nchw(x: MapType, target: Target, dtype: str = "float32") -> Kernel:
     return _kernel(problem, target, params, {"x": x}, lambda args: _by_pixels(args, x, target, move))
 
 
-def copy_map(x: MapType, y: MapType, target: Target, dtype: str = "float32") -> Kernel:
+def copy_map(x: MapType, y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
     """The map x -> the map y, of the same size but perhaps in another slot."""
     params = (
         Param("x", "in", x.elements, dtype, is_map=True),
@@ -64,7 +64,7 @@ def copy_map(x: MapType, y: MapType, target: Target, dtype: str = "float32") -> 
     return _kernel(CopyProblem("CopyMap", x, y, dtype), target, params, {"x": x, "y": y}, emit)
 
 
-def copy(elements: int, target: Target, dtype: str = "float32") -> Kernel:
+def copy(elements: int, target: CpuTarget, dtype: str = "float32") -> Kernel:
     """x -> y, dense."""
     params = (Param("x", "in", elements, dtype), Param("y", "out", elements, dtype))
     problem = CopyProblem("Copy", elements, elements, dtype)
@@ -75,7 +75,7 @@ def copy(elements: int, target: Target, dtype: str = "float32") -> Kernel:
     return _kernel(problem, target, params, {}, emit)
 
 
-def fill(elements: int, value: float, target: Target, dtype: str = "float32") -> Kernel:
+def fill(elements: int, value: float, target: CpuTarget, dtype: str = "float32") -> Kernel:
     """-> y, every element of which is `value`."""
     params = (Param("y", "out", elements, dtype),)
     problem = CopyProblem("Fill", 0, elements, dtype, value)
@@ -86,7 +86,7 @@ def fill(elements: int, value: float, target: Target, dtype: str = "float32") ->
     return _kernel(problem, target, params, {}, emit)
 
 
-def flat(elements: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def flat(elements: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     """`emit(i)` for every i in [0, elements): vectorised, the vectors dealt to the threads in runs."""
     lanes = target.lanes
     whole = elements // lanes
@@ -104,7 +104,7 @@ def flat(elements: int, target: Target, emit: Callable[[Expr], None]) -> None:
 Move = Callable[[Args, Expr, Expr, Expr], None]  # (args, index in NCHW, pixel, channel)
 
 
-def _by_channels(args: Args, kind: MapType, target: Target, move: Move) -> None:
+def _by_channels(args: Args, kind: MapType, target: CpuTarget, move: Move) -> None:
     """Vectors of channels: as many streams are read from NCHW, and whole lines are written to NHWC."""
     area, blocks = kind.h * kind.w, -(-kind.c // target.lanes)
     last = tirx.const(kind.c - target.lanes, "int32")  # the last block is moved back: it repeats some channels
@@ -119,7 +119,7 @@ def _by_channels(args: Args, kind: MapType, target: Target, move: Move) -> None:
     _deal(kind.n * blocks, target, task)
 
 
-def _by_pixels(args: Args, kind: MapType, target: Target, move: Move) -> None:
+def _by_pixels(args: Args, kind: MapType, target: CpuTarget, move: Move) -> None:
     """Vectors of pixels, one channel after the other: for writing to NCHW, and for few channels."""
     area = kind.h * kind.w
     width = min(area, target.lanes)
@@ -136,7 +136,7 @@ def _by_pixels(args: Args, kind: MapType, target: Target, move: Move) -> None:
     _deal(kind.n * blocks, target, task)
 
 
-def _deal(tasks: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def _deal(tasks: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     threads = min(target.threads, tasks)
     with T.parallel(0, threads) as thread:
         first, count = tir.share(tasks, threads, thread)
@@ -146,7 +146,7 @@ def _deal(tasks: int, target: Target, emit: Callable[[Expr], None]) -> None:
 
 def _kernel(
     problem: CopyProblem,
-    target: Target,
+    target: CpuTarget,
     params: tuple[Param, ...],
     maps: dict[str, MapType],
     emit: Callable[[Args], None],

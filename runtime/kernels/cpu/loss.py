@@ -20,7 +20,7 @@ from bnfuse.runtime.kernels.cpu.rows import At, Rows
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32
 from bnfuse.runtime.kernels.cpu.sweep import Args, f64, prim_func, to_f32, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget, Target
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -57,14 +57,14 @@ class LossProblem:
         return self.rows if self.reduction == "none" else 1
 
 
-def softmax_loss(problem: LossProblem, target: Target) -> Kernel:
+def softmax_loss(problem: LossProblem, target: CpuTarget) -> Kernel:
     """scores, labels, [weights] -> loss, log_prob."""
     return _kernel(
         "SoftmaxCrossEntropyLoss", problem, target, loss_params(problem), lambda args: _emit_loss(problem, target, args)
     )
 
 
-def softmax_loss_grad(problem: LossProblem, target: Target) -> Kernel:
+def softmax_loss_grad(problem: LossProblem, target: CpuTarget) -> Kernel:
     """dloss, log_prob, labels, [weights] -> dscores."""
     params = grad_params(problem)
     return _kernel(
@@ -97,12 +97,12 @@ def _label_params(problem: LossProblem) -> tuple[Param, ...]:
     return (Param("labels", "in", problem.rows, problem.label_dtype), *weights)
 
 
-def _kernel(op: str, problem: LossProblem, target: Target, params: tuple[Param, ...], emit: Any) -> Kernel:
+def _kernel(op: str, problem: LossProblem, target: CpuTarget, params: tuple[Param, ...], emit: Any) -> Kernel:
     name = unique_name(op, problem, target)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, {}, emit))
 
 
-def _emit_loss(problem: LossProblem, target: Target, args: Args) -> None:
+def _emit_loss(problem: LossProblem, target: CpuTarget, args: Args) -> None:
     losses, weights = (tir.workspace(problem.rows, "float64") for _ in range(2))
     rows = problem.along_classes
 
@@ -136,7 +136,7 @@ def row_loss(problem: LossProblem, target: Target, args: Any, rows: Any, row: Ex
     return label.when_used(label.weight * (f64(0.0) - f64(log_prob(label.index)))), label.weight
 
 
-def _emit_grad(problem: LossProblem, target: Target, args: Args) -> None:
+def _emit_grad(problem: LossProblem, target: CpuTarget, args: Args) -> None:
     count = None
     if problem.reduction == "mean":
         count = _sum_rows(problem, lambda row: Label(problem, args, row).weight)
@@ -145,7 +145,14 @@ def _emit_grad(problem: LossProblem, target: Target, args: Args) -> None:
 
 
 def row_gradient(
-    problem: LossProblem, target: Target, args: Any, rows: Any, row: Expr, at: At, count: Expr | None, factor: Any = 1.0
+    problem: LossProblem,
+    target: Target,
+    args: Any,
+    rows: Any,
+    row: Expr,
+    at: At,
+    count: Expr | None,
+    factor: Any = 1.0,
 ) -> None:
     """Write a row's dscores, times `factor`. `count` is the sum of all rows' weights that the mean divides by."""
     label = Label(problem, args, row)

@@ -25,7 +25,7 @@ from bnfuse.runtime.kernels.cpu.sweep import (
     unique_name,
 )
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class NormProblem:
 # Sweeps over maps
 
 
-def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel:
+def batch_norm_statistics(x: MapType, target: CpuTarget, sweeps: int = 1) -> Kernel:
     """x -> mean, variance (biased), [c] float32.
 
     `sweeps=2` reads the map twice, for the mean and then for the variance: the baseline that mvf improves on.
@@ -50,7 +50,7 @@ def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel
     return map_sweep(problem, target, x.c, _emit_moments(x, target) if sweeps == 1 else _emit_two_sweeps(x, target))
 
 
-def _emit_moments(x: MapType, target: Target) -> Callable[[Args], None]:
+def _emit_moments(x: MapType, target: CpuTarget) -> Callable[[Args], None]:
     def emit(args: Args) -> None:
         def finish(channel: Expr, mean: Expr, variance: Expr) -> None:
             T.buffer_store(args["mean"], to_f32(mean), [channel])
@@ -67,7 +67,7 @@ def _emit_moments(x: MapType, target: Target) -> Callable[[Args], None]:
     return emit
 
 
-def _emit_two_sweeps(x: MapType, target: Target) -> Callable[[Args], None]:
+def _emit_two_sweeps(x: MapType, target: CpuTarget) -> Callable[[Args], None]:
     def emit(args: Args) -> None:
         def mean_of(result: str) -> Sum:
             return Sum(lambda c, total: T.buffer_store(args[result], to_f32(total / f64(float(x.pixels))), [c]))
@@ -91,7 +91,7 @@ def _emit_two_sweeps(x: MapType, target: Target) -> Callable[[Args], None]:
     return emit
 
 
-def batch_norm_grad_reduce(dz: MapType, x: MapType, target: Target) -> Kernel:
+def batch_norm_grad_reduce(dz: MapType, x: MapType, target: CpuTarget) -> Kernel:
     """dz, x, mean, inv_std -> dbeta, dgamma, [c] float32."""
 
     def emit(args: Args) -> None:
@@ -110,7 +110,7 @@ def batch_norm_grad_reduce(dz: MapType, x: MapType, target: Target) -> Kernel:
     return map_sweep(NormProblem("BatchNormGradReduce", (("dz", dz), ("x", x))), target, x.c, emit)
 
 
-def map_sweep(problem: NormProblem, target: Target, channels: int, emit: Callable[[Args], None]) -> Kernel:
+def map_sweep(problem: NormProblem, target: CpuTarget, channels: int, emit: Callable[[Args], None]) -> Kernel:
     op, maps = PLAIN_OPS[problem.op], dict(problem.maps)
     params = tuple(
         Param(

@@ -18,10 +18,10 @@ from bnfuse.runtime.kernels.cpu.norm import NormProblem, map_sweep
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Tile, Vector, f64, sweep, to_f32, vectors
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
-def l1_statistics(x: MapType, target: Target) -> Kernel:
+def l1_statistics(x: MapType, target: CpuTarget) -> Kernel:
     """x -> mean, variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean), [c] float32.
 
     The signs are those that `l1_grad_input` finds with the mean as float32; deviations also know what that rounds away.
@@ -58,7 +58,7 @@ def l1_statistics(x: MapType, target: Target) -> Kernel:
     return map_sweep(NormProblem("L1Statistics", (("x", x),)), target, x.c, emit)
 
 
-def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
+def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Kernel:
     """dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
 
     def emit(args: Args) -> None:
@@ -80,7 +80,7 @@ def _sign(d: Expr) -> Expr:
     return tirx.Select(d > zero, one, tirx.Select(d < zero, minus, zero))
 
 
-def range_statistics(x: MapType, target: Target) -> Kernel:
+def range_statistics(x: MapType, target: CpuTarget) -> Kernel:
     """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
 
     def emit(args: Args) -> None:
@@ -165,7 +165,7 @@ def _extreme(name: str, a: Expr, b: Expr) -> Expr:
     return tirx.Min(a, b) if name == "low" else tirx.Max(a, b)
 
 
-def range_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
+def range_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Kernel:
     """dz, x, low, high, p, q_low, q_high, w -> dx = p*dz + w, plus q_low where x = low, plus q_high where x = high."""
 
     def emit(args: Args) -> None:

@@ -19,7 +19,7 @@ from bnfuse.runtime.kernels.cpu.norm import NormProblem
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Vector, prim_func, sweep, to_f32, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 Extent = tuple[int, int, int]  # samples, rows, columns
 Pixel = Callable[[Args, Expr], Expr]  # the pixel of the map that is the i-th of the sample
@@ -27,25 +27,25 @@ Pixel = Callable[[Args, Expr], Expr]  # the pixel of the map that is the i-th of
 SHARE = 1 << 13  # elements that are worth a thread
 
 
-def sampled_statistics(x: MapType, extent: Extent, target: Target) -> Kernel:
+def sampled_statistics(x: MapType, extent: Extent, target: CpuTarget) -> Kernel:
     """x, offset (int64 [3]: sample, row, column) -> mean, variance (biased) of the box, [c] float32."""
     problem = NormProblem("SampledStatistics", (("x", x),), (("extent", extent),))
     return _statistics(problem, x, _box(x, extent), target)
 
 
-def point_statistics(x: MapType, count: int, target: Target) -> Kernel:
+def point_statistics(x: MapType, count: int, target: CpuTarget) -> Kernel:
     """x, points (int64 [count]: flat indices into n, h, w) -> mean, variance (biased) of the points, [c] float32."""
     problem = NormProblem("PointStatistics", (("x", x),), (("count", count),))
     return _statistics(problem, x, _points(x, count), target)
 
 
-def add_sampled(x: MapType, dx: MapType, extent: Extent, target: Target) -> Kernel:
+def add_sampled(x: MapType, dx: MapType, extent: Extent, target: CpuTarget) -> Kernel:
     """x, q, w, offset (int64 [3]), dx updated in place: dx + q*x + w in the box. `acc` is no parameter."""
     problem = NormProblem("AddSampled", (("x", x), ("dx", dx)), (("extent", extent),))
     return _addition(problem, x, dx, _box(x, extent), target)
 
 
-def add_at_points(x: MapType, dx: MapType, count: int, target: Target) -> Kernel:
+def add_at_points(x: MapType, dx: MapType, count: int, target: CpuTarget) -> Kernel:
     """x, q, w, points (int64 [count]), dx updated in place: dx + q*x + w at the points. `acc` is no parameter."""
     problem = NormProblem("AddAtPoints", (("x", x), ("dx", dx)), (("count", count),))
     return _addition(problem, x, dx, _points(x, count), target)
@@ -98,7 +98,7 @@ def inside(place: Expr, last: int) -> Expr:
     return tirx.Cast("int32", tirx.Max(tirx.const(0, "int64"), tirx.Min(place, tirx.const(last, "int64"))))
 
 
-def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: Target) -> Kernel:
+def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: CpuTarget) -> Kernel:
     def emit(args: Args) -> None:
         def finish(channel: Expr, mean: Expr, variance: Expr) -> None:
             T.buffer_store(args["mean"], to_f32(mean), [channel])
@@ -122,7 +122,7 @@ def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: Target
     return _kernel(problem, target, params, emit)
 
 
-def _addition(problem: NormProblem, x: MapType, dx: MapType, sample: Sample, target: Target) -> Kernel:
+def _addition(problem: NormProblem, x: MapType, dx: MapType, sample: Sample, target: CpuTarget) -> Kernel:
     def emit(args: Args) -> None:
         place = sample.begin(args)
 
@@ -145,11 +145,11 @@ def _addition(problem: NormProblem, x: MapType, dx: MapType, sample: Sample, tar
     return _kernel(problem, target, params, emit)
 
 
-def _few_threads(target: Target, elements: int) -> Target:
+def _few_threads(target: CpuTarget, elements: int) -> CpuTarget:
     """The target with as many threads as the work is worth."""
     return dataclasses.replace(target, threads=max(1, min(target.threads, elements // SHARE)))
 
 
-def _kernel(problem: NormProblem, target: Target, params: tuple[Param, ...], emit: Callable[[Args], Any]) -> Kernel:
+def _kernel(problem: NormProblem, target: CpuTarget, params: tuple[Param, ...], emit: Callable[[Args], Any]) -> Kernel:
     name = unique_name(problem.op, problem, target)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, dict(problem.maps), emit))

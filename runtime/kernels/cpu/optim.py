@@ -18,7 +18,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
 from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 BLOCK = 16  # elements that share one weight decay
 
@@ -41,7 +41,7 @@ def sgd_problem(elements: int, momentum: float, nesterov: bool) -> UpdateProblem
     return UpdateProblem("SGD", elements, (("momentum", momentum), ("nesterov", float(nesterov))))
 
 
-def sgd(elements: int, momentum: float, nesterov: bool, target: Target) -> Kernel:
+def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Kernel:
     """parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32.
 
     g <- g + decay*w;  v <- momentum*v + g;  w <- w - lr*v, or with Nesterov  w - lr*(g + momentum*v).
@@ -71,7 +71,7 @@ def adamw_problem(elements: int, betas: tuple[float, float], epsilon: float) -> 
     return UpdateProblem("AdamW", elements, (("beta1", betas[0]), ("beta2", betas[1]), ("epsilon", epsilon)))
 
 
-def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Target) -> Kernel:
+def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget) -> Kernel:
     """parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place); lr: float32,
     step: int64.
 
@@ -124,7 +124,7 @@ def update_params(problem: UpdateProblem) -> tuple[Param, ...]:
     )
 
 
-def _kernel(problem: UpdateProblem, target: Target) -> Kernel:
+def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
     params = update_params(problem)
     name = unique_name(problem.op, problem, target)
 
@@ -142,7 +142,7 @@ def _kernel(problem: UpdateProblem, target: Target) -> Kernel:
     return Kernel(name, problem, target, params, make)
 
 
-def _sweep(problem: UpdateProblem, target: Target, args: tir.Arguments, update: Update) -> None:
+def _sweep(problem: UpdateProblem, target: CpuTarget, args: tir.Arguments, update: Update) -> None:
     """`update(element, decay)` for all elements, block by block."""
 
     def block(index: Expr, width: int) -> None:

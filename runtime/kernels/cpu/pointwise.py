@@ -15,10 +15,10 @@ from bnfuse.runtime.kernels.cpu import steps
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Vector, f64, map_kernel, sweep, to_f32
 from bnfuse.runtime.kernels.kernel import Kernel, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
-def pointwise_forward(problem: Problem, target: Target) -> Kernel:
+def pointwise_forward(problem: Problem, target: CpuTarget) -> Kernel:
     """[Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], maps [pixels, c] float32."""
     y = problem.map("y")
 
@@ -38,7 +38,7 @@ def pointwise_forward(problem: Problem, target: Target) -> Kernel:
     return map_kernel(problem, target, emit, y.c)
 
 
-def pointwise_backward(problem: Problem, target: Target) -> Kernel:
+def pointwise_backward(problem: Problem, target: CpuTarget) -> Kernel:
     """[BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, in the order of the grammar."""
     dx = problem.map("dx")
 

@@ -23,7 +23,7 @@ from bnfuse.runtime.kernels.cpu.pointwise import BackwardEpilogue, ForwardEpilog
 from bnfuse.runtime.kernels.cpu.steps import Expr, f32
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, f64, map_kernel, sweep, to_f32
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 SIDE_BY_SIDE = 4  # vectors that go through a window's loops together
 
@@ -113,7 +113,7 @@ def index_dtype(kernel_shape: tuple[int, int]) -> str:
 # Forward
 
 
-def pool_forward(problem: Problem, target: Target) -> Kernel:
+def pool_forward(problem: Problem, target: CpuTarget) -> Kernel:
     """[prologue] MaxPool|AveragePool|GlobalAveragePool [Bias][Statistics].
 
     Indices of a MaxPool: position in the window, of the first of equal maxima, dtype `index_dtype`, a map like y.
@@ -189,7 +189,7 @@ def _average_pixel(
         output.store(pixel, vector.base + j, total[j] * weight_of(problem, windows, row, column), is_first)
 
 
-def _global_forward(problem: Problem, target: Target) -> Kernel:
+def _global_forward(problem: Problem, target: CpuTarget) -> Kernel:
     x, y = problem.map("x"), problem.map("y")
     area = x.h * x.w
 
@@ -237,7 +237,7 @@ def weight_of(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Ex
 # Backward
 
 
-def pool_backward(problem: Problem, target: Target) -> Kernel:
+def pool_backward(problem: Problem, target: CpuTarget) -> Kernel:
     """[BatchNormGrad][Normalize][act] MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad [AddGradient][mask]
     [Reduce][ReduceOther]*[Scale|Accumulate]. dx is that of the pool's input, at the resolution of x.
     """

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import vectors
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 At = Callable[[Expr], Expr]  # position along the row -> index in the tensor
 
@@ -29,7 +29,7 @@ class Rows:
     def count(self) -> int:
         return self.n * self.inner
 
-    def each(self, target: Target, emit: Callable[[Expr, At], None]) -> None:
+    def each(self, target: CpuTarget, emit: Callable[[Expr, At], None]) -> None:
         """`emit(row, at)` for each row."""
         threads = min(target.threads, self.count)
         with T.parallel(0, threads) as thread:
@@ -40,7 +40,7 @@ class Rows:
                 base = T.bind(image * (self.length * self.inner) + place)
                 emit(row, lambda k: base + k * self.inner)
 
-    def along(self, target: Target, emit: Callable[[Expr], None]) -> None:
+    def along(self, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
         """`emit(k)` for each position along the row."""
         for vector in vectors(self.length, target.lanes):
             with vector.each() as j:
@@ -48,7 +48,7 @@ class Rows:
 
     def fold(
         self,
-        target: Target,
+        target: CpuTarget,
         dtype: str,
         start: float,
         step: Callable[[Expr, Expr], Expr],

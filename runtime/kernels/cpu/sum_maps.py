@@ -7,7 +7,7 @@ import dataclasses
 from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class SumProblem:
     y: MapType
 
 
-def sum_maps(xs: tuple[MapType, ...], y: MapType, target: Target) -> Kernel:
+def sum_maps(xs: tuple[MapType, ...], y: MapType, target: CpuTarget) -> Kernel:
     """x0, x1, ... -> y, float32 maps of one size."""
     problem = SumProblem(xs, y)
     maps = {**{f"x{i}": x for i, x in enumerate(xs)}, "y": y}

@@ -26,7 +26,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu import steps, tir
 from bnfuse.runtime.kernels.cpu.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget, Target
 
 TILE = 16  # pixels whose float32 sums are few enough to be good to ~1e-6
 INT32_LIMIT = 2**31
@@ -97,7 +97,7 @@ def map_params(
 
 def map_kernel(
     problem: Problem,
-    target: Target,
+    target: CpuTarget,
     emit: Callable[[Args], None],
     channels: int,
     dtypes: Mapping[str, str] | None = None,
@@ -299,7 +299,7 @@ Visit = Callable[[Expr, Vector, Expr], None]  # (pixel, vector, whether the pixe
 def sweep(
     pixels: int,
     channels: int,
-    target: Target,
+    target: CpuTarget,
     visit: Visit,
     reductions: Sequence[Reduction] = (),
     lanes: int | None = None,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.cpus import vector_registers
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 TILE_BYTES = 384 << 10  # the second-level cache has at least 1 MiB on servers
 WEIGHT_BYTES = 192 << 10  # of packed weights that one micro tile sweeps
@@ -126,7 +126,7 @@ class Tiles:
         return self.micro_images, self.micro_rows, self.micro_columns
 
 
-def micro_pixels(vectors: int, target: Target) -> int:
+def micro_pixels(vectors: int, target: CpuTarget) -> int:
     """Most pixels of a micro tile: accumulators, one row of weights and two registers for pixels must fit."""
     return (vector_registers(target) - vectors - 2) // vectors
 
@@ -136,7 +136,7 @@ def balanced(total: int, most: int) -> int:
     return math.ceil(total / math.ceil(total / most))
 
 
-def choose_vectors(cout: int, target: Target) -> int:
+def choose_vectors(cout: int, target: CpuTarget) -> int:
     """Vectors of output channels in a micro tile: two, where one or three do not waste fewer lanes.
 
     Two read the fewest operands per multiplication (14 + 2 loads for 28); one and three cost about a tenth more.
@@ -155,7 +155,7 @@ def micro_tile(shape: ConvShape, most: int) -> tuple[int, int, int]:
     return balanced(shape.n, rows // shape.oh), shape.oh, shape.ow
 
 
-def reduction_block(shape: ConvShape, vectors: int, target: Target) -> int:
+def reduction_block(shape: ConvShape, vectors: int, target: CpuTarget) -> int:
     """Input channels per sweep. A block's weights for one micro tile and its pixels must stay in cache together."""
     if shape.groups > 1:
         return shape.cin
@@ -170,18 +170,18 @@ def reduction_block(shape: ConvShape, vectors: int, target: Target) -> int:
     return math.ceil(shape.cin / blocks / target.lanes) * target.lanes
 
 
-def row_stride(shape: ConvShape, channels: int, target: Target) -> int:
+def row_stride(shape: ConvShape, channels: int, target: CpuTarget) -> int:
     """One vector more than the channels: strides of whole pages would fall on a few lines of the first-level cache."""
     if channels < target.lanes:
         return channels
     return math.ceil(channels / target.lanes) * target.lanes + target.lanes
 
 
-def choose_tiles(shape: ConvShape, target: Target) -> Tiles:
+def choose_tiles(shape: ConvShape, target: CpuTarget) -> Tiles:
     return ranked_tiles(shape, target)[0]
 
 
-def ranked_tiles(shape: ConvShape, target: Target, vectors: int | None = None) -> list[Tiles]:
+def ranked_tiles(shape: ConvShape, target: CpuTarget, vectors: int | None = None) -> list[Tiles]:
     """All tiles that fit the cache for one number of vectors (that of the rule by default), the cheapest first."""
     vectors = vectors or choose_vectors(shape.group_cout, target)
     micro = micro_tile(shape, micro_pixels(vectors, target))
@@ -192,7 +192,7 @@ def ranked_tiles(shape: ConvShape, target: Target, vectors: int | None = None) -
     return sorted(fitting, key=lambda t: cost(shape, t, target))
 
 
-def alternatives(shape: ConvShape, target: Target) -> list[Tiles]:
+def alternatives(shape: ConvShape, target: CpuTarget) -> list[Tiles]:
     """Tiles that may beat those of the rule where it misjudges: the next in its order, and other numbers of vectors."""
     ranked = ranked_tiles(shape, target)
     most = math.ceil(shape.group_cout / target.lanes)
@@ -227,7 +227,7 @@ def tile_bytes(shape: ConvShape, tiles: Tiles) -> int:
     return 4 * packed + 2 * tiles.images * tiles.rows * shape.ow * shape.cout
 
 
-def cost(shape: ConvShape, tiles: Tiles, target: Target) -> float:
+def cost(shape: ConvShape, tiles: Tiles, target: CpuTarget) -> float:
     """Estimated cycles of the busiest thread: multiplications, packing, and the sweep over the weights of each tile."""
     count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
     width = tiles.vectors * target.lanes

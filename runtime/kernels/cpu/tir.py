@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.kernel import Access, MapType, Param, Problem
 from bnfuse.runtime.targets import cpus
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 INT32_LIMIT = 2**31
 
@@ -191,7 +191,7 @@ def at_most(value: Expr, bound: Expr) -> Expr:
     return tirx.Min(value, bound) if not (isinstance(value, int) and isinstance(bound, int)) else min(value, bound)
 
 
-def compile_function(function: Any, target: Target) -> Any:
+def compile_function(function: Any, target: CpuTarget) -> Any:
     """The executable of a PrimFunc. Storage rewrite is off: it would turn `registers` into heap memory (and there is
     nothing for it to share)."""
     with tvm.transform.PassContext(opt_level=3, config={"tirx.disable_storage_rewrite": True}):

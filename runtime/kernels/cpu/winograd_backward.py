@@ -51,17 +51,17 @@ from bnfuse.runtime.kernels.cpu.winograd_backward_transform import (
     unpack_weight_gradient,
 )
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 NAME = "winograd_backward"
 
 
-def winograd_backward(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
+def winograd_backward(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
     """The kernel of a 3x3 convolution's gradients. `conv_backward` has checked the problem."""
     return Kernel(NAME, problem, target, params, partial(build, problem, target, shape, params))
 
 
-def build(problem: Problem, target: Target, shape: ConvShape, params: tuple[Param, ...]) -> Any:
+def build(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Any:
     """The TIR function."""
     with tir.function(NAME, params) as arguments:
         tiles = choose_tiles(shape, target)

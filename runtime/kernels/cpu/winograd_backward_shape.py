@@ -12,7 +12,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis, ConvShape, Tile
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles as choose_direct_tiles
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
 from bnfuse.runtime.targets.cpus import vector_registers
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 KERNEL = 3
 TILES = 128  # of a chunk, at most
@@ -38,7 +38,7 @@ def is_possible(shape: ConvShape) -> bool:
     return shape.groups == 1 and all(a.kernel == 3 and a.stride == a.dilation == 1 for a in (shape.rows, shape.columns))
 
 
-def is_faster(shape: ConvShape, target: Target) -> bool:
+def is_faster(shape: ConvShape, target: CpuTarget) -> bool:
     """Whether fewer multiplications are left once the tiles overhang odd maps and the weights are transformed.
 
     Measured at 30 shapes, the rule is wrong where it costs 0.01 ms. Channels that do not fill a vector are transformed
@@ -56,7 +56,7 @@ def grid(axis: Axis) -> int:
     return -(-axis.units // OUT)
 
 
-def choose_tiles(shape: ConvShape, target: Target) -> WinogradTiles:
+def choose_tiles(shape: ConvShape, target: CpuTarget) -> WinogradTiles:
     """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
     direct = choose_direct_tiles(shape, target)
     images, rows = _chunk(shape, target)
@@ -77,7 +77,7 @@ def choose_tiles(shape: ConvShape, target: Target) -> WinogradTiles:
     )
 
 
-def _chunk(shape: ConvShape, target: Target) -> tuple[int, int]:
+def _chunk(shape: ConvShape, target: CpuTarget) -> tuple[int, int]:
     """Images and rows of tiles in a chunk: few halos, little dweight traffic, even shares."""
     height, width = grid(shape.rows), grid(shape.columns)
     choices = [(1, rows) for rows in range(1, height + 1)]

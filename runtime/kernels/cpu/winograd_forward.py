@@ -78,7 +78,7 @@ from bnfuse.runtime.kernels.cpu.winograd import (
     weight_transform,
 )
 from bnfuse.runtime.kernels.kernel import Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 TILE_BYTES = 448 << 10  # of packed input
 NEAR_BYTES = 512 << 10  # of transformed weights that stay in the second-level cache, and of patches beside them
@@ -103,7 +103,7 @@ def takes(shape: ConvShape) -> bool:
     return window == (3, 3, 1, 1, 1, 1) and shape.groups == 1
 
 
-def wins(shape: ConvShape, target: Target) -> bool:
+def wins(shape: ConvShape, target: CpuTarget) -> bool:
     """Whether it is estimated to be the faster one."""
     direct = choose_tiles(shape, target)
     return winograd_cost(shape, choose_winograd_tiles(shape, target), target) < 0.95 * direct_cost(
@@ -139,7 +139,7 @@ class WinogradTiles:
         return 4 * PLACES * self.block * self.pitch
 
 
-def choose_winograd_tiles(shape: ConvShape, target: Target) -> WinogradTiles:
+def choose_winograd_tiles(shape: ConvShape, target: CpuTarget) -> WinogradTiles:
     """The cheapest of those that fit."""
     even = whole_squares(shape)
     sizes = [(1, rows) for rows in range(OUT, even.oh + 1, OUT)] + [
@@ -150,7 +150,7 @@ def choose_winograd_tiles(shape: ConvShape, target: Target) -> WinogradTiles:
     return min(fitting or options[:1], key=lambda tiles: winograd_cost(shape, tiles, target))
 
 
-def _tiles(shape: ConvShape, target: Target, images: int, rows: int) -> WinogradTiles:
+def _tiles(shape: ConvShape, target: CpuTarget, images: int, rows: int) -> WinogradTiles:
     """The largest blocks of squares that the cache has room for, all of one size, in micro tiles of one size."""
     vectors = choose_vectors(shape.cout, target)
     pitch = math.ceil(shape.cin / target.lanes) * target.lanes + target.lanes
@@ -165,7 +165,7 @@ def weight_bytes(shape: ConvShape) -> int:
     return 4 * PLACES * shape.cin * shape.cout
 
 
-def winograd_cost(shape: ConvShape, tiles: WinogradTiles, target: Target) -> float:
+def winograd_cost(shape: ConvShape, tiles: WinogradTiles, target: CpuTarget) -> float:
     """Estimated cycles of the busiest thread."""
     even = whole_squares(shape)
     inputs, outputs = math.ceil(shape.cin / target.lanes), math.ceil(shape.cout / target.lanes / tiles.vectors)
@@ -181,7 +181,7 @@ def winograd_cost(shape: ConvShape, tiles: WinogradTiles, target: Target) -> flo
     return math.ceil(count / target.threads) * (multiply + pack + transforms + sweep) + weights
 
 
-def direct_cost(shape: ConvShape, tiles: Tiles, target: Target) -> float:
+def direct_cost(shape: ConvShape, tiles: Tiles, target: CpuTarget) -> float:
     """The same for the direct algorithm."""
     count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
     packed = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns
@@ -198,7 +198,7 @@ class WinogradNest(ForwardNest):
     """The loop nest of the module's docstring."""
 
     def __init__(
-        self, problem: Problem, target: Target, arguments: Arguments, shape: ConvShape, tiles: WinogradTiles
+        self, problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape, tiles: WinogradTiles
     ) -> None:
         super().__init__(problem, target, arguments, shape)
         self.tiles, self.even = tiles, whole_squares(shape)

@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.cpu.coefficients import LOOPS, Loop, Member, param_n
 from bnfuse.runtime.kernels.cpu.sweep import unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 CHANNELS = 128  # of a block that has one operator
 ONE_BLOCK = 1024  # threads of the block that has a whole group
@@ -47,7 +47,7 @@ class CoefficientsProblem:
     members: tuple[Member, ...]
 
 
-def coefficients(members: tuple[Member, ...], target: Target) -> Kernel:
+def coefficients(members: tuple[Member, ...], target: CudaTarget) -> Kernel:
     """The kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
     params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]

@@ -19,6 +19,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cuda import container
 from bnfuse.runtime.kernels.cuda.device import Stage
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
+from bnfuse.runtime.targets.target import CudaTarget
 
 REMEDY = "install bnfuse[cuda], or put nvcc on the PATH"
 
@@ -52,8 +53,9 @@ template <class> struct is_floating_point;
 
 def compile_kernel(kernel: Kernel) -> bytes:
     """The code of a kernel as it is kept (runtime/kernels/cuda/container.py)."""
+    assert isinstance(kernel.target, CudaTarget)
     stages: Sequence[Stage] = kernel.build()
-    arch = kernel.target.mcpu
+    arch = kernel.target.architecture
     source = cuda_source(stages, arch)
     cubin, log = compile_cuda(source, arch)
     parameters = [

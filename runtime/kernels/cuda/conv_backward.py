@@ -30,14 +30,14 @@ from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
 from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 MERGE_THREADS = 256
 BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most
 
 
-def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
     """All ways to do a problem that are worth measuring, that of the rule first: a plan for each of the two tiles."""
     if not is_packed(problem.weight):
         return (Choice("depthwise"),)
@@ -59,7 +59,7 @@ def wants_weight(problem: Problem) -> bool:
     return "dweight" in problem.spec.results
 
 
-def conv_backward(problem: Problem, target: Target, algorithm: str | None = None, plan: Any = None) -> Kernel:
+def conv_backward(problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: Any = None) -> Kernel:
     """The kernel of a convolution's gradients. `weight` is packed (weights.py), but for depthwise ones."""
     spec = problem.spec
     if spec.core not in CONV_GRADS:
@@ -72,7 +72,7 @@ def conv_backward(problem: Problem, target: Target, algorithm: str | None = None
     return Kernel(name, problem, target, made.params, lambda: made.build(name), plan)
 
 
-def parameters(problem: Problem, target: Target) -> tuple[Param, ...]:
+def parameters(problem: Problem, target: CudaTarget) -> tuple[Param, ...]:
     """Operands, then results; under Accumulate dx is both, and `acc` is neither."""
     spec, maps = problem.spec, dict(problem.maps)
     outputs, per_group, *window = problem.weight
@@ -96,7 +96,7 @@ def parameters(problem: Problem, target: Target) -> tuple[Param, ...]:
 class Stages:
     """The stages of a problem, and the scratch memory between them."""
 
-    def __init__(self, problem: Problem, target: Target, plan: Any) -> None:
+    def __init__(self, problem: Problem, target: CudaTarget, plan: Any) -> None:
         self.problem, self.target = problem, target
         input_plan, weight_plan = plan or (None, None)
         self.input = self.weight = None
@@ -176,7 +176,7 @@ class Stages:
     @property
     def bias_rows(self) -> int:
         pixels = self.problem.map("dy").pixels
-        return max(1, min(BIAS_ROWS * self.target.threads, pixels // (4 * self.bias_team.down)))
+        return max(1, min(BIAS_ROWS * self.target.multiprocessors, pixels // (4 * self.bias_team.down)))
 
     def bias_stages(self, name: str) -> tuple[Stage, ...]:
         """dbias, the sum of dy behind BatchNormGrad: a sweep of its own."""

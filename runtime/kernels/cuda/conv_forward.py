@@ -17,12 +17,12 @@ from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, Writer, width_of
 from bnfuse.runtime.kernels.cuda.weights import FORWARD, is_packed, packed_elements
 from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 STORE_THREADS = 256
 
 
-def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
+def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
     """All ways to do a problem that are worth measuring, that of the rule first."""
     if not is_packed(problem.weight):
         return (Choice("depthwise"),)
@@ -33,7 +33,7 @@ def choices(problem: Problem, target: Target) -> tuple[Choice, ...]:
 
 
 def conv_forward(
-    problem: Problem, target: Target, algorithm: str | None = None, plan: TilePlan | None = None
+    problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: TilePlan | None = None
 ) -> Kernel:
     """The kernel of a forward convolution. `weight` is packed (weights.py), but for depthwise ones."""
     if not is_packed(problem.weight):
@@ -50,7 +50,7 @@ def conv_forward(
     return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, tile), plan)
 
 
-def forward_params(problem: Problem, target: Target) -> tuple[Param, ...]:
+def forward_params(problem: Problem, target: CudaTarget) -> tuple[Param, ...]:
     """Operands, then results. Coefficients of the prologue have x's channels, others y's."""
     spec, maps = problem.spec, dict(problem.maps)
     weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD)

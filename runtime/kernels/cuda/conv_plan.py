@@ -13,7 +13,7 @@ from bnfuse.runtime.kernels.cuda.operand import Operand, element_size
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightPlan, WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weights import VECTOR
 from bnfuse.runtime.kernels.kernel import Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 Read = Literal["gather", "halo", "flat"]
 
@@ -39,7 +39,7 @@ def with_fallback(read: Read) -> tuple[Read, ...]:
     return ("halo", "gather") if read == "halo" else (read,)
 
 
-def tile_plans(c: Correlation, operand: Operand, target: Target, *, forward: bool) -> Iterator[TilePlan]:
+def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward: bool) -> Iterator[TilePlan]:
     """Plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor."""
     seen: set[TilePlan] = set()
     for read in with_fallback(read_of(c, forward=forward)):
@@ -49,12 +49,12 @@ def tile_plans(c: Correlation, operand: Operand, target: Target, *, forward: boo
             tile = tile_of(c, plan, target.precision, operand)
             if not tile.ring or tile.steps == 1:
                 plan = dataclasses.replace(plan, ahead=1)
-            if plan not in seen and tile.shared <= shared_limit(target.mcpu):
+            if plan not in seen and tile.shared <= shared_limit(target.architecture):
                 seen.add(plan)
                 yield plan
 
 
-def _tile_plans(c: Correlation, target: Target, forward: bool, read: Read) -> Iterator[TilePlan]:
+def _tile_plans(c: Correlation, target: CudaTarget, forward: bool, read: Read) -> Iterator[TilePlan]:
     depth = c.inputs * element_size(target.precision)
     wide = 128 if depth > 64 else 64
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
@@ -73,7 +73,7 @@ def _tile_plans(c: Correlation, target: Target, forward: bool, read: Read) -> It
         sizes += [(128, 64, wide, 1, 2, 2), (128, 64, 64, 2, 2, 2), (64, 128, wide, 1, 2, 2), (64, 64, 64, 3)]
     sizes = [size for size in sizes if size[1] < 2 * max(c.outputs, 32)]
     # the rule takes the first that has tiles for most of the multiprocessors, else the one that has the most
-    enough = [size for size in sizes if _tiles(c, size[0], size[1]) >= FILLED * target.threads]
+    enough = [size for size in sizes if _tiles(c, size[0], size[1]) >= FILLED * target.multiprocessors]
     first = (enough or sorted(sizes, key=lambda size: -_tiles(c, size[0], size[1])))[0]
     for pixels, width, row, ahead, *given in (first, *sizes):
         yield _plan(pixels, width, row, read, ahead, (given[0], given[1]) if given else WARPS[pixels, width])
@@ -91,7 +91,7 @@ def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int, war
     return TilePlan(pixels, outputs, row_bytes, warps, read, blocks, ahead)
 
 
-def weight_plans(c: Correlation, problem: Problem, target: Target) -> Iterator[WeightPlan]:
+def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterator[WeightPlan]:
     """Plans of the weight gradient's tile, that of the rule first."""
     seen: set[WeightPlan] = set()
     for read in with_fallback(read_of(c, forward=True)):
@@ -101,12 +101,12 @@ def weight_plans(c: Correlation, problem: Problem, target: Target) -> Iterator[W
             tile = weight_tile_of(c, plan, target.precision, Operand(problem, True), Operand(problem, False))
             if not tile.ring:
                 plan = dataclasses.replace(plan, ahead=1)
-            if plan not in seen and tile.shared <= shared_limit(target.mcpu):
+            if plan not in seen and tile.shared <= shared_limit(target.architecture):
                 seen.add(plan)
                 yield plan
 
 
-def _weight_plans(c: Correlation, target: Target, read: Read) -> Iterator[WeightPlan]:
+def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[WeightPlan]:
     narrow = element_size(target.precision) == 2
     pixels = 64 if narrow else 32
     outputs = next((n for n in (32, 64) if c.outputs <= n), 128)
@@ -140,11 +140,11 @@ def _weight_plans(c: Correlation, target: Target, read: Read) -> Iterator[Weight
             yield dataclasses.replace(made, min_blocks=blocks)
 
 
-def with_splits(c: Correlation, target: Target, plan: WeightPlan, waves: int) -> WeightPlan:
+def with_splits(c: Correlation, target: CudaTarget, plan: WeightPlan, waves: int) -> WeightPlan:
     """As many shares of the pixels as make `waves` blocks for each multiprocessor, if there are enough pixels."""
     tile = WeightTile(c, plan, target.precision, False, (0, 0))
     outputs, inputs = tile.tiles
     blocks = outputs * inputs * tile.tap_blocks * c.groups
     most = max(1, PARTIAL_BYTES // (tile.elements * 4))
-    splits = max(1, min(-(-waves * target.threads // blocks), tile.steps, most))
+    splits = max(1, min(-(-waves * target.multiprocessors // blocks), tile.steps, most))
     return dataclasses.replace(plan, splits=splits)

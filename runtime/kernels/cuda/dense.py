@@ -52,7 +52,7 @@ from bnfuse.runtime.kernels.cuda.device import (
     when,
 )
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 DEPTH = 32  # of k, of a tile in shared memory
 STEP = 16  # of k, that a warp takes at a time
@@ -100,7 +100,7 @@ def steps_of(problem: GemmProblem) -> int:
     return -(-problem.k // DEPTH)
 
 
-def choose_tiles(problem: GemmProblem, target: Target) -> Tiles:
+def choose_tiles(problem: GemmProblem, target: CudaTarget) -> Tiles:
     """The tiles with the least estimated time.
 
     A block takes as long as its copies: (rows + columns) words for each of k, and the first ones are waited for. A
@@ -109,22 +109,22 @@ def choose_tiles(problem: GemmProblem, target: Target) -> Tiles:
     steps = steps_of(problem)
     best: tuple[float, Tiles] | None = None
     for shape in SHAPES:
-        ahead = max(2, min(4, steps + 1, shared_limit(target.mcpu) // (4 * shape.words)))
+        ahead = max(2, min(4, steps + 1, shared_limit(target.architecture) // (4 * shape.words)))
         tiles = -(-problem.m // shape.rows) * -(-problem.n // shape.columns)
         for shares in range(1, min(64, max(1, steps // 4)) + 1):
             if shares > 1 and shares * problem.m * problem.n >= INT32_LIMIT:
                 break
             words = (-(-steps // shares) + FIRST_STEPS) * shape.words + shape.rows * shape.columns
-            time: float = -(-tiles * shares // target.threads) * words
+            time: float = -(-tiles * shares // target.multiprocessors) * words
             if shares > 1:
-                time += 3 * shares * problem.m * problem.n / target.threads + MERGE_WORDS
+                time += 3 * shares * problem.m * problem.n / target.multiprocessors + MERGE_WORDS
             if best is None or time < best[0]:
                 best = time, dataclasses.replace(shape, shares=shares, ahead=ahead)
     assert best is not None
     return best[1]
 
 
-def gemm(problem: GemmProblem, target: Target) -> Kernel:
+def gemm(problem: GemmProblem, target: CudaTarget) -> Kernel:
     """a, b, [c] -> y; scratch: partials [shares][m][n], where k is shared."""
     params = gemm_params(problem)
     tiles = choose_tiles(problem, target)
@@ -202,7 +202,7 @@ class Operand:
 class _Product:
     """The stage that multiplies."""
 
-    def __init__(self, problem: GemmProblem, target: Target, tiles: Tiles) -> None:
+    def __init__(self, problem: GemmProblem, target: CudaTarget, tiles: Tiles) -> None:
         self.problem, self.tiles, self.precision = problem, tiles, target.precision
         self.a = Operand("a", problem.m, problem.k, tiles.rows, not problem.trans_a, 0)
         self.b = Operand("b", problem.n, problem.k, tiles.columns, problem.trans_b, tiles.rows * DEPTH)

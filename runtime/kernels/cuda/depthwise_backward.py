@@ -55,10 +55,10 @@ from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import join_sums, partials_param, write_row
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 
-def depthwise_backward(problem: Problem, target: Target) -> Kernel:
+def depthwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
     """dx and dweight of a convolution with a weight [O, 1, kh, kw], O a multiple of x's channels.
 
     Parameters as on a CPU (maps NHWC in their own types, weight and dweight float32 OIHW), then `partials` (sums of
@@ -121,7 +121,7 @@ def work_of(problem: Problem) -> Work:
     )
 
 
-def plan_of(problem: Problem, target: Target) -> Plan | None:
+def plan_of(problem: Problem, target: CudaTarget) -> Plan | None:
     """How windows slide; None where they cannot."""
     x, dy = problem.map("x"), problem.map("dy")
     if x.c != dy.c:
@@ -130,7 +130,7 @@ def plan_of(problem: Problem, target: Target) -> Plan | None:
     return choose_plan(work_of(problem), target, size)
 
 
-def plans_of(problem: Problem, target: Target) -> tuple[Plan, Plan]:
+def plans_of(problem: Problem, target: CudaTarget) -> tuple[Plan, Plan]:
     """Of the stage that sums dx, and of the one that sums dweight: the same where windows slide."""
     plan = plan_of(problem, target)
     if plan is not None:
@@ -145,7 +145,7 @@ def plans_of(problem: Problem, target: Target) -> tuple[Plan, Plan]:
     return of(x), of(dy)
 
 
-def _stages(name: str, problem: Problem, target: Target, params: tuple[Param, ...]) -> tuple[Stage, ...]:
+def _stages(name: str, problem: Problem, target: CudaTarget, params: tuple[Param, ...]) -> tuple[Stage, ...]:
     spec = problem.spec
     inputs, weights = plans_of(problem, target)
     results = {*reductions_of(spec).results, "dweight", "dbias"}

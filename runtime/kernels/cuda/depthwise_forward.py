@@ -60,10 +60,10 @@ from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Moments, partials_param, write_row
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 
-def depthwise_forward(problem: Problem, target: Target) -> Kernel:
+def depthwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
     """y = the convolution of the prologue of x with a weight [O, 1, kh, kw], O a multiple of x's channels.
 
     Parameters as on a CPU (maps NHWC in their own types, weight float32 OIHW), then `partials` where y has statistics.
@@ -106,13 +106,13 @@ def work_of(problem: Problem) -> Work:
     )
 
 
-def plan_of(problem: Problem, work: Work, target: Target) -> Plan | None:
+def plan_of(problem: Problem, work: Work, target: CudaTarget) -> Plan | None:
     many = problem.map("y").c != problem.map("x").c
     size = d.size_of(problem.map("x").dtype)
     return (choose_single if many else choose_plan)(work, target, size)
 
 
-def _stages(name: str, problem: Problem, target: Target, params: tuple[Param, ...]) -> tuple[Stage, ...]:
+def _stages(name: str, problem: Problem, target: CudaTarget, params: tuple[Param, ...]) -> tuple[Stage, ...]:
     work, spec = work_of(problem), problem.spec
     stages = [_main_stage(name, problem, target, params)]
     if "StoreInput" in spec.epilogue:
@@ -127,7 +127,7 @@ def _stages(name: str, problem: Problem, target: Target, params: tuple[Param, ..
     return tuple(stages)
 
 
-def _main_stage(name: str, problem: Problem, target: Target, params: tuple[Param, ...]) -> Stage:
+def _main_stage(name: str, problem: Problem, target: CudaTarget, params: tuple[Param, ...]) -> Stage:
     work, spec = work_of(problem), problem.spec
     plan = plan_of(problem, work, target)
     gathers = plan is None

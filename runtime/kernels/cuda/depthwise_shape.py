@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 220  # of a thread, as estimated: 255 are real
@@ -154,7 +154,7 @@ def instructions(work: Work, lanes: int, strip: int, shared: bool) -> float:
     return 20 + sources + moves + units + (work.taps if shared else 0)
 
 
-def choose_plan(work: Work, target: Target, size: int) -> Plan | None:
+def choose_plan(work: Work, target: CudaTarget, size: int) -> Plan | None:
     """The plan that takes the fewest cycles by the estimates; None where nothing fits the registers.
 
     Channels are of `size` bytes. A thread has at least 4 bytes of them where that fits.
@@ -166,13 +166,13 @@ def choose_plan(work: Work, target: Target, size: int) -> Plan | None:
     return None
 
 
-def choose_single(work: Work, target: Target, size: int) -> Plan | None:
+def choose_single(work: Work, target: CudaTarget, size: int) -> Plan | None:
     """The same for threads of one channel."""
     found = min(_plans(work, target, (1,), 32 // size), key=lambda found: found[0], default=None)
     return found[1] if found else None
 
 
-def _plans(work: Work, target: Target, lanes: tuple[int, ...], sector: int) -> Iterator[tuple[float, Plan]]:
+def _plans(work: Work, target: CudaTarget, lanes: tuple[int, ...], sector: int) -> Iterator[tuple[float, Plan]]:
     for count in lanes:
         vectors, items = _block(-(-work.channels // count), max(1, sector // count))
         for strip in range(1, min(WIDEST_STRIP, work.columns.units) + 1):
@@ -191,13 +191,13 @@ def _heights(units: int) -> list[int]:
     return sorted({-(-units // parts) for parts in range(1, units + 1)})
 
 
-def _cost(work: Work, target: Target, plan: Plan) -> tuple[float, Plan]:
-    slots = max(1, target.threads * plan.resident // plan.chunks(work))
+def _cost(work: Work, target: CudaTarget, plan: Plan) -> tuple[float, Plan]:
+    slots = max(1, target.multiprocessors * plan.resident // plan.chunks(work))
     blocks = min(slots, -(-plan.total(work) // plan.items))
     rounds = -(-plan.total(work) // (blocks * plan.items))
     blocks = -(-plan.total(work) // (rounds * plan.items))  # no block idles in the last round
     plan = dataclasses.replace(plan, blocks=blocks)
-    warps = -(-plan.threads // 32) * -(-blocks * plan.chunks(work) // target.threads)
+    warps = -(-plan.threads // 32) * -(-blocks * plan.chunks(work) // target.multiprocessors)
     issue = instructions(work, plan.lanes, plan.strip, plan.shared) * warps / min(ISSUE, WARP_ISSUE * warps)
     sources = work.rows.fresh * work.columns.step * plan.strip
     moved = sources * work.bytes_per_source + plan.strip * work.bytes_per_unit
@@ -221,11 +221,11 @@ def _block(vectors: int, sector: int) -> tuple[int, int]:
     return min(((c, i) for c in counts for i in range(1, MOST_THREADS // c + 1)), key=waste)
 
 
-def gathering_plan(work: Work, target: Target) -> Plan:
+def gathering_plan(work: Work, target: CudaTarget) -> Plan:
     """A thread has one channel and one unit at a time, and keeps nothing from one to the next."""
     vectors, items = _block(work.channels, 16)
     plan = Plan(1, 1, -(-work.rows.units // min(4, work.rows.units)), vectors, items, 1, 1, False)
-    blocks = min(-(-plan.total(work) // items), max(1, 8 * target.threads // plan.chunks(work)))
+    blocks = min(-(-plan.total(work) // items), max(1, 8 * target.multiprocessors // plan.chunks(work)))
     return dataclasses.replace(plan, blocks=blocks)
 
 

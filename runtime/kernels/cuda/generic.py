@@ -29,13 +29,13 @@ from bnfuse.runtime.kernels.cpu.sweep import unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, stage, when
 from bnfuse.runtime.kernels.cuda.generic_reduce import fold_stages, folds_of, softmax_stage
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 256
 BLOCKS = 16  # for each multiprocessor, at most
 
 
-def generic(problem: GenericProblem, target: Target) -> Kernel:
+def generic(problem: GenericProblem, target: CudaTarget) -> Kernel:
     """in0, in1, ... -> out0, out1, ...; scalars: SCALARS; scratch: the partials of large reductions."""
     params = cpu.generic_params(problem)
     scalars = tuple((name, "int64") for name in cpu.SCALARS.get(problem.op_type, ()))
@@ -54,7 +54,7 @@ def _folds(problem: GenericProblem) -> bool:
 
 
 def _stages(
-    name: str, problem: GenericProblem, target: Target, params: tuple[Param, ...], scalars: Any
+    name: str, problem: GenericProblem, target: CudaTarget, params: tuple[Param, ...], scalars: Any
 ) -> tuple[Stage, ...]:
     stages: list[Stage] = []
     if _folds(problem):
@@ -81,7 +81,7 @@ def _nothing(name: str, params: Sequence[Param]) -> Stage:
 class Nests:
     """Nests, each made a stage. To the operators it also is their arguments: those of the stage that is open."""
 
-    def __init__(self, name: str, params: Sequence[Param], scalars: Any, target: Target) -> None:
+    def __init__(self, name: str, params: Sequence[Param], scalars: Any, target: CudaTarget) -> None:
         self.name, self.params, self.scalars, self.target = name, params, scalars, target
         self.stages: list[Stage] = []
         self.block: Block | None = None
@@ -108,7 +108,7 @@ class Nests:
         """`emit(i)` for i < count."""
         if count == 0:
             return
-        blocks = min(-(-count // THREADS), BLOCKS * self.target.threads)
+        blocks = min(-(-count // THREADS), BLOCKS * self.target.multiprocessors)
         turns = -(-count // (blocks * THREADS))
         name = f"{self.name}_{len(self.stages)}"
         with stage(name, self.params, grid=(blocks, 1, 1), threads=THREADS, scalars=self.scalars) as block:
@@ -121,11 +121,11 @@ class Nests:
         self.stages.append(block.stage)
 
 
-def _as_on_cpu(problem: GenericProblem, target: Target, nests: Nests) -> None:
+def _as_on_cpu(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     cpu.OPS[problem.op_type](problem, target, nests)  # type: ignore[arg-type]
 
 
-def _dropout(problem: GenericProblem, target: Target, nests: Nests) -> None:
+def _dropout(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     def point(at: Expr) -> None:
         key = cpu.dropout_key(problem, nests.scalar("seed"), nests.scalar("step"))
         cpu.dropout_point(problem, nests, key, at)
@@ -134,7 +134,7 @@ def _dropout(problem: GenericProblem, target: Target, nests: Nests) -> None:
     nests.flat(math.prod(problem.out_shape), point)
 
 
-def _gather(problem: GenericProblem, target: Target, nests: Nests) -> None:
+def _gather(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     """data, indices -> y."""
     outer, _, inner, count = generic_moves.gather_sizes(problem, problem.shape(0), problem.shape(1))
 
@@ -146,7 +146,7 @@ def _gather(problem: GenericProblem, target: Target, nests: Nests) -> None:
     nests.flat(outer * count * inner, point)
 
 
-def _gather_grad(problem: GenericProblem, target: Target, nests: Nests) -> None:
+def _gather_grad(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     """indices, dy -> dx. A thread has a place before and behind the axis, and adds there what each index brings."""
     outer, length, inner, count = generic_moves.gather_sizes(problem, problem.out_shape, problem.shape(0))
     generic_moves.fill(nests, target, "out0", problem.out_shape, 0, problem.out_dtype)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def _gather_grad(problem: GenericProblem, target: Target, nests: Nests) -> None:
     nests.flat(outer * inner if count else 0, point)
 
 
-OWN: dict[str, Callable[[GenericProblem, Target, Nests], None]] = {
+OWN: dict[str, Callable[[GenericProblem, CudaTarget, Nests], None]] = {
     "Dropout": _dropout,
     "Gather": _gather,
     "GatherGrad": _gather_grad,

@@ -34,7 +34,7 @@ from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
 from bnfuse.runtime.kernels.cuda.rows import BlockRows, join_threads
 from bnfuse.runtime.kernels.kernel import Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 128
 LEAST = 64  # elements that are worth a share of a thread, or two warps of a block
@@ -57,14 +57,14 @@ class Fold:
     take: Callable[[Any, Expr, Expr], Expr]
     put: Callable[[Any, Expr, Expr], None]
 
-    def shares(self, target: Target) -> int:
+    def shares(self, target: CudaTarget) -> int:
         """Into how many parts the elements of a result are cut."""
         blocks = self.results if self.by_block else -(-self.results // THREADS)
         most = self.reduced // (LEAST * (THREADS if self.by_block else 1))
-        return max(1, min(4 * target.threads // blocks, most))
+        return max(1, min(4 * target.multiprocessors // blocks, most))
 
 
-def fold_stages(name: str, fold: Fold, params: tuple[Param, ...], partials: str, target: Target) -> Iterator[Stage]:
+def fold_stages(name: str, fold: Fold, params: tuple[Param, ...], partials: str, target: CudaTarget) -> Iterator[Stage]:
     """The stages of a fold. `partials` names the scratch that it needs where it has several shares."""
     shares = fold.shares(target)
     blocks = fold.results if fold.by_block else -(-fold.results // THREADS)
@@ -174,7 +174,7 @@ def _sum_to(out: str, shape: Shape, space: Shape, views: list[View], term: Calla
     return Fold(math.prod(shape), reduced, by_block, "float64", f64(0.0), tirx.Add, take, finish)
 
 
-def softmax_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: Target) -> Stage:
+def softmax_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: CudaTarget) -> Stage:
     """Softmax, LogSoftmax or the gradient of one."""
     row, logarithm = BY_ROWS[problem.op_type]
     sizes = softmax_rows(problem)

@@ -22,7 +22,7 @@ from bnfuse.runtime.kernels.cuda.operand import words_of
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, store_words, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 256
 TILE = 4096  # elements of a tile
@@ -30,7 +30,7 @@ MOST_CHANNELS = 64
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-def nchw_to_nhwc(y: MapType, target: Target, dtype: str = "float32") -> Kernel:
+def nchw_to_nhwc(y: MapType, target: CudaTarget, dtype: str = "float32") -> Kernel:
     """x, dense [n, c, h, w] of `dtype` -> the map y."""
     params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, y.dtype, is_map=True))
     problem = CopyProblem("NchwToNhwc", y.pixels * y.c, y, dtype)
@@ -48,7 +48,7 @@ def nchw_to_nhwc(y: MapType, target: Target, dtype: str = "float32") -> Kernel:
     return _transposition(problem, y, dtype, target, params, emit)
 
 
-def nhwc_to_nchw(x: MapType, target: Target, dtype: str = "float32") -> Kernel:
+def nhwc_to_nchw(x: MapType, target: CudaTarget, dtype: str = "float32") -> Kernel:
     """The map x -> y, dense [n, c, h, w] of `dtype`."""
     params = (Param("x", "in", x.elements, x.dtype, is_map=True), Param("y", "out", x.pixels * x.c, dtype))
     problem = CopyProblem("NhwcToNchw", x, x.pixels * x.c, dtype)
@@ -146,7 +146,7 @@ def _transposition(
     problem: CopyProblem,
     kind: MapType,
     dtype: str,
-    target: Target,
+    target: CudaTarget,
     params: tuple[Param, ...],
     emit: Callable[[Block, Transposition, Buffer], None],
 ) -> Kernel:
@@ -217,7 +217,7 @@ def _write(target: Map, index: Expr, lanes: Lanes, values: Buffer) -> None:
 # -- slots and dense tensors ---------------------------------------------------------------------------------------
 
 
-def copy_map(x: MapType, y: MapType, target: Target, dtype: str = "float32") -> Kernel:
+def copy_map(x: MapType, y: MapType, target: CudaTarget, dtype: str = "float32") -> Kernel:
     """The map x -> the map y, of the same size but perhaps in another slot or, of floats, of another type.
 
     `dtype` is the type of maps that are no floats.
@@ -282,7 +282,7 @@ def _emit_elements(block: Block, sweep: Sweep, x: MapType, y: MapType) -> None:
     sweep.run(block, left, lambda i, pixel, valid: None, finish)
 
 
-def copy(elements: int, target: Target, dtype: str = "float32") -> Kernel:
+def copy(elements: int, target: CudaTarget, dtype: str = "float32") -> Kernel:
     """x -> y, dense."""
     params = (Param("x", "in", elements, dtype), Param("y", "out", elements, dtype))
     problem = CopyProblem("Copy", elements, elements, dtype)
@@ -290,7 +290,7 @@ def copy(elements: int, target: Target, dtype: str = "float32") -> Kernel:
     per_vector = d.VECTOR_BYTES // d.size_of(dtype)
     vectors, rest = divmod(elements, per_vector)
     unroll = 4
-    while unroll > 1 and vectors < THREADS * unroll * target.threads:
+    while unroll > 1 and vectors < THREADS * unroll * target.multiprocessors:
         unroll //= 2
     grid = max(1, -(-vectors // (THREADS * unroll))), 1, 1
 

@@ -20,13 +20,13 @@ from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
 from bnfuse.runtime.kernels.cuda.rows import At, BlockRows, join_threads
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 SUM_THREADS = 256
 SUM_ROWS = 4096  # of a block
 
 
-def softmax_loss(problem: LossProblem, target: Target) -> Kernel:
+def softmax_loss(problem: LossProblem, target: CudaTarget) -> Kernel:
     """scores, labels, [weights] -> loss, log_prob; scratch: row_losses, row_weights [rows], sums [2][blocks]."""
     params = loss_params(problem)
     if problem.reduction != "none":
@@ -37,7 +37,7 @@ def softmax_loss(problem: LossProblem, target: Target) -> Kernel:
     return Kernel(name, problem, target, params, lambda: _loss_stages(name, problem, target, params))
 
 
-def softmax_loss_grad(problem: LossProblem, target: Target) -> Kernel:
+def softmax_loss_grad(problem: LossProblem, target: CudaTarget) -> Kernel:
     """dloss, log_prob, labels, [weights] -> dscores; at fp16 loss_scale: float32; scratch: sums [blocks]."""
     params, summed = grad_params(problem), _must_count(problem)
     if summed:
@@ -72,7 +72,7 @@ def _named(params: Sequence[Param], *names: str) -> list[Param]:
 # -- the loss ------------------------------------------------------------------------------------------------------
 
 
-def _loss_stages(name: str, problem: LossProblem, target: Target, params: Sequence[Param]) -> tuple[Stage, ...]:
+def _loss_stages(name: str, problem: LossProblem, target: CudaTarget, params: Sequence[Param]) -> tuple[Stage, ...]:
     stages = [_row_losses(name, problem, target, params)]
     if problem.reduction == "none":
         return tuple(stages)
@@ -103,7 +103,7 @@ def _reduced(problem: LossProblem, loss: Expr, weight: Expr) -> Expr:
     return to_f32(loss / weight if problem.reduction == "mean" else loss)
 
 
-def _row_losses(name: str, problem: LossProblem, target: Target, params: Sequence[Param]) -> Stage:
+def _row_losses(name: str, problem: LossProblem, target: CudaTarget, params: Sequence[Param]) -> Stage:
     rows = _rows(problem)
     none = problem.reduction == "none"
     used = [p for p in params if p.name != "sums" and (none or p.name != "loss")]
@@ -160,7 +160,7 @@ def _count(name: str, problem: LossProblem, params: Sequence[Param]) -> Stage:
 
 
 def _gradient(
-    name: str, problem: LossProblem, target: Target, params: Sequence[Param], scalars: Sequence[tuple[str, str]]
+    name: str, problem: LossProblem, target: CudaTarget, params: Sequence[Param], scalars: Sequence[tuple[str, str]]
 ) -> Stage:
     rows = _rows(problem)
     with stage(name, params, grid=rows.grid, threads=rows.threads, scalars=scalars) as block:

@@ -26,14 +26,14 @@ from bnfuse.runtime.kernels.cuda.partials import (
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, width_of
 from bnfuse.runtime.kernels.kernel import Access, Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 MIN_BLOCKS = 4  # of a multiprocessor: left to itself, the assembler may keep six, and spills
 PLACES = ("offset", "points")  # operands that say where a sample lies
 Place = Callable[[Expr], Expr]  # which pixel of the maps a pixel of the sweep is
 
 
-def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel:
+def batch_norm_statistics(x: MapType, target: CudaTarget, sweeps: int = 1) -> Kernel:
     """x -> mean, variance (biased), [c] float32.
 
     `sweeps=2` reads the map twice, for the mean and then for the variance: the baseline that mvf improves on.
@@ -71,7 +71,7 @@ def batch_norm_statistics(x: MapType, target: Target, sweeps: int = 1) -> Kernel
     return Kernel(name, problem, target, params, one_sweep if sweeps == 1 else two_sweeps)
 
 
-def batch_norm_grad_reduce(dz: MapType, x: MapType, target: Target) -> Kernel:
+def batch_norm_grad_reduce(dz: MapType, x: MapType, target: CudaTarget) -> Kernel:
     """dz, x, mean, inv_std -> dbeta, dgamma, [c] float32."""
     problem = NormProblem("BatchNormGradReduce", (("dz", dz), ("x", x)))
     sweep = Sweep.of(x.pixels, x.c, width_of([dz, x]), target, reads=2, sums=True)
@@ -100,7 +100,7 @@ def batch_norm_grad_reduce(dz: MapType, x: MapType, target: Target) -> Kernel:
 
 
 def named(
-    problem: NormProblem, target: Target, sweep: Sweep, quantities: int = 0, places: int = 0
+    problem: NormProblem, target: CudaTarget, sweep: Sweep, quantities: int = 0, places: int = 0
 ) -> tuple[str, tuple[Param, ...]]:
     """The kernel's name, and its parameters: those of the operator, and the partials where there are `quantities`.
 

@@ -23,12 +23,12 @@ from bnfuse.runtime.kernels.cuda.partials import Columns, join_lanes, merge_stag
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 # -- L1BN ----------------------------------------------------------------------------------------------------------
 
 
-def l1_statistics(x: MapType, target: Target) -> Kernel:
+def l1_statistics(x: MapType, target: CudaTarget) -> Kernel:
     """x -> mean, variance = pi/2*(mean |x - mean|)^2, sign_mean = mean sign(x - mean), [c] float32.
 
     The signs are those that `l1_grad_input` finds with the mean as float32. What that rounds away is the mean gap; with
@@ -78,7 +78,7 @@ def sign(value: Expr) -> Expr:
     return tirx.Select(value == T.float32(0), T.float32(0), tirx.Select(value == value, one, value))
 
 
-def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
+def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CudaTarget) -> Kernel:
     """dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
 
     def value(load: steps.Load) -> Expr:
@@ -94,7 +94,7 @@ def _grad_input(
     dz: MapType,
     x: MapType,
     dx: MapType,
-    target: Target,
+    target: CudaTarget,
     value: Callable[[steps.Load], Expr],
 ) -> Kernel:
     problem = NormProblem(op, (("dz", dz), ("x", x), ("dx", dx)))
@@ -125,7 +125,7 @@ MIN_BLOCKS = 2  # of a multiprocessor: left to itself, the assembler keeps four,
 PARTS = ("mean", "low", "high", "low_count", "high_count")  # of a row of partials
 
 
-def range_statistics(x: MapType, target: Target) -> Kernel:
+def range_statistics(x: MapType, target: CudaTarget) -> Kernel:
     """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
     problem = NormProblem("RangeStatistics", (("x", x),))
     sweep = Sweep.of(x.pixels, x.c, width_of([x]), target, reads=1, sums=True)
@@ -237,7 +237,7 @@ def _merge_ranges(name: str, params: Sequence[Param], sweep: Sweep) -> Stage:
     return merge_stage(name, params, tiles, sweep.channels, len(PARTS), emit)
 
 
-def range_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
+def range_grad_input(dz: MapType, x: MapType, dx: MapType, target: CudaTarget) -> Kernel:
     """dz, x, low, high, p, q_low, q_high, w -> dx = p*dz + w, plus q_low where x = low, plus q_high where x = high."""
 
     def value(load: steps.Load) -> Expr:

@@ -26,7 +26,7 @@ from bnfuse.runtime.kernels.cuda.norm import Place, named, statistics_stages, sw
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +85,17 @@ def _split(i: Expr, inner: int, stride: int, along: Callable[[Expr], Expr]) -> E
     return tirx.truncdiv(i, inner) * stride + along(tirx.truncmod(i, inner))
 
 
-def sampled_statistics(x: MapType, extent: Extent, target: Target) -> Kernel:
+def sampled_statistics(x: MapType, extent: Extent, target: CudaTarget) -> Kernel:
     """x, offset (int64 [3]) -> mean, variance (biased) of the box, [c] float32."""
     return _statistics("SampledStatistics", Sample(x, extent), target)
 
 
-def point_statistics(x: MapType, count: int, target: Target) -> Kernel:
+def point_statistics(x: MapType, count: int, target: CudaTarget) -> Kernel:
     """x, points (int64) -> mean, variance (biased) of the points, [c] float32."""
     return _statistics("PointStatistics", Sample(x, None, count), target)
 
 
-def _statistics(op: str, sample: Sample, target: Target) -> Kernel:
+def _statistics(op: str, sample: Sample, target: CudaTarget) -> Kernel:
     x = sample.map
     problem = NormProblem(op, (("x", x),), (sample.constant,))
     sweep = Sweep.of_sample(sample.count, x.c, width_of([x]), target)
@@ -107,17 +107,17 @@ def _statistics(op: str, sample: Sample, target: Target) -> Kernel:
     return Kernel(name, problem, target, params, build)
 
 
-def add_sampled(x: MapType, dx: MapType, extent: Extent, target: Target) -> Kernel:
+def add_sampled(x: MapType, dx: MapType, extent: Extent, target: CudaTarget) -> Kernel:
     """x, q, w, offset (int64 [3]), dx -> dx + q*x + w in the box; nothing else of dx is read or written."""
     return _add("AddSampled", Sample(x, extent), dx, target)
 
 
-def add_at_points(x: MapType, dx: MapType, count: int, target: Target) -> Kernel:
+def add_at_points(x: MapType, dx: MapType, count: int, target: CudaTarget) -> Kernel:
     """x, q, w, points (int64, each at most once), dx -> dx + q*x + w at the points; nothing else is touched."""
     return _add("AddAtPoints", Sample(x, None, count), dx, target)
 
 
-def _add(op: str, sample: Sample, dx: MapType, target: Target) -> Kernel:
+def _add(op: str, sample: Sample, dx: MapType, target: CudaTarget) -> Kernel:
     maps = {"x": sample.map, "dx": dx}
     problem = NormProblem(op, tuple(maps.items()), (sample.constant,))
     sweep = Sweep.of(sample.count, dx.c, width_of(maps.values()), target, reads=2, sums=False)

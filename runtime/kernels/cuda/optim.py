@@ -48,7 +48,7 @@ from bnfuse.runtime.kernels.cuda.device import (
     when,
 )
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 256
 WIDE = 4  # elements of an access
@@ -56,19 +56,19 @@ EACH = 2 * WIDE  # elements of a thread in a turn; they share a weight decay
 BLOCKS = 8  # for each multiprocessor, at most
 
 
-def sgd(elements: int, momentum: float, nesterov: bool, target: Target) -> Kernel:
+def sgd(elements: int, momentum: float, nesterov: bool, target: CudaTarget) -> Kernel:
     """parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32; at fp16 loss_scale:
     float32, and as results finite [1] int32 and scratch."""
     return _kernel(sgd_problem(elements, momentum, nesterov), target)
 
 
-def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Target) -> Kernel:
+def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CudaTarget) -> Kernel:
     """parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place); lr: float32,
     step: int64; at fp16 as `sgd`."""
     return _kernel(adamw_problem(elements, betas, epsilon), target)
 
 
-def _kernel(problem: UpdateProblem, target: Target) -> Kernel:
+def _kernel(problem: UpdateProblem, target: CudaTarget) -> Kernel:
     scaled = target.precision == "fp16"
     params, scalars = update_params(problem), scalars_of(problem)
     blocks = blocks_of(problem, target)
@@ -84,8 +84,8 @@ def _kernel(problem: UpdateProblem, target: Target) -> Kernel:
     return Kernel(name, problem, target, params, make, scalars=scalars)
 
 
-def blocks_of(problem: UpdateProblem, target: Target) -> int:
-    return max(1, min(-(-problem.elements // (EACH * THREADS)), BLOCKS * target.threads))
+def blocks_of(problem: UpdateProblem, target: CudaTarget) -> int:
+    return max(1, min(-(-problem.elements // (EACH * THREADS)), BLOCKS * target.multiprocessors))
 
 
 def _sweep(block: Block, elements: int, blocks: int, whole: object, single: object) -> None:

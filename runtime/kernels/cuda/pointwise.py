@@ -12,20 +12,20 @@ from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_params, operator_sweep
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Writer, outlet_of
 from bnfuse.runtime.kernels.kernel import Kernel, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 
-def pointwise_forward(problem: Problem, target: Target) -> Kernel:
+def pointwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
     """[Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], maps NHWC."""
     return _map(problem, target, "y", Operand(problem, gradient=False))
 
 
-def pointwise_backward(problem: Problem, target: Target) -> Kernel:
+def pointwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
     """[BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, in the order of the grammar."""
     return _map(problem, target, "dx", Operand(problem, gradient=True))
 
 
-def _map(problem: Problem, target: Target, result: str, operand: Operand) -> Kernel:
+def _map(problem: Problem, target: CudaTarget, result: str, operand: Operand) -> Kernel:
     kind = problem.map(result)
     reads = len(operand.maps) + len(outlet_of(problem).reads(problem.spec))
     sweep = operator_sweep(problem, target, kind, reads)

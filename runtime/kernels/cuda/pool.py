@@ -27,7 +27,7 @@ from bnfuse.runtime.kernels.cuda.partials import Team, join_sums
 from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_params, operator_sweep
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Reductions, outlet_of, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 UNROLLED = 25  # taps of a window that are written out one by one
 FETCHED = 9  # vectors on their way at a time
@@ -36,7 +36,7 @@ NO_UNROLL = 9  # maps read at a pixel: a thread takes one pixel at a time
 # -- forward -------------------------------------------------------------------------------------------------------
 
 
-def pool_forward(problem: Problem, target: Target) -> Kernel:
+def pool_forward(problem: Problem, target: CudaTarget) -> Kernel:
     """[prologue] MaxPool|AveragePool|GlobalAveragePool [Bias][Statistics].
 
     Indices of a MaxPool: position in the window, of the first of equal maxima, a map like y of its window's index type.
@@ -50,7 +50,7 @@ def pool_forward(problem: Problem, target: Target) -> Kernel:
 
 
 def _over_windows(
-    problem: Problem, target: Target, windows: Windows, result: MapType, pool_of: type[_Forward] | type[_Backward]
+    problem: Problem, target: CudaTarget, windows: Windows, result: MapType, pool_of: type[_Forward] | type[_Backward]
 ) -> Kernel:
     """A pool whose threads visit the pixels of its result one at a time."""
     sweep = operator_sweep(problem, target, result, NO_UNROLL)
@@ -232,7 +232,7 @@ class Images(Sweep):
         return 1
 
 
-def _global_forward(problem: Problem, target: Target) -> Kernel:
+def _global_forward(problem: Problem, target: CudaTarget) -> Kernel:
     x, y = problem.map("x"), problem.map("y")
     width = width_of(kind for _, kind in problem.maps)
     vectors = -(-y.c // width)
@@ -299,7 +299,7 @@ def _emit_global(block: Block, problem: Problem, sweep: Sweep, outlet: Outlet) -
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
-def pool_backward(problem: Problem, target: Target) -> Kernel:
+def pool_backward(problem: Problem, target: CudaTarget) -> Kernel:
     """[BatchNormGrad][Normalize][act] MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad [AddGradient][mask]
     [Reduce][ReduceOther]*[Scale|Accumulate]. dx is that of the pool's input, at the resolution of x.
     """

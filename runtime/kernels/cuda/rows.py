@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.cuda.device import WARP, Block, Expr, put, registers, shuffle_xor, sync, when
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 At = Callable[[Expr], Expr]  # position along the row -> index in the tensor
 Join = Callable[[Expr, Expr], Expr]
@@ -57,7 +57,7 @@ class BlockRows:
     def within(self, block: Block) -> BlockRows:
         return dataclasses.replace(self, block=block)
 
-    def each(self, target: Target, emit: Callable[[Expr, At], None]) -> None:
+    def each(self, target: CudaTarget, emit: Callable[[Expr, At], None]) -> None:
         """`emit(row, at)` for the row of this thread."""
         assert self.block is not None
         if self.shared_by_block:
@@ -72,7 +72,7 @@ class BlockRows:
 
         when(True if self.count % ALONE == 0 else row < self.count, own)
 
-    def along(self, target: Target, emit: Callable[[Expr], None]) -> None:
+    def along(self, target: CudaTarget, emit: Callable[[Expr], None]) -> None:
         """`emit(k)` for each position along the row that is this thread's."""
         assert self.block is not None
         if self.shared_by_block:
@@ -86,7 +86,7 @@ class BlockRows:
         assert self.block is not None
         when(self.block.tid == 0 if self.shared_by_block else True, emit)
 
-    def fold(self, target: Target, dtype: str, start: float, step: Join, join: Join) -> Expr:
+    def fold(self, target: CudaTarget, dtype: str, start: float, step: Join, join: Join) -> Expr:
         """Fold `step(so far, k)` along the row, thread by thread, then `join` the threads: all have the result."""
         assert self.block is not None
         folded = registers(1, dtype)

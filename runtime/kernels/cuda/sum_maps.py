@@ -12,12 +12,12 @@ from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 AT_A_TIME = 4
 
 
-def sum_maps(xs: tuple[MapType, ...], y: MapType, target: Target) -> Kernel:
+def sum_maps(xs: tuple[MapType, ...], y: MapType, target: CudaTarget) -> Kernel:
     """x0, x1, ... -> y, maps of one size; sums are float32."""
     problem = SumProblem(xs, y)
     sources = {f"x{i}": x for i, x in enumerate(xs)}

@@ -23,7 +23,7 @@ from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reductions, outlet_of, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 256
 MOST_ACROSS = 128
@@ -50,23 +50,23 @@ class Sweep:
     groups: int  # of a tile
 
     @staticmethod
-    def of(pixels: int, channels: int, width: int, target: Target, *, reads: int, sums: bool) -> Sweep:
+    def of(pixels: int, channels: int, width: int, target: CudaTarget, *, reads: int, sums: bool) -> Sweep:
         """`reads` is the number of maps read at a pixel."""
         vectors = -(-channels // width)
         columns = -(-vectors // MOST_ACROSS)
         across = -(-vectors // columns)
         down = max(1, THREADS // across)
         unroll = {0: 1, 1: 4, 2: 4, 3: 2, 4: 2}.get(reads, 1)
-        while unroll > 1 and pixels * columns < down * unroll * target.threads:
+        while unroll > 1 and pixels * columns < down * unroll * target.multiprocessors:
             unroll //= 2
         groups = 1
         if sums:
-            groups = -(-pixels // max(1, down * unroll * target.threads * BLOCKS // columns))
+            groups = -(-pixels // max(1, down * unroll * target.multiprocessors * BLOCKS // columns))
             groups = max(1, min(groups, LONGEST // unroll))
         return Sweep(pixels, channels, Team(across, down, width), columns, unroll, groups)
 
     @staticmethod
-    def of_sample(pixels: int, channels: int, width: int, target: Target) -> Sweep:
+    def of_sample(pixels: int, channels: int, width: int, target: CudaTarget) -> Sweep:
         """As `of` with one map and sums, where pixels are few or lie apart.
 
         Up to some thousand pixels a tile has all of them and 64 bytes of each: blocks are as many as such slices, and
@@ -81,7 +81,7 @@ class Sweep:
             columns = -(-vectors // WIDE_SLICE)
             across = -(-vectors // columns)
             down = THREADS // across
-            tiles = -(-2 * target.threads // columns)
+            tiles = -(-2 * target.multiprocessors // columns)
             passes = max(MOST_UNROLLED, min(-(-pixels // (down * tiles)), LONGEST))
         unroll = min(MOST_UNROLLED, passes)
         return Sweep(pixels, channels, Team(across, down, width), columns, unroll, -(-passes // unroll))
@@ -158,7 +158,7 @@ def operator_params(problem: Problem, channels: int, dtypes: Mapping[str, str] |
 
 def operator_kernel(
     problem: Problem,
-    target: Target,
+    target: CudaTarget,
     sweep: Sweep,
     params: Sequence[Param],
     emit: Callable[[Block, Outlet], None],
@@ -187,7 +187,7 @@ def operator_kernel(
     return Kernel(name, problem, target, tuple(params), build)
 
 
-def operator_sweep(problem: Problem, target: Target, result: MapType, reads: int) -> Sweep:
+def operator_sweep(problem: Problem, target: CudaTarget, result: MapType, reads: int) -> Sweep:
     """The sweep over the pixels of an operator's result."""
     width = width_of(kind for name, kind in problem.maps if name != "indices")
     sums = bool(Reductions.of(problem.spec))

@@ -36,7 +36,7 @@ from bnfuse.runtime.kernels.cuda.device import (
     words,
 )
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 FORWARD, BACKWARD = "forward", "backward"
 VECTOR = 8  # elements that a thread writes at a time; rows are filled up to a multiple of it
@@ -154,7 +154,7 @@ def table(members: Sequence[Member]) -> np.ndarray:
     return np.array(rows + owners, np.int32)
 
 
-def pack_weights(members: tuple[Member, ...], source: int, packed: int, target: Target) -> Kernel:
+def pack_weights(members: tuple[Member, ...], source: int, packed: int, target: CudaTarget) -> Kernel:
     """`parameters` (float32, `source` elements), `table` -> `packed` (`packed` elements of the maps' type)."""
     blocks = sum(member.blocks for member in members)
     problem = PackProblem("PackWeights", len(members), blocks, source, packed)
@@ -167,7 +167,7 @@ def pack_weights(members: tuple[Member, ...], source: int, packed: int, target: 
     return Kernel(name, problem, target, params, lambda: (_stage(name, params, problem, target),))
 
 
-def _stage(name: str, params: Sequence[Param], problem: PackProblem, target: Target) -> Stage:
+def _stage(name: str, params: Sequence[Param], problem: PackProblem, target: CudaTarget) -> Stage:
     with stage(name, params, grid=(problem.blocks, 1, 1), threads=THREADS) as block:
         numbers = block["table"]
         owner = T.bind(numbers[problem.members * WIDTH + block.x])
@@ -180,7 +180,7 @@ def _stage(name: str, params: Sequence[Param], problem: PackProblem, target: Tar
     return block.stage
 
 
-def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: Target) -> None:
+def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: CudaTarget) -> None:
     """Eight elements of one tap of one row."""
     slow, fast = T.bind(tirx.truncdiv(vector, member["fast"])), T.bind(tirx.truncmod(vector, member["fast"]))
     place = T.bind(tirx.Select(member["across"] == 1, fast, slow))  # row*taps + tap
@@ -199,7 +199,7 @@ def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: Target)
     _store(block["packed"], member["target"] + place * member["padded"] + start, values, target)
 
 
-def _store(packed: Buffer, index: Expr, values: Buffer, target: Target) -> None:
+def _store(packed: Buffer, index: Expr, values: Buffer, target: CudaTarget) -> None:
     """Store eight floats, rounded to what the tensor cores take, as vectors of 16 bytes."""
     dtype = target.map_dtype
     per_word = 2 if dtype != "float32" else 1

@@ -11,7 +11,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.cpu.dense import GemmProblem
 from bnfuse.runtime.kernels.cuda import dense
 from bnfuse.runtime.kernels.cuda.dense import SHAPES, choose_tiles, gemm, steps_of
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 CASES = [
     GemmProblem(16, 10, 70, trans_b=True, bias=(10,)),
@@ -71,11 +71,11 @@ def test_every_tile(shape, shares, precision, monkeypatch):
     ids=str,
 )
 def test_tiles_fit_and_fill_the_gpu(problem, arch):
-    target = Target("cuda", arch, 32, 108)
+    target = CudaTarget(arch, 108)
     tiles = choose_tiles(problem, target)
     assert tiles.shared <= dense.shared_limit(arch)
     blocks = -(-problem.m // tiles.rows) * -(-problem.n // tiles.columns) * tiles.shares
-    assert blocks >= 0.8 * target.threads or steps_of(problem) // tiles.shares < 8
+    assert blocks >= 0.8 * target.multiprocessors or steps_of(problem) // tiles.shares < 8
 
 
 def test_a_bias_that_does_not_broadcast_is_refused():
@@ -86,6 +86,6 @@ def test_a_bias_that_does_not_broadcast_is_refused():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiles_without_spills(arch, precision):
-    target = Target("cuda", arch, 32, 108, precision)
+    target = CudaTarget(arch, 108, precision)
     for problem in (GemmProblem(64, 4096, 2508, trans_b=True, bias=(4096,)), GemmProblem(4096, 2508, 64, trans_a=True)):
         assert_no_spills(gemm(problem, target))

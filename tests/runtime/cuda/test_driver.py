@@ -12,7 +12,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cuda import driver
 from bnfuse.runtime.backends.cuda.driver import Arguments, Driver
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 
 def one_line(call, *arguments, match: str) -> None:
@@ -54,11 +54,11 @@ def test_no_package_no_driver_no_gpu_and_an_old_driver_are_one_line_each(monkeyp
 
 def test_a_plain_target_is_the_gpu_that_is_there(monkeypatch):
     install(monkeypatch, FakeCuda("sm_87"))
-    assert resolve("cuda", precision="bf16") == Target("cuda", "sm_86", 32, 84, "bf16")
+    assert resolve("cuda", precision="bf16") == CudaTarget("sm_86", 84, "bf16")
     install(monkeypatch, FakeCuda("sm_75"))
     one_line(resolve, "cuda", match="the GPU is sm_75")
     install(monkeypatch, Missing("Failed to dlopen libcuda.so.1"))
-    assert resolve("cuda") == Target("cuda", "sm_90", 32, 132, "fp32")
+    assert resolve("cuda") == CudaTarget("sm_90", 132, "fp32")
 
 
 def test_the_device_is_that_of_the_current_context(monkeypatch):
@@ -138,5 +138,5 @@ def test_targets_that_cannot_be_are_one_line(spec, options, message):
 
 
 def test_targets_of_architectures():
-    assert resolve("cuda:sm_80", precision="tf32") == Target("cuda", "sm_80", 32, 108, "tf32")
+    assert resolve("cuda:sm_80", precision="tf32") == CudaTarget("sm_80", 108, "tf32")
     assert resolve("cpu", 2, "fp32").kind == "llvm"

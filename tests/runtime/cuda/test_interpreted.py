@@ -16,7 +16,7 @@ from bnfuse.build import build_training_graph
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.verifying.verification import CompiledRunner, Reference, Where, draw_feeds, verdict
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
@@ -25,9 +25,9 @@ perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artifact.py")
 STEPS = 2  # the second one shows the update
 
 
-def gpu(precision: str) -> Target:
+def gpu(precision: str) -> CudaTarget:
     """With few multiprocessors, so that few blocks are interpreted."""
-    return Target("cuda", "sm_90", 32, 4, precision)
+    return CudaTarget("sm_90", 4, precision)
 
 
 def dense_layers() -> onnx.ModelProto:

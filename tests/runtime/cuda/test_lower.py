@@ -32,14 +32,14 @@ from bnfuse.runtime.lowering.graph import Lowered, lower
 from bnfuse.runtime.lowering.layout import MapRef, map_type
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 STORED = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MOMENTUM = SGD(lr=0.1, momentum=0.9)
 CONV = "Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>"
 
 
-def gpu(precision: str = "bf16") -> Target:
+def gpu(precision: str = "bf16") -> CudaTarget:
     return resolve("cuda:sm_90", precision=precision)
 
 
@@ -64,7 +64,7 @@ def training_graph(name: str, level: str, image: int) -> onnx.ModelProto:
 
 
 def network(
-    name: str, level: str, target: Target, image: int, optimizer: Optimizer = MOMENTUM
+    name: str, level: str, target: CudaTarget, image: int, optimizer: Optimizer = MOMENTUM
 ) -> tuple[Lowered, Lowered]:
     """The programs of training and of evaluation of a network of the zoo."""
     return lower_graph(open_graph(training_graph(name, level, image)), target, optimizer)
@@ -347,6 +347,6 @@ def test_cubins_are_compiled_once_and_cached(tmp_path, monkeypatch):
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
     made = lowered("(float[1,16,4,4] x, float[16,16,1,1] w) => (float[1,16,4,4] y)", "y = Conv(x, w)")
     (request,) = (r for r in made.requests if r.kind == registry.PACK_WEIGHTS)
-    broken = dataclasses.replace(request.kernel(), target=dataclasses.replace(gpu(), mcpu="sm_1"))
+    broken = dataclasses.replace(request.kernel(), target=dataclasses.replace(gpu(), architecture="sm_1"))
     with pytest.raises(BnfuseError, match=f"kernel {broken.name} does not compile"):
         build.compile_kernel(broken)

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 SIZES = {"tiles": st.sampled_from([1, 2, 7, 33, 200, 700]), "channels": st.sampled_from([1, 8, 13, 32])}
 SETTINGS = settings(max_examples=8, derandomize=True, deadline=None, database=None)
@@ -107,7 +107,7 @@ def tile_kernel(team, rows, channels):
             d.when(team.lane(block.tid) == 0, leave)
         return (block.stage,)
 
-    return Kernel("tile", None, Target("cuda", "sm_80", 32, 132), params, build)
+    return Kernel("tile", None, CudaTarget("sm_80", 132), params, build)
 
 
 @pytest.mark.parametrize(
@@ -134,5 +134,5 @@ def test_they_compile_without_spills(arch):
     params = [partials.partials_param(500, 2, 64, "in")]
     params += [Param("mean", "out", 64), Param("variance", "out", 64)]
     stage = partials.statistics_stage("merge", params, tiles=500, rows=10, total=5000, channels=64)
-    kernel = Kernel("merge", None, Target("cuda", arch, 32, 132), tuple(params), lambda: (stage,))
+    kernel = Kernel("merge", None, CudaTarget(arch, 132), tuple(params), lambda: (stage,))
     cuda_kernels.assert_no_spills(kernel)

@@ -13,7 +13,7 @@ from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import compile_step
 from bnfuse.runtime.compile import lower_graph
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 NOISE = "u = RandomNormalLike(x) n = Mul(u, tenth) d = Add(x, n)"
 WRITTEN_OUT = "u = RandomUniformLike(x) l = Greater(u, drop) m = Cast<to = 1>(l) b = Mul(x, m) d = Div(b, keep)"
@@ -23,8 +23,8 @@ def fused(body: str) -> TrainingGraph:
     return open_graph(rewrite(ir.from_proto(training_graph(body)), level="icf").model)
 
 
-def gpu(precision: str) -> Target:
-    return Target("cuda", "sm_90", 32, 4, precision)
+def gpu(precision: str) -> CudaTarget:
+    return CudaTarget("sm_90", 4, precision)
 
 
 def test_losses_are_the_cpu_s(monkeypatch):

@@ -31,11 +31,11 @@ from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.kernels.cuda.container import Code, pack
 from bnfuse.runtime.kernels.cuda.container import Stage as Part
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 
-TARGET = Target("cuda", "sm_90", 32, 132)
+TARGET = CudaTarget("sm_90", 132)
 TYPES = {"lr": "float32", "step": "int64", "seed": "int64"}
 
 
@@ -89,7 +89,7 @@ def on_cpu(optimizer: Any = None, level: str = "icf") -> Step:
     return compile_step(nets.graph_of(nets.dense_net, level), optimizer=optimizer, threads=1)
 
 
-def on_gpu(cpu: Step, fake: FakeCuda | None = None, target: Target = TARGET) -> Step:
+def on_gpu(cpu: Step, fake: FakeCuda | None = None, target: CudaTarget = TARGET) -> Step:
     """The same step for a GPU, with the same state."""
     parts = [contained(part) for part in cpu.compiled]
     if fake is not None:
@@ -421,7 +421,7 @@ def test_code_that_does_not_fit_its_launches_is_refused(cpu):
 
 def test_float16_scales_its_loss_and_others_do_not(cpu):
     assert on_gpu(cpu).loss_scale == 1.0
-    step = on_gpu(cpu, target=Target("cuda", "sm_90", 32, 132, "fp16"))
+    step = on_gpu(cpu, target=CudaTarget("sm_90", 132, "fp16"))
     assert step.loss_scale > 1.0 and not step.skipped
     step.loss_scale = 64.0
     with pytest.raises(BnfuseError, match="a number above 0"):
