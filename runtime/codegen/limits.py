@@ -18,7 +18,7 @@ from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.codegen.tuning import random_arguments
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.cpu.dense import GemmProblem
+from bnfuse.runtime.kernels.common.dense import GemmProblem
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.work import work_of

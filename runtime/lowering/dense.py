@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.cpu.dense import GemmProblem
-from bnfuse.runtime.kernels.cpu.loss import LossProblem
+from bnfuse.runtime.kernels.common.dense import GemmProblem
+from bnfuse.runtime.kernels.common.loss import LossProblem
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.values import attributes_of
 from bnfuse.runtime.program import program as p

@@ -1,4 +1,4 @@
-"""Lowering of the operators that have no kernel of their own (kernels/cpu/generic.py).
+"""Lowering of the operators that have no kernel of their own (kernels/common/generic_ops.py).
 
 Generic kernels know dense tensors and nothing of maps. Elementwise operators and reductions of maps are given the
 shapes as they lie in memory, NHWC. What depends on the order of axes gets its operands in the layout of the file, and
@@ -15,8 +15,9 @@ import onnx
 import onnx_ir as ir
 
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.cpu import generic_elementwise
-from bnfuse.runtime.kernels.cpu.generic import SCALARS, SUPPORTED, GenericProblem
+from bnfuse.runtime.kernels.common import generic_elementwise
+from bnfuse.runtime.kernels.common.generic import GenericProblem
+from bnfuse.runtime.kernels.common.generic_ops import SCALARS, SUPPORTED
 from bnfuse.runtime.lowering.layout import MapRef, to_nhwc
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.values import attributes_of

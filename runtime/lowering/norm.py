@@ -11,7 +11,7 @@ import onnx_ir as ir
 from bnfuse.opset.spec import OpSpec
 from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem
+from bnfuse.runtime.kernels.common.generic import GenericProblem
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.steps import composed
 from bnfuse.runtime.lowering.vectors import coefficient_rows, new_vectors, vector_range, vectors
@@ -44,7 +44,7 @@ def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping
 
 
 def coefficients(low: Lowering, name: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref]) -> None:
-    """A per-channel operator (kernels/cpu/coefficients.py)."""
+    """A per-channel operator (kernels/common/coefficients.py)."""
     low.launch(registry.COEFFICIENTS, (((name, arguments),), low.target), refs)
 
 

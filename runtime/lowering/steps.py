@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, DOMAIN, PLAIN_OPS, OpSpec, parse
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.cpu.pool import index_dtype
+from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.layout import MapRef
 from bnfuse.runtime.lowering.state import Lowering, Ref

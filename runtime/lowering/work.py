@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS
-from bnfuse.runtime.kernels.cpu.dense import GemmProblem
-from bnfuse.runtime.kernels.cpu.layout import CopyProblem
-from bnfuse.runtime.kernels.cpu.loss import LossProblem
-from bnfuse.runtime.kernels.cpu.optim import UpdateProblem
+from bnfuse.runtime.kernels.common.dense import GemmProblem
+from bnfuse.runtime.kernels.common.loss import LossProblem
+from bnfuse.runtime.kernels.common.maps import CopyProblem
+from bnfuse.runtime.kernels.common.optim import UpdateProblem
 from bnfuse.runtime.kernels.cuda.weights import PackProblem
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.program.program import Work

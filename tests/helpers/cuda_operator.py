@@ -10,7 +10,7 @@ import cuda_kernels
 import ml_dtypes
 import numpy as np
 
-from bnfuse.runtime.kernels.cpu.pool import index_dtype
+from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.lowering.layout import stored_dtype
 from bnfuse.runtime.targets.target import CudaTarget

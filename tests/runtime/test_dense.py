@@ -6,7 +6,8 @@ import pytest
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu.dense import GemmProblem, gemm
+from bnfuse.runtime.kernels.common.dense import GemmProblem
+from bnfuse.runtime.kernels.cpu.dense import gemm
 
 TARGET = resolve("cpu", 2)
 

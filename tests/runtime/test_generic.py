@@ -10,7 +10,8 @@ import pytest
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu.generic import GenericProblem, generic
+from bnfuse.runtime.kernels.common.generic import GenericProblem
+from bnfuse.runtime.kernels.cpu.generic import generic
 
 TARGET = resolve("cpu", 2)
 OPSET = 18

@@ -7,7 +7,8 @@ from loss_case import reference
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu.loss import LossProblem, softmax_loss, softmax_loss_grad
+from bnfuse.runtime.kernels.common.loss import LossProblem
+from bnfuse.runtime.kernels.cpu.loss import softmax_loss, softmax_loss_grad
 
 TARGET = resolve("cpu", 2)
 

@@ -10,7 +10,8 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu.pool import index_dtype, pool_backward, pool_forward
+from bnfuse.runtime.kernels.common.windows import index_dtype
+from bnfuse.runtime.kernels.cpu.pool import pool_backward, pool_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 TARGET = resolve("cpu", 2)

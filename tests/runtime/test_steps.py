@@ -6,7 +6,8 @@ import pytest
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
-from bnfuse.runtime.kernels.cpu import steps, sweep
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.cpu import sweep
 from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 

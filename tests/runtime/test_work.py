@@ -8,9 +8,10 @@ from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
 from bnfuse.runtime import SGD, compile_step, load_step
 from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.kernels.common.dense import GemmProblem
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_forward import conv_forward
-from bnfuse.runtime.kernels.cpu.dense import GemmProblem, gemm
+from bnfuse.runtime.kernels.cpu.dense import gemm
 from bnfuse.runtime.kernels.cpu.layout import copy_map
 from bnfuse.runtime.kernels.cpu.optim import sgd
 from bnfuse.runtime.kernels.kernel import MapType, Problem

@@ -8,58 +8,20 @@ range of channels of a longer vector is that vector and an offset, passed like a
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.reference_sampling import range_factor
 from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop, Member, param_name
+from bnfuse.runtime.kernels.common.norm import NormProblem
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.norm import NormProblem
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CpuTarget
-
-Emit = Callable[["Get", "Put"], None]
-
-
-class Get(Protocol):
-    """The value of an operand for the channel at hand; of one with rows, that of a row."""
-
-    def __call__(self, param: str, row: int = 0) -> Expr: ...
-
-
-class Put(Protocol):
-    """Store a result for the channel at hand; of one with rows, in a row."""
-
-    def __call__(self, param: str, value: Expr, row: int = 0) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """An operator over `channels` channels. `emit(get, put)` writes one channel; `ranges` has the operands that are
-    ranges of longer vectors, and those vectors' lengths. Those named in `rows` are matrices of so many rows, `pitch`
-    elements apart: row r of a channel lies at r*pitch + channel."""
-
-    problem: NormProblem
-    channels: int
-    emit: Emit
-    ranges: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    pitch: int = 0
-
-    @property
-    def params(self) -> list[Param]:
-        op = PLAIN_OPS[self.problem.op]
-        operands = [Param(n, "in", self._elements(n), is_map=n in self.ranges) for n in op.operands]
-        return operands + [Param(name, "out", self._elements(name)) for name in op.results]
-
-    def _elements(self, name: str) -> int:
-        return self.rows[name] * self.pitch if name in self.rows else self.ranges.get(name, self.channels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,162 +35,13 @@ class GroupProblem:
         return "+".join(member.op for member in self.members)
 
 
-def finalize(channels: int, epsilon: float, momentum: float) -> Loop:
-    """scale, bias, mean, variance, running_mean, running_variance
-    -> a, b, inv_std, new_running_mean, new_running_variance.
-    """
-
-    def emit(get: Get, put: Put) -> None:
-        inv_std = T.bind(f64(1.0) / tirx.sqrt(f64(get("variance")) + f64(epsilon)))
-        a = T.bind(f64(get("scale")) * inv_std)
-        put("a", to_f32(a))
-        put("b", to_f32(f64(get("bias")) - f64(get("mean")) * a))
-        put("inv_std", to_f32(inv_std))
-        for name in ("mean", "variance"):
-            running, batch = f64(get(f"running_{name}")), f64(get(name))
-            put(f"new_running_{name}", to_f32(running * f64(momentum) + batch * f64(1.0 - momentum)))
-
-    problem = NormProblem("BatchNormFinalize", constants=(("epsilon", epsilon), ("momentum", momentum)))
-    return Loop(problem, channels, emit)
-
-
-def grad_terms(channels: int) -> Loop:
-    """dbeta, dgamma, a, inv_std -> beta_term, gamma_term."""
-
-    def emit(get: Get, put: Put) -> None:
-        put("beta_term", get("a") * get("dbeta"))
-        put("gamma_term", get("a") * get("inv_std") * get("dgamma"))
-
-    return Loop(NormProblem("BatchNormGradTerms"), channels, emit)
-
-
-def grad_terms_accumulate(channels: int, total: int) -> Loop:
-    """dbeta, dgamma, a, inv_std, beta_acc, gamma_acc -> beta_term, gamma_term; the accumulators have `total` channels
-    and the offset (of the first channel read) of a map.
-    """
-
-    def emit(get: Get, put: Put) -> None:
-        put("beta_term", get("beta_acc") + get("a") * get("dbeta"))
-        put("gamma_term", get("gamma_acc") + get("a") * get("inv_std") * get("dgamma"))
-
-    return Loop(NormProblem("BatchNormGradTermsAccumulate"), channels, emit, {"beta_acc": total, "gamma_acc": total})
-
-
-def grad_finalize(channels: int, total: int, count: int) -> Loop:
-    """beta_term, gamma_term, mean -> q, w; the terms have `total` channels and the offset (`start`) of a map."""
-
-    def emit(get: Get, put: Put) -> None:
-        q = T.bind(f64(0.0) - f64(get("gamma_term")) / f64(float(count)))
-        put("q", to_f32(q))
-        put("w", to_f32(f64(0.0) - f64(get("beta_term")) / f64(float(count)) - q * f64(get("mean"))))
-
-    problem = NormProblem("BatchNormGradFinalize", constants=(("count", count),))
-    return Loop(problem, channels, emit, {"beta_term": total, "gamma_term": total})
-
-
-def mix_statistics(channels: int, weight: float) -> Loop:
-    """mean, variance, mean_2, variance_2 -> mixed_mean, mixed_variance: weight*first + (1 - weight)*second."""
-
-    def emit(get: Get, put: Put) -> None:
-        for name in ("mean", "variance"):
-            first, second = f64(get(name)), f64(get(f"{name}_2"))
-            put(f"mixed_{name}", to_f32(first * f64(weight) + second * f64(1.0 - weight)))
-
-    return Loop(NormProblem("MixStatistics", constants=(("weight", weight),)), channels, emit)
-
-
-def sampled_grad_finalize(channels: int, count: int, weight: float) -> Loop:
-    """beta_term, gamma_term, mean -> q, w: the gradient of one part of a mixture."""
-
-    def emit(get: Get, put: Put) -> None:
-        share = weight / count
-        q = T.bind(f64(get("gamma_term")) * f64(-share))
-        put("q", to_f32(q))
-        put("w", to_f32(f64(get("beta_term")) * f64(-share) - q * f64(get("mean"))))
-
-    problem = NormProblem("SampledGradFinalize", constants=(("count", count), ("weight", weight)))
-    return Loop(problem, channels, emit)
-
-
-def l1_grad_finalize(channels: int, count: int) -> Loop:
-    """beta_term, gamma_term, variance, sign_mean -> q, w."""
-
-    def emit(get: Get, put: Put) -> None:
-        deviation = tirx.sqrt(f64(get("variance")) * f64(math.pi / 2))
-        q = T.bind(f64(get("gamma_term")) * deviation * f64(-1.0 / count))
-        put("q", to_f32(q))
-        put("w", to_f32(f64(get("beta_term")) * f64(-1.0 / count) - q * f64(get("sign_mean"))))
-
-    return Loop(NormProblem("L1GradFinalize", constants=(("count", count),)), channels, emit)
-
-
-def range_grad_finalize(channels: int, count: int) -> Loop:
-    """beta_term, gamma_term, low, high, low_count, high_count -> q_low, q_high, w."""
-
-    def emit(get: Get, put: Put) -> None:
-        factor = range_factor(count)
-        width = f64(get("high")) - f64(get("low"))
-        term = T.bind(f64(get("gamma_term")) * width * f64(factor * factor))
-        put("q_low", to_f32(term / f64(get("low_count"))))
-        put("q_high", to_f32(f64(0.0) - term / f64(get("high_count"))))
-        put("w", to_f32(f64(get("beta_term")) * f64(-1.0 / count)))
-
-    return Loop(NormProblem("RangeGradFinalize", constants=(("count", count),)), channels, emit)
-
-
-def local_finalize(channels: int, pitch: int, groups: int, epsilon: float, momentum: float) -> Loop:
-    """scale, bias [c], mean, variance [groups, pitch], running_mean, running_variance [c]
-    -> a, b, inv_std [groups, pitch], new_running_mean, new_running_variance [c].
-    """
-
-    def emit(get: Get, put: Put) -> None:
-        for group in range(groups):
-            inv_std = T.bind(f64(1.0) / tirx.sqrt(f64(get("variance", group)) + f64(epsilon)))
-            a = T.bind(f64(get("scale")) * inv_std)
-            put("a", to_f32(a), group)
-            put("b", to_f32(f64(get("bias")) - f64(get("mean", group)) * a), group)
-            put("inv_std", to_f32(inv_std), group)
-        for name in ("mean", "variance"):
-            total = f64(get(name, 0))
-            for group in range(1, groups):
-                total = total + f64(get(name, group))
-            running = f64(get(f"running_{name}"))
-            put(f"new_running_{name}", to_f32(running * f64(momentum) + total * f64((1.0 - momentum) / groups)))
-
-    constants = (("pitch", pitch), ("groups", groups), ("epsilon", epsilon), ("momentum", momentum))
-    rows = dict.fromkeys(("mean", "variance", "a", "b", "inv_std"), groups)
-    return Loop(NormProblem("LocalFinalize", constants=constants), channels, emit, rows=rows, pitch=pitch)
-
-
-LOOPS: dict[str, Callable[..., Loop]] = {
-    loop.__name__: loop
-    for loop in (
-        finalize,
-        grad_terms,
-        grad_terms_accumulate,
-        grad_finalize,
-        mix_statistics,
-        sampled_grad_finalize,
-        l1_grad_finalize,
-        range_grad_finalize,
-        local_finalize,
-    )
-}
-
-Member = tuple[str, tuple[Any, ...]]  # a name in LOOPS, and its arguments
-
-
-def coefficients(members: tuple[Member, ...], target: CpuTarget) -> Kernel:
+def coefficients(members: tuple[Member, ...], target: Target) -> Kernel:
     """The kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
     params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]
     problem = loops[0].problem if len(loops) == 1 else GroupProblem(tuple(loop.problem for loop in loops))
     name = unique_name(problem.op, problem, target)
     return Kernel(name, problem, target, tuple(params), lambda: _function(name, loops))
-
-
-def param_name(name: str, member: int, members: Any) -> str:
-    return name if len(members) == 1 else f"{name}_{member}"
 
 
 def _function(name: str, loops: list[Loop]) -> Any:

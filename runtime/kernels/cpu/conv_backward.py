@@ -39,6 +39,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
+from bnfuse.runtime.kernels.common.params import parameters
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
@@ -58,11 +59,10 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import Plan, alternatives, c
 from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is_depthwise
 from bnfuse.runtime.kernels.cpu.winograd_backward import winograd_backward
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import is_faster, is_possible
-from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import CpuTarget
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
+from bnfuse.runtime.targets.target import Target
 
 NAME = "conv_backward"
-GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 
 
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
@@ -104,28 +104,7 @@ def conv_backward(
     return Kernel(NAME, problem, target, params, partial(build, problem, target, plan), plan)
 
 
-def parameters(problem: Problem) -> tuple[Param, ...]:
-    """Operands, then results; under Accumulate dx is both, and `acc` is neither."""
-    spec = problem.spec
-    accumulates = "Accumulate" in spec.epilogue
-    maps = dict(problem.maps)
-    params = []
-    for name in (*(name for name in spec.operands if name != "acc"), *spec.results):
-        access: Access = "in" if name in spec.operands else "inout" if name == "dx" and accumulates else "out"
-        params.append(Param(name, access, _elements(problem, name), is_map=name in maps))
-    return tuple(params)
-
-
-def _elements(problem: Problem, name: str) -> int:
-    out, cin, *kernel = problem.weight
-    if name in ("weight", "dweight"):
-        return out * cin * kernel[0] * kernel[1]
-    if name in dict(problem.maps):
-        return problem.map(name).elements
-    return problem.map("dy" if name in GRADIENT_CHANNELS else "x").c
-
-
-def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
+def build(problem: Problem, target: Target, plan: Plan | None = None) -> Any:
     """The TIR function."""
     if plan is None:
         shape = conv_shape(problem, target.threads)

@@ -9,7 +9,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
-from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Problem
 

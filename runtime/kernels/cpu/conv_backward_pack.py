@@ -7,7 +7,8 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import steps, tir
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, inside, otherwise
 from bnfuse.runtime.kernels.cpu.tir import store, zero

@@ -32,6 +32,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.params import forward_params
 from bnfuse.runtime.kernels.cpu import winograd_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
@@ -51,7 +52,6 @@ from bnfuse.runtime.kernels.cpu.tir import (
     Buffer,
     Expr,
     at_most,
-    forward_params,
     function,
     prefetch_write,
     registers,

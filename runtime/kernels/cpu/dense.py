@@ -22,65 +22,24 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.dense import GemmProblem, gemm_params
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr, f32, fma
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
-from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, prim_func, unique_name, vectors
-from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import CpuTarget
+from bnfuse.runtime.kernels.cpu.sweep import Args, prim_func, vectors
+from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.targets.target import Target
 
 OUTER_K, OUTER_ROWS, OUTER_VECTORS = 64, 14, 2
 DOT_K, DOT_ROWS, DOT_COLUMNS = 2048, 4, 6
 
 
-@dataclasses.dataclass(frozen=True)
-class GemmProblem:
-    """y [m, n] of A [m, k] (stored [k, m] if trans_a) and B [k, n] (stored [n, k] if trans_b).
-
-    `bias` is the shape of C, which broadcasts to [m, n], or None.
-    """
-
-    m: int
-    n: int
-    k: int
-    trans_a: bool = False
-    trans_b: bool = False
-    alpha: float = 1.0
-    beta: float = 1.0
-    bias: tuple[int, ...] | None = None
-
-    @property
-    def bias_strides(self) -> tuple[int, int]:
-        """Elements of C between rows and between columns of y; 0 where it broadcasts."""
-        rows, columns = ((1, 1) + (self.bias or ()))[-2:]
-        if (rows, columns) not in {(r, c) for r in (1, self.m) for c in (1, self.n)}:
-            raise BnfuseError(f"Gemm: C has the shape {self.bias}, which does not broadcast to [{self.m}, {self.n}]")
-        return (columns if rows > 1 else 0), (1 if columns > 1 else 0)
-
-    def at_a(self, row: Expr, k: Expr) -> Expr:
-        return k * self.m + row if self.trans_a else row * self.k + k
-
-    def at_b(self, k: Expr, column: Expr) -> Expr:
-        return column * self.k + k if self.trans_b else k * self.n + column
-
-
-def gemm(problem: GemmProblem, target: CpuTarget) -> Kernel:
+def gemm(problem: GemmProblem, target: Target) -> Kernel:
     """a, b, [c] -> y."""
     params = gemm_params(problem)
     name = unique_name("Gemm", problem, target)
     nest = Dots if problem.trans_b and not problem.trans_a else OuterProducts
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, {}, nest(problem, target).emit))
-
-
-def gemm_params(problem: GemmProblem) -> tuple[Param, ...]:
-    largest = max(problem.m * problem.k, problem.k * problem.n, problem.m * problem.n)
-    if min(problem.m, problem.n, problem.k) < 1 or largest >= INT32_LIMIT:
-        raise BnfuseError(f"Gemm: [{problem.m}, {problem.k}] times [{problem.k}, {problem.n}] is empty or too large")
-    strides = problem.bias_strides
-    params = [Param("a", "in", problem.m * problem.k), Param("b", "in", problem.k * problem.n)]
-    if problem.bias is not None and problem.beta:
-        params.append(Param("c", "in", (problem.m if strides[0] else 1) * (problem.n if strides[1] else 1)))
-    return (*params, Param("y", "out", problem.m * problem.n))
 
 
 @dataclasses.dataclass(frozen=True)

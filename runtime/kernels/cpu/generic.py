@@ -1,37 +1,22 @@
-"""Every operator that has no kernel of its own, on dense float32 tensors (and indices, masks, ...) of any rank.
-
-`generic(problem, target)` gives the kernel; its parameters are in0, in1, ... and out0, out1, ..., and then the scalars
-of `SCALARS`. `SUPPORTED` has the operators' names.
-"""
+"""Operators that have no kernel of their own (kernels/common/generic_ops.py), on a CPU."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu import generic_elementwise, generic_moves, generic_reduce, tir
-from bnfuse.runtime.kernels.cpu.generic_nest import Emit, GenericProblem, dense_view, nest, store
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, Args, unique_name
+from bnfuse.runtime.kernels.common.generic import GenericProblem, dense_view, nest, nested_by
+from bnfuse.runtime.kernels.common.generic_ops import NESTED, SCALARS, dropout_key, dropout_point, generic_params
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr
+from bnfuse.runtime.kernels.cpu import generic_gather, generic_reduce, tir
+from bnfuse.runtime.kernels.cpu.generic_nest import Emit, walk_of
+from bnfuse.runtime.kernels.cpu.sweep import Args
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CpuTarget
 
-__all__ = ["SCALARS", "SUPPORTED", "GenericProblem", "generic"]
-
-# run-time scalars, int64, that follow the buffers
-SCALARS: dict[str, tuple[str, ...]] = {"Dropout": ("seed", "step")}
-
-# of attributes and inputs, those whose absence changes the result and that only a constant can give
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "Slice": ("starts", "ends"),
-    "SliceGrad": ("starts", "ends"),
-    "Pad": ("pads",),
-    "Tile": ("repeats",),
-}
+OWN: dict[str, Emit] = {**generic_gather.OPS, **generic_reduce.OPS}
 
 
 def generic(problem: GenericProblem, target: CpuTarget) -> Kernel:
@@ -41,94 +26,20 @@ def generic(problem: GenericProblem, target: CpuTarget) -> Kernel:
     return Kernel(name, problem, target, params, lambda: _build(name, params, problem, target))
 
 
-def generic_params(problem: GenericProblem) -> tuple[Param, ...]:
-    _check(problem)
-    inputs = [Param(f"in{i}", "in", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.inputs)]
-    outputs = [Param(f"out{i}", "out", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.outputs)]
-    return (*inputs, *outputs)
-
-
-def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: CpuTarget) -> Any:
-    with tir.function(name, params) as arguments:
+def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: Target) -> Any:
+    with tir.function(name, params) as arguments, nested_by(walk_of(target)):
         args = Args(arguments, {})
         scalars = [T.arg(scalar, T.int64()) for scalar in SCALARS.get(problem.op_type, ())]
         if problem.op_type == "Dropout":
-            dropout(problem, target, args, *scalars)
+            _dropout(problem, args, *scalars)
+        elif problem.op_type in OWN:
+            OWN[problem.op_type](problem, target, args)
         else:
-            OPS[problem.op_type](problem, target, args)
+            NESTED[problem.op_type](problem, args)
     return arguments.result
 
 
-def _check(problem: GenericProblem) -> None:
-    op = problem.op_type
-    if op not in SUPPORTED:
-        raise BnfuseError(f"{op} is not among the supported operators: {', '.join(sorted(SUPPORTED))}")
-    for name in REQUIRED.get(op, ()):
-        if problem.attribute(name) is None:
-            raise BnfuseError(f"{op}: '{name}' is not constant: give it as an initializer")
-    for shape, dtype in (*problem.inputs, *problem.outputs):
-        if math.prod(shape) >= INT32_LIMIT:
-            raise BnfuseError(f"{op}: a tensor of shape {list(shape)} is more than int32 indexes: use a smaller batch")
-        if op in FLOAT32_ONLY and dtype not in ("float32", "bool"):
-            raise BnfuseError(f"{op}: {dtype} is not supported: cast to float32")
-
-
-def dropout(problem: GenericProblem, target: CpuTarget, args: Args, seed: Expr, step: Expr) -> None:
-    """x -> y, [mask]: y = x/(1 - ratio) where a hash of (seed, step, node, element) says so, else 0.
-
-    Attributes: ratio, training_mode (1 unless given), node (a number that no other Dropout of the graph has).
-    """
+def _dropout(problem: GenericProblem, args: Args, seed: Expr, step: Expr) -> None:
     key = dropout_key(problem, seed, step)
     shape = problem.out_shape
-    nest(shape, [dense_view(shape)], target, lambda at: dropout_point(problem, args, key, at))
-
-
-def dropout_key(problem: GenericProblem, seed: Expr, step: Expr) -> Expr:
-    """What is hashed besides the element."""
-    key = _u32(int(problem.attribute("node", 0)) % 2**32)
-    for scalar in (seed, step):
-        key = T.bind(mixed(key ^ tirx.Cast("uint32", scalar)) + _u32(0x9E3779B9))
-    return key
-
-
-def dropout_ratio(problem: GenericProblem) -> float:
-    ratio = float(problem.number("ratio", 0.5)) if problem.number("training_mode", 1) else 0.0
-    if not 0 <= ratio <= 1:
-        raise BnfuseError(f"Dropout: ratio {ratio} is not between 0 and 1")
-    return ratio
-
-
-def dropout_point(problem: GenericProblem, args: Any, key: Expr, at: Expr) -> None:
-    """Element `at` of y, and of the mask if there is one."""
-    ratio = dropout_ratio(problem)
-    scale = tirx.const(1 / (1 - ratio) if ratio < 1 else 0.0, "float32")
-    # of 2**32 hashes, how many keep their element. An odd number: LLVM 22 compiles the comparison of a hash with one
-    # whose low bits are all 0 (as of ratio 0.25) to false.
-    limit = min(round((1 - ratio) * 2**32) | 1, 2**32 - 1)
-    if ratio == 0:
-        kept: Expr = tirx.const(True, "bool")
-    elif ratio == 1:
-        kept = tirx.const(False, "bool")
-    else:
-        kept = mixed(mixed(tirx.Cast("uint32", at)) ^ key) < _u32(limit)
-    store(args, "out0", at, tirx.Select(kept, args["in0"][at] * scale, tirx.const(0.0, "float32")))
-    if len(problem.outputs) > 1:
-        store(args, "out1", at, kept)
-
-
-def mixed(x: Expr) -> Expr:
-    """A permutation of the 32-bit numbers in which each bit of the result depends on every bit of x."""
-    x = x ^ (x >> _u32(16))
-    x = x * _u32(0x7FEB352D)
-    x = x ^ (x >> _u32(15))
-    x = x * _u32(0x846CA68B)
-    return x ^ (x >> _u32(16))
-
-
-def _u32(value: int) -> Expr:
-    return tirx.const(value, "uint32")
-
-
-OPS: dict[str, Emit] = {**generic_elementwise.OPS, **generic_moves.OPS, **generic_reduce.OPS}
-SUPPORTED: frozenset[str] = frozenset({*OPS, *SCALARS})
-FLOAT32_ONLY = frozenset({"Dropout", "Softmax", "LogSoftmax", "SoftmaxGrad_13", "LogSoftmaxGrad_13"})
+    nest(shape, [dense_view(shape)], lambda at: dropout_point(problem, args, key, at))

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.maps import CopyProblem
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep, unique_name
+from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CpuTarget
 
 
-@dataclasses.dataclass(frozen=True)
-class CopyProblem:
-    op: str
-    x: MapType | int
-    y: MapType | int
-    dtype: str
-    value: float = 0.0
-
-
-def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
+def nchw_to_nhwc(y: MapType, target: Target, dtype: str = "float32") -> Kernel:
     """x, dense [n, c, h, w] -> the map y."""
     params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, dtype, is_map=True))
     problem = CopyProblem("NchwToNhwc", y.pixels * y.c, y, dtype)

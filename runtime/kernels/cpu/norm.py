@@ -5,37 +5,17 @@ What is computed per channel is in coefficients.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import (
-    Args,
-    Moments,
-    Sum,
-    Vector,
-    f64,
-    prim_func,
-    sweep,
-    to_f32,
-    unique_name,
-)
+from bnfuse.runtime.kernels.common.norm import NormProblem
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
+from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Vector, prim_func, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CpuTarget
-
-
-@dataclasses.dataclass(frozen=True)
-class NormProblem:
-    """A plain operator: the maps it reads and what else its code depends on (never the number of channels alone)."""
-
-    op: str
-    maps: tuple[tuple[str, MapType], ...] = ()
-    constants: tuple[tuple[str, Any], ...] = ()
-
 
 # Sweeps over maps
 

@@ -13,10 +13,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.reference_sampling import range_factor
-from bnfuse.runtime.kernels.cpu import steps, tir
-from bnfuse.runtime.kernels.cpu.norm import NormProblem, map_sweep
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Tile, Vector, f64, sweep, to_f32, vectors
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.norm import NormProblem
+from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
+from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.norm import map_sweep
+from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Tile, Vector, sweep, vectors
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
 from bnfuse.runtime.targets.target import CpuTarget
 

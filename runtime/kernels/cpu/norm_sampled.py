@@ -14,14 +14,14 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.norm import NormProblem
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Vector, prim_func, sweep, to_f32, unique_name
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.norm import Extent, NormProblem, inside
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr, to_f32
+from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Vector, prim_func, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CpuTarget
 
-Extent = tuple[int, int, int]  # samples, rows, columns
 Pixel = Callable[[Args, Expr], Expr]  # the pixel of the map that is the i-th of the sample
 
 SHARE = 1 << 13  # elements that are worth a thread
@@ -93,12 +93,7 @@ def _points(x: MapType, count: int) -> Sample:
     return Sample(count, Param("points", "in", count, "int64"), begin)
 
 
-def inside(place: Expr, last: int) -> Expr:
-    """An int64 coordinate as int32 from 0 to `last`. The session checks what it sends, but by the word of a file."""
-    return tirx.Cast("int32", tirx.Max(tirx.const(0, "int64"), tirx.Min(place, tirx.const(last, "int64"))))
-
-
-def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: CpuTarget) -> Kernel:
+def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: Target) -> Kernel:
     def emit(args: Args) -> None:
         def finish(channel: Expr, mean: Expr, variance: Expr) -> None:
             T.buffer_store(args["mean"], to_f32(mean), [channel])

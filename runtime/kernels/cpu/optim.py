@@ -7,38 +7,28 @@ Scalar arguments follow the buffers: the learning rate, and for AdamW the number
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.optim import (
+    BLOCK,
+    Update,
+    UpdateProblem,
+    adamw_factors,
+    adamw_problem,
+    adamw_update,
+    scalars_of,
+    sgd_problem,
+    sgd_update,
+    update_params,
+)
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.steps import Expr, f32, fma
-from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
-from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import CpuTarget
-
-BLOCK = 16  # elements that share one weight decay
-
-Update = Callable[[Expr, Expr], None]  # (element, its weight decay)
-Buffers = Mapping[str, Any]  # by parameter name
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateProblem:
-    op: str
-    elements: int
-    constants: tuple[tuple[str, float], ...]
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.elements // BLOCK)
-
-
-def sgd_problem(elements: int, momentum: float, nesterov: bool) -> UpdateProblem:
-    return UpdateProblem("SGD", elements, (("momentum", momentum), ("nesterov", float(nesterov))))
+from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.targets.target import Target
 
 
 def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Kernel:
@@ -49,29 +39,7 @@ def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Ke
     return _kernel(sgd_problem(elements, momentum, nesterov), target)
 
 
-def sgd_update(problem: UpdateProblem, buffers: Buffers, scalars: Sequence[Expr]) -> Update:
-    constants, (lr,) = dict(problem.constants), scalars
-
-    def update(i: Expr, decay: Expr) -> None:
-        g = fma(decay, buffers["parameters"][i], buffers["gradients"][i])
-        if constants["momentum"]:
-            g = _momentum(buffers["momentum"], i, g, constants["momentum"], bool(constants["nesterov"]))
-        T.buffer_store(buffers["parameters"], fma(f32(0.0) - lr, g, buffers["parameters"][i]), [i])
-
-    return update
-
-
-def _momentum(buffer: Any, i: Expr, g: Expr, momentum: float, nesterov: bool) -> Expr:
-    """Update v and return the direction of the step. `g` is read from memory that the store of v leaves alone."""
-    T.buffer_store(buffer, fma(f32(momentum), buffer[i], g), [i])
-    return fma(f32(momentum), buffer[i], g) if nesterov else buffer[i]
-
-
-def adamw_problem(elements: int, betas: tuple[float, float], epsilon: float) -> UpdateProblem:
-    return UpdateProblem("AdamW", elements, (("beta1", betas[0]), ("beta2", betas[1]), ("epsilon", epsilon)))
-
-
-def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget) -> Kernel:
+def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Target) -> Kernel:
     """parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place); lr: float32,
     step: int64.
 
@@ -81,50 +49,7 @@ def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Cpu
     return _kernel(adamw_problem(elements, betas, epsilon), target)
 
 
-def adamw_factors(problem: UpdateProblem, lr: Expr, step: Expr) -> tuple[Expr, Expr]:
-    """lr/(1 - beta1^step) and 1/sqrt(1 - beta2^step)."""
-    constants = dict(problem.constants)
-    rate = to_f32(f64(lr) / (f64(1.0) - tirx.pow(f64(constants["beta1"]), f64(step))))
-    return rate, to_f32(f64(1.0) / tirx.sqrt(f64(1.0) - tirx.pow(f64(constants["beta2"]), f64(step))))
-
-
-def adamw_update(problem: UpdateProblem, buffers: Buffers, scalars: Sequence[Expr]) -> Update:
-    """`scalars`: lr and the two of `adamw_factors`."""
-    constants, (lr, rate, root) = dict(problem.constants), scalars
-    w, g, m, v = (buffers[name] for name in ("parameters", "gradients", "first_moment", "second_moment"))
-    beta1, beta2, epsilon = (constants[name] for name in ("beta1", "beta2", "epsilon"))
-
-    def update(i: Expr, decay: Expr) -> None:
-        T.buffer_store(m, fma(f32(1.0 - beta1), g[i] - m[i], m[i]), [i])
-        T.buffer_store(v, fma(f32(1.0 - beta2) * g[i], g[i], f32(beta2) * v[i]), [i])
-        shrunk = w[i] * (f32(1.0) - lr * decay)
-        divisor = fma(tirx.sqrt(v[i]), root, f32(epsilon))
-        T.buffer_store(w, shrunk - rate * m[i] / divisor, [i])
-
-    return update
-
-
-def moments_of(problem: UpdateProblem) -> tuple[str, ...]:
-    """The optimiser's state."""
-    if problem.op == "AdamW":
-        return ("first_moment", "second_moment")
-    return ("momentum",) if dict(problem.constants)["momentum"] else ()
-
-
-def scalars_of(problem: UpdateProblem) -> tuple[tuple[str, str], ...]:
-    return (("lr", "float32"), ("step", "int64"))[: 2 if problem.op == "AdamW" else 1]
-
-
-def update_params(problem: UpdateProblem) -> tuple[Param, ...]:
-    return (
-        Param("parameters", "inout", problem.elements),
-        Param("gradients", "in", problem.elements),
-        Param("decay", "in", problem.blocks),
-        *(Param(name, "inout", problem.elements) for name in moments_of(problem)),
-    )
-
-
-def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
+def _kernel(problem: UpdateProblem, target: Target) -> Kernel:
     params = update_params(problem)
     name = unique_name(problem.op, problem, target)
 

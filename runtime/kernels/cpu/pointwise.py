@@ -11,9 +11,9 @@ from collections.abc import Callable
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import ACTIVATION_GRADS
-from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Vector, f64, map_kernel, sweep, to_f32
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
+from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Sum, Vector, map_kernel, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 

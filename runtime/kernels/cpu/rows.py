@@ -11,23 +11,20 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.rows import At, Rows
+from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.steps import Expr
 from bnfuse.runtime.kernels.cpu.sweep import vectors
 from bnfuse.runtime.targets.target import CpuTarget
 
-At = Callable[[Expr], Expr]  # position along the row -> index in the tensor
-
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    n: int
-    length: int
-    inner: int = 1
+class ThreadRows(Rows):
+    """Rows as threads walk them."""
 
-    @property
-    def count(self) -> int:
-        return self.n * self.inner
+    @staticmethod
+    def of(rows: Rows) -> ThreadRows:
+        return ThreadRows(rows.n, rows.length, rows.inner)
 
     def each(self, target: CpuTarget, emit: Callable[[Expr, At], None]) -> None:
         """`emit(row, at)` for each row."""

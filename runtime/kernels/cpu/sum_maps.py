@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep, unique_name
+from bnfuse.runtime.kernels.common.maps import SumProblem
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import Expr
+from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CpuTarget
 
 
-@dataclasses.dataclass(frozen=True)
-class SumProblem:
-    xs: tuple[MapType, ...]
-    y: MapType
-
-
-def sum_maps(xs: tuple[MapType, ...], y: MapType, target: CpuTarget) -> Kernel:
+def sum_maps(xs: tuple[MapType, ...], y: MapType, target: Target) -> Kernel:
     """x0, x1, ... -> y, float32 maps of one size."""
     problem = SumProblem(xs, y)
     maps = {**{f"x{i}": x for i, x in enumerate(xs)}, "y": y}

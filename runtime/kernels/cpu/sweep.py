@@ -14,7 +14,6 @@ vector is one shorter vector: any number of channels works.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -22,22 +21,13 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu import steps, tir
-from bnfuse.runtime.kernels.cpu.steps import Expr, Load
+from bnfuse.runtime.kernels.common.params import map_params, unique_name
+from bnfuse.runtime.kernels.common.steps import Expr, Load, f64
+from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.targets.target import CpuTarget, Target
 
 TILE = 16  # pixels whose float32 sums are few enough to be good to ~1e-6
-INT32_LIMIT = 2**31
-
-
-def f64(value: Any) -> Expr:
-    return steps.wide(float(value)) if isinstance(value, int | float) else tirx.Cast("float64", value)
-
-
-def to_f32(value: Expr) -> Expr:
-    return tirx.Cast("float32", value)
 
 
 class Args:
@@ -60,7 +50,7 @@ class Args:
         T.buffer_store(self[name], value, [self.maps[name].at(pixel, channel)])
 
     def loader(self, pixel: Expr, channel: Expr) -> Load:
-        """The `load` of kernels/cpu/steps.py at one pixel and channel."""
+        """The `load` of kernels/common/steps.py at one pixel and channel."""
         return lambda name, is_vector: self[name][channel] if is_vector else self.read(name, pixel, channel)
 
 
@@ -69,30 +59,6 @@ def prim_func(name: str, params: Sequence[Param], maps: Mapping[str, MapType], e
     with tir.function(name, params) as arguments:
         emit(Args(arguments, maps))
     return arguments.result
-
-
-def unique_name(op: str, problem: Any, target: Target) -> str:
-    """A name no other kernel has, so that many kernels can be loaded into one module."""
-    digest = hashlib.sha1(f"{problem!r} {target!r}".encode(), usedforsecurity=False).hexdigest()
-    return f"{op[:60]}_{digest[:12]}"
-
-
-def map_params(
-    problem: Problem, vector_elements: Callable[[str], int], dtypes: Mapping[str, str] | None = None
-) -> tuple[Param, ...]:
-    """The parameters that the contract of kernel.py gives this operator."""
-    spec, maps, params = problem.spec, dict(problem.maps), []
-    names = [(name, "in") for name in spec.operands if name != "acc"] + [(name, "out") for name in spec.results]
-    for name, access in names:
-        if name == "dx" and "Accumulate" in spec.epilogue:
-            access = "inout"
-        elements = maps[name].elements if name in maps else vector_elements(name)
-        if elements >= INT32_LIMIT:
-            raise BnfuseError(
-                f"{problem.op}: {name} has {elements} elements, more than int32 can index: use a smaller batch"
-            )
-        params.append(Param(name, access, elements, (dtypes or {}).get(name, "float32"), name in maps))  # type: ignore[arg-type]
-    return tuple(params)
 
 
 def map_kernel(

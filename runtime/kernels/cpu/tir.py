@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,12 +16,9 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.kernel import Access, MapType, Param, Problem
+from bnfuse.runtime.kernels.kernel import MapType, Param
 from bnfuse.runtime.targets import cpus
 from bnfuse.runtime.targets.target import CpuTarget
-
-INT32_LIMIT = 2**31
 
 Expr = Any  # a tvm PrimExpr, or an int
 Buffer = Any
@@ -77,28 +73,6 @@ def function(name: str, params: Sequence[Param], *, may_alias: bool = False) -> 
             arguments = Arguments(buffers, offsets)
             yield arguments
         arguments.result = builder.get()
-
-
-def forward_params(problem: Problem) -> tuple[Param, ...]:
-    """The parameters of a forward operator's kernel. Coefficients of the prologue have x's channels, others y's."""
-    spec, maps = problem.spec, dict(problem.maps)
-    params = []
-    sides: tuple[tuple[Access, tuple[str, ...]], ...] = (("in", spec.operands), ("out", spec.results))
-    for access, names in sides:
-        for name in names:
-            if name in maps:
-                dtype = "int32" if name == "indices" else "float32"
-                params.append(Param(name, access, maps[name].elements, dtype, is_map=True))
-            elif name == "weight":
-                params.append(Param(name, access, math.prod(problem.weight)))
-            else:
-                channels = maps["y" if name in ("bias", "mean", "variance") else "x"].c
-                params.append(Param(name, access, channels))
-    for param in params:
-        if param.elements >= INT32_LIMIT:
-            what = f"{param.name} has {param.elements} elements, more than int32 can index"
-            raise BnfuseError(f"{problem.op}: {what}: use a smaller batch")
-    return tuple(params)
 
 
 def span(start: Expr, width: int, stride: int = 1) -> Expr:

@@ -1,4 +1,4 @@
-"""What a BatchNorm computes per channel, on a GPU: the operators of kernels/cpu/coefficients.py, one thread a channel.
+"""What a BatchNorm computes per channel, on a GPU: the operators of kernels/common/coefficients.py, one thread a channel.
 
 These launches are tiny and there are hundreds of them in a step, so what counts is how few they are and how little each
 waits. Operators of a group form *waves*: those of a wave read nothing that another one of it may have written.
@@ -18,8 +18,8 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.runtime.kernels.cpu.coefficients import LOOPS, Loop, Member, param_name
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop, Member, param_name
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS, OpSpec
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.conv_forward import checked, shared_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, unique_name
+from bnfuse.runtime.kernels.common.params import INT32_LIMIT, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, TilePlan, tile_of

@@ -25,9 +25,9 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.dense import GemmProblem, gemm_params
-from bnfuse.runtime.kernels.cpu.steps import f32, fma
-from bnfuse.runtime.kernels.cpu.sweep import INT32_LIMIT, unique_name
+from bnfuse.runtime.kernels.common.dense import GemmProblem, gemm_params
+from bnfuse.runtime.kernels.common.params import INT32_LIMIT, unique_name
+from bnfuse.runtime.kernels.common.steps import f32, fma
 from bnfuse.runtime.kernels.cuda.device import (
     WARP,
     Block,

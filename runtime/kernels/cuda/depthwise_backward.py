@@ -26,9 +26,8 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
-from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.conv_backward import parameters
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.params import parameters, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseOutlet, own_taps, quantities_of, reductions_of
 from bnfuse.runtime.kernels.cuda.depthwise_gather import input_stage, weight_stage

@@ -26,8 +26,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
-from bnfuse.runtime.kernels.cpu.tir import forward_params
+from bnfuse.runtime.kernels.common.params import forward_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Plan,

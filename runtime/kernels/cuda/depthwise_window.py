@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_shape import Line, Plan, Work
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes

@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.kernel import MapType, Param
 
 Expr = Any  # a tvm PrimExpr, or an int

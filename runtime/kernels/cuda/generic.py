@@ -1,4 +1,4 @@
-"""Every operator that has no kernel of its own, on a GPU: the formulas of kernels/cpu/generic.py.
+"""Every operator that has no kernel of its own, on a GPU: the formulas of kernels/common/generic_ops.py.
 
 Each loop nest of the CPU's operator is a stage here, with a thread for each point of its space, so that what a nest
 writes is there for the next one (a fill, then a copy into it). Reductions are in generic_reduce.py.
@@ -13,19 +13,18 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import generic as cpu
-from bnfuse.runtime.kernels.cpu import generic_moves
-from bnfuse.runtime.kernels.cpu.generic_nest import (
-    GenericProblem,
-    Shape,
-    View,
-    collapse,
-    nested_by,
-    starts_of,
-    store,
+from bnfuse.runtime.kernels.common.generic import GenericProblem, Shape, View, collapse, nested_by, starts_of, store
+from bnfuse.runtime.kernels.common.generic_moves import fill, gather_index, gather_sizes, gathered
+from bnfuse.runtime.kernels.common.generic_ops import (
+    NESTED,
+    SCALARS,
+    dropout_key,
+    dropout_point,
+    dropout_ratio,
+    generic_params,
 )
-from bnfuse.runtime.kernels.cpu.generic_reduce import BY_ROWS, FOLDINGS
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common.generic_reduce import BY_ROWS, FOLDINGS
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, stage, when
 from bnfuse.runtime.kernels.cuda.generic_reduce import fold_stages, folds_of, softmax_stage
 from bnfuse.runtime.kernels.kernel import Kernel, Param
@@ -37,8 +36,8 @@ BLOCKS = 16  # for each multiprocessor, at most
 
 def generic(problem: GenericProblem, target: CudaTarget) -> Kernel:
     """in0, in1, ... -> out0, out1, ...; scalars: SCALARS; scratch: the partials of large reductions."""
-    params = cpu.generic_params(problem)
-    scalars = tuple((name, "int64") for name in cpu.SCALARS.get(problem.op_type, ()))
+    params = generic_params(problem)
+    scalars = tuple((name, "int64") for name in SCALARS.get(problem.op_type, ()))
     if _folds(problem):
         for i, fold in enumerate(folds_of(problem)):
             if (shares := fold.shares(target)) > 1:
@@ -66,7 +65,7 @@ def _stages(
     else:
         nests = Nests(name, params, scalars, target)
         with nested_by(nests.nest):
-            OWN.get(problem.op_type, _as_on_cpu)(problem, target, nests)
+            OWN.get(problem.op_type, _nested)(problem, target, nests)
         stages += nests.stages
     return tuple(stages) or (_nothing(name, params),)
 
@@ -121,44 +120,44 @@ class Nests:
         self.stages.append(block.stage)
 
 
-def _as_on_cpu(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
-    cpu.OPS[problem.op_type](problem, target, nests)  # type: ignore[arg-type]
+def _nested(problem: GenericProblem, target: Target, nests: Nests) -> None:
+    NESTED[problem.op_type](problem, nests)
 
 
 def _dropout(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     def point(at: Expr) -> None:
-        key = cpu.dropout_key(problem, nests.scalar("seed"), nests.scalar("step"))
-        cpu.dropout_point(problem, nests, key, at)
+        key = dropout_key(problem, nests.scalar("seed"), nests.scalar("step"))
+        dropout_point(problem, nests, key, at)
 
-    cpu.dropout_ratio(problem)
+    dropout_ratio(problem)
     nests.flat(math.prod(problem.out_shape), point)
 
 
 def _gather(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     """data, indices -> y."""
-    outer, _, inner, count = generic_moves.gather_sizes(problem, problem.shape(0), problem.shape(1))
+    outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
 
     def point(at: Expr) -> None:
         row = T.bind(tirx.floordiv(at, inner))
-        base = T.bind(generic_moves.gathered(problem, nests, row))
-        store(nests, "out0", at, nests["in0"][base + (at - row * inner)])  # type: ignore[arg-type]
+        base = T.bind(gathered(problem, nests, row))
+        store(nests, "out0", at, nests["in0"][base + (at - row * inner)])
 
     nests.flat(outer * count * inner, point)
 
 
 def _gather_grad(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     """indices, dy -> dx. A thread has a place before and behind the axis, and adds there what each index brings."""
-    outer, length, inner, count = generic_moves.gather_sizes(problem, problem.out_shape, problem.shape(0))
-    generic_moves.fill(nests, target, "out0", problem.out_shape, 0, problem.out_dtype)  # type: ignore[arg-type]
+    outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
+    fill(nests, "out0", problem.out_shape, 0, problem.out_dtype)
 
     def point(at: Expr) -> None:
         image = T.bind(tirx.floordiv(at, inner))
         k = T.bind(at - image * inner)
         with T.serial(0, count) as i:
-            index = T.bind(generic_moves.gather_index(nests["in0"][i], length))
+            index = T.bind(gather_index(nests["in0"][i], length))
             to = T.bind((image * length + index) * inner + k)
             added = nests["out0"][to] + nests["in1"][(image * count + i) * inner + k]
-            store(nests, "out0", to, added)  # type: ignore[arg-type]
+            store(nests, "out0", to, added)
 
     nests.flat(outer * inner if count else 0, point)
 

@@ -1,4 +1,4 @@
-"""Reductions over any axes on a GPU, softmax and its relatives: the formulas of kernels/cpu/generic_reduce.py.
+"""Reductions over any axes on a GPU, softmax and its relatives: the formulas of kernels/common/generic_reduce.py.
 
 Every result is a fold over `reduced` elements, always in the same order:
 
@@ -19,8 +19,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem, Shape, View, broadcast_view, dense_view, store
-from bnfuse.runtime.kernels.cpu.generic_reduce import (
+from bnfuse.runtime.kernels.common.generic import GenericProblem, Shape, View, broadcast_view, dense_view, store
+from bnfuse.runtime.kernels.common.generic_reduce import (
     BY_ROWS,
     DIV_GRADS,
     FOLDINGS,
@@ -30,7 +30,7 @@ from bnfuse.runtime.kernels.cpu.generic_reduce import (
     reduced_axes,
     softmax_rows,
 )
-from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32
+from bnfuse.runtime.kernels.common.steps import f64, to_f32
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
 from bnfuse.runtime.kernels.cuda.rows import BlockRows, join_threads
 from bnfuse.runtime.kernels.kernel import Param
@@ -177,8 +177,7 @@ def _sum_to(out: str, shape: Shape, space: Shape, views: list[View], term: Calla
 def softmax_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: CudaTarget) -> Stage:
     """Softmax, LogSoftmax or the gradient of one."""
     row, logarithm = BY_ROWS[problem.op_type]
-    sizes = softmax_rows(problem)
-    rows = BlockRows(sizes.n, sizes.length, sizes.inner)
+    rows = BlockRows.of(softmax_rows(problem))
     with stage(name, params, grid=rows.grid, threads=rows.threads) as block:
         own = rows.within(block)
         own.each(target, lambda index, at: row(problem, target, block, own, logarithm, at))

@@ -1,4 +1,4 @@
-"""SoftmaxCrossEntropyLoss and its gradient on a GPU: the formulas of kernels/cpu/loss.py.
+"""SoftmaxCrossEntropyLoss and its gradient on a GPU: the formulas of kernels/common/loss.py.
 
     rows:    log_prob, and each row's loss and weight as float64                       (scratch: losses, weights)
     sums:    blocks sum up to 4096 rows each, in a fixed order; where there are several, a last block joins them
@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.loss import Label, LossProblem, grad_params, loss_params, row_gradient, row_loss
-from bnfuse.runtime.kernels.cpu.sweep import f64, to_f32, unique_name
+from bnfuse.runtime.kernels.common.loss import Label, LossProblem, grad_params, loss_params, row_gradient, row_loss
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.rows import At
+from bnfuse.runtime.kernels.common.steps import f64, to_f32
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
-from bnfuse.runtime.kernels.cuda.rows import At, BlockRows, join_threads
+from bnfuse.runtime.kernels.cuda.rows import BlockRows, join_threads
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -53,7 +55,7 @@ def softmax_loss_grad(problem: LossProblem, target: CudaTarget) -> Kernel:
 
 
 def _rows(problem: LossProblem) -> BlockRows:
-    return BlockRows(problem.n, problem.classes, problem.inner)
+    return BlockRows.of(problem.along_classes)
 
 
 def _blocks(problem: LossProblem) -> int:

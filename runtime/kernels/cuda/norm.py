@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.runtime.kernels.cpu.norm import NormProblem
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common.norm import NormProblem
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Stage
 from bnfuse.runtime.kernels.cuda.partials import (

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.norm import NormProblem
-from bnfuse.runtime.kernels.cpu.norm_baseline import range_factor
+from bnfuse.opset.reference_sampling import range_factor
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Stage
 from bnfuse.runtime.kernels.cuda.norm import leave, named, only, statistics_stages, swept, tile_sums

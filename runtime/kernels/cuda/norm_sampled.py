@@ -17,9 +17,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.norm import NormProblem
-from bnfuse.runtime.kernels.cpu.norm_sampled import Extent, inside
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.norm import Extent, NormProblem, inside
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.norm import Place, named, statistics_stages, swept

@@ -1,4 +1,4 @@
-"""The update of all parameters on a GPU: the formulas of kernels/cpu/optim.py in one sweep, at memory speed.
+"""The update of all parameters on a GPU: the formulas of kernels/common/optim.py in one sweep, at memory speed.
 
     a block:   its threads walk the buffers together, 8 elements a thread and turn:
                16-byte loads of parameters, gradients and moments, the formula in registers, 16-byte stores
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.optim import (
+from bnfuse.runtime.kernels.common.optim import (
     BLOCK,
     Update,
     UpdateProblem,
@@ -30,8 +30,8 @@ from bnfuse.runtime.kernels.cpu.optim import (
     sgd_update,
     update_params,
 )
-from bnfuse.runtime.kernels.cpu.steps import f32
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.steps import f32
 from bnfuse.runtime.kernels.cuda.device import (
     WARP,
     Block,

@@ -19,7 +19,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu.pool import Axis, Windows, coordinates, source_pixel, weight_of, windows_of
+from bnfuse.runtime.kernels.common.windows import Axis, Windows, coordinates, source_pixel, weight_of, windows_of
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand

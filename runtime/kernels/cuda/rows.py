@@ -13,10 +13,10 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.rows import At, Rows
 from bnfuse.runtime.kernels.cuda.device import WARP, Block, Expr, put, registers, shuffle_xor, sync, when
 from bnfuse.runtime.targets.target import CudaTarget
 
-At = Callable[[Expr], Expr]  # position along the row -> index in the tensor
 Join = Callable[[Expr, Expr], Expr]
 
 ALONE = 128  # threads of a block whose threads have a row each
@@ -25,17 +25,14 @@ EACH = 4  # elements of a row that are worth a thread
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockRows:
+class BlockRows(Rows):
     """Rows as a block sees them. `block` is None until a stage of `grid` and `threads` is open."""
 
-    n: int
-    length: int
-    inner: int = 1
     block: Block | None = None
 
-    @property
-    def count(self) -> int:
-        return self.n * self.inner
+    @staticmethod
+    def of(rows: Rows) -> BlockRows:
+        return BlockRows(rows.n, rows.length, rows.inner)
 
     @property
     def shared_by_block(self) -> bool:

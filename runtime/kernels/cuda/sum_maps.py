@@ -5,8 +5,8 @@ Up to four maps a pass are on their way at a time; many maps take several passes
 
 from __future__ import annotations
 
-from bnfuse.runtime.kernels.cpu.sum_maps import SumProblem
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common.maps import SumProblem
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.sweep import Sweep

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.sweep import map_params, unique_name
+from bnfuse.runtime.kernels.common.params import map_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.partials import Team

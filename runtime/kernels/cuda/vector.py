@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
-from bnfuse.runtime.kernels.cpu import steps
+from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Map, Stage
@@ -71,7 +71,7 @@ class Reader:
             unpack_words(self.raw[name], index * words_of(kind, self.width), kind, self.width, self.values[name])
 
     def load(self, j: int) -> steps.Load:
-        """The `load` of kernels/cpu/steps.py at channel j of the vector."""
+        """The `load` of kernels/common/steps.py at channel j of the vector."""
         return lambda name, is_vector: (self.vectors if is_vector else self.values)[name][j]
 
 

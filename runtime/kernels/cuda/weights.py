@@ -21,7 +21,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.sweep import unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda.device import (
     Block,
     Buffer,

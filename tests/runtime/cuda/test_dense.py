@@ -8,7 +8,7 @@ import pytest
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu.dense import GemmProblem
+from bnfuse.runtime.kernels.common.dense import GemmProblem
 from bnfuse.runtime.kernels.cuda import dense
 from bnfuse.runtime.kernels.cuda.dense import SHAPES, choose_tiles, gemm, steps_of
 from bnfuse.runtime.targets.target import CudaTarget

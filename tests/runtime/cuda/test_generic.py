@@ -8,8 +8,8 @@ import source_files
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 
 from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.kernels.common.generic import GenericProblem
 from bnfuse.runtime.kernels.cpu import generic as cpu
-from bnfuse.runtime.kernels.cpu.generic_nest import GenericProblem
 from bnfuse.runtime.kernels.cuda.generic import generic
 
 on_cpu = source_files.load(pathlib.Path(__file__).parents[1] / "test_generic.py")

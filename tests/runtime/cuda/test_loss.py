@@ -7,7 +7,7 @@ import pytest
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 from loss_case import reference
 
-from bnfuse.runtime.kernels.cpu.loss import LossProblem
+from bnfuse.runtime.kernels.common.loss import LossProblem
 from bnfuse.runtime.kernels.cuda import loss as cuda_loss
 from bnfuse.runtime.kernels.cuda.loss import softmax_loss, softmax_loss_grad
 

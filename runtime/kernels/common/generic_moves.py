@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import tirx
-from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.cpu.generic_nest import (
+from bnfuse.runtime.kernels.common.generic import (
+    Buffers,
     Emit,
     GenericProblem,
     Shape,
@@ -18,31 +18,28 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
     dense_view,
     dtype_of,
     nest,
-    parallel_rows,
     row_major,
     store,
 )
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args, vectors
-from bnfuse.runtime.targets.target import CpuTarget
+from bnfuse.runtime.kernels.common.steps import Expr
 
 
-def move(args: Args, target: CpuTarget, space: Shape, source: tuple[str, View], result: tuple[str, View]) -> None:
+def move(args: Buffers, space: Shape, source: tuple[str, View], result: tuple[str, View]) -> None:
     """Copy the space, seen through a view of one tensor, to a view of another."""
     (read, read_view), (written, written_view) = source, result
-    nest(space, [written_view, read_view], target, lambda to, at: store(args, written, to, args[read][at]))
+    nest(space, [written_view, read_view], lambda to, at: store(args, written, to, args[read][at]))
 
 
-def fill(args: Args, target: CpuTarget, name: str, shape: Shape, value: Any, dtype: str) -> None:
-    nest(shape, [dense_view(shape)], target, lambda at: store(args, name, at, tirx.const(value, dtype)))
+def fill(args: Buffers, name: str, shape: Shape, value: Any, dtype: str) -> None:
+    nest(shape, [dense_view(shape)], lambda at: store(args, name, at, tirx.const(value, dtype)))
 
 
-def transpose(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def transpose(problem: GenericProblem, args: Buffers) -> None:
     shape = problem.shape()
     order = problem.attribute("perm") or tuple(reversed(range(len(shape))))
     strides = row_major(shape)
     view = View(tuple(strides[axis] for axis in order))
-    move(args, target, problem.out_shape, ("in0", view), ("out0", dense_view(problem.out_shape)))
+    move(args, problem.out_shape, ("in0", view), ("out0", dense_view(problem.out_shape)))
 
 
 def sliced(problem: GenericProblem, shape: Shape) -> View:
@@ -59,37 +56,37 @@ def sliced(problem: GenericProblem, shape: Shape) -> View:
     return View(tuple(strides), base)
 
 
-def slice_(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def slice_(problem: GenericProblem, args: Buffers) -> None:
     view = sliced(problem, problem.shape())
-    move(args, target, problem.out_shape, ("in0", view), ("out0", dense_view(problem.out_shape)))
+    move(args, problem.out_shape, ("in0", view), ("out0", dense_view(problem.out_shape)))
 
 
-def slice_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def slice_grad(problem: GenericProblem, args: Buffers) -> None:
     """dy -> dx: zero but where the slice was."""
-    fill(args, target, "out0", problem.out_shape, 0, problem.out_dtype)
+    fill(args, "out0", problem.out_shape, 0, problem.out_dtype)
     space, view = problem.shape(), sliced(problem, problem.out_shape)
-    move(args, target, space, ("in0", dense_view(space)), ("out0", view))
+    move(args, space, ("in0", dense_view(space)), ("out0", view))
 
 
-def concat(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def concat(problem: GenericProblem, args: Buffers) -> None:
     axis, start = problem.axis(0), 0
     strides = row_major(problem.out_shape)
     for i, (shape, _) in enumerate(problem.inputs):
         part = View(strides, start * strides[axis])
-        move(args, target, shape, (f"in{i}", dense_view(shape)), ("out0", part))
+        move(args, shape, (f"in{i}", dense_view(shape)), ("out0", part))
         start += shape[axis]
 
 
-def split(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def split(problem: GenericProblem, args: Buffers) -> None:
     axis, start = problem.axis(0), 0
     strides = row_major(problem.shape())
     for i, (shape, _) in enumerate(problem.outputs):
         part = View(strides, start * strides[axis])
-        move(args, target, shape, ("in0", part), (f"out{i}", dense_view(shape)))
+        move(args, shape, ("in0", part), (f"out{i}", dense_view(shape)))
         start += shape[axis]
 
 
-def pad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def pad(problem: GenericProblem, args: Buffers) -> None:
     """Constant padding, where negative pads crop."""
     if problem.attribute("mode", "constant") != "constant":
         raise BnfuseError(f"Pad: mode '{problem.attribute('mode')}' is not supported: pad with a constant")
@@ -105,15 +102,15 @@ def pad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     source = View(read, _dot(cropped, read))
     result = View(written, _dot([max(0, b) for b in before], written))
     if space != out:
-        fill(args, target, "out0", out, problem.number("value", 0), problem.out_dtype)
-    move(args, target, space, ("in0", source), ("out0", result))
+        fill(args, "out0", out, problem.number("value", 0), problem.out_dtype)
+    move(args, space, ("in0", source), ("out0", result))
 
 
 def _dot(places: Sequence[int], strides: Sequence[int]) -> int:
     return sum(place * stride for place, stride in zip(places, strides, strict=True))
 
 
-def tile(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def tile(problem: GenericProblem, args: Buffers) -> None:
     """Each axis is walked as (repeat, place): a repeat goes on in the result and nowhere in the operand."""
     space, source, result = [], [], []
     shape, repeats = problem.shape(), problem.attribute("repeats")
@@ -121,47 +118,18 @@ def tile(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
         space += [repeat, size]
         source += [0, read]
         result += [size * written, written]
-    move(args, target, tuple(space), ("in0", View(tuple(source))), ("out0", View(tuple(result))))
+    move(args, tuple(space), ("in0", View(tuple(source))), ("out0", View(tuple(result))))
 
 
-def constant_of_shape(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-    fill(args, target, "out0", problem.out_shape, problem.number("value", 0), problem.out_dtype)
+def constant_of_shape(problem: GenericProblem, args: Buffers) -> None:
+    fill(args, "out0", problem.out_shape, problem.number("value", 0), problem.out_dtype)
 
 
-def gather(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-    """data, indices -> y. Indices beyond the data are clamped to it."""
-    outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
-
-    def row(at: Expr) -> None:
-        base = T.bind(gathered(problem, args, at))
-        _along(inner, target, lambda k: store(args, "out0", at * inner + k, args["in0"][base + k]))
-
-    _rows_or_nothing(outer * count * inner, outer * count, target, row)
-
-
-def gathered(problem: GenericProblem, args: Any, row: Expr) -> Expr:
+def gathered(problem: GenericProblem, args: Buffers, row: Expr) -> Expr:
     """Where in the data a row of the result (its elements behind the axis) begins."""
     _, length, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
     image, place = tirx.floordiv(row, count), tirx.floormod(row, count)
     return (image * length + gather_index(args["in1"][place], length)) * inner
-
-
-def gather_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-    """indices, dy -> dx. The threads share what lies before the axis, or nothing: an index may come twice."""
-    outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
-    fill(args, target, "out0", problem.out_shape, 0, problem.out_dtype)
-
-    def image(outer_at: Expr) -> None:
-        with T.serial(0, count) as i:
-            index = T.bind(gather_index(args["in0"][i], length))
-
-            def add(k: Expr) -> None:
-                to = (outer_at * length + index) * inner + k
-                store(args, "out0", to, args["out0"][to] + args["in1"][(outer_at * count + i) * inner + k])
-
-            _along(inner, target, add)
-
-    _rows_or_nothing(outer * count * inner, outer, target, image)
 
 
 def gather_sizes(problem: GenericProblem, data: Shape, indices: Shape) -> tuple[int, int, int, int]:
@@ -177,19 +145,6 @@ def gather_index(value: Expr, length: int) -> Expr:
     return tirx.Cast("int32", tirx.Max(zero, tirx.Min(value, size - tirx.const(1, dtype_of(value)))))
 
 
-def _along(count: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
-    for vector in vectors(count, target.lanes):
-        with vector.each() as j:
-            emit(vector.base + j)
-
-
-def _rows_or_nothing(elements: int, rows: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
-    if elements:
-        parallel_rows(rows, target, emit)
-    else:
-        T.evaluate(tirx.const(0, "int32"))
-
-
 OPS: dict[str, Emit] = {
     "Transpose": transpose,
     "Slice": slice_,
@@ -201,6 +156,4 @@ OPS: dict[str, Emit] = {
     "Pad": pad,
     "Tile": tile,
     "ConstantOfShape": constant_of_shape,
-    "Gather": gather,
-    "GatherGrad": gather_grad,
 }

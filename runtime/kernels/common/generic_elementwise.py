@@ -13,8 +13,9 @@ from typing import Any
 
 from tvm import tirx
 
-from bnfuse.runtime.kernels.cpu import steps
-from bnfuse.runtime.kernels.cpu.generic_nest import (
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.generic import (
+    Buffers,
     Emit,
     GenericProblem,
     broadcast_view,
@@ -23,9 +24,7 @@ from bnfuse.runtime.kernels.cpu.generic_nest import (
     nest,
     store,
 )
-from bnfuse.runtime.kernels.cpu.steps import Expr
-from bnfuse.runtime.kernels.cpu.sweep import Args
-from bnfuse.runtime.targets.target import CpuTarget
+from bnfuse.runtime.kernels.common.steps import Expr
 
 Attributes = Mapping[str, Any]
 
@@ -33,7 +32,7 @@ Attributes = Mapping[str, Any]
 def elementwise(formula: Callable[..., Expr]) -> Emit:
     """`formula(attributes, *operands)` at each point of the first output."""
 
-    def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+    def emit(problem: GenericProblem, args: Buffers) -> None:
         space = problem.out_shape
         views = [dense_view(space), *(broadcast_view(shape, space) for shape, _ in problem.inputs)]
         attributes = {**dict(problem.attributes), "dtype": problem.out_dtype}
@@ -42,7 +41,7 @@ def elementwise(formula: Callable[..., Expr]) -> Emit:
             values = [args[f"in{i}"][place] for i, place in enumerate(places)]
             store(args, "out0", out, formula(attributes, *values))
 
-        nest(space, views, target, point)
+        nest(space, views, point)
 
     return emit
 
@@ -252,9 +251,9 @@ NARY: dict[str, Callable[..., Expr]] = {
 RENAMED = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the same elements in the same order
 
 
-def copy_elements(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
+def copy_elements(problem: GenericProblem, args: Buffers) -> None:
     view = dense_view(problem.out_shape)
-    nest(problem.out_shape, [view, view], target, lambda out, place: store(args, "out0", out, args["in0"][place]))
+    nest(problem.out_shape, [view, view], lambda out, place: store(args, "out0", out, args["in0"][place]))
 
 
 OPS: dict[str, Emit] = {

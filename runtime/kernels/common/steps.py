@@ -62,6 +62,14 @@ def wide(value: float) -> Expr:
     return _written.get()[1](value)
 
 
+def f64(value: Any) -> Expr:
+    return wide(float(value)) if isinstance(value, int | float) else tirx.Cast("float64", value)
+
+
+def to_f32(value: Expr) -> Expr:
+    return tirx.Cast("float32", value)
+
+
 def normalize(x: Expr, a: Expr, b: Expr) -> Expr:
     """Normalize: a*x + b."""
     return fma(a, x, b)

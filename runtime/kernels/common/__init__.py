@@ -1,0 +1,1 @@
+"""What kernels compute, whatever they run on: problems, parameters, geometry, and each formula once."""
