@@ -5,8 +5,8 @@
     python benchmarks/object_code.py --case densenet121 --out one.json
 
 A case is a network, a level and a target; its kernels are those of the compiled step, in order. What is compared is
-the code and the constants of the object file (of a GPU's cubin), without symbols: a kernel may change its name. Only
-bnfuse's public functions are called, so the file runs with the sources of any commit (PYTHONPATH).
+the code and the constants of the object file (of a GPU's cubin), without symbols and texts: a kernel may change its
+name. Only bnfuse's public functions are called, so the file runs with the sources of any commit (PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import re
 import struct
 import sys
 import tempfile
@@ -28,7 +29,8 @@ import onnx
 import bnfuse
 from bnfuse.models import build_forward
 
-ALLOCATED, PROGRAM_BITS = 2, 1  # of a section of an ELF file: its flag, its type
+ALLOCATED, EXECUTABLE, PROGRAM_BITS = 2, 4, 1  # of a section of an ELF file: two flags, a type
+TEXT = re.compile(rb"[ -~]{4,}\0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +98,15 @@ def digest(code: bytes) -> str:
 
 
 def contents(elf: bytes) -> Iterator[bytes]:
-    """The sections of a little-endian 64-bit ELF file that hold code or constants."""
+    """The sections of a little-endian 64-bit ELF file that hold code, and the constants without texts and padding."""
     start, width, count = struct.unpack_from("<Q", elf, 40)[0], *struct.unpack_from("<HH", elf, 58)
     for i in range(count):
         kind, flags, _, offset, size = struct.unpack_from("<IQQQQ", elf, start + i * width + 4)
-        if kind == PROGRAM_BITS and flags & ALLOCATED:
-            yield elf[offset : offset + size]
+        section = elf[offset : offset + size]
+        if kind == PROGRAM_BITS and flags & EXECUTABLE:
+            yield section
+        elif kind == PROGRAM_BITS and flags & ALLOCATED:
+            yield TEXT.sub(b"", section).replace(b"\0", b"")
 
 
 def compare(old: dict[str, list[str]], new: dict[str, list[str]]) -> int:
