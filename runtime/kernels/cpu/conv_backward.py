@@ -39,7 +39,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
-from bnfuse.runtime.kernels.common.params import parameters
+from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
@@ -95,7 +95,7 @@ def conv_backward(
     possible = algorithms(problem, target)
     if algorithm is not None and algorithm not in possible:
         raise BnfuseError(f"{problem.op} has no kernel '{algorithm}' for this shape; take {' or '.join(possible)}")
-    shape, params = conv_shape(problem, target.threads), parameters(problem)
+    shape, params = conv_shape(problem, target.threads), operator_params(problem)
     chosen = algorithm or possible[0]
     if chosen == "depthwise":
         return depthwise_backward(problem, target, shape, params)
@@ -109,7 +109,7 @@ def build(problem: Problem, target: Target, plan: Plan | None = None) -> Any:
     if plan is None:
         shape = conv_shape(problem, target.threads)
         plan = Plan(shape, choose_tiles(shape, target))
-    with tir.function(NAME, parameters(problem)) as arguments:
+    with tir.function(NAME, operator_params(problem)) as arguments:
         _body(Nest(problem, target.threads, arguments.buffers, arguments.offsets, plan.shape, plan.tiles))
     return arguments.result
 

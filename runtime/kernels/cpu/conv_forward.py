@@ -32,7 +32,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.common.params import forward_params
+from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.cpu import winograd_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
 from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
@@ -96,7 +96,7 @@ def conv_forward(
         raise BnfuseError(f"{problem.op}: no algorithm '{chosen}' for this convolution; choose from {', '.join(able)}")
     shape = conv_shape(problem)
     name = f"{problem.op}_{hashlib.sha256(repr((problem, target, chosen)).encode()).hexdigest()[:12]}"
-    params = forward_params(problem)
+    params = operator_params(problem)
 
     def build() -> Any:
         with function(name, params) as arguments:

@@ -35,7 +35,7 @@ def pointwise_forward(problem: Problem, target: CpuTarget) -> Kernel:
 
         sweep(y.pixels, y.c, target, visit, output.reductions)
 
-    return map_kernel(problem, target, emit, y.c)
+    return map_kernel(problem, target, emit)
 
 
 def pointwise_backward(problem: Problem, target: CpuTarget) -> Kernel:
@@ -52,7 +52,7 @@ def pointwise_backward(problem: Problem, target: CpuTarget) -> Kernel:
 
         sweep(dx.pixels, dx.c, target, visit, output.reductions)
 
-    return map_kernel(problem, target, emit, dx.c)
+    return map_kernel(problem, target, emit)
 
 
 class ForwardEpilogue:

@@ -52,7 +52,7 @@ def pool_forward(problem: Problem, target: CpuTarget) -> Kernel:
 
         sweep(windows.y.pixels, windows.y.c, target, visit, output.reductions, SIDE_BY_SIDE * target.lanes)
 
-    return map_kernel(problem, target, emit, windows.y.c, {"indices": windows.index_dtype})
+    return map_kernel(problem, target, emit)
 
 
 def _max_pixel(
@@ -126,7 +126,7 @@ def _global_forward(problem: Problem, target: CpuTarget) -> Kernel:
 
         sweep(y.pixels, y.c, target, visit, output.reductions, lanes=SIDE_BY_SIDE * target.lanes)
 
-    return map_kernel(problem, target, emit, y.c)
+    return map_kernel(problem, target, emit)
 
 
 def _activated(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr:
@@ -162,8 +162,7 @@ def pool_backward(problem: Problem, target: CpuTarget) -> Kernel:
 
         sweep(dx.pixels, dx.c, target, visit, output.reductions, SIDE_BY_SIDE * target.lanes)
 
-    dtypes = {"indices": windows.index_dtype} if windows else None
-    return map_kernel(problem, target, emit, dx.c, dtypes)
+    return map_kernel(problem, target, emit)
 
 
 def _gathered(problem: Problem, windows: Windows, args: Args, pixel: Expr, vector: Vector) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.params import map_params, unique_name
+from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.common.steps import Expr, Load, f64
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
@@ -65,11 +65,9 @@ def map_kernel(
     problem: Problem,
     target: CpuTarget,
     emit: Callable[[Args], None],
-    channels: int,
-    dtypes: Mapping[str, str] | None = None,
 ) -> Kernel:
-    """The kernel of an operator whose vectors all have `channels` elements."""
-    params = map_params(problem, lambda name: channels, dtypes)
+    """The kernel of an operator of steps."""
+    params = operator_params(problem)
     name = unique_name(problem.op, problem, target)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, dict(problem.maps), emit))
 

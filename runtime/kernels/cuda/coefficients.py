@@ -1,5 +1,4 @@
-"""What a BatchNorm computes per channel, on a GPU: the operators of kernels/common/coefficients.py, one thread a
-channel.
+"""What a BatchNorm computes per channel, on a GPU: the formulas of kernels/common/coefficients.py, a thread a channel.
 
 These launches are tiny and there are hundreds of them in a step, so what counts is how few they are and how little each
 waits. Operators of a group form *waves*: those of a wave read nothing that another one of it may have written.

@@ -13,10 +13,10 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS, OpSpec
-from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
-from bnfuse.runtime.kernels.cuda.conv_forward import checked, shared_bytes
+from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
 from bnfuse.runtime.kernels.cuda.conv_tile import emit
@@ -29,8 +29,8 @@ from bnfuse.runtime.kernels.cuda.vector import BackwardOutlet, Reader, Reduction
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
-from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import CudaTarget
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 MERGE_THREADS = 256
@@ -72,27 +72,6 @@ def conv_backward(problem: Problem, target: CudaTarget, algorithm: str | None = 
     return Kernel(name, problem, target, made.params, lambda: made.build(name), plan)
 
 
-def parameters(problem: Problem, target: CudaTarget) -> tuple[Param, ...]:
-    """Operands, then results; under Accumulate dx is both, and `acc` is neither."""
-    spec, maps = problem.spec, dict(problem.maps)
-    outputs, per_group, *window = problem.weight
-    params = []
-    unread = {"acc"} if wants_input(problem) else {"acc", "weight"}
-    for name in (*(name for name in spec.operands if name not in unread), *spec.results):
-        accumulates = name == "dx" and "Accumulate" in spec.epilogue
-        access: Access = "in" if name in spec.operands else "inout" if accumulates else "out"
-        if name in maps:
-            params.append(Param(name, access, maps[name].elements, maps[name].dtype, is_map=True))
-        elif name == "weight":
-            elements = packed_elements(problem.weight, problem.attribute("group"), BACKWARD)
-            params.append(Param(name, access, elements, target.map_dtype))
-        elif name == "dweight":
-            params.append(Param(name, access, outputs * per_group * window[0] * window[1]))
-        else:
-            params.append(Param(name, access, maps["dy" if name in GRADIENT_CHANNELS else "x"].c))
-    return checked(problem, params)
-
-
 class Stages:
     """The stages of a problem, and the scratch memory between them."""
 
@@ -101,7 +80,8 @@ class Stages:
         input_plan, weight_plan = plan or (None, None)
         self.input = self.weight = None
         scratch: list[Param] = []
-        self.own = parameters(problem, target)
+        weight = packed_elements(problem.weight, problem.attribute("group"), BACKWARD), target.map_dtype
+        self.own = operator_params(problem, weight=weight, unread=() if wants_input(problem) else ("weight",))
         if wants_input(problem):
             c = gradient_correlation(problem)
             operand = Operand(problem, True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.common.params import INT32_LIMIT, unique_name
+from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, TilePlan, tile_of
@@ -16,8 +15,8 @@ from bnfuse.runtime.kernels.cuda.device import Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, Writer, width_of
 from bnfuse.runtime.kernels.cuda.weights import FORWARD, is_packed, packed_elements
-from bnfuse.runtime.kernels.kernel import Access, Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import CudaTarget
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
+from bnfuse.runtime.targets.target import Target
 
 STORE_THREADS = 256
 
@@ -45,35 +44,10 @@ def conv_forward(
     tile = tile_of(c, chosen, target.precision, operand)
     channels = problem.map("y").c
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
-    params = (*forward_params(problem, target), *scratch)
+    weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD), target.map_dtype
+    params = (*operator_params(problem, weight=weight), *scratch)
     name = unique_name(problem.op, (problem, plan), target)
     return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, tile), plan)
-
-
-def forward_params(problem: Problem, target: CudaTarget) -> tuple[Param, ...]:
-    """Operands, then results. Coefficients of the prologue have x's channels, others y's."""
-    spec, maps = problem.spec, dict(problem.maps)
-    weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD)
-    params = []
-    sides: tuple[tuple[Access, tuple[str, ...]], ...] = (("in", spec.operands), ("out", spec.results))
-    for access, names in sides:
-        for name in names:
-            if name in maps:
-                params.append(Param(name, access, maps[name].elements, maps[name].dtype, is_map=True))
-            elif name == "weight":
-                params.append(Param(name, access, weight, target.map_dtype))
-            else:
-                side = "y" if name in ("bias", "mean", "variance") else "x"
-                params.append(Param(name, access, maps[side].c))
-    return checked(problem, params)
-
-
-def checked(problem: Problem, params: list[Param]) -> tuple[Param, ...]:
-    for param in params:
-        if param.elements >= INT32_LIMIT:
-            what = f"{param.name} has {param.elements} elements, more than int32 can index"
-            raise BnfuseError(f"{problem.op}: {what}: use a smaller batch")
-    return tuple(params)
 
 
 def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) -> tuple[Stage, ...]:

@@ -27,7 +27,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common import steps
-from bnfuse.runtime.kernels.common.params import parameters, unique_name
+from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseOutlet, own_taps, quantities_of, reductions_of
 from bnfuse.runtime.kernels.cuda.depthwise_gather import input_stage, weight_stage
@@ -66,14 +66,7 @@ def depthwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
     spec = problem.spec
     if spec.core not in CONV_GRADS or not is_depthwise(problem.weight, problem.attribute("group"), problem.map("x").c):
         raise BnfuseError(f"{problem.op} is no depthwise convolution's gradient; ask for it from another generator")
-    maps = dict(problem.maps)
-    params = tuple(
-        dataclasses.replace(p, dtype=maps[p.name].dtype) if p.name in maps else p for p in parameters(problem)
-    )
-    for p in params:
-        if p.elements >= 2**31:
-            what = f"{p.name} has {p.elements} elements, more than int32 can index"
-            raise BnfuseError(f"{problem.op}: {what}: use a smaller batch")
+    params = operator_params(problem)
     scratch = []
     inputs, weights = plans_of(problem, target)
     if reductions_of(spec):

@@ -26,7 +26,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.common.params import forward_params, unique_name
+from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Plan,
@@ -70,10 +70,7 @@ def depthwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
     spec, x = problem.spec, problem.map("x")
     if spec.core != "Conv" or not is_depthwise(problem.weight, problem.attribute("group"), x.c):
         raise BnfuseError(f"{problem.op} is no depthwise convolution; ask for it from another generator")
-    maps = dict(problem.maps)
-    params = tuple(
-        dataclasses.replace(p, dtype=maps[p.name].dtype) if p.name in maps else p for p in forward_params(problem)
-    )
+    params = operator_params(problem)
     work = work_of(problem)
     plan = plan_of(problem, work, target) or gathering_plan(work, target)
     if "Statistics" in spec.epilogue:

@@ -6,10 +6,11 @@ With Statistics or Reduce a second stage merges the tiles. Both run at the speed
 
 from __future__ import annotations
 
+from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
-from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_params, operator_sweep
+from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_sweep
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Writer, outlet_of
 from bnfuse.runtime.kernels.kernel import Kernel, Problem
 from bnfuse.runtime.targets.target import CudaTarget
@@ -33,7 +34,7 @@ def _map(problem: Problem, target: CudaTarget, result: str, operand: Operand) ->
     def emit(block: Block, outlet: Outlet) -> None:
         _emit(block, problem, sweep, operand, outlet)
 
-    return operator_kernel(problem, target, sweep, operator_params(problem, kind.c), emit)
+    return operator_kernel(problem, target, sweep, operator_params(problem), emit)
 
 
 def _emit(block: Block, problem: Problem, sweep: Sweep, operand: Operand, outlet: Outlet) -> None:

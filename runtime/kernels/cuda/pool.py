@@ -19,12 +19,13 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.windows import Axis, Windows, coordinates, source_pixel, weight_of, windows_of
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team, join_sums
-from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_params, operator_sweep
+from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_sweep
 from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Reductions, outlet_of, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.targets.target import CudaTarget
@@ -63,7 +64,7 @@ def _over_windows(
 
         sweep.run(block, pool.left, lambda i, pixel, valid: None, visit)
 
-    params = operator_params(problem, result.c, {"indices": windows.index_dtype})
+    params = operator_params(problem)
     return operator_kernel(problem, target, sweep, params, emit)
 
 
@@ -247,7 +248,7 @@ def _global_forward(problem: Problem, target: CudaTarget) -> Kernel:
         _emit_global(block, problem, sweep, outlet)
 
     shared = max(sweep.team.sums_bytes(1), reductions.shared_bytes(sweep.team) if reductions else 0)
-    return operator_kernel(problem, target, sweep, operator_params(problem, y.c), emit, shared=shared)
+    return operator_kernel(problem, target, sweep, operator_params(problem), emit, shared=shared)
 
 
 def _emit_global(block: Block, problem: Problem, sweep: Sweep, outlet: Outlet) -> None:
@@ -313,7 +314,7 @@ def pool_backward(problem: Problem, target: CudaTarget) -> Kernel:
             problem,
             target,
             sweep,
-            operator_params(problem, dx.c),
+            operator_params(problem),
             lambda block, outlet: _emit_global_backward(block, problem, sweep, outlet),
         )
     return _over_windows(problem, target, windows_of(problem, "dy"), dx, _Backward)

@@ -13,11 +13,11 @@ tile is one group; with sums tiles are as many as keep the multiprocessors busy,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.params import map_params, unique_name
+from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.partials import Team
@@ -148,12 +148,6 @@ class Sweep:
 
 
 # -- operators -----------------------------------------------------------------------------------------------------
-
-
-def operator_params(problem: Problem, channels: int, dtypes: Mapping[str, str] | None = None) -> tuple[Param, ...]:
-    """The parameters of an operator on maps; `dtypes` of what is no feature map (a pool's indices)."""
-    known = {name: kind.dtype for name, kind in problem.maps} | dict(dtypes or {})
-    return map_params(problem, lambda name: channels, known)
 
 
 def operator_kernel(
