@@ -26,6 +26,7 @@ from onnx import helper, numpy_helper
 from bnfuse.graph.drawing import one_number
 from bnfuse.graph.protos import attributes, fresh
 
+from .activations import makes_gradient
 from .forward import element_types, fold_constants, infer_shapes, raise_opset
 from .graph import Forward
 
@@ -183,7 +184,7 @@ def rewrite_operators(forward: Forward) -> None:
     nodes: list[onnx.NodeProto] = []
     rewritten: dict[str, int] = {}
     for node in forward.graph.node:
-        rewrite = REWRITES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        rewrite = REWRITES.get(node.op_type) if node.domain in ("", "ai.onnx") and not makes_gradient(node) else None
         if rewrite is None:
             nodes.append(node)
             continue

@@ -21,6 +21,7 @@ from bnfuse.graph.protos import attributes, fresh, set_attribute
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 from bnfuse.ort.process import OrtError, borrowed
 
+from .activations import put_stand_ins, take_stand_ins
 from .graph import Forward
 from .traps import WITHOUT_LOSS, builder_error
 
@@ -92,6 +93,7 @@ def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.M
     """The training graph without values: variables are plain inputs, outputs in the file's order."""
     model = without_values(forward.model, variables)
     tell_draws_apart(model.graph)
+    replaced = put_stand_ins(model)
     for output in variables.running.values():
         model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
     try:
@@ -105,6 +107,7 @@ def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.M
     del built.graph.output[:]
     built.graph.output.extend(outputs[name] for name in order)
     prune(built.graph)
+    take_stand_ins(built, replaced)
     give_seeds_back(built.graph, forward.graph)
     return built
 

@@ -14,7 +14,8 @@ import onnx_ir as ir
 from bnfuse.analysis.work import flops as dense_flops
 from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
-from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, OpSpec, PlainOp
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec, PlainOp
 from bnfuse.opset.traffic import RESHAPES
 
 # operations for each element of the map that the step works on (see operations.ELEMENTWISE for BatchNorm in all)

@@ -11,7 +11,8 @@ operators have in common on their way in (a map with several readers) are writte
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.constants import evaluate
 from bnfuse.opset import reference
+from bnfuse.opset.activations import ACTIVATIONS, Activation
+from bnfuse.opset.body import OPERATORS
+from bnfuse.opset.expressions import Expression, evaluate
 from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
 
 MICROSOFT = "com.microsoft"
@@ -164,16 +168,33 @@ class Expansion:
             if step == "AddNormalized":
                 skip = self._normalize(skip, operands["skip_a"], operands["skip_b"], node)
             return self._once("Add", [x, skip], node)
-        if step == "Relu":
-            return self._once("Relu", [x], node)
-        if step == "Clip":
-            bounds = [self._scalar(node.attributes[name].value) for name in ("min", "max")]
-            return self._once("Clip", [x, *bounds], node)
-        return self._quick_gelu(x, float(node.attributes["alpha"].value), node)
+        activation = ACTIVATIONS[step]
+        return self._activation(
+            activation, x, {name: float(node.attributes[name].value) for name in activation.attributes}, node
+        )
 
-    def _quick_gelu(self, x: str, alpha: float, node: ir.Node) -> str:
-        gate = x if alpha == 1 else self._once("Mul", [x, self._scalar(alpha)], node)
-        return self._once("Mul", [x, self._once("Sigmoid", [gate], node)], node)
+    def _activation(self, activation: Activation, x: str, given: Mapping[str, float], node: ir.Node) -> str:
+        """An activation by its formula. Numbers come behind maps, and none is multiplied by 1."""
+
+        def leaf(part: Expression) -> str | float:
+            if part.operation == "variable":
+                return x
+            return given[part.name] if part.operation == "attribute" else part.constant
+
+        def write(op_type: str, *operands: str | float) -> str:
+            names = [o if isinstance(o, str) else self._scalar(o) for o in operands]
+            return self._once(op_type, names, node)
+
+        def multiply(a: str | float, b: str | float) -> str | float:
+            a, b = (b, a) if isinstance(a, float) else (a, b)
+            return a if b == 1 else write("Mul", a, b)
+
+        algebra: dict[str, Callable[..., str | float]] = {
+            **{name: functools.partial(write, op_type) for name, op_type in OPERATORS.items()},
+            "multiply": multiply,
+            "fma": lambda a, b, c: write("Add", multiply(a, b), c),
+        }
+        return str(evaluate(activation.value, algebra, leaf))
 
     def _normalize(self, x: str, a: ir.Value | None, b: ir.Value | None, node: ir.Node) -> str:
         """a*x + b as the BatchNormalization that the coefficients come from, or as Mul and Add."""
@@ -219,8 +240,9 @@ class Expansion:
             inputs = [self._name(value) for value in node.inputs]
             self._result("Concat", inputs, y, node, axis=int(node.attributes["axis"].value))
         elif node.op_type == "QuickGelu":
-            alpha = node.attributes.get("alpha")
-            self.names[y] = self._quick_gelu(x, 1.702 if alpha is None else float(alpha.value), node)
+            given = {name: float(node.attributes[name].value) for name in node.attributes}
+            quick_gelu = ACTIVATIONS["QuickGelu"]
+            self.names[y] = self._activation(quick_gelu, x, {**dict(quick_gelu.defaults), **given}, node)
         elif node.op_type == "Gelu":
             inner = self._once("Erf", [self._once("Mul", [x, self._scalar(np.sqrt(0.5))], node)], node)
             half = self._once("Mul", [x, self._scalar(0.5)], node)

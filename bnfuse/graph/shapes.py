@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 
 from bnfuse.core.errors import at_node
 from bnfuse.graph.protos import shapes_of, static_shape, typed_values, without_large_values
+from bnfuse.opset.spec import DOMAIN
 
 Shape = list[int]
 
@@ -58,7 +59,7 @@ def apply_rules(model: onnx.ModelProto) -> None:
     shapes = shapes_of(model.graph)
     listed = {value.name: value for value in (*model.graph.value_info, *model.graph.output)}
     for node in model.graph.node:
-        rule = RULES.get(node.op_type)
+        rule = _like(0) if node.domain == DOMAIN else RULES.get(node.op_type)  # of ours: gradients of activations
         if rule is None:
             continue
         inputs = [shapes.get(name) if name else [] for name in node.input]

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.opset.expressions import Expression, evaluate
 from bnfuse.opset.spec import OpSpec, PlainOp, attribute_type
+
+OPERATORS = {
+    "add": "Add",
+    "subtract": "Sub",
+    "multiply": "Mul",
+    "divide": "Div",
+    "absolute": "Abs",
+    "sign": "Sign",
+    "relu": "Relu",
+    "clamp": "Clip",
+    "sigmoid": "Sigmoid",
+    "greater": "Greater",
+    "at_least": "GreaterOrEqual",
+    "at_most": "LessOrEqual",
+    "both": "And",
+    "where": "Where",
+}
 
 
 class Body:
@@ -73,6 +92,22 @@ class Body:
         if key not in self._made:
             self._made[key] = self("Reshape", self[name], self.constant([1, -1, 1, 1]))
         return self._made[key]
+
+    def formula(self, expression: Expression, **variables: ir.Value) -> ir.Value:
+        """The nodes of a formula; its attributes are those of the node."""
+
+        def leaf(part: Expression) -> ir.Value:
+            if part.operation == "constant":
+                return self.constant(part.constant)
+            return self.attribute(part.name) if part.operation == "attribute" else variables[part.name]
+
+        algebra: dict[str, Callable[..., ir.Value]] = {
+            name: functools.partial(self, op_type) for name, op_type in OPERATORS.items()
+        }
+        algebra["fma"] = lambda x, y, z: self("Add", self("Mul", x, y), z)
+        value = evaluate(expression, algebra, leaf)
+        assert isinstance(value, ir.Value)
+        return value
 
     def power(self, x: ir.Value, exponent: float) -> ir.Value:
         """x ** exponent. Of infinity, which a variance can be, onnxruntime's Sqrt is NaN, and its Pow is right."""

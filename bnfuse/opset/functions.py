@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.body import Body, reference
 from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.spec import (
@@ -127,11 +128,7 @@ def affine(x: ir.Value, factor: str, shift: str, body: Body) -> ir.Value:
 
 
 def activation(kind: str, z: ir.Value, body: Body) -> ir.Value:
-    if kind == "Relu":
-        return body("Relu", z)
-    if kind == "Clip":
-        return body("Clip", z, body.attribute("min"), body.attribute("max"))
-    return body("Mul", z, body("Sigmoid", body("Mul", body.attribute("alpha"), z)))
+    return body.formula(ACTIVATIONS[kind].value, z=z)
 
 
 def statistics(y: ir.Value, body: Body) -> tuple[ir.Value, ir.Value]:
@@ -254,7 +251,7 @@ def leave(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.Val
         if step == "AddGradient":
             dx = body("Add", dx, body["other"])
         elif step in ACTIVATION_GRADS:
-            dx = activation_grad(step, dx, z, body)
+            dx = body.formula(GRADIENTS[step].gradient, z=z, d=dx)
         elif step == "Reduce":
             results["dbeta"], results["dgamma"] = reduce(dx, ("x", "mean", "inv_std"), body)
         elif step == "ReduceOther":
@@ -267,20 +264,6 @@ def leave(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.Val
             written = body.slice(body["acc"], body.attribute("acc_start"), body.attribute("acc_stop"), axis=1)
             dx = body("Add", written, body("Mul", body.per_channel("acc_p"), dx))
     return {"dx": dx, **results}
-
-
-def activation_grad(kind: str, dx: ir.Value, z: ir.Value, body: Body) -> ir.Value:
-    if kind == "QuickGeluGrad":
-        scaled = body("Mul", body.attribute("alpha"), z)
-        s = body("Sigmoid", scaled)
-        slope = body("Mul", scaled, body("Sub", body.constant(1.0), s))
-        return body("Mul", dx, body("Mul", s, body("Add", slope, body.constant(1.0))))
-    if kind == "ReluGrad":
-        passes = body("Greater", z, body.constant(0.0))
-    else:
-        above = body("GreaterOrEqual", z, body.attribute("min"))
-        passes = body("And", above, body("LessOrEqual", z, body.attribute("max")))
-    return body("Where", passes, dx, body.constant(0.0))
 
 
 def reduce(dz: ir.Value, names: tuple[str, str, str], body: Body) -> tuple[ir.Value, ir.Value]:

@@ -6,8 +6,8 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.spec import (
-    ACTIVATION_ATTRIBUTES,
     BACKWARD_CORES,
     DOMAIN,
     EPILOGUE_OPERANDS,
@@ -47,9 +47,7 @@ PROLOGUE = {
         "x <- a*x + b",
         "The normalise half of a BatchNorm, with a and b from BatchNormFinalize. Gradients recompute it from x.",
     ),
-    "Relu": Text("x <- max(x, 0)", "In a gradient it is recomputed for the weight gradient."),
-    "Clip": Text("x <- min(max(x, min), max)", "ReLU6 and its like. In a gradient as Relu."),
-    "QuickGelu": Text("x <- x*sigmoid(alpha*x)", "SiLU is alpha = 1. In a gradient as Relu."),
+    **{name: Text(each.formula, each.about) for name, each in ACTIVATIONS.items()},
     "Add": Text("x <- x + skip", "A residual sum. skip has the shape of x."),
     "AddNormalized": Text(
         "x <- x + (skip_a*skip + skip_b)", "A residual sum whose second operand has a BatchNorm of its own."
@@ -91,15 +89,7 @@ EPILOGUE = {
     ),
     "BiasGrad": Text("dbias = sum of dy over N, H, W", "dy as it is after the prologue."),
     "AddGradient": Text("dx <- dx + other", "The gradient of another reader of the same map, added before the mask."),
-    "ReluGrad": Text(
-        "dx <- dx * (z > 0)",
-        "z is x after Normalize and before the activation; without Normalize it is x, which may then be the output of "
-        "the Relu as well, because both have the same sign. The gradient at 0 is 0.",
-    ),
-    "ClipGrad": Text("dx <- dx * (min <= z <= max)", "The gradient at the bounds is 1."),
-    "QuickGeluGrad": Text(
-        "dx <- dx * s*(1 + alpha*z*(1 - s)), s = sigmoid(alpha*z)", "z is x after Normalize, before the activation."
-    ),
+    **{f"{name}Grad": Text(each.gradient_formula, each.gradient_about) for name, each in ACTIVATIONS.items()},
     "Reduce": Text(
         "dbeta = sum of dx, dgamma = sum of dx*(x - mean)*inv_std, over N, H, W",
         "The reduction half of a BatchNorm's gradient. It reads dx after the mask.",
@@ -227,6 +217,9 @@ PLAIN_SECTIONS = {
     "Other estimates of the variance": BASELINES,
 }
 
+CHOICE = "|".join(ACTIVATIONS)
+GRADIENT_CHOICE = "|".join(f"{name}Grad" for name in ACTIVATIONS)
+
 INTRODUCTION = f"""# Operators of `{DOMAIN}`, version {VERSION}
 
 <!-- Generated: python -m bnfuse.opset.pages > docs/ops.md -->
@@ -235,12 +228,12 @@ An operator is a core with the steps on its way in (its prologue) and on its way
 the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b), weight) and the statistics of the
 result. Steps come in this order:
 
-    forward    [Normalize] [Relu|Clip|QuickGelu] [Add|AddNormalized] [Relu|Clip|QuickGelu]
+    forward    [Normalize] [{CHOICE}] [Add|AddNormalized] [{CHOICE}]
                Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [BatchNormGrad] [Normalize] [Relu|Clip|QuickGelu]
+    backward   [Slice] [BatchNormGrad] [Normalize] [{CHOICE}]
                ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
-               [BiasGrad] [AddGradient] [ReluGrad|ClipGrad|QuickGeluGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient] [{GRADIENT_CHOICE}] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight, the operands of the
 prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight, then the results of the
@@ -293,8 +286,8 @@ def _steps(
 
 def step_attributes(name: str) -> tuple[str, ...]:
     """The attributes that a step brings: those that the smallest operator with it has beyond its core's."""
-    if name in ACTIVATION_ATTRIBUTES:
-        return ACTIVATION_ATTRIBUTES[name]
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name].attributes
     if name in ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized"):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.windows import axes_of
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
+from bnfuse.opset.expressions import Algebra, Expression, evaluate
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
 
@@ -75,25 +77,41 @@ def _enter(step: str, x: Array, operands: Operands, attributes: Attributes) -> A
 
 
 def activation(kind: str, z: Array, attributes: Attributes) -> Array:
-    if kind == "Relu":
-        return np.maximum(z, 0)
-    if kind == "Clip":
-        return np.clip(z, attributes["min"], attributes["max"])
-    return z * sigmoid(attributes["alpha"] * z)
+    return formula(ACTIVATIONS[kind].value, attributes, z=z)
 
 
 def activation_grad(kind: str, dx: Array, z: Array, attributes: Attributes) -> Array:
     """The gradient at z, from the gradient dx at activation(z)."""
-    if kind == "ReluGrad":
-        return dx * (z > 0)
-    if kind == "ClipGrad":
-        return dx * ((attributes["min"] <= z) & (z <= attributes["max"]))
-    s = sigmoid(attributes["alpha"] * z)
-    return dx * (s + attributes["alpha"] * z * s * (1 - s))
+    return formula(GRADIENTS[kind].gradient, attributes, z=z, d=dx)
+
+
+def formula(expression: Expression, attributes: Attributes, **variables: Array) -> Array:
+    """Evaluate a formula on arrays."""
+    known = {**attributes, **variables}
+    return np.asarray(evaluate(expression, NUMPY, lambda leaf: known[leaf.name] if leaf.name else leaf.constant))
 
 
 def sigmoid(z: Array) -> Array:
     return 0.5 * (1 + np.tanh(0.5 * z))
+
+
+NUMPY: Algebra = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.divide,
+    "fma": lambda x, y, z: x * y + z,
+    "absolute": np.abs,
+    "sign": np.sign,
+    "relu": lambda x: np.maximum(x, 0),
+    "clamp": np.clip,
+    "sigmoid": sigmoid,
+    "greater": np.greater,
+    "at_least": np.greater_equal,
+    "at_most": np.less_equal,
+    "both": np.logical_and,
+    "where": lambda condition, then, otherwise: np.where(condition, then, np.asarray(otherwise, then.dtype)),
+}
 
 
 def statistics(y: Array) -> tuple[Array, Array]:

@@ -9,19 +9,17 @@ The name of an operator is the concatenation of its steps, `NormalizeReluConvSta
 about it follows from the steps: operands, results and attributes here; the function body in `functions.py`,
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
-    forward    [Normalize] [Relu|Clip|QuickGelu] [Add|AddNormalized] [Relu|Clip|QuickGelu]
+    forward    [Normalize] [Activation] [Add|AddNormalized] [Activation]
                Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [BatchNormGrad]  [Normalize] [Relu|Clip|QuickGelu]
+    backward   [Slice] [BatchNormGrad]  [Normalize] [Activation]
                ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
-               [BiasGrad] [AddGradient] [ReluGrad|ClipGrad|QuickGeluGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient] [ActivationGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
     Normalize       x <- a*x + b
-    Relu            x <- max(x, 0)
-    Clip            x <- min(max(x, min), max)                 attributes min, max
-    QuickGelu       x <- x*sigmoid(alpha*x)                    attribute alpha
+    Activation      x <- f(x): Relu, Clip, QuickGelu, ...      activations.py has them and their attributes
     Add             x <- x + skip
     AddNormalized   x <- x + (skip_a*skip + skip_b)
     Bias            y <- y + bias
@@ -35,9 +33,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Normalize ...   the forward prologue, recomputed from x; the weight gradient reads its result
     BiasGrad        sum of dy over N, H, W (after the steps before it) is also a result, `dbias`
     AddGradient     dx <- dx + other
-    ReluGrad        dx <- dx * (z > 0)                         z is x after Normalize and before the activation
-    ClipGrad        dx <- dx * (min <= z <= max)
-    QuickGeluGrad   dx <- dx * d quickgelu(z)/dz
+    ActivationGrad  dx <- dx * f'(z)                           z is x after Normalize and before the activation
     Reduce          dbeta = sum dx, dgamma = sum dx*(x - mean)*inv_std     over N, H, W
     ReduceOther     the same for another BN that shares dx: operands x_i, mean_i, inv_std_i (i = 1, 2, ...)
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
@@ -56,12 +52,12 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
+
 DOMAIN = "ai.bnfuse"
 VERSION = 1
 
-ACTIVATIONS = ("Relu", "Clip", "QuickGelu")
-ACTIVATION_GRADS = tuple(f"{name}Grad" for name in ACTIVATIONS)
-ACTIVATION_ATTRIBUTES: dict[str, tuple[str, ...]] = {"Relu": (), "Clip": ("min", "max"), "QuickGelu": ("alpha",)}
+ACTIVATION_GRADS = tuple(GRADIENTS)
 
 CONV_ATTRIBUTES = ("dilations", "group", "kernel_shape", "pads", "strides")
 MAX_POOL_ATTRIBUTES = ("ceil_mode", "dilations", "kernel_shape", "pads", "strides")
@@ -85,15 +81,16 @@ BACKWARD_CORES: dict[str, tuple[str, ...]] = {
 }
 CONV_GRADS = ("ConvGrad", "ConvGradInput", "ConvGradWeight")
 
+_ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
-    r"(Normalize)?(Relu|Clip|QuickGelu)?(AddNormalized|Add)?(Relu|Clip|QuickGelu)?"
+    rf"(Normalize)?({_ACTIVATION})?(AddNormalized|Add)?({_ACTIVATION})?"
     r"(Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise)"
     r"(Bias)?(StoreInput)?(Statistics)?"
 )
 _BACKWARD = re.compile(
-    r"(Slice)?(BatchNormGrad)?(Normalize)?(Relu|Clip|QuickGelu)?"
+    rf"(Slice)?(BatchNormGrad)?(Normalize)?({_ACTIVATION})?"
     r"(ConvGradInput|ConvGradWeight|ConvGrad|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad)"
-    r"(BiasGrad)?(AddGradient)?(ReluGrad|ClipGrad|QuickGeluGrad)?(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
+    rf"(BiasGrad)?(AddGradient)?((?:{_ACTIVATION})Grad)?(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
 )
 
 
@@ -143,7 +140,7 @@ class OpSpec:
         names = list((BACKWARD_CORES if self.is_gradient else FORWARD_CORES)[self.core])
         for kind in ACTIVATIONS:
             if kind in self.prologue or f"{kind}Grad" in self.epilogue:
-                names += ACTIVATION_ATTRIBUTES[kind]
+                names += ACTIVATIONS[kind].attributes
         if "Slice" in self.prologue:
             names += ["grad_start", "grad_stop"]
         if "Accumulate" in self.epilogue:
@@ -220,7 +217,7 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         steps = match.groups()
         if steps[1] and steps[3] and not steps[2]:
             return None
-        if steps[1] and steps[1] == steps[3] and steps[1] != "Relu":
+        if steps[1] and steps[1] == steps[3] and ACTIVATIONS[steps[1]].attributes:
             return None  # two activations of one kind would share their attributes
         return tuple(s for s in steps[:4] if s), steps[4], tuple(s for s in steps[5:] if s)
     if match := _BACKWARD.fullmatch(name):

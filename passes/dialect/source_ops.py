@@ -2,10 +2,10 @@
 
     Conv [bias]                      Conv [Bias]
     MaxPool, AveragePool, ...        the same
-    Relu, Clip, QuickGelu, Add       Pointwise with the step in its prologue
+    Relu and other activations, Add  Pointwise with the step in its prologue
     ms.ConvGrad                      ConvGrad, ConvGradInput or ConvGradWeight [BiasGrad]
     MaxPoolGrad, AveragePoolGrad     the same, with the x of the forward node that they belong to
-    ms.ReluGrad, ms.QuickGeluGrad    PointwiseGrad with the step in its epilogue (a ReluGrad has its Relu's input or
+    ms.ReluGrad, ...                 PointwiseGrad with the step in its epilogue (a ReluGrad has its Relu's input or
     output)
 
 Only float32 maps of rank 4 with static shapes are read; for anything else `read` gives None, and the node stays.
@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.functions import why_not
 from bnfuse.opset.spec import BACKWARD_CORES, OpSpec
 from bnfuse.passes.rewriter import Op, own_op
@@ -194,17 +195,15 @@ def _unary_grad(step: str) -> Callable[[ir.Node], Op | None]:
 
 
 def _activation_attributes(node: ir.Node) -> dict[str, Any] | None:
-    if node.op_type in ("QuickGelu", "QuickGeluGrad"):
-        return {"alpha": float(_attribute(node, "alpha", 1.702))}
-    if node.op_type == "Clip":
+    if node.op_type == "Clip":  # whose attributes are operands
         return clip_bounds(*[*node.inputs[1:], None, None][:2])
-    return {}
+    activation = ACTIVATIONS[node.op_type.removesuffix("Grad")]
+    return {name: float(_attribute(node, name, default)) for name, default in activation.defaults}
 
 
 def clip_bounds(low: ir.Value | None, high: ir.Value | None) -> dict[str, Any] | None:
     """Give the attributes of a Clip step from a node's bounds; None where a bound is computed at run time."""
-    limit = float(np.finfo(np.float32).max)
-    bounds = {"min": -limit, "max": limit}
+    bounds = dict(ACTIVATIONS["Clip"].defaults)
     for key, value in (("min", low), ("max", high)):
         if value is not None:
             constant = constant_of(value)
@@ -260,13 +259,10 @@ _READERS: dict[tuple[str, str], Callable[[ir.Node], Op | None]] = {
     ("", "MaxPool"): _pool,
     ("", "AveragePool"): _pool,
     ("", "GlobalAveragePool"): _global_average_pool,
-    ("", "Relu"): _unary("Relu"),
-    ("", "Clip"): _unary("Clip"),
-    (MICROSOFT, "QuickGelu"): _unary("QuickGelu"),
+    **{(each.domain, name): _unary(name) for name, each in ACTIVATIONS.items()},
     ("", "Add"): _add,
     (MICROSOFT, "ConvGrad"): _conv_grad,
     ("", "MaxPoolGrad"): _pool_grad,
     ("", "AveragePoolGrad"): _pool_grad,
-    (MICROSOFT, "ReluGrad"): _unary_grad("ReluGrad"),
-    (MICROSOFT, "QuickGeluGrad"): _unary_grad("QuickGeluGrad"),
+    **{(MICROSOFT, step): _unary_grad(step) for step in GRADIENTS},
 }

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, ACTIVATIONS, CONV_GRADS, OpSpec
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec
 from bnfuse.passes.dialect.source_ops import read
 from bnfuse.passes.dialect.steps import try_spec
 from bnfuse.passes.fusion.mask import fuse_mask

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.drawing import FED, LIKE
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.passes.dialect.source_ops import constant_of, is_map
 
@@ -38,7 +39,8 @@ ELEMENTWISE = (
         "Mul",
         "Neg",
     ),
-    *("Not", "Or", "Pow", "PRelu", "QuickGelu", "QuickGeluGrad", "Reciprocal", "Relu", "ReluGrad", "Scale", "Sigmoid"),
+    *("Not", "Or", "Pow", "PRelu", "Reciprocal", "Scale", "Sigmoid"),
+    *(*ACTIVATIONS, *GRADIENTS),
     *("SigmoidGrad", "Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "TanhGrad", "Where"),
 )
 OF_THE_BATCH = {"count", "extent", "samples"}  # attributes

@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import is_channel_concat
 from bnfuse.core.windows import why_not
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS, Activation
 from bnfuse.opset.spec import DOMAIN, OpSpec, parse
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.lowering.dense import lower_gemm, lower_matmul, lower_softmax_loss, lower_softmax_loss_grad
@@ -202,29 +203,27 @@ def _pool_grad(low: Lowering, node: ir.Node, forward: ir.Node, core: str, operan
 # -- elementwise on maps -------------------------------------------------------------------------------------------
 
 
-def lower_relu(low: Lowering, node: ir.Node) -> None:
-    composed(low, node, OpSpec(("Relu",), "Pointwise"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {})
+def lower_activation(low: Lowering, node: ir.Node) -> None:
+    x, activation = low.operand(node, 0), ACTIVATIONS[node.op_type]
+    if low.form(x).dtype != "float32":
+        lower_generic(low, node)
+        return
+    spec = OpSpec((activation.name,), "Pointwise")
+    composed(low, node, spec, present(x=x), present(y=result(node, 0)), known_attributes(node, activation))
 
 
-def lower_relu_grad(low: Lowering, node: ir.Node) -> None:
-    """The second operand is the Relu's input or its output: both have the same sign."""
-    dy, x = low.operand(node, 0), low.operand(node, 1)
-    composed(
-        low, node, OpSpec((), "PointwiseGrad", ("ReluGrad",)), present(dy=dy, x=x), present(dx=result(node, 0)), {}
-    )
-
-
-def lower_quick_gelu(low: Lowering, node: ir.Node) -> None:
-    alpha = {"alpha": attributes_of(node).get("alpha", 1.702)}
-    operands = present(x=low.operand(node, 0))
-    composed(low, node, OpSpec(("QuickGelu",), "Pointwise"), operands, present(y=result(node, 0)), alpha)
-
-
-def lower_quick_gelu_grad(low: Lowering, node: ir.Node) -> None:
-    alpha = {"alpha": attributes_of(node).get("alpha", 1.702)}
+def lower_activation_grad(low: Lowering, node: ir.Node) -> None:
+    """The second operand is the activation's; of a Relu it may be the result, which has the same sign."""
+    activation = GRADIENTS[node.op_type]
     operands = present(dy=low.operand(node, 0), x=low.operand(node, 1))
-    spec = OpSpec((), "PointwiseGrad", ("QuickGeluGrad",))
-    composed(low, node, spec, operands, present(dx=result(node, 0)), alpha)
+    spec = OpSpec((), "PointwiseGrad", (node.op_type,))
+    composed(low, node, spec, operands, present(dx=result(node, 0)), known_attributes(node, activation))
+
+
+def known_attributes(node: ir.Node, activation: Activation) -> dict[str, float]:
+    """The attributes of an activation, with those that the node leaves out."""
+    given = attributes_of(node)
+    return {name: given.get(name, default) for name, default in activation.defaults}
 
 
 def lower_clip(low: Lowering, node: ir.Node) -> None:
@@ -413,10 +412,8 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     ("", "AveragePool"): lower_average_pool,
     ("", "AveragePoolGrad"): lower_average_pool_grad,
     ("", "GlobalAveragePool"): lower_global_average_pool,
-    ("", "Relu"): lower_relu,
-    (MICROSOFT, "ReluGrad"): lower_relu_grad,
-    (MICROSOFT, "QuickGelu"): lower_quick_gelu,
-    (MICROSOFT, "QuickGeluGrad"): lower_quick_gelu_grad,
+    **{(activation.domain, name): lower_activation for name, activation in ACTIVATIONS.items()},
+    **{(MICROSOFT, step): lower_activation_grad for step in GRADIENTS},
     ("", "Clip"): lower_clip,
     ("", "Add"): lower_add,
     ("", "Mul"): lower_mul,

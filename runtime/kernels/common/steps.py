@@ -17,7 +17,9 @@ from typing import Any
 
 from tvm import tirx
 
-from bnfuse.opset.spec import ACTIVATIONS, OpSpec
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
+from bnfuse.opset.expressions import Algebra, Expression, evaluate
+from bnfuse.opset.spec import OpSpec
 
 Expr = Any  # a tvm PrimExpr
 Load = Callable[[str, bool], Expr]  # (operand, whether it has one value per channel) -> its value here
@@ -110,29 +112,50 @@ def minimum(x: Expr, bound: Expr) -> Expr:
     return tirx.Select(x > bound, bound, x)
 
 
+def sign(x: Expr) -> Expr:
+    """-1, 0 or 1, and NaN of NaN."""
+    one = tirx.Select(x > f32(0.0), f32(1.0), f32(-1.0))
+    return tirx.Select(x == f32(0.0), f32(0.0), tirx.Select(x == x, one, x))
+
+
 def apply_activation(kind: str, z: Expr, attributes: Mapping[str, Any]) -> Expr:
-    """Relu, Clip (min, max) or QuickGelu (alpha) of z."""
-    if kind == "Relu":
-        return maximum(z, f32(0.0))
-    if kind == "Clip":
-        return minimum(maximum(z, f32(attributes["min"])), f32(attributes["max"]))
-    if kind == "QuickGelu":
-        return z * sigmoid(f32(attributes["alpha"]) * z)
-    raise ValueError(f"not an activation: {kind}")
+    """Write an activation of z."""
+    return formula(ACTIVATIONS[kind].value, attributes, z=z)
 
 
 def activation_grad(kind: str, d: Expr, z: Expr, attributes: Mapping[str, Any]) -> Expr:
-    """ReluGrad, ClipGrad or QuickGeluGrad: the gradient at z, from the gradient d at the activation's output."""
-    if kind == "ReluGrad":
-        return tirx.Select(z > f32(0.0), d, f32(0.0))
-    if kind == "ClipGrad":
-        inside = tirx.And(z >= f32(attributes["min"]), z <= f32(attributes["max"]))
-        return tirx.Select(inside, d, f32(0.0))
-    if kind == "QuickGeluGrad":
-        alpha = f32(attributes["alpha"])
-        s = sigmoid(alpha * z)
-        return d * fma(alpha * z * s, f32(1.0) - s, s)
-    raise ValueError(f"not a gradient of an activation: {kind}")
+    """Write what a step such as ReluGrad makes of d: the gradient at z, from that at the activation's result."""
+    return formula(GRADIENTS[kind].gradient, attributes, z=z, d=d)
+
+
+def formula(expression: Expression, attributes: Mapping[str, Any], **variables: Expr) -> Expr:
+    """Write a formula; attributes and constants are float32."""
+
+    def leaf(part: Expression) -> Expr:
+        if part.operation == "variable":
+            return variables[part.name]
+        return f32(part.constant if part.operation == "constant" else attributes[part.name])
+
+    return evaluate(expression, TIR, leaf)
+
+
+TIR: Algebra = {
+    "add": lambda x, y: x + y,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * y,
+    "divide": lambda x, y: x / y,
+    "fma": fma,
+    "absolute": lambda x: maximum(x, f32(0.0) - x),
+    "sign": sign,
+    "relu": lambda x: maximum(x, f32(0.0)),
+    "clamp": lambda x, low, high: minimum(maximum(x, low), high),
+    "sigmoid": sigmoid,
+    "greater": lambda x, y: x > y,
+    "at_least": lambda x, y: x >= y,
+    "at_most": lambda x, y: x <= y,
+    "both": tirx.And,
+    "where": tirx.Select,
+}
 
 
 def forward_prologue(spec: OpSpec, attributes: Mapping[str, Any], load: Load) -> tuple[Expr, Expr]:

@@ -52,7 +52,7 @@ def l1_statistics(x: MapType, target: CpuTarget) -> Kernel:
                 d = args.read("x", pixel, vector.base + j) - args["mean"][vector.base + j]
                 exact = d - rest[vector.base + j]
                 deviations.add(vector.base + j, tirx.Max(exact, steps.f32(0.0) - exact))
-                signs.add(vector.base + j, _sign(d))
+                signs.add(vector.base + j, steps.sign(d))
 
         sweep(x.pixels, x.c, target, add, [moments])
         sweep(x.pixels, x.c, target, compare, [deviations, signs])
@@ -67,7 +67,7 @@ def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Ke
         def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
             with vector.each() as j:
                 channel = vector.base + j
-                sign = _sign(args.read("x", pixel, channel) - args["mean"][channel])
+                sign = steps.sign(args.read("x", pixel, channel) - args["mean"][channel])
                 rest = steps.fma(args["q"][channel], sign, args["w"][channel])
                 args.write("dx", pixel, channel, steps.fma(args["p"][channel], args.read("dz", pixel, channel), rest))
 
@@ -76,13 +76,7 @@ def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Ke
     return map_sweep(NormProblem("L1GradInput", (("dz", dz), ("x", x), ("dx", dx))), target, x.c, emit)
 
 
-def _sign(d: Expr) -> Expr:
-    """-1, 0 or 1."""
-    zero, one, minus = steps.f32(0.0), steps.f32(1.0), steps.f32(-1.0)
-    return tirx.Select(d > zero, one, tirx.Select(d < zero, minus, zero))
-
-
-def range_statistics(x: MapType, target: CpuTarget) -> Kernel:
+def range_statistics(x: MapType, target: Target) -> Kernel:
     """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
 
     def emit(args: Args) -> None:

@@ -43,7 +43,7 @@ def l1_statistics(x: MapType, target: CudaTarget) -> Kernel:
         for j in range(width):
             load = reader.load(j)
             gap = T.bind(load("x", False) - load("mean", True))
-            for k, value in enumerate((tirx.abs(gap), sign(gap), gap)):
+            for k, value in enumerate((tirx.abs(gap), steps.sign(gap), gap)):
                 d.put(sums, k * width + j, sums[k * width + j] + value)
 
     def finish(means: Sequence[Expr]) -> Sequence[Expr]:
@@ -72,17 +72,11 @@ def l1_statistics(x: MapType, target: CudaTarget) -> Kernel:
     return Kernel(name, problem, target, params, build)
 
 
-def sign(value: Expr) -> Expr:
-    """-1, 0 or 1, and NaN of NaN."""
-    one = tirx.Select(value > T.float32(0), T.float32(1), T.float32(-1))
-    return tirx.Select(value == T.float32(0), T.float32(0), tirx.Select(value == value, one, value))
-
-
-def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CudaTarget) -> Kernel:
+def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
     """dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
 
     def value(load: steps.Load) -> Expr:
-        side = sign(T.bind(load("x", False) - load("mean", True)))
+        side = steps.sign(T.bind(load("x", False) - load("mean", True)))
         return steps.fma(load("p", True), load("dz", False), steps.fma(load("q", True), side, load("w", True)))
 
     return _grad_input("L1GradInput", ("mean", "p", "q", "w"), dz, x, dx, target, value)

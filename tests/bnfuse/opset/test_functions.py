@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import functions
+from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
-    ACTIVATIONS,
     BACKWARD_CORES,
     BASELINE_OPS,
     DOMAIN,

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import bnfuse.opset
 from bnfuse.opset import pages
+from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.spec import (
-    ACTIVATION_ATTRIBUTES,
     ACTIVATION_GRADS,
-    ACTIVATIONS,
     BACKWARD_CORES,
     EPILOGUE_OPERANDS,
     EPILOGUE_RESULTS,
@@ -33,7 +32,7 @@ def test_every_step_core_and_operator_has_a_text():
 def test_attributes_of_steps():
     assert pages.step_attributes("Accumulate") == ("acc_start", "acc_stop")
     assert pages.step_attributes("Slice") == ("grad_start", "grad_stop")
-    assert pages.step_attributes("ClipGrad") == ACTIVATION_ATTRIBUTES["Clip"]
+    assert pages.step_attributes("ClipGrad") == ACTIVATIONS["Clip"].attributes
     assert pages.step_attributes("Normalize") == ()
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.opset.spec import ACTIVATIONS, BACKWARD_CORES, FORWARD_CORES, OpSpec, find, parse, parse_steps
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import BACKWARD_CORES, FORWARD_CORES, OpSpec, find, parse, parse_steps
 
 PROLOGUES = st.tuples(
     st.sampled_from(["", "Normalize"]),

@@ -1,0 +1,200 @@
+"""Small formulas as data: written once, then a number, an array, nodes of ONNX, or code.
+
+    s = sigmoid(attribute("alpha") * Z)
+    evaluate(Z * s, NUMPY, lambda leaf: {"z": z, "alpha": 1.702}[leaf.name])
+
+An *algebra* says what each of OPERATIONS is for one kind of value; `evaluate` puts a formula together in it. A part
+that occurs twice in a formula is evaluated once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+OPERATIONS = (
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "fma",  # x*y + z, rounded once where that costs nothing
+    "absolute",
+    "sign",
+    "relu",  # max(x, 0), NaN of NaN
+    "clamp",  # min(max(x, low), high), NaN of NaN
+    "sigmoid",
+    "greater",  # comparisons with NaN are false
+    "at_least",
+    "at_most",
+    "both",
+    "where",  # (condition, then, else)
+)
+Algebra = Mapping[str, Callable[..., Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expression:
+    """An operation on expressions; or a leaf: a variable or an attribute by `name`, or a constant."""
+
+    operation: str
+    operands: tuple[Expression, ...] = ()
+    name: str = ""
+    constant: float = 0.0
+
+    def __add__(self, other: Operand) -> Expression:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Operand) -> Expression:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Operand) -> Expression:
+        return apply("subtract", self, other)
+
+    def __rsub__(self, other: Operand) -> Expression:
+        return apply("subtract", other, self)
+
+    def __mul__(self, other: Operand) -> Expression:
+        return apply("multiply", self, other)
+
+    def __rmul__(self, other: Operand) -> Expression:
+        return apply("multiply", other, self)
+
+    def __truediv__(self, other: Operand) -> Expression:
+        return apply("divide", self, other)
+
+    def __rtruediv__(self, other: Operand) -> Expression:
+        return apply("divide", other, self)
+
+    def __and__(self, other: Operand) -> Expression:
+        return apply("both", self, other)
+
+    def __gt__(self, other: Operand) -> Expression:
+        return apply("greater", self, other)
+
+    def __ge__(self, other: Operand) -> Expression:
+        return apply("at_least", self, other)
+
+    def __le__(self, other: Operand) -> Expression:
+        return apply("at_most", self, other)
+
+
+Operand = Expression | float
+
+
+def apply(operation: str, *operands: Operand) -> Expression:
+    """Make an expression of an operation; numbers are constants."""
+    if operation not in OPERATIONS:
+        raise ValueError(f"no operation: {operation}")
+    return Expression(operation, tuple(o if isinstance(o, Expression) else constant(o) for o in operands))
+
+
+def variable(name: str) -> Expression:
+    return Expression("variable", name=name)
+
+
+def attribute(name: str) -> Expression:
+    """Stand for the attribute of an operator's node: a number that is known when code is made."""
+    return Expression("attribute", name=name)
+
+
+def constant(value: float) -> Expression:
+    return Expression("constant", constant=float(value))
+
+
+def sigmoid(x: Operand) -> Expression:
+    return apply("sigmoid", x)
+
+
+def absolute(x: Operand) -> Expression:
+    return apply("absolute", x)
+
+
+def relu(x: Operand) -> Expression:
+    return apply("relu", x)
+
+
+def clamp(x: Operand, low: Operand, high: Operand) -> Expression:
+    return apply("clamp", x, low, high)
+
+
+def where(condition: Expression, then: Operand, otherwise: Operand) -> Expression:
+    return apply("where", condition, then, otherwise)
+
+
+def fma(x: Operand, y: Operand, z: Operand) -> Expression:
+    return apply("fma", x, y, z)
+
+
+def evaluate(expression: Expression, algebra: Algebra, leaf: Callable[[Expression], Any]) -> Any:
+    """Put a formula together in an algebra; `leaf` gives the value of a variable, an attribute or a constant."""
+    made: dict[Expression, Any] = {}
+
+    def value(part: Expression) -> Any:
+        if part not in made:
+            if part.operands:
+                made[part] = algebra[part.operation](*map(value, part.operands))
+            else:
+                made[part] = leaf(part)
+        return made[part]
+
+    return value(expression)
+
+
+# Derivatives
+
+ZERO, ONE = constant(0), constant(1)
+
+
+def derivative(expression: Expression, by: Expression) -> Expression:
+    """Derive the formula of the slope. At the kink of a piecewise one it is that of the constant piece, or of 0."""
+    if expression == by:
+        return ONE
+    if not expression.operands:
+        return ZERO
+    slopes = tuple(derivative(operand, by) for operand in expression.operands)
+    if all(slope == ZERO for slope in slopes):
+        return ZERO
+    return RULES[expression.operation](expression.operands, slopes)
+
+
+Parts = tuple[Expression, ...]
+
+
+def _sum(x: Expression, y: Expression) -> Expression:
+    return y if x == ZERO else x if y == ZERO else x + y
+
+
+def _difference(x: Expression, y: Expression) -> Expression:
+    return x if y == ZERO else x - y
+
+
+def _product(x: Expression, y: Expression) -> Expression:
+    if ZERO in (x, y):
+        return ZERO
+    return y if x == ONE else x if y == ONE else x * y
+
+
+def _quotient(operands: Parts, slopes: Parts) -> Expression:
+    (x, y), (dx, dy) = operands, slopes
+    return _difference(dx, _product(x / y, dy)) / y
+
+
+def _sigmoid(operands: Parts, slopes: Parts) -> Expression:
+    s = sigmoid(operands[0])
+    return _product(s * (1.0 - s), slopes[0])
+
+
+RULES: dict[str, Callable[[Parts, Parts], Expression]] = {
+    "add": lambda o, s: _sum(*s),
+    "subtract": lambda o, s: _difference(*s),
+    "multiply": lambda o, s: _sum(_product(s[0], o[1]), _product(o[0], s[1])),
+    "divide": _quotient,
+    "fma": lambda o, s: _sum(_sum(_product(s[0], o[1]), _product(o[0], s[1])), s[2]),
+    "absolute": lambda o, s: _product(apply("sign", o[0]), s[0]),
+    "sign": lambda o, s: ZERO,
+    "relu": lambda o, s: where(o[0] > 0.0, s[0], 0.0),
+    "clamp": lambda o, s: where((o[0] >= o[1]) & (o[0] <= o[2]), s[0], 0.0),
+    "sigmoid": _sigmoid,
+    "where": lambda o, s: where(o[0], s[1], s[2]),
+}
