@@ -24,7 +24,7 @@ from bnfuse.graph.constants import evaluate
 from bnfuse.opset import reference
 from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
-from bnfuse.opset.expressions import Expression, evaluate
+from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
 
 MICROSOFT = "com.microsoft"
@@ -169,9 +169,8 @@ class Expansion:
                 skip = self._normalize(skip, operands["skip_a"], operands["skip_b"], node)
             return self._once("Add", [x, skip], node)
         activation = ACTIVATIONS[step]
-        return self._activation(
-            activation, x, {name: float(node.attributes[name].value) for name in activation.attributes}, node
-        )
+        given = {name: float(node.attributes[name].value) for name in activation.attributes}
+        return self._activation(activation, x, given, node)
 
     def _activation(self, activation: Activation, x: str, given: Mapping[str, float], node: ir.Node) -> str:
         """An activation by its formula. Numbers come behind maps, and none is multiplied by 1."""
@@ -194,7 +193,7 @@ class Expansion:
             "multiply": multiply,
             "fma": lambda a, b, c: write("Add", multiply(a, b), c),
         }
-        return str(evaluate(activation.value, algebra, leaf))
+        return str(interpret(activation.value, algebra, leaf))
 
     def _normalize(self, x: str, a: ir.Value | None, b: ir.Value | None, node: ir.Node) -> str:
         """a*x + b as the BatchNormalization that the coefficients come from, or as Mul and Add."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.expressions import Expression, evaluate
+from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.spec import OpSpec, PlainOp, attribute_type
 
 OPERATORS = {
@@ -105,7 +105,7 @@ class Body:
             name: functools.partial(self, op_type) for name, op_type in OPERATORS.items()
         }
         algebra["fma"] = lambda x, y, z: self("Add", self("Mul", x, y), z)
-        value = evaluate(expression, algebra, leaf)
+        value = interpret(expression, algebra, leaf)
         assert isinstance(value, ir.Value)
         return value
 

@@ -1,9 +1,9 @@
 """Small formulas as data: written once, then a number, an array, nodes of ONNX, or code.
 
     s = sigmoid(attribute("alpha") * Z)
-    evaluate(Z * s, NUMPY, lambda leaf: {"z": z, "alpha": 1.702}[leaf.name])
+    interpret(Z * s, NUMPY, lambda leaf: {"z": z, "alpha": 1.702}[leaf.name])
 
-An *algebra* says what each of OPERATIONS is for one kind of value; `evaluate` puts a formula together in it. A part
+An *algebra* says what each of OPERATIONS is for one kind of value; `interpret` puts a formula together in it. A part
 that occurs twice in a formula is evaluated once.
 """
 
@@ -126,7 +126,7 @@ def fma(x: Operand, y: Operand, z: Operand) -> Expression:
     return apply("fma", x, y, z)
 
 
-def evaluate(expression: Expression, algebra: Algebra, leaf: Callable[[Expression], Any]) -> Any:
+def interpret(expression: Expression, algebra: Algebra, leaf: Callable[[Expression], Any]) -> Any:
     """Put a formula together in an algebra; `leaf` gives the value of a variable, an attribute or a constant."""
     made: dict[Expression, Any] = {}
 

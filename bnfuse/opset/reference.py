@@ -14,7 +14,7 @@ import numpy as np
 
 from bnfuse.core.windows import axes_of
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
-from bnfuse.opset.expressions import Algebra, Expression, evaluate
+from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
 
@@ -88,7 +88,7 @@ def activation_grad(kind: str, dx: Array, z: Array, attributes: Attributes) -> A
 def formula(expression: Expression, attributes: Attributes, **variables: Array) -> Array:
     """Evaluate a formula on arrays."""
     known = {**attributes, **variables}
-    return np.asarray(evaluate(expression, NUMPY, lambda leaf: known[leaf.name] if leaf.name else leaf.constant))
+    return np.asarray(interpret(expression, NUMPY, lambda leaf: known[leaf.name] if leaf.name else leaf.constant))
 
 
 def sigmoid(z: Array) -> Array:

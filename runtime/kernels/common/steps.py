@@ -18,7 +18,7 @@ from typing import Any
 from tvm import tirx
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
-from bnfuse.opset.expressions import Algebra, Expression, evaluate
+from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.spec import OpSpec
 
 Expr = Any  # a tvm PrimExpr
@@ -136,7 +136,7 @@ def formula(expression: Expression, attributes: Mapping[str, Any], **variables: 
             return variables[part.name]
         return f32(part.constant if part.operation == "constant" else attributes[part.name])
 
-    return evaluate(expression, TIR, leaf)
+    return interpret(expression, TIR, leaf)
 
 
 TIR: Algebra = {
