@@ -35,6 +35,7 @@ from .old_batch_norms import simplify_old_batch_norms
 from .rewrites import layer_norm_biases, layer_norm_results, rewrite_operators
 from .traps import check_operators, refuse_own_loss
 from .variables import fixed_by_exporter, fixed_by_form
+from .written_out import join_written_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ def repair(
     drop_zero_bias(forward, constants.names)
     merge_affine(forward, constants.placeholders, fixed)
     fill(forward, constants.placeholders, fixed, init, seed)
+    join_written_out(forward)
     rewrite_operators(forward)
     infer_shapes(forward)
     for step in STEPS:

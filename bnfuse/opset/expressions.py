@@ -144,13 +144,14 @@ def interpret(expression: Expression, algebra: Algebra, leaf: Callable[[Expressi
 # Derivatives
 
 ZERO, ONE = constant(0), constant(1)
+COMPARISONS = ("greater", "at_least", "at_most", "both")
 
 
 def derivative(expression: Expression, by: Expression) -> Expression:
     """Derive the formula of the slope. At the kink of a piecewise one it is that of the constant piece, or of 0."""
     if expression == by:
         return ONE
-    if not expression.operands:
+    if not expression.operands or expression.operation in COMPARISONS:
         return ZERO
     slopes = tuple(derivative(operand, by) for operand in expression.operands)
     if all(slope == ZERO for slope in slopes):

@@ -110,7 +110,7 @@ NUMPY: Algebra = {
     "at_least": np.greater_equal,
     "at_most": np.less_equal,
     "both": np.logical_and,
-    "where": lambda condition, then, otherwise: np.where(condition, then, np.asarray(otherwise, then.dtype)),
+    "where": lambda condition, *parts: np.where(condition, *(np.asarray(p, np.result_type(*parts)) for p in parts)),
 }
 
 

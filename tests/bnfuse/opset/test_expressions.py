@@ -24,9 +24,8 @@ FORMULAS = {
 
 
 def test_every_operation_has_a_meaning_in_numpy_and_a_slope_where_it_is_no_comparison():
-    comparisons = {"greater", "at_least", "at_most", "both"}
     assert {*NUMPY} == {*e.OPERATIONS}
-    assert {*e.RULES} == {*e.OPERATIONS} - comparisons
+    assert {*e.RULES} == {*e.OPERATIONS} - {*e.COMPARISONS}
 
 
 def test_an_operation_that_is_none_is_refused():
