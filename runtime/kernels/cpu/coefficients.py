@@ -35,7 +35,7 @@ class GroupProblem:
         return "+".join(member.op for member in self.members)
 
 
-def coefficients(members: tuple[Member, ...], target: Target) -> Kernel:
+def coefficients(members: tuple[Member, ...], target: CpuTarget) -> Kernel:
     """The kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
     params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]

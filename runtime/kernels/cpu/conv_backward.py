@@ -60,7 +60,7 @@ from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is
 from bnfuse.runtime.kernels.cpu.winograd_backward import winograd_backward
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import is_faster, is_possible
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 NAME = "conv_backward"
 
@@ -104,7 +104,7 @@ def conv_backward(
     return Kernel(NAME, problem, target, params, partial(build, problem, target, plan), plan)
 
 
-def build(problem: Problem, target: Target, plan: Plan | None = None) -> Any:
+def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
     """The TIR function."""
     if plan is None:
         shape = conv_shape(problem, target.threads)

@@ -28,13 +28,13 @@ from bnfuse.runtime.kernels.common.steps import Expr, f32, fma
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.sweep import Args, prim_func, vectors
 from bnfuse.runtime.kernels.kernel import Kernel
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 OUTER_K, OUTER_ROWS, OUTER_VECTORS = 64, 14, 2
 DOT_K, DOT_ROWS, DOT_COLUMNS = 2048, 4, 6
 
 
-def gemm(problem: GemmProblem, target: Target) -> Kernel:
+def gemm(problem: GemmProblem, target: CpuTarget) -> Kernel:
     """a, b, [c] -> y."""
     params = gemm_params(problem)
     name = unique_name("Gemm", problem, target)

@@ -26,7 +26,7 @@ def generic(problem: GenericProblem, target: CpuTarget) -> Kernel:
     return Kernel(name, problem, target, params, lambda: _build(name, params, problem, target))
 
 
-def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: Target) -> Any:
+def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: CpuTarget) -> Any:
     with tir.function(name, params) as arguments, nested_by(walk_of(target)):
         args = Args(arguments, {})
         scalars = [T.arg(scalar, T.int64()) for scalar in SCALARS.get(problem.op_type, ())]

@@ -15,10 +15,10 @@ from bnfuse.runtime.kernels.common.generic_moves import fill, gather_index, gath
 from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.cpu.generic_nest import parallel_rows
 from bnfuse.runtime.kernels.cpu.sweep import Args, vectors
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
-def gather(problem: GenericProblem, target: Target, args: Args) -> None:
+def gather(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """data, indices -> y. Indices beyond the data are clamped to it."""
     outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
 
@@ -29,7 +29,7 @@ def gather(problem: GenericProblem, target: Target, args: Args) -> None:
     _rows_or_nothing(outer * count * inner, outer * count, target, row)
 
 
-def gather_grad(problem: GenericProblem, target: Target, args: Args) -> None:
+def gather_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     """indices, dy -> dx. The threads share what lies before the axis, or nothing: an index may come twice."""
     outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
     fill(args, "out0", problem.out_shape, 0, problem.out_dtype)
@@ -47,13 +47,13 @@ def gather_grad(problem: GenericProblem, target: Target, args: Args) -> None:
     _rows_or_nothing(outer * count * inner, outer, target, image)
 
 
-def _along(count: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def _along(count: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     for vector in vectors(count, target.lanes):
         with vector.each() as j:
             emit(vector.base + j)
 
 
-def _rows_or_nothing(elements: int, rows: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def _rows_or_nothing(elements: int, rows: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     if elements:
         parallel_rows(rows, target, emit)
     else:

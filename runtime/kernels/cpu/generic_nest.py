@@ -18,10 +18,10 @@ from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.cpu.sweep import Args, vectors
 from bnfuse.runtime.targets.target import CpuTarget
 
-Emit = Callable[[GenericProblem, Target, Args], None]
+Emit = Callable[[GenericProblem, CpuTarget, Args], None]
 
 
-def walk_of(target: Target) -> Nest:
+def walk_of(target: CpuTarget) -> Nest:
     """The nest of a target, for `nested_by`."""
 
     def walk(space: Shape, views: Sequence[View], emit: Callable[..., None]) -> None:
@@ -52,7 +52,7 @@ def _rows(space: Shape, views: Sequence[View], target: CpuTarget, emit: Callable
                     emit(*(at_stride(start, vector.base + j, view.strides[-1]) for start, view in ends))
 
 
-def parallel_rows(count: int, target: Target, emit: Callable[[Expr], None]) -> None:
+def parallel_rows(count: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
     """`emit(row)` for each of `count` rows, dealt to the threads."""
     threads = min(target.threads, count)
     with T.parallel(0, threads) as thread:

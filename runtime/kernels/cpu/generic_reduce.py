@@ -39,7 +39,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.generic_nest import Emit, parallel_rows
 from bnfuse.runtime.kernels.cpu.rows import ThreadRows
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, vectors
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 def reduction(folding: Folding) -> Emit:
@@ -175,7 +175,7 @@ def _sum_to(
 
 
 def by_rows(row: Row, logarithm: bool) -> Emit:
-    def emit(problem: GenericProblem, target: Target, args: Args) -> None:
+    def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
         rows = ThreadRows.of(softmax_rows(problem))
         rows.each(target, lambda index, at: row(problem, target, args, rows, logarithm, at))
 

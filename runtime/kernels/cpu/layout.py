@@ -16,7 +16,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CpuTarget
 
 
-def nchw_to_nhwc(y: MapType, target: Target, dtype: str = "float32") -> Kernel:
+def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
     """x, dense [n, c, h, w] -> the map y."""
     params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, dtype, is_map=True))
     problem = CopyProblem("NchwToNhwc", y.pixels * y.c, y, dtype)

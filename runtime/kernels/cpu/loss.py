@@ -20,7 +20,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.rows import ThreadRows
 from bnfuse.runtime.kernels.cpu.sweep import Args, prim_func
 from bnfuse.runtime.kernels.kernel import Kernel, Param
-from bnfuse.runtime.targets.target import CpuTarget, Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 def softmax_loss(problem: LossProblem, target: CpuTarget) -> Kernel:
@@ -38,7 +38,7 @@ def softmax_loss_grad(problem: LossProblem, target: CpuTarget) -> Kernel:
     )
 
 
-def _kernel(op: str, problem: LossProblem, target: Target, params: tuple[Param, ...], emit: Any) -> Kernel:
+def _kernel(op: str, problem: LossProblem, target: CpuTarget, params: tuple[Param, ...], emit: Any) -> Kernel:
     name = unique_name(op, problem, target)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, {}, emit))
 
@@ -62,7 +62,7 @@ def _emit_loss(problem: LossProblem, target: CpuTarget, args: Args) -> None:
         T.buffer_store(args["loss"], to_f32(total_loss / total_weight if total_weight is not None else total_loss), [0])
 
 
-def _emit_grad(problem: LossProblem, target: Target, args: Args) -> None:
+def _emit_grad(problem: LossProblem, target: CpuTarget, args: Args) -> None:
     count = None
     if problem.reduction == "mean":
         count = _sum_rows(problem, lambda row: Label(problem, args, row).weight)

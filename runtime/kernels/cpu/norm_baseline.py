@@ -76,7 +76,7 @@ def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Ke
     return map_sweep(NormProblem("L1GradInput", (("dz", dz), ("x", x), ("dx", dx))), target, x.c, emit)
 
 
-def range_statistics(x: MapType, target: Target) -> Kernel:
+def range_statistics(x: MapType, target: CpuTarget) -> Kernel:
     """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
 
     def emit(args: Args) -> None:

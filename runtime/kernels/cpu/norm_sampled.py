@@ -93,7 +93,7 @@ def _points(x: MapType, count: int) -> Sample:
     return Sample(count, Param("points", "in", count, "int64"), begin)
 
 
-def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: Target) -> Kernel:
+def _statistics(problem: NormProblem, x: MapType, sample: Sample, target: CpuTarget) -> Kernel:
     def emit(args: Args) -> None:
         def finish(channel: Expr, mean: Expr, variance: Expr) -> None:
             T.buffer_store(args["mean"], to_f32(mean), [channel])

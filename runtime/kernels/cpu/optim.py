@@ -28,7 +28,7 @@ from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 
 def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Kernel:
@@ -39,7 +39,7 @@ def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Ke
     return _kernel(sgd_problem(elements, momentum, nesterov), target)
 
 
-def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Target) -> Kernel:
+def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget) -> Kernel:
     """parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place); lr: float32,
     step: int64.
 
@@ -49,7 +49,7 @@ def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Tar
     return _kernel(adamw_problem(elements, betas, epsilon), target)
 
 
-def _kernel(problem: UpdateProblem, target: Target) -> Kernel:
+def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
     params = update_params(problem)
     name = unique_name(problem.op, problem, target)
 

@@ -23,7 +23,7 @@ from bnfuse.runtime.kernels.common.windows import Windows, coordinates, source_p
 from bnfuse.runtime.kernels.cpu.pointwise import BackwardEpilogue, ForwardEpilogue
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, map_kernel, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 SIDE_BY_SIDE = 4  # vectors that go through a window's loops together
 

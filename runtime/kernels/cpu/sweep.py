@@ -25,7 +25,7 @@ from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.common.steps import Expr, Load, f64
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
-from bnfuse.runtime.targets.target import CpuTarget, Target
+from bnfuse.runtime.targets.target import CpuTarget
 
 TILE = 16  # pixels whose float32 sums are few enough to be good to ~1e-6
 

@@ -30,7 +30,7 @@ from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 MERGE_THREADS = 256

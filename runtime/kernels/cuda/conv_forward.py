@@ -16,7 +16,7 @@ from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, Writer, width_of
 from bnfuse.runtime.kernels.cuda.weights import FORWARD, is_packed, packed_elements
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
-from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.targets.target import CudaTarget
 
 STORE_THREADS = 256
 

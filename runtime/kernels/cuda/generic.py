@@ -120,7 +120,7 @@ class Nests:
         self.stages.append(block.stage)
 
 
-def _nested(problem: GenericProblem, target: Target, nests: Nests) -> None:
+def _nested(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
     NESTED[problem.op_type](problem, nests)
 
 

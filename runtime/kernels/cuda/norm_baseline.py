@@ -72,7 +72,7 @@ def l1_statistics(x: MapType, target: CudaTarget) -> Kernel:
     return Kernel(name, problem, target, params, build)
 
 
-def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: Target) -> Kernel:
+def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CudaTarget) -> Kernel:
     """dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
 
     def value(load: steps.Load) -> Expr:
