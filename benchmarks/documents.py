@@ -7,9 +7,15 @@ Tests hold each of them against what makes it. Tables and plots that take minute
 
 from __future__ import annotations
 
+import itertools
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pictures
 
 from bnfuse.core.text import Section
 from bnfuse.opset import pages as operators
@@ -57,14 +63,26 @@ def escape(cell: str) -> str:
 def decisions() -> str:
     """docs/decisions.md with its table of contents."""
     text = (DOCS / "decisions.md").read_text(encoding="utf-8")
-    rows = [f"| [{number}](#{anchor}) | {date} | {title} |" for anchor, number, title, date in DECISION.findall(text)]
-    return between(text, "documents.py", "\n".join(["| | made | decision |", "|---|---|---|", *rows]))
+    parts: list[str] = []
+    for date, found in itertools.groupby(DECISION.findall(text), key=lambda entry: entry[3]):
+        parts += [f"**{date}**", "\n".join(f"- [{number}](#{anchor}) {title}" for anchor, number, title, _ in found)]
+    return between(text, "documents.py", "\n\n".join(parts))
+
+
+def architecture() -> str:
+    """docs/architecture.md with its tables of rooms."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    tables = [f"### {contract.container}\n\n{pictures.rooms_table(contract)}" for contract in pictures.contracts()]
+    return between(text, "documents.py", "\n\n".join(tables))
 
 
 GENERATED: dict[str, Callable[[], str]] = {
     "ops.md": operators.render,
     "passes.md": passes.page,
     "decisions.md": decisions,
+    "architecture.md": architecture,
+    "architecture.svg": pictures.architecture,
+    "packages.svg": pictures.packages,
 }
 """By name in docs/: what makes the file."""
 

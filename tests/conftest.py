@@ -53,6 +53,10 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
             importlib.util.find_spec("playwright") is not None and chromium() is not None,
             "open pages in Chromium through playwright, which are not installed (docs/diff.md)",
         ),
+        "docs": (
+            all(importlib.util.find_spec(name) is not None for name in ("mkdocs", "material", "mkdocstrings")),
+            "build the site of the documentation, whose tools are not installed (pip install '.[docs]')",
+        ),
     }
 
 
