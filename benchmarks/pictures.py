@@ -50,9 +50,9 @@ class Box:
         fill, stroke = COLOURS[self.kind]
         radius = 3 if self.kind == "file" else 8
         middle = self.x + self.width // 2
+        place = f'x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}" rx="{radius}"'
         parts = [
-            f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}" rx="{radius}" '
-            f'fill="{fill}" stroke="{stroke}" stroke-width="1.4"/>',
+            f'<rect {place} fill="{fill}" stroke="{stroke}" stroke-width="1.4"/>',
             text(middle, self.y + (20 if self.about else self.height // 2 + 5), self.name, weight="bold"),
         ]
         if self.about:

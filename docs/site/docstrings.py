@@ -14,12 +14,13 @@ class Columns(griffe.Extension):
     """Indents the paragraphs of a docstring that are set in columns, so that they are shown as code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Lay out the docstring of an object that griffe has read."""
         if obj.docstring:
             obj.docstring.value = laid_out(obj.docstring.value)
 
 
 def laid_out(text: str) -> str:
-    """The text with its columns as code blocks."""
+    """Make code blocks of the columns in a text."""
     return "\n\n".join(map(_paragraph, text.split("\n\n")))
 
 

@@ -22,28 +22,28 @@ PAGES = {
 }
 """Documents outside docs/: what page each is."""
 
-FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.M | re.S)
+FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^)\s]+)\)")
-DEFINITION = re.compile(r"^(\[[^\]]+\]:\s+)(\S+)$", re.M)
+DEFINITION = re.compile(r"^(\[[^\]]+\]:\s+)(\S+)$", re.MULTILINE)
 OUTSIDE = ("http:", "https:", "mailto:", "#")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the documents outside docs/."""
+    """Add the documents outside docs/."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A page's text, with its links turned and blank lines where this Markdown wants them."""
+    """Turn the links of a page's text, and give it the blank lines that this Markdown wants."""
     here = page.file.src_uri
     source = next((name for name, uri in PAGES.items() if uri == here), f"docs/{here}")
     return outside_fences(markdown, lambda text: spaced(turned(text, source, here)))
 
 
 def outside_fences(markdown: str, change: Any) -> str:
-    """The text with everything but its code blocks changed."""
+    """Change all of a text but its code blocks."""
     parts, last = [], 0
     for fence in FENCE.finditer(markdown):
         parts += [change(markdown[last : fence.start()]), fence.group()]
@@ -52,7 +52,7 @@ def outside_fences(markdown: str, change: Any) -> str:
 
 
 def turned(text: str, source: str, here: str) -> str:
-    """The text of a file of the repository with its links as page `here` needs them."""
+    """Turn the links in the text of a file of the repository to what page `here` needs."""
 
     def inline(match: re.Match[str]) -> str:
         target = address(match["target"], source, here)
@@ -65,7 +65,7 @@ def turned(text: str, source: str, here: str) -> str:
 
 
 def address(target: str, source: str, here: str) -> str | None:
-    """What a link of the file `source` leads to from page `here`; None for a file of the repository that is no page."""
+    """Find where a link of the file `source` leads from page `here`; None: to a file that is no page."""
     if target.startswith(OUTSIDE):
         return target
     path, _, anchor = target.partition("#")
@@ -80,7 +80,7 @@ def address(target: str, source: str, here: str) -> str | None:
 
 
 def spaced(text: str) -> str:
-    """A blank line before lists and tables that follow a line of text, as GitHub's Markdown does not need it."""
+    """Put a blank line before lists and tables that follow a line of text; GitHub's Markdown needs none."""
     lines: list[str] = []
     for line in text.split("\n"):
         before = lines[-1] if lines else ""
@@ -92,5 +92,5 @@ def spaced(text: str) -> str:
 
 
 def plain_pipes(row: str) -> str:
-    """A row of a table whose code has its pipes as they are: GitHub wants them escaped there, and this Markdown not."""
+    """Unescape the pipes in the code of a table's row: GitHub's Markdown wants them escaped there, this one not."""
     return re.sub(r"`[^`]+`", lambda code: code.group().replace("\\|", "|"), row)

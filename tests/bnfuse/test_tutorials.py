@@ -11,7 +11,7 @@ import pytest
 from bnfuse.cli import main
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
-BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def follow(tutorial: str) -> int:
