@@ -5,12 +5,13 @@ or what `rewrite` returned.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import require_apart, require_writable
+from bnfuse.core.progress import Bar, Progress, quiet
 from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.graph.io import load, save
 from bnfuse.graph.training_graph import open_graph
@@ -47,16 +48,13 @@ __all__ = [
 ]
 
 Source = Any
-Progress = Callable[[str], None]
+OPENING = ("checkpoint", "data_input", "labels_input")
 
 
-def quiet(_: str) -> None:
-    """The progress of work that nobody watches."""
-
-
-def bar_of(progress: Progress) -> Callable[[int, int, str], None] | None:
-    """What of `progress` hears of single kernels: its method `bar`, if it has one."""
-    return getattr(progress, "bar", None)
+def parted(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide keywords: those for opening a file that others wrote, as `load` takes them, and all others."""
+    opening = {name: value for name, value in given.items() if name in OPENING}
+    return opening, {name: value for name, value in given.items() if name not in OPENING}
 
 
 def require_gpu(target: str | None, precision: str | None) -> None:
@@ -163,28 +161,18 @@ def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **signature: A
     return inspect_source(source, zoo, **signature)
 
 
-def estimate(
-    source: Source,
-    *,
-    hardware: str | None = None,
-    levels: Sequence[str] = (),
-    progress: Progress = quiet,
-    checkpoint: str | os.PathLike[str] | None = None,
-    data_input: Sequence[str] | None = None,
-    labels_input: Sequence[str] | None = None,
-    **options: Any,
-) -> Any:
+def estimate(source: Source, *, progress: Progress = quiet, **options: Any) -> Any:
     """Time and memory traffic of a training step on hardware that need not be here.
 
     `source` is a training graph, or the name of a network of the zoo. `options` are those of the command line
-    (`bnfuse.estimating.request.Request`): cache, bandwidth, flops, sweep, workers, reuse, assume, plot, ...; what comes
-    back is an Estimate, or what they ask for: a Comparison of levels, a Sweep, Reuse, Roofline, Scaling or
-    Pipeline, each with to_json(), to_csv() and sections(). docs/estimate.md
+    (`bnfuse.estimating.request.Request`): hardware, levels, cache, bandwidth, flops, sweep, workers, reuse, assume,
+    plot, ...; what comes back is an Estimate, or what they ask for: a Comparison of levels, a Sweep, Reuse, Roofline,
+    Scaling or Pipeline, each with to_json(), to_csv() and sections(). docs/estimate.md
     """
     from bnfuse.estimating.request import Request, answer
 
-    signature = {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
-    return answer(Request(source, hardware, levels=levels, signature=signature, **options), progress)
+    opening, asked = parted(options)
+    return answer(Request(source, signature=opening, **asked), progress)
 
 
 def explore(network: str | None = None, vary: Iterable[str] = (), **options: Any) -> Exploration:
@@ -222,7 +210,7 @@ def compile(
     optimizer: Optimizer | None = None,
     *,
     threads: int | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Bar | None = None,
     cache: bool | str | Path = True,
     tune: bool = False,
     precision: str | None = None,
@@ -295,42 +283,29 @@ def run(
     optimiser. `lr` overrules both. `skip_unreadable` leaves out files of a folder that cannot be read. Raises
     DivergedError where the state is not finite after the last step.
     """
-    from bnfuse.training import Loader, batch_of, data_for, run_steps
-    from bnfuse.training.nonfinite import require_finite_state
+    from bnfuse.training.run import Compiling, run_graph
 
     check_whole("steps", steps, 1)
     check_whole("seed", seed)
     if lr is not None:
         check_real("lr", lr)
-
     require_apart(source, save_to)
     if save_to is not None:
         require_writable(save_to)
     require_gpu(target, precision)
-    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf":
-        opened: Any = open_step(source, threads=threads, target=target, precision=precision)
-    else:
-        opened = open_graph(source)
-    if data is not None:
-        data = data_for(opened, data, skip_unreadable=skip_unreadable)
-        for line in (*data.about, Loader(data, batch_of(opened)).about):
-            progress(line)
-    progress(f"preparing {source}")
-    step = open_step(
-        opened,
-        threads=threads,
-        target=target,
-        precision=precision,
-        optimizer=optimizer("sgd", lr=0.1, momentum=0.9),
-        progress=bar_of(progress),
+    compiled = isinstance(source, str | os.PathLike) and Path(source).suffix == ".bnf"
+    return run_graph(
+        open_step(source, threads=threads, target=target, precision=precision) if compiled else open_graph(source),
+        data,
+        Compiling(target or "cpu", precision, threads=threads),
+        steps=steps,
+        seed=seed,
+        name=str(source),
+        lr=lr,
+        save_to=save_to,
+        skip_unreadable=skip_unreadable,
+        progress=progress,
     )
-    if lr is not None:
-        step.lr = lr
-    losses = run_steps(step, data, steps=steps, seed=seed)
-    require_finite_state(step, where=f"step {steps}", lr=step.lr)
-    if save_to is not None:
-        step.save(save_to)
-    return losses
 
 
 def train(
@@ -340,94 +315,43 @@ def train(
     epochs: int = 10,
     optimizer: Optimizer | None = None,
     target: str = "cpu",
-    schedule: str = "cosine",
-    warm_up: float = 0.0,
-    augment: str = "none",
-    eval_every: int = 1,
-    patience: int | None = None,
-    save_to: str | Path | None = None,
-    checkpoint_every: int | None = None,
-    resume: str | Path | bool | None = None,
-    metrics: str | Path | None = None,
-    log_every: int | None = None,
-    plot: str | Path | None = None,
+    precision: str | None = None,
+    threads: int | None = None,
     export: str | Path | None = None,
     skip_unreadable: bool = False,
-    seed: int = 0,
-    threads: int | None = None,
-    precision: str | None = None,
     progress: Progress = quiet,
-    **signature: Any,
+    **options: Any,
 ) -> History:
     """Trains on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluates after each epoch.
 
-    schedule, warm_up   cosine, constant, step:30,60,80@0.1 or poly:2, behind so many epochs of linear climb
-    augment             none, flip, pad-crop:4, or flip,pad-crop:4
-    eval_every          epochs between evaluations; `patience`: stop after so many without a gain
-    save_to             a folder for last.safetensors and best.safetensors, `checkpoint_every` steps and every epoch; or
-                        a file NAME.safetensors for the state after each epoch
-    resume              a folder: its run goes on, bit by bit; "auto": that of `save_to` if it holds one, else a new one
-                        begins; a file: a new run begins with its state
-    metrics, log_every  a file of JSON lines: one an epoch, and one every so many steps
-    plot, export        files for the curves and for the trained network as a standard ONNX model for inference
-    skip_unreadable     files of a folder that cannot be read are left out and counted; by default the first one raises
+    `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, augment,
+    eval_every, patience, save_to, checkpoint_every, resume, metrics, log_every, plot. `export` is a file for the
+    trained network as a standard ONNX model for inference. With `skip_unreadable` files of a folder that cannot be read
+    are left out and counted; by default the first one raises. The others are those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
-    from bnfuse.data import Dataset
-    from bnfuse.exporting import require_exportable, require_state
-    from bnfuse.runtime.lowering.inference import require_inference
-    from bnfuse.runtime.program.optim import SGD, require_optimizer
-    from bnfuse.training import Loader, Options, batch_of, raw_data_for, train_step
+    from bnfuse.runtime.program.optim import require_optimizer
+    from bnfuse.training import Options
+    from bnfuse.training.run import Compiling, train_graph
 
+    opening, asked = parted(options)
     require_optimizer(optimizer)
-
-    asked: dict[str, Any] = {
-        "epochs": epochs,
-        "seed": seed,
-        "schedule": schedule,
-        "warm_up": warm_up,
-        "augment": augment,
-        "eval_every": eval_every,
-        "checkpoint_every": checkpoint_every,
-        "save_to": save_to,
-        "resume": resume,
-        "metrics": metrics,
-        "log_every": log_every,
-        "plot": plot,
-        "patience": patience,
-    }
-    require_apart(source, save_to, metrics, plot, export)
-    options = Options(**asked)
-    options.check()
+    wanted = Options(epochs, **asked)
+    require_apart(source, wanted.save_to, wanted.metrics, wanted.plot, export)
+    wanted.check()
     if export is not None:
         require_writable(export)
     require_gpu(target, precision)
-    graph = open_graph(source, **signature)
-    given = isinstance(data, Dataset)
-    found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
-    for line in (*found.about, Loader(found, batch_of(graph)).about):
-        progress(line)
-    require_state(graph, options.started_from)
-    if export is not None:
-        require_exportable(graph)
-    if len(found.test_y):
-        require_inference(graph)
-    progress(f"preparing {source}")
-    step = compile(
-        graph,
-        target,
-        optimizer or SGD(lr=0.1, momentum=0.9),
-        threads=threads,
-        progress=bar_of(progress),
-        precision=precision,
+    return train_graph(
+        open_graph(source, **opening),
+        data,
+        wanted,
+        Compiling(target, precision, optimizer, threads),
+        export=export,
+        skip_unreadable=skip_unreadable,
+        progress=progress,
     )
-    progress(f"{step.report.kernels} kernels, {step.target.place}")
-    history = train_step(step, found, progress=progress, normalise=not given, **asked)
-    if export is not None:
-        mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)
-        export_inference(step, export, mean=mean, std=std, scale=scale, classes=found.class_names)
-    return history
 
 
 def export_inference(
@@ -454,148 +378,69 @@ def export_inference(
     export_model(source, path, state=state, mean=mean, std=std, scale=scale, classes=classes, **signature)
 
 
-def bench(
-    source: Source,
-    *,
-    levels: Sequence[str] = ("none", "icf"),
-    samples: Sequence[str] = (),
-    against: Sequence[str] = (),
-    repetitions: int = 9,
-    warm_up: int = 2,
-    wait: float = 60.0,
-    profile: bool = False,
-    estimate: bool = False,
-    compile_time: bool = False,
-    tune: bool = False,
-    memory: bool = True,
-    plot: str | Path | None = None,
-    seed: int = 0,
-    threads: int | None = None,
-    target: str = "cpu",
-    precision: str | None = None,
-    progress: Progress = quiet,
-    **signature: Any,
-) -> Benchmark:
+def bench(source: Source, *, plot: str | Path | None = None, progress: Progress = quiet, **options: Any) -> Benchmark:
     """Times of a step at several levels and in other runtimes, in turns, and the peak memory of each.
 
-    `levels` are none, rcf, mvf, bnff, icf, each also with +pool-first or +no-pool-first, and each also with each of
-    `samples` (specs of `rewrite`); `against` are ort, torch, torch-cl, torch-compile; either may be empty. With a
-    `target` of cuda or cuda:ARCHITECTURE all run on the GPU in `precision` (fp32, tf32, bf16, fp16), and `against` are
-    torch's, each also with +graph. `wait` is the patience in seconds for an idle machine. `profile` adds our steps
-    kernel by kernel, `estimate` also what each kernel is predicted to take on this machine, `compile_time` compiling
-    with empty caches; `memory=False` leaves peak memory out. `tune` is that of `compile`. `plot` is the file of a
-    picture. docs/bench.md
+    levels        none, rcf, mvf, bnff, icf, each also with +pool-first or +no-pool-first; none and icf by default
+    samples       specs of `rewrite`: each level also with each of them
+    against       ort, torch, torch-cl, torch-compile; on a GPU torch's, each also with +graph
+    repetitions   timed steps of each, 9 by default, behind `warm_up` others, 2 by default
+    wait          seconds of patience for an idle machine, 60 by default
+    profile       our steps kernel by kernel too; `estimate`: also what each kernel is predicted to take here
+    compile_time  compiling with empty caches too; memory=False leaves peak memory out
+    plot          the file of a picture
+
+    tune, threads, target and precision are those of `compile`, seed is that of the data. docs/bench.md
     """
-    from bnfuse.benchmarking.run import run_benchmark
+    from bnfuse.benchmarking import run as benchmark
 
-    check_whole("repetitions", repetitions, 1)
-    check_whole("warm_up", warm_up)
-    check_whole("seed", seed)
-    check_real("wait", wait)
-
+    opening, asked = parted(options)
+    plan = benchmark.plan_of(**asked)
     require_apart(source, plot)
-    if plot is not None:
-        from bnfuse.benchmarking.plot import plot as draw
-        from bnfuse.core.figures import require_plotting
-
-        require_writable(plot)
-        require_plotting(plot)
-    found = run_benchmark(
-        open_graph(source, **signature),
-        levels=levels,
-        samples=samples,
-        against=against,
-        repetitions=repetitions,
-        warm_up=warm_up,
-        wait=wait,
-        profile=profile,
-        estimate=estimate,
-        compile_time=compile_time,
-        tune=tune,
-        memory=memory,
-        seed=seed,
-        threads=threads,
-        target=target,
-        precision=precision,
-        progress=progress,
-    )
-    if plot is not None:
-        draw(found, plot)
-    return found
+    return benchmark.run_benchmark(open_graph(source, **opening), plan, plot=plot, progress=progress)
 
 
 def search(
     source: Source,
     data: Any,
     *,
-    iterations: int | None = None,
-    initial: int = 4,
-    method: str = "bo",
-    lambdas: Sequence[float] | None = None,
-    tolerance: float = 0.01,
     cost: str = "count",
-    keep_affine: bool = False,
     output: str | Path = "search.jsonl",
     resume: str | Path | None = None,
     plot: str | Path | None = None,
     skip_unreadable: bool = False,
-    epochs: int = 10,
-    repeats: int = 1,
-    optimizer: Optimizer | None = None,
-    schedule: str = "cosine",
-    warm_up: float = 0.0,
-    augment: str = "none",
-    target: str = "cpu",
-    precision: str | None = None,
-    seed: int = 0,
-    threads: int | None = None,
     progress: Progress = quiet,
-    **signature: Any,
+    **options: Any,
 ) -> SearchResult:
     """Which BatchNorms a network can do without: a search over placements, each of them trained (docs/search.md).
 
     iterations   trainings in all, 20 by default, all placements with method exhaustive; the first keeps every BatchNorm
-    method       bo, the Bayesian optimisation of [Joardar22]; random, annealing, exhaustive: baselines
+    initial      random placements after the first, 4 by default
+    method       bo, the Bayesian optimisation of papers/002; random, annealing, exhaustive: baselines
     lambdas      accuracy that a BatchNorm must be worth; several take turns
     tolerance    how far below the accuracy with all BatchNorms is good enough
     cost         count, or bytes: of the maps that a BatchNorm sweeps
     output       a new file of JSON lines, one a training; `resume`: a file to go on with, or to begin
+    repeats      trainings of a placement, whose mean accuracy counts
 
-    The others are those of `train` and `rewrite`; training `repeats` times takes the mean accuracy.
+    epochs, optimizer, schedule, warm_up, augment, target, precision, threads and seed are those of `train`, keep_affine
+    is that of `rewrite`.
     """
-    from bnfuse.runtime.program.optim import SGD, require_optimizer
-    from bnfuse.searching.evaluation import Settings
+    from bnfuse.searching.run import asked as read
     from bnfuse.searching.run import run_search
-    from bnfuse.searching.training import Recipe
 
-    require_apart(source, output if resume is None else resume, plot)
-    require_optimizer(optimizer)
-    check_whole("epochs", epochs, 1)
-    check_whole("repeats", repeats, 1)
-    check_whole("seed", seed)
-    check_real("tolerance", tolerance)
-    require_gpu(target, precision)
-    wanted = iterations if iterations is not None or method == "exhaustive" else 20
-    chosen = None if lambdas is None else tuple(lambdas)
+    opening, asked = parted(options)
+    place = output if resume is None else resume
+    require_apart(source, place, plot)
+    settings, recipe = read(**asked)
+    require_gpu(recipe.target, recipe.precision)
     return run_search(
-        open_graph(source, **signature),
+        open_graph(source, **opening),
         data,
-        Settings(method, wanted, initial, chosen, tolerance, seed),
-        Recipe(
-            epochs=epochs,
-            repeats=repeats,
-            seed=seed,
-            keep_affine=keep_affine,
-            optimizer=optimizer or SGD(lr=0.1, momentum=0.9),
-            schedule=schedule,
-            warm_up=warm_up,
-            augment=augment,
-            target=target,
-            precision=precision,
-            threads=threads,
-        ),
+        settings,
+        recipe,
         cost=cost,
-        output=output if resume is None else resume,
+        output=place,
         resume=resume is not None,
         plot=plot,
         skip_unreadable=skip_unreadable,

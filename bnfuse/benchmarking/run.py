@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,15 @@ from bnfuse.benchmarking.candidates import CompiledCandidate, compile_variant, m
 from bnfuse.benchmarking.compiling import measured_compile
 from bnfuse.benchmarking.estimates import compare, hardware_of, predicted_launches, workload_of
 from bnfuse.benchmarking.memory import measured_peak
+from bnfuse.benchmarking.plot import plot as draw
 from bnfuse.benchmarking.profiles import Profile, profile_step
 from bnfuse.benchmarking.results import Benchmark, Result
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.figures import require_plotting
+from bnfuse.core.files import require_writable
+from bnfuse.core.processors import bounded_threads, physical_cores
+from bnfuse.core.progress import Progress, bar_of, quiet
+from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.core.times import Candidate, Times, summarize
 from bnfuse.estimating.probe import WORKING_SETS
 from bnfuse.estimating.workload import Workload
@@ -35,8 +41,6 @@ from bnfuse.measuring import idle
 from bnfuse.measuring.limits import measured_limits
 from bnfuse.measuring.machine import describe_machine
 from bnfuse.passes.variants import Variant, rewrite_variant, variants
-
-Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,12 @@ class Plan:
     threads: int = 1
     target: str = "cpu"
     precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_whole("repetitions", self.repetitions, 1)
+        check_whole("warm_up", self.warm_up)
+        check_whole("seed", self.seed)
+        check_real("wait", self.wait)
 
     @property
     def is_gpu(self) -> bool:
@@ -84,36 +94,51 @@ class Record:
 Entry = tuple[Candidate, Record]
 
 
-def run_benchmark(
-    graph: TrainingGraph,
+def plan_of(
     *,
-    levels: Sequence[str],
+    levels: Sequence[str] = ("none", "icf"),
     samples: Sequence[str] = (),
     against: Sequence[str] = (),
     threads: int | None = None,
     target: str = "cpu",
     precision: str | None = None,
-    progress: Progress = lambda _: None,
     **options: Any,
-) -> Benchmark:
-    """`options` are those of Plan. Names are checked before any work."""
-    options |= {"target": target, "precision": choices.precision(precision, target)}
-    plan = Plan(variants(levels, samples), choices.baselines(against, target), **options)
+) -> Plan:
+    """Read what is asked for; `options` are the other fields of Plan. Raises BnfuseError for names that are unknown and
+    numbers out of range."""
+    plan = Plan(
+        variants(levels, samples),
+        choices.baselines(against, target),
+        target=target,
+        precision=choices.precision(precision, target),
+        threads=bounded_threads(threads) or physical_cores(),
+        **options,
+    )
     if not plan.variants and not plan.baselines:
         raise BnfuseError("nothing to measure: name a level or a baseline")
-    if plan.estimate:
-        if plan.is_gpu:
-            raise BnfuseError("--estimate compares with this machine's processor: leave --target out")
-        plan = dataclasses.replace(plan, profile=True)
+    if not plan.estimate:
+        return plan
+    if plan.is_gpu:
+        raise BnfuseError("--estimate compares with this machine's processor: leave --target out")
+    return dataclasses.replace(plan, profile=True)
+
+
+def run_benchmark(
+    graph: TrainingGraph, plan: Plan, *, plot: str | Path | None = None, progress: Progress = quiet
+) -> Benchmark:
+    """Measure, and draw where a picture is asked for, whose place is looked at first."""
+    if plot is not None:
+        require_writable(plot)
+        require_plotting(plot)
     if plan.is_gpu:
         from bnfuse.benchmarking.cuda.bench import require_gpu
 
         require_gpu()
-    from bnfuse.core.processors import bounded_threads, physical_cores
-
-    plan = dataclasses.replace(plan, threads=bounded_threads(threads) or physical_cores())
     with tempfile.TemporaryDirectory(prefix="bnfuse-bench-") as folder:
-        return measure(graph, plan, Path(folder), progress)
+        found = measure(graph, plan, Path(folder), progress)
+    if plot is not None:
+        draw(found, plot)
+    return found
 
 
 def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) -> Benchmark:
@@ -173,7 +198,7 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
     ours: list[Entry] = []
     for index, variant in enumerate(plan.variants):
         progress(f"rewriting and compiling at level {variant.name}")
-        bar = getattr(progress, "bar", None)
+        bar = bar_of(progress)
         step = compile_variant(graph, variant, plan.threads, bar, tune=plan.tune, **plan.how)
         file = folder / f"{index}.bnf"
         if plan.memory:

@@ -7,11 +7,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from bnfuse import api
 from bnfuse.build.named import build_model
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.core.text import Section, count, scaled
 
 NETWORK = {"batch": 32, "image": 8, "channels": 1, "classes": 10, "growth": 12, "depth": 4}
@@ -29,7 +29,7 @@ def run_demo(
     threads: int | None = None,
     say: Say = print,
     show: Callable[[list[Section]], None] = lambda sections: None,
-    progress: Any = lambda _: None,
+    progress: Progress = quiet,
 ) -> bool:
     """Whether every check said yes and the accuracy reached 95 %. The files stay in `folder`, if one is given."""
     start = time.perf_counter()
@@ -58,7 +58,7 @@ def run_demo(
         say("5. Compile: a kernel for every operator, forward, backward and update (bnfuse compile).")
         begun = time.perf_counter()
         optimizer = api.optimizer("sgd", LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=1e-4)
-        step = api.compile(fused, optimizer=optimizer, threads=threads, progress=getattr(progress, "bar", None))
+        step = api.compile(fused, optimizer=optimizer, threads=threads, progress=bar_of(progress))
         step.export(step_file)
         memory = scaled(step.report.arena_bytes, "B")
         say(f"   {step.report.kernels} kernels in {time.perf_counter() - begun:.1f} s, {memory} of working memory\n")

@@ -20,11 +20,12 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.progress import Progress, quiet
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST, MIB, Hardware
 
@@ -53,8 +54,6 @@ ASSUMPTIONS = Assumptions(
     leaving_holds_space=False,
 )
 
-Progress = Callable[[str], None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -72,7 +71,7 @@ class Measured:
         return Hardware(HOST, about, max(self.flops_by.values()), memory, cache, cache_bandwidth)
 
 
-def host(*, fresh: bool = False, threads: int | None = None, progress: Progress = lambda _: None) -> Hardware:
+def host(*, fresh: bool = False, threads: int | None = None, progress: Progress = quiet) -> Hardware:
     """This machine, as it was measured before; measured now if it was not, or `fresh`."""
     machine = describe(threads)
     path = remembered(machine)

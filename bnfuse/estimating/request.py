@@ -19,6 +19,7 @@ from typing import Any
 from bnfuse.build.zoo import is_network
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import require_apart, require_writable
+from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.estimate import estimate
@@ -36,7 +37,6 @@ from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
 from bnfuse.models import entry_of
 
-Progress = Callable[[str], None]
 CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
 
 
@@ -74,7 +74,7 @@ class Request:
         return [name for name in QUESTIONS if getattr(self, name) not in (None, False)]
 
 
-def answer(request: Request, progress: Progress = lambda _: None) -> Any:
+def answer(request: Request, progress: Progress = quiet) -> Any:
     """An Estimate, Comparison, Sweep, Reuse, Roofline, Scaling or Pipeline, drawn where a picture is asked for."""
     if len(request.kinds) > 1:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
@@ -109,7 +109,7 @@ def swept(request: Request, progress: Progress) -> Sweep:
     asked = parse_sweep(str(request.sweep))
     machine, assumptions, passes = machine_of(request, progress)
 
-    bar = getattr(progress, "bar", None)
+    bar = bar_of(progress)
 
     def told(done: int, total: int) -> None:
         if bar is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bnfuse.analysis.executed import require_fixed_shapes
 from bnfuse.build.zoo import network_named
+from bnfuse.core.progress import Progress, quiet
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST, Hardware, profile
 from bnfuse.estimating.layerwise import Passes, forward_workload
@@ -71,7 +72,7 @@ def hardware_of(
     bandwidth: float | None = None,
     flops: float | None = None,
     fresh: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = quiet,
 ) -> Hardware:
     """A profile by name ("host": this machine, as measured), with what is given in its place: bytes, bytes/s, FLOP/s.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.files import require_apart, require_writable, write_atomically
+from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.estimating.hardware import Hardware
 from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import behaviour_of, hardware_of
@@ -33,12 +34,6 @@ from bnfuse.exploring.presets import Preset, preset
 from bnfuse.exploring.result import Exploration
 from bnfuse.models import entry_of
 from bnfuse.passes import LEVELS
-
-Progress = Callable[[str], None]
-
-
-def quiet(_: str) -> None:
-    """The progress of work that nobody watches."""
 
 
 def explore(
@@ -95,7 +90,7 @@ def explore(
     machine = hardware_of(hardware, progress=progress) if isinstance(hardware, str) else hardware
     (assumptions,) = settle(assume or {}, behaviour_of(hardware))
     measure = Measure(level, machine, assumptions)
-    bar = getattr(progress, "bar", None) or (lambda done, total, what: None)
+    bar = bar_of(progress) or (lambda done, total, what: None)
     points = []
     for index, change in enumerate(changes):
         bar(index, len(changes), described(change))

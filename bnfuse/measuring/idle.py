@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bnfuse.core.progress import Progress, quiet
+
 IDLE = 0.10  # cores that others may use
 WINDOW = 1.0  # seconds; /proc/stat counts hundredths of one
 
@@ -73,7 +75,7 @@ class Quiet:
 
 def wait_for_idle(
     patience: float,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = quiet,
     *,
     sample: Callable[[], Sample | None] = take_sample,
     sleep: Callable[[float], None] = time.sleep,

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.progress import Progress, quiet
 from bnfuse.searching.evaluation import Evaluation, Score, Settings, best_of, reference_of
 from bnfuse.searching.proposals import propose
 from bnfuse.searching.space import MAX_ENUMERATED, Placement, Space, to_text
 
 Objective = Callable[[Placement], Score]
-Progress = Callable[[str], None]
 
 
 def evaluations_of(space: Space, settings: Settings) -> int:
@@ -31,7 +31,7 @@ def search(
     *,
     history: Sequence[Evaluation] = (),
     store: Callable[[Evaluation], None] = lambda _: None,
-    progress: Progress = lambda _: None,
+    progress: Progress = quiet,
 ) -> tuple[Evaluation, ...]:
     """All evaluations, those of `history` first. Each new one is stored before the next is proposed."""
     done, total = list(history), evaluations_of(space, settings)

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bnfuse.core.files import require_writable
+from bnfuse.core.progress import Progress, bar_of, quiet
+from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.data import Dataset
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.runtime.program.optim import Optimizer, require_optimizer
 from bnfuse.searching.evaluation import Settings
 from bnfuse.searching.loop import evaluations_of, search
 from bnfuse.searching.quadratic import import_cvxpy
 from bnfuse.searching.result import SearchResult, model_name
 from bnfuse.searching.storage import open_log
 from bnfuse.searching.training import Recipe, Training, digest_of_graph, space_of
-from bnfuse.training import Loader, Options, data_for
+from bnfuse.training import Loader, data_for
 from bnfuse.training.checkpoints import digest_of_data
+from bnfuse.training.run import default_optimizer
 
-Progress = Callable[[str], None]
+
+def asked(
+    *,
+    iterations: int | None = None,
+    method: str = "bo",
+    initial: int = 4,
+    lambdas: Sequence[float] | None = None,
+    tolerance: float = 0.01,
+    seed: int = 0,
+    optimizer: Optimizer | None = None,
+    **training: Any,
+) -> tuple[Settings, Recipe]:
+    """Read the options of a search; `training` has the other fields of `Recipe`. Raises BnfuseError for what cannot
+    be, before any work. By default there are 20 trainings, with method exhaustive one of each placement."""
+    require_optimizer(optimizer)
+    check_whole("seed", seed)
+    check_real("tolerance", tolerance)
+    recipe = Recipe(seed=seed, optimizer=optimizer or default_optimizer(), **training)
+    wanted = iterations if iterations is not None or method == "exhaustive" else 20
+    chosen = None if lambdas is None else tuple(lambdas)
+    return Settings(method, wanted, initial, chosen, tolerance, seed), recipe
 
 
 def run_search(
@@ -33,7 +57,7 @@ def run_search(
     resume: bool,
     plot: str | Path | None = None,
     skip_unreadable: bool = False,
-    progress: Progress = lambda _: None,
+    progress: Progress = quiet,
 ) -> SearchResult:
     """Everything that can be wrong is found out before the first training."""
     if plot is not None:
@@ -51,7 +75,7 @@ def run_search(
     for line in (*images.about, loader.about):
         progress(line)
     fingerprint = fingerprint_of(graph, images, settings, recipe, cost)
-    training = Training(graph, images, recipe, space, getattr(progress, "bar", None))
+    training = Training(graph, images, recipe, space, bar_of(progress))
     with open_log(output, space, fingerprint, resume=resume) as log:
         if log.dropped:
             progress(f"{log.path}: its last line was cut short and is dropped")
@@ -68,7 +92,7 @@ def run_search(
 
 def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> Loader:
     """What each training would complain of, before a file is begun. Gives what makes its batches."""
-    Options(recipe.epochs, recipe.seed, recipe.schedule, recipe.warm_up, recipe.augment).check()
+    recipe.options(recipe.seed).check()
     return Loader(images, graph.batch)
 
 

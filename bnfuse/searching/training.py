@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse import api
 from bnfuse.core.errors import BnfuseError, DivergedError
+from bnfuse.core.progress import Bar
+from bnfuse.core.ranges import check_whole
 from bnfuse.data import Dataset
-from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.passes import Rewritten, rewrite
 from bnfuse.passes.removal.placements import batch_norm_list
 from bnfuse.searching.evaluation import Score
 from bnfuse.searching.space import Placement, Space
+from bnfuse.training import Options
+from bnfuse.training.run import Compiling, train_graph
 
 if TYPE_CHECKING:
     from bnfuse.runtime.program.optim import Optimizer
@@ -31,7 +34,7 @@ class Recipe:
     epochs: int = 10
     repeats: int = 1  # trainings a placement, with seeds that follow each other
     seed: int = 0
-    level: str = "icf"
+    level: str = dataclasses.field(default="icf", init=False)
     keep_affine: bool = False
     optimizer: Optimizer | None = None
     schedule: str = "cosine"
@@ -42,9 +45,16 @@ class Recipe:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for what, value in (("epochs", self.epochs), ("repeats", self.repeats)):
-            if value < 1:
-                raise BnfuseError(f"{what}={value}: it must be at least 1")
+        check_whole("epochs", self.epochs, 1)
+        check_whole("repeats", self.repeats, 1)
+
+    @property
+    def compiling(self) -> Compiling:
+        return Compiling(self.target, self.precision, self.optimizer, self.threads)
+
+    def options(self, seed: int) -> Options:
+        """What each training does: one evaluation, after the last epoch."""
+        return Options(self.epochs, seed, self.schedule, self.warm_up, self.augment, eval_every=self.epochs)
 
     def to_json(self) -> dict[str, Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -59,36 +69,26 @@ class Training:
     data: Dataset
     recipe: Recipe
     space: Space
-    bar: Callable[[int, int, str], None] | None = None
+    bar: Bar | None = None
 
     def __call__(self, placement: Placement) -> Score:
         recipe, removed = self.recipe, self.space.removed(placement)
-        rewritten = api.rewrite(
-            self.graph, level=recipe.level, remove=removed or None, keep_affine=recipe.keep_affine and bool(removed)
+        rewritten = rewrite(
+            self.graph.model,
+            level=recipe.level,
+            remove=removed or None,
+            keep_affine=recipe.keep_affine and bool(removed),
+            signature=self.graph.signature,
         )
         found = [self.train(rewritten, recipe.seed + repeat) for repeat in range(recipe.repeats)]
         chance = 1 / self.data.classes
         return Score(tuple(chance if one is None else one for one in found), sum(one is None for one in found))
 
-    def train(self, rewritten: Any, seed: int) -> float | None:
+    def train(self, rewritten: Rewritten, seed: int) -> float | None:
         """The accuracy after the last epoch; None where the training diverged."""
-        recipe = self.recipe
+        recipe, graph = self.recipe, open_graph(rewritten)
         try:
-            history = api.train(
-                rewritten,
-                self.data,
-                epochs=recipe.epochs,
-                optimizer=recipe.optimizer,
-                schedule=recipe.schedule,
-                warm_up=recipe.warm_up,
-                augment=recipe.augment,
-                eval_every=recipe.epochs,
-                target=recipe.target,
-                precision=recipe.precision,
-                threads=recipe.threads,
-                seed=seed,
-                progress=Quiet(self.bar),
-            )
+            history = train_graph(graph, self.data, recipe.options(seed), recipe.compiling, progress=Quiet(self.bar))
         except DivergedError:
             return None
         return history.accuracy if np.isfinite(history.accuracy) else None
@@ -97,7 +97,7 @@ class Training:
 class Quiet:
     """Progress of which only the bar of kernels is heard."""
 
-    def __init__(self, bar: Callable[[int, int, str], None] | None) -> None:
+    def __init__(self, bar: Bar | None) -> None:
         if bar is not None:
             self.bar = bar
 

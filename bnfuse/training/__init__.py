@@ -7,14 +7,14 @@ The batch is the graph's; images that do not fill the last batch of an epoch wai
 counts every held-out image once. Everything drawn follows from the seed and the place in the run, so that a run which
 is resumed from a checkpoint goes on bit by bit as it would have gone.
 
-A file for each idea: `loop` (the run), `options` (what can be asked of it), `loading` (batches, made ahead by a
-thread), `augment`, `schedules`, `feeding` (data of the step's size, evaluation), `checkpoints`, `metrics`, `nonfinite`
-and `replay` (which tensor a loss of nan comes from), `history`, `plotting`.
+A file for each idea: `run` (from a graph to its history), `loop` (the epochs), `options` (what can be asked of it),
+`loading` (batches, made ahead by a thread), `augment`, `schedules`, `feeding` (data of the step's size, evaluation),
+`checkpoints`, `metrics`, `nonfinite` and `replay` (which tensor a loss of nan comes from), `history`, `plotting`.
 """
 
 from .augment import Augment, parse_augment
 from .feeding import batch_of, data_for, evaluate_step, image_shape, random_feeds, raw_data_for, run_steps
-from .history import Epoch, History, Progress
+from .history import Epoch, History
 from .loading import Batch, Loader, prefetched
 from .loop import train_step
 from .options import Options
@@ -27,7 +27,6 @@ __all__ = [
     "History",
     "Loader",
     "Options",
-    "Progress",
     "Schedule",
     "batch_of",
     "cosine",

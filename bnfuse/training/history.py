@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bnfuse.core.text import Section, join
-
-Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)

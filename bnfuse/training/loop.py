@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
 from bnfuse.training import checkpoints, nonfinite
-from bnfuse.training.augment import Augment
 from bnfuse.training.checkpoints import Folder, Position, Saved
 from bnfuse.training.feeding import batch_of, evaluate_data, fed_statistics
-from bnfuse.training.history import Epoch, History, Progress, best_of, percent, without_gain
+from bnfuse.training.history import Epoch, History, best_of, percent, without_gain
 from bnfuse.training.loading import Batch, Loader, prefetched
 from bnfuse.training.metrics import Metrics
 from bnfuse.training.options import Options
-from bnfuse.training.schedules import Schedule
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -28,51 +26,27 @@ REFRESH = 0.1  # seconds between two pictures of the bar
 
 
 def train_step(
-    step: Step,
-    data: Dataset,
-    *,
-    epochs: int,
-    seed: int = 0,
-    save_to: str | os.PathLike[str] | None = None,
-    progress: Progress = lambda _: None,
-    schedule: str | Schedule = "cosine",
-    warm_up: float = 0.0,
-    augment: str | Augment | None = "none",
-    eval_every: int = 1,
-    checkpoint_every: int | None = None,
-    resume: str | os.PathLike[str] | bool | None = None,
-    metrics: str | os.PathLike[str] | None = None,
-    log_every: int | None = None,
-    plot: str | os.PathLike[str] | None = None,
-    patience: int | None = None,
-    normalise: bool = False,
+    step: Step, data: Dataset, *, progress: Progress = quiet, normalise: bool = False, **options: Any
 ) -> History:
-    """Trains in place, from the step's own learning rate on. What the options mean: `Options`, docs/training.md.
+    """Train in place, from the step's own learning rate on. `options` are the fields of `Options`: epochs, seed, ...
 
     `normalise` brings images to the data's mean and std as they are loaded; by default they are fed as they are.
     """
-    options = Options(
-        epochs,
-        seed,
-        schedule,
-        warm_up,
-        augment,
-        eval_every,
-        checkpoint_every,
-        save_to,
-        resume,
-        metrics,
-        log_every,
-        plot,
-        patience,
-    )
+    return train_by(Options(**options), step, data, progress=progress, normalise=normalise)
+
+
+def train_by(
+    options: Options, step: Step, data: Dataset, *, progress: Progress = quiet, normalise: bool = False
+) -> History:
+    """Do what `train_step` does, with the options in one. Raises BnfuseError before the first step for what cannot be,
+    DivergedError where the loss or the state is not finite."""
     options.check()
     if len(data.test_y):
         step.require_evaluation()
     for place in (options.file, options.plot):
         if place is not None:
             checkpoints.remove_leftovers(Path(place).parent, Path(place).name)
-    loader = Loader(data, batch_of(step), seed, options.changes, normalise)
+    loader = Loader(data, batch_of(step), options.seed, options.changes, normalise)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(Folder(options.folder)) if options.folder is not None else None
         run = Run(step, loader, options, progress, folder, step.lr)
@@ -80,15 +54,15 @@ def train_step(
             history = run.run()
         finally:
             step.lr = run.lr
-    if plot is not None:
+    if options.plot is not None:
         from bnfuse.training.plotting import draw
 
-        draw(history, Path(plot), f"Training on {data.name}")
+        draw(history, Path(options.plot), f"Training on {data.name}")
     return history
 
 
 class Run:
-    """One call of `train_step`."""
+    """One call of `train_by`."""
 
     def __init__(
         self, step: Step, loader: Loader, options: Options, progress: Progress, folder: Folder | None, lr: float
@@ -212,7 +186,7 @@ class Run:
         if self.folder is not None and options.checkpoint_every and count % options.checkpoint_every == 0 and not last:
             self._require_finite(at)
             self.folder.write(self.step, self._saved(at))
-        bar = getattr(self.progress, "bar", None)
+        bar = bar_of(self.progress)
         if bar is not None and not last and time.monotonic() - self.bar_drawn > REFRESH:
             self.bar_drawn = time.monotonic()
             where = f"epoch {at.epoch + 1} of {options.epochs}"

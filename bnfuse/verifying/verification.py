@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.core.text import Section, join
 from bnfuse.graph.drawing import drawer, separated
 from bnfuse.graph.feeds import draw_feeds
@@ -41,8 +42,6 @@ DRAWS = 3  # of rounding noise
 MOST_DRAWS = 16  # where three say no
 SEEDS = 3  # that must all say no
 RUNTIMES = ("ort", "tvm")
-
-Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +214,7 @@ def verify_graphs(
     threads: int | None = None,
     target: str = "cpu",
     precision: str | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = quiet,
 ) -> Verification:
     """Compares at the initial state of `before`, on random images and labels.
 
@@ -278,7 +277,7 @@ def verify_once(
     reference.close()
 
     progress(f"running {after.name} in {'onnxruntime' if runtime == 'ort' else 'the compiled step'}")
-    bar = getattr(progress, "bar", None)
+    bar = bar_of(progress)
     second = OrtRunner(after, where.threads, where.seed) if runtime == "ort" else CompiledRunner(after, where, bar)
     result, losses = second.evaluate(feeds, state), second.train(feeds, state, lr, steps)
     del second

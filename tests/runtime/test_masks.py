@@ -139,7 +139,7 @@ def test_what_is_refused_trains_and_says_so_before_a_training(monkeypatch, tmp_p
     step.export(tmp_path / "step.bnf")
     with pytest.raises(BnfuseError, match=refusal):
         bnfuse.open_step(tmp_path / "step.bnf").evaluate(x)
-    monkeypatch.setattr(bnfuse.api, "compile", None)
+    monkeypatch.setattr(bnfuse.runtime, "compile_step", None)
     with pytest.raises(BnfuseError, match=refusal):
         bnfuse.train(model, data, epochs=1)
     train_step(step, Dataset(x, y, x[:0], y[:0], 5), epochs=1)

@@ -292,10 +292,10 @@ def test_a_plot_of_no_known_kind_or_without_matplotlib_is_one_line_before_any_wo
 
 
 def test_the_command_passes_everything_on(train, capsys, monkeypatch):
-    asked = {}
+    asked = []
 
-    def fake(graph, **options):
-        asked.update(options)
+    def fake(graph, plan, **_):
+        asked.append(plan)
         return results.Benchmark(graph.name, (), {}, 1)
 
     monkeypatch.setattr(run, "run_benchmark", fake)
@@ -303,8 +303,9 @@ def test_the_command_passes_everything_on(train, capsys, monkeypatch):
     assert main(["bench", str(train), *options, "--compile-time", "--threads", "1", "--repetitions", "3"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data.keys() == {"model", "repetitions", "results", "ratios", "machine", "profile"}
-    assert (asked["levels"], asked["against"]) == (["icf,none"], ["ort", "torch"])
-    assert (asked["wait"], asked["profile"], asked["compile_time"], asked["repetitions"]) == (5, True, True, 3)
+    (plan,) = asked
+    assert ([v.name for v in plan.variants], plan.baselines) == (["icf", "none"], ("ort", "torch"))
+    assert (plan.wait, plan.profile, plan.compile_time, plan.repetitions, plan.threads) == (5, True, True, 3, 1)
 
 
 def test_nothing_to_measure_is_refused(train):

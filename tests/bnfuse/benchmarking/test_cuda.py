@@ -53,15 +53,15 @@ def test_a_precision_is_a_gpus_and_is_known():
 
 
 def test_the_command_passes_target_and_precision_on(train, monkeypatch):
-    asked = {}
+    asked = []
 
-    def fake(graph, **options):
-        asked.update(options)
+    def fake(graph, plan, **_):
+        asked.append(plan)
         return Benchmark(graph.name, (), {}, 1)
 
     monkeypatch.setattr(run, "run_benchmark", fake)
     assert main(["bench", str(train), "--target", "cuda:sm_90", "--precision", "bf16", "--json"]) == 0
-    assert (asked["target"], asked["precision"]) == ("cuda:sm_90", "bf16")
+    assert (asked[0].target, asked[0].precision) == ("cuda:sm_90", "bf16")
 
 
 def test_without_a_gpu_a_benchmark_on_one_is_refused_in_one_line_before_any_work(train, capsys, monkeypatch):
@@ -224,7 +224,7 @@ def test_what_a_benchmark_on_a_gpu_needs_is_imported_without_tvm_and_onnxruntime
     absent = ("tvm", "tvm_ffi", "onnxruntime", "onnx_graphsurgeon", "typer", "matplotlib", "sklearn", "PIL")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
         f"import bnfuse.{name}"
-        for name in ("baselines", "feeds", "runtime.artifact", "benchmarking.profiles", "benchmarking.cuda.memory")
+        for name in ("baselines", "graph.feeds", "runtime.artifact", "benchmarking.profiles", "benchmarking.cuda.memory")
     )
     code += "\nfrom bnfuse.runtime import load_step\nfrom bnfuse.benchmarking.cuda import card, cudnn, limits, step\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=import_root())

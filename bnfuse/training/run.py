@@ -1,0 +1,129 @@
+"""From a graph to what it has learned: what can be wrong is looked at first, then it is compiled and trained.
+
+history = train_graph(open_graph("fused.onnx"), "digits", Options(epochs=10))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnfuse.core.progress import Progress, bar_of, quiet
+from bnfuse.data import Dataset
+from bnfuse.exporting import export_model, require_exportable, require_state
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.training.feeding import batch_of, data_for, raw_data_for, run_steps
+from bnfuse.training.history import History
+from bnfuse.training.loading import Loader
+from bnfuse.training.loop import train_by
+from bnfuse.training.nonfinite import require_finite_state
+from bnfuse.training.options import Options
+
+if TYPE_CHECKING:
+    from bnfuse.runtime import Step
+    from bnfuse.runtime.program.optim import Optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiling:
+    """How a graph becomes a step: the options of `bnfuse.compile`. Without an optimiser it is `default_optimizer`."""
+
+    target: str = "cpu"
+    precision: str | None = None
+    optimizer: Optimizer | None = None
+    threads: int | None = None
+
+    def step(self, graph: TrainingGraph, progress: Progress) -> Step:
+        """Compile the graph; `progress` hears of each kernel by its bar."""
+        from bnfuse.runtime import compile_step
+
+        return compile_step(
+            graph,
+            target=self.target,
+            optimizer=self.optimizer or default_optimizer(),
+            threads=self.threads,
+            progress=bar_of(progress),
+            precision=self.precision,
+        )
+
+
+def default_optimizer() -> Optimizer:
+    """Give the optimiser of a training that names none: SGD at a rate of 0.1, with momentum 0.9."""
+    from bnfuse.runtime.program.optim import SGD
+
+    return SGD(lr=0.1, momentum=0.9)
+
+
+def train_graph(
+    graph: TrainingGraph,
+    data: Any,
+    options: Options,
+    compiling: Compiling | None = None,
+    *,
+    export: str | Path | None = None,
+    skip_unreadable: bool = False,
+    progress: Progress = quiet,
+) -> History:
+    """Compile the graph and train it on `data`, a name, a folder, a file, or a Dataset, which is fed as it is.
+
+    `export` is the file that gets the trained network for inference, with what images must be normalised by. Raises
+    BnfuseError for data, options and states that do not fit before anything is compiled.
+    """
+    from bnfuse.runtime.lowering.inference import require_inference
+
+    given = isinstance(data, Dataset)
+    found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
+    tell_of(found, graph, progress)
+    require_state(graph, options.started_from)
+    if export is not None:
+        require_exportable(graph)
+    if len(found.test_y):
+        require_inference(graph)
+    progress(f"preparing {graph.name}")
+    step = (compiling or Compiling()).step(graph, progress)
+    progress(f"{step.report.kernels} kernels, {step.target.place}")
+    history = train_by(options, step, found, progress=progress, normalise=not given)
+    if export is not None:
+        mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)
+        export_model(step, export, mean=mean, std=std, scale=scale, classes=found.class_names)
+    return history
+
+
+def run_graph(
+    source: TrainingGraph | Step,
+    data: Any,
+    compiling: Compiling,
+    *,
+    steps: int,
+    seed: int,
+    name: str,
+    lr: float | None = None,
+    save_to: str | Path | None = None,
+    skip_unreadable: bool = False,
+    progress: Progress = quiet,
+) -> list[float]:
+    """Give the losses of some steps on shuffled batches of `data`, or on one random batch where it is None.
+
+    `name` is what `progress` hears the source called. Raises DivergedError where the state is not finite in the end.
+    """
+    if data is not None:
+        data = data_for(source, data, skip_unreadable=skip_unreadable)
+        tell_of(data, source, progress)
+    progress(f"preparing {name}")
+    if isinstance(source, TrainingGraph):
+        source.state()  # complains of values that are missing before the work, not after it
+        source = compiling.step(source, progress)
+    if lr is not None:
+        source.lr = lr
+    losses = run_steps(source, data, steps=steps, seed=seed)
+    require_finite_state(source, where=f"step {steps}", lr=source.lr)
+    if save_to is not None:
+        source.save(save_to)
+    return losses
+
+
+def tell_of(data: Dataset, source: TrainingGraph | Step, progress: Progress) -> None:
+    """Say what the data are, and what an epoch of them is."""
+    for line in (*data.about, Loader(data, batch_of(source)).about):
+        progress(line)
