@@ -18,7 +18,7 @@ import bnfuse
 from bnfuse.build import build_training_graph
 from bnfuse.models import MODELS, build_forward
 from bnfuse.passes import LEVELS
-from bnfuse.verifying.verification import is_wrong
+from bnfuse.verifying.verdict import is_wrong
 
 SMALL = ("densenet40", "resnet20", "resnet56")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bnfuse.runtime.program.optim import Optimizer
     from bnfuse.searching.result import SearchResult
     from bnfuse.training import History
-    from bnfuse.verifying.verification import Verification
+    from bnfuse.verifying.verdict import Verification
 
 __all__ = [
     "bench",

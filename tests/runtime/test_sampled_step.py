@@ -19,7 +19,7 @@ from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, Step, compile_step, load_step
 from bnfuse.runtime.backends.draws import sampling_of
 from bnfuse.runtime.program import program as p
-from bnfuse.verifying.verification import FLOOR, distance
+from bnfuse.verifying.noise import FLOOR, distance
 
 BODY = """
     stem = Conv<kernel_shape = [3,3], pads = [1,1,1,1]>(image, w0)

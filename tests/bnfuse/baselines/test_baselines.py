@@ -18,10 +18,10 @@ from bnfuse.baselines import BASELINES, TorchStep, torch_module
 from bnfuse.baselines.network import torch_loss
 from bnfuse.build import build, build_training_graph
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, open_graph, without_dropout
 from bnfuse.models import MODELS, build_forward
 from bnfuse.ort.oracle import OrtGraph
-from bnfuse.verifying.verification import draw_feeds
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 SMALLER: dict[str, object] = {"hidden": 32, "width": 0.25, "depth": 16}  # metaparameters

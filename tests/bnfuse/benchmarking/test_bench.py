@@ -16,13 +16,13 @@ from bnfuse.benchmarking.profiles import Profile, rows_of
 from bnfuse.cli import main
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.times import Times, summarize
+from bnfuse.graph.feeds import draw_feeds
 from bnfuse.measuring import children, idle, limits
 from bnfuse.measuring.limits import Limits
 from bnfuse.passes import variants
 from bnfuse.passes.variants import Variant
 from bnfuse.runtime.program.program import Work
 from bnfuse.runtime.session import LaunchTime
-from bnfuse.verifying.verification import draw_feeds
 
 LIMITS = Limits({"numpy": 100e9, "torch": 50e9}, 10e9)
 RESULT_KEYS = {

@@ -224,7 +224,13 @@ def test_what_a_benchmark_on_a_gpu_needs_is_imported_without_tvm_and_onnxruntime
     absent = ("tvm", "tvm_ffi", "onnxruntime", "onnx_graphsurgeon", "typer", "matplotlib", "sklearn", "PIL")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
         f"import bnfuse.{name}"
-        for name in ("baselines", "graph.feeds", "runtime.artifact", "benchmarking.profiles", "benchmarking.cuda.memory")
+        for name in (
+            "baselines",
+            "graph.feeds",
+            "runtime.artifact",
+            "benchmarking.profiles",
+            "benchmarking.cuda.memory",
+        )
     )
     code += "\nfrom bnfuse.runtime import load_step\nfrom bnfuse.benchmarking.cuda import card, cudnn, limits, step\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=import_root())

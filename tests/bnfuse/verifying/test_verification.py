@@ -10,24 +10,11 @@ import pytest
 import bnfuse
 from bnfuse.build.named import build_model
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import dropouts, open_graph, without_dropout
-from bnfuse.verifying.verification import (
-    FLOOR,
-    MINIMUM,
-    ROUNDINGS,
-    CompiledRunner,
-    Curves,
-    OrtRunner,
-    TensorError,
-    Verification,
-    Where,
-    compare,
-    curve_tolerances,
-    distance,
-    disturbed,
-    draw_feeds,
-    tolerance,
-)
+from bnfuse.verifying.noise import FLOOR, MINIMUM, compare, curve_tolerances, distance, disturbed, tolerance
+from bnfuse.verifying.runners import CompiledRunner, OrtRunner, Where
+from bnfuse.verifying.verdict import ROUNDINGS, Curves, TensorError, Verification
 
 
 def small(name="densenet40", **settings):

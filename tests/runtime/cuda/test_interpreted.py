@@ -13,11 +13,19 @@ from gpu_step import interpreted_step
 from source_files import load
 
 from bnfuse.build import build_training_graph
+from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
+<<<<<<< HEAD
 from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.verifying.verification import CompiledRunner, Reference, Where, draw_feeds, verdict
+=======
+from bnfuse.runtime.targets.target import Target
+from bnfuse.verifying.noise import Reference
+from bnfuse.verifying.runners import CompiledRunner, Where
+from bnfuse.verifying.verdict import is_right
+>>>>>>> e6ffa88 (verify in four files: both sides, the noise that is the yardstick, the verdict, and whether two graphs can be compared)
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artifact.py")
@@ -142,7 +150,7 @@ def test_verify_judges_by_the_step_s_precision(monkeypatch):
     def equal(graph: TrainingGraph, precision: str) -> bool:
         reference = Reference(graph, Where(1, precision=precision), feeds, state, 0.0, 0, np.random.default_rng(1))
         reference.draw(3)
-        return verdict(*reference.judge(found, []))
+        return is_right(*reference.judge(found, []))
 
     assert equal(right, "fp16")
     assert not equal(right, "fp32")

@@ -1,0 +1,121 @@
+"""How far rounding noise moves what a graph computes: the yardstick of a comparison, and the errors beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bnfuse.graph.signature import GraphSignature
+from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.ort.oracle import Arrays
+from bnfuse.verifying.runners import OrtRunner, Where
+from bnfuse.verifying.verdict import ROUNDING, Curves, TensorError
+
+MINIMUM = 1e-5
+FACTOR = 8.0
+LEAST_ROUNDINGS = 2.0  # that are tolerated however small the spread is: results were computed from rounded values
+FLOOR = 1e-6  # of the largest norm of the same kind
+
+
+class Reference:
+    """What `before` computes, and how far rounding noise moves it: the more draws, the better its tail is known."""
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        where: Where,
+        feeds: Arrays,
+        state: Arrays,
+        lr: float,
+        steps: int,
+        rng: np.random.Generator,
+    ) -> None:
+        self.graph, self.where, self.rounding, self.rng = graph, where, where.rounding, rng
+        self.feeds, self.state, self.lr, self.steps = feeds, state, lr, steps
+        self.runner: OrtRunner | None = OrtRunner(graph, where.threads, where.seed)
+        self.values = self.runner.evaluate(feeds, state)
+        self.losses = self.runner.train(feeds, state, lr, steps, self.values)
+        self.spreads: list[Arrays] = []
+        self.noisy_losses: list[list[float]] = []
+
+    def draw(self, count: int) -> None:
+        """Run with `count` more draws of noise."""
+        self.runner = self.runner or OrtRunner(self.graph, self.where.threads, self.where.seed)
+        for _ in range(count):
+            feeds, state = disturbed(self.feeds, self.state, self.graph.signature, self.rng, self.rounding)
+            self.spreads.append(self.runner.evaluate(feeds, state))
+            losses = self.runner.train(feeds, state, self.lr, self.steps, self.spreads[-1])
+            self.noisy_losses.append(losses)
+
+    def close(self) -> None:
+        """Give its memory back before the other graph runs."""
+        self.runner = None
+
+    def judge(self, result: Arrays, losses: list[float]) -> tuple[tuple[TensorError, ...], Curves | None]:
+        tensors = tuple(compare(self.values, result, self.spreads, self.graph.signature, self.rounding))
+        if not self.steps:
+            return tensors, None
+        tolerances = curve_tolerances(self.losses, self.noisy_losses, self.rounding)
+        return tensors, Curves(tuple(self.losses), tuple(losses), tolerances)
+
+
+def disturbed(
+    feeds: Arrays, state: Arrays, signature: GraphSignature, rng: np.random.Generator, rounding: float = ROUNDING
+) -> tuple[Arrays, Arrays]:
+    """Feeds and state with one rounding of noise on the data and the parameters."""
+    touched = {*signature.data, *signature.virtual, *signature.trainable, *signature.frozen}
+
+    def noise(name: str, value: np.ndarray) -> np.ndarray:
+        if name not in touched or not np.issubdtype(value.dtype, np.floating):
+            return value
+        signs = rng.integers(0, 2, value.shape) * 2 - 1
+        return (value.astype(np.float64) * (1 + rounding * signs)).astype(value.dtype)
+
+    return (
+        {name: noise(name, value) for name, value in feeds.items()},
+        {name: noise(name, value) for name, value in state.items()},
+    )
+
+
+def tolerance(spread: float, rounding: float = ROUNDING) -> float:
+    """Eight times the spread, but never less than a few roundings."""
+    return max(MINIMUM, LEAST_ROUNDINGS * rounding, FACTOR * spread)
+
+
+def compare(
+    reference: Arrays, result: Arrays, spreads: list[Arrays], signature: GraphSignature, rounding: float = ROUNDING
+) -> Iterator[TensorError]:
+    """The loss first, then gradients, then running statistics."""
+    for kind, outputs in (
+        ("loss", [signature.loss]),
+        ("gradient", list(signature.gradients.values())),
+        ("running", list(signature.running.values())),
+    ):
+        floor = FLOOR * max((norm(reference[name]) for name in outputs), default=0.0)
+        for name in outputs:
+            spread = max(distance(noisy[name], reference[name], floor) for noisy in spreads)
+            error = distance(result[name], reference[name], floor)
+            yield TensorError(name, kind, error, tolerance(spread, rounding))
+
+
+def norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64).ravel()))
+
+
+def distance(a: np.ndarray, b: np.ndarray, floor: float) -> float:
+    """||a - b|| / max(||b||, floor), in float64; infinite where the shapes differ, NaN where a value is."""
+    if a.shape != b.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):  # infinities of one sign: NaN, as it should be
+        difference = norm(a.astype(np.float64) - b.astype(np.float64))
+    return difference / max(norm(b), floor) if difference else 0.0 * difference
+
+
+def curve_tolerances(curve: list[float], noisy: list[list[float]], rounding: float = ROUNDING) -> tuple[float, ...]:
+    """Eight times the largest spread so far: curves that have parted do not come together again."""
+    found, spread = [], 0.0
+    for step, loss in enumerate(curve):
+        spread = max(spread, *(abs(other[step] - loss) / max(abs(loss), 1e-30) for other in noisy))
+        found.append(tolerance(spread, rounding))
+    return tuple(found)

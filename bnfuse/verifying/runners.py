@@ -1,0 +1,122 @@
+"""Both sides of a comparison: a graph in onnxruntime, or compiled in our runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+
+from bnfuse.core.progress import Bar
+from bnfuse.graph.drawing import drawer, separated
+from bnfuse.graph.signature import GraphSignature
+from bnfuse.graph.training_graph import TrainingGraph, without_dropout
+from bnfuse.ort.oracle import Arrays, OrtGraph
+from bnfuse.verifying.verdict import ROUNDINGS
+
+
+class Runner(Protocol):
+    """A graph that can be evaluated at a state and trained from it."""
+
+    def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
+        """Loss, gradients and new running statistics, by the output names of `before`."""
+
+    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
+        """The losses of `steps` steps of SGD on one batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Threads of the CPU, for what the compiled step is made, and the seed of what random operators give.
+
+    It stays the same where more seeds are asked: a mask is never wrong by luck, so it must not become right by it.
+    """
+
+    threads: int | None = None
+    target: str = "cpu"
+    precision: str | None = None
+    seed: int = 0
+
+    @property
+    def rounding(self) -> float:
+        """How much one rounding of the step's precision moves a value, at most."""
+        return ROUNDINGS[self.precision or "fp32"]
+
+
+class OrtRunner:
+    def __init__(self, graph: TrainingGraph, threads: int | None, seed: int = 0) -> None:
+        self.signature = graph.signature
+        model, random = separated(without_dropout(graph.model), graph.name)
+        self.random = drawer(model, random, seed)
+        self.graph = OrtGraph(model, name=graph.name, threads=threads)
+
+    def evaluate(self, feeds: Arrays, state: Arrays, step: int = 0) -> Arrays:
+        return self.graph.run({**state, **feeds, **self.random(step)}, compared(self.signature))
+
+    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int, outputs: Arrays | None = None) -> list[float]:
+        """The losses of SGD; `outputs` are those of the first step, where they are known already."""
+        state, losses = dict(state), []
+        for step in range(steps):
+            outputs = outputs or self.evaluate(feeds, state, step)
+            losses.append(float(outputs[self.signature.loss]))
+            for name, gradient in self.signature.gradients.items():
+                state[name] = state[name] - np.float32(lr) * outputs[gradient]
+            for name, output in self.signature.running.items():
+                state[name] = outputs[output]
+            outputs = None
+        return losses
+
+
+class CompiledRunner:
+    """`after` in our runtime. Its gradients and running statistics are given the names they have in the file."""
+
+    def __init__(self, graph: TrainingGraph, where: Where, bar: Bar | None = None) -> None:
+        self.graph = dataclasses.replace(graph, model=without_dropout(graph.model))
+        self.where, self.bar = where, bar
+        self.random = drawer(*separated(self.graph.model, graph.name), where.seed)
+
+    def compiled(self, lr: float | None, state: Arrays) -> Any:
+        from bnfuse.runtime import SGD, compile_step
+
+        optimizer = None if lr is None else SGD(lr=lr)
+        step = compile_step(
+            self.graph,
+            target=self.where.target,
+            precision=self.where.precision,
+            threads=None if self.where.target.startswith("cuda") else self.where.threads,
+            optimizer=optimizer,
+            progress=self.bar,
+        )
+        step.load_state_dict(state)
+        return step
+
+    def drawn(self, feeds: Arrays, step: int) -> Arrays:
+        """What a step draws by itself, and is to have as the other graph has it."""
+        names = (*self.graph.signature.offsets, *self.graph.signature.virtual)
+        return {**{name: feeds[name] for name in names}, **self.random(step)}
+
+    def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
+        signature = self.graph.signature
+        step = self.compiled(None, state)
+        step.fix(self.drawn(feeds, 0))
+        loss = step.forward(*(feeds[name] for name in step.inputs))
+        step.backward()
+        gradients = step.gradients()
+        step.update()  # without an optimiser: running statistics only
+        new = step.state_dict()
+        return {
+            signature.loss: np.float32(loss),
+            **{output: gradients[name] for name, output in signature.gradients.items()},
+            **{output: new[name] for name, output in signature.running.items()},
+        }
+
+    def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
+        step, losses = self.compiled(lr, state), []
+        for index in range(steps):
+            step.fix(self.drawn(feeds, index))
+            losses.append(step(*(feeds[name] for name in step.inputs)))
+        return losses
+
+
+def compared(signature: GraphSignature) -> list[str]:
+    return [signature.loss, *signature.gradients.values(), *signature.running.values()]
