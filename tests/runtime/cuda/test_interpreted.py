@@ -17,15 +17,10 @@ from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
-<<<<<<< HEAD
 from bnfuse.runtime.targets.target import CudaTarget
-from bnfuse.verifying.verification import CompiledRunner, Reference, Where, draw_feeds, verdict
-=======
-from bnfuse.runtime.targets.target import Target
 from bnfuse.verifying.noise import Reference
 from bnfuse.verifying.runners import CompiledRunner, Where
 from bnfuse.verifying.verdict import is_right
->>>>>>> e6ffa88 (verify in four files: both sides, the noise that is the yardstick, the verdict, and whether two graphs can be compared)
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
 perceptrons = load(pathlib.Path(__file__).parents[1] / "test_artifact.py")
