@@ -19,7 +19,6 @@ from tvm import tirx
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
-from bnfuse.opset.spec import OpSpec
 
 Expr = Any  # a tvm PrimExpr
 Load = Callable[[str, bool], Expr]  # (operand, whether it has one value per channel) -> its value here
@@ -156,32 +155,3 @@ TIR: Algebra = {
     "both": tirx.And,
     "where": tirx.Select,
 }
-
-
-def forward_prologue(spec: OpSpec, attributes: Mapping[str, Any], load: Load) -> tuple[Expr, Expr]:
-    """What the core reads at this pixel and channel, and z: x after Normalize and before the activation.
-
-    `load(name, is_vector)` gives operand `name` here: a map's value at the pixel and channel, or, for a vector, the
-    channel's. It is called once per operand. The steps of dy (Slice, BatchNormGrad) belong to `gradient_prologue`.
-    """
-    x = load("x", False)
-    z = x
-    for step in spec.prologue:
-        if step == "Normalize":
-            z = x = normalize(x, load("a", True), load("b", True))
-        elif step in ACTIVATIONS:
-            x = apply_activation(step, x, attributes)
-        elif step == "Add":
-            x = x + load("skip", False)
-        elif step == "AddNormalized":
-            x = x + normalize(load("skip", False), load("skip_a", True), load("skip_b", True))
-    return x, z
-
-
-def gradient_prologue(spec: OpSpec, load: Load) -> Expr:
-    """dy at this pixel and channel, after BatchNormGrad where the operator has it. `load` as in `forward_prologue`."""
-    dy = load("dy", False)
-    if "BatchNormGrad" in spec.prologue:
-        q, w = load("grad_q", True), load("grad_w", True)
-        dy = batch_norm_grad(dy, load("grad_p", True), load("grad_x", False), q, w)
-    return dy

@@ -8,8 +8,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
+from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan, Total, totals_of
+from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Problem
@@ -53,11 +55,9 @@ class Elements:
         return self.problem.map("x").c
 
     @property
-    def reductions(self) -> list[str | None]:
-        """What is summed over d: d itself (None), then d*(x - mean) for each BN, by the suffix of its operands."""
-        suffixes = [""] if "Reduce" in self.spec.epilogue else []
-        suffixes += [f"_{i}" for i in range(1, self.spec.others + 1)]
-        return [None, *suffixes] if suffixes else []
+    def reductions(self) -> tuple[Total, ...]:
+        """What is summed over dx. The sum of dy is taken where dy is packed."""
+        return tuple(total for total in totals_of(self.spec) if not total.of_bias)
 
     @property
     def sums_size(self) -> int:
@@ -71,16 +71,16 @@ class Elements:
         """Element of a map."""
         return self.arguments[name][self.index(name, pixel, channel)]
 
-    def _loader(self, pixel: Expr, channel: Expr) -> steps.Load:
+    def loader(self, pixel: Expr, channel: Expr) -> steps.Load:
         return lambda name, is_vector: self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
 
     def gradient(self, pixel: Expr, channel: Expr) -> Expr:
         """dy after its prologue."""
-        return steps.gradient_prologue(self.spec, self._loader(pixel, channel))
+        return ProloguePlan.of_gradient(self.problem).value(self.loader(pixel, channel))
 
-    def activated(self, pixel: Expr, channel: Expr) -> tuple[Expr, Expr]:
-        """What the convolution read, and the value before the activation."""
-        return steps.forward_prologue(self.spec, self.attributes, self._loader(pixel, channel))
+    def activated(self, pixel: Expr, channel: Expr) -> Expr:
+        """What the convolution read."""
+        return ProloguePlan.of_input(self.problem).value(self.loader(pixel, channel))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,10 @@ class Sums:
         """Add d at a pixel and channel; `inner` is the channel's place in the block."""
         for q, term in enumerate(self.elements.reductions):
             slot = q * self.block + inner
-            if term is None:
+            if term.suffix is None:
                 store(self.registers, slot, self.registers[slot] + d)
             else:
-                mean = self.elements.arguments[f"mean{term}"][channel]
-                centred = self.elements.load(f"x{term}", pixel, channel) - mean
+                centred = term.centred(self.elements.loader(pixel, channel))
                 store(self.registers, slot, steps.fma(d, centred, self.registers[slot]))
 
     def flush(self, sums: Buffer, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
@@ -134,34 +133,26 @@ def chunks(count: int, lanes: int) -> dict[int, int]:
     return {start: min(lanes, count - start) for start in range(0, count, lanes)}
 
 
-def leave(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]) -> None:
+def write_epilogue(
+    elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]
+) -> None:
     """The epilogue of one element: d lies in `cell` = (buffer, index), and belongs to `where` = (pixel, channel, place
     of the channel in its block). The buffer is written, so that d is computed once."""
     pixel, channel, _ = where
-    last = outgoing(elements, d, cell, sums, where)
+    last = epilogue_value(elements, d, cell, sums, where)
     store(elements.arguments["dx"], elements.index("dx", pixel, channel), last)
 
 
-def outgoing(
+def epilogue_value(
     elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]
 ) -> Expr:
-    """`leave` without the store: what dx has to be."""
-    (pixel, channel, inner), arguments = where, elements.arguments
-    for step in elements.spec.epilogue:
-        if step == "AddGradient":
-            d = d + elements.load("other", pixel, channel)
-        elif step in ACTIVATION_GRADS:
-            _, z = elements.activated(pixel, channel)
-            d = steps.activation_grad(step, d, z, elements.attributes)
+    """Write the epilogue without the store: what dx has to be."""
+    pixel, channel, inner = where
+    plan, load = EpiloguePlan(elements.problem), elements.loader(pixel, channel)
     buffer, index = cell
-    store(buffer, index, d)
-    d = buffer[index]
-    sums.add(d, pixel, channel, inner)
-    if "Scale" in elements.spec.epilogue:
-        d = arguments["acc_p"][channel] * d
-    elif "Accumulate" in elements.spec.epilogue:
-        d = steps.fma(arguments["acc_p"][channel], d, elements.load("dx", pixel, channel))
-    return d
+    store(buffer, index, plan.changed(d, load))
+    sums.add(buffer[index], pixel, channel, inner)
+    return plan.placed(buffer[index], load)
 
 
 def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None:
@@ -169,11 +160,10 @@ def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None
     arguments = elements.arguments
     if bias is not None:
         _total(elements, bias, arguments["dbias"], elements.problem.map("dy").c, 0, None)
-    for q, term in enumerate(elements.reductions):
-        if term is not None:
-            dbeta, dgamma, inv_std = (arguments[f"{name}{term}"] for name in ("dbeta", "dgamma", "inv_std"))
-            _total(elements, sums, dbeta, elements.sums_size, 0, None)
-            _total(elements, sums, dgamma, elements.sums_size, q, inv_std)
+    for q, total in enumerate(elements.reductions):
+        factor = None if total.factor is None else arguments[total.factor]
+        for result in total.results:
+            _total(elements, sums, arguments[result], elements.sums_size, q, factor)
 
 
 def _total(elements: Elements, sums: Buffer, result: Buffer, size: int, q: int, factor: Buffer | None) -> None:

@@ -19,8 +19,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     Expr,
     Sums,
     chunks,
-    leave,
     prefetch,
+    write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
@@ -145,7 +145,7 @@ def input_gradient(nest: Nest, grad: Buffer, packed: Buffer, sums: Buffer | None
         )
         micro.prefetch()
         acc = micro.accumulate(grad, packed)
-        micro.leave(acc, sums)
+        micro.finish(acc, sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,12 +229,12 @@ class _Micro:
             store(self.place.scratch, span(cell * width, width), acc[span(cell * width, width)])
         return self.place.scratch
 
-    def leave(self, acc: Buffer, sums: Buffer | None) -> None:
+    def finish(self, acc: Buffer, sums: Buffer | None) -> None:
         """The epilogue, for the rows, columns and channels that exist."""
-        nest, leave_channels = self.nest, partial(self._leave_channels, acc, sums)
-        tir.with_width(self.block, nest.tiles.block, nest.shape.cin, leave_channels)
+        nest, finish_channels = self.nest, partial(self._finish_channels, acc, sums)
+        tir.with_width(self.block, nest.tiles.block, nest.shape.cin, finish_channels)
 
-    def _leave_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
+    def _finish_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
         """Pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over pixels."""
         rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
         widths = {0: count} if count == tiles.block else chunks(count, tiles.lanes)
@@ -249,7 +249,7 @@ class _Micro:
                 with T.vectorized(0, lanes) as lane:
                     inner = start + lane
                     index = self.cell(n, i, j) + inner
-                    leave(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
+                    write_epilogue(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
         part.flush(sums, self.place.thread, first, widths)
 
 

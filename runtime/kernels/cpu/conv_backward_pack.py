@@ -91,7 +91,7 @@ def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, star
                     column = (left + c) * columns.step - columns.pad
 
                     def element(channel: Expr) -> None:
-                        value, _ = nest.activated(pixel + column, group * nest.shape.cin + start + channel)
+                        value = nest.activated(pixel + column, group * nest.shape.cin + start + channel)
                         store(read, at + (left + c) * width + channel, value)
 
                     over_channels(count, lanes, element)

@@ -40,10 +40,10 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     Elements,
     Expr,
     Sums,
+    epilogue_value,
     finish,
-    leave,
-    outgoing,
     prefetch,
+    write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
 from bnfuse.runtime.kernels.cpu.nest import block_vectors, loop
@@ -371,7 +371,7 @@ class _Depthwise(Elements):
         store(d, lanes, tir.splat(0, width))
         if vector.taps:
             with T.vectorized(0, width) as j:
-                store(y, j, self.activated(pixel, channel + j)[0])
+                store(y, j, self.activated(pixel, channel + j))
         for tap in range(self.taps):
             up = rows.offset(residue[0], tap // columns.kernel)
             left = columns.offset(residue[1], tap % columns.kernel)
@@ -385,16 +385,16 @@ class _Depthwise(Elements):
             if vector.leaves:
                 store(d, lanes, d[lanes] + dy * vector.weights[tap])
         if vector.leaves:
-            self._leave(d, vector, pixel, channel)
+            self._write(d, vector, pixel, channel)
 
-    def _leave(self, d: Buffer, vector: _Vector, pixel: Expr, channel: Expr) -> None:
+    def _write(self, d: Buffer, vector: _Vector, pixel: Expr, channel: Expr) -> None:
         streamed = self.is_streamed and vector.width == self.tiles.lanes
         with T.vectorized(0, vector.width) as j:
             where = (pixel, channel + j, j)
             if streamed:
-                store(d, j, outgoing(self, d[j], (d, j), vector.sums, where))
+                store(d, j, epilogue_value(self, d[j], (d, j), vector.sums, where))
             else:
-                leave(self, d[j], (d, j), vector.sums, where)
+                write_epilogue(self, d[j], (d, j), vector.sums, where)
         if streamed:
             stream.stream(
                 self.arguments["dx"], self.index("dx", pixel, channel), d[span(0, vector.width)], vector.width

@@ -6,7 +6,7 @@ import dataclasses
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, MapRef, elementwise, share, store, vectors
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
@@ -31,7 +31,7 @@ class Entry:
             ref = self.map(name)
             return ref.buffer[ref.at(pixel, channel)]
 
-        return steps.forward_prologue(self.problem.spec, dict(self.problem.attributes), load)[0]
+        return ProloguePlan.of_input(self.problem).value(load)
 
     def pack(
         self, tile: Buffer, index: Expr, pixel: Expr, channel: Expr, width: int, stored: bool, repeat: int = 1

@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, f32, f64, to_f32
 from bnfuse.runtime.kernels.common.windows import Windows, coordinates, source_pixel, weight_of, windows_of
 from bnfuse.runtime.kernels.cpu.pointwise import BackwardEpilogue, ForwardEpilogue
@@ -131,8 +131,7 @@ def _global_forward(problem: Problem, target: CpuTarget) -> Kernel:
 
 def _activated(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr:
     """The pool's input at a pixel of x, after the prologue."""
-    value, _ = steps.forward_prologue(problem.spec, dict(problem.attributes), args.loader(pixel, channel))
-    return value
+    return ProloguePlan.of_input(problem).value(args.loader(pixel, channel))
 
 
 # Backward
@@ -230,7 +229,7 @@ class _Nested:
 
 
 def _dy(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr:
-    return steps.gradient_prologue(problem.spec, args.loader(pixel, channel))
+    return ProloguePlan.of_gradient(problem).value(args.loader(pixel, channel))
 
 
 def _span(first: Expr, stop: Expr) -> Any:

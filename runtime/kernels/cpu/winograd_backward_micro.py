@@ -13,8 +13,8 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     Expr,
     Sums,
     chunks,
-    leave,
     prefetch,
+    write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, opaque
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
@@ -99,7 +99,7 @@ def input_gradient(
         with T.serial(0, present) as slot, T.serial(0, groups) as group:
             start = T.bind((first + group) * micro)
             count = T.bind(tirx.Min(micro, tiles - start))
-            _leave_tiles(nest, products, sums, place, first_block + slot, slot, start, group, count)
+            _finish_tiles(nest, products, sums, place, first_block + slot, slot, start, group, count)
 
 
 def _pixel(nest: WinogradNest, place: Place, tile: Expr) -> tuple[Expr, Expr, Expr]:
@@ -150,7 +150,7 @@ def _multiply(
         store(products, span(target + i * width, width), acc[span(i * width, width)])
 
 
-def _leave_tiles(
+def _finish_tiles(
     nest: WinogradNest,
     products: Buffer,
     sums: Buffer | None,
@@ -165,12 +165,12 @@ def _leave_tiles(
     source = T.bind((slot * nest.products_tiles + group * nest.tiles.micro) * nest.tiles.block)
 
     def channels(width: int) -> None:
-        _leave_channels(nest, products, sums, place, block, source, start, count, width)
+        _finish_channels(nest, products, sums, place, block, source, start, count, width)
 
     tir.with_width(block, nest.tiles.block, nest.shape.cin, channels)
 
 
-def _leave_channels(
+def _finish_channels(
     nest: WinogradNest,
     products: Buffer,
     sums: Buffer | None,
@@ -206,5 +206,5 @@ def _leave_channels(
                     inner = begin + lane
                     index = (up * OUT + left) * sizes.block + inner
                     where = (pixel, first + inner, inner)
-                    leave(nest, place.scratch[index], (place.scratch, index), part, where)
+                    write_epilogue(nest, place.scratch[index], (place.scratch, index), part, where)
     part.flush(sums, place.thread, first, widths)

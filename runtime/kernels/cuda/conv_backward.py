@@ -13,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS, OpSpec
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
@@ -25,7 +26,7 @@ from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team
-from bnfuse.runtime.kernels.cuda.vector import BackwardOutlet, Reader, Reductions, width_of
+from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, width_of
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
@@ -124,8 +125,8 @@ class Stages:
     def input_stages(self, name: str, tile: Tile) -> tuple[Stage, ...]:
         operand = Operand(self.problem, True)
         spec = self.epilogue.spec
-        names = {*operand.names, "weight", "dx", "partials", *BackwardOutlet.reads(spec)}
-        names |= {*BackwardOutlet.per_channel(spec)}
+        names = {*operand.names, "weight", "dx", "partials", *EpiloguePlan(self.problem).maps}
+        names |= {*EpiloguePlan(self.problem).vectors}
         names |= {n for n in spec.operands if n.startswith("inv_std")}
         launch: dict[str, Any] = {"grid": tile.grid, "threads": tile.plan.threads, "min_blocks": tile.plan.min_blocks}
         shared = shared_bytes(tile, self.reductions)

@@ -4,7 +4,7 @@
         source pixels:   global -> prologue -> shared (operand.py)      `ahead` steps are on their way meanwhile
         packed weights:  global -> shared, in the background
         shared -> tensor cores, accumulators in registers
-    accumulators -> shared -> outlet: a vector of channels of a pixel at a time
+    accumulators -> shared -> epilogue: a vector of channels of a pixel at a time
 
 Three ways to read the source. A *gathering* tile takes one tap at a time: any stride, size and padding. A *halo* tile
 holds a run of pixels of the flattened map and those around it that taps reach, so that the prologue is applied once and
@@ -35,7 +35,7 @@ from bnfuse.runtime.kernels.cuda.operand import (
     swizzled,
     vector_width,
 )
-from bnfuse.runtime.kernels.cuda.vector import ForwardOutlet, outlet_of
+from bnfuse.runtime.kernels.cuda.vector import ForwardEpilogue, epilogue_of
 from bnfuse.runtime.kernels.kernel import Problem
 
 FAR = -(1 << 20)  # a coordinate outside of every map
@@ -453,30 +453,30 @@ class Emitter:
         d.sync()
         rounds = plan.pixels // team.down
         passes = next(n for n in (PASSES, 2, 1) if rounds % n == 0)
-        outlet = outlet_of(problem)(self.block, problem, team, floats, passes)
+        epilogue = epilogue_of(problem)(self.block, problem, team, floats, passes)
         vector, first_row = team.vector(self.block.tid), team.lane(self.block.tid)
         inner = T.bind(self.first_output + vector * team.width)
         left = None if self.c.outputs % plan.outputs == 0 else T.bind(self.c.outputs - inner)
-        outlet.open(T.bind(self.group * self.c.outputs + inner), left, self.c.outputs % 4 == 0)
+        epilogue.open(T.bind(self.group * self.c.outputs + inner), left, self.c.outputs % 4 == 0)
         values = d.registers(team.width)
-        if isinstance(outlet, ForwardOutlet):  # the tile's first pixel exists
+        if isinstance(epilogue, ForwardEpilogue):  # the tile's first pixel exists
             shift, first = d.registers(team.width), vector * team.width
             for start in range(0, team.width, 4):
                 T.buffer_store(shift, floats[T.ramp(first + start, 1, 4)], [T.ramp(start, 1, 4)])
-            outlet.steps(shift)  # a value of y, bias and all
+            epilogue.steps(shift)  # a value of y, bias and all
             left_over = self.c.rows % plan.pixels
-            outlet.share(
+            epilogue.share(
                 shift, T.bind(tirx.Min(T.int32(plan.pixels), self.c.rows - self.first)) if left_over else plan.pixels
             )
         with T.serial(0, rounds // passes) as turn:
             rows = [T.bind(first_row + (turn * passes + i) * team.down) for i in range(passes)]
             places = [self.destination_pixel(T.bind(self.first + row)) for row in rows]
             for i, (pixel, valid) in enumerate(places):
-                outlet.fetch(i, pixel, valid)
+                epilogue.fetch(i, pixel, valid)
             for i, (pixel, valid) in enumerate(places):
                 for start in range(0, team.width, 4):
                     index = rows[i] * leading + vector * team.width + start
                     T.buffer_store(values, floats[T.ramp(index, 1, 4)], [T.ramp(start, 1, 4)])
-                outlet.finish(i, values, pixel, valid)
+                epilogue.finish(i, values, pixel, valid)
         d.sync()
-        outlet.close(self.row)
+        epilogue.close(self.row)

@@ -26,10 +26,11 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
-from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
+from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseOutlet, own_taps, quantities_of, reductions_of
+from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseEpilogue, own_taps, quantities_of, reductions_of
 from bnfuse.runtime.kernels.cuda.depthwise_gather import input_stage, weight_stage
 from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Plan,
@@ -82,7 +83,7 @@ def depthwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
 def inlet_maps(problem: Problem) -> dict[str, MapType]:
     """Maps that are read at an input: by the prologue of x and by the epilogue of dx."""
     spec, known = problem.spec, dict(problem.maps)
-    names = DepthwiseOutlet.reads(spec) if spec.core != "ConvGradWeight" else ()
+    names = EpiloguePlan(problem).maps if spec.core != "ConvGradWeight" else ()
     if spec.core != "ConvGradInput":
         names = (*names, *Operand(problem, gradient=False).maps)
     return {name: known[name] for name in dict.fromkeys(names)}
@@ -175,23 +176,23 @@ def _main_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
         channels = Channels.of(block, plan, work.channels)
         aligned = plan.lanes % 4 == 0 and work.channels % 4 == 0
         own_sums = zeroed(own * plan.lanes) if own else None
-        outlet = None
+        epilogue = None
         if spec.core != "ConvGradWeight":
-            outlet = DepthwiseOutlet(block, problem, team, memory)
-            outlet.open(channels.first, channels.guard, aligned)
+            epilogue = DepthwiseEpilogue(block, problem, team, memory)
+            epilogue.open(channels.first, channels.guard, aligned)
         weights = None
         if plan.shared and needs_weight:
             weights = Weights.in_shared(block, plan, work.taps, work.channels, memory)
 
         def run() -> None:
-            nest = _Backward.make(problem, work, plan, block, channels, outlet, own_sums, weights)
+            nest = _Backward.make(problem, work, plan, block, channels, epilogue, own_sums, weights)
             each_tile(block, plan, work, nest.tile)
 
         d.when(channels.is_any(plan, work.channels), run)
         if plan.shared:
             d.sync()
-        if outlet is not None:
-            outlet.close(block.x)
+        if epilogue is not None:
+            epilogue.close(block.x)
         if own_sums is not None:
             join_sums(team, block.tid, memory, own_sums, own)
             d.when(
@@ -224,7 +225,7 @@ class _Backward:
     inlets: Vectors
     values: dict[str, Buffer]  # of the inlets' maps at an input
     coefficients: dict[str, Buffer]  # of the prologue of x
-    outlet: DepthwiseOutlet | None
+    epilogue: DepthwiseEpilogue | None
     own_sums: Buffer  # [tap, then the sum of dy][lane], where there are any
     weights: Weights | None
     read: Buffer  # the prologue of x at an input
@@ -237,7 +238,7 @@ class _Backward:
         plan: Plan,
         block: Block,
         channels: Channels,
-        outlet: DepthwiseOutlet | None,
+        epilogue: DepthwiseEpilogue | None,
         own_sums: Buffer,
         weights: Weights | None,
     ) -> _Backward:
@@ -248,16 +249,16 @@ class _Backward:
         inlets = Vectors.make(block, maps, channels, rows.stride * columns.stride * plan.strip)
         values = {name: d.registers(channels.count) for name in maps}
         coefficients: dict[str, Buffer] = {}
-        if outlet is not None:
-            outlet.reader.values.update(values)
-            coefficients.update(outlet.reader.vectors)
+        if epilogue is not None:
+            epilogue.reader.values.update(values)
+            coefficients.update(epilogue.reader.vectors)
             weights = weights or Weights.in_registers(block, plan, channels, work.taps, work.channels)
         if problem.spec.core != "ConvGradInput":
             for name in Operand(problem, gradient=False).vectors:
                 if name not in coefficients:
                     coefficients[name] = channels.vector(block[name])
         read, made = d.registers(channels.count), d.registers(channels.count)
-        held = (values, coefficients, outlet, own_sums, weights, read, made)
+        held = (values, coefficients, epilogue, own_sums, weights, read, made)
         return _Backward(problem, work, plan, block, channels, window, inlets, *held)
 
     def tile(self, tile: Tile) -> None:
@@ -314,15 +315,15 @@ class _Backward:
     def _input(self, pixel: Expr, j: Expr, e: tuple[int, int]) -> None:
         """One input: y, the taps that reach an output from it, dx."""
         rows, columns = axes(self.problem)
-        spec, attributes = self.problem.spec, dict(self.problem.attributes)
+        plan = ProloguePlan.of_input(self.problem)
         self.inlets.unpack(self._number(j, e), self.values)
-        if spec.core != "ConvGradInput":
+        if self.problem.spec.core != "ConvGradInput":
 
             def prologue(c: Expr) -> None:
                 def load(name: str, is_vector: bool) -> Expr:
                     return (self.coefficients if is_vector else self.values)[name][c]
 
-                d.put(self.read, c, steps.forward_prologue(spec, attributes, load)[0])
+                d.put(self.read, c, plan.value(load))
 
             self.channels.each(prologue)
         self.channels.each(lambda c: d.put(self.made, c, T.float32(0)))
@@ -332,8 +333,8 @@ class _Backward:
                 at = self.window.at(up - self.work.rows.first, j + (left - self.work.columns.first))
                 tap = r * columns.kernel + s
                 self.channels.each(lambda c, at=at, tap=tap: self._tap(at, tap, c))  # type: ignore[misc]
-        if self.outlet is not None:
-            self.outlet.steps(self.made)
+        if self.epilogue is not None:
+            self.epilogue.steps(self.made)
             dx = self.problem.map("dx")
             target = self.block.map("dx", dx)
             place = target.at(pixel, self.channels.first)
@@ -344,6 +345,6 @@ class _Backward:
         if own_taps(self.problem):
             place = tap * self.channels.count + c
             d.put(self.own_sums, place, d.fma(self.read[c], grad, self.own_sums[place]))
-        if self.outlet is not None:
+        if self.epilogue is not None:
             assert self.weights is not None
             d.put(self.made, c, d.fma(grad, self.weights.of(tap, c), self.made[c]))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer
 from bnfuse.runtime.kernels.cuda.partials import Team
-from bnfuse.runtime.kernels.cuda.vector import BackwardOutlet, Reductions, Total
+from bnfuse.runtime.kernels.cuda.vector import BackwardEpilogue, Reductions
 from bnfuse.runtime.kernels.kernel import Problem
 
 
@@ -28,12 +27,9 @@ def quantities_of(problem: Problem) -> int:
     return own_taps(problem) + ("BiasGrad" in problem.spec.epilogue)
 
 
-class DepthwiseOutlet(BackwardOutlet):
+class DepthwiseEpilogue(BackwardEpilogue):
     """The epilogue without BiasGrad."""
 
     def __init__(self, block: Block, problem: Problem, team: Team, shared: Buffer | None, passes: int = 1) -> None:
         super().__init__(block, problem, team, shared, passes)
         self.reductions = reductions_of(problem.spec)
-
-    def _add(self, values: Buffer, j: int, wanted: Callable[[Total], bool]) -> None:
-        super()._add(values, j, lambda total: wanted(total) and not total.of_bias)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.cuda import device as d
-from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseOutlet, own_taps, quantities_of, reductions_of
+from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseEpilogue, own_taps, quantities_of, reductions_of
 from bnfuse.runtime.kernels.cuda.depthwise_shape import Line, Plan, Work, axes
 from bnfuse.runtime.kernels.cuda.depthwise_sums import team_of, zeroed
 from bnfuse.runtime.kernels.cuda.depthwise_window import Channels, Source, Tile, Vectors, each_tile
@@ -45,8 +46,8 @@ def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
     with d.stage(name, params, grid=grid, threads=plan.threads, shared=shared) as block:
         memory = d.shared_memory(shared).view("float32") if shared else None
         channels = Channels.of(block, plan, x.c)
-        outlet = DepthwiseOutlet(block, problem, team, memory)
-        outlet.open(channels.first, channels.guard, False)
+        epilogue = DepthwiseEpilogue(block, problem, team, memory)
+        epilogue.open(channels.first, channels.guard, False)
         made = d.registers(1)
 
         def output(k: Expr, pixel: Expr, weight: Expr) -> None:
@@ -71,8 +72,8 @@ def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
                 )
             pixel = T.bind((tile.image * x.h + h) * x.w + tile.column)
             inlets.load(0, pixel, True)
-            inlets.unpack(0, outlet.reader.values)
-            outlet.steps(made)
+            inlets.unpack(0, epilogue.reader.values)
+            epilogue.steps(made)
             target = block.map("dx", dx)
             d.write(target, target.at(pixel, channels.first), Lanes.of(1, dx), made)
 
@@ -80,9 +81,9 @@ def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
             each_tile(block, plan, work, lambda tile: each_pixel(tile, plan, x, lambda h: one(tile, h)))
 
         known = dict(problem.maps)
-        inlets = Vectors.make(block, {n: known[n] for n in DepthwiseOutlet.reads(problem.spec)}, channels, 1)
+        inlets = Vectors.make(block, {n: known[n] for n in EpiloguePlan(problem).maps}, channels, 1)
         d.when(channels.is_any(plan, x.c), run)
-        outlet.close(block.x)
+        epilogue.close(block.x)
     return block.stage
 
 

@@ -20,59 +20,50 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.correlation import FlatView
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
-FORWARD_MAPS, FORWARD_VECTORS = ("x", "skip"), ("a", "b", "skip_a", "skip_b")
-GRADIENT_MAPS, GRADIENT_VECTORS = ("dy", "grad_x"), ("grad_p", "grad_q", "grad_w")
-
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """The maps and per-channel vectors of one prologue, and what it computes."""
+    """A map with its prologue, as a convolution reads it."""
 
     problem: Problem
     gradient: bool  # of dy, and not of x
 
     @property
+    def plan(self) -> ProloguePlan:
+        return (ProloguePlan.of_gradient if self.gradient else ProloguePlan.of_input)(self.problem)
+
+    @property
     def maps(self) -> dict[str, MapType]:
         """The maps that are read, by name."""
-        known = dict(self.problem.maps)
-        wanted = [name for name in (GRADIENT_MAPS if self.gradient else FORWARD_MAPS) if name in self._operands]
-        return {name: known[name] for name in wanted}
+        return self.plan.maps
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        names = GRADIENT_VECTORS if self.gradient else FORWARD_VECTORS
-        return tuple(name for name in names if name in self._operands)
+        """The per-channel vectors that are read."""
+        return self.plan.vectors
 
     @property
     def names(self) -> set[str]:
-        return {*self.maps, *self.vectors}
-
-    @property
-    def _operands(self) -> tuple[str, ...]:
-        return self.problem.spec.operands
+        return {*self.plan.operands}
 
     @property
     def kind(self) -> MapType:
         """The type of the map that the convolution works on."""
-        return self.problem.map("dy" if self.gradient else "x")
+        return self.problem.map(self.plan.source)
 
     @property
     def ends_in_relu(self) -> bool:
-        return not self.gradient and self.problem.spec.prologue[-1:] == ("Relu",)
+        return self.plan.ends_in("Relu")
 
     def value(self, load: steps.Load, *, but_relu: bool = False) -> Expr:
-        """What the prologue makes of an element; with `but_relu` without the Relu that it ends in."""
-        spec = self.problem.spec
-        if self.gradient:
-            return steps.gradient_prologue(spec, load)
-        if but_relu:
-            spec = dataclasses.replace(spec, prologue=spec.prologue[:-1])
-        return steps.forward_prologue(spec, dict(self.problem.attributes), load)[0]
+        """Write what the prologue makes of an element; with `but_relu` without the Relu that it ends in."""
+        return (self.plan.without_last() if but_relu else self.plan).value(load)
 
 
 @dataclasses.dataclass(frozen=True)

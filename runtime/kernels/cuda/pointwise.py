@@ -6,12 +6,13 @@ With Statistics or Reduce a second stage merges the tiles. Both run at the speed
 
 from __future__ import annotations
 
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_sweep
-from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Writer, outlet_of
+from bnfuse.runtime.kernels.cuda.vector import Epilogue, Reader, Writer
 from bnfuse.runtime.kernels.kernel import Kernel, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -28,16 +29,16 @@ def pointwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
 
 def _map(problem: Problem, target: CudaTarget, result: str, operand: Operand) -> Kernel:
     kind = problem.map(result)
-    reads = len(operand.maps) + len(outlet_of(problem).reads(problem.spec))
+    reads = len(operand.maps) + len(EpiloguePlan(problem).maps)
     sweep = operator_sweep(problem, target, kind, reads)
 
-    def emit(block: Block, outlet: Outlet) -> None:
-        _emit(block, problem, sweep, operand, outlet)
+    def emit(block: Block, epilogue: Epilogue) -> None:
+        _emit(block, problem, sweep, operand, epilogue)
 
     return operator_kernel(problem, target, sweep, operator_params(problem), emit)
 
 
-def _emit(block: Block, problem: Problem, sweep: Sweep, operand: Operand, outlet: Outlet) -> None:
+def _emit(block: Block, problem: Problem, sweep: Sweep, operand: Operand, epilogue: Epilogue) -> None:
     width = sweep.team.width
     inlet = Reader(block, operand.maps, operand.vectors, width, sweep.unroll)
     stored = None
@@ -45,12 +46,12 @@ def _emit(block: Block, problem: Problem, sweep: Sweep, operand: Operand, outlet
         stored = Writer(block, "stored", problem.map("stored"), width)
     values = d.registers(width)
     channel, left = sweep.channel(block)
-    outlet.open(channel, left)
+    epilogue.open(channel, left)
     inlet.open(channel, left, sweep.channels % 4 == 0)
 
     def fetch(i: int, pixel: Expr, valid: Expr) -> None:
         inlet.fetch(i, pixel, valid)
-        outlet.fetch(i, pixel, valid)
+        epilogue.fetch(i, pixel, valid)
 
     def finish(i: int, pixel: Expr, valid: Expr) -> None:
         def run() -> None:
@@ -59,7 +60,7 @@ def _emit(block: Block, problem: Problem, sweep: Sweep, operand: Operand, outlet
                 d.put(values, j, operand.value(inlet.load(j)))
             if stored is not None:
                 stored.store(values, pixel, channel, left)
-            outlet.finish(i, values, pixel)
+            epilogue.finish(i, values, pixel)
 
         d.when(valid, run)
 

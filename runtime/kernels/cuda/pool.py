@@ -19,6 +19,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.windows import Axis, Windows, coordinates, source_pixel, weight_of, windows_of
 from bnfuse.runtime.kernels.cuda import device as d
@@ -26,7 +27,7 @@ from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
 from bnfuse.runtime.kernels.cuda.partials import Team, join_sums
 from bnfuse.runtime.kernels.cuda.sweep import Sweep, operator_kernel, operator_sweep
-from bnfuse.runtime.kernels.cuda.vector import Outlet, Reader, Reductions, outlet_of, width_of
+from bnfuse.runtime.kernels.cuda.vector import Epilogue, Reader, Reductions, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -56,8 +57,8 @@ def _over_windows(
     """A pool whose threads visit the pixels of its result one at a time."""
     sweep = operator_sweep(problem, target, result, NO_UNROLL)
 
-    def emit(block: Block, outlet: Outlet) -> None:
-        pool = pool_of(block, problem, windows, sweep, outlet)
+    def emit(block: Block, epilogue: Epilogue) -> None:
+        pool = pool_of(block, problem, windows, sweep, epilogue)
 
         def visit(i: int, pixel: Expr, valid: Expr) -> None:
             d.when(valid, lambda: pool.visit(T.bind(pixel)))
@@ -71,15 +72,15 @@ def _over_windows(
 class _Forward:
     """A thread of a forward pool over windows."""
 
-    def __init__(self, block: Block, problem: Problem, windows: Windows, sweep: Sweep, outlet: Outlet) -> None:
-        self.problem, self.windows, self.outlet = problem, windows, outlet
+    def __init__(self, block: Block, problem: Problem, windows: Windows, sweep: Sweep, epilogue: Epilogue) -> None:
+        self.problem, self.windows, self.epilogue = problem, windows, epilogue
         self.operand, self.width = Operand(problem, gradient=False), sweep.team.width
         self.at_a_time = min(max(1, FETCHED // len(self.operand.maps)), windows.positions)
         passes = self.at_a_time if windows.positions <= UNROLLED else 1
         self.reader = Reader(block, self.operand.maps, self.operand.vectors, self.width, passes)
         self.channel, self.left = sweep.channel(block)
         self.reader.open(self.channel, self.left, sweep.channels % 4 == 0)
-        outlet.open(self.channel, self.left)
+        epilogue.open(self.channel, self.left)
         self.is_max = problem.spec.core == "MaxPool"
         self.value, self.place = d.registers(self.width), d.registers(self.width, "int32")
         if self.is_max:
@@ -113,7 +114,7 @@ class _Forward:
             weight = T.bind(weight_of(self.problem, w, row, column))
             for j in range(self.width):
                 d.put(self.value, j, self.value[j] * weight)
-        self.outlet.visit(self.value, pixel)
+        self.epilogue.visit(self.value, pixel)
 
     def take(self, i: int, position: Expr) -> None:
         """Join the tap at `position` of the window, fetched as pass i."""
@@ -243,22 +244,22 @@ def _global_forward(problem: Problem, target: CudaTarget) -> Kernel:
     sweep = Images(y.pixels, y.c, Team(across, down, width), columns, 1, 1)
     reductions = Reductions.of(problem.spec)
 
-    def emit(block: Block, outlet: Outlet) -> None:
-        assert outlet.shared is not None
-        _emit_global(block, problem, sweep, outlet)
+    def emit(block: Block, epilogue: Epilogue) -> None:
+        assert epilogue.shared is not None
+        _emit_global(block, problem, sweep, epilogue)
 
     shared = max(sweep.team.sums_bytes(1), reductions.shared_bytes(sweep.team) if reductions else 0)
     return operator_kernel(problem, target, sweep, operator_params(problem), emit, shared=shared)
 
 
-def _emit_global(block: Block, problem: Problem, sweep: Sweep, outlet: Outlet) -> None:
+def _emit_global(block: Block, problem: Problem, sweep: Sweep, epilogue: Epilogue) -> None:
     operand, team, x = Operand(problem, gradient=False), sweep.team, problem.map("x")
     area = x.h * x.w
     at_a_time = max(1, GLOBAL_AT_A_TIME // len(operand.maps))
     reader = Reader(block, operand.maps, operand.vectors, team.width, at_a_time)
     channel, left = sweep.channel(block)
     reader.open(channel, left, sweep.channels % 4 == 0)
-    outlet.open(channel, left)
+    epilogue.open(channel, left)
     lane = team.lane(block.tid)
     total, part = d.registers(team.width), d.registers(team.width)
     for j in range(team.width):
@@ -290,11 +291,11 @@ def _emit_global(block: Block, problem: Problem, sweep: Sweep, outlet: Outlet) -
     else:
         with T.serial(0, groups) as number:
             group(T.bind(number * (at_a_time * team.down)), at_a_time)
-    join_sums(team, block.tid, outlet.shared, total, 1)
+    join_sums(team, block.tid, epilogue.shared, total, 1)
     for j in range(team.width):
         d.put(total, j, total[j] / T.float32(area))
     own = True if team.down == 1 else lane == 0
-    outlet.visit(total, block.x, d.all_of(own, True if left is None else left > 0))
+    epilogue.visit(total, block.x, d.all_of(own, True if left is None else left > 0))
 
 
 # -- backward ------------------------------------------------------------------------------------------------------
@@ -308,37 +309,37 @@ def pool_backward(problem: Problem, target: CudaTarget) -> Kernel:
         raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a PointwiseGradBiasGrad")
     dx = problem.map("dx")
     if problem.spec.core == "GlobalAveragePoolGrad":
-        reads = len(outlet_of(problem).reads(problem.spec))
+        reads = len(EpiloguePlan(problem).maps)
         sweep = operator_sweep(problem, target, dx, max(1, reads))
         return operator_kernel(
             problem,
             target,
             sweep,
             operator_params(problem),
-            lambda block, outlet: _emit_global_backward(block, problem, sweep, outlet),
+            lambda block, epilogue: _emit_global_backward(block, problem, sweep, epilogue),
         )
     return _over_windows(problem, target, windows_of(problem, "dy"), dx, _Backward)
 
 
-def _emit_global_backward(block: Block, problem: Problem, sweep: Sweep, outlet: Outlet) -> None:
+def _emit_global_backward(block: Block, problem: Problem, sweep: Sweep, epilogue: Epilogue) -> None:
     operand, width, dx = Operand(problem, gradient=True), sweep.team.width, problem.map("dx")
     area = dx.h * dx.w
     inlet = Reader(block, operand.maps, operand.vectors, width, sweep.unroll)
     channel, left = sweep.channel(block)
     inlet.open(channel, left, sweep.channels % 4 == 0)
-    outlet.open(channel, left)
+    epilogue.open(channel, left)
     values = d.registers(width)
 
     def fetch(i: int, pixel: Expr, valid: Expr) -> None:
         inlet.fetch(i, T.bind(pixel // area), valid)
-        outlet.fetch(i, pixel, valid)
+        epilogue.fetch(i, pixel, valid)
 
     def finish(i: int, pixel: Expr, valid: Expr) -> None:
         def run() -> None:
             inlet.unpack(i)
             for j in range(width):
                 d.put(values, j, operand.value(inlet.load(j)) / T.float32(area))
-            outlet.finish(i, values, pixel)
+            epilogue.finish(i, values, pixel)
 
         d.when(valid, run)
 
@@ -376,8 +377,8 @@ class Candidates:
 class _Backward:
     """A thread of a backward pool over windows."""
 
-    def __init__(self, block: Block, problem: Problem, windows: Windows, sweep: Sweep, outlet: Outlet) -> None:
-        self.problem, self.windows, self.outlet = problem, windows, outlet
+    def __init__(self, block: Block, problem: Problem, windows: Windows, sweep: Sweep, epilogue: Epilogue) -> None:
+        self.problem, self.windows, self.epilogue = problem, windows, epilogue
         self.operand, self.width = Operand(problem, gradient=True), sweep.team.width
         self.rows, self.columns = Candidates(windows.rows), Candidates(windows.columns)
         count = self.rows.count * self.columns.count
@@ -386,7 +387,7 @@ class _Backward:
         self.reader = Reader(block, self.operand.maps, self.operand.vectors, self.width, passes)
         self.channel, self.left = sweep.channel(block)
         self.reader.open(self.channel, self.left, sweep.channels % 4 == 0)
-        outlet.open(self.channel, self.left)
+        epilogue.open(self.channel, self.left)
         self.total = d.registers(self.width)
         self.is_max = problem.spec.core == "MaxPoolGrad"
         if self.is_max:
@@ -396,7 +397,7 @@ class _Backward:
         """One pixel of x."""
         w, rows, columns = self.windows, self.rows, self.columns
         image, h, x = (T.bind(at) for at in coordinates(pixel, w.x))
-        self.outlet.fetch(0, pixel)
+        self.epilogue.fetch(0, pixel)
         for j in range(self.width):
             d.put(self.total, j, T.float32(0))
 
@@ -416,7 +417,7 @@ class _Backward:
             d.when(valid, lambda: self.take(i, h, x, row, column))
 
         _each_pair(rows.count, columns.count, self.at_a_time, fetch, take)
-        self.outlet.finish(0, self.total, pixel)
+        self.epilogue.finish(0, self.total, pixel)
 
     def take(self, i: int, h: Expr, x: Expr, row: Expr, column: Expr) -> None:
         """What the window at (row, column), fetched as pass i, gives to the pixel (h, x)."""

@@ -21,7 +21,7 @@ from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
 from bnfuse.runtime.kernels.cuda.partials import Team
-from bnfuse.runtime.kernels.cuda.vector import Outlet, Reductions, outlet_of, width_of
+from bnfuse.runtime.kernels.cuda.vector import Epilogue, Reductions, epilogue_of, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -155,13 +155,13 @@ def operator_kernel(
     target: CudaTarget,
     sweep: Sweep,
     params: Sequence[Param],
-    emit: Callable[[Block, Outlet], None],
+    emit: Callable[[Block, Epilogue], None],
     *,
     shared: int = 0,
 ) -> Kernel:
-    """The kernel of an operator of steps. `emit(block, outlet)` writes the tile, all but `outlet.close`.
+    """The kernel of an operator of steps. `emit(block, epilogue)` writes the tile, all but `epilogue.close`.
 
-    `shared` are the bytes of shared memory that `emit` uses, as `outlet.shared`.
+    `shared` are the bytes of shared memory that `emit` uses, as `epilogue.shared`.
     """
     reductions = Reductions.of(problem.spec)
     params = (*params, *reductions.scratch(sweep.tiles, sweep.channels))
@@ -173,9 +173,9 @@ def operator_kernel(
         first = reductions.first_stage(params)
         with d.stage(name, first, grid=sweep.grid, threads=sweep.team.threads, shared=size) as block:
             memory = d.shared_memory(size).view("float32") if size else None
-            outlet = outlet_of(problem)(block, problem, sweep.team, memory, sweep.unroll)
-            emit(block, outlet)
-            outlet.close(block.x)
+            epilogue = epilogue_of(problem)(block, problem, sweep.team, memory, sweep.unroll)
+            emit(block, epilogue)
+            epilogue.close(block.x)
         return (block.stage, *reductions.merge(f"{name}_merge", params, **sweep.merging))
 
     return Kernel(name, problem, target, tuple(params), build)

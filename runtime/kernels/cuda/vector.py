@@ -12,13 +12,14 @@ operator made (a convolution's sums, a pool's window, or nothing but the map) co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
+from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan, Total, totals_of
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Map, Stage
@@ -125,15 +126,6 @@ class Writer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Total:
-    """A sum over pixels: of dx, or of dx*(x - mean)*inv_std of one BN. Its results are all equal."""
-
-    results: tuple[str, ...]
-    suffix: str | None = None  # of the BN whose x, mean and inv_std it takes
-    of_bias: bool = False  # of dy, before the steps of the epilogue
-
-
-@dataclasses.dataclass(frozen=True)
 class Reductions:
     """What an operator reduces over pixels, per channel."""
 
@@ -142,14 +134,7 @@ class Reductions:
 
     @staticmethod
     def of(spec: OpSpec) -> Reductions:
-        if not spec.is_gradient:
-            return Reductions("Statistics" in spec.epilogue, ())
-        suffixes = [""] if "Reduce" in spec.epilogue else []
-        suffixes += [f"_{i}" for i in range(1, spec.others + 1)]
-        totals = [Total(("dbias",), of_bias=True)] if "BiasGrad" in spec.epilogue else []
-        if suffixes:  # the sum of dx is the dbeta of every BN that shares dx
-            totals.append(Total(tuple(f"dbeta{s}" for s in suffixes)))
-        return Reductions(False, (*totals, *(Total((f"dgamma{s}",), s) for s in suffixes)))
+        return Reductions("Statistics" in spec.epilogue, totals_of(spec))
 
     def __bool__(self) -> bool:
         return self.quantities > 0
@@ -191,36 +176,22 @@ class Reductions:
 # -- epilogues -----------------------------------------------------------------------------------------------------
 
 
-class Outlet:
+class Epilogue:
     """What becomes of what the core made: the epilogue, the store, the sums.
 
     `team` is how the block's threads share its channel vectors; `shared` a float32 view of at least
     `Reductions.shared_bytes(team)`, used by `close` alone.
     """
 
-    maps: tuple[str, ...] = ()  # that are read
-    vectors: tuple[str, ...] = ()
-    result = ""  # the map that is written
-
     def __init__(self, block: Block, problem: Problem, team: Team, shared: Buffer | None, passes: int = 1) -> None:
         self.block, self.problem, self.team, self.shared = block, problem, team, shared
-        self.spec, self.attributes, self.width = problem.spec, dict(problem.attributes), team.width
+        self.plan, self.width = EpiloguePlan(problem), team.width
         self.reductions = Reductions.of(problem.spec)
-        known = dict(problem.maps)
-        self.channels = known[self.result].c
-        maps = {name: known[name] for name in type(self).reads(self.spec)}
-        self.reader = Reader(block, maps, type(self).per_channel(self.spec), team.width, passes)
-        self.writer = Writer(block, self.result, known[self.result], team.width)
-
-    @classmethod
-    def reads(cls, spec: OpSpec) -> tuple[str, ...]:
-        """The maps that the epilogue reads."""
-        raise NotImplementedError
-
-    @classmethod
-    def per_channel(cls, spec: OpSpec) -> tuple[str, ...]:
-        """The per-channel vectors that it takes."""
-        raise NotImplementedError
+        result = problem.map(self.plan.result)
+        self.channels = result.c
+        maps = {name: problem.map(name) for name in self.plan.maps}
+        self.reader = Reader(block, maps, self.plan.vectors, team.width, passes)
+        self.writer = Writer(block, self.plan.result, result, team.width)
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
         """This thread's channels are those from `channel` on, `left` of which exist (None: all). Sums are cleared."""
@@ -260,7 +231,7 @@ class Outlet:
             return
         made = self.joined()
 
-        def leave() -> None:
+        def write() -> None:
             self.scale(made)
             partials.write_row(
                 self.block["partials"],
@@ -275,7 +246,7 @@ class Outlet:
             )
 
         lane = self.team.lane(self.block.tid)
-        d.when(True if self.team.down == 1 else lane == 0, leave)
+        d.when(True if self.team.down == 1 else lane == 0, write)
 
     def joined(self) -> Buffer:
         raise NotImplementedError
@@ -284,18 +255,8 @@ class Outlet:
         """Factors of the joined sums."""
 
 
-class ForwardOutlet(Outlet):
+class ForwardEpilogue(Epilogue):
     """[Bias][Statistics] and the store of y. The statistics are those of y as stored."""
-
-    result = "y"
-
-    @classmethod
-    def reads(cls, spec: OpSpec) -> tuple[str, ...]:
-        return ()
-
-    @classmethod
-    def per_channel(cls, spec: OpSpec) -> tuple[str, ...]:
-        return ("bias",) if "Bias" in spec.epilogue else ()
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
         super().open(channel, left, aligned)
@@ -310,9 +271,9 @@ class ForwardOutlet(Outlet):
             self.moments.clear()
 
     def steps(self, values: Buffer) -> None:
-        if "Bias" in self.spec.epilogue:
+        if self.plan.vectors:
             for j in range(self.width):
-                d.put(values, j, values[j] + self.reader.vectors["bias"][j])
+                d.put(values, j, self.plan.biased(values[j], self.reader.load(j)))
 
     def account(self, values: Buffer) -> None:
         if self.reductions:
@@ -323,30 +284,11 @@ class ForwardOutlet(Outlet):
         return self.moments.join(self.block.tid, self.shared)
 
 
-class BackwardOutlet(Outlet):
+class BackwardEpilogue(Epilogue):
     """[BiasGrad][AddGradient][mask][Reduce][ReduceOther]*[Scale|Accumulate] and the store of dx.
 
     z, which the mask needs, is recomputed from x by the expression of the forward pass.
     """
-
-    result = "dx"
-
-    @classmethod
-    def masks(cls, spec: OpSpec) -> bool:
-        return bool({*ACTIVATION_GRADS} & {*spec.epilogue})
-
-    @classmethod
-    def reads(cls, spec: OpSpec) -> tuple[str, ...]:
-        names = ["other"] if "AddGradient" in spec.epilogue else []
-        names += ["x"] if cls.masks(spec) or "Reduce" in spec.epilogue else []
-        names += [f"x_{i}" for i in range(1, spec.others + 1)]
-        return (*names, "dx") if "Accumulate" in spec.epilogue else tuple(names)
-
-    @classmethod
-    def per_channel(cls, spec: OpSpec) -> tuple[str, ...]:
-        names = ["a", "b"] if cls.masks(spec) and "Normalize" in spec.prologue else []
-        names += [f"mean{t.suffix}" for t in Reductions.of(spec).totals if t.suffix is not None]
-        return (*names, "acc_p") if {"Scale", "Accumulate"} & {*spec.epilogue} else tuple(names)
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
         super().open(channel, left, aligned)
@@ -358,29 +300,19 @@ class BackwardOutlet(Outlet):
     def steps(self, values: Buffer) -> None:
         for j in range(self.width):
             load = self.reader.load(j)
-            self._add(values, j, lambda total: total.of_bias)
-            if "AddGradient" in self.spec.epilogue:
-                d.put(values, j, values[j] + load("other", False))
-            for step in self.spec.epilogue:
-                if step in ACTIVATION_GRADS:
-                    _, z = steps.forward_prologue(self.spec, self.attributes, load)
-                    d.put(values, j, steps.activation_grad(step, values[j], T.bind(z), self.attributes))
-            self._add(values, j, lambda total: not total.of_bias)
-            if "Scale" in self.spec.epilogue:
-                d.put(values, j, load("acc_p", True) * values[j])
-            if "Accumulate" in self.spec.epilogue:
-                d.put(values, j, steps.fma(load("acc_p", True), values[j], load("dx", False)))
+            self._add(values, j, of_bias=True)
+            d.put(values, j, self.plan.changed(values[j], load, T.bind))
+            self._add(values, j, of_bias=False)
+            d.put(values, j, self.plan.placed(values[j], load))
 
-    def _add(self, values: Buffer, j: int, wanted: Callable[[Total], bool]) -> None:
-        load = self.reader.load(j)
+    def _add(self, values: Buffer, j: int, *, of_bias: bool) -> None:
         for q, total in enumerate(self.reductions.totals):
-            if wanted(total):
+            if total.of_bias == of_bias:
                 at = q * self.width + j
                 if total.suffix is None:
                     d.put(self.sums, at, self.sums[at] + values[j])
                 else:
-                    centred = load(f"x{total.suffix}", False) - load(f"mean{total.suffix}", True)
-                    d.put(self.sums, at, d.fma(values[j], centred, self.sums[at]))
+                    d.put(self.sums, at, d.fma(values[j], total.centred(self.reader.load(j)), self.sums[at]))
 
     def joined(self) -> Buffer:
         partials.join_sums(self.team, self.block.tid, self.shared, self.sums, self.reductions.quantities)
@@ -389,12 +321,11 @@ class BackwardOutlet(Outlet):
     def scale(self, made: Buffer) -> None:
         factor = d.registers(self.width)
         for q, total in enumerate(self.reductions.totals):
-            if total.suffix is not None:
-                source = self.block[f"inv_std{total.suffix}"]
-                load_vector(source, self.channel, self.width, factor, self.aligned, self.left)
+            if total.factor is not None:
+                load_vector(self.block[total.factor], self.channel, self.width, factor, self.aligned, self.left)
                 for j in range(self.width):
                     d.put(made, q * self.width + j, made[q * self.width + j] * factor[j])
 
 
-def outlet_of(problem: Problem) -> type[Outlet]:
-    return BackwardOutlet if problem.spec.is_gradient else ForwardOutlet
+def epilogue_of(problem: Problem) -> type[Epilogue]:
+    return BackwardEpilogue if problem.spec.is_gradient else ForwardEpilogue

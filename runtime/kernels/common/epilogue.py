@@ -1,0 +1,127 @@
+"""The way out of a core, described once: what its steps read, what they make of an element, what is summed.
+
+    y     [Bias]                                           then stored;  [Statistics] of y as stored
+    dx    {BiasGrad}  [AddGradient] [ActivationGrad]  {Reduce ReduceOther*}  [Scale|Accumulate]     then stored
+
+What stands in braces takes sums of the value as it is there. A code generator keeps the element and the sums in places
+of its own and writes these steps in this order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from bnfuse.opset.activations import GRADIENTS
+from bnfuse.opset.spec import OpSpec
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.prologue import ProloguePlan
+from bnfuse.runtime.kernels.common.steps import Expr, Load
+from bnfuse.runtime.kernels.kernel import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """A sum over pixels: of the value itself, or of value*(x - mean) of one BN, times its inv_std in the end. Its
+    results are all equal."""
+
+    results: tuple[str, ...]
+    suffix: str | None = None  # of the BN whose x, mean and inv_std it takes
+    of_bias: bool = False  # of dy, before the steps of the epilogue
+
+    def centred(self, load: Load) -> Expr:
+        """Write x - mean of its BN."""
+        return load(f"x{self.suffix}", False) - load(f"mean{self.suffix}", True)
+
+    @property
+    def factor(self) -> str | None:
+        """The per-channel vector by which the sum is multiplied."""
+        return None if self.suffix is None else f"inv_std{self.suffix}"
+
+
+def totals_of(spec: OpSpec) -> tuple[Total, ...]:
+    """List what a gradient's epilogue sums, in the order in which it is summed."""
+    suffixes = [""] if "Reduce" in spec.epilogue else []
+    suffixes += [f"_{i}" for i in range(1, spec.others + 1)]
+    totals = [Total(("dbias",), of_bias=True)] if "BiasGrad" in spec.epilogue else []
+    if suffixes:  # the sum of dx is the dbeta of every BN that shares dx
+        totals.append(Total(tuple(f"dbeta{s}" for s in suffixes)))
+    return (*totals, *(Total((f"dgamma{s}",), s) for s in suffixes))
+
+
+@dataclasses.dataclass(frozen=True)
+class EpiloguePlan:
+    """The epilogue of a problem."""
+
+    problem: Problem
+
+    @property
+    def spec(self) -> OpSpec:
+        return self.problem.spec
+
+    @property
+    def result(self) -> str:
+        """The map that is written."""
+        return "dx" if self.spec.is_gradient else "y"
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """Gradients of activations."""
+        return tuple(step for step in self.spec.epilogue if step in GRADIENTS)
+
+    @property
+    def statistics(self) -> bool:
+        return "Statistics" in self.spec.epilogue
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """The sums of a gradient."""
+        return totals_of(self.spec)
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """The maps that it reads, `dx` where it adds to what is there."""
+        if not self.spec.is_gradient:
+            return ()
+        names = ["other"] if "AddGradient" in self.spec.epilogue else []
+        names += ["x"] if self.masks or "Reduce" in self.spec.epilogue else []
+        names += [f"x_{i}" for i in range(1, self.spec.others + 1)]
+        return (*names, "dx") if "Accumulate" in self.spec.epilogue else tuple(names)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The per-channel vectors that it reads for each element (and not in the end, as inv_std)."""
+        if not self.spec.is_gradient:
+            return ("bias",) if "Bias" in self.spec.epilogue else ()
+        names = ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
+        names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
+        return (*names, "acc_p") if {"Scale", "Accumulate"} & {*self.spec.epilogue} else tuple(names)
+
+    def biased(self, value: Expr, load: Load) -> Expr:
+        """Write y: the core's result with its bias."""
+        return value + load("bias", True) if "Bias" in self.spec.epilogue else value
+
+    @property
+    def changes(self) -> bool:
+        """Whether `changed` does anything."""
+        return bool(self.masks) or "AddGradient" in self.spec.epilogue
+
+    def changed(self, d: Expr, load: Load, bind: Callable[[Expr], Expr] = lambda z: z) -> Expr:
+        """Write dx with the other reader's gradient, behind the mask: what Reduce and ReduceOther sum.
+
+        z, which a mask needs, is recomputed from x by the expression of the forward pass, and goes through `bind`.
+        """
+        if "AddGradient" in self.spec.epilogue:
+            d = d + load("other", False)
+        for step in self.masks:
+            z = ProloguePlan.of_input(self.problem).before_activation(load)
+            d = steps.activation_grad(step, d, bind(z), dict(self.problem.attributes))
+        return d
+
+    def placed(self, d: Expr, load: Load) -> Expr:
+        """Write what is stored as dx."""
+        if "Scale" in self.spec.epilogue:
+            return load("acc_p", True) * d
+        if "Accumulate" in self.spec.epilogue:
+            return steps.fma(load("acc_p", True), d, load("dx", False))
+        return d

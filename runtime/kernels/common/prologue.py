@@ -1,0 +1,89 @@
+"""The way into a core, described once: which maps and vectors its steps read, and what they make of an element.
+
+    x after its steps     [Normalize] [Activation] [Add|AddNormalized] [Activation]
+    dy after its steps    [BatchNormGrad]
+
+A code generator brings the operands (into registers, shared memory, vectors) and says by `load` where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import PROLOGUE_OPERANDS
+from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.steps import Expr, Load
+from bnfuse.runtime.kernels.kernel import MapType, Problem
+
+OF_GRADIENT = ("Slice", "BatchNormGrad")  # steps of dy; all others are of x
+
+
+@dataclasses.dataclass(frozen=True)
+class ProloguePlan:
+    """The steps on the way from a map (`source`: x or dy) to what the core reads of it."""
+
+    source: str
+    steps: tuple[str, ...]
+    known: Mapping[str, MapType]
+    attributes: Mapping[str, Any]
+
+    @staticmethod
+    def of_input(problem: Problem) -> ProloguePlan:
+        """Plan the steps of x; in a gradient those that recompute what the core had read."""
+        own = tuple(step for step in problem.spec.prologue if step not in OF_GRADIENT)
+        return ProloguePlan("x", own, dict(problem.maps), dict(problem.attributes))
+
+    @staticmethod
+    def of_gradient(problem: Problem) -> ProloguePlan:
+        """Plan the steps of dy."""
+        own = tuple(step for step in problem.spec.prologue if step in OF_GRADIENT)
+        return ProloguePlan("dy", own, dict(problem.maps), dict(problem.attributes))
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """All that is read, in the order of the operator's operands."""
+        return (self.source, *(name for step in self.steps for name in PROLOGUE_OPERANDS.get(step, ())))
+
+    @property
+    def maps(self) -> dict[str, MapType]:
+        """The maps that are read."""
+        return {name: self.known[name] for name in self.operands if name in self.known}
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The per-channel vectors that are read."""
+        return tuple(name for name in self.operands if name not in self.known)
+
+    def ends_in(self, step: str) -> bool:
+        return self.steps[-1:] == (step,)
+
+    def without_last(self) -> ProloguePlan:
+        return dataclasses.replace(self, steps=self.steps[:-1])
+
+    def value(self, load: Load) -> Expr:
+        """Write what the core reads. `load` is called once for each operand."""
+        return self._values(load)[0]
+
+    def before_activation(self, load: Load) -> Expr:
+        """Write z: x after Normalize and before the activation, which a mask asks for."""
+        return self._values(load)[1]
+
+    def _values(self, load: Load) -> tuple[Expr, Expr]:
+        value = load(self.source, False)
+        z = value
+        for step in self.steps:
+            if step == "Normalize":
+                z = value = steps.normalize(value, load("a", True), load("b", True))
+            elif step in ACTIVATIONS:
+                value = steps.apply_activation(step, value, self.attributes)
+            elif step == "Add":
+                value = value + load("skip", False)
+            elif step == "AddNormalized":
+                value = value + steps.normalize(load("skip", False), load("skip_a", True), load("skip_b", True))
+            elif step == "BatchNormGrad":
+                q, w = load("grad_q", True), load("grad_w", True)
+                value = steps.batch_norm_grad(value, load("grad_p", True), load("grad_x", False), q, w)
+        return value, z
