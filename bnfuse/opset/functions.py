@@ -95,7 +95,7 @@ def _import_domains(model: ir.Model) -> None:
 def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     x = body["x"]
     for step in op.prologue:
-        x = enter(step, x, body)
+        x = prologue_step(step, x, body)
     results = {"stored": x}
     attributes = {name: reference(name) for name in FORWARD_CORES[op.core]}
     if op.core == "Conv":
@@ -113,7 +113,7 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     return {**results, "y": y}
 
 
-def enter(step: str, x: ir.Value, body: Body) -> ir.Value:
+def prologue_step(step: str, x: ir.Value, body: Body) -> ir.Value:
     if step == "Normalize":
         return affine(x, "a", "b", body)
     if step == "Add":
@@ -166,7 +166,7 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
         dx, results["dweight"] = conv_grad(op.core, dy, act, body)
     else:
         dx = core_grad(op.core, dy, body)
-    return {**results, **leave(op, dx, z, body)}
+    return {**results, **epilogue(op, dx, z, body)}
 
 
 def conv_grad(core: str, dy: ir.Value, act: ir.Value, body: Body) -> Sequence[ir.Value]:
@@ -244,7 +244,7 @@ def _pad(x: ir.Value, before: ir.Value, after: ir.Value, fill: ir.Value, body: B
     return body("Pad", x, body("Concat", none, before, none, after, axis=0), fill)
 
 
-def leave(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.Value]:
+def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.Value]:
     results: dict[str, ir.Value] = {}
     other = 0
     for step in op.epilogue:

@@ -45,7 +45,7 @@ def per_channel(values: Array) -> Array:
 def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str, Array]:
     x = operands["x"]
     for step in op.prologue:
-        x = _enter(step, x, operands, attributes)
+        x = _prologue_step(step, x, operands, attributes)
     results: dict[str, Array] = {"stored": x}
     if op.core == "Conv":
         y = conv(x, operands["weight"], attributes)
@@ -65,7 +65,7 @@ def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str
     return results
 
 
-def _enter(step: str, x: Array, operands: Operands, attributes: Attributes) -> Array:
+def _prologue_step(step: str, x: Array, operands: Operands, attributes: Attributes) -> Array:
     """One step of a prologue, on the map that the core reads."""
     if step == "Normalize":
         return per_channel(operands["a"]) * x + per_channel(operands["b"])
@@ -132,7 +132,7 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)}
     z = operands.get("x", dy)  # where x is no operand, no step reads z
     if "Normalize" in op.prologue:
-        z = _enter("Normalize", z, operands, attributes)
+        z = _prologue_step("Normalize", z, operands, attributes)
     act = z
     for kind in op.activations:
         act = activation(kind, z, attributes)
@@ -140,7 +140,7 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
         results["dweight"] = conv_grad_weight(dy, act, operands["weight"].shape, attributes)
     if op.core != "ConvGradWeight":
         dx = _core_grad(op, dy, operands, attributes)
-        results |= _leave(op, dx, z, operands, attributes)
+        results |= _epilogue(op, dx, z, operands, attributes)
     return results
 
 
@@ -158,7 +158,7 @@ def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes
     return dy
 
 
-def _leave(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: Attributes) -> dict[str, Array]:
+def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: Attributes) -> dict[str, Array]:
     """The epilogue of a gradient: dx, and the reductions of BatchNorms over it."""
     results = {}
     other = 0

@@ -81,7 +81,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     for node in nodes:
         low.phase = "forward" if node in forward else "backward"
         lower_node(low, node)
-    leave(low)
+    write_outputs(low)
     check_scaled(low)
     if finish is not None:
         low.phase, low.node = "update", "optimizer"
@@ -262,7 +262,7 @@ def fold(low: Lowering, node: ir.Node) -> bool:
     return True
 
 
-def leave(low: Lowering) -> None:
+def write_outputs(low: Lowering) -> None:
     """Every output lies where the session looks for it."""
     for value in low.graph.outputs:
         low.node = value.name or "output"

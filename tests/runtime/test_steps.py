@@ -8,9 +8,10 @@ from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.cpu import sweep
 from bnfuse.runtime.kernels.cpu.layout import flat
-from bnfuse.runtime.kernels.kernel import Kernel, Param
+from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
 
 TARGET = resolve("cpu", 1)
 ATTRIBUTES = {"min": -0.5, "max": 1.25, "alpha": 1.702}
@@ -69,12 +70,11 @@ def test_normalize_rounds_once():
 def test_the_mask_agrees_with_the_forward_value_at_the_boundary():
     x, a = values(), values(1)
     b = -(a * x)
-    op = spec.parse("NormalizeReluPointwise")
-    y = evaluate(lambda load: steps.forward_prologue(op, {}, load)[0], x=x, a=a, b=b)
+    plan = ProloguePlan.of_input(Problem("NormalizeReluPointwise", ()))
+    y = evaluate(plan.value, x=x, a=a, b=b)
 
     def masked(load):
-        _, z = steps.forward_prologue(op, {}, load)
-        return steps.activation_grad("ReluGrad", steps.f32(1.0), z, {})
+        return steps.activation_grad("ReluGrad", steps.f32(1.0), plan.before_activation(load), {})
 
     assert (evaluate(masked, x=x, a=a, b=b) == (y > 0)).all()
 
@@ -85,7 +85,7 @@ def test_the_mask_agrees_with_the_forward_value_at_the_boundary():
 def test_forward_prologue(name):
     op = spec.parse(name)
     operands = {operand: values(i) for i, operand in enumerate(op.operands)}
-    found = evaluate(lambda load: steps.forward_prologue(op, ATTRIBUTES, load)[0], **operands)
+    found = evaluate(ProloguePlan.of_input(Problem(name, (), tuple(ATTRIBUTES.items()))).value, **operands)
     maps = {k: v.astype(np.float64) for k, v in operands.items()}
     shaped = {k: v.reshape(1, -1, 1, 1) if k in ("x", "skip") else v for k, v in maps.items()}
     close(found, reference.run(op, shaped, ATTRIBUTES)["y"].reshape(-1))
@@ -93,8 +93,8 @@ def test_forward_prologue(name):
 
 def test_gradient_prologue():
     operands = {name: values(i) for i, name in enumerate(("dy", "grad_p", "grad_x", "grad_q", "grad_w"))}
-    op = spec.parse("BatchNormGradPointwiseGrad")
+    plan, plain = (ProloguePlan.of_gradient(Problem(f"{step}PointwiseGrad", ())) for step in ("BatchNormGrad", ""))
     dy, p, x, q, w = (v.astype(np.float64) for v in operands.values())
-    close(evaluate(lambda load: steps.gradient_prologue(op, load), **operands), p * dy + q * x + w)
-    plain = evaluate(lambda load: steps.gradient_prologue(spec.parse("PointwiseGrad"), load), dy=operands["dy"])
+    close(evaluate(plan.value, **operands), p * dy + q * x + w)
+    plain = evaluate(plain.value, dy=operands["dy"])
     assert (plain == operands["dy"]).all()

@@ -95,7 +95,7 @@ class EpiloguePlan:
             return ("bias",) if "Bias" in self.spec.epilogue else ()
         names = ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
         names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
-        return (*names, "acc_p") if {"Scale", "Accumulate"} & {*self.spec.epilogue} else tuple(names)
+        return (*names, "acc_p") if self.places else tuple(names)
 
     def biased(self, value: Expr, load: Load) -> Expr:
         """Write y: the core's result with its bias."""
@@ -117,6 +117,11 @@ class EpiloguePlan:
             z = ProloguePlan.of_input(self.problem).before_activation(load)
             d = steps.activation_grad(step, d, bind(z), dict(self.problem.attributes))
         return d
+
+    @property
+    def places(self) -> bool:
+        """Whether `placed` does anything."""
+        return bool({"Scale", "Accumulate"} & {*self.spec.epilogue})
 
     def placed(self, d: Expr, load: Load) -> Expr:
         """Write what is stored as dx."""

@@ -133,19 +133,18 @@ def chunks(count: int, lanes: int) -> dict[int, int]:
     return {start: min(lanes, count - start) for start in range(0, count, lanes)}
 
 
-def write_epilogue(
-    elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]
-) -> None:
-    """The epilogue of one element: d lies in `cell` = (buffer, index), and belongs to `where` = (pixel, channel, place
-    of the channel in its block). The buffer is written, so that d is computed once."""
+Where = tuple[Expr, Expr, Expr]  # pixel, channel, place of the channel in its block
+
+
+def write_epilogue(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: Where) -> None:
+    """Write the epilogue of one element: d lies in `cell` = (buffer, index). The buffer is written, so that d is
+    computed once."""
     pixel, channel, _ = where
     last = epilogue_value(elements, d, cell, sums, where)
     store(elements.arguments["dx"], elements.index("dx", pixel, channel), last)
 
 
-def epilogue_value(
-    elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: tuple[Expr, Expr, Expr]
-) -> Expr:
+def epilogue_value(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: Where) -> Expr:
     """Write the epilogue without the store: what dx has to be."""
     pixel, channel, inner = where
     plan, load = EpiloguePlan(elements.problem), elements.loader(pixel, channel)

@@ -191,10 +191,10 @@ class Stages:
             partials.join_sums(team, block.tid, d.shared_memory(shared).view("float32"), sums, 1)
             target = block["bias_partials"]
 
-            def leave() -> None:
+            def write() -> None:
                 partials.write_row(target, row, 1, kind.c, channel, team.width, sums, left, kind.c % 4 == 0)
 
-            d.when(True if team.down == 1 else team.lane(block.tid) == 0, leave)
+            d.when(True if team.down == 1 else team.lane(block.tid) == 0, write)
         merge = partials.sums_stage(
             f"{name}_bias_merge",
             self.taken("bias_partials", "dbias"),

@@ -100,7 +100,7 @@ class Emitter:
             self.multiply(side)
         d.wait(0)
         d.sync()
-        self.leave(problem)
+        self.close(problem)
 
     # -- where pixels and taps are ---------------------------------------------------------------------------------
 
@@ -432,9 +432,9 @@ class Emitter:
 
         d.unrolled(self.fragments[1] // 2, pair)
 
-    # -- leaving ---------------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------
 
-    def leave(self, problem: Problem) -> None:
+    def close(self, problem: Problem) -> None:
         """Accumulators into shared memory, then vectors of channels through the epilogue."""
         plan, lane, leading, team = self.plan, self.block.lane, self.tile.leading, self.tile.team
         floats = self.shared.view("float32")

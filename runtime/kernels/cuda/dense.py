@@ -238,7 +238,7 @@ class _Product:
             for k in range(0, DEPTH, STEP):
                 self._multiply(buffer, k)
         wait(0)
-        self._leave()
+        self._finish()
 
     def _load(self, step: Expr, stop: Expr, buffer: Expr) -> None:
         """Begin to copy tiles of A and B, or nothing (zeros) behind the last one."""
@@ -301,7 +301,7 @@ class _Product:
 
     # results
 
-    def _leave(self) -> None:
+    def _finish(self) -> None:
         problem, tiles, block = self.problem, self.tiles, self.block
         shared_k = tiles.shares > 1
         target = block["partials" if shared_k else "y"]

@@ -124,16 +124,16 @@ def weights_stage(name: str, params: Sequence[Param], *, tiles: int, taps: int, 
             channel, tap = T.bind(columns.channel % channels), T.bind(columns.channel // channels)
             value = tirx.Cast("float32", sums[0])
 
-            def leave_weight() -> None:
+            def write_weight() -> None:
                 d.put(block["dweight"], channel * taps + tap, value)
 
-            def leave_bias() -> None:
+            def write_bias() -> None:
                 d.put(block["dbias"], channel, value)
 
             if quantities > taps > 0:
-                d.when(tap < taps, leave_weight, leave_bias)
+                d.when(tap < taps, write_weight, write_bias)
             else:
-                (leave_weight if taps else leave_bias)()
+                (write_weight if taps else write_bias)()
 
         columns.first_lane(store)
     return block.stage

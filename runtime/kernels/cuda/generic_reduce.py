@@ -74,13 +74,13 @@ def fold_stages(name: str, fold: Fold, params: tuple[Param, ...], partials: str,
         def each() -> None:
             value = _part(block, fold, result, shares)
 
-            def leave() -> None:
+            def write() -> None:
                 if shares > 1:
                     put(block[partials], block.y * fold.results + result, value)
                 else:
                     fold.put(block, result, value)
 
-            when(block.tid == 0 if fold.by_block else True, leave)
+            when(block.tid == 0 if fold.by_block else True, write)
 
         when(True if fold.by_block or fold.results % THREADS == 0 else result < fold.results, each)
     yield block.stage

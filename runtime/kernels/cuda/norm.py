@@ -156,7 +156,7 @@ def swept(
     sweep.run(block, left, fetch, finish)
 
 
-def leave(
+def write_sums(
     block: Block,
     sweep: Sweep,
     channel: Expr,
@@ -210,12 +210,12 @@ def _moments_stage(
         swept(block, sweep, reader, channel, left, lambda pixel: moments.add(reader.values["x"]), place)
         made = moments.join(block.tid, memory)
         if "partials" in block:
-            leave(block, sweep, channel, left, 2, made)
+            write_sums(block, sweep, channel, left, 2, made)
         else:
-            leave(block, sweep, channel, left, 1, made, "mean")
+            write_sums(block, sweep, channel, left, 1, made, "mean")
             for j in range(team.width):
                 d.put(made, j, made[team.width + j] / T.float32(sweep.pixels))
-            leave(block, sweep, channel, left, 1, made, "variance")
+            write_sums(block, sweep, channel, left, 1, made, "variance")
     return block.stage
 
 
@@ -239,5 +239,5 @@ def tile_sums(
         channel, left = sweep.channel(block)
         swept(block, sweep, reader, channel, left, lambda pixel: add(reader, sums))
         join_sums(team, block.tid, memory, sums, quantities)
-        leave(block, sweep, channel, left, quantities, sums)
+        write_sums(block, sweep, channel, left, quantities, sums)
     return block.stage

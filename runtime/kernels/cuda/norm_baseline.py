@@ -18,7 +18,7 @@ from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Stage
-from bnfuse.runtime.kernels.cuda.norm import leave, named, only, statistics_stages, swept, tile_sums
+from bnfuse.runtime.kernels.cuda.norm import named, only, statistics_stages, swept, tile_sums, write_sums
 from bnfuse.runtime.kernels.cuda.partials import Columns, join_lanes, merge_stage, sums_stage
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
@@ -193,7 +193,7 @@ def _ranges_stage(name: str, params: Sequence[Param], sweep: Sweep, x: MapType) 
             d.put(made, j, shift[j] + sums[j] / count)
             for k in range(4):
                 d.put(made, (1 + k) * width + j, extremes.held[k * width + j])
-        leave(block, sweep, channel, left, len(PARTS), made)
+        write_sums(block, sweep, channel, left, len(PARTS), made)
     return block.stage
 
 

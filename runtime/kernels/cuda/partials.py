@@ -70,14 +70,14 @@ def join_lanes(team: Team, tid: Expr, shared: Buffer, own: Sequence[Expr], combi
         half = (active + 1) // 2
         place = lambda k, lane, size=half * team.across: k * size + lane * team.across + vector  # noqa: E731
 
-        def leave(half: int = half, place: Any = place) -> None:
+        def write(half: int = half, place: Any = place) -> None:
             for k, value in enumerate(own):
                 d.put(shared, place(k, lane - half), value)
 
         def take(place: Any = place) -> None:
             combine(lambda k: shared[place(k, lane)])
 
-        d.when(tirx.And(lane >= half, lane < active), leave)
+        d.when(tirx.And(lane >= half, lane < active), write)
         d.sync()
         d.when(lane < active - half, take)
         d.sync()

@@ -301,9 +301,11 @@ class BackwardEpilogue(Epilogue):
         for j in range(self.width):
             load = self.reader.load(j)
             self._add(values, j, of_bias=True)
-            d.put(values, j, self.plan.changed(values[j], load, T.bind))
+            if self.plan.changes:
+                d.put(values, j, self.plan.changed(values[j], load, T.bind))
             self._add(values, j, of_bias=False)
-            d.put(values, j, self.plan.placed(values[j], load))
+            if self.plan.places:
+                d.put(values, j, self.plan.placed(values[j], load))
 
     def _add(self, values: Buffer, j: int, *, of_bias: bool) -> None:
         for q, total in enumerate(self.reductions.totals):

@@ -81,7 +81,7 @@ class WeightEmitter:
             d.when(i + ahead < steps, lambda: self.fill(step + ahead, i + ahead))
             d.commit()
             self.multiply(step, side)
-        self.leave()
+        self.close()
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
@@ -285,9 +285,9 @@ class WeightEmitter:
                 at = tirx.Select(known, at, T.int32(self.tile.zeros_at // 4))
             d.put(b, word, self.store[at])
 
-    # -- leaving ---------------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Accumulators to partials [share][output][tap][input]."""
         c, plan, lane = self.c, self.plan, self.block.lane
         partials = self.block["weight_partials"]
