@@ -33,7 +33,7 @@ def make_command() -> Any:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
-    app.callback(help=HELP)(options)
+    app.callback(help=HELP)(of_all)
     for module in (graphs, steps, training, search, estimate, explore):
         for function in module.COMMANDS:
             summary = (function.__doc__ or "").splitlines()[0]
@@ -49,11 +49,12 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def options(
+def of_all(
     version: Annotated[
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
-) -> None: ...
+) -> None:
+    """Take the options that stand before a command."""
 
 
 def usage_line(error: Exception) -> str | None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from bnfuse.commands import options
 from bnfuse.commands.graphs import Level
-from bnfuse.commands.options import Channels, Classes, ImageSize, Json, Settings, Unit, Units, settings
 from bnfuse.commands.output import Progress, show, show_json
 from bnfuse.core.errors import BnfuseError
 
@@ -41,10 +41,10 @@ def explore(
         int | None, typer.Option(min=1, help="How many points may be (default: 200).", show_default=False)
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch.", show_default=False)] = None,
-    image: ImageSize = None,
-    channels: Channels = None,
-    classes: Classes = None,
-    set_: Settings = None,
+    image: options.ImageSize = None,
+    channels: options.Channels = None,
+    classes: options.Classes = None,
+    set_: options.Settings = None,
     hardware: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="What step times are estimated on (default: h100).", show_default=False),
@@ -82,8 +82,8 @@ def explore(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.csv", help="Write the points as CSV.", show_default=False),
     ] = None,
-    units: Units = Unit.decimal,
-    json: Json = False,
+    units: options.Units = options.Unit.decimal,
+    json: options.Json = False,
 ) -> None:
     """Sweep a network's metaparameters: sizes, work, time before and after fusion.
 
@@ -100,17 +100,17 @@ def explore(
 
     if not estimate and (hardware or level or assume):
         raise BnfuseError("--hardware, --level and --assume are about step times: leave them or --no-estimate out")
-    sizes = {"batch": batch, "image": image, "channels": channels, "classes": classes}
+    base = options.zoo(batch, image, channels, classes, set_)
     found = api.explore(
         network,
         vary or (),
-        base={**{key: value for key, value in sizes.items() if value is not None}, **settings(set_)},
+        base={key: value for key, value in base.items() if value is not None},
         preset_name=preset,
         separately=one_at_a_time,
         limit=limit,
         hardware=("h100" if hardware is None else hardware) if estimate else None,
         level=(level or Level.icf).value,
-        assume=settings(assume, "--assume"),
+        assume=options.settings(assume, "--assume"),
         pareto=pareto,
         accuracy=accuracy,
         plot=plot,

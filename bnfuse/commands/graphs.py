@@ -9,26 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bnfuse.commands.options import (
-    Channels,
-    Checkpoint,
-    Classes,
-    DataInput,
-    ImageSize,
-    Json,
-    LabelsInput,
-    Model,
-    Output,
-    Precision,
-    Seed,
-    Settings,
-    Target,
-    Threads,
-    Unit,
-    Units,
-    opening,
-    settings,
-)
+from bnfuse.commands import options
 from bnfuse.commands.output import Progress, require_text_writable, show, show_json, to_json, write_text
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import Section, count, number, scaled
@@ -64,7 +45,7 @@ class Loss(str, enum.Enum):
     mse = "mse"
 
 
-def models(json: Json = False) -> None:
+def models(json: options.Json = False) -> None:
     """List the networks of the zoo, with the parameters and FLOPs of their default sizes.
 
     \b
@@ -102,15 +83,15 @@ def build(
     source: Annotated[
         str, typer.Argument(metavar="NAME|FORWARD.ONNX", help="A zoo network or a forward model.", show_default=False)
     ],
-    output: Output,
+    output: options.Output,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images in a batch; fixes a dynamic batch.", show_default=False)
     ] = None,
-    image: ImageSize = None,
-    channels: Channels = None,
-    classes: Classes = None,
-    seed: Seed = 0,
-    set_: Settings = None,
+    image: options.ImageSize = None,
+    channels: options.Channels = None,
+    classes: options.Classes = None,
+    seed: options.Seed = 0,
+    set_: options.Settings = None,
     loss: Annotated[Loss, typer.Option(help="The loss on top of the logits.")] = Loss.cross_entropy,
     logits: Annotated[str | None, typer.Option(help="The output that the loss reads.", show_default=False)] = None,
     train: Annotated[
@@ -147,7 +128,7 @@ def build(
     built = build_file(
         source,
         output,
-        zoo={"batch": batch, "image": image, "channels": channels, "classes": classes, "seed": seed, **settings(set_)},
+        zoo={"seed": seed, **options.zoo(batch, image, channels, classes, set_)},
         loss=loss.value,
         logits=logits,
         train=train or ["*"],
@@ -169,16 +150,16 @@ def inspect(
         typer.Argument(metavar="NAME|TRAIN.ONNX", help="A zoo network or a training graph.", show_default=False),
     ],
     batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch (zoo).", show_default=False)] = None,
-    image: ImageSize = None,
-    channels: Channels = None,
-    classes: Classes = None,
-    set_: Settings = None,
-    units: Units = Unit.decimal,
-    json: Json = False,
+    image: options.ImageSize = None,
+    channels: options.Channels = None,
+    classes: options.Classes = None,
+    set_: options.Settings = None,
+    units: options.Units = options.Unit.decimal,
+    json: options.Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout, a row a layer.")] = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    checkpoint: options.Checkpoint = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """Sizes, parameters, FLOPs and feature-map traffic of a network, layer by layer (docs/design-space.md).
 
@@ -192,8 +173,8 @@ def inspect(
         raise BnfuseError("--csv and --json are both for stdout: give one of them")
     from bnfuse import api
 
-    zoo = {"batch": batch, "image": image, "channels": channels, "classes": classes, **settings(set_)}
-    found = api.inspect(source, zoo=zoo, **opening(checkpoint, data_input, labels_input))
+    zoo = options.zoo(batch, image, channels, classes, set_)
+    found = api.inspect(source, zoo=zoo, **options.opening(checkpoint, data_input, labels_input))
     if csv:
         typer.echo(found.to_csv(), nl=False)
     elif json:
@@ -203,8 +184,8 @@ def inspect(
 
 
 def rewrite(
-    model: Model,
-    output: Output,
+    model: options.Model,
+    output: options.Output,
     level: Annotated[
         Level, typer.Option(help="How far BatchNorm is fused; each level includes those before.")
     ] = Level.icf,
@@ -252,10 +233,10 @@ def rewrite(
             show_default=False,
         ),
     ] = None,
-    json: Json = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    json: options.Json = False,
+    checkpoint: options.Checkpoint = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """Split BatchNorms and fuse their halves into the neighbouring operators.
 
@@ -274,7 +255,7 @@ def rewrite(
         require_apart(model, report)  # the rewritten graph may take the place of the graph
         require_apart(output, report)
         require_text_writable(report)
-    signature = opening(checkpoint, data_input, labels_input)
+    signature = options.opening(checkpoint, data_input, labels_input)
     rewritten = api.rewrite(
         model,
         level=level.value,
@@ -333,8 +314,8 @@ def diff(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.", show_default=False)
     ] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when the graphs differ.")] = False,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """What differs between two training graphs: nodes, BatchNorms, feature-map traffic.
 
@@ -379,14 +360,14 @@ def verify(
     runtime: Annotated[Runtime, typer.Option(help="What runs AFTER: onnxruntime, or our compiled step.")] = Runtime.ort,
     steps: Annotated[int, typer.Option(min=0, help="Train both for so many steps and compare the losses.")] = 0,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of these steps.")] = 0.01,
-    target: Target = "cpu",
-    precision: Precision = None,
-    seed: Seed = 0,
-    threads: Threads = None,
-    json: Json = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    target: options.Target = "cpu",
+    precision: options.Precision = None,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    json: options.Json = False,
+    checkpoint: options.Checkpoint = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """Whether two training graphs compute the same loss, gradients and running statistics (docs/numerics.md).
 
@@ -408,7 +389,7 @@ def verify(
         precision=precision,
         threads=threads,
         progress=Progress(),
-        **opening(checkpoint, data_input, labels_input),
+        **options.opening(checkpoint, data_input, labels_input),
     )
     show_json(found.to_json()) if json else show(found.sections())
     if not found.equal:

@@ -84,9 +84,52 @@ class Unit(str, enum.Enum):
 Units = Annotated[Unit, typer.Option(help="MB of 10^6 bytes, or MiB of 2^20.")]
 
 
+# Of commands that train
+
+
+class OptimizerName(str, enum.Enum):
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="The optimiser in the step.")]
+LearningRate = Annotated[float, typer.Option(min=0, help="Learning rate.")]
+Momentum = Annotated[float, typer.Option(min=0, help="Momentum (sgd).")]
+Nesterov = Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum (sgd).")]
+WeightDecay = Annotated[float, typer.Option(min=0, help="Weight decay, of all parameters.")]
+NoDecay = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Parameters that weight decay leaves alone.", show_default=False),
+]
+Schedule = Annotated[
+    str, typer.Option(metavar="S", help="Learning rates: cosine, constant, step:30,60,80[@0.1], poly[:power].")
+]
+WarmUp = Annotated[
+    float, typer.Option(min=0, metavar="EPOCHS", help="The rate climbs linearly, step by step, for so long.")
+]
+Augment = Annotated[str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")]
+SkipUnreadable = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Leave out files of a folder that cannot be read, and count them.")
+]
+Data = Annotated[
+    str,
+    typer.Option("--data", metavar="NAME|DIR|FILE.npz", help="digits, fashion-mnist, a folder of images, or arrays."),
+]
+
+
+# What they come to
+
+
 def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:
     """Keywords for opening a file that others wrote."""
     return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
+
+
+def zoo(
+    batch: int | None, image: Any, channels: int | None, classes: int | None, pairs: list[str] | None
+) -> dict[str, Any]:
+    """Gather the sizes and metaparameters of a network of the zoo; None where a size was not given."""
+    return {"batch": batch, "image": image, "channels": channels, "classes": classes, **settings(pairs)}
 
 
 def settings(pairs: list[str] | None, option: str = "--set") -> dict[str, str]:

@@ -8,32 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands.optimizers import (
-    Augment,
-    Data,
-    LearningRate,
-    Momentum,
-    Nesterov,
-    NoDecay,
-    OptimizerName,
-    OptimizerOption,
-    Schedule,
-    SkipUnreadable,
-    WarmUp,
-    WeightDecay,
-)
-from bnfuse.commands.options import (
-    Checkpoint,
-    DataInput,
-    Json,
-    LabelsInput,
-    Model,
-    Precision,
-    Seed,
-    Target,
-    Threads,
-    opening,
-)
+from bnfuse.commands import options
 from bnfuse.commands.output import Progress, show, show_json
 
 
@@ -50,8 +25,8 @@ class Cost(str, enum.Enum):
 
 
 def search(
-    model: Model,
-    data: Data,
+    model: options.Model,
+    data: options.Data,
     iterations: Annotated[
         int | None,
         typer.Option(min=1, help="Trainings in all (default: 20; exhaustive: all placements).", show_default=False),
@@ -90,24 +65,24 @@ def search(
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data in each training.")] = 10,
     repeats: Annotated[int, typer.Option(min=1, help="Trainings a placement, whose mean accuracy counts.")] = 1,
-    target: Target = "cpu",
-    precision: Precision = None,
-    optimizer: OptimizerOption = OptimizerName.sgd,
-    lr: LearningRate = 0.1,
-    momentum: Momentum = 0.9,
-    nesterov: Nesterov = False,
-    weight_decay: WeightDecay = 0.0,
-    no_decay: NoDecay = None,
-    schedule: Schedule = "cosine",
-    warm_up: WarmUp = 0.0,
-    augment: Augment = "none",
-    skip_unreadable: SkipUnreadable = False,
-    seed: Seed = 0,
-    threads: Threads = None,
-    json: Json = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    target: options.Target = "cpu",
+    precision: options.Precision = None,
+    optimizer: options.OptimizerOption = options.OptimizerName.sgd,
+    lr: options.LearningRate = 0.1,
+    momentum: options.Momentum = 0.9,
+    nesterov: options.Nesterov = False,
+    weight_decay: options.WeightDecay = 0.0,
+    no_decay: options.NoDecay = None,
+    schedule: options.Schedule = "cosine",
+    warm_up: options.WarmUp = 0.0,
+    augment: options.Augment = "none",
+    skip_unreadable: options.SkipUnreadable = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    json: options.Json = False,
+    checkpoint: options.Checkpoint = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """Find the fewest BatchNorms that train as well as all of them.
 
@@ -147,7 +122,7 @@ def search(
         seed=seed,
         threads=threads,
         progress=Progress(),
-        **opening(checkpoint, data_input, labels_input),
+        **options.opening(checkpoint, data_input, labels_input),
     )
     show_json(found.to_json()) if json else show(found.sections())
 

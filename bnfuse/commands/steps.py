@@ -7,30 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands.optimizers import (
-    LearningRate,
-    Momentum,
-    Nesterov,
-    NoDecay,
-    OptimizerName,
-    OptimizerOption,
-    SkipUnreadable,
-    WeightDecay,
-)
-from bnfuse.commands.options import (
-    Checkpoint,
-    DataInput,
-    Json,
-    LabelsInput,
-    Model,
-    Output,
-    Precision,
-    Seed,
-    Target,
-    Threads,
-    Tune,
-    opening,
-)
+from bnfuse.commands import options
 from bnfuse.commands.output import Progress, show, show_json
 from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.text import Section, number, scaled
@@ -39,21 +16,21 @@ Source = Annotated[Path, typer.Argument(metavar="TRAIN.ONNX|STEP.BNF", show_defa
 
 
 def compile(
-    model: Model,
-    output: Output,
-    target: Target = "cpu",
-    precision: Precision = None,
-    optimizer: OptimizerOption = OptimizerName.sgd,
-    lr: LearningRate = 0.1,
-    momentum: Momentum = 0.9,
-    nesterov: Nesterov = False,
-    weight_decay: WeightDecay = 0.0,
-    no_decay: NoDecay = None,
-    threads: Threads = None,
-    tune: Tune = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    model: options.Model,
+    output: options.Output,
+    target: options.Target = "cpu",
+    precision: options.Precision = None,
+    optimizer: options.OptimizerOption = options.OptimizerName.sgd,
+    lr: options.LearningRate = 0.1,
+    momentum: options.Momentum = 0.9,
+    nesterov: options.Nesterov = False,
+    weight_decay: options.WeightDecay = 0.0,
+    no_decay: options.NoDecay = None,
+    threads: options.Threads = None,
+    tune: options.Tune = False,
+    checkpoint: options.Checkpoint = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """Compile a training graph into one file that runs without a compiler.
 
@@ -78,7 +55,7 @@ def compile(
         threads=threads,
         progress=progress.bar,
         tune=tune,
-        **opening(checkpoint, data_input, labels_input),
+        **options.opening(checkpoint, data_input, labels_input),
     )
     progress.clear()
     step.export(output)
@@ -122,11 +99,11 @@ def run(
         str | None,
         typer.Option(metavar="cpu[:MCPU]|cuda[:sm_XX]", help="Where a graph runs (default: cpu).", show_default=False),
     ] = None,
-    precision: Precision = None,
-    skip_unreadable: SkipUnreadable = False,
-    seed: Seed = 0,
-    threads: Threads = None,
-    json: Json = False,
+    precision: options.Precision = None,
+    skip_unreadable: options.SkipUnreadable = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    json: options.Json = False,
 ) -> None:
     """Run some training steps and print their losses.
 
@@ -161,7 +138,7 @@ def run(
 
 
 def bench(
-    model: Model,
+    model: options.Model,
     level: Annotated[
         list[str] | None,
         typer.Option(
@@ -186,8 +163,8 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    target: Target = "cpu",
-    precision: Precision = None,
+    target: options.Target = "cpu",
+    precision: options.Precision = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed steps of each candidate.")] = 9,
     warm_up: Annotated[int, typer.Option(min=0, help="Steps of each candidate before those.")] = 2,
     wait: Annotated[
@@ -203,13 +180,13 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|svg", help="Write a picture.", show_default=False)
     ] = None,
-    tune: Tune = False,
-    seed: Seed = 0,
-    threads: Threads = None,
-    json: Json = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    tune: options.Tune = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    json: options.Json = False,
+    checkpoint: options.Checkpoint = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """Time a step at several levels and in other runtimes, alternating in one process; peak memory in one process each.
 
@@ -242,7 +219,7 @@ def bench(
         target=target,
         precision=precision,
         progress=Progress(),
-        **opening(checkpoint, data_input, labels_input),
+        **options.opening(checkpoint, data_input, labels_input),
     )
     show_json(found.to_json()) if json else show(found.sections())
 
@@ -251,8 +228,8 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the files here (default: nowhere).", show_default=False)
     ] = None,
-    seed: Seed = 0,
-    threads: Threads = None,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
 ) -> None:
     """The whole job on a small DenseNet and embedded images: build, rewrite, verify, diff, compile, train.
 

@@ -7,50 +7,25 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands.optimizers import (
-    Augment,
-    Data,
-    LearningRate,
-    Momentum,
-    Nesterov,
-    NoDecay,
-    OptimizerName,
-    OptimizerOption,
-    Schedule,
-    SkipUnreadable,
-    WarmUp,
-    WeightDecay,
-)
-from bnfuse.commands.options import (
-    Checkpoint,
-    DataInput,
-    Json,
-    LabelsInput,
-    Model,
-    Precision,
-    Seed,
-    Target,
-    Threads,
-    opening,
-)
+from bnfuse.commands import options
 from bnfuse.commands.output import Progress, show, show_json
 
 
 def train(
-    model: Model,
-    data: Data,
+    model: options.Model,
+    data: options.Data,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 10,
-    target: Target = "cpu",
-    precision: Precision = None,
-    optimizer: OptimizerOption = OptimizerName.sgd,
-    lr: LearningRate = 0.1,
-    momentum: Momentum = 0.9,
-    nesterov: Nesterov = False,
-    weight_decay: WeightDecay = 0.0,
-    no_decay: NoDecay = None,
-    schedule: Schedule = "cosine",
-    warm_up: WarmUp = 0.0,
-    augment: Augment = "none",
+    target: options.Target = "cpu",
+    precision: options.Precision = None,
+    optimizer: options.OptimizerOption = options.OptimizerName.sgd,
+    lr: options.LearningRate = 0.1,
+    momentum: options.Momentum = 0.9,
+    nesterov: options.Nesterov = False,
+    weight_decay: options.WeightDecay = 0.0,
+    no_decay: options.NoDecay = None,
+    schedule: options.Schedule = "cosine",
+    warm_up: options.WarmUp = 0.0,
+    augment: options.Augment = "none",
     eval_every: Annotated[int, typer.Option(min=1, metavar="EPOCHS", help="Evaluate every so many epochs.")] = 1,
     patience: Annotated[
         int | None,
@@ -93,13 +68,13 @@ def train(
         Path | None,
         typer.Option(metavar="MODEL.onnx", help="Write the trained network for inference.", show_default=False),
     ] = None,
-    skip_unreadable: SkipUnreadable = False,
-    seed: Seed = 0,
-    threads: Threads = None,
-    json: Json = False,
-    checkpoint: Checkpoint = None,
-    data_input: DataInput = None,
-    labels_input: LabelsInput = None,
+    skip_unreadable: options.SkipUnreadable = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    json: options.Json = False,
+    checkpoint: options.Checkpoint = None,
+    data_input: options.DataInput = None,
+    labels_input: options.LabelsInput = None,
 ) -> None:
     """Train on a data set, with the accuracy on held-out images after each epoch.
 
@@ -137,7 +112,7 @@ def train(
         seed=seed,
         threads=threads,
         progress=Progress(),
-        **opening(checkpoint, data_input, labels_input),
+        **options.opening(checkpoint, data_input, labels_input),
     )
     show_json(history.to_json()) if json else show(history.sections())
 

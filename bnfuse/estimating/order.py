@@ -7,12 +7,10 @@ then the next branch is taken up from where the network forked. The layer at the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.estimating.options import Order
 from bnfuse.estimating.workload import Layer
-
-Order = Literal["file", "dfs"]
 
 
 def arranged(layers: Sequence[Layer], order: Order) -> tuple[Layer, ...]:

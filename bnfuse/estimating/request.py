@@ -12,7 +12,7 @@ none of these                       one estimate
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,53 +25,18 @@ from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, Hardware
 from bnfuse.estimating.layerwise import Passes
-from bnfuse.estimating.order import Order
+from bnfuse.estimating.options import Request
 from bnfuse.estimating.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops
 from bnfuse.estimating.reram.assumptions import ReramAssumptions, is_stack
 from bnfuse.estimating.result import Estimate
 from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import behaviour_of, hardware_of, workloads
 from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
-from bnfuse.estimating.training import Optimizer
 from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
 from bnfuse.models import entry_of
 
 CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """The options of `bnfuse estimate`. Quantities are text ("24MB", "616GB/s") or numbers."""
-
-    source: Any
-    hardware: str | None = None
-    cache: str | float | None = None
-    bandwidth: str | float | None = None
-    flops: str | float | None = None
-    measure: bool = False
-    levels: Sequence[str] = ()
-    sweep: str | None = None
-    reuse: bool = False
-    roofline: bool = False
-    workers: str | None = None
-    network: str = "6GB/s"
-    reduce: str = "tree"
-    scaling: str = "strong"
-    overlap: float = 0.0
-    remove: str | None = None
-    order: Order = "file"
-    optimizer: Optimizer = "none"
-    views: bool = False
-    assume: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    zoo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    signature: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    plot: Path | None = None
-
-    @property
-    def kinds(self) -> list[str]:
-        """The options that ask for something of their own: there may be one."""
-        return [name for name in QUESTIONS if getattr(self, name) not in (None, False)]
 
 
 def answer(request: Request, progress: Progress = quiet) -> Any:
@@ -143,8 +108,8 @@ def scaled(request: Request, progress: Progress) -> Any:
         machine,
         [parse_count(part) for part in str(request.workers).split(",")],
         network(str(request.network)),
-        request.reduce,  # type: ignore[arg-type]
-        request.scaling,  # type: ignore[arg-type]
+        request.reduce,
+        request.scaling,
         batch=request.zoo.get("batch") or entry_of(request.source).batch if by_name else None,
         overlap=request.overlap,
         assumptions=assumptions,

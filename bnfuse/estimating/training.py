@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import onnx_ir as ir
 
@@ -22,7 +21,8 @@ from bnfuse.analysis.owners import layer_name, owners
 from bnfuse.analysis.traffic import forward_nodes
 from bnfuse.estimating.assumptions import check_choice
 from bnfuse.estimating.node_costs import Costs, costs_of
-from bnfuse.estimating.order import Order, arranged
+from bnfuse.estimating.options import Optimizer, Order
+from bnfuse.estimating.order import arranged
 from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
 from bnfuse.graph.training_graph import TrainingGraph
@@ -30,7 +30,6 @@ from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
 from bnfuse.opset.traffic import channels_touched, reads_elements_of_x, touched_shape
 from bnfuse.passes.dialect.canonical import match_clip_gradient
 
-Optimizer = Literal["none", "sgd", "momentum", "adamw"]
 MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adamw": 12}  # for each parameter
 RANGES = {  # of entries of coefficients: the attributes that say them

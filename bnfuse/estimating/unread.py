@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bnfuse.build.zoo import is_network
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.options import flag_of
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST
 from bnfuse.estimating.layerwise import Passes
+from bnfuse.estimating.options import Request
 from bnfuse.estimating.reram.assumptions import is_stack
-
-if TYPE_CHECKING:
-    from bnfuse.estimating.request import Request
 
 BETWEEN_WORKERS = ("network", "reduce", "scaling", "overlap")
 OF_GRAPHS = ("order", "optimizer", "views")
+FLAGS = {field.name: flag_of(field) for field in dataclasses.fields(Request)}
 OF_CACHES = ("cache", "bandwidth", "flops", "measure", "levels", "sweep", "reuse", "roofline", "workers")
 
 
@@ -64,8 +64,7 @@ def given(request: Request) -> set[str]:
 
 def chosen(options: set[str], wanted: Iterable[str]) -> str:
     """Those of `wanted` that were given, as they are written."""
-    flags = ["--level" if name == "levels" else f"--{name.replace('_', '-')}" for name in wanted if name in options]
-    return ", ".join(flags)
+    return ", ".join(FLAGS.get(name, f"--{name.replace('_', '-')}") for name in wanted if name in options)
 
 
 def names(kind: Any) -> set[str]:

@@ -16,18 +16,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import Section, csv_text, duration, join, number, percent, scaled
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import Hardware
+from bnfuse.estimating.options import Mode, Strategy
 from bnfuse.estimating.quantities import parse_bandwidth
 from bnfuse.estimating.workload import Workload
 
-Strategy = Literal["tree", "server"]
-Mode = Literal["strong", "weak"]
 MOST = 2.0**40  # workers; where balance is not reached by then, it never is
 
 # serial messages of |W| bytes that summing the gradients of p > 1 workers takes
