@@ -61,10 +61,10 @@ def require_gpu(target: str | None, precision: str | None) -> None:
     """Where a graph is to run on a GPU: refuse at once one that is not here, for compiling takes minutes."""
     if target is None or target.partition(":")[0] != "cuda":
         return
+    from bnfuse.runtime.backends.cuda.backend import CudaBackend
     from bnfuse.runtime.backends.cuda.driver import open_driver
-    from bnfuse.runtime.backends.resolve import gpu
 
-    machine = gpu(target.partition(":")[2], precision=precision)
+    machine = CudaBackend().resolve(target.partition(":")[2], precision=precision)
     open_driver().check_architecture(machine.architecture)
 
 

@@ -26,12 +26,11 @@ import safetensors.numpy
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import write_atomically
-from bnfuse.core.processors import bounded_threads
+from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.program import optim
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets import cpus
-from bnfuse.runtime.targets.target import CpuTarget, Target, target_of
+from bnfuse.runtime.targets.target import Target, target_of
 
 FORMAT = "bnfuse step"
 VERSION = 1
@@ -68,7 +67,7 @@ def write_artifact(artifact: Artifact, path: pathlib.Path) -> None:
             "format": FORMAT,
             "version": VERSION,
             "target": artifact.target.to_data(),
-            "features": cpus.features_of(artifact.target.mcpu) if isinstance(artifact.target, CpuTarget) else (),
+            "features": backend_of(artifact.target).features(artifact.target),
             "optimizer": optim.to_data(artifact.optimizer),
             "kernels": hashes,
             "programs": {part: p.to_json(compiled.program) for part, compiled in parts.items()},
@@ -111,10 +110,7 @@ def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Artifact:
     manifest = json.loads(file.read("manifest.json"))
     check_format(manifest, path)
     target = target_of(manifest["target"])
-    if isinstance(target, CpuTarget):
-        check_cpu(target, tuple(manifest["features"]), threads, path)
-    elif threads is not None:
-        raise BnfuseError(f"{path}: was compiled for a GPU, which takes no number of threads: leave it out")
+    backend_of(target).check(target, tuple(manifest["features"]), threads)
     initial = safetensors.numpy.load(file.read("initial.safetensors"))
     training, evaluation = (_part(file, manifest, part, initial) for part in PARTS)
     return Artifact(
@@ -144,14 +140,3 @@ def check_format(manifest: Mapping[str, Any], path: str) -> None:
         raise BnfuseError(
             f"{path}: has format version {manifest['version']}, this bnfuse reads {VERSION}: compile the model again"
         )
-
-
-def check_cpu(target: CpuTarget, features: tuple[str, ...], threads: int | None, path: str) -> None:
-    """Before any code is loaded: does this processor have what the code uses, and is it cut up for these threads?"""
-    missing = cpus.missing_features(features)
-    if missing:
-        raise BnfuseError(
-            f"{path}: was compiled for {target.mcpu}; this CPU lacks {', '.join(missing[:4])}: compile the model here"
-        )
-    if threads is not None and target.threads not in (threads, bounded_threads(threads)):
-        raise BnfuseError(f"{path}: was compiled for {target.threads} threads, not {threads}: compile the model again")

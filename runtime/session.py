@@ -20,9 +20,10 @@ from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.artifact import Artifact, write_artifact
+from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
-from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, runner_of, shared_regions
+from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, shared_regions
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.targets.target import Target
@@ -72,8 +73,9 @@ class Step(Exclusive):
         super().__init__()
         self.target, self.optimizer, self.model = target, optimizer, model
         self._compiled = (training, evaluation)
-        self._train: Runner = runner_of(training, target)
-        self._evaluate: Runner = runner_of(evaluation, target, self._train)
+        backend = backend_of(target)
+        self._train: Runner = backend.runner(training, target)
+        self._evaluate: Runner = backend.runner(evaluation, target, self._train)
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)

@@ -14,13 +14,13 @@ import numpy as np
 import tvm
 
 from bnfuse.runtime.backends.cpu.library import Library
+from bnfuse.runtime.backends.cpu.measure import random_arguments
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import aligned
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
 from bnfuse.runtime.codegen.limits import CHAIN, CHAIN_RUNS, chain_rates, gemm_rates, shortest
-from bnfuse.runtime.codegen.tuning import random_arguments
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.kernels.registry import CONV_FORWARD
 from bnfuse.runtime.kernels.request import Request

@@ -11,7 +11,6 @@ import numpy as np
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.memory import Store
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.targets.target import CudaTarget, Target
 
 if TYPE_CHECKING:
     from bnfuse.runtime.backends.cuda.array import DeviceArray
@@ -77,17 +76,6 @@ class OnDevice(Protocol):
 
     def array(self, tensor: p.Tensor) -> DeviceArray:
         """A tensor where it lies on the device."""
-
-
-def runner_of(compiled: Compiled, target: Target, beside: Any = None) -> Any:
-    """The runner for a target. It shares what both have with the one `beside` it: state and working memory."""
-    if isinstance(target, CudaTarget):
-        from bnfuse.runtime.backends.cuda.runner import CudaRunner
-
-        return CudaRunner(compiled, target, beside)
-    from bnfuse.runtime.backends.cpu.runner import CpuRunner
-
-    return CpuRunner(compiled, target, beside)
 
 
 def shared_regions(regions: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import pathlib
 import pickle
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,11 +21,11 @@ from typing import Any
 from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.interpreter import import_root
 from bnfuse.core.processors import usable_cpus
+from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.launching import ENTRANCE
 from bnfuse.runtime.codegen.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.kernels.request import Request
-from bnfuse.runtime.targets.target import CpuTarget, CudaTarget
 
 KERNELS_PER_WORKER = 12  # fewer are compiled sooner than a further worker has started
 
@@ -43,8 +41,8 @@ def objects(
     found: dict[str, bytes | None] = {key: cache.read(key) for key in keys}
     missing = {key: i for i, key in enumerate(keys) if found[key] is None}
     tasks = [(key, requests[i], kernels[i].name) for key, i in missing.items()]
-    if any(isinstance(kernels[i].target, CudaTarget) for i in missing.values()):
-        require_cuda_compiler()
+    for target in {kernels[i].target for i in missing.values()}:
+        backend_of(target).require_compiler()
     for done, (key, name, made) in enumerate(_compile_all(tasks, workers or usable_cpus()), 1):
         found[key] = made
         cache.write(key, made)
@@ -53,39 +51,14 @@ def objects(
     return [code for key in keys if (code := found[key]) is not None]
 
 
-def require_cuda_compiler() -> None:
-    """One line before any work, in the place of one that names the first kernel."""
-    from bnfuse.runtime.kernels.cuda.compile import REMEDY, compiler_version
-
-    if compiler_version() == "none":
-        raise BnfuseError(f"there is no CUDA compiler: {REMEDY}")
-
-
 def compile_kernel(kernel: Kernel) -> bytes:
-    """The object code of one kernel. For a CPU its symbol is the kernel's name; kernels/cuda/compile.py has a GPU's."""
+    """The object code of one kernel. Raises BnfuseError, which names the kernel and its problem."""
     try:
         with ENTRANCE:
-            return _for_gpu(kernel) if isinstance(kernel.target, CudaTarget) else _for_cpu(kernel)
+            return backend_of(kernel.target).compile(kernel)
     except Exception as error:
         what = first_line(error)
         raise BnfuseError(f"kernel {kernel.name} does not compile: {what} ({kernel.problem!r})") from error
-
-
-def _for_gpu(kernel: Kernel) -> bytes:
-    from bnfuse.runtime.kernels.cuda.compile import compile_kernel as compile_cubin
-
-    return compile_cubin(kernel)
-
-
-def _for_cpu(kernel: Kernel) -> bytes:
-    from bnfuse.runtime.kernels.cpu.tir import compile_function
-
-    assert isinstance(kernel.target, CpuTarget)
-    executable = compile_function(kernel.build(), kernel.target)
-    with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
-        path = pathlib.Path(folder) / "kernel.o"
-        executable.mod.write_to_file(str(path), "o")
-        return path.read_bytes()
 
 
 Task = tuple[str, Request, str]  # key, request, name

@@ -15,11 +15,10 @@ import pathlib
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import write_atomically
+from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.codegen.sources import sources_hash
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.kernels.registry import Kind
-from bnfuse.runtime.targets.cpus import features_of, triple_of
-from bnfuse.runtime.targets.target import CpuTarget
 
 HASH_BYTES = hashlib.sha256().digest_size
 
@@ -38,20 +37,13 @@ def default_folder() -> pathlib.Path | None:
 def content_key(kernel: Kernel, made_by: Kind) -> str:
     """Hash of the kernel's problem and target, its generator's sources, the compilers, and a CPU's features."""
     target = kernel.target
-    if isinstance(target, CpuTarget):
-        machine = triple_of(target.mcpu), *features_of(target.mcpu)
-    else:
-        machine = cuda_compiler()
-    parts = (kernel.key, sources_hash(target.backend, made_by.module), compiler_versions(), *machine)
+    parts = (
+        kernel.key,
+        sources_hash(target.backend, made_by.module),
+        compiler_versions(),
+        *backend_of(target).versions(target),
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-@functools.cache
-def cuda_compiler() -> tuple[str, ...]:
-    """The version of what compiles CUDA, as far as there is one: what is cached can be used without."""
-    from bnfuse.runtime.kernels.cuda.compile import compiler_version
-
-    return (compiler_version(),)
 
 
 @functools.cache

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import tvm
 
+from bnfuse.runtime.backends.cpu.backend import CpuBackend
 from bnfuse.runtime.backends.cpu.library import Library
+from bnfuse.runtime.backends.cpu.measure import random_arguments
 from bnfuse.runtime.backends.launching import launch
 from bnfuse.runtime.backends.memory import aligned
-from bnfuse.runtime.backends.resolve import cpu
 from bnfuse.runtime.codegen.build import objects
 from bnfuse.runtime.codegen.cache import Cache, default_folder
-from bnfuse.runtime.codegen.tuning import random_arguments
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.dense import GemmProblem
 from bnfuse.runtime.kernels.kernel import MapType, Problem
@@ -31,7 +31,7 @@ CHAIN = 512 << 20  # bytes of all buffers of a chain: more than most caches hold
 
 def gemm_rates(threads: int) -> dict[str, float]:
     """FLOP/s of our matrix product and of our plain 1x1 convolution, both of sizes at which they do best."""
-    target = cpu(threads=threads)
+    target = CpuBackend().resolve(threads=threads)
     x = MapType(16, 28, 28, 512, 512)
     attributes = (
         ("dilations", (1, 1)),
@@ -50,7 +50,7 @@ def gemm_rates(threads: int) -> dict[str, float]:
 
 def copy_rate(threads: int, elements: int = 1 << 26) -> float:
     """Bytes a second, read and written, of a copy between arrays of 256 MiB: more than most caches hold."""
-    target = cpu(threads=threads)
+    target = CpuBackend().resolve(threads=threads)
     return rate(Request(registry.COPY, (elements, target, "float32")), target, "bytes")
 
 
@@ -60,7 +60,7 @@ def chain_rates(threads: int, sizes: Sequence[int]) -> list[float]:
     As in a chain of layers, each copy reads what the one before wrote, and writes where nothing has been for long. A
     cache that is large enough saves the reading; what is written it has to fetch first, and to write out some time.
     """
-    target = cpu(threads=threads)
+    target = CpuBackend().resolve(threads=threads)
     memory = aligned(CHAIN).view("float32")
     memory[:] = 1.0
     requests = [Request(registry.COPY, (size // 4, target, "float32")) for size in sizes]

@@ -9,39 +9,30 @@ cannot be read, or names a choice that does not exist, is as good as none.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
 import pathlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-
-import numpy as np
-import tvm
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import write_atomically
-from bnfuse.runtime.backends.cpu.library import Library
-from bnfuse.runtime.backends.launching import launch
-from bnfuse.runtime.backends.memory import aligned
-from bnfuse.runtime.backends.turns import shortest_times
+from bnfuse.runtime.backends.backend import Measure, backend_of
 from bnfuse.runtime.codegen.build import Progress, objects
 from bnfuse.runtime.codegen.cache import Cache, content_key
 from bnfuse.runtime.kernels.kernel import Choice, Kernel
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.graph import Lowered
-from bnfuse.runtime.targets import cpus
-from bnfuse.runtime.targets.target import CpuTarget, Target
+from bnfuse.runtime.targets.target import Target
 
 BUDGET = 600.0  # seconds: what is not measured by then keeps the rule's choice until the next tuning
 TOGETHER = 12  # problems whose candidates are compiled at a time
 MARGIN = 0.97  # of the rule's time: less of a gain is taken for noise
 
 Way = TypeVar("Way")
-Measure = Callable[[Sequence[Kernel], Sequence[bytes]], list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +136,7 @@ def tune(
     budget: float = BUDGET,
 ) -> None:
     """Measure the candidates of the problems that nothing is remembered of, those with the most work first."""
-    chosen = measure or measure_of(target)
+    chosen = measure or backend_of(target).measure(target)
     tasks = [task for task in tasks_of(lowered).values() if memory.choice(task) is None]
     tasks.sort(key=lambda task: task.launches * task.flops, reverse=True)
     total, done, end = sum(len(task.choices) for task in tasks), 0, time.monotonic() + budget
@@ -167,29 +158,6 @@ def tune(
             done += len(kernels)
             if progress:
                 progress(done, total, f"measured {kernels[0].name}")
-
-
-def measure_of(target: Target) -> Measure:
-    """What measures a target's kernels on this machine; raises where they do not run here."""
-    if isinstance(target, CpuTarget):
-        if missing := cpus.missing_features(cpus.features_of(target.mcpu)):
-            raise BnfuseError(
-                f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
-            )
-        return fastest_times
-    from bnfuse.runtime.backends.cuda import driver, measure
-    from bnfuse.runtime.targets import arch
-
-    try:
-        gpu = driver.open_driver()
-    except BnfuseError as error:
-        raise BnfuseError(f"cannot tune for {target.architecture}: {error}") from None
-    if not arch.runs_on(target.architecture, gpu.architecture):
-        raise BnfuseError(
-            f"cannot tune for {target.architecture}: the GPU here ({gpu.name}) is {gpu.architecture}: tune on one of "
-            "those"
-        )
-    return measure.fastest_times
 
 
 def winner(
@@ -241,38 +209,3 @@ def best(choices: Sequence[Way], seconds: Sequence[float]) -> Way:
     """The fastest; that of the rule, the first, where none is clearly faster."""
     index = min(range(len(choices)), key=lambda i: seconds[i])
     return choices[index] if seconds[index] < MARGIN * seconds[0] else choices[0]
-
-
-def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[float]:
-    """Seconds of the fastest run of each kernel, in turns, on one set of buffers of random numbers.
-
-    All take the same parameters.
-    """
-    target = kernels[0].target
-    assert isinstance(target, CpuTarget)
-    library = Library([kernel.name for kernel in kernels], codes)
-    arguments = random_arguments(kernels[0])
-
-    def timed(function: Callable[..., Any]) -> float:
-        begin = time.perf_counter()
-        function(*arguments)
-        return time.perf_counter() - begin
-
-    def in_turns() -> list[float]:
-        for function in library.functions:
-            function(*arguments)
-        return shortest_times([functools.partial(timed, function) for function in library.functions])
-
-    return list(launch(target.threads, in_turns))
-
-
-def random_arguments(kernel: Kernel) -> list[Any]:
-    """Buffers of their real sizes, then offsets of zero."""
-    some = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
-    buffers = []
-    for param in kernel.params:
-        buffer = aligned(param.elements * np.dtype(param.dtype).itemsize).view(param.dtype)
-        if param.dtype == "float32":
-            buffer[:] = np.resize(some, param.elements)
-        buffers.append(tvm.runtime.from_dlpack(buffer))
-    return [*buffers, *(0 for param in kernel.params if param.is_map)]

@@ -211,7 +211,7 @@ require(count[:20] == expected[:20], "losses in the parent")
 def test_a_process_that_is_spawned_from_a_script_without_a_guard_compiles(script):
     """Workers of a compilation do not run the script again."""
     said = script(
-        "from bnfuse.runtime import build\nbuild.KERNELS_PER_WORKER = 2\nprint('begins')\n"
+        "from bnfuse.runtime.codegen import build\nbuild.KERNELS_PER_WORKER = 2\nprint('begins')\n"
         "step = bnfuse.compile(GRAPH, cache=False)\nprint('made', np.isfinite(step(images, labels)))",
         name="unguarded.py",
     )

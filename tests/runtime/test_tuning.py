@@ -13,7 +13,7 @@ from source_files import load
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import compile_step
-from bnfuse.runtime.backends.cpu import execute
+from bnfuse.runtime.backends.cpu import execute, measure
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import tuning
 from bnfuse.runtime.codegen.build import objects
@@ -49,7 +49,7 @@ class Measurer:
 @pytest.fixture
 def measurer(monkeypatch: pytest.MonkeyPatch) -> Measurer:
     found = Measurer()
-    monkeypatch.setattr(tuning, "fastest_times", found)
+    monkeypatch.setattr(measure, "fastest_times", found)
     return found
 
 
@@ -93,7 +93,7 @@ def test_what_was_measured_is_used_and_remembered_with_and_without_the_option(gr
 def test_what_the_rule_chose_is_remembered_too(graph, compiled, monkeypatch):
     forget(compiled)
     measurer = Measurer(fastest=0)
-    monkeypatch.setattr(tuning, "fastest_times", measurer)
+    monkeypatch.setattr(measure, "fastest_times", measurer)
     for _ in range(2):
         assert compile_step(graph, threads=2, cache=compiled, tune=True).report.tuned == 0
     assert measurer.calls == len(list(compiled.glob("tuned/*.json")))
@@ -164,7 +164,7 @@ print(step.report.tuned)
 
 
 def tuned_step(folder: str, fastest: int):
-    tuning.fastest_times = Measurer(fastest)
+    measure.fastest_times = Measurer(fastest)
     return compile_step(nets.graph_of(nets.dense_net, "icf"), threads=2, cache=folder, tune=True)
 
 
@@ -235,7 +235,7 @@ def test_real_measurements_are_seconds_of_every_candidate(compiled):
     task = task_of(conv_forward.choices(forward(), TARGET), registry.CONV_FORWARD, forward())
     requests = [task.candidate(choice) for choice in task.choices]
     codes = objects(requests, Cache(compiled))
-    seconds = tuning.fastest_times([request.kernel() for request in requests], codes)
+    seconds = measure.fastest_times([request.kernel() for request in requests], codes)
     assert len(seconds) == len(task.choices) and all(0 < s < 1 for s in seconds)
 
 

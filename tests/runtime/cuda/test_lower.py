@@ -20,6 +20,7 @@ from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward
 from bnfuse.runtime import SGD, AdamW
+from bnfuse.runtime.backends.cuda import backend
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.codegen import build, cache
 from bnfuse.runtime.codegen.build import objects
@@ -330,7 +331,7 @@ def test_the_key_of_a_cubin_knows_target_and_compiler(monkeypatch):
     assert key == key_of(request.kernel())
     other = dataclasses.replace(request.kernel(), target=gpu("fp16"))
     assert key != key_of(other)
-    monkeypatch.setattr(cache, "cuda_compiler", lambda: ("nvrtc 1.0",))
+    monkeypatch.setattr(backend, "compiler", lambda: "nvrtc 1.0")
     assert key != key_of(request.kernel())
 
 

@@ -15,6 +15,7 @@ from fake_cuda import FakeCuda, FakeKernel, floats, install
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cuda import measure
+from bnfuse.runtime.backends.cuda.backend import CudaBackend
 from bnfuse.runtime.backends.cuda.driver import Driver
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.backends.turns import HOPELESS, ROUNDS, shortest_times
@@ -178,7 +179,7 @@ def test_the_fastest_plan_of_each_gradient_is_found(monkeypatch):
     (source, weight) = choices[-1].plan[0], choices[2].plan[1]
     for choice, code in zip(choices, codes, strict=True):
         serve(fake, code, (0.0015 if choice.plan[0] == source else 0.002, 0.001 if choice.plan[1] == weight else 0.002))
-    found, seconds = tuning.winner(choices, kernels, [pack(code) for code in codes], tuning.measure_of(TARGET))
+    found, seconds = tuning.winner(choices, kernels, [pack(code) for code in codes], CudaBackend().measure(TARGET))
     assert found.plan == (source, weight) and found not in choices
     assert (seconds[0], seconds[2], seconds[-1]) == pytest.approx((0.004, 0.003, 0.0035))
     memory = tuning.Memory(Cache(None))
@@ -231,7 +232,7 @@ def test_where_the_kernels_do_not_run_is_one_line(monkeypatch, fake, message):
         given.fail["cuInit"] = CUresult.CUDA_ERROR_NO_DEVICE
     install(monkeypatch, given)
     with pytest.raises(BnfuseError, match=message) as caught:
-        tuning.measure_of(TARGET)
+        CudaBackend().measure(TARGET)
     assert "\n" not in str(caught.value)
 
 

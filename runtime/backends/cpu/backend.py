@@ -1,0 +1,82 @@
+"""CPUs: TVM and LLVM compile, the code is loaded into this process."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from typing import TYPE_CHECKING
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.core.processors import bounded_threads, check_threads, physical_cores
+from bnfuse.runtime.backends.execution import Compiled
+from bnfuse.runtime.kernels.kernel import Kernel
+from bnfuse.runtime.targets import cpus
+from bnfuse.runtime.targets.target import CpuTarget
+
+if TYPE_CHECKING:
+    from bnfuse.runtime.backends.backend import Measure
+    from bnfuse.runtime.backends.cpu.runner import CpuRunner
+
+
+class CpuBackend:
+    """See `Backend`."""
+
+    def resolve(self, model: str = "", threads: int | None = None, precision: str | None = None) -> CpuTarget:
+        """Threads default to the physical cores; for this machine they are no more than its processors."""
+        if precision not in (None, CpuTarget.precision):
+            raise BnfuseError(
+                f"precision {precision} is for a GPU, a CPU computes in fp32: leave it out, or compile for cuda"
+            )
+        if threads is not None:
+            check_threads(threads)
+        wanted = threads if model else bounded_threads(threads)  # a CPU that is named may be another machine's
+        mcpu = model or cpus.host_cpu()
+        if not cpus.known_cpu(mcpu):
+            name = f"cpu:{model}" if model else "cpu"
+            raise BnfuseError(
+                f"target '{name}': LLVM knows no 64-bit x86 or Arm CPU '{mcpu}'; use cpu for the host itself"
+            )
+        return CpuTarget(mcpu, cpus.lanes_of(cpus.features_of(mcpu)), wanted or physical_cores())
+
+    def require_compiler(self) -> None:
+        """TVM brings its own."""
+
+    def compile(self, kernel: Kernel) -> bytes:
+        """An object file, whose symbol is the kernel's name."""
+        from bnfuse.runtime.kernels.cpu.tir import compile_function
+
+        assert isinstance(kernel.target, CpuTarget)
+        executable = compile_function(kernel.build(), kernel.target)
+        with tempfile.TemporaryDirectory(prefix="bnfuse-") as folder:
+            path = pathlib.Path(folder) / "kernel.o"
+            executable.mod.write_to_file(str(path), "o")
+            return path.read_bytes()
+
+    def versions(self, target: CpuTarget) -> tuple[str, ...]:
+        return cpus.triple_of(target.mcpu), *cpus.features_of(target.mcpu)
+
+    def features(self, target: CpuTarget) -> tuple[str, ...]:
+        return cpus.features_of(target.mcpu)
+
+    def check(self, target: CpuTarget, features: tuple[str, ...], threads: int | None) -> None:
+        """Does this processor have what the code uses, and is the work cut up for these threads?"""
+        if missing := cpus.missing_features(features):
+            raise BnfuseError(
+                f"was compiled for {target.mcpu}; this CPU lacks {', '.join(missing[:4])}: compile the model here"
+            )
+        if threads is not None and target.threads not in (threads, bounded_threads(threads)):
+            raise BnfuseError(f"was compiled for {target.threads} threads, not {threads}: compile the model again")
+
+    def runner(self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None) -> CpuRunner:
+        from bnfuse.runtime.backends.cpu.runner import CpuRunner
+
+        return CpuRunner(compiled, target, beside)
+
+    def measure(self, target: CpuTarget) -> Measure:
+        if missing := cpus.missing_features(cpus.features_of(target.mcpu)):
+            raise BnfuseError(
+                f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"
+            )
+        from bnfuse.runtime.backends.cpu import measure
+
+        return measure.fastest_times
