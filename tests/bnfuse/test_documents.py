@@ -1,5 +1,6 @@
 """What the documents print: their commands print it, and their Python runs."""
 
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_every_paper_that_is_cited_is_in_the_bibliography():
         text = file.read_text(encoding="utf-8")
         cited.update(dict.fromkeys(re.findall(CITATION, text), file))
         if file.suffix == ".md":
-            used = set(re.findall(CITATION + "(?!:)", text))
+            used = set(re.findall(CITATION + "(?!:)", re.sub("`[^`\n]*`", "", text)))
             defined = dict(re.findall(rf"^{CITATION}: (\S+)$", text, re.MULTILINE))
             assert used == set(defined), f"{file}: {used ^ set(defined)} (a link definition for each citation)"
             for key, target in defined.items():
@@ -107,3 +108,27 @@ def test_every_path_that_a_document_names_is_there():
     ):
         for place in named.findall(document.read_text(encoding="utf-8")):
             assert list(ROOT.glob(place)), f"{document.name} names {place}"
+
+
+METADATA = {f"bnfuse.{key}" for key in ("class_names", "classes", "input_mean", "input_scale", "input_std")}
+METADATA |= {f"bnfuse.{key}" for key in ("notes", "pass", "roles", "sampling", "sources")}
+"""Keys of files, which read like modules."""
+
+
+def test_every_module_that_a_document_names_is_there():
+    named = re.compile(r"(?<![\w./])bnfuse(?:\.[A-Za-z_]\w*)+")
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+        for name in set(named.findall(document.read_text(encoding="utf-8"))) - METADATA:
+            assert exists(name), f"{document.name} names {name}"
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        return all((found := getattr(found, part, None)) is not None for part in parts[count:])
+    return False

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import bnfuse
+
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 MARKER = "test_readme.py"
 
@@ -43,3 +45,11 @@ def test_the_set_up_is_two_commands():
         "pip install . && bnfuse demo",
         "pip install '.[test]' && pytest",
     ]
+
+
+def test_the_version_is_the_same_wherever_it_is_told():
+    top = Path(__file__).resolve().parents[2]
+    newest = re.search(r"^## (\S+)", (top / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.search(r"^version: (.+)$", (top / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest and cited
+    assert newest[1] == cited[1] == bnfuse.__version__
