@@ -110,7 +110,7 @@ def test_every_path_that_a_document_names_is_there():
             assert list(ROOT.glob(place)), f"{document.name} names {place}"
 
 
-METADATA = {f"bnfuse.{key}" for key in ("class_names", "classes", "input_mean", "input_scale", "input_std")}
+METADATA = {f"bnfuse.{key}" for key in ("classes", "input_mean", "input_scale", "input_std")}
 METADATA |= {f"bnfuse.{key}" for key in ("notes", "pass", "roles", "sampling", "sources")}
 """Keys of files, which read like modules."""
 
