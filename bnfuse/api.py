@@ -80,7 +80,7 @@ def rewrite(
     local_bn: int | None = None,
     **signature: Any,
 ) -> Rewritten:
-    """The graph after the passes of `level`, and the report of what they did and why they did not do more.
+    """Give the graph after the passes of `level`, and the report of what they did and why they did not do more.
 
     `pool_first` moves average pools in front of 1x1 convolutions; by default it does so at level icf. `remove` takes
     BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper"
@@ -105,7 +105,7 @@ def rewrite(
 
 
 def diff(before: Source, after: Source, **signature: Any) -> Diff:
-    """What differs between two training graphs: nodes, edges, BatchNorms, feature-map traffic."""
+    """Tell what differs between two training graphs: nodes, edges, BatchNorms, feature-map traffic."""
     from bnfuse.diffing import diff_graphs
 
     return diff_graphs(open_graph(before, name="before", **signature), open_graph(after, name="after", **signature))
@@ -194,7 +194,7 @@ def optimizer(
     weight_decay: float = 0.0,
     no_decay: Sequence[str] = (),
 ) -> Optimizer:
-    """An optimiser by its name, sgd or adamw; momentum and Nesterov are sgd's alone."""
+    """Give an optimiser by its name, sgd or adamw; momentum and Nesterov are sgd's alone."""
     from bnfuse.runtime.program.optim import SGD, AdamW
 
     if name == "sgd":
@@ -216,7 +216,7 @@ def compile(
     precision: str | None = None,
     **signature: Any,
 ) -> Step:
-    """The compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
+    """Give the compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
 
     `target` is cpu, cpu:MCPU with an LLVM CPU name, cuda for the GPU that is here, or cuda:ARCHITECTURE such as
     cuda:sm_90. For a GPU `precision` is fp32 (the default), tf32, bf16 or fp16. docs/runtime.md
@@ -251,7 +251,8 @@ def open_step(
     precision: str | None = None,
     **options: Any,
 ) -> Step:
-    """The step of a file that `step.export` wrote (it has its own target and optimiser), or of a graph compiled now."""
+    """Give the step of a file that `step.export` wrote (it has its own target and optimiser), or of a graph compiled
+    now."""
     from bnfuse.runtime import Step, load_step
 
     if isinstance(source, Step):
@@ -277,7 +278,7 @@ def run(
     precision: str | None = None,
     progress: Progress = quiet,
 ) -> list[float]:
-    """The losses of some training steps: on shuffled batches of `data`, or on one random batch.
+    """List the losses of some training steps: on shuffled batches of `data`, or on one random batch.
 
     A graph is compiled for `target` (the CPU by default) with SGD, momentum 0.9; a compiled step has its own target and
     optimiser. `lr` overrules both. `skip_unreadable` leaves out files of a folder that cannot be read. Raises
@@ -365,7 +366,7 @@ def export_inference(
     classes: Sequence[str] = (),
     **signature: Any,
 ) -> None:
-    """Writes the trained network as a model for inference that any ONNX runtime runs: standard operators only.
+    """Write the trained network as a model for inference that any ONNX runtime runs: standard operators only.
 
     `source` is a step, with its state, or a training graph of any level, with its initial values; `state` (a dict of
     arrays by name, or a checkpoint's file) overrules both. BatchNormalization has the running statistics, Dropout is

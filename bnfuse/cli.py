@@ -21,7 +21,7 @@ UNREAD = 141  # as a shell says of SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of `bnfuse ARGUMENTS` (those of the process by default)."""
+    """Give the exit status of `bnfuse ARGUMENTS` (those of the process by default)."""
     try:
         interrupts.begin()
         open_streams()
@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
 
 
 def stopped() -> int:
-    """The line and the status of an interruption."""
+    """Give the line and the status of an interruption."""
     return fail(interrupts.name, interrupts.status) if interrupts.number else fail("interrupted", INTERRUPTED)
 
 

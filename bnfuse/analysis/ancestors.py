@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 
 def ancestors(values: Iterable[ir.Value], stop: Iterable[ir.Value] = ()) -> set[ir.Node]:
-    """The nodes that the values need, not looking beyond `stop`."""
+    """List the nodes that the values need, not looking beyond `stop`."""
     stop = set(stop)
     found: set[ir.Node] = set()
     pending = [value for value in values if value not in stop]

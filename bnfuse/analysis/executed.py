@@ -12,8 +12,8 @@ from bnfuse.opset.traffic import SHAPE_READERS
 
 
 def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:
-    """The nodes that compute when a step runs, and the values that are known before: constants, and what is made of
-    shapes and constants alone."""
+    """Give the nodes that compute when a step runs, and the values that are known before: constants, and what is made
+    of shapes and constants alone."""
     inputs = {value.name for value in graph.inputs}
     constants = {value for name, value in graph.initializers.items() if name not in inputs}
     nodes = []
@@ -29,7 +29,7 @@ def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:
 
 
 def require_fixed_shapes(graph: TrainingGraph) -> None:
-    """Raises where the size of what a step reads or writes is not known: its bytes and work could not be told."""
+    """Raise where the size of what a step reads or writes is not known: its bytes and work could not be told."""
     graph.shape_of(graph.signature.data[0])
     nodes, constants = executed(graph.model.graph)
     for node in nodes:

@@ -30,6 +30,7 @@ class Match:
 
 
 def match_nodes(before: ir.Graph, after: ir.Graph) -> Match:
+    """Pair the nodes of two graphs: by name, by first result, by what stands above them."""
     partner: dict[ir.Node, ir.Node] = {}  # after -> before
     for key in (by_name, by_first_output):
         pair_up(before, after, key, partner)
@@ -61,16 +62,18 @@ def pair_up(
 
 
 def by_name(node: ir.Node) -> Hashable:
+    """Give the key under which a node has its like by name; None for one without a name."""
     return (node.domain, node.op_type, node.name) if node.name else None
 
 
 def by_first_output(node: ir.Node) -> Hashable:
+    """Give the key under which a node has its like by its first result; None for one without results."""
     names = [value.name for value in node.outputs if value.name]
     return (node.domain, node.op_type, names[0]) if names else None
 
 
 def structure_keys(graph: ir.Graph) -> dict[ir.Node, str]:
-    """A digest per node of its operator, attributes and, through its inputs, everything above it."""
+    """Digest, for each node, its operator, attributes and, through its inputs, everything above it."""
     keys: dict[ir.Node, str] = {}
     for node in graph:
         parts = [node.domain, node.op_type, repr(attributes(node))]
@@ -90,6 +93,7 @@ def attributes(node: ir.Node) -> dict[str, Any]:
 
 
 def plain(attr: ir.Attr) -> Any:
+    """Give the value of an attribute as what compares by its content."""
     if attr.is_ref():
         return f"@{attr.ref_attr_name}"
     value = attr.value
@@ -100,16 +104,16 @@ def plain(attr: ir.Attr) -> Any:
 
 
 def sources(node: ir.Node) -> tuple[str, ...]:
-    """The names of the source nodes that a pass made this node of."""
+    """List the names of the source nodes that a pass made this node of."""
     text = node.metadata_props.get(SOURCES)
     return tuple(json.loads(text)) if text else ()
 
 
 def maker(node: ir.Node) -> str | None:
-    """The pass that made the node."""
+    """Give the pass that made the node."""
     return node.metadata_props.get(PASS)
 
 
 def label(node: ir.Node) -> str:
-    """The node's name, or what else tells it from the others."""
+    """Give the node's name, or what else tells it from the others."""
     return node.name or f"{node.op_type}->{next((v.name for v in node.outputs if v.name), '?')}"

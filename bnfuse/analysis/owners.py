@@ -36,6 +36,7 @@ def owners(nodes: Iterable[ir.Node], layers: Sequence[ir.Node]) -> dict[ir.Node,
 
 
 def owner(node: ir.Node, named: Mapping[str, ir.Node], touching: Touching) -> ir.Node | None:
+    """Find the layer that a node of the backward graph belongs to: by name, else by the maps that both touch."""
     for name in (node.name or "", *sources(node)):
         layer = named.get(forward_name(name))
         if layer is not None:
@@ -45,11 +46,12 @@ def owner(node: ir.Node, named: Mapping[str, ir.Node], touching: Touching) -> ir
 
 
 def own_names(node: ir.Node) -> list[str]:
+    """List the names that a node goes by: its own and those of its results."""
     return [name for name in (node.name, *(v.name for v in node.outputs)) if name]
 
 
 def maps_of(node: ir.Node) -> list[ir.Value]:
-    """The feature maps that a node reads or writes, each once."""
+    """List the feature maps that a node reads or writes, each once."""
     values = dict.fromkeys((*node.inputs, *node.outputs))
     return [value for value in values if value is not None and len(declared_shape(value)) >= 4]
 
@@ -63,8 +65,8 @@ def layer_name(layer: ir.Node) -> str:
 
 
 def forward_name(name: str) -> str:
-    """What onnxruntime made the name of a backward node of: the forward node's name, or the tensor's whose gradients
-    are summed.
+    """Tell what onnxruntime made the name of a backward node of: the forward node's name, or the tensor's whose
+    gradients are summed.
 
     conv1_Grad/ConvGrad_0 -> conv1, norm1_BatchNormInternal_Grad/... -> norm1, AccumulateGrad_x_grad -> x
     """

@@ -36,7 +36,7 @@ def is_channel_concat(node: ir.Node | None) -> TypeGuard[ir.Node]:
 
 
 def channels(value: ir.Value) -> int:
-    """Static channel count of a map. Raises BnfuseError where the shape is unknown or symbolic."""
+    """Count the channels of a map. Raises BnfuseError where the shape is unknown or symbolic."""
     if value.shape is None or len(value.shape) < 2 or not isinstance(value.shape[1], int):
         node = value.producer()
         what = f"'{value.name}', whose number of channels the file does not say: build it anew, with --batch N"
@@ -47,7 +47,7 @@ def channels(value: ir.Value) -> int:
 
 
 def leaves(value: ir.Value) -> tuple[Leaf, ...]:
-    """The leaves of a map in channel order; a map that is no concatenation is its own single leaf."""
+    """List the leaves of a map in channel order; a map that is no concatenation is its own single leaf."""
     found: list[Leaf] = []
     start = 0
     pending = [value]

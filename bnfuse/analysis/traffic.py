@@ -37,15 +37,19 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
+    """What the two directions of a graph move."""
+
     forward: Flow
     backward: Flow
 
     @property
     def total(self) -> Flow:
+        """Both directions together."""
         return self.forward + self.backward
 
 
 def graph_traffic(graph: TrainingGraph) -> Traffic:
+    """Sum the feature-map traffic of all nodes of the forward and of the backward graph."""
     forward = forward_nodes(graph)
     flows = {True: Flow(), False: Flow()}
     for node in graph.model.graph:
@@ -55,13 +59,14 @@ def graph_traffic(graph: TrainingGraph) -> Traffic:
 
 
 def node_maps(node: ir.Node, graph: TrainingGraph) -> tuple[Touched, Touched]:
-    """The feature maps that a node reads and writes. A result that nobody reads is not stored."""
+    """Give the feature maps that a node reads and writes. A result that nobody reads is not stored."""
     rows = graph.batch + sum(graph.shape_of(name)[0] for name in graph.signature.virtual)
     read, written = maps_touched(node, static_shape, batch=rows)
     return read, [(value, size) for value, size in written if value.uses() or value.is_graph_output()]
 
 
 def flow_of(node: ir.Node, touched: Touched) -> Flow:
+    """Sum what one node reads and writes; of a view all of it is aliased."""
     size = sum(bytes_touched for _, bytes_touched in touched)
     if node.op_type in VIEWS and node.domain != DOMAIN:
         return Flow(size, len(touched), size, len(touched))

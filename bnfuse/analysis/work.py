@@ -46,21 +46,24 @@ def flops(node: ir.Node) -> int:
 
 
 def core_of(node: ir.Node) -> str:
+    """Name the operator that does a node's work: Conv of a NormalizeReluConv."""
     spec = spec_of(node)
     return spec.core if spec else node.op_type
 
 
 def spec_of(node: ir.Node) -> OpSpec | None:
+    """Parse the name of an operator of ai.bnfuse; None for any other."""
     return parse(node.op_type) if node.domain == DOMAIN else None
 
 
 def operand(node: ir.Node, name: str, position: int) -> ir.Value | None:
-    """An input by its name in the grammar, or by its position in a source operator."""
+    """Give an input by its name in the grammar, or by its position in a source operator."""
     spec = spec_of(node)
     return node.inputs[spec.operands.index(name) if spec else position]
 
 
 def weight_of(node: ir.Node) -> ir.Value | None:
+    """Give the weight operand of a convolution or of its gradient."""
     return operand(node, "weight", 2 if core_of(node) in CONV_GRADS else 1)
 
 
@@ -104,4 +107,5 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
 
 
 def adds(op: OpSpec) -> bool:
+    """Tell whether an operator adds another map to the one that it works on."""
     return bool({"Add", "AddNormalized", "AddGradient"} & {*op.prologue, *op.epilogue})

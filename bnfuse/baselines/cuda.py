@@ -40,7 +40,7 @@ def scaler(torch: Any, precision: str) -> Any:
 
 
 def capture(torch: Any, step: Callable[[], Any], optimizer: Any) -> tuple[Any, Any]:
-    """The CUDA graph of a whole step, and the loss that each replay writes.
+    """Give the CUDA graph of a whole step, and the loss that each replay writes.
 
     Warm-up on a side stream, as torch asks for it. Then the gradients are dropped, so that those of the graph lie in
     its own memory, which no replay has to clear. Peak memory counts from here on.
@@ -63,7 +63,7 @@ def capture(torch: Any, step: Callable[[], Any], optimizer: Any) -> tuple[Any, A
 
 @contextlib.contextmanager
 def unchanged(torch: Any, tensors: Iterable[Any], optimizer: Any) -> Any:
-    """Puts back what steps inside change: these tensors, in place, and the momentum, to zero."""
+    """Put back what steps inside change: these tensors, in place, and the momentum, to zero."""
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     yield
     with torch.no_grad():

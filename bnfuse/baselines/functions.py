@@ -16,7 +16,7 @@ from bnfuse.graph.drawing import FED, distribution_of, type_of
 
 
 def named(name: str) -> Convert:
-    """A function of torch's under this name, of all operands."""
+    """Give a function of torch's under this name, of all operands."""
     return lambda w, node: w.call(getattr(w.torch, name), *operands(w, node))
 
 
@@ -46,7 +46,7 @@ def divide(w: Writer, node: ir.Node) -> Any:
 
 
 def concat(w: Writer, node: ir.Node) -> Any:
-    """A concatenation of one is that one."""
+    """Give a concatenation of one is that one."""
     parts = operands(w, node)
     return parts[0] if len(parts) == 1 else w.call(w.torch.cat, parts, attribute(node, "axis"))
 
@@ -133,7 +133,7 @@ def hard_sigmoid(w: Writer, node: ir.Node) -> Any:
 
 
 def draw(w: Writer, node: ir.Node) -> Any:
-    """What the node draws, by torch's generator; on the device that the module is moved to."""
+    """Tell what the node draws, by torch's generator; on the device that the module is moved to."""
     sizes, dtype = type_of(node, w.source.name)
     random = distribution_of(node)
     if random is None:

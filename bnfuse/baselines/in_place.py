@@ -17,7 +17,7 @@ IN_PLACE = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")  # whose gradient their re
 
 
 def write_in_place(graph: Any, root: Any, cat: Any) -> None:
-    """Changes an fx graph over the layers of `root`; `cat` is torch.cat."""
+    """Change an fx graph over the layers of `root`; `cat` is torch.cat."""
     for node in graph.nodes:
         if node.op == "call_module":
             layer = getattr(root, node.target)

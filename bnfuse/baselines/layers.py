@@ -27,7 +27,7 @@ def window(w: Writer, node: ir.Node, kernel: list[int]) -> dict[str, Any]:
 
 
 def even_padding(w: Writer, node: ir.Node, how: dict[str, Any], fill: float, limit: bool = False) -> tuple[Any, Any]:
-    """The operand and the padding left to the layer: what the layer cannot pad itself is padded before it.
+    """Give the operand and the padding left to the layer: what the layer cannot pad itself is padded before it.
 
     torch's layers pad both sides alike, its poolings (`limit`) by half a window at most.
     """
@@ -86,7 +86,7 @@ def batch_norm(w: Writer, node: ir.Node) -> Any:
 
 
 def plain(number: float) -> float:
-    """The shortest decimal that is the same float32: files keep 1e-5 as 9.999999747378752e-06."""
+    """Give the shortest decimal that is the same float32: files keep 1e-5 as 9.999999747378752e-06."""
     return float(f"{number:.7g}")
 
 
@@ -120,7 +120,7 @@ def quick_gelu(w: Writer, node: ir.Node) -> Any:
 
 
 def activation(name: str, **defaults: float) -> Convert:
-    """A layer that is the same function, its numbers under the names (torch's) of ONNX's attributes."""
+    """Give a layer that is the same function, its numbers under the names (torch's) of ONNX's attributes."""
 
     def write(w: Writer, node: ir.Node) -> Any:
         numbers = [plain(attribute(node, key, default)) for key, default in defaults.items()]
@@ -173,7 +173,7 @@ def global_pool(kind: str) -> Convert:
 
 
 def gemm(w: Writer, node: ir.Node) -> Any:
-    """A Linear where the weight is a parameter as Linear has it, else the product written out."""
+    """Give a Linear where the weight is a parameter as Linear has it, else the product written out."""
     weight, bias = node.inputs[1], node.inputs[2] if present(node, 2) else None
     x, alpha, beta = w.value(node, 0), attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)
     columns = w.shape(node, node.outputs[0])[1]

@@ -29,7 +29,8 @@ def classes_loss(function: str) -> Convert:
 
 
 def written_mse(loss: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """The two operands where the loss is the mean of the square of their difference, as `bnfuse build` writes it."""
+    """Give the two operands where the loss is the mean of the square of their difference, as `bnfuse build` writes
+    it."""
     mean = loss.producer()
     square = single_operand(mean, "ReduceMean") if mean is not None and not attribute(mean, "axes") else None
     if square is None or square.op_type != "Mul" or square.inputs[0] is not square.inputs[1]:
@@ -44,7 +45,7 @@ def written_mse(loss: ir.Value) -> tuple[ir.Value, ir.Value] | None:
 
 
 def single_operand(node: ir.Node, op: str) -> ir.Node | None:
-    """The producer of the first operand of a node of this op."""
+    """Give the producer of the first operand of a node of this op."""
     if node.op_type != op or node.inputs[0] is None:
         return None
     return node.inputs[0].producer()

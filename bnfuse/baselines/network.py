@@ -77,7 +77,7 @@ def finished(writer: Writer, end: ir.Value, name: str) -> Any:
 
 
 def logits_of(graph: TrainingGraph) -> ir.Value:
-    """What the roles call the logits, or else what a node reads together with the labels."""
+    """Tell what the roles call the logits, or else what a node reads together with the labels."""
     if graph.signature.logits is not None:
         return output_of(graph, graph.signature.logits)
     labels = {*graph.signature.labels}

@@ -109,7 +109,7 @@ class TorchStep:
         return loss.detach()
 
     def forward(self) -> Any:
-        """The loss, with what its gradient needs; gradients are cleared."""
+        """Give the loss, with what its gradient needs; gradients are cleared."""
         self.optimizer.zero_grad(set_to_none=True)
         with cuda.autocast(self.torch, self.precision):
             return self.loss_of(self.data, self.labels)
@@ -130,7 +130,7 @@ class TorchStep:
         return loss_function(self.torch.compile(self.module), self.criterion)
 
     def _run_once(self, file: str) -> None:
-        """Runs both directions once, which compiles them, and takes back what that did to the running statistics."""
+        """Run both directions once, which compiles them, and takes back what that did to the running statistics."""
         kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         try:
             self.forward().backward()

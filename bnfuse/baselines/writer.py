@@ -46,7 +46,7 @@ class Writer:
         self._note_shape(value)
 
     def node(self, node: ir.Node) -> None:
-        """Converts a node; what it gives are the node's first outputs."""
+        """Convert a node; what it gives are the node's first outputs."""
         convert = self.converters.get(node.op_type)
         if node.domain == DOMAIN:
             raise self.error(node, "is of a rewritten graph: pass the file that `bnfuse build` wrote")
@@ -71,7 +71,7 @@ class Writer:
         self.graph.output(self.values[value])
 
     def layer(self, node: ir.Node, layer: Any, *inputs: Any, **tensors: ir.Value | None) -> Any:
-        """Calls a layer, hung on the root under the node's name; `tensors` are its parameters and buffers."""
+        """Call a layer, hung on the root under the node's name; `tensors` are its parameters and buffers."""
         target = self._attribute(node.name or node.op_type)
         for key, value in tensors.items():
             if value is not None:
@@ -81,15 +81,15 @@ class Writer:
         return self.graph.create_node("call_module", target, inputs, name=target)
 
     def call(self, function: Callable[..., Any], *inputs: Any, **how: Any) -> Any:
-        """Calls a function; the result has the source node's name."""
+        """Call a function; the result has the source node's name."""
         return self.graph.create_node("call_function", function, inputs, how, name=self._node_name)
 
     def method(self, name: str, x: Any, *inputs: Any) -> Any:
-        """Calls a method of a tensor."""
+        """Call a method of a tensor."""
         return self.graph.create_node("call_method", name, (x, *inputs), name=self._node_name)
 
     def buffer(self, name: str, tensor: Any) -> Any:
-        """A tensor that moves with the module and is no part of its state."""
+        """Give a tensor that moves with the module and is no part of its state."""
         target = self._attribute(name)
         self.root.register_buffer(target, tensor, persistent=False)
         return self.graph.create_node("get_attr", target, name=target)
@@ -110,7 +110,7 @@ class Writer:
         return self.values[value]
 
     def _attached(self, node: ir.Node, value: ir.Value) -> Any:
-        """A parameter or constant that is an operand of its own."""
+        """Give a parameter or constant that is an operand of its own."""
         name = self._attribute(value.name or "constant")
         tensor = self.tensor(node, value)
         if isinstance(tensor, self.nn.Parameter):
@@ -121,7 +121,8 @@ class Writer:
         return self.graph.create_node("get_attr", name, name=name)
 
     def tensor(self, node: ir.Node, value: ir.Value, *, running: bool = False) -> Any:
-        """The torch tensor of an input or initializer, one for all its readers: floats but for `running` parameters.
+        """Give the torch tensor of an input or initializer, one for all its readers: floats but for `running`
+        parameters.
 
         They are copies: training leaves the file's values as they are.
         """
@@ -137,7 +138,7 @@ class Writer:
         return self._tensors[name]
 
     def constant(self, value: ir.Value | None) -> np.ndarray | None:
-        """The value of an input or initializer, None where it is computed or fed."""
+        """Give the value of an input or initializer, None where it is computed or fed."""
         if value is None:
             return None
         if value.name in self.state:
@@ -175,7 +176,7 @@ class Writer:
         return at_node(node.name or "", node.op_type, what, file=self.source.name)
 
     def _attribute(self, name: str) -> str:
-        """A name for an attribute of the root, and no other's."""
+        """Give a name for an attribute of the root, and no other's."""
         base = identifier(name)
         found, count = base, 1
         while (

@@ -69,7 +69,7 @@ class OrtCandidate:
         self.forward_feeds = {name: self.feeds[name] for name in needed}
 
     def run(self) -> Times:
-        """The two in turns first and second: whichever comes first finds its threads asleep."""
+        """Give the two in turns first and second: whichever comes first finds its threads asleep."""
         parts: list[tuple[str, Any, list[str] | None, Arrays]] = [("step", self.whole, self.outputs, self.feeds)]
         if self.forward is not None:
             parts.insert(self.turns % 2, ("forward", self.forward, None, self.forward_feeds))
@@ -83,7 +83,7 @@ class OrtCandidate:
 
 
 def forward_part(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
-    """A copy of the graph with these outputs alone and what they need."""
+    """Give a copy of the graph with these outputs alone and what they need."""
     part = model.clone()
     part.graph.outputs[:] = [value for value in part.graph.outputs if value.name in outputs]
     needed = ancestors(part.graph.outputs)
@@ -100,8 +100,8 @@ def make_baseline(
     timed: bool = True,
     precision: str | None = None,
 ) -> Candidate:
-    """The step of another runtime; on the GPU where there is a `precision`. `timed=False`, in a process for this alone,
-    spares onnxruntime its first run in another one and the session of the forward part."""
+    """Give the step of another runtime; on the GPU where there is a `precision`. `timed=False`, in a process for this
+    alone, spares onnxruntime its first run in another one and the session of the forward part."""
     if baseline == "ort":
         return OrtCandidate(graph, feeds, threads, timed=timed)
     from bnfuse.baselines import TorchStep

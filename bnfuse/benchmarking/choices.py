@@ -28,7 +28,7 @@ def is_gpu(target: str) -> bool:
 
 
 def precision(text: str | None, target: str) -> str:
-    """What a target computes in: float32 by default, and on a CPU always."""
+    """Tell what a target computes in: float32 by default, and on a CPU always."""
     chosen = text or "fp32"
     if chosen not in PRECISIONS:
         raise BnfuseError(f"there is no precision '{chosen}': there is {', '.join(PRECISIONS)}")

@@ -128,7 +128,7 @@ def level_of(profile: Profile, step_s: float, workload: Workload, hardware: Hard
 
 
 def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
-    """The smallest value that this share of the weight is at or below, of (value, weight)."""
+    """Give the smallest value that this share of the weight is at or below, of (value, weight)."""
     total, so_far = sum(weight for _, weight in weighted), 0.0
     for value, weight in sorted(weighted):
         so_far += weight

@@ -198,7 +198,7 @@ def profile_step(
 
 
 def rows_of(runs: Sequence[Sequence[Any]], limits: Limits, predicted: Sequence[float] | None = None) -> tuple[Row, ...]:
-    """The LaunchTimes of some runs of one step: the shortest time of each launch, then like launches together."""
+    """List the LaunchTimes of some runs of one step: the shortest time of each launch, then like launches together."""
     rows = []
     estimates = [None] * len(runs[0]) if predicted is None else predicted
     for estimate_s, (launch, *again) in zip(estimates, zip(*runs, strict=True), strict=True):
@@ -220,7 +220,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, li
 
 
 def merged(rows: Sequence[Row], **names: str) -> Row:
-    """The sums, under the first row's names or those given."""
+    """Give the sums, under the first row's names or those given."""
     fields = ("launches", "seconds", "flops", "bytes", "floor_s")
     sums: dict[str, Any] = {field: sum(getattr(row, field) for row in rows) for field in fields}
     if rows and all(row.predicted_s is not None for row in rows):

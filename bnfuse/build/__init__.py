@@ -48,7 +48,7 @@ def build(
     seed: int = 0,
     file: str | None = None,
 ) -> Built:
-    """The training file of a forward model (docs/training-file.md).
+    """Make the training file of a forward model (docs/training-file.md).
 
     loss      cross-entropy (int64 labels) or mse (float32 labels of the output's shape)
     batch     fixes the first dimension of every data input
@@ -98,7 +98,7 @@ def build_training_graph(
     seed: int = 0,
     file: str | None = None,
 ) -> onnx.ModelProto:
-    """`build` without its notes, which are also in the model's metadata."""
+    """Do what `build` does, without its notes, which are also in the model's metadata."""
     return build(
         source,
         loss=loss,

@@ -146,7 +146,7 @@ def flatten_of_reshape(forward: Forward) -> None:
 
 
 def fit_reshapes_to_batch(forward: Forward, old: int | None, new: int) -> None:
-    """A Reshape to a constant shape that begins with the file's batch keeps the batch, whatever it is now."""
+    """Keep the batch, whatever it is now, in a Reshape to a constant shape that begins with the file's batch."""
     known = forward.initializers()
     for node in forward.graph.node:
         if node.op_type != "Reshape" or node.input[1] not in known:

@@ -58,7 +58,7 @@ class Tensor:
 
 
 def call_of(node: onnx.NodeProto) -> Call | None:
-    """The call that the node was made for, None where the exporter did not say."""
+    """Give the call that the node was made for, None where the exporter did not say."""
     said = {entry.key: entry.value for entry in node.metadata_props}
     scopes = re.findall(r"'([^']*)'", said.get(MODULES, ""))
     around = next((pieces for key in AROUND if (pieces := _pieces(said.get(key, "")))), [])
@@ -92,14 +92,14 @@ def has_argument(node: onnx.NodeProto, index: int) -> bool:
 
 
 def argument_of(node: onnx.NodeProto, index: int) -> str | None:
-    """The placeholder or value that operand `index` was, None where the call had none (affine=False, no bias)."""
+    """Give the placeholder or value that operand `index` was, None where the call had none (affine=False, no bias)."""
     call = call_of(node)
     assert call is not None
     return call.arguments[index]
 
 
 def signature_of(model: onnx.ModelProto) -> dict[str, Tensor]:
-    """Placeholder of the exported module -> what it was."""
+    """Map each placeholder of the exported module to what it was."""
     for entry in (*model.graph.metadata_props, *model.metadata_props):
         if entry.key == SIGNATURE:
             return _signed(entry.value)
@@ -112,7 +112,7 @@ def _signed(text: str) -> dict[str, Tensor]:
 
 
 def is_generated(name: str) -> bool:
-    """A name that a tool counted up, of a tensor that has none in the module."""
+    """Tell whether a tensor has a name that a tool counted up, as it has none in the module."""
     return _GENERATED.search(name) is not None
 
 

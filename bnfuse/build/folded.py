@@ -29,7 +29,7 @@ _BATCH_NORM = re.compile(r"batch_?norm|fused?_?bn|bn_?fus", re.IGNORECASE)
 
 
 def refuse_lost_batch_norms(forward: Forward, *, allowed: bool) -> None:
-    """Raises where BatchNorms are known to be gone, warns where they are allowed to be, or may be."""
+    """Raise where BatchNorms are known to be gone, warns where they are allowed to be, or may be."""
     lost = lost_batch_norms(forward)
     if lost and not allowed:
         raise forward.error(
@@ -82,7 +82,8 @@ def lost_batch_norms(forward: Forward) -> list[str]:
 
 
 def _takes_statistics(call: Call) -> bool:
-    """A call of batch_norm, or a step of one; without running statistics (no_stats) there is nothing to lose."""
+    """Tell whether it is a call of batch_norm, or a step of one; without running statistics (no_stats) there is nothing
+    to lose."""
     named = _BATCH_NORM.search(call.operator) is not None or call.kind.startswith("torch.nn.modules.batchnorm.")
     return named and "no_stats" not in call.operator
 
@@ -114,7 +115,7 @@ def _renamed_by_torch(forward: Forward, node: onnx.NodeProto) -> bool:
 
 
 def looks_folded(forward: Forward) -> str | None:
-    """What makes it likely that there were BatchNorms."""
+    """Tell what makes it likely that there were BatchNorms."""
     graph = forward.graph
     if forward.model.producer_name == "bnfuse" or any(node.op_type in NORMS for node in graph.node):
         return None
@@ -129,7 +130,7 @@ def looks_folded(forward: Forward) -> str | None:
 
 
 def _biased_by_module(node: onnx.NodeProto) -> bool:
-    """The exporter says that the convolution has this bias in the module."""
+    """Tell whether the exporter says that the convolution has this bias in the module."""
     if call_of(node) is not None:
         return True
     weight, bias = node.input[1:3]

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 def read_forward(source: onnx.ModelProto | str | Path, *, file: str | None = None, batch: int | None = None) -> Forward:
-    """The model with constants folded, its opset as in the file."""
+    """Give the model with constants folded, its opset as in the file."""
     if isinstance(source, onnx.ModelProto):
         model = onnx.ModelProto()
         model.CopyFrom(source)
@@ -87,6 +87,7 @@ def read_forward(source: onnx.ModelProto | str | Path, *, file: str | None = Non
 
 
 def refuse_what_is_no_forward_graph(forward: Forward) -> None:
+    """Raise where the file is a training graph already, has a subgraph, or has no output."""
     graph = forward.graph
     trained = {entry.key for entry in forward.model.metadata_props} & {METADATA_KEY}
     if trained or any(node.op_type in ("ConvGrad", "BatchNormInternal") for node in graph.node):
@@ -117,7 +118,7 @@ def name_nodes(forward: Forward) -> None:
 
 
 def set_batch(forward: Forward, batch: int) -> None:
-    """Writes `batch` into the first dimension of every data input."""
+    """Write `batch` into the first dimension of every data input."""
     if batch < 1:
         raise BnfuseError(f"--batch {batch} is out of range: it must be at least 1")
     for value in forward.graph.input:
@@ -144,7 +145,7 @@ class Constants:
         return Constants(self.names | other.names, self.placeholders | other.placeholders)
 
     def adopt(self, copies: dict[str, str]) -> None:
-        """A copy is what it is a copy of."""
+        """Count copies among what their sources are; `copies` maps each copy to its source."""
         for known in (self.names, self.placeholders):
             known.update([copy for copy, source in copies.items() if source in known])
 
@@ -210,7 +211,7 @@ def _folded(
 
 
 def _counts(name: str, values: dict[str, onnx.TensorProto], constants: set[str]) -> bool:
-    """A constant that is no weight: of integers, or from the graph itself and small."""
+    """Tell whether a constant is no weight: of integers, or from the graph itself and small."""
     kind = values[name].data_type
     return kind in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL) or (
         name in constants and element_count(values[name].dims) < LARGE
@@ -248,6 +249,7 @@ def _evaluated(forward: Forward, node: onnx.NodeProto, values: dict[str, onnx.Te
 
 
 def element_types(graph: onnx.GraphProto) -> dict[str, int]:
+    """Map the names of all values with a declared type to onnx's number of their element type."""
     types = {value.name: value.type.tensor_type.elem_type for value in typed_values(graph)}
     return types | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
@@ -265,13 +267,14 @@ def convert_opset(forward: Forward) -> None:
 
 
 def raise_opset(forward: Forward, version: int) -> None:
-    """Converts to `version` what is below it."""
+    """Convert to `version` what is below it."""
     current = forward.opset
     if current < version:
         convert_to(forward, current, version)
 
 
 def convert_to(forward: Forward, version: int, target: int) -> None:
+    """Convert the model to opset `target` by onnx's converter. Raises BnfuseError where it cannot."""
     try:
         light = onnx.version_converter.convert_version(without_large_values(forward.model), target)
     except Exception as error:
@@ -286,7 +289,7 @@ def convert_to(forward: Forward, version: int, target: int) -> None:
 
 
 def check_valid(forward: Forward) -> None:
-    """onnx's own checker: attributes of the right kind, operands in number, order of nodes."""
+    """Run onnx's own checker: attributes of the right kind, operands in number, order of nodes."""
     try:
         onnx.checker.check_model(without_large_values(forward.model))
     except Exception as error:
@@ -315,7 +318,7 @@ def infer_shapes(forward: Forward) -> None:
 
 
 def adopt_shapes(forward: Forward) -> None:
-    """What onnx's inference knows of all shapes, in place of what the file says."""
+    """Put what onnx infers of all shapes in place of what the file says."""
     graph = forward.graph
     settle_ceil(forward)
     del graph.value_info[:]
@@ -334,6 +337,7 @@ def adopt_shapes(forward: Forward) -> None:
 
 
 def require_static_results(forward: Forward) -> None:
+    """Raise where a result has a dimension that is no number, with the node."""
     shapes, computed = forward.shapes(), forward.producers()
     for node in forward.graph.node:
         for name in node.output:
@@ -350,6 +354,7 @@ def require_static_results(forward: Forward) -> None:
 
 
 def require_static_inputs(forward: Forward) -> None:
+    """Raise where an input has no shape, or a dimension that is no number."""
     for value in forward.graph.input:
         kind = value.type.tensor_type
         if not kind.HasField("shape"):

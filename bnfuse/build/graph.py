@@ -25,19 +25,23 @@ class Forward:
 
     @property
     def graph(self) -> onnx.GraphProto:
+        """The model's graph."""
         return self.model.graph
 
     def note(self, text: str) -> None:
+        """Say what was repaired."""
         self.notes.append(text)
 
     def warn(self, text: str) -> None:
-        """Says what is likely to be wrong with the file, where a note says what was repaired."""
+        """Say what is likely to be wrong with the file, where a note says what was repaired."""
         self.warnings.append(text)
 
     def error(self, what: str) -> BnfuseError:
+        """Make an error about the file."""
         return BnfuseError(f"{self.file}: {what}" if self.file else what)
 
     def error_at(self, node: onnx.NodeProto, what: str) -> BnfuseError:
+        """Make an error about one node of the file."""
         return at_node(node.name or (node.output[0] if node.output else ""), node.op_type, what, file=self.file)
 
     @property
@@ -46,9 +50,11 @@ class Forward:
         return next((o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), 1)
 
     def initializers(self) -> dict[str, onnx.TensorProto]:
+        """Map names to initializers."""
         return {tensor.name: tensor for tensor in self.graph.initializer}
 
     def producers(self) -> dict[str, onnx.NodeProto]:
+        """Map the names of results to the nodes that give them."""
         return {name: node for node in self.graph.node for name in node.output if name}
 
     def consumers(self) -> dict[str, list[onnx.NodeProto]]:
@@ -60,6 +66,7 @@ class Forward:
         return readers
 
     def output_names(self) -> set[str]:
+        """List the names of the graph's outputs."""
         return {value.name for value in self.graph.output}
 
     def random_names(self) -> set[str]:
@@ -73,6 +80,7 @@ class Forward:
         return found
 
     def shapes(self) -> dict[str, list[int] | None]:
+        """Map names to static shapes; None where a dimension is unknown."""
         return shapes_of(self.graph)
 
     def names(self) -> set[str]:
@@ -86,19 +94,21 @@ class Forward:
         return fresh(name, self.names())
 
     def remove_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        """Take these nodes out."""
         gone = {id(node) for node in nodes}
         kept = [node for node in self.graph.node if id(node) not in gone]
         del self.graph.node[:]
         self.graph.node.extend(kept)
 
     def remove_unread_initializers(self) -> None:
+        """Take out the initializers that nothing reads."""
         read = {name for node in self.graph.node for name in node.input} | self.output_names()
         for index in reversed(range(len(self.graph.initializer))):  # in place: weights are large
             if self.graph.initializer[index].name not in read:
                 del self.graph.initializer[index]
 
     def set_initializer(self, name: str, values: np.ndarray) -> None:
-        """Adds the initializer, or replaces the one of that name."""
+        """Add the initializer, or replace the one of that name."""
         tensor = numpy_helper.from_array(values, name)
         for existing in self.graph.initializer:
             if existing.name == name:

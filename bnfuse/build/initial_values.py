@@ -64,7 +64,7 @@ def fill(forward: Forward, placeholders: set[str], fixed: set[str], init: Sequen
 
 
 def _is_flat_weight(node: onnx.NodeProto, index: int, tensor: onnx.TensorProto) -> bool:
-    """A weight of several values that are all the same."""
+    """Tell whether it is a weight of several values that are all the same."""
     if node.op_type not in LINEAR or index != 1 or int(np.prod(tensor.dims)) < 2:
         return False
     values = numpy_helper.to_array(tensor)

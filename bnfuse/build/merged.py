@@ -27,7 +27,7 @@ ROLES = {"BatchNormalization": ("", "scale", "bias", "running_mean", "running_va
 
 
 def separate_merged(forward: Forward) -> dict[str, str]:
-    """Returns the new tensors and which one each is a copy of."""
+    """Return the new tensors and which one each is a copy of."""
     known, signature = forward.initializers(), signature_of(forward.model)
     readers: dict[str, list[Place]] = {}
     for node, index, name in parameter_places(forward):
@@ -59,7 +59,7 @@ def separate_merged(forward: Forward) -> dict[str, str]:
 
 
 def _owner(place: Place, tensor: onnx.TensorProto) -> Hashable:
-    """What the tensor is to a reader; two readers of one tensor have it in common where this is equal."""
+    """Tell what the tensor is to a reader; two readers of one tensor have it in common where this is equal."""
     node, index = place
     if has_argument(node, index):
         return argument_of(node, index) or (node.name, index)

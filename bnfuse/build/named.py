@@ -13,7 +13,7 @@ from bnfuse.models import MODELS, SHAPE_ONLY, build_forward, entry_of
 
 
 def build_model(source: str, *, zoo: dict[str, Any] | None = None, **options: Any) -> Built:
-    """The training graph of a network of the zoo, or of the file `source`.
+    """Give the training graph of a network of the zoo, or of the file `source`.
 
     `zoo` has batch, image, channels, classes, seed and metaparameters; of these a file takes batch and seed.
     """
@@ -30,6 +30,7 @@ def build_model(source: str, *, zoo: dict[str, Any] | None = None, **options: An
 
 
 def looks_like_file(source: str) -> bool:
+    """Tell whether a source is meant as a path: it has an ending, a folder, or is there."""
     path = Path(source)
     return path.suffix != "" or len(path.parts) > 1 or path.exists()
 

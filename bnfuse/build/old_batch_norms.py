@@ -19,7 +19,8 @@ OBSOLETE = {"spatial", "is_test", "consumed_inputs"}
 
 
 def simplify_old_batch_norms(forward: Forward) -> set[str]:
-    """The results of BatchNorms that train by what the file says or, where it says nothing of any, of all."""
+    """Turn BatchNorms of old opsets into plain ones. Gives the results of those that train by what the file says or,
+    where it says nothing of any, of all."""
     norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
     version = forward.opset
     if version >= TRAINING_MODE:

@@ -94,7 +94,7 @@ def fault_of(node: onnx.NodeProto, sizes: list[int]) -> str | None:
 
 
 def window_pads(given: dict, sizes: list[int]) -> list[int]:
-    """The padding of a convolution or pooling with its kernel_shape: begins, then ends. auto_pad is resolved."""
+    """List the padding of a convolution or pooling with its kernel_shape: begins, then ends. auto_pad is resolved."""
     kernel = given["kernel_shape"]
     rank = len(kernel)
     strides, dilations = given.get("strides") or [1] * rank, given.get("dilations") or [1] * rank

@@ -95,7 +95,8 @@ STEPS = (layer_norm_results, explicit_windows, explicit_dropout, explicit_transp
 
 
 def keep_output(forward: Forward, logits: str) -> None:
-    """The loss reads one output; a training file has no place for others, nor for inputs that only those read."""
+    """Take out all outputs but the one that the loss reads, and the inputs that only those read: a training file has no
+    place for them."""
     others = [value for value in forward.graph.output if value.name != logits]
     for value in others:
         forward.graph.output.remove(value)
@@ -172,7 +173,7 @@ def remove_dead_nodes(forward: Forward) -> None:
 
 
 def drop_zero_bias(forward: Forward, constants: set[str]) -> None:
-    """Some exporters give every convolution a bias of constant zeros, which would be trained."""
+    """Take out biases of constant zeros, which some exporters give every convolution, and which would be trained."""
     known, dropped = forward.initializers(), 0
     for node in forward.graph.node:
         if node.op_type != "Conv" or len(node.input) < 3 or node.input[2] not in constants:
@@ -221,7 +222,8 @@ def merge_affine(forward: Forward, placeholders: set[str], fixed: set[str]) -> N
 
 
 def _channel_operand(forward: Forward, node: onnx.NodeProto, norm: onnx.NodeProto, rank: int) -> str | None:
-    """The operand of `node` that is an initializer with one value per channel of the BN's output (or one for all)."""
+    """Give the operand of `node` that is an initializer with one value per channel of the BN's output (or one for
+    all)."""
     known = forward.initializers()
     others = [name for name in node.input if name != norm.output[0]]
     if len(others) != 1 or others[0] not in known:

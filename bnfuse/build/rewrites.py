@@ -40,7 +40,7 @@ class Writer:
         self.taken = forward.names() | {other.name for other in forward.graph.node}
 
     def add(self, op: str, inputs: Sequence[str], *, last: bool = False, **attrs: Any) -> str:
-        """A node; its output is the replaced node's where it is the last."""
+        """Add a node, whose output is the replaced node's where it is the `last`. Gives the output's name."""
         name = self.node.name if last else fresh(f"{self.node.name}/{op.lower()}", self.taken)
         output = self.node.output[0] if last else name
         self.taken.add(name)
@@ -48,17 +48,19 @@ class Writer:
         return output
 
     def constant(self, what: str, values: np.ndarray) -> str:
+        """Add an initializer for the node. Gives its name."""
         name = fresh(f"{self.node.name}/{what}", self.taken)
         self.taken.add(name)
         self.forward.set_initializer(name, values)
         return name
 
     def number(self, what: str, value: float) -> str:
-        """A scalar: it is no parameter."""
+        """Add a scalar, which is no parameter. Gives its name."""
         return self.constant(what, np.array(value, np.float32))
 
 
 def elu(write: Writer) -> None:
+    """Write Elu of any alpha by Elu of alpha 1, whose gradient there is."""
     alpha = float(attributes(write.node).get("alpha", 1.0))
     if alpha == 1.0:
         return
@@ -77,6 +79,7 @@ def _scaled_elu(write: Writer, x: str, alpha: float, *, gamma: float = 1.0) -> N
 
 
 def selu(write: Writer) -> None:
+    """Write Selu by Elu of alpha 1."""
     given = attributes(write.node)
     alpha = float(given.get("alpha", 1.6732632423543772))
     gamma = float(given.get("gamma", 1.0507009873554805))
@@ -91,6 +94,7 @@ def celu(write: Writer) -> None:
 
 
 def hard_sigmoid(write: Writer) -> None:
+    """Write HardSigmoid of any slope by the one whose gradient there is."""
     given = attributes(write.node)
     alpha, beta = float(given.get("alpha", 0.2)), float(given.get("beta", 0.5))
     if np.float32(alpha) == np.float32(1 / 6) and beta == 0.5:
@@ -101,17 +105,20 @@ def hard_sigmoid(write: Writer) -> None:
 
 
 def prelu(write: Writer) -> None:
+    """Write PRelu as relu(x) - relu(-x) * slope."""
     x, slope = write.node.input
     below = write.add("Relu", [write.add("Neg", [x])])
     write.add("Sub", [write.add("Relu", [x]), write.add("Mul", [below, slope])], last=True)
 
 
 def softsign(write: Writer) -> None:
+    """Write Softsign as x / (1 + |x|)."""
     x = write.node.input[0]
     write.add("Div", [x, write.add("Add", [write.add("Abs", [x]), write.number("one", 1.0)])], last=True)
 
 
 def global_max_pool(write: Writer) -> None:
+    """Write GlobalMaxPool as a MaxPool whose window is the whole image."""
     shape = write.forward.shapes()[write.node.input[0]] or []
     rank = len(shape) - 2
     write.add(
@@ -126,6 +133,7 @@ def global_max_pool(write: Writer) -> None:
 
 
 def reduce_max(write: Writer) -> None:
+    """Write ReduceMax with its axes as a constant operand and its dimensions kept; a Squeeze takes them away."""
     x = write.node.input[0]
     rank = len(write.forward.shapes()[x] or [])
     given = attributes(write.node)
@@ -146,7 +154,8 @@ def reduce_max(write: Writer) -> None:
 
 
 def bernoulli(write: Writer) -> None:
-    """A gradient goes through none of it: what is drawn does not change with its probability, as torch has it."""
+    """Write Bernoulli of a computed probability as a comparison with what is drawn: a gradient goes through none of it,
+    as torch has it."""
     chance = write.node.input[0]
     known = write.forward.initializers()
     if chance in known and one_number(numpy_helper.to_array(known[chance])) is not None:
@@ -157,6 +166,7 @@ def bernoulli(write: Writer) -> None:
 
 
 def cast_like(write: Writer) -> None:
+    """Write CastLike as a Cast to the type of its second operand."""
     x, like = write.node.input
     write.add("Cast", [x], last=True, to=element_types(write.forward.graph)[like])
 
@@ -176,7 +186,7 @@ REWRITES: dict[str, Callable[[Writer], None]] = {
 
 
 def rewrite_operators(forward: Forward) -> None:
-    """Applies REWRITES; shapes must be known, and are to be inferred anew afterwards."""
+    """Apply REWRITES; shapes must be known, and are to be inferred anew afterwards."""
     if any(node.op_type == "ReduceMax" for node in forward.graph.node):
         raise_opset(forward, 18)
         fold_constants(forward)  # the converter writes axes as Constant nodes
@@ -201,7 +211,7 @@ def rewrite_operators(forward: Forward) -> None:
 
 
 def layer_norm_biases(forward: Forward) -> set[str]:
-    """The gradient of LayerNormalization asks for its bias: one that has none gets zeros. Gives their names."""
+    """Give LayerNormalization a bias of zeros where it has none, for its gradient asks for one. Gives their names."""
     known, taken, added = forward.initializers(), forward.names(), set()
     for node in forward.graph.node:
         scale = known.get(node.input[1]) if node.op_type == "LayerNormalization" else None
@@ -216,7 +226,7 @@ def layer_norm_biases(forward: Forward) -> set[str]:
 
 
 def layer_norm_results(forward: Forward) -> None:
-    """The gradient of LayerNormalization reads its mean and inverse deviation."""
+    """Give LayerNormalization its mean and inverse deviation as results, for its gradient reads them."""
     for node in forward.graph.node:
         if node.op_type == "LayerNormalization":
             taken = forward.names()

@@ -38,6 +38,7 @@ class Variables:
 
     @property
     def all(self) -> tuple[str, ...]:
+        """All of them, in the order of the training file's inputs."""
         return (*self.trainable, *self.frozen, *self.running)
 
 
@@ -51,7 +52,7 @@ class Loss:
 
 
 def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
-    """Appends the loss over `logits` and its labels input; the loss becomes the first graph output.
+    """Append the loss over `logits` and its labels input; the loss becomes the first graph output.
 
     cross-entropy: logits [N, K, ...] float32, labels [N, ...] int64, mean over all labels.
     mse: logits of any shape, labels of the same shape float32, mean over all elements.
@@ -90,7 +91,7 @@ def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
 
 
 def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
-    """The training graph without values: variables are plain inputs, outputs in the file's order."""
+    """Give the training graph without values: variables are plain inputs, outputs in the file's order."""
     model = without_values(forward.model, variables)
     tell_draws_apart(model.graph)
     replaced = put_stand_ins(model)
@@ -113,7 +114,8 @@ def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.M
 
 
 def tell_draws_apart(graph: onnx.GraphProto) -> None:
-    """onnxruntime takes two Bernoulli of one probability for the same, and would let both have one mask."""
+    """Tell two Bernoulli of one probability apart: onnxruntime takes them for the same, and would let both have one
+    mask."""
     for index, node in enumerate(graph.node):
         if node.op_type == "Bernoulli":
             set_attribute(node, "seed", float(index))
@@ -132,7 +134,7 @@ def give_seeds_back(built: onnx.GraphProto, source: onnx.GraphProto) -> None:
 
 
 def differentiated(model: onnx.ModelProto, wanted: Iterable[str], loss: str) -> onnx.ModelProto:
-    """onnxruntime's graph with the gradients of the `wanted` inputs. Raises OrtError."""
+    """Give onnxruntime's graph with the gradients of the `wanted` inputs. Raises OrtError."""
     with borrowed() as process:
         data = np.frombuffer(model.SerializeToString(), np.uint8)
         _, found = process.ask("gradients", {"wanted": sorted(wanted), "loss": loss}, {"model": data})
@@ -140,7 +142,7 @@ def differentiated(model: onnx.ModelProto, wanted: Iterable[str], loss: str) -> 
 
 
 def differentiated_whole(forward: Forward, model: onnx.ModelProto, variables: Variables, loss: str) -> onnx.ModelProto:
-    """The gradients of the frozen parameters and of the data too.
+    """Give the gradients of the frozen parameters and of the data too.
 
     The builder names the gradients of a tensor that needs none, but is split off several Concats, all alike. Where
     everything trains, no tensor needs none; what is not wanted is pruned afterwards.
@@ -154,7 +156,7 @@ def differentiated_whole(forward: Forward, model: onnx.ModelProto, variables: Va
 
 
 def prune(graph: onnx.GraphProto) -> None:
-    """Removes nodes that no output needs, and the weight gradients of convolutions that none needs."""
+    """Remove nodes that no output needs, and the weight gradients of convolutions that none needs."""
     needed = {value.name for value in graph.output}
     kept = []
     for node in reversed(list(graph.node)):
@@ -177,7 +179,7 @@ def prune(graph: onnx.GraphProto) -> None:
 
 
 def without_values(model: onnx.ModelProto, variables: Variables) -> onnx.ModelProto:
-    """A copy whose variables are graph inputs and not initializers."""
+    """Copy the model with variables as graph inputs, not initializers."""
     names = set(variables.all)
     values = {tensor.name: tensor for tensor in model.graph.initializer}
     inputs = [helper.make_tensor_value_info(n, values[n].data_type, values[n].dims) for n in variables.all]
@@ -235,6 +237,7 @@ def restore_names(built: onnx.ModelProto, forward: Forward) -> None:
 
 
 def rename_tensors(graph: onnx.GraphProto, renamed: dict[str, str]) -> None:
+    """Rename tensors wherever they are read or written; names that are taken get a number."""
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
     final = {}
     for old, new in renamed.items():
@@ -250,7 +253,8 @@ def rename_tensors(graph: onnx.GraphProto, renamed: dict[str, str]) -> None:
 
 
 def order_inputs(built: onnx.ModelProto, forward: Forward, variables: Variables, loss: Loss) -> None:
-    """data, labels, trainable, frozen, running; a variable that the graph reads nowhere is still an input."""
+    """Order the inputs: data, labels, trainable, frozen, running. A variable that the graph reads nowhere is still an
+    input."""
     inputs = {value.name: value for value in built.graph.input}
     order = [*(value.name for value in forward.graph.input), *variables.all]
     del built.graph.input[:]
@@ -258,6 +262,7 @@ def order_inputs(built: onnx.ModelProto, forward: Forward, variables: Variables,
 
 
 def prune_opsets(model: onnx.ModelProto) -> None:
+    """Take out the imports of domains that no node is of."""
     used = {node.domain for node in model.graph.node} | {""}
     kept = [opset for opset in model.opset_import if opset.domain in used]
     del model.opset_import[:]
@@ -265,6 +270,7 @@ def prune_opsets(model: onnx.ModelProto) -> None:
 
 
 def set_metadata(model: onnx.ModelProto, key: str, value: str) -> None:
+    """Write a metadata entry, or replace the one of that key."""
     for entry in model.metadata_props:
         if entry.key == key:
             entry.value = value

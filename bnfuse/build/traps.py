@@ -36,7 +36,7 @@ NO_KERNEL = {"ConvTranspose": "ConvTransposeGrad", "Resize": "ResizeGrad", "Upsa
 
 
 def choose_logits(forward: Forward, wanted: str | None) -> str:
-    """The output that the loss reads."""
+    """Give the output that the loss reads."""
     names = [value.name for value in forward.graph.output]
     if wanted is not None:
         if wanted not in names:
@@ -50,7 +50,7 @@ def choose_logits(forward: Forward, wanted: str | None) -> str:
 
 
 def refuse_own_loss(forward: Forward, logits: str) -> None:
-    """A file that ends in a loss: what the loss here would read is that loss."""
+    """Refuse a file that ends in a loss: what the loss here would read is that loss."""
     needed = {logits}
     for node in reversed(list(forward.graph.node)):
         if needed.isdisjoint(node.output):
@@ -96,7 +96,7 @@ def check_operators(forward: Forward) -> None:
 
 
 def check_batch_norm(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """A frozen BN silently becomes a training BN; statistics of one value are no statistics."""
+    """Refuse a frozen BN, which would silently become a training BN, and statistics of one value, which are none."""
     if not attributes(node).get("training_mode"):
         raise forward.error_at(
             node,
@@ -122,12 +122,13 @@ def check_conv(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
 
 
 def check_pool(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """onnxruntime gives NaN, reads beyond the map, or does not load the file."""
+    """Refuse a pooling at which onnxruntime gives NaN, reads beyond the map, or does not load the file."""
     if reason := fault_of(node, (shapes[node.input[0]] or [])[2:]):
         raise forward.error_at(node, reason)
 
 
 def check_pad(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
+    """Refuse a padding that is not constant: it has no gradient."""
     mode = attributes(node).get("mode", b"constant")
     if mode != b"constant":
         raise forward.error_at(node, f"pads by '{mode.decode()}': only constant padding has a gradient.")
@@ -148,6 +149,7 @@ CHECKS = [
 
 
 def supported() -> str:
+    """List the operators that can be trained, as the end of a message."""
     return f"Supported: {', '.join(SUPPORTED.split())}."
 
 
@@ -155,7 +157,7 @@ _NO_BUILDER = re.compile(r"The gradient builder has not been registered: (\w+)(?
 
 
 def builder_error(forward: Forward, error: Exception) -> BnfuseError:
-    """What the gradient builder said, in terms of the user's graph."""
+    """Tell what the gradient builder said, in terms of the user's graph."""
     text = " ".join(str(error).split())
     if "OutputDefs" in text or "InputDefs" in text:
         text = f"an operator lacks an operand or a result that its gradient reads ({text[-120:]})"

@@ -23,7 +23,7 @@ def note_uncompiled(forward: Forward) -> None:
 
 
 def without_kernel(node: onnx.NodeProto, shapes: Shapes) -> str | None:
-    """What a node is that no kernel computes, or None."""
+    """Tell what a node is that no kernel computes, or None."""
     if node.domain not in ("", "ai.onnx"):
         return None
     if node.op_type == "LayerNormalization":

@@ -102,7 +102,7 @@ def fixed_by_form(forward: Forward, constants: set[str]) -> set[str]:
 
 
 def _is_identity(node: onnx.NodeProto, index: int, tensor: onnx.TensorProto, constants: set[str]) -> bool:
-    """A scale of ones or a bias of zeros that nobody named, beside statistics with names."""
+    """Tell whether it is a scale of ones or a bias of zeros that nobody named, beside statistics with names."""
     unnamed = [name in constants or is_generated(name) for name in node.input]
     if not unnamed[index] or any(unnamed[3:5]):
         return False
@@ -123,7 +123,7 @@ def _is_statistic(node: onnx.NodeProto, index: int) -> bool:
 
 
 def running_statistics(forward: Forward) -> dict[str, str]:
-    """Running mean and variance of every training BN -> the output that replaces it."""
+    """Map the running mean and variance of every training BN to the outputs that replace them."""
     pairs: dict[str, str] = {}
     known = forward.initializers()
     for node in forward.graph.node:
@@ -174,4 +174,5 @@ def _is_parameter(node: onnx.NodeProto, index: int, tensor: onnx.TensorProto, wa
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a name is like one of the globs."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -29,6 +29,7 @@ class ZooEntry:
     shape_only: bool
 
     def to_json(self) -> dict[str, Any]:
+        """Give the entry as JSON's types; the keys are in docs/cli.md."""
         return dataclasses.asdict(self)
 
 
@@ -38,6 +39,7 @@ def zoo_entries() -> list[ZooEntry]:
 
 
 def zoo_entry(name: str) -> ZooEntry:
+    """Describe a network of the zoo: its sizes by default, parameters and FLOPs of a sample."""
     entry = entry_of(name)
     counts = count_forward(name, batch=1)
     return ZooEntry(
@@ -59,7 +61,7 @@ def is_network(source: Any) -> bool:
 
 
 def network_named(source: Any, zoo: dict[str, Any] | None = None) -> Network | None:
-    """The network of the zoo that `source` names, without its weights, or None where `source` is a model.
+    """Give the network of the zoo that `source` names, without its weights, or None where `source` is a model.
 
     `zoo` has its batch, image, channels, classes and metaparameters; None where not given. A model takes none of them.
     """

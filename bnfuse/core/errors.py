@@ -16,17 +16,17 @@ class UnknownAttributeError(BnfuseError, AttributeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error that says something."""
+    """Give the first line of an error that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def one_line(text: str) -> str:
-    """The text as one line that a terminal prints as it is: names come from files, and may hold anything."""
+    """Write a text as one line that a terminal prints as it is: names come from files, and may hold anything."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
 
 
 def at_node(name: str, op: str, what: str, *, file: str | None = None) -> BnfuseError:
-    """An error about one node: `file: node 'name' (Op) what`."""
+    """Make an error about one node: `file: node 'name' (Op) what`."""
     prefix = f"{file}: " if file else ""
     return BnfuseError(f"{prefix}node '{name}' ({op}) {what}")

@@ -20,6 +20,7 @@ def require_plotting(path: str | Path) -> None:
 
 
 def pyplot_figure() -> Any:
+    """Import matplotlib's Figure. Raises BnfuseError where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -28,7 +29,8 @@ def pyplot_figure() -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """The whole picture, or what was there before. The same figure gives the same bytes: no date, no random names."""
+    """Write the whole picture, or leave what was there before. The same figure gives the same bytes: no date, no random
+    names."""
     import matplotlib
     from matplotlib.text import Text
 
@@ -43,6 +45,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def finish(axis: Any) -> None:
+    """Give a bar chart its grid, without the frame, and leave room for the numbers at its bars."""
     axis.set_xlim(0, 1.12 * axis.get_xlim()[1])
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)

@@ -39,7 +39,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def append_line(stream: IO[bytes], path: Path, fields: Mapping[str, Any]) -> None:
-    """A line of JSON at the end of `stream`, which was opened without a buffer."""
+    """Append a line of JSON to `stream`, which was opened without a buffer."""
     line = memoryview(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
     try:
         while line:  # a disk that is nearly full takes a part
@@ -49,7 +49,7 @@ def append_line(stream: IO[bytes], path: Path, fields: Mapping[str, Any]) -> Non
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises where a file of that name could not be written: before the work that it is for, not after it."""
+    """Raise where a file of that name could not be written: before the work that it is for, not after it."""
     path = Path(path)
     if path.is_dir():
         raise BnfuseError(f"{path}: cannot be written: it is a folder. Name a file in it.")
@@ -64,7 +64,7 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 
 
 def require_apart(*paths: object) -> None:
-    """Raises where two of the files are one: a result would be written over the model, or over another result."""
+    """Raise where two of the files are one: a result would be written over the model, or over another result."""
     seen: set[Path] = set()
     for path in paths:
         if isinstance(path, str | os.PathLike):

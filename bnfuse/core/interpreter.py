@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def import_root() -> Path:
-    """The folder to start them in, with `python -m`."""
+    """Give the folder to start them in, with `python -m`."""
     return Path(__file__).resolve().parents[2]
 
 

@@ -26,10 +26,12 @@ class Interrupts:
 
     @property
     def status(self) -> int:
+        """The exit status that shells give a process which this signal ended."""
         return 128 + self.number
 
     @property
     def name(self) -> str:
+        """What the signal is called in a message."""
         return NAMES[signal.Signals(self.number)]
 
     def watch(self) -> None:
@@ -43,7 +45,7 @@ class Interrupts:
                 self._before[number] = default
 
     def begin(self) -> None:
-        """A command begins."""
+        """Take the signals over: a command begins."""
         self.number = 0
         self.watch()
         if is_command_line():
@@ -51,7 +53,7 @@ class Interrupts:
         self.is_working = True
 
     def end(self) -> None:
-        """It has ended; in somebody else's process the signals are theirs again."""
+        """Give the signals back: the command has ended, and in somebody else's process they are theirs again."""
         self.is_working = False
         if not is_command_line():
             for number, handler in self._before.items():
@@ -59,6 +61,7 @@ class Interrupts:
             self._before.clear()
 
     def __call__(self, number: int, _: object) -> None:
+        """Handle a signal: the first interrupts the work, a second one ends the process at once."""
         again, self.number = self.number, number
         if self.is_working and not again:
             raise KeyboardInterrupt

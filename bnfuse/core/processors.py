@@ -30,7 +30,7 @@ def usable_cpus() -> int:
 
 
 def bounded_threads(threads: int | None) -> int | None:
-    """A number of threads for this machine, no more than it has processors for us; what is lowered is logged once."""
+    """Bound a number of threads by the processors that this machine has for us; what is lowered is logged once."""
     if threads is None:
         return None
     check_threads(threads)

@@ -17,13 +17,13 @@ def is_number(value: object) -> bool:
 
 
 def check_real(name: str, value: object, low: float = 0.0) -> None:
-    """Raises unless it is a number from `low` on that float32 holds."""
+    """Raise unless it is a number from `low` on that float32 holds."""
     if not is_number(value) or not low <= float(value) <= MAX_REAL:  # type: ignore[arg-type]
         raise BnfuseError(f"{name}={value!r} is out of range: it must be a number from {low:g} to {MAX_REAL:.3g}")
 
 
 def check_whole(name: str, value: object, low: int = 0) -> None:
-    """Raises unless it is an integer from `low` on that int64 holds."""
+    """Raise unless it is an integer from `low` on that int64 holds."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not low <= int(value) <= MAX_WHOLE:  # type: ignore[call-overload]
         raise BnfuseError(f"{name}={value!r} is out of range: it must be an integer from {low} to {MAX_WHOLE}")

@@ -19,10 +19,12 @@ class Section:
 
     @classmethod
     def table(cls, title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Section:
+        """Make a table; cells are shown as text."""
         return cls(title, tuple(columns), tuple(tuple(str(cell) for cell in row) for row in rows))
 
     @classmethod
     def lines(cls, title: str, lines: Iterable[str]) -> Section:
+        """Make a titled list of lines."""
         return cls(title, (), tuple((line,) for line in lines))
 
     def __str__(self) -> str:
@@ -56,6 +58,7 @@ def csv_text(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> str
 
 
 def join(sections: Iterable[Section]) -> str:
+    """Write sections one below the other, with an empty line between them."""
     return "\n\n".join(str(section) for section in sections)
 
 
@@ -87,7 +90,7 @@ def percent(share: float) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """The relative change in per cent, with its sign."""
+    """Give the relative change in per cent, with its sign."""
     if before == after:
         return "0 %"
     if not before:
@@ -101,6 +104,6 @@ def count(n: int, noun: str) -> str:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
+    """Give the first names, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

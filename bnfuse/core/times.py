@@ -22,12 +22,14 @@ class Times:
 
 
 class Candidate(Protocol):
+    """What can be timed: a step of some runtime."""
+
     @property
     def name(self) -> str:
         """What tables call it."""
 
     def run(self) -> Times:
-        """One training step."""
+        """Run one training step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Axis:
         return fitting + bool(hangs_over)
 
     def count_of_onnxruntime(self, ceil: bool) -> int:
-        """The same, with a last window that starts in the padding behind the map."""
+        """Give the same, with a last window that starts in the padding behind the map."""
         return self.room // self.stride + 1 + bool(ceil and self.room % self.stride)
 
     def overhang(self, ceil: bool) -> int:
@@ -58,7 +58,7 @@ class Axis:
 
 
 def axes_of(attributes: Mapping[str, Any], sizes: Sequence[int]) -> list[Axis]:
-    """The axes of windows over maps of these sizes (without batch and channels); its pads are explicit."""
+    """List the axes of windows over maps of these sizes (without batch and channels); its pads are explicit."""
     kernel = attributes["kernel_shape"]
     rank = len(kernel)
     strides, dilations = attributes.get("strides") or [1] * rank, attributes.get("dilations") or [1] * rank
@@ -67,7 +67,7 @@ def axes_of(attributes: Mapping[str, Any], sizes: Sequence[int]) -> list[Axis]:
 
 
 def why_not(attributes: Mapping[str, Any], sizes: Sequence[int]) -> str | None:
-    """What is the matter with the windows of a pooling, whoever computes it, or None."""
+    """Tell what is the matter with the windows of a pooling, whoever computes it, or None."""
     axes, ceil = axes_of(attributes, sizes), bool(attributes.get("ceil_mode"))
     if any(axis.room < 0 for axis in axes):
         return (

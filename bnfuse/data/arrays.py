@@ -106,7 +106,7 @@ def check_sizes(arrays: Any, path: Path, parts: Sequence[str], image: int | None
 
 
 def shape_in(arrays: Any, name: str) -> tuple[int, ...]:
-    """What the header of an array says."""
+    """Tell what the header of an array says."""
     with arrays.zip.open(f"{name}.npy") as stream:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -123,6 +123,7 @@ def layout(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def is_channels_last(shape: Sequence[int]) -> bool:
+    """Tell whether images [N, ., ., .] have their channels at the end, as far as sizes tell it."""
     return (shape[1] not in (1, 3) and shape[3] in (1, 3)) or (shape[1] > 4 and shape[3] in (2, 4))
 
 
@@ -147,7 +148,7 @@ def map_of(x: np.ndarray, name: str, path: Path) -> np.ndarray:
 
 
 def check_alike(train: Part, other: Part, path: Path) -> None:
-    """Raises where one part means its numbers otherwise than the other."""
+    """Raise where one part means its numbers otherwise than the other."""
     if other.x.shape[1:] != train.x.shape[1:]:
         one, two = ("x".join(map(str, part.x.shape[1:])) for part in (train, other))
         raise BnfuseError(f"{path}: x and {other.name} hold images of different shapes, {one} and {two}")
@@ -165,6 +166,7 @@ def check_alike(train: Part, other: Part, path: Path) -> None:
 
 
 def sizes_of(x: np.ndarray) -> tuple[float, float]:
-    """The largest value, whatever its sign, and the mean of some images: a few values far off are no other unit."""
+    """Measure some images: the largest value, whatever its sign, and the mean; a few values far off are no other
+    unit."""
     some = np.abs(x[:: len(x) // SOME + 1].astype(np.float64))
     return max(-float(x.min()), float(x.max())), float(some.mean())

@@ -61,7 +61,7 @@ class Dataset:
         return found if self.val_x is None or self.val_y is None else {**found, "val": (self.val_x, self.val_y)}
 
     def normalised(self) -> Dataset:
-        """The same images with mean 0 and standard deviation 1 in each channel of the training part."""
+        """Give the same images with mean 0 and standard deviation 1 in each channel of the training part."""
         mean, std = (np.array(v, np.float32).reshape(1, -1, 1, 1) for v in (self.mean, self.std))
         images: dict[str, Any] = {f"{part}_x": (x - mean) / std for part, (x, _) in self.parts.items()}
         ones = tuple(1.0 for _ in self.std)
@@ -110,7 +110,7 @@ def finish(
     seed: int,
     held_out: float,
 ) -> Dataset:
-    """Checks, splits, converts."""
+    """Check the labels, hold images out where the source has not, and bring all to what a Dataset is."""
     parts = {
         key: dataclasses.replace(part, y=check_labels(part.y, len(part.x), name, part.name))
         for key, part in raw.parts.items()
@@ -154,7 +154,7 @@ def finish(
 
 
 def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Sequence[str]) -> tuple[str, ...]:
-    """What was read, in a line, and what is to be noted of it."""
+    """Tell what was read, in a line, and what is to be noted of it."""
     classes = max(found, len(data.class_names))
     train, held_out = len(data.train_y), len(data.held_out[1])
     by = parts["test" if data.val_y is None else "val"].name
@@ -201,7 +201,7 @@ def check_memory(count: int, channels: int, height: int, width: int, name: str) 
 
 
 def split(part: Part, seed: int, held_out: float, name: str, test_name: str) -> tuple[Part, Part]:
-    """A share of `held_out` images, chosen by the seed alone, is for testing."""
+    """Split off a share of `held_out` images, chosen by the seed alone, for testing."""
     count = len(part.x)
     if count < 2 or not 0 < held_out < 1:
         raise BnfuseError(f"{name}: {count} images cannot be split: it takes two, and a share between 0 and 1")

@@ -44,6 +44,7 @@ class Tally:
     firsts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def add(self, reason: str, path: Path) -> None:
+        """Count a file under a reason; the first of each is kept by name."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.firsts.setdefault(reason, str(path.relative_to(self.root)))
 
@@ -108,7 +109,7 @@ def image_folder(
 
 
 def parts_of(folder: Path, left_out: Tally) -> dict[str, Path]:
-    """The folders of the parts that there are, train first; that is `folder` itself where it has no parts."""
+    """Give the folders of the parts that there are, train first; that is `folder` itself where it has no parts."""
     names = [name for name, is_folder in entries(folder) if is_folder and not is_hidden(name)]
     found: dict[str, Path] = {}
     for part, spellings in PART_NAMES.items():
@@ -137,7 +138,7 @@ def parts_of(folder: Path, left_out: Tally) -> dict[str, Path]:
 
 
 def class_folders(folder: Path, left_out: Tally) -> tuple[str, ...]:
-    """The names of the classes, in order."""
+    """List the names of the classes, in order."""
     found = []
     for name, is_folder in entries(folder):
         if is_hidden(name):
@@ -165,7 +166,7 @@ def folders_alike(folder: Path, classes: Sequence[str]) -> str:
 
 
 def listed_part(part: str, folder: Path, classes: Sequence[str], left_out: Tally) -> tuple[list[Path], list[int]]:
-    """The image files of a part, class by class, and their labels."""
+    """Give the image files of a part, class by class, and their labels."""
     if part != "train":
         own = class_folders(folder, left_out)
         for name in own:
@@ -216,12 +217,13 @@ def image_files(folder: Path, left_out: Tally) -> Iterator[Path]:
 
 
 def entries(folder: Path) -> list[tuple[str, bool]]:
-    """What lies in a folder, by name, and whether it is a folder or leads to one."""
+    """Tell what lies in a folder, by name, and whether it is a folder or leads to one."""
     with os.scandir(folder) as found:
         return sorted((entry.name, is_folder(entry)) for entry in found)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Tell whether an entry is a folder or leads to one."""
     try:
         return entry.is_dir()
     except OSError:  # a link to itself
@@ -229,10 +231,12 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def is_image(name: str) -> bool:
+    """Tell whether a file of this name is read as an image."""
     return Path(name).suffix.lower() in IMAGE_SUFFIXES and not is_hidden(name)
 
 
 def is_hidden(name: str) -> bool:
+    """Tell whether a file or folder of this name is left out: hidden, or of the system."""
     return name.startswith(".") or name.lower() in SYSTEM
 
 
@@ -270,8 +274,8 @@ def read_all(
 
 
 def grown(x: np.ndarray, picture: Picture) -> np.ndarray:
-    """The array of all images, as float32 from the first picture that is no bytes on, in colour from the first one that
-    has any."""
+    """Make the array of all images, as float32 from the first picture that is no bytes on, in colour from the first one
+    that has any."""
     if x.dtype == np.uint8 and picture.values.dtype != np.uint8:
         x = x / np.float32(255)
     return np.repeat(x, 3, axis=1) if len(picture.values) == 3 and x.shape[1] == 1 else x

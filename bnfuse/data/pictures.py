@@ -39,7 +39,7 @@ class Picture:
 
 
 def read_picture(path: Path, image: int | None = None, channels: int | None = None, fit: str = "resize") -> Picture:
-    """The picture of a file, brought to a square of `image` by `fit`: resize, or pad with zeros. One channel where
+    """Give the picture of a file, brought to a square of `image` by `fit`: resize, or pad with zeros. One channel where
     `channels` is 1; where it is None, as many as the file has colours for; three otherwise. Raises BnfuseError with one
     line that names the file."""
     from PIL import Image
@@ -82,7 +82,7 @@ class ValueNotKnown(Exception):
 
 
 def pixels(picture: Any, image: int | None = None, channels: int | None = None) -> np.ndarray:
-    """The values of a Pillow image of any mode: uint8 or float32 [C, H, W]. Raises ValueNotKnown."""
+    """Give the values of a Pillow image of any mode: uint8 or float32 [C, H, W]. Raises ValueNotKnown."""
     from PIL import Image
 
     if picture.mode[0] in "IF":

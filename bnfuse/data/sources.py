@@ -82,12 +82,14 @@ def _source(name: str, image: int | None, channels: int | None, fit: str, skip_u
 
 
 def digits() -> Raw:
+    """Read the embedded digits: 8 x 8 pixels, ten classes."""
     with resources.files(__package__).joinpath("digits.npz").open("rb") as stream, np.load(stream) as arrays:
         part = Part(arrays["images"][:, None], arrays["labels"])
         return Raw({"train": part}, class_names=tuple("0123456789"), scale=16.0)
 
 
 def fashion_mnist(folder: Path | None = None) -> Raw:
+    """Read Fashion-MNIST from its folder. Raises BnfuseError where it is not there."""
     folder = folder or FASHION_FOLDER
     if not folder.is_dir():
         raise BnfuseError(f"{folder}: is not there: install Debian's package (apt install dataset-fashion-mnist)")

@@ -16,7 +16,7 @@ from bnfuse.graph.training_graph import TrainingGraph
 
 
 def diff_graphs(first: TrainingGraph, second: TrainingGraph) -> Diff:
-    """The differences of two training graphs. Neither is changed."""
+    """Give the differences of two training graphs. Neither is changed."""
     before, after = first.model, second.model
     nodes = match.match_nodes(before.graph, after.graph)
     return Diff(
@@ -43,7 +43,7 @@ def added(node: ir.Node) -> Added:
 
 
 def removed(nodes: match.Match, after: ir.Graph) -> tuple[Removed, ...]:
-    """The nodes without a partner, each with the nodes of `after` that were made of it."""
+    """List the nodes without a partner, each with the nodes of `after` that were made of it."""
     into: dict[str, list[str]] = {}
     for node in after:
         for source in match.sources(node):

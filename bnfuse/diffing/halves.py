@@ -121,7 +121,7 @@ def results_by_name(node: ir.Node) -> dict[str, ir.Value]:
 
 
 def readers(value: ir.Value | None, carriers: Callable[[ir.Node], bool]) -> Iterator[tuple[ir.Node, str]]:
-    """The `ai.bnfuse` operators that a coefficient reaches through carriers, with the operand it arrives at."""
+    """List the `ai.bnfuse` operators that a coefficient reaches through carriers, with the operand it arrives at."""
     pending, seen = [value] if value is not None else [], set()
     while pending:
         current = pending.pop()

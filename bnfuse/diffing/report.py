@@ -121,7 +121,7 @@ class Diff:
         }
 
     def sections(self) -> list[Section]:
-        """The text: traffic first, then the BatchNorms, then operators, then node by node."""
+        """List the text: traffic first, then the BatchNorms, then operators, then node by node."""
         if self.equal:
             return [Section.lines("the graphs are equal", [count(sum(self.ops_after.values()), "node")])]
         parts = [self.traffic_section(), self.op_section(), *self.batch_norm_sections(), *self.detail_sections()]

@@ -80,7 +80,7 @@ class Cache:
             self.release(index, touch)
 
     def divided(self, touched: list[Touch]) -> tuple[list[Touch], list[Touch]]:
-        """What the layer holds whole, and what streams."""
+        """Tell what the layer holds whole, and what streams."""
         present, room = self.present, self.capacity
         total = 0
         for touch in touched:

@@ -17,7 +17,7 @@ class Comparison:
     estimates: tuple[Estimate, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of the first estimate that others have too are under `results`, one for each."""
+        """Give the keys of the first estimate that others have too are under `results`, one for each."""
         first = self.estimates[0]
         return {
             "name": self.name,
@@ -26,7 +26,7 @@ class Comparison:
         }
 
     def to_csv(self) -> str:
-        """The layers of all, one a line, with the level in front."""
+        """Give the layers of all, one a line, with the level in front."""
         columns = [field.name for field in dataclasses.fields(LayerEstimate)]
         rows = ((each.workload, *dataclasses.astuple(row)) for each in self.estimates for row in each.layers)
         return csv_text(["level", *columns], rows)

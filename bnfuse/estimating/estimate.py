@@ -25,7 +25,7 @@ __all__ = ["Assumptions", "Estimate", "LayerEstimate", "estimate"]
 
 
 def estimate(workload: Workload, hardware: Hardware, assumptions: Assumptions | None = None) -> Estimate:
-    """The estimate of one iteration, which starts with an empty cache and ends when memory holds all it must."""
+    """Give the estimate of one iteration, which starts with an empty cache and ends when memory holds all it must."""
     chosen = assumptions or Assumptions()
     resident = cache.residency(workload, hardware.cache, look_ahead=chosen.look_ahead)
     flops = [operations(layer, chosen) for layer in workload.layers]
@@ -66,7 +66,7 @@ def estimate(workload: Workload, hardware: Hardware, assumptions: Assumptions | 
 
 
 def operations(layer: Layer, assumptions: Assumptions) -> float:
-    """What a layer takes of the peak rate: a workload counts a multiply-add as two."""
+    """Tell what a layer takes of the peak rate: a workload counts a multiply-add as two."""
     return layer.flops * assumptions.mac_operations / 2 if layer.is_dense else layer.flops
 
 
@@ -113,7 +113,7 @@ class Bus:
             self.going_out += count
 
     def free(self, room: int) -> None:
-        """Waits until what is on its way out leaves the layer its space."""
+        """Wait until what is on its way out leaves the layer its space."""
         if not self.assumptions.leaving_holds_space or self.going_out <= room:
             return
         ahead: list[Pending] = []
@@ -134,7 +134,7 @@ class Bus:
         self.pending.extendleft(reversed(ahead))
 
     def fetch(self, loads: Iterable[Load]) -> None:
-        """Waits for loads of this layer that have not come."""
+        """Wait for loads of this layer that have not come."""
         missing = 0.0
         for load in loads:
             entry = self.on_its_way.pop(load, None)
@@ -171,7 +171,7 @@ class Bus:
                 self.pending.popleft()
 
     def drain(self) -> None:
-        """Waits for all that was issued."""
+        """Wait for all that was issued."""
         for entry in self.pending:
             self.wait_for(entry.bytes)
             entry.bytes = 0.0

@@ -79,7 +79,8 @@ def draw_roofline(panel: Any, found: Roofline) -> None:
 
 
 def parting_line(found: Roofline) -> float | None:
-    """A reuse frequency with no type-I layer below and no type-II layer above; between the two, where they overlap."""
+    """Give a reuse frequency with no type-I layer below and no type-II layer above; between the two, where they
+    overlap."""
     dense = [point.reuse_frequency for point in found.points if point.dense and point.reuse_frequency > 0]
     other = [point.reuse_frequency for point in found.points if not point.dense and point.reuse_frequency > 0]
     return math.sqrt(min(dense) * max(other)) if dense and other else None
@@ -204,7 +205,7 @@ def reuse_figure(found: Sequence[Reuse]) -> Any:
 
 
 def grid(count: int, **share: Any) -> tuple[Any, list[Any]]:
-    """A figure of `count` panels: in a row up to two, else in two columns."""
+    """Give a figure of `count` panels: in a row up to two, else in two columns."""
     columns = min(count, 2)
     rows = math.ceil(count / columns)
     figure = pyplot_figure()(figsize=(5 * columns, 0.4 + 2.9 * rows), layout="constrained")

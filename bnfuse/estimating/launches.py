@@ -39,7 +39,7 @@ WORK_TYPES = {
 
 
 def launch_workload(program: p.Program, name: str) -> Workload:
-    """The launches in the order in which a step runs, forward, backward, update: that of `step.profile`.
+    """Give the launches in the order in which a step runs, forward, backward, update: that of `step.profile`.
 
     Coefficients have the bytes of the first launch of their kernel, whatever their length: they are few.
     """
@@ -128,7 +128,7 @@ def _tensors(program: p.Program, launches: list[p.Launch], numbers: dict[int, in
 
 @functools.cache
 def type_of(kind: str, op: str) -> str:
-    """The type of a launch by its kind and operator in runtime/lowering/work.py."""
+    """Give the type of a launch by its kind and operator in runtime/lowering/work.py."""
     if op == "Sum":
         return "Add"
     if kind in WORK_TYPES:

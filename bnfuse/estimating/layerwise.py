@@ -88,7 +88,7 @@ class Gradient:
 
 
 def forward_workload(graph: gs.Graph, *, order: Order = "file", passes: Passes | None = None) -> Workload:
-    """The layers of one training iteration of `graph`, whose tensors have static shapes.
+    """Give the layers of one training iteration of `graph`, whose tensors have static shapes.
 
     A node's attribute `recurrence` numbers the time step that it belongs to.
     """
@@ -152,7 +152,8 @@ class Tape:
         return found
 
     def works_in_place(self, node: gs.Node) -> bool:
-        """An activation may write over an input that it alone reads, unless the input's producer reads it backward."""
+        """Give an activation may write over an input that it alone reads, unless the input's producer reads it
+        backward."""
         if not self.passes.in_place or operations.layer_type(node) != "Activation":
             return False
         x = node.inputs[0]
@@ -204,7 +205,7 @@ class Tape:
     def contribute(
         self, node: gs.Node, value: gs.Tensor, dy: Gradient, reads: list[Access], writes: list[Access]
     ) -> list[tuple[gs.Tensor, int]]:
-        """Adds the gradient of one operand to a backward layer's `reads` and `writes`.
+        """Add the gradient of one operand to a backward layer's `reads` and `writes`.
 
         Returns what a layer of its own must add to the gradient so far.
         """
@@ -229,7 +230,7 @@ class Tape:
         return []
 
     def hand_on(self, node: gs.Node, value: gs.Tensor, gradient: Gradient) -> None:
-        """Gives an operand a gradient that exists; where the operand has one already, a layer adds the two."""
+        """Give an operand a gradient that exists; where the operand has one already, a layer adds the two."""
         tensor = self.tensor_of(value, node)
         before = self.gradients.get(tensor)
         if before is None:
@@ -242,7 +243,7 @@ class Tape:
         self.layers.append(self.layer(name, "Add", "backward", flops, reads, (total,), node))
 
     def saved_by(self, node: gs.Node) -> list[Access]:
-        """What the backward layer reads besides the gradient."""
+        """Tell what the backward layer reads besides the gradient."""
         saved = SAVED.get(node.op, "x")
         if "m" in saved and len(node.outputs) < 2:
             saved = "x"
@@ -262,7 +263,7 @@ class Tape:
         return [self.access(tensor) for tensor in found]
 
     def tensor_of(self, value: gs.Tensor, node: gs.Node) -> int:
-        """The tensor of a value; constants and inputs of the graph become tensors when they are first read."""
+        """Give the tensor of a value; constants and inputs of the graph become tensors when they are first read."""
         if value.name not in self.by_name:
             constant = isinstance(value, gs.Constant)
             kind: Kind = ("weight" if len(value.shape) > 1 else "vector") if constant else "data"
@@ -310,14 +311,14 @@ class Tape:
         writes: tuple[int, ...],
         node: gs.Node | None = None,
     ) -> Layer:
-        """A layer over whole tensors that belongs to a node, or to the loss that the graph lacks."""
+        """Give a layer over whole tensors that belongs to a node, or to the loss that the graph lacks."""
         read, written = (tuple(self.access(tensor) for tensor in tensors) for tensors in (reads, writes))
         part, step = ("loss", None) if node is None else (node.name, node.attrs.get("recurrence"))
         return Layer(name, kind, phase, flops, read, written, part, step)
 
 
 def operands(node: gs.Node) -> list[gs.Tensor]:
-    """The inputs that are read as arrays, each once: not shapes, axes, limits and ratios."""
+    """List the inputs that are read as arrays, each once: not shapes, axes, limits and ratios."""
     found: dict[int, gs.Tensor] = {}
     for value in node.inputs:
         parameter = isinstance(value, gs.Constant)

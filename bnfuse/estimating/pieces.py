@@ -36,7 +36,7 @@ Pieces = tuple[Piece, ...]
 
 
 def dims(value: ir.Value) -> tuple[int, ...]:
-    """The shape; unknown dimensions count as 1 (a loss, a vector of lengths)."""
+    """List the shape; unknown dimensions count as 1 (a loss, a vector of lengths)."""
     if value.shape is None:
         return ()
     return tuple(d if isinstance(d, int) else 1 for d in value.shape)
@@ -48,7 +48,7 @@ def size_of(value: ir.Value) -> int:
 
 
 def axis_of(value: ir.Value) -> int:
-    """The axis of the channels: 1, or 0 of a vector."""
+    """Give the axis of the channels: 1, or 0 of a vector."""
     return 0 if value.shape is None or len(value.shape) < 2 else 1
 
 
@@ -72,7 +72,7 @@ class Places:
         return self._of.get(value) or (Piece(value, 0, width_of(value)),)
 
     def channels(self, value: ir.Value, start: int, stop: int) -> Pieces:
-        """The pieces that channels [start, stop) of a value lie in."""
+        """Give the pieces that channels [start, stop) of a value lie in."""
         pieces = self.whole(value)
         if len(pieces) == 1 and pieces[0].value is value:
             return (Piece(value, start, stop),)
@@ -131,7 +131,7 @@ class Places:
 
 
 def is_view(node: ir.Node) -> bool:
-    """A reshape, or a concatenation or a split along the channels."""
+    """Give a reshape, or a concatenation or a split along the channels."""
     if node.domain == DOMAIN or not node.inputs or node.inputs[0] is None:
         return False
     if node.op_type in RESHAPES:

@@ -178,7 +178,7 @@ def stacked(found: Sweep) -> list[tuple[str, list[float]]]:
 
 
 def horizontal(panel: Any, found: Sweep) -> tuple[list[float], str | None]:
-    """The sweep's values in the unit of their axis, which gets its title; and a mark where points are few."""
+    """Give the sweep's values in the unit of their axis, which gets its title; and a mark where points are few."""
     factor = {"cache": MIB, "bandwidth": 1e9, "flops": 1e12, "batch": 1}[found.axis]
     panel.set_xlabel(axis_title(found.axis))
     return [value / factor for value in found.values], "o" if len(found.points) <= 20 else None

@@ -85,7 +85,7 @@ def host(*, fresh: bool = False, threads: int | None = None, progress: Progress 
 
 
 def describe(threads: int | None) -> dict[str, Any]:
-    """What tells one machine from another."""
+    """Tell what tells one machine from another."""
     from bnfuse.core.processors import bounded_threads, physical_cores
     from bnfuse.measuring.machine import cpu_model
 
@@ -146,7 +146,7 @@ def effective_cache(by_working_set: Sequence[tuple[int, float]]) -> tuple[int, f
 
 
 def remembered(machine: dict[str, Any]) -> Path | None:
-    """The file of a machine in the user's cache folder; None for a user without one."""
+    """Give the file of a machine in the user's cache folder; None for a user without one."""
     from bnfuse.runtime.codegen.cache import default_folder
 
     folder = default_folder()
@@ -155,7 +155,7 @@ def remembered(machine: dict[str, Any]) -> Path | None:
 
 
 def read(path: Path, machine: dict[str, Any]) -> Measured | None:
-    """What is remembered of this machine; nothing where the file is not there, or is not whole."""
+    """Tell what is remembered of this machine; nothing where the file is not there, or is not whole."""
     try:
         fields = json.loads(path.read_text())
         if fields.pop("machine") != machine:

@@ -40,7 +40,7 @@ CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB t
 
 
 def answer(request: Request, progress: Progress = quiet) -> Any:
-    """An Estimate, Comparison, Sweep, Reuse, Roofline, Scaling or Pipeline, drawn where a picture is asked for."""
+    """Give an Estimate, Comparison, Sweep, Reuse, Roofline, Scaling or Pipeline, drawn where a picture is asked for."""
     if len(request.kinds) > 1:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
     refuse_unread(request)
@@ -139,7 +139,7 @@ def pipelined(request: Request, progress: Progress) -> Any:
 
 
 def machine_of(request: Request, progress: Progress) -> tuple[Hardware, Assumptions, Passes]:
-    """The hardware, and how it and the passes behave."""
+    """Give the hardware, and how it and the passes behave."""
     assumptions, passes = settle(request.assume, behaviour_of(request.hardware), Passes())
     machine = hardware_of(
         request.hardware,
@@ -177,7 +177,7 @@ def one(request: Request, passes: Passes) -> Workload:
 
 
 def of_batch(request: Request, passes: Passes) -> Callable[[int], Workload]:
-    """The workload by its batch; of a network of the zoo, as a graph has one batch."""
+    """Give the workload by its batch; of a network of the zoo, as a graph has one batch."""
     return lambda batch: one(dataclasses.replace(request, zoo={**request.zoo, "batch": batch}), passes)
 
 

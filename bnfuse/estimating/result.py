@@ -114,7 +114,7 @@ class Estimate:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def share(self, types: frozenset[str] | set[str]) -> float:
-        """The share of the time that layers of these types take."""
+        """Give the share of the time that layers of these types take."""
         return sum(self.by_type.get(kind, 0.0) for kind in types) / self.time_s if self.time_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Estimate:
         }
 
     def to_csv(self) -> str:
-        """The layers, one a line, with a line of column names."""
+        """Give the layers, one a line, with a line of column names."""
         columns = [field.name for field in dataclasses.fields(LayerEstimate)]
         return csv_text(columns, map(dataclasses.astuple, self.layers))
 

@@ -28,7 +28,7 @@ UNBOUNDED = 1 << 62  # bytes of a cache that holds everything
 
 
 def scope_of(workload: Workload, tensor: int, before: int, now: int) -> str:
-    """The scope of layer `now`'s access to a tensor that layer `before` accessed last."""
+    """Give the scope of layer `now`'s access to a tensor that layer `before` accessed last."""
     first, second = workload.layers[before], workload.layers[now]
     if first.phase != second.phase:
         return FORWARD_BACKWARD
@@ -56,7 +56,7 @@ class Captured:
 
 
 def captured(workload: Workload, capacity: int) -> Captured:
-    """What a cache of `capacity` bytes captures."""
+    """Tell what a cache of `capacity` bytes captures."""
     recorder = Recorder(workload, capacity)
     for index, touched in enumerate(workload.touches):
         recorder.run(index, touched)
@@ -109,7 +109,7 @@ class Requirement:
 
 
 def requirements(workload: Workload) -> dict[str, Requirement]:
-    """The cache that each scope needs by itself (section 3.3): the tensors of the layer that runs, and what waits.
+    """Give the cache that each scope needs by itself (section 3.3): the tensors of the layer that runs, and what waits.
 
     Adjacent-layer reuse needs the tensors of a layer. A wider scope needs besides, at each layer, every tensor that
     was touched before and is touched after it in that scope. Scopes without a reuse in this workload are left out.
@@ -161,7 +161,7 @@ class Reuse:
         }
 
     def to_csv(self) -> str:
-        """A cache and scope a line."""
+        """Give a cache and scope a line."""
         rows = ((c.cache, scope, c.saved_in[scope], c.saved_out[scope]) for c in self.caches for scope in SCOPES)
         return csv_text(["cache", "scope", "saved_in_bytes", "saved_out_bytes"], rows)
 

@@ -49,7 +49,7 @@ class Roofline:
         }
 
     def to_csv(self) -> str:
-        """A layer a line."""
+        """Give a layer a line."""
         return csv_text((field.name for field in dataclasses.fields(Point)), map(dataclasses.astuple, self.points))
 
     def sections(self) -> list[Section]:

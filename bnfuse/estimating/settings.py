@@ -11,7 +11,7 @@ from bnfuse.models.registry import read_like
 
 
 def settle(given: Mapping[str, object], *defaults: Any) -> tuple[Any, ...]:
-    """The defaults, dataclasses, with the values given; a key belongs to each of them that has such a field.
+    """List the defaults, dataclasses, with the values given; a key belongs to each of them that has such a field.
 
     Raises BnfuseError for a key that none of them has, and for a value not of the field's type.
     """

@@ -52,7 +52,7 @@ def workloads(
 
 
 def built(name: str, zoo: dict[str, Any]) -> TrainingGraph:
-    """The training graph of a network of the zoo, in memory."""
+    """Give the training graph of a network of the zoo, in memory."""
     from bnfuse.build.named import build_model
 
     return open_graph(build_model(name, zoo=zoo).model, name=name)
@@ -74,7 +74,8 @@ def hardware_of(
     fresh: bool = False,
     progress: Progress = quiet,
 ) -> Hardware:
-    """A profile by name ("host": this machine, as measured), with what is given in its place: bytes, bytes/s, FLOP/s.
+    """Give a profile by name ("host": this machine, as measured), with what is given in its place: bytes, bytes/s,
+    FLOP/s.
 
     Without a name: hardware of one's own where all three are given, else the default profile.
     """
@@ -95,7 +96,7 @@ def hardware_of(
 
 
 def behaviour_of(name: object) -> Assumptions:
-    """What is assumed of hardware by its name: a processor's own caches are no software-managed ones."""
+    """Tell what is assumed of hardware by its name: a processor's own caches are no software-managed ones."""
     if name != HOST:
         return Assumptions()
     from bnfuse.estimating.probe import ASSUMPTIONS

@@ -110,7 +110,7 @@ class SweepPoint:
         return self.traffic_in_bytes + self.traffic_out_bytes
 
     def share(self, types: frozenset[str] | set[str]) -> float:
-        """The share of the time that layers of these types take."""
+        """Give the share of the time that layers of these types take."""
         return sum(self.by_type.get(kind, 0.0) for kind in types) / self.time_s if self.time_s else 0.0
 
 
@@ -145,7 +145,7 @@ class Sweep:
         }
 
     def to_csv(self) -> str:
-        """A point a line; seconds by type as columns `time_s:TYPE`."""
+        """Give a point a line; seconds by type as columns `time_s:TYPE`."""
         types = sorted({kind for point in self.points for kind in point.by_type})
         columns = [field.name for field in dataclasses.fields(SweepPoint) if field.name not in ("value", "by_type")]
         swept = "batch_swept" if self.axis == "batch" else self.axis
@@ -189,7 +189,7 @@ def sweep(
     assumptions: Assumptions | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Sweep:
-    """An estimate at each value. `source` is the workload; to sweep the batch, what makes it of a batch."""
+    """Give an estimate at each value. `source` is the workload; to sweep the batch, what makes it of a batch."""
     chosen = assumptions or Assumptions()
     known = axis_of(axis)
     if not values:

@@ -41,7 +41,7 @@ RANGES = {  # of entries of coefficients: the attributes that say them
 def training_workload(
     graph: TrainingGraph, *, order: Order = "file", views: bool = False, optimizer: Optimizer = "none"
 ) -> Workload:
-    """The workload of one iteration of a training graph.
+    """Give the workload of one iteration of a training graph.
 
     `order` is the file's, or depth first to the joins. `views` counts concatenations, splits and reshapes as the copies
     that they are where nothing is aliased. `optimizer` adds a layer for each parameter that updates it: it reads the
@@ -66,7 +66,8 @@ def training_workload(
 
 
 def absorbed_by_clip(nodes: Iterable[ir.Node]) -> set[ir.Node]:
-    """The comparisons in front of the Mul that onnxruntime ends a Clip's gradient with: one operator in five nodes."""
+    """List the comparisons in front of the Mul that onnxruntime ends a Clip's gradient with: one operator in five
+    nodes."""
     found: set[ir.Node] = set()
     for node in nodes:
         if node.op_type == "Mul" and (match := match_clip_gradient(node)):
@@ -197,7 +198,7 @@ class _Builder:
 
 
 def covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """The length of a union of ranges."""
+    """Give the length of a union of ranges."""
     total, end = 0, -1
     for start, stop in sorted(ranges):
         start = max(start, end)
@@ -225,7 +226,7 @@ def _results(node: ir.Node, op: OpSpec | PlainOp | None) -> Iterable[tuple[str, 
 
 
 def _share(op: OpSpec | PlainOp | None, name: str, value: ir.Value, node: ir.Node) -> float:
-    """What part of a map an operator of a sample touches."""
+    """Tell what part of a map an operator of a sample touches."""
     if not isinstance(op, PlainOp) or len(shape := dims(value)) < 4:
         return 1.0
     return math.prod(touched_shape(op, name, shape, node)) / max(math.prod(shape), 1)

@@ -53,7 +53,7 @@ def complaints(request: Request) -> Iterator[str]:
 
 
 def given(request: Request) -> set[str]:
-    """The options that are not as they are by default."""
+    """List the options that are not as they are by default."""
     fields = [field for field in dataclasses.fields(request) if field.default is not dataclasses.MISSING]
     values = {field.name: getattr(request, field.name) for field in fields}
     found = {field.name for field in fields if values[field.name] != field.default}

@@ -50,7 +50,7 @@ def _row(path: str | Path, network: str, number: int, line: dict[str, str]) -> R
 
 
 def row_of(rows: Sequence[Row], full: Settings) -> Row | None:
-    """The last row that belongs to a point with these settings, defaults included."""
+    """Give the last row that belongs to a point with these settings, defaults included."""
     found = [row for row in rows if all(full.get(key) == value for key, value in row[0].items())]
     return found[-1] if found else None
 

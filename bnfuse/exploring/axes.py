@@ -64,7 +64,7 @@ def settings_of(network: str, given: Mapping[str, object]) -> Settings:
 
 
 def typed(network: str, name: str, value: object) -> Any:
-    """A setting of a network, as what its default is. Raises BnfuseError for a name that it has not."""
+    """Give a setting of a network, as what its default is. Raises BnfuseError for a name that it has not."""
     if name == "image":
         return image_of(network, value)
     if name in SIZES:
@@ -91,7 +91,7 @@ def product(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
 
 
 def one_at_a_time(axes: Mapping[str, Sequence[Any]], base: Settings) -> list[Settings]:
-    """The base, and one change of it for each value that differs."""
+    """List the base, and one change of it for each value that differs."""
     return [{}, *({name: value} for name, values in axes.items() for value in values if value != base.get(name))]
 
 

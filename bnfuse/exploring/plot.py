@@ -100,7 +100,7 @@ def label_points(figure: Any, axis: Any, found: Exploration, points: list[Point]
 
 
 def label_of(found: Exploration, point: Point) -> str:
-    """The values alone where every point has all that vary: the title names them."""
+    """Give the values alone where every point has all that vary: the title names them."""
     if all(len(p.changes) == len(found.varied) for p in found.points):
         return ", ".join(plain(value) for value in point.changes.values())
     return described(point.changes)

@@ -71,7 +71,7 @@ class Measure:
 
 
 def measured(network: str, changes: Settings, settings: Settings, measure: Measure) -> Point:
-    """Counts from shapes alone, then, where there is hardware to estimate on, the training graph and its rewrite."""
+    """Count from shapes alone, then, where there is hardware to estimate on, the training graph and its rewrite."""
     graph = build_graph(network, **settings)
     found = inspect_network(graph)
     total = found.total

@@ -41,7 +41,7 @@ class Exploration:
         }
 
     def to_csv(self) -> str:
-        """A line a point: what was varied, a column each, then the quantities."""
+        """Give a line a point: what was varied, a column each, then the quantities."""
         quantities = [*(f.name for f in dataclasses.fields(Point)), "speedup", "samples_per_s"]
         quantities = [name for name in quantities if name not in ("changes", "settings", *self.varied)]
 

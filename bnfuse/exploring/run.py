@@ -144,7 +144,7 @@ def changes_of(
     separately: bool,
     limit: int | None,
 ) -> list[Settings]:
-    """What each point changes of the base, in order and without repetition."""
+    """Tell what each point changes of the base, in order and without repetition."""
     listed = [settings_of(name, change) for change in plan.changes]
     if not axes and not listed:
         raise BnfuseError("nothing varies: say what with --vary KEY=VALUE,VALUE or --preset NAME")
@@ -164,7 +164,7 @@ def changes_of(
 
 
 def attempt(name: str, change: Settings, settings: Settings, measure: Measure) -> Point:
-    """A point, or a point that says why it is none: a sweep of hours must not end for one network of it."""
+    """Give a point, or a point that says why it is none: a sweep of hours must not end for one network of it."""
     try:
         return measured(name, change, settings, measure)
     except Exception as error:

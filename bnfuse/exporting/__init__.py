@@ -45,7 +45,7 @@ def export_model(
     classes: Sequence[str] = (),
     **signature: Any,
 ) -> None:
-    """Writes it (bnfuse.api.export_inference says what the arguments mean)."""
+    """Write it (bnfuse.api.export_inference says what the arguments mean)."""
     graph, values = opened(source, **signature)
     if state is not None:
         values = checked_state(read_state(state), values, graph.name)
@@ -57,7 +57,7 @@ def export_model(
 
 
 def require_finite(graph: TrainingGraph, values: Mapping[str, np.ndarray]) -> None:
-    """Raises where a network has diverged: it gives no answer that means anything."""
+    """Raise where a network has diverged: it gives no answer that means anything."""
     for name in (*graph.signature.trainable, *graph.signature.running):
         if not np.isfinite(values[name]).all():
             raise BnfuseError(
@@ -67,19 +67,19 @@ def require_finite(graph: TrainingGraph, values: Mapping[str, np.ndarray]) -> No
 
 
 def require_exportable(graph: TrainingGraph) -> None:
-    """Raises where `export_model` would fail for the graph itself: before a training, not after it."""
+    """Raise where `export_model` would fail for the graph itself: before a training, not after it."""
     inference_model(graph, graph.state())
 
 
 def require_state(graph: TrainingGraph, path: str | os.PathLike[str] | None) -> None:
-    """Raises where values are missing: of the graph's own, or in the file that they are to be read from."""
+    """Raise where values are missing: of the graph's own, or in the file that they are to be read from."""
     own = graph.state()
     if path is not None:
         checked_state(read_state(path), own, os.fspath(path))
 
 
 def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """The model, with the batch left open where shapes allow. It has passed onnx's full check."""
+    """Give the model, with the batch left open where shapes allow. It has passed onnx's full check."""
     from bnfuse.runtime.lowering.inference import inference_graph
 
     cut, signature = inference_graph(graph.model, graph.signature, graph.name)
@@ -114,7 +114,7 @@ def assembled(expansion: Expansion, data: Sequence[str], graph: TrainingGraph, b
 def _info(
     value: ir.Value, name: str, batch: str | None, rows: Sequence[onnx.ValueInfoProto] = ()
 ) -> onnx.ValueInfoProto:
-    """The type of an input or output. Without virtual samples an output has as many rows as the input."""
+    """Give the type of an input or output. Without virtual samples an output has as many rows as the input."""
     dims: list[Any] = [int(d) if isinstance(d, int) else None for d in value.shape or ()]
     if rows and dims:
         dims[0] = rows[0].type.tensor_type.shape.dim[0].dim_value
@@ -135,7 +135,7 @@ def is_open(model: onnx.ModelProto) -> bool:
 
 
 def opened(source: Any, **signature: Any) -> tuple[TrainingGraph, dict[str, np.ndarray]]:
-    """The training graph behind a step or any form of a model, and the values of its parameters."""
+    """Give the training graph behind a step or any form of a model, and the values of its parameters."""
     if hasattr(source, "state_dict") and hasattr(source, "model"):
         step: Step = source
         if not step.model:

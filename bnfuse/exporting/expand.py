@@ -173,7 +173,7 @@ class Expansion:
         return self._activation(activation, x, given, node)
 
     def _activation(self, activation: Activation, x: str, given: Mapping[str, float], node: ir.Node) -> str:
-        """An activation by its formula. Numbers come behind maps, and none is multiplied by 1."""
+        """Give an activation by its formula. Numbers come behind maps, and none is multiplied by 1."""
 
         def leaf(part: Expression) -> str | float:
             if part.operation == "variable":
@@ -269,7 +269,7 @@ class Expansion:
         self.nodes.append(proto)
 
     def _without_batch(self, node: ir.Node, name: str) -> str:
-        """The target shape of a Reshape (an Expand) that keeps the batch, with 0 (1) in its place."""
+        """Give the target shape of a Reshape (an Expand) that keeps the batch, with 0 (1) in its place."""
         x, shape = node.inputs[0], node.inputs[1]
         rows = x.shape[0] if x is not None and x.shape is not None and len(x.shape) else None
         if shape not in self.constants or rows is None:
@@ -290,7 +290,7 @@ class Expansion:
         self._node(kind, inputs, [self._name_of_result(y)], base_name(node), **attributes)
 
     def _once(self, kind: str, inputs: list[str], node: ir.Node) -> str:
-        """A step of a prologue, made where it is not there yet."""
+        """Give a step of a prologue, made where it is not there yet."""
         key = (kind, *inputs)
         if key not in self._made:
             y = self._fresh(f"{inputs[0].removesuffix('/y')}/{kind.lower()}")
@@ -299,7 +299,7 @@ class Expansion:
         return self._made[key]
 
     def _name(self, value: ir.Value | None) -> str:
-        """A map by its name; a constant, which is used now, by that of its initializer."""
+        """Give a map by its name; a constant, which is used now, by that of its initializer."""
         assert value is not None
         if value not in self.constants:
             return self.names[value]
@@ -335,7 +335,7 @@ class Expansion:
 
 
 def needed(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes that the outputs depend on, in their order; statistics of batches are none of them."""
+    """List the nodes that the outputs depend on, in their order; statistics of batches are none of them."""
     waiting = [value.producer() for value in graph.outputs]
     found: set[ir.Node] = set()
     while waiting:
@@ -347,7 +347,7 @@ def needed(graph: ir.Graph) -> list[ir.Node]:
 
 
 def base_name(node: ir.Node) -> str:
-    """The name that the node, or the BatchNorm that it was a half of, has in the source."""
+    """Give the name that the node, or the BatchNorm that it was a half of, has in the source."""
     return (node.name or node.op_type).removesuffix("/finalize")
 
 

@@ -78,7 +78,7 @@ def moves_rows(node: ir.Node) -> bool:
 
 
 def moved(node: ir.Node, known: dict[ir.Value, Rows]) -> list[np.ndarray]:
-    """The rows of the results."""
+    """List the rows of the results."""
     if node.op_type.startswith("Concat"):
         if any(value not in known for value in node.inputs):
             raise at_node(node.name or "", node.op_type, "puts rows of other maps among those of the data")

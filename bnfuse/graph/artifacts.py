@@ -29,7 +29,7 @@ MAGIC = b"ODTC"  # the file identifier of a checkpoint, at byte 4
 
 
 def expose_results(model: onnx.ModelProto, file: str | None = None) -> None:
-    """Turns what the graph does in place into outputs."""
+    """Turn what the graph does in place into outputs."""
     graph = model.graph
     accumulators = [node for node in graph.node if node.op_type == ACCUMULATOR]
     flags = {name for node in accumulators for name in node.output}
@@ -49,7 +49,8 @@ def expose_results(model: onnx.ModelProto, file: str | None = None) -> None:
 
 
 def _logits(graph: onnx.GraphProto) -> list[str]:
-    """What the loss reads: a loss operator, or steps that generate_artifacts added (MSE, BCE, L1) and named itself."""
+    """Tell what the loss reads: a loss operator, or steps that generate_artifacts added (MSE, BCE, L1) and named
+    itself."""
     found = [node.input[0] for node in graph.node if node.op_type in LOSSES]
     if found or not graph.output:
         return found
@@ -70,7 +71,7 @@ def _running(graph: onnx.GraphProto) -> list[str]:
 
 
 def _adopt_known_shapes(graph: onnx.GraphProto) -> None:
-    """A tensor that became an output takes its type along from value_info, and leaves it there no more."""
+    """Move the types of tensors that became outputs from value_info to the outputs."""
     known = {value.name: value for value in graph.value_info}
     for value in graph.output:
         if value.name in known:
@@ -82,7 +83,7 @@ def _adopt_known_shapes(graph: onnx.GraphProto) -> None:
 
 
 def fill_from_checkpoint(model: ir.Model, path: str | os.PathLike[str]) -> None:
-    """Initializers for the graph inputs that the checkpoint has a value for."""
+    """Add initializers for the graph inputs that the checkpoint has a value for."""
     file, names = str(os.fspath(path)), [str(value.name) for value in model.graph.inputs]
     _require_checkpoint(Path(path))
     try:

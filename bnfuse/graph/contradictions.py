@@ -26,7 +26,7 @@ OPERANDS = {1: "the map", 2: "the scale", 3: "the mean"}  # of BatchNormalizatio
 
 
 def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str, list[int]]:
-    """The static shapes that onnx infers of the outputs of a training step; none of another graph.
+    """Give the static shapes that onnx infers of the outputs of a training step; none of another graph.
 
     Raises BnfuseError, with the node, where the graph of a training step contradicts itself.
     """
@@ -45,7 +45,7 @@ def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str
 
 
 def check_declared(model: onnx.ModelProto, file: str | None) -> onnx.ModelProto | None:
-    """The shapes and element types that the file declares are those that onnx infers, as far as it does.
+    """Check that the shapes and element types that the file declares are those that onnx infers, as far as it does.
 
     Gives the model with what was inferred, without the values of its inputs.
     """
@@ -126,7 +126,7 @@ def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
 
 
 def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
-    """The pieces are those of the concatenation whose lengths it reads, along the same axis."""
+    """Check that the pieces are those of the concatenation whose lengths it reads, along the same axis."""
     whole, axis = shapes.get(node.input[0]), attributes(node).get("axis", 0)
     if whole is None:
         return None
@@ -159,13 +159,14 @@ def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: S
 
 
 def _like_operand(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
-    """An activation's gradient: dy and the map of the mask have one shape."""
+    """Check an activation's gradient: dy and the map of the mask have one shape."""
     dy, x = (shapes.get(name) for name in node.input[:2])
     return f"reads maps of the shapes {dy} and {x}" if dy is not None and x is not None and dy != x else None
 
 
 def _pool_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
-    """onnxruntime takes the size of dx from its declared shape, and writes where the indices say."""
+    """Check the size of dx, which onnxruntime takes from its declared shape, and where it writes, which the indices
+    say."""
     dx = shapes.get(node.output[0])
     if dx is None:
         return None
@@ -181,7 +182,7 @@ def _pool_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
 
 
 def _matrix_product(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
-    """The inner sizes of two matrices are one; onnx compares those of MatMul alone."""
+    """Check that the inner sizes of two matrices are one; onnx compares those of MatMul alone."""
     a, b = (shapes.get(name) for name in node.input[:2])
     if a is None or b is None or len(a) != 2 or len(b) != 2:
         return None

@@ -38,7 +38,7 @@ def draws(node: ir.Node) -> bool:
 
 
 def separated(model: ir.Model, file: str | None = None) -> tuple[ir.Model, dict[str, Random]]:
-    """A copy with an input in the place of each node that draws, and what each is drawn from, by its name.
+    """Copy the model with an input in the place of each node that draws; and tell what each is drawn from, by its name.
 
     It is the model itself where there is nothing to feed. Raises where a node draws what cannot be fed.
     """
@@ -57,7 +57,7 @@ def separated(model: ir.Model, file: str | None = None) -> tuple[ir.Model, dict[
 
 
 def called(model: ir.Model, file: str | None) -> list[ir.Node]:
-    """The nodes of the graph. Raises where one calls a function of the file's own that draws."""
+    """List the nodes of the graph. Raises where one calls a function of the file's own that draws."""
     drawing = {key for key, function in model.functions.items() if any(draws(node) for node in function)}
     for node in model.graph:
         if (node.domain, node.op_type, node.overload) in drawing:
@@ -66,7 +66,7 @@ def called(model: ir.Model, file: str | None) -> list[ir.Node]:
 
 
 def fed(graph: ir.Graph, node: ir.Node, file: str | None) -> tuple[ir.Value, Random]:
-    """Takes the node out: what read it reads a new value, which is drawn from the distribution."""
+    """Take the node out: what read it reads a new value, which is drawn from the distribution."""
     shape, dtype = type_of(node, file)
     random = distribution_of(node)
     if random is None:
@@ -82,7 +82,7 @@ def fed(graph: ir.Graph, node: ir.Node, file: str | None) -> tuple[ir.Value, Ran
 
 
 def compared_draw(graph: ir.Graph, node: ir.Node, shape: list[int], dtype: ir.DataType) -> ir.Value:
-    """A Bernoulli whose probability is computed becomes Cast(u < p). Gives u."""
+    """Replace a Bernoulli whose probability is computed by Cast(u < p). Gives u."""
     chance, result = node.inputs[0], node.outputs[0]
     assert chance is not None
     uniform = typed(f"{result.name}/uniform", shape, chance.dtype or ir.DataType.FLOAT)
@@ -100,6 +100,7 @@ def compared_draw(graph: ir.Graph, node: ir.Node, shape: list[int], dtype: ir.Da
 
 
 def typed(name: str | None, shape: list[int], dtype: ir.DataType) -> ir.Value:
+    """Make a value of this name, shape and type, which nothing computes."""
     return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
 
 
@@ -121,7 +122,7 @@ def type_of(node: ir.Node, file: str | None) -> tuple[list[int], ir.DataType]:
 
 
 def distribution_of(node: ir.Node) -> Random | None:
-    """What the node draws from; None for a Bernoulli whose probability is not one number that is known."""
+    """Tell what the node draws from; None for a Bernoulli whose probability is not one number that is known."""
     attributes = node.attributes
     if node.op_type.startswith("RandomUniform"):
         return Random("uniform", attributes.get_float("low", 0.0), attributes.get_float("high", 1.0))
@@ -132,7 +133,7 @@ def distribution_of(node: ir.Node) -> Random | None:
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """The value, where the file holds it and no step changes it."""
+    """Give the value, where the file holds it and no step changes it."""
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -140,7 +141,7 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def one_number(array: np.ndarray | None) -> float | None:
-    """The number that all elements are, if they are one."""
+    """Give the number that all elements are, if they are one."""
     if array is None or array.size == 0 or array.dtype.kind not in "biuf":
         return None
     first = array.reshape(-1)[0]
@@ -148,6 +149,7 @@ def one_number(array: np.ndarray | None) -> float | None:
 
 
 def refusal(node: ir.Node, what: str, file: str | None) -> BnfuseError:
+    """Make the error of a node that draws what it must not."""
     return at_node(node.name or "", node.op_type, what, file=file)
 
 

@@ -12,7 +12,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
-    """Standard normal images and virtual samples, labels over all classes, and offsets within their bounds."""
+    """Draw standard normal images and virtual samples, labels over all classes, and offsets within their bounds."""
     feeds: Arrays = {}
     drawn = sampling_of(graph.model)
     for name in (*graph.signature.data, *graph.signature.virtual, *graph.signature.labels, *graph.signature.offsets):

@@ -38,7 +38,7 @@ DOMAINS = ("", "ai.onnx", "ai.bnfuse", "com.microsoft", "ai.onnx.ml", "ai.onnx.t
 
 
 def read_proto(path: str | os.PathLike[str]) -> onnx.ModelProto:
-    """The model of a file with its external data, or a BnfuseError."""
+    """Read the model of a file with its external data. Raises BnfuseError where it is none."""
     path = Path(path)
     file = str(path)
     try:
@@ -57,6 +57,7 @@ def read_proto(path: str | os.PathLike[str]) -> onnx.ModelProto:
 
 
 def parse(data: bytes, file: str | None) -> onnx.ModelProto:
+    """Read a model from bytes. Raises BnfuseError, with what the bytes are instead, where they are no model."""
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
@@ -70,7 +71,7 @@ def parse(data: bytes, file: str | None) -> onnx.ModelProto:
 
 
 def what_instead(data: bytes) -> str:
-    """What bytes are that protobuf cannot read, and the remedy."""
+    """Tell what bytes are that protobuf cannot read, and the remedy."""
     if data.startswith(ZIP):
         return "it is an archive, as .npz and .bnf files are. Name an .onnx file; compiled steps are for `bnfuse run`."
     return "protobuf cannot read it. Name an .onnx file, or export it anew."
@@ -137,7 +138,7 @@ def _check_contents(tensor: TensorProto, file: str | None) -> None:
 
 
 def load_external_data(model: onnx.ModelProto, path: Path) -> None:
-    """Reads external data into the model; only from files in the model's own folder or below."""
+    """Read external data into the model; only from files in the model's own folder or below."""
     folder = path.resolve().parent
     for tensor in _tensors(model):
         if tensor.data_location != TensorProto.EXTERNAL:
@@ -148,7 +149,7 @@ def load_external_data(model: onnx.ModelProto, path: Path) -> None:
 
 
 def external_file(location: str, folder: Path, file: str, tensor: str) -> Path:
-    """The file that `location` names, if it is inside `folder` (links followed)."""
+    """Give the file that `location` names, if it is inside `folder` (links followed)."""
     if not location or "\x00" in location:
         raise BnfuseError(f"{file}: tensor '{tensor}' has external data without a location")
     where = (folder / location).resolve()
@@ -188,7 +189,8 @@ def load(
     data_input: str | Iterable[str] | None = None,
     labels_input: str | Iterable[str] | None = None,
 ) -> ir.Model:
-    """The model of a path, a ModelProto, a gs.Graph or an onnx_ir.Model (that itself, unless an option changes it).
+    """Load the model of a path, a ModelProto, a gs.Graph or an onnx_ir.Model (that itself, unless an option changes
+    it).
 
     `checkpoint` is a checkpoint of onnxruntime-training: its values become initializers of the graph's inputs.
     `data_input` and `labels_input` overrule what the file says, or what is inferred, about these inputs.
@@ -274,12 +276,12 @@ def check_domains(model: ir.Model, file: str | None) -> None:
 
 
 def file_of(model: ir.Model) -> str:
-    """The path that the model came from, or its graph's name: what messages call it."""
+    """Give the path that the model came from, or its graph's name: what messages call it."""
     return str(model.meta.get(FILE_KEY) or model.graph.name or "model")
 
 
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Writes the model to a temporary file beside `path` and moves it there."""
+    """Write the model to a temporary file beside `path` and move it there."""
     proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
     try:
         data = proto.SerializeToString()

@@ -24,6 +24,8 @@ Types = AttributeProto.AttributeType
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
+    """What a schema says of a node: how many operands and results, and which attributes."""
+
     operands: tuple[int, int]  # least and most
     results: tuple[int, int]
     required: tuple[int, ...]  # places of operands that may not be left out
@@ -55,12 +57,12 @@ def signature(domain: str, operator: str, version: int) -> Signature | None:
 
 
 def call_of(function: onnx.FunctionProto) -> Signature:
-    """What a node that calls a function of the model may have: it may leave out the last."""
+    """Tell what a node that calls a function of the model may have: it may leave out the last."""
     return Signature((0, len(function.input)), (0, len(function.output)), (), None, {}, ())
 
 
 def check_versions(model: onnx.ModelProto, file: str | None) -> dict[str, int]:
-    """The version of each domain that the model imports: one each, of numbers that there are."""
+    """Give the version of each domain that the model imports: one each, of numbers that there are."""
     versions: dict[str, int] = {}
     for opset in model.opset_import:
         domain = "" if opset.domain in STANDARD else opset.domain
@@ -73,7 +75,7 @@ def check_versions(model: onnx.ModelProto, file: str | None) -> dict[str, int]:
 
 
 def check_nodes(model: onnx.ModelProto, file: str | None) -> None:
-    """Raises for the first node of the graph that is not as its schema says."""
+    """Raise for the first node of the graph that is not as its schema says."""
     versions = check_versions(model, file)
     local = {("" if f.domain in STANDARD else f.domain, f.name): call_of(f) for f in model.functions}
     for node in (node for function in model.functions for node in function.node):

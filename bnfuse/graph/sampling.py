@@ -37,9 +37,11 @@ class Box:
     high: tuple[int, int, int]
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """Draw where the box begins: int64 [3], sample, row, column."""
         return rng.integers(self.low, self.high, endpoint=True, dtype=np.int64)
 
     def admits(self, value: np.ndarray) -> bool:
+        """Tell whether the box may begin there."""
         return value.shape == (3,) and bool(np.all(value >= self.low) and np.all(value <= self.high))
 
     @property
@@ -57,10 +59,12 @@ class Points:
     stop: int
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """Draw the places: int64 [count], ascending."""
         chosen = rng.choice(self.stop - self.first, self.count, replace=False, shuffle=False)
         return np.sort(chosen.astype(np.int64)) + self.first
 
     def admits(self, value: np.ndarray) -> bool:
+        """Tell whether places are within the bounds, each once, ascending."""
         inside = value.shape == (self.count,) and bool(np.all(value >= self.first) and np.all(value < self.stop))
         return inside and bool(np.all(value[1:] > value[:-1]))  # a difference of unsigned numbers is never below 0
 
@@ -136,11 +140,12 @@ class Sampling:
         }
 
     def check(self, name: str, value: np.ndarray) -> None:
-        """A kernel must not be led outside of its map."""
+        """Check places that were set from outside, for a kernel must not be led outside of its map."""
         if not self.places[name].admits(value):
             raise BnfuseError(f"input '{name}' is {value.tolist()[:8]}: it must lie within {self.places[name]}")
 
     def to_json(self) -> str:
+        """Write it as it stands in a model's metadata."""
         boxes = {n: [*p.low, *p.high] for n, p in self.places.items() if isinstance(p, Box)}
         points = {n: [p.count, p.first, p.stop] for n, p in self.places.items() if isinstance(p, Points)}
         fields = {"order": list(self.places), "boxes": boxes, "points": points, "virtual": list(self.virtual)}
@@ -149,7 +154,7 @@ class Sampling:
 
     @classmethod
     def from_json(cls, text: str) -> Sampling:
-        """Raises ValueError where the text is not what `to_json` writes."""
+        """Read what `to_json` wrote. Raises ValueError where the text is something else."""
         try:
             fields = json.loads(text)
             found: dict[str, Box | Points] = {}
@@ -173,7 +178,7 @@ NOTHING = Sampling()
 
 
 def sampling_of(model: ir.Model) -> Sampling:
-    """What the sampling passes left in the model's metadata."""
+    """Read what the sampling passes left in the model's metadata."""
     text = model.metadata_props.get(METADATA_KEY)
     if text is None:
         return NOTHING

@@ -20,7 +20,7 @@ Shape = list[int]
 
 
 def complete_shapes(model: onnx.ModelProto, file: str | None = None) -> None:
-    """Adds what is missing; raises BnfuseError where a shape cannot be told."""
+    """Add the shapes that are missing. Raises BnfuseError where one cannot be told."""
     for _ in range(3):  # the rules and onnx's inference feed one another; gradients nest no deeper than this
         if not missing(model):
             return
@@ -38,11 +38,13 @@ def complete_shapes(model: onnx.ModelProto, file: str | None = None) -> None:
 
 
 def missing(model: onnx.ModelProto) -> list[tuple[onnx.NodeProto, str]]:
+    """List the results whose shapes are not known, with their nodes."""
     shapes = shapes_of(model.graph)
     return [(node, name) for node in model.graph.node for name in node.output if name and shapes.get(name) is None]
 
 
 def adopt_inferred(model: onnx.ModelProto) -> None:
+    """Take over the shapes that onnx infers where the file has none."""
     inferred = onnx.shape_inference.infer_shapes(without_large_values(model), data_prop=True)
     known = {v.name for v in typed_values(model.graph) if static_shape(v) is not None}
     found = {v.name: v for v in inferred.graph.value_info if v.name not in known and static_shape(v) is not None}
@@ -56,6 +58,7 @@ def adopt_inferred(model: onnx.ModelProto) -> None:
 
 
 def apply_rules(model: onnx.ModelProto) -> None:
+    """Take over the shapes that follow from the operands of onnxruntime's training operators, and of ours."""
     shapes = shapes_of(model.graph)
     listed = {value.name: value for value in (*model.graph.value_info, *model.graph.output)}
     for node in model.graph.node:

@@ -38,11 +38,12 @@ class GraphSignature:
     virtual: tuple[str, ...] = ()  # inputs of virtual samples (VDN), drawn each step
 
     def to_json(self) -> str:
+        """Write it as it stands in a model's metadata."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> GraphSignature:
-        """Raises ValueError where the text is not what `to_json` writes."""
+        """Read what `to_json` wrote. Raises ValueError where the text is something else."""
         try:
             fields = json.loads(text)
         except RecursionError:
@@ -73,7 +74,7 @@ def _checked(name: str, value: object) -> object:
 def signature_of(
     model: ir.Model, *, data_input: str | Iterable[str] | None = None, labels_input: str | Iterable[str] | None = None
 ) -> GraphSignature:
-    """The roles that the model's metadata states, or else what its structure says.
+    """Read the roles that the model's metadata states, or else infer them from its structure.
 
     Inferred for foreign files: an output `<input>_grad` is the gradient of that input; the third and fourth operands of
     a BN are running statistics; the loss is the scalar output that a loss node gives, and that node's integer operand
@@ -145,7 +146,7 @@ def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -
 
 
 def _running(graph: ir.Graph, inputs: dict[str, ir.Value]) -> dict[str, str]:
-    """Running statistic -> its successor, where that is a graph output."""
+    """Map each running statistic to its successor, where that is a graph output."""
     found: dict[str, str] = {}
     outputs = {value.name for value in graph.outputs}
     for node in graph:

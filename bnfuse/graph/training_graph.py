@@ -19,12 +19,14 @@ DROPOUTS = {"Dropout": 1, "DropoutGrad": 2, "BiasDropout": 3, "BitmaskDropout": 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingGraph:
+    """A training graph, the roles of its inputs and outputs, and what messages call it."""
+
     model: ir.Model
     signature: GraphSignature
     name: str  # the file, or what else to call it in messages
 
     def state(self) -> dict[str, np.ndarray]:
-        """The initial values of parameters and running statistics."""
+        """Give the initial values of parameters and running statistics."""
         found = {}
         for name in (*self.signature.trainable, *self.signature.frozen, *self.signature.running):
             value = self.model.graph.initializers.get(name)
@@ -37,21 +39,24 @@ class TrainingGraph:
         return found
 
     def input(self, name: str) -> ir.Value:
+        """Find an input by its name."""
         return next(value for value in self.model.graph.inputs if value.name == name)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The static shape of an input."""
+        """Give the static shape of an input. Raises BnfuseError where a dimension is symbolic."""
         shape = self.input(name).shape
         if shape is None or not all(isinstance(d, int) for d in shape):
             raise BnfuseError(f"{self.name}: input '{name}' has no fixed shape ({shape}). Build it with --batch.")
         return tuple(int(d) for d in shape)  # type: ignore[arg-type]
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
+        """Give the type of an input, float32 where the file names none."""
         dtype = self.input(name).dtype
         return np.dtype((dtype or ir.DataType.FLOAT).numpy())
 
     @property
     def batch(self) -> int:
+        """The first dimension of the images."""
         return self.shape_of(self.signature.data[0])[0]
 
     def classes(self) -> int:
@@ -64,17 +69,17 @@ class TrainingGraph:
 
 
 def loss_inputs(model: ir.Model, loss: str) -> list[ir.Value]:
-    """The first input of the node that computes the loss."""
+    """List the first input of the node that computes the loss."""
     return [node.inputs[0] for node in model.graph for out in node.outputs if out.name == loss and node.inputs[0]]
 
 
 def dropouts(model: ir.Model) -> list[str]:
-    """The names of the nodes that drop at random."""
+    """List the names of the nodes that drop at random."""
     return [node.name or "" for node in model.graph if node.op_type in ("Dropout", "BiasDropout", "BitmaskDropout")]
 
 
 def without_dropout(model: ir.Model) -> ir.Model:
-    """A copy in which every dropout ratio is 0 (or the model itself, where there is none)."""
+    """Copy the model with every dropout ratio at 0 (the model itself, where there is none)."""
     if not dropouts(model):
         return model
     copy = model.clone()
@@ -99,7 +104,7 @@ def put_in_place(old: ir.Value, new: ir.Value) -> None:
 
 
 def zero(dtype: ir.DataType, graph: ir.Graph) -> ir.Value:
-    """A scalar initializer of 0 with a name that nothing else has."""
+    """Add a scalar initializer of 0 with a name that nothing else has."""
     taken = {*graph.initializers, *(v.name for v in graph.inputs), *(v.name for n in graph for v in n.outputs)}
     name = "no_dropout"
     while name in taken:
@@ -122,7 +127,7 @@ def open_graph(
     data_input: Sequence[str] | None = None,
     labels_input: Sequence[str] | None = None,
 ) -> TrainingGraph:
-    """A training graph from any form of a model. `name` is for messages, where the source is no file."""
+    """Open a training graph from any form of a model. `name` is for messages, where the source is no file."""
     if isinstance(source, TrainingGraph):
         return source
     if "report" in getattr(source, "__dict__", ()):  # what `rewrite` returned

@@ -101,7 +101,7 @@ def check_functions(model: onnx.ModelProto, file: str | None = None) -> None:
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes and those of their subgraphs."""
+    """List the nodes and those of their subgraphs."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -111,6 +111,7 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Go through the graphs that a node's attributes hold."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -127,7 +128,7 @@ def _callee(node: onnx.NodeProto) -> tuple[str, str, str]:
 
 
 def unwritten(nodes: Iterable[onnx.NodeProto], outputs: Iterable[str], known: set[str]) -> str | None:
-    """The first name that a function's or an inner graph's nodes read, or it gives, and nothing before writes."""
+    """Give the first name that a function's or an inner graph's nodes read, or it gives, and nothing before writes."""
     written = set(known)
     for node in nodes:
         missing = next((name for name in node.input if name and name not in written), None)
@@ -138,7 +139,7 @@ def unwritten(nodes: Iterable[onnx.NodeProto], outputs: Iterable[str], known: se
 
 
 def unwritten_within(node: onnx.NodeProto, known: set[str]) -> str | None:
-    """The same of the graphs that a node holds: they see what was written around them."""
+    """Do the same for the graphs that a node holds: they see what was written around them."""
     for graph in inner_graphs(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         if missing := unwritten(graph.node, (value.name for value in graph.output), known | own):
@@ -184,7 +185,7 @@ def _check_pools(graph: onnx.GraphProto, file: str | None) -> None:
 
 
 def _check_sources(node: onnx.NodeProto, file: str | None) -> None:
-    """What a pass made a node of is a list of names, as JSON in its metadata."""
+    """Check that what a pass made a node of is a list of names, as JSON in its metadata."""
     for text in (entry.value for entry in node.metadata_props if entry.key == SOURCES):
         try:
             names = json.loads(text)

@@ -40,7 +40,7 @@ class Flow:
 
 
 def inspect_network(graph: gs.Graph) -> Inspection:
-    """The graph's first input is its data, with the batch as first dimension."""
+    """Give the graph's first input is its data, with the batch as first dimension."""
     data = graph.inputs[0]
     needs = gradients_needed(graph)
     readers = Counter(x.name for node in graph.nodes for x in node.inputs if x.name in needs)
@@ -85,7 +85,7 @@ def maps_read(node: gs.Node) -> list[gs.Variable]:
 
 
 def gradients_needed(graph: gs.Graph) -> set[str]:
-    """The tensors that depend on a parameter."""
+    """List the tensors that depend on a parameter."""
     needs: set[str] = set()
     for node in graph.nodes:
         if parameters_of(node) or any(x.name in needs for x in node.inputs):

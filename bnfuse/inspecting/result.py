@@ -88,7 +88,7 @@ class Inspection:
         }
 
     def to_csv(self) -> str:
-        """A row a layer, the columns in the order of the JSON's keys; sizes in bytes, shapes as 96x55x55."""
+        """Give a row a layer, the columns in the order of the JSON's keys; sizes in bytes, shapes as 96x55x55."""
         columns = [field.name for field in dataclasses.fields(Layer)]
         return csv_text(columns, (map(plain, dataclasses.asdict(layer).values()) for layer in self.layers))
 
@@ -133,7 +133,7 @@ class Inspection:
 
 
 def fitted(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Section:
-    """The first column takes what the others leave of WIDTH."""
+    """Give the first column takes what the others leave of WIDTH."""
     others = sum(2 + max(len(row[i]) for row in (columns, *rows)) for i in range(1, len(columns)))
     room = WIDTH - 2 - others
     return Section.table(title, columns, [(shortened(row[0], room), *row[1:]) for row in rows])
@@ -149,7 +149,7 @@ OPERATOR_NAMES = {
 
 
 def cells(values: dict[str, int], units: str, norms: bool) -> tuple[str, ...]:
-    """The last cell, where there are BatchNorms: what part of the bytes moved is there for them alone."""
+    """List the last cell, where there are BatchNorms: what part of the bytes moved is there for them alone."""
 
     def flops(n: int) -> str:
         return scaled(n, "F") if n else "-"
@@ -184,5 +184,5 @@ def plain(value: Any) -> Any:
 
 
 def shortened(text: str, width: int) -> str:
-    """The end of a long name: that is what tells it from its neighbours."""
+    """Give the end of a long name: that is what tells it from its neighbours."""
     return text if len(text) <= width else "…" + text[-(width - 1) :]

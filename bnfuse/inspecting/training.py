@@ -80,7 +80,7 @@ def rows_of_batch(graph: TrainingGraph) -> list[int]:
 
 
 def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
-    """What the layer stores: its feature maps, or where it has none, what has an entry per image."""
+    """Tell what the layer stores: its feature maps, or where it has none, what has an entry per image."""
     maps = [value for value, _ in node_maps(node, graph)[1]]
     rows = [[size] for size in rows_of_batch(graph)]
     return maps or [v for v in node.outputs if v.name and v.uses() and declared_shape(v)[:1] in rows]
@@ -117,7 +117,7 @@ def traffic(forward: Iterable[ir.Node], backward: Iterable[ir.Node], graph: Trai
 
 
 def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node], trainable: set[str]) -> dict[ir.Node, int]:
-    """The work of the backward nodes by the layer that each belongs to.
+    """Give the work of the backward nodes by the layer that each belongs to.
 
     The gradient of a pooling shares no operand with it; it is as much work as the pooling, where there is one.
     """

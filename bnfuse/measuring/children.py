@@ -22,7 +22,7 @@ def ask(
     *,
     timeout: float | None = None,
 ) -> Any:
-    """What `module` answers. A BnfuseError in there is one here. After `timeout` seconds it is ended."""
+    """Tell what `module` answers. A BnfuseError in there is one here. After `timeout` seconds it is ended."""
     command = [sys.executable, "-m", module, json.dumps(request), str(os.getpid())]
     settings = {**os.environ, **(environment or {})}
     try:

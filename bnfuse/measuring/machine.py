@@ -53,7 +53,7 @@ def describe_machine(threads: int, baselines: Iterable[str], before: Quiet, duri
 
 
 def cpu_model() -> str:
-    """The name that the processor gives itself."""
+    """Give the name that the processor gives itself."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -39,7 +39,7 @@ class Server:
         return {}, {}
 
     def run(self, arrays: Arrays, *, outputs: Sequence[str]) -> Result:
-        """The outputs of the session's model."""
+        """Give the outputs of the session's model."""
         return {}, dict(zip(outputs, self.session.run(list(outputs), arrays), strict=True))
 
     def close(self, arrays: Arrays) -> Result:
@@ -48,7 +48,7 @@ class Server:
         return {}, {}
 
     def gradients(self, arrays: Arrays, *, wanted: Sequence[str], loss: str) -> Result:
-        """The model with the gradients of the `wanted` inputs."""
+        """Give the model with the gradients of the `wanted` inputs."""
         from bnfuse.ort.gradients import register_gradients
 
         register_gradients()
@@ -61,7 +61,7 @@ class Server:
         return {}, {"model": np.frombuffer(builder.get_model(), np.uint8)}
 
     def checkpoint(self, arrays: Arrays, *, path: str, names: Sequence[str]) -> Result:
-        """The values that a checkpoint has of parameters of these names."""
+        """Give the values that a checkpoint has of parameters of these names."""
         state, found = training_library().load_checkpoint(path), {}
         for name in names:
             try:
@@ -100,6 +100,7 @@ def end_with(parent: int) -> None:
 
 
 def serve(parent: int) -> None:
+    """Answer requests on stdin until it ends; the process `parent` is watched, for this one must not outlive it."""
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb")

@@ -18,7 +18,7 @@ LENGTH = struct.Struct("<Q")
 
 
 def write_frame(stream: IO[bytes], fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises TypeError for an array of objects (onnxruntime's strings)."""
+    """Raise TypeError for an array of objects (onnxruntime's strings)."""
     plain = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
     for name, array in plain.items():
         if array.dtype.hasobject:
@@ -33,7 +33,7 @@ def write_frame(stream: IO[bytes], fields: Mapping[str, Any], arrays: Mapping[st
 
 
 def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], Arrays]:
-    """Raises EOFError where the other end is gone."""
+    """Raise EOFError where the other end is gone."""
     (length,) = LENGTH.unpack(_exactly(stream, LENGTH.size))
     header = json.loads(bytes(_exactly(stream, length)))
     arrays = {}

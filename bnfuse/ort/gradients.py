@@ -78,7 +78,7 @@ DEFINITIONS: dict[str, list[Step]] = {
 
 @functools.cache
 def register_gradients() -> None:
-    """Makes the definitions known to onnxruntime, once in a process."""
+    """Make the definitions known to onnxruntime, once in a process."""
     library = training_library()
     for op, steps in DEFINITIONS.items():
         library.register_gradient_definition(f"::{op}", [_definition(library, step) for step in steps])

@@ -35,7 +35,7 @@ def training_library() -> ModuleType:
 
 
 def onnxruntime() -> ModuleType:
-    """The package, imported without torch.
+    """Give the package, imported without torch.
 
     Its training build imports torch where there is one, seconds and 200 MB for nothing that is used here; while it is
     imported, torch is not to be found.
@@ -53,7 +53,7 @@ def onnxruntime() -> ModuleType:
 def open_session(
     ort: ModuleType, model: bytes, *, threads: int | None, optimize: bool, config: Mapping[str, str] | None = None
 ) -> Any:
-    """A session of onnxruntime in this very process. `config` has its own session settings, by their keys."""
+    """Give a session of onnxruntime in this very process. `config` has its own session settings, by their keys."""
     options = ort.SessionOptions()
     options.log_severity_level = SILENT
     levels = ort.GraphOptimizationLevel

@@ -44,7 +44,7 @@ class OrtGraph:
             raise self._failed("load", error, {}) from None
 
     def run(self, feeds: Mapping[str, np.ndarray], outputs: Iterable[str]) -> Arrays:
-        """The named outputs."""
+        """Give the named outputs."""
         wanted = list(outputs)
         try:
             return self.process.ask("run", {"outputs": wanted}, feeds)[1]
@@ -61,7 +61,7 @@ class OrtGraph:
 
 
 def _leave(process: OrtProcess) -> None:
-    """What the session held is given back, and the process kept for the next."""
+    """Give back what the session held, and keep the process for the next."""
     if process.usable:
         try:
             process.ask("close")
@@ -73,7 +73,8 @@ def _leave(process: OrtProcess) -> None:
 def crashing_node(
     model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], settings: Mapping[str, object]
 ) -> onnx.NodeProto | None:
-    """The node with which the beginning of the graph starts to crash onnxruntime, by bisection; None if it does not."""
+    """Give the node with which the beginning of the graph starts to crash onnxruntime, by bisection; None if it does
+    not."""
 
     def crashes(count: int) -> bool:
         part = beginning(model, count)
@@ -101,7 +102,7 @@ def crashing_node(
 
 
 def beginning(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
-    """The first `count` nodes, with everything as an output that none of them reads."""
+    """Give the first `count` nodes, with everything as an output that none of them reads."""
     part = onnx.ModelProto()
     part.CopyFrom(model)
     graph = part.graph
@@ -116,7 +117,7 @@ def beginning(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
 
 
 def without_state(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model itself, rid of the initial values of its inputs: they are fed, and they can be large."""
+    """Give the model itself, rid of the initial values of its inputs: they are fed, and they can be large."""
     inputs = {value.name for value in model.graph.input}
     constants = [tensor for tensor in model.graph.initializer if tensor.name not in inputs]
     del model.graph.initializer[:]
@@ -125,7 +126,7 @@ def without_state(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def serialized(model: onnx.ModelProto, name: str) -> np.ndarray:
-    """The model's bytes."""
+    """Give the model's bytes."""
     try:
         return np.frombuffer(model.SerializeToString(), np.uint8)
     except Exception:  # protobuf's error class depends on its version

@@ -56,7 +56,8 @@ class OrtProcess:
     def ask(
         self, method: str, fields: Mapping[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None
     ) -> tuple[dict[str, Any], Arrays]:
-        """The answer of child.Server. Raises OrtError, OrtCrash, and BnfuseError where onnxruntime is not installed."""
+        """Give the answer of child.Server. Raises OrtError, OrtCrash, and BnfuseError where onnxruntime is not
+        installed."""
         with self.lock:
             try:
                 write_frame(self.child.stdin, {**(fields or {}), "method": method}, arrays or {})
@@ -100,7 +101,7 @@ _idle: list[OrtProcess] = []  # at most one
 
 
 def take() -> OrtProcess:
-    """A process that nobody else uses."""
+    """Give a process that nobody else uses."""
     while _idle:
         with contextlib.suppress(IndexError):  # another thread was quicker
             process = _idle.pop()
@@ -119,6 +120,7 @@ def give_back(process: OrtProcess) -> None:
 
 @contextlib.contextmanager
 def borrowed() -> Iterator[OrtProcess]:
+    """Lend a process that nobody else uses, and take it back."""
     process = take()
     try:
         yield process

@@ -42,7 +42,7 @@ class Evaluation:
         return sum(self.placement)
 
     def to_json(self) -> dict[str, Any]:
-        """A line of the file."""
+        """Give a line of the file."""
         return {
             "iteration": self.iteration,
             "placement": to_text(self.placement),
@@ -54,7 +54,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Evaluation:
-        """The reverse; ValueError, KeyError, TypeError or OverflowError where a line is none of ours."""
+        """Give the reverse; ValueError, KeyError, TypeError or OverflowError where a line is none of ours."""
         accuracies, diverged = line["accuracies"], int(line["diverged"])
         if not isinstance(accuracies, list) or not isinstance(line["placement"], str):
             raise TypeError("a list of accuracies and a text are expected")
@@ -90,7 +90,7 @@ class Settings:
             raise BnfuseError("lambda is accuracy per BatchNorm: one number or more, each at least 0 and below 1")
 
     def lambda_at(self, iteration: int, size: int) -> float:
-        """The penalty of one BatchNorm at an iteration."""
+        """Give the penalty of one BatchNorm at an iteration."""
         values = self.lambdas or (default_lambda(self.tolerance, size),)
         return values[iteration % len(values)]
 
@@ -101,7 +101,7 @@ def default_lambda(tolerance: float, size: int) -> float:
 
 
 def reference_of(history: Sequence[Evaluation]) -> float:
-    """The accuracy with all BatchNorms."""
+    """Give the accuracy with all BatchNorms."""
     return history[0].accuracy
 
 
@@ -111,7 +111,7 @@ def is_valid(evaluation: Evaluation, reference: float, tolerance: float) -> bool
 
 
 def best_of(space: Space, history: Sequence[Evaluation], tolerance: float) -> Evaluation:
-    """The cheapest valid one; of equally cheap ones the most accurate, then the first."""
+    """Give the cheapest valid one; of equally cheap ones the most accurate, then the first."""
     valid = [e for e in history if is_valid(e, reference_of(history), tolerance)]
     return min(valid, key=lambda e: (round(space.cost(e.placement), 12), -e.accuracy, e.iteration))
 

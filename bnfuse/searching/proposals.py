@@ -28,7 +28,7 @@ def generator(seed: int, iteration: int) -> np.random.Generator:
 
 
 def propose(space: Space, settings: Settings, history: Sequence[Evaluation]) -> Placement:
-    """The placement of iteration len(history); never one that was evaluated."""
+    """Give the placement of iteration len(history); never one that was evaluated."""
     iteration = len(history)
     if iteration == 0:
         return space.everything
@@ -53,7 +53,7 @@ def next_of_all(space: Space, taken: set[Placement]) -> Placement:
 def thompson(
     space: Space, settings: Settings, history: Sequence[Evaluation], taken: set[Placement], rng: np.random.Generator
 ) -> Placement:
-    """The maximum of one draw of the model less lambda times the cost ([Joardar22], V-B)."""
+    """Give the maximum of one draw of the model less lambda times the cost ([Joardar22], V-B)."""
     slopes = settings.lambda_at(len(history), space.size) * space.weights()
     placements = np.array([e.placement for e in history], np.int8)
     scores = bounded_accuracies(history, settings.tolerance, float(slopes.sum()))
@@ -88,7 +88,7 @@ def anneal(
 
 
 def walk(space: Space, settings: Settings, history: Sequence[Evaluation]) -> Evaluation:
-    """The state after the history: the best of the initial evaluations, then each that was accepted."""
+    """Give the state after the history: the best of the initial evaluations, then each that was accepted."""
 
     def value(e: Evaluation) -> float:
         return e.accuracy - settings.lambda_at(0, space.size) * float(np.dot(space.weights(), e.placement))

@@ -43,7 +43,8 @@ class Relaxed:
 def solve(
     function: Quadratic, rng: np.random.Generator, *, taken: set[Placement] | None = None, starts: NDArray | None = None
 ) -> Placement:
-    """A placement at which `function` is largest, as far as rounding and improvement go, and that is not in `taken`.
+    """Give a placement at which `function` is largest, as far as rounding and improvement go, and that is not in
+    `taken`.
 
     `starts` [k, C] are improved as well. Where the best placement is taken, the best of the others that were met:
     roundings, improved ones, and all within two flips of these.
@@ -60,7 +61,7 @@ def solve(
 
 
 def best_of(function: Quadratic, candidates: NDArray, taken: set[Placement]) -> Placement:
-    """The best candidate [k, C] that is not taken; a flip further where all are."""
+    """Give the best candidate [k, C] that is not taken; a flip further where all are."""
     for index in np.argsort(-function(candidates), kind="stable"):
         placement = to_placement(candidates[index])
         if placement not in taken:
@@ -85,7 +86,7 @@ def sign_form(function: Quadratic) -> tuple[Array, float]:
 
 
 def relax(function: Quadratic) -> Relaxed:
-    """The semidefinite relaxation, and a bound that holds however far the solver came."""
+    """Give the semidefinite relaxation, and a bound that holds however far the solver came."""
     m, shift = sign_form(function)
     size = float(np.abs(m).max())
     if size == 0:
@@ -119,7 +120,7 @@ def solve_semidefinite(m: Array) -> tuple[Array, Array]:
 
 
 def correlation(x: Array) -> Array:
-    """The nearest that is easily had: symmetric, positive semidefinite, ones on the diagonal."""
+    """Give the nearest that is easily had: symmetric, positive semidefinite, ones on the diagonal."""
     values, vectors = np.linalg.eigh((x + x.T) / 2)
     factor = vectors * np.sqrt(np.clip(values, 0, None))
     factor /= np.maximum(np.linalg.norm(factor, axis=1, keepdims=True), 1e-12)
@@ -128,7 +129,7 @@ def correlation(x: Array) -> Array:
 
 @functools.lru_cache(maxsize=4)
 def problem_of(side: int) -> tuple[Any, Any, Any, Any]:
-    """The relaxation for any M of this side, so that a search lets cvxpy translate it once."""
+    """Give the relaxation for any M of this side, so that a search lets cvxpy translate it once."""
     cvxpy = import_cvxpy()
     parameter = cvxpy.Parameter((side, side), symmetric=True)
     x = cvxpy.Variable((side, side), PSD=True)
@@ -154,7 +155,7 @@ def round_matrix(matrix: Array, count: int, rng: np.random.Generator) -> NDArray
 
 
 def improve(function: Quadratic, start: NDArray) -> NDArray:
-    """The best single or double flip, again and again while it gains: [C] -> [C]."""
+    """Give the best single or double flip, again and again while it gains: [C] -> [C]."""
     x = np.array(start, np.int8)
     first, second = np.triu_indices(len(x), 1)
     for _ in range(FLIPS):

@@ -39,7 +39,7 @@ class Replay:
 
 
 def table_of(space: Space, history: Sequence[Evaluation]) -> dict[Placement, Score]:
-    """The evaluations of an exhaustive search by placement."""
+    """Give the evaluations of an exhaustive search by placement."""
     table = {e.placement: e.score for e in history}
     missing = next((p for p in space.all_placements() if p not in table), None)
     if missing is not None:
@@ -51,7 +51,7 @@ def table_of(space: Space, history: Sequence[Evaluation]) -> dict[Placement, Sco
 
 
 def replay(space: Space, table: Table, settings: Settings, seeds: Sequence[int]) -> Replay:
-    """A search for each seed, with the table as its objective."""
+    """Give a search for each seed, with the table as its objective."""
     everything = [Evaluation(i, p, table[p]) for i, p in enumerate(space.all_placements())]
     rows = []
     for seed in seeds:

@@ -91,7 +91,7 @@ def run_search(
 
 
 def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> Loader:
-    """What each training would complain of, before a file is begun. Gives what makes its batches."""
+    """Tell what each training would complain of, before a file is begun. Gives what makes its batches."""
     recipe.options(recipe.seed).check()
     return Loader(images, graph.batch)
 

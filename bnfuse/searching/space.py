@@ -47,11 +47,11 @@ class Space:
         return costs / costs.mean()
 
     def cost(self, placement: Placement) -> float:
-        """The share of the cost of all BatchNorms that remains: 0 to 1."""
+        """Give the share of the cost of all BatchNorms that remains: 0 to 1."""
         return float(np.dot(self.weights(), placement)) / self.size
 
     def removed(self, placement: Placement) -> tuple[int, ...]:
-        """The numbers of the BatchNorms that are removed, counted from 1."""
+        """List the numbers of the BatchNorms that are removed, counted from 1."""
         return tuple(number for number, kept in enumerate(placement, 1) if not kept)
 
     def all_placements(self) -> Iterable[Placement]:
@@ -69,7 +69,7 @@ def to_text(placement: Placement) -> str:
 
 
 def from_text(text: str) -> Placement:
-    """The reverse of `to_text`; ValueError where the text is none."""
+    """Give the reverse of `to_text`; ValueError where the text is none."""
     if not text or set(text) - {"0", "1"}:
         raise ValueError(f"'{text}' is no placement")
     return tuple(int(bit) for bit in text)

@@ -47,7 +47,7 @@ class Log:
 
 
 def open_log(path: str | Path, space: Space, fingerprint: Mapping[str, Any], *, resume: bool) -> Log:
-    """The file of a search, made where it is not there. With `resume` it may be there, if it is of this search."""
+    """Give the file of a search, made where it is not there. With `resume` it may be there, if it is of this search."""
     path = Path(path)
     try:
         stream = path.open("a+b", buffering=0)
@@ -107,7 +107,7 @@ def sync_folder(path: Path) -> None:
 
 
 def whole_lines(content: bytes) -> tuple[list[bytes], int]:
-    """The lines that were written to their end, and where the last of them ends."""
+    """Give the lines that were written to their end, and where the last of them ends."""
     end = content.rfind(b"\n") + 1
     lines = content[:end].split(b"\n")[:-1]
     if lines and parse(lines[-1]) is None:  # after a crash of the system, its blocks may hold anything
@@ -181,7 +181,7 @@ def read_evaluations(path: Path, lines: list[bytes], space: Space | None) -> tup
 
 
 def read_log(path: str | Path) -> tuple[Space, dict[str, Any], tuple[Evaluation, ...]]:
-    """What a file holds, for reading alone: the BatchNorms, the fingerprint, the evaluations."""
+    """Tell what a file holds, for reading alone: the BatchNorms, the fingerprint, the evaluations."""
     path = Path(path)
     lines, _ = whole_lines(path.read_bytes())
     if not lines:

@@ -85,7 +85,7 @@ def features(placements: NDArray) -> Array:
 
 
 def to_quadratic(constant: float, coefficients: Array, size: int) -> Quadratic:
-    """The reverse of `features`: coefficients [C + C(C-1)/2] as linear terms and a symmetric matrix."""
+    """Give the reverse of `features`: coefficients [C + C(C-1)/2] as linear terms and a symmetric matrix."""
     pairs = np.zeros((size, size))
     pairs[np.triu_indices(size, 1)] = coefficients[size:]
     return Quadratic(constant, coefficients[:size], pairs + pairs.T)
@@ -114,7 +114,8 @@ def draw_surrogate(
 
 
 def horseshoe(x: Array, y: Array, rng: np.random.Generator, sweeps: int) -> tuple[Array, Scales]:
-    """The state after `sweeps` of the Gibbs sampler: coefficients [p] and scales. x [n, p] and y [n] are centred."""
+    """Give the state after `sweeps` of the Gibbs sampler: coefficients [p] and scales. x [n, p] and y [n] are
+    centred."""
     scales = Scales.start(x.shape[1])
     gram = Gram.of(x, y)
     coefficients = np.zeros(x.shape[1])
@@ -156,7 +157,7 @@ def draw_coefficients(data: Gram, prior: Array, noise: float, rng: np.random.Gen
 
 
 def draw_noise(data: Gram, coefficients: Array, prior: Array, rng: np.random.Generator) -> float:
-    """The variance of the noise given the coefficients; centring took one degree of freedom."""
+    """Give the variance of the noise given the coefficients; centring took one degree of freedom."""
     errors = data.y - data.x @ coefficients
     squares = float(errors @ errors + np.sum(coefficients**2 / prior))
     shape = NOISE_SHAPE + 0.5 * (len(data.y) - 1 + len(coefficients))

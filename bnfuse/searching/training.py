@@ -53,7 +53,7 @@ class Recipe:
         return Compiling(self.target, self.precision, self.optimizer, self.threads)
 
     def options(self, seed: int) -> Options:
-        """What each training does: one evaluation, after the last epoch."""
+        """Tell what each training does: one evaluation, after the last epoch."""
         return Options(self.epochs, seed, self.schedule, self.warm_up, self.augment, eval_every=self.epochs)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Training:
         return Score(tuple(chance if one is None else one for one in found), sum(one is None for one in found))
 
     def train(self, rewritten: Rewritten, seed: int) -> float | None:
-        """The accuracy after the last epoch; None where the training diverged."""
+        """Give the accuracy after the last epoch; None where the training diverged."""
         recipe, graph = self.recipe, open_graph(rewritten)
         try:
             history = train_graph(graph, self.data, recipe.options(seed), recipe.compiling, progress=Quiet(self.bar))
@@ -105,7 +105,7 @@ class Quiet:
 
 
 def space_of(graph: TrainingGraph, cost: str) -> Space:
-    """The graph's BatchNorms. `cost` counts them (count), or the bytes of the maps that they sweep (bytes)."""
+    """Give the graph's BatchNorms. `cost` counts them (count), or the bytes of the maps that they sweep (bytes)."""
     if cost not in COSTS:
         raise BnfuseError(f"cost '{cost}' is unknown: it is {' or '.join(COSTS)}")
     norms = batch_norm_list(graph.model)

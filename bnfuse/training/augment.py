@@ -21,10 +21,13 @@ FLIP, ROW, COLUMN = 1, 2, 3  # streams of the hash
 
 @dataclasses.dataclass(frozen=True)
 class Augment:
+    """Which changes are made, and how large."""
+
     flip: bool = False  # mirror left and right, with probability a half
     crop: int = 0  # pad by so many zeros on each side, then cut out a window of the old size anywhere
 
     def __call__(self, images: np.ndarray, indices: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+        """Change images float32 [B, C, H, W], whose places in the data set are `indices` int64 [B]."""
         if self.crop:
             span = np.uint64(2 * self.crop + 1)
             down, right = (drawn(seed, epoch, indices, stream) % span for stream in (ROW, COLUMN))
@@ -40,6 +43,7 @@ class Augment:
 
 
 def parse_augment(text: str | Augment | None) -> Augment:
+    """Read the changes as people write them. Raises BnfuseError where one is unknown."""
     if isinstance(text, Augment):
         return text
     flip, crop = False, 0
@@ -72,6 +76,7 @@ def drawn(seed: int, epoch: int, indices: np.ndarray, stream: int) -> np.ndarray
 
 
 def mixed(z: np.ndarray) -> np.ndarray:
+    """Mix the bits of each uint64: SplitMix64's finaliser."""
     z = z + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

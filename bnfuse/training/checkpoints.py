@@ -46,17 +46,20 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
+    """What a checkpoint says of its run beside the tensors."""
+
     position: Position
     settings: dict[str, Any]
     machine: str
     loss_scale: float
 
     def to_json(self) -> str:
+        """Write it as it stands in the checkpoint's metadata."""
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Saved:
-        """Raises ValueError where the text is something else."""
+        """Read what `to_json` wrote. Raises ValueError where the text is something else."""
         try:
             fields = json.loads(text)
             if fields["version"] != VERSION:
@@ -70,6 +73,7 @@ class Saved:
 
 
 def position_from(fields: Mapping[str, Any]) -> Position:
+    """Read a position from JSON's types. Raises ValueError, TypeError or KeyError where they are something else."""
     history = tuple(epoch_from(epoch) for epoch in fields["history"])
     epoch, step = fields["epoch"], fields["step"]
     if type(epoch) is not int or type(step) is not int or step < 0 or len(history) != epoch:
@@ -78,6 +82,7 @@ def position_from(fields: Mapping[str, Any]) -> Position:
 
 
 def finite(value: Any) -> float:
+    """Give the number. Raises ValueError where it is text, nan or infinite."""
     if isinstance(value, str) or not math.isfinite(float(value)):
         raise ValueError(f"{value!r} where a number should be")
     return float(value)
@@ -108,11 +113,12 @@ class Folder:
         os.close(self._lock)
 
     def write(self, step: Step, saved: Saved, *, best: bool = False) -> None:
+        """Write the last checkpoint, or the best one, whole or not at all."""
         step.save(self.best if best else self.last, {KEY: saved.to_json()})
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """What writing the file `name` left when it was killed."""
+    """Remove what writing the file `name` left when it was killed."""
     temporary = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}")  # as io.write_atomically names them
     for path in folder.glob(".*"):
         if temporary.fullmatch(path.name):
@@ -127,6 +133,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def make_folder(path: Path) -> None:
+    """Make the folder, unless it is there. Raises BnfuseError where it cannot be made."""
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
@@ -135,6 +142,7 @@ def make_folder(path: Path) -> None:
 
 
 def has_run(folder: Path) -> bool:
+    """Tell whether the folder has a checkpoint to go on from."""
     return (folder / LAST).exists()
 
 
@@ -173,18 +181,19 @@ def restore(step: Step, path: Path, settings: dict[str, Any], machine: str, step
 
 
 def load_finite(step: Step, path: str | os.PathLike[str]) -> None:
-    """The state of a file that training can go on from."""
+    """Load the state of a file. Raises BnfuseError where training cannot go on from it."""
     step.load(Path(path))
     if (name := step.not_finite()) is not None:
         raise BnfuseError(f"{path}: its '{name}' holds values that are not finite: begin with another state")
 
 
 def machine_of(step: Step) -> str:
-    """What decides the last bits of the results."""
+    """Tell what decides the last bits of the results."""
     return step.target.machine
 
 
 def digest_of_model(step: Step) -> str:
+    """Digest the model that the step was compiled from: 16 hex digits."""
     return hashlib.sha256(step.model).hexdigest()[:16]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float]:
-    """The losses of `steps` steps, on shuffled batches of the data or on one random batch."""
+    """Run `steps` steps on shuffled batches of the data, or on one random batch. Gives their losses."""
     if data is None:
         feeds = random_feeds(step, np.random.default_rng(seed))
         return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]
@@ -33,7 +33,7 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
 
 
 def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Standard normal images, labels over all classes."""
+    """Draw standard normal images, and labels over all classes."""
     tensors = step.program.inputs
     logits = step.program.outputs.get(step.program.signature["logits"] or "")
     feeds: dict[str, np.ndarray] = {}
@@ -47,21 +47,24 @@ def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> float:
-    """The share of images whose largest logit is their label's. Every image counts once: the last batch is filled up,
-    and what filled it is not counted. Raises DivergedError where a logit is not finite."""
+    """Give the share of images whose largest logit is their label's. Every image counts once: the last batch is filled
+    up, and what filled it is not counted. Raises DivergedError where a logit is not finite."""
     return evaluate_batches(step, filled_batches(images, labels, batch_of(step)), len(labels))
 
 
 def evaluate_data(
     step: Step, data: Dataset, part: tuple[np.ndarray, np.ndarray] | None = None, *, normalise: bool = False
 ) -> float:
-    """The same on a part of the data (by default the one held out), normalised by the way as the training part is."""
+    """Do what `evaluate_step` does on a part of the data (by default the one held out), normalised as the training part
+    is."""
     part = part or data.held_out
     made = ((fed(data, x, normalise), y) for x, y in filled_batches(*part, batch_of(step)))
     return evaluate_batches(step, made, len(part[1]))
 
 
 def evaluate_batches(step: Step, parts: Iterator[tuple[np.ndarray, np.ndarray]], count: int) -> float:
+    """Give the share of right answers over batches of images and labels, `count` images in all. Raises DivergedError
+    where a logit is not finite."""
     right = 0
     with prefetched(parts) as ready:
         for x, y in ready:
@@ -83,14 +86,14 @@ def filled_batches(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterat
 
 
 def data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dataset:
-    """A data set by name, folder or file, brought to the size of the graph's input and normalised."""
+    """Read a data set by name, folder or file, brought to the size of the graph's input and normalised."""
     found = raw_data_for(source, data, **options)
     return found if isinstance(data, Dataset) else found.normalised()
 
 
 def raw_data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dataset:
-    """The same, not normalised yet. A graph tells all that is asked of it before it is compiled. `options` are those of
-    `load_data`; a Dataset is taken as it is, where it fits."""
+    """Read it and do not normalise it. A graph tells all that is asked of it before it is compiled. `options` are those
+    of `load_data`; a Dataset is taken as it is, where it fits."""
     taken = taken_by(source)
     if isinstance(data, Dataset):
         check_given(data, taken)
@@ -112,7 +115,7 @@ class Taken:
 
 
 def taken_by(source: Step | TrainingGraph) -> Taken:
-    """Raises BnfuseError where the graph takes something else than images and a label for each."""
+    """Tell what a graph takes. Raises BnfuseError where that is something else than images and a label for each."""
     data, labels, inputs, classes = signature(source)
     if len(data) != 1 or len(labels) != 1:
         names = ", ".join((*data, *labels)) or "nothing"
@@ -152,7 +155,7 @@ def signature(
 
 
 def check_given(data: Dataset, taken: Taken) -> None:
-    """Raises where a Dataset made in Python does not fit to the graph."""
+    """Raise where a Dataset made in Python does not fit to the graph."""
     for part, (x, y) in data.parts.items():
         for name, array in ((f"{part}_x", x), (f"{part}_y", y)):
             if not isinstance(array, np.ndarray):
@@ -184,9 +187,10 @@ def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float,
 
 
 def image_shape(source: Step | TrainingGraph) -> tuple[int, ...]:
-    """The shape of the images that the graph takes: N, C, H, W."""
+    """Give the shape of the images that the graph takes: N, C, H, W."""
     return taken_by(source).shape
 
 
 def batch_of(source: Step | TrainingGraph) -> int:
+    """Give the number of images in a batch of the graph."""
     return image_shape(source)[0]

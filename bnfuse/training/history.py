@@ -11,6 +11,8 @@ from bnfuse.core.text import Section, join
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
+    """What one epoch gave."""
+
     epoch: int
     loss: float  # mean over the epoch's steps
     accuracy: float | None  # on held-out images, by the running statistics; None in an epoch that was not evaluated
@@ -21,6 +23,8 @@ class Epoch:
 
 @dataclasses.dataclass(frozen=True)
 class History:
+    """A run: its epochs, and how many images it had."""
+
     epochs: tuple[Epoch, ...]
     images: int
     held_out: int
@@ -39,6 +43,7 @@ class History:
         return best_of(self.epochs)
 
     def to_json(self) -> dict[str, Any]:
+        """Give the history as JSON's types; the keys are in docs/cli.md."""
         best = self.best
         return {
             "images": self.images,
@@ -51,6 +56,7 @@ class History:
         }
 
     def sections(self) -> list[Section]:
+        """Show a table of the epochs, the score on test images, and why the run ended early."""
         rows = [
             (e.epoch, f"{e.loss:.4f}", percent(e.accuracy), f"{e.lr:.3g}", f"{e.seconds:.1f} s") for e in self.epochs
         ]
@@ -66,6 +72,8 @@ class History:
 
 
 def best_of(epochs: Sequence[Epoch]) -> Epoch | None:
+    """Find the epoch of the best evaluation, the first of them where several are equal; None where none was
+    evaluated."""
     evaluated = [epoch for epoch in epochs if epoch.accuracy is not None]
     return max(evaluated, key=lambda epoch: epoch.accuracy or 0.0, default=None)
 
@@ -77,11 +85,12 @@ def without_gain(epochs: Sequence[Epoch]) -> int:
 
 
 def percent(accuracy: float | None) -> str:
+    """Write an accuracy with two digits; - where there is none."""
     return "-" if accuracy is None else f"{100 * accuracy:.2f} %"
 
 
 def epoch_from(fields: Mapping[str, Any]) -> Epoch:
-    """What `dataclasses.asdict` made of an epoch. Raises TypeError or KeyError where it is something else."""
+    """Read what `dataclasses.asdict` made of an epoch. Raises TypeError or KeyError where it is something else."""
     accuracy = fields["accuracy"]
     return Epoch(
         int(fields["epoch"]),

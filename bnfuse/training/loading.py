@@ -30,6 +30,8 @@ PATIENCE = 0.1  # seconds after which a thread that waits looks whether it is st
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
+    """Images float32 [B, C, H, W] and labels int64 [B], and where in the run they stand."""
+
     epoch: int  # from 1
     index: int  # in the epoch, from 0
     x: np.ndarray
@@ -68,7 +70,7 @@ class Loader:
         return f"{whole}; {waiting} for the next epoch's order" if rest else whole
 
     def order(self, epoch: int) -> np.ndarray:
-        """The images of an epoch: that of `bnfuse.data.batches`."""
+        """Shuffle the images of an epoch: the order of `bnfuse.data.batches`."""
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.data.train_y))
 
     def batches(self, first: int, last: int, skip: int = 0) -> Iterator[Batch]:
@@ -92,7 +94,7 @@ def fed(data: Dataset, images: np.ndarray, normalise: bool) -> np.ndarray:
 
 @contextlib.contextmanager
 def prefetched(source: Iterable[T], depth: int = DEPTH) -> Iterator[Iterator[T]]:
-    """The items of `source`, in order, up to `depth` of them made ahead by a thread."""
+    """Make the items of `source`, in order, up to `depth` of them ahead by a thread."""
     ready: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     unwanted = threading.Event()
 

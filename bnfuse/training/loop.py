@@ -74,6 +74,7 @@ class Run:
         self.bar_drawn = 0.0
 
     def run(self) -> History:
+        """Train from where the run stands to its end."""
         step, loader, options = self.step, self.loader, self.options
         step.seed = options.seed & 0x7FFFFFFF
         at = self._begin()
@@ -117,7 +118,7 @@ class Run:
         return Position()
 
     def _settings(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """Gather what must be the same for a run to go on."""
         step, loader, options = self.step, self.loader, self.options
         found = {
             "model": checkpoints.digest_of_model(step),
@@ -137,7 +138,7 @@ class Run:
     # -- an epoch ------------------------------------------------------------------------------------------------
 
     def _epoch(self, at: Position, batches: Any, metrics: Metrics) -> Position:
-        """The rest of the epoch that follows `at`, its evaluation and its checkpoints."""
+        """Run the rest of the epoch that follows `at`, its evaluation and its checkpoints."""
         epoch, begun = at.epoch + 1, time.perf_counter()
         self.step.epoch = epoch  # places of sampled statistics are drawn anew
         while at.step < self.loader.steps:
@@ -176,7 +177,7 @@ class Run:
         nonfinite.require_finite_state(self.step, where=where, lr=self.step.lr)
 
     def _after_step(self, at: Position, metrics: Metrics) -> None:
-        """A line of metrics, a checkpoint, the bar: each where it is due."""
+        """Write a line of metrics and a checkpoint, and draw the bar: each where it is due."""
         options, steps = self.options, self.loader.steps
         count, last = at.epoch * steps + at.step, at.step == steps
         rate = at.step * self.loader.batch / max(at.seconds, 1e-9)
@@ -193,7 +194,7 @@ class Run:
             bar(at.step, steps, f"{where}  loss {self.loss:.4f}  lr {self.step.lr:.3g}  {rate:,.0f} images/s")
 
     def _finish(self, at: Position, metrics: Metrics) -> Position:
-        """What an epoch leaves: a line of metrics, then the checkpoints that know of it, and a word."""
+        """Keep what an epoch leaves: a line of metrics, then the checkpoints that know of it, and a word."""
         done = at.history[-1]
         fields = dataclasses.asdict(done)
         metrics.write(kind="epoch", epoch=fields.pop("epoch"), step=at.epoch * self.loader.steps, **fields)

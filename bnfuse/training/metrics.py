@@ -43,13 +43,14 @@ class Metrics:
             self._stream.close()
 
     def write(self, **fields: Any) -> None:
+        """Add a line; numbers that are not finite become null."""
         if self._stream is not None and self.path is not None:
             strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
             append_line(self._stream, self.path, strict)
 
 
 def kept_lines(path: Path, last: int) -> bytes:
-    """The lines of steps up to `last`. A line that was cut short, or is not ours, ends them."""
+    """Give the lines of steps up to `last`. A line that was cut short, or is not ours, ends them."""
     if last <= 0 or not path.exists():
         return b""
     found = []

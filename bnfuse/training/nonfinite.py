@@ -29,7 +29,7 @@ Arrays = Mapping[str, np.ndarray]
 def error_of(
     step: Step, loss: float, images: np.ndarray, labels: np.ndarray, *, epoch: int, index: int, lr: float
 ) -> BnfuseError:
-    """The error of a loss of nan or inf. The step has run its forward phase, and on a GPU the others too."""
+    """Make the error of a loss of nan or inf. The step has run its forward phase, and on a GPU the others too."""
     what = first_not_finite(step, images, labels)
     where = f"the loss is {loss} in step {index} (epoch {epoch}) at a learning rate of {lr:.4g}"
     culprit = f"the first tensor that is not finite is {what}" if what else "all other tensors are finite"
@@ -40,7 +40,7 @@ def error_of(
 
 
 def require_finite_state(step: Step, *, where: str, lr: float) -> None:
-    """Raises DivergedError where the last update has left a parameter, a running statistic or a moment that is not
+    """Raise DivergedError where the last update has left a parameter, a running statistic or a moment that is not
     finite: no later loss tells of it. For the ends of epochs and what is saved, not for each step."""
     name = step.not_finite()
     if name is not None:
@@ -48,13 +48,15 @@ def require_finite_state(step: Step, *, where: str, lr: float) -> None:
 
 
 def error_of_evaluation(images: np.ndarray) -> BnfuseError:
-    """The error of logits that are not finite, of a state that is."""
+    """Make the error of logits that are not finite, of a state that is."""
     if not np.isfinite(images).all():
         return BnfuseError("the held-out images hold values that are not finite. Check the data.")
     return DivergedError(f"the network gives numbers that are not finite for held-out images. {TOO_FAST}.")
 
 
 def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str | None:
+    """Find what first is not finite in the forward phase of a step, as a message names it; None where it cannot be
+    told."""
     if not np.isfinite(images).all():
         return "the batch of images itself"
     model = ir.from_proto(onnx.ModelProto.FromString(step.model))
@@ -75,7 +77,7 @@ def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str 
 
 
 def bad_outputs(step: Step) -> set[str]:
-    """The outputs of the file that are not finite after the forward phase."""
+    """List the outputs of the file that are not finite after the forward phase."""
     gradients = set(step.program.signature["gradients"].values())
     return {name for name, value in step.outputs.items() if name not in gradients and is_bad(value)}
 
@@ -97,7 +99,7 @@ def first_of(forward: list[ir.Node], state: Arrays, bad: Set[str], signature: Gr
 
 
 def forward_nodes(model: ir.Model, signature: GraphSignature) -> Iterator[ir.Node]:
-    """The nodes that the loss, the logits and the running statistics depend on, in their order."""
+    """List the nodes that the loss, the logits and the running statistics depend on, in their order."""
     wanted = {signature.loss, signature.logits, *signature.running.values()}
     waiting = [value.producer() for value in model.graph.outputs if value.name in wanted]
     needed: set[ir.Node] = set()
@@ -110,11 +112,12 @@ def forward_nodes(model: ir.Model, signature: GraphSignature) -> Iterator[ir.Nod
 
 
 def described(node: ir.Node) -> str:
-    """node 'layer1/conv' (Conv), by the operator that people know."""
+    """Write node 'layer1/conv' (Conv), by the operator that people know."""
     op = parse(node.op_type) if node.domain else None
     kind = op.core if op is not None else node.op_type.replace("BatchNormFinalize", "BatchNorm")
     return f"node '{(node.name or '').removesuffix('/finalize')}' ({kind})"
 
 
 def is_bad(array: np.ndarray | None) -> bool:
+    """Tell whether an array of floats has a value that is not finite."""
     return array is not None and array.dtype.kind == "f" and not bool(np.isfinite(array).all())

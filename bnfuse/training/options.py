@@ -43,10 +43,12 @@ class Options:
 
     @property
     def rates(self) -> Schedule:
+        """The learning rates. Raises BnfuseError where the text names none."""
         return parse_schedule(self.schedule, self.warm_up)
 
     @property
     def changes(self) -> Augment:
+        """The changes of training images. Raises BnfuseError where the text names none."""
         return parse_augment(self.augment)
 
     @property
@@ -63,6 +65,7 @@ class Options:
 
     @property
     def automatic(self) -> bool:
+        """Whether the run goes on where the folder of `save_to` holds one."""
         return self.resume is True or self.resume == AUTO
 
     @property
@@ -81,6 +84,7 @@ class Options:
         return Path(os.fspath(self.resume))  # type: ignore[arg-type]
 
     def check(self) -> None:
+        """Raise BnfuseError for the first option that is impossible, alone or beside the others; makes the folder."""
         for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience"):
             value = getattr(self, name)
             if value is not None or name in ("epochs", "eval_every"):

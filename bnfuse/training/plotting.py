@@ -33,6 +33,7 @@ def draw(history: History, path: str | Path, title: str = "") -> None:
 
 
 def finish(axis: Any, what: str) -> None:
+    """Give an axis its titles and grid."""
     axis.set_xlabel("epoch")
     axis.set_title(what, loc="left", fontsize=10)
     axis.grid(color="#dddddd", linewidth=0.6)

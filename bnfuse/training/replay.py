@@ -41,7 +41,7 @@ def not_finite(
 
 
 def watching(model: onnx.ModelProto, forward: Collection[str]) -> onnx.ModelProto:
-    """The forward nodes alone; outputs are scalars, 0 or nan, one for each float tensor that they give."""
+    """Give the forward nodes alone; outputs are scalars, 0 or nan, one for each float tensor that they give."""
     types = {v.name: v.type.tensor_type.elem_type for v in (*model.graph.value_info, *model.graph.output)}
     nodes = [node for node in model.graph.node if node.name in forward]
     looks, outputs = [], []
@@ -60,7 +60,7 @@ def watching(model: onnx.ModelProto, forward: Collection[str]) -> onnx.ModelProt
 
 
 def drawn(step: Step) -> dict[str, np.ndarray]:
-    """What the step drew for itself."""
+    """Tell what the step drew for itself."""
     mean, std = (values.tolist() for values in step.virtual_statistics)
     shapes = {name: step.program.inputs[name].shape for name in step.sampling.virtual}
     virtual = {

@@ -20,6 +20,8 @@ HELP = "cosine, constant, step:30,60,80[@0.1] or poly[:power]"
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
+    """How the learning rate goes over a run."""
+
     kind: str = "cosine"
     milestones: tuple[float, ...] = ()  # step: epochs after which the rate is multiplied by `factor`
     factor: float = 0.1
@@ -32,7 +34,7 @@ class Schedule:
         return self.kind in ("cosine", "poly")
 
     def rate(self, first: float, index: int, steps_per_epoch: int, epochs: int) -> float:
-        """The learning rate of step `index`, counted from 0 over the whole run."""
+        """Give the learning rate of step `index`, counted from 0 over the whole run."""
         climb = self.warm_up * steps_per_epoch
         if index < climb:
             return first * min(1.0, (index + 1) / climb)
@@ -47,13 +49,14 @@ class Schedule:
         return first * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
     def __str__(self) -> str:
-        """The spelling that `parse_schedule` reads, without the warm-up."""
+        """Give the spelling that `parse_schedule` reads, without the warm-up."""
         if self.kind == "step":
             return f"step:{','.join(f'{m:g}' for m in self.milestones)}@{self.factor:g}"
         return f"poly:{self.power:g}" if self.kind == "poly" else self.kind
 
 
 def parse_schedule(text: str | Schedule, warm_up: float = 0.0) -> Schedule:
+    """Read a schedule as people write it, with so many epochs of warm-up. Raises BnfuseError where it is unknown."""
     if isinstance(text, Schedule):
         return text
     if not (math.isfinite(warm_up) and warm_up >= 0):
@@ -85,5 +88,5 @@ def _number(text: str, whole: str) -> float:
 
 
 def cosine(first: float, index: int, total: int) -> float:
-    """The learning rate of step `index` of `total`, half a cosine from `first` to 0."""
+    """Give the learning rate of step `index` of `total`, half a cosine from `first` to 0."""
     return Schedule().rate(first, index, total, 1)

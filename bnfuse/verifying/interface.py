@@ -46,7 +46,7 @@ def check_same_draws(before: TrainingGraph, after: TrainingGraph) -> None:
 
 
 def missing_input(one: TrainingGraph, other: TrainingGraph, name: str | None) -> BnfuseError:
-    """What to say of an input that only the other graph has."""
+    """Tell what to say of an input that only the other graph has."""
     if name in (*other.signature.offsets, *other.signature.virtual):
         return BnfuseError(
             f"{one.name}: has no input '{name}', which {other.name} draws: rewrite both with one --sample"

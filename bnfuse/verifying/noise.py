@@ -86,7 +86,7 @@ def tolerance(spread: float, rounding: float = ROUNDING) -> float:
 def compare(
     reference: Arrays, result: Arrays, spreads: list[Arrays], signature: GraphSignature, rounding: float = ROUNDING
 ) -> Iterator[TensorError]:
-    """The loss first, then gradients, then running statistics."""
+    """List the loss first, then gradients, then running statistics."""
     for kind, outputs in (
         ("loss", [signature.loss]),
         ("gradient", list(signature.gradients.values())),

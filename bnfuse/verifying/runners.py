@@ -22,7 +22,7 @@ class Runner(Protocol):
         """Loss, gradients and new running statistics, by the output names of `before`."""
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
-        """The losses of `steps` steps of SGD on one batch."""
+        """List the losses of `steps` steps of SGD on one batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OrtRunner:
         return self.graph.run({**state, **feeds, **self.random(step)}, compared(self.signature))
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int, outputs: Arrays | None = None) -> list[float]:
-        """The losses of SGD; `outputs` are those of the first step, where they are known already."""
+        """List the losses of SGD; `outputs` are those of the first step, where they are known already."""
         state, losses = dict(state), []
         for step in range(steps):
             outputs = outputs or self.evaluate(feeds, state, step)
@@ -91,7 +91,7 @@ class CompiledRunner:
         return step
 
     def drawn(self, feeds: Arrays, step: int) -> Arrays:
-        """What a step draws by itself, and is to have as the other graph has it."""
+        """Tell what a step draws by itself, and is to have as the other graph has it."""
         names = (*self.graph.signature.offsets, *self.graph.signature.virtual)
         return {**{name: feeds[name] for name in names}, **self.random(step)}
 

@@ -47,7 +47,7 @@ def verify_graphs(
     precision: str | None = None,
     progress: Progress = quiet,
 ) -> Verification:
-    """Compares at the initial state of `before`, on random images and labels.
+    """Compare at the initial state of `before`, on random images and labels.
 
     A ReLU whose input is zero but for rounding is open in one graph and closed in the other, and then gradients part by
     more than any tolerance. That is luck, of one image in many; a mistake is wrong on every image. So where one seed
@@ -83,7 +83,7 @@ def verify_once(
     where: Where,
     progress: Progress,
 ) -> Verification:
-    """The verdict on the images and labels of one seed."""
+    """Give the verdict on the images and labels of one seed."""
     rng = np.random.default_rng(seed)
     feeds, state = draw_feeds(before, rng), before.state()
 

@@ -169,7 +169,7 @@ def beside(floors: list[Floor], ours: Iterable[dict[str, Any]]) -> list[dict[str
 
 
 def section(rows: list[dict[str, Any]]) -> Section:
-    """The table by layer: milliseconds of all layers of a shape together."""
+    """Give the table by layer: milliseconds of all layers of a shape together."""
     head = ("layer", "count", "cuDNN forward", "ours", "cuDNN backward", "ours", "cuDNN both")
     lines = []
     for row in rows:

@@ -84,7 +84,7 @@ def of_baseline(torch: Any, driver: Driver, asked: dict[str, Any], rng: np.rando
 
 
 def of_batch(feeds: dict[str, np.ndarray], batch: int | None) -> dict[str, np.ndarray]:
-    """The same images over and over, or fewer of them."""
+    """Give the same images over and over, or fewer of them."""
     if batch is None:
         return feeds
     return {name: np.resize(array, (batch, *array.shape[1:])) for name, array in feeds.items()}

@@ -23,7 +23,7 @@ class CudaCandidate:
         step.stream  # noqa: B018  # brings program and state to the GPU
 
     def run(self) -> Times:
-        """The mean of some steps in a row: gaps between steps are in it, the host's clock is not."""
+        """Give the mean of some steps in a row: gaps between steps are in it, the host's clock is not."""
         return Times(self.seconds(STEPS_A_RUN), None)
 
     def seconds(self, steps: int) -> float:

@@ -13,7 +13,7 @@ __all__ = ["HARDWARE", "diff_page", "rewrite_page"]
 
 
 def diff_page(before: Any, after: Any, *, hardware: tuple[str, ...] = HARDWARE, **signature: Any) -> str:
-    """The page of two training graphs: paths, or models in any form that `bnfuse.diff` takes."""
+    """Give the page of two training graphs: paths, or models in any form that `bnfuse.diff` takes."""
     from bnfuse.diffing.page.document import render
     from bnfuse.diffing.page.gather import gather
 
@@ -29,7 +29,7 @@ def rewrite_page(
     hardware: tuple[str, ...] = HARDWARE,
     **signature: Any,
 ) -> str:
-    """The same for what `bnfuse.rewrite` returned for `source`, with its report: refusals and their reasons.
+    """Give the same for what `bnfuse.rewrite` returned for `source`, with its report: refusals and their reasons.
 
     `output` is the file that the rewritten graph has gone to.
     """

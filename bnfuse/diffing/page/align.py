@@ -69,7 +69,7 @@ def destinations(
 def home_of(
     i: int, before: Sequence[Node], after: Sequence[Node], into: Sequence[int], preferred: Mapping[int, int]
 ) -> int:
-    """The node that a node before is counted with: that of the same name, the preferred one, or the most alike."""
+    """Give the node that a node before is counted with: that of the same name, the preferred one, or the most alike."""
     node = before[i]
     by_name = [a for a in into if after[a].label == node.label]
     if by_name:
@@ -97,7 +97,8 @@ def wishes(before: Sequence[Node], after: Sequence[Node], anchors: Mapping[int, 
 
 
 def nearest_order(nodes: Sequence[Node], wish: Sequence[int]) -> list[int]:
-    """An order in which every node follows those it reads; of those that can stand next, the one that wishes first."""
+    """Give an order in which every node follows those it reads; of those that can stand next, the one that wishes
+    first."""
     readers: dict[int, list[int]] = defaultdict(list)
     waits = []
     for i, node in enumerate(nodes):
@@ -136,8 +137,8 @@ def rows_of(count: int, order: Sequence[int], anchors: Mapping[int, int], home: 
 def block(
     before: Sequence[int], after: Sequence[int], above: int | None, below: int | None, home: Mapping[int, int]
 ) -> list[Row]:
-    """What lies between two shared rows. The shorter side has its gap where its nodes part: those that went into the
-    row above stay at the top, those that went into the row below at the bottom."""
+    """Tell what lies between two shared rows. The shorter side has its gap where its nodes part: those that went into
+    the row above stay at the top, those that went into the row below at the bottom."""
     height = max(len(before), len(after))
     top = next((i for i, b in enumerate(before) if home.get(b) != above), len(before))
     stays = next((i for i, b in enumerate(reversed(before)) if home.get(b) != below), len(before) - top)
@@ -148,7 +149,7 @@ def block(
 
 
 def longest_increasing(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """A longest subsequence whose second members strictly increase."""
+    """Give a longest subsequence whose second members strictly increase."""
     ends: list[int] = []  # the smallest last member of a subsequence, by its length
     at: list[int] = []  # the pair that this member belongs to
     previous: list[int | None] = []

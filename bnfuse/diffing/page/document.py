@@ -129,7 +129,7 @@ def summary_tables(page: Page) -> Markup:
 
 
 def explorer() -> Markup:
-    """What the script fills; without it a sentence stands here, and the lists below say the same."""
+    """Tell what the script fills; without it a sentence stands here, and the lists below say the same."""
     note = "The graphs side by side need JavaScript. Every number, and what became of each BatchNorm, is listed below."
     tools = tag(
         "div",

@@ -96,8 +96,8 @@ def node_link(side: str, key: str, shown: str | None = None) -> Markup:
 
 
 def report_parts(report: dict[str, Any]) -> Markup:
-    """What a rewrite's report says: passes, refusals, removed and sampled BatchNorms. Times are left out: the page of
-    one rewrite is the same each time."""
+    """Tell what a rewrite's report says: passes, refusals, removed and sampled BatchNorms. Times are left out: the page
+    of one rewrite is the same each time."""
     passes = [(p["name"], number(p["changed"]), number(len(p["refused"]))) for p in report["passes"]]
     parts = [table("Passes, in the order in which they ran", ("pass", "changed", "refused"), passes, numbers=(1, 2))]
     unfused = [(e["node"], e["half"], e["reason"]) for e in report["unfused"]]
@@ -122,7 +122,7 @@ def report_parts(report: dict[str, Any]) -> Markup:
 
 
 def differences(page: Page) -> Markup:
-    """What is not fusion: renamed nodes, other attributes, other inputs, and what the graph takes and gives."""
+    """Tell what is not fusion: renamed nodes, other attributes, other inputs, and what the graph takes and gives."""
     diff = page.diff
     lists = {
         "Renamed nodes": [f"{n.before} → {n.after}" for n in diff.renamed],

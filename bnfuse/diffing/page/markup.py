@@ -17,7 +17,7 @@ class Markup(str):
 
 
 def text(value: object) -> Markup:
-    """A text that shows as it is; what no document may contain shows as a box."""
+    """Give a text that shows as it is; what no document may contain shows as a box."""
     return value if isinstance(value, Markup) else Markup(html.escape(CONTROL.sub("�", str(value)), quote=True))
 
 
@@ -39,7 +39,7 @@ def joined(children: Iterable[object]) -> Markup:
 def table(
     caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()
 ) -> Markup:
-    """A table whose first column names its rows; the columns `numbers` are flushed right."""
+    """Give a table whose first column names its rows; the columns `numbers` are flushed right."""
 
     def side(i: int) -> str | None:
         return "number" if i in numbers else None

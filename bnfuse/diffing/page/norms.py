@@ -80,7 +80,7 @@ def gradient_nodes(graph: ir.Graph) -> dict[int, tuple[int, ...]]:
 def preferred_homes(
     fates: Sequence[BatchNormFate], gradients: Mapping[int, tuple[int, ...]], after: Sequence[Node]
 ) -> dict[int, int]:
-    """A BatchNorm goes with what normalises now, its gradient with what reduces: each is in one place."""
+    """Give a BatchNorm goes with what normalises now, its gradient with what reduces: each is in one place."""
     index = first_index(after)
     wanted = {}
     for norm, fate in zip(gradients, fates, strict=True):

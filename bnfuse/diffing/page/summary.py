@@ -24,13 +24,13 @@ def as_bytes(value: float) -> str:
 
 
 def relative(old: float, new: float) -> str:
-    """The change in per cent; what rounds to none is none."""
+    """Give the change in per cent; what rounds to none is none."""
     shown = change(old, new)
     return "0 %" if shown in ("-0.0 %", "+0.0 %") else shown
 
 
 def figures(page: Page) -> Markup:
-    """The numbers that a reader wants first."""
+    """Give the numbers that a reader wants first."""
     old, new = page.diff.traffic_before.total, page.diff.traffic_after.total
     parts = [
         figure("Nodes", len(page.before), len(page.after), number),
@@ -98,7 +98,7 @@ def operators(page: Page) -> Markup:
 
 
 def estimated(estimates: Estimates) -> Markup:
-    """The time of a step on named hardware, by the memory model; or why there is none."""
+    """Give the time of a step on named hardware, by the memory model; or why there is none."""
     parts = []
     for found in estimates.found:
         old, new = found.before, found.after
@@ -151,7 +151,7 @@ def compared(caption: str, rows: Iterable[tuple[object, float, float]], show: Sh
 
 
 def exact(value: float, show: Show) -> Markup:
-    """What is shown, with the exact number for whoever reads the file."""
+    """Tell what is shown, with the exact number for whoever reads the file."""
     return tag("data", show(value), value=repr(value) if isinstance(value, float) else value)
 
 
@@ -167,7 +167,7 @@ def bar(old: float, new: float, most: float) -> Markup:
 
 
 def spaced(op: str) -> Markup:
-    """A long operator name with places where a line may break: between its steps."""
+    """Give a long operator name with places where a line may break: between its steps."""
     parts: list[str] = []
     for i, letter in enumerate(op):
         if i and letter.isupper() and not op[i - 1].isupper():

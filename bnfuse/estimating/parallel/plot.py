@@ -52,7 +52,7 @@ def colours_of(scalings: Sequence[Scaling]) -> dict[str, str]:
 
 
 def heading(scalings: Sequence[Scaling]) -> str:
-    """The title where none is given: what one scaling is of."""
+    """Give the title where none is given: what one scaling is of."""
     if len(scalings) != 1:
         return "Data-parallel training"
     strategy = {"tree": "reduction tree", "server": "parameter server"}[scalings[0].strategy]

@@ -242,7 +242,7 @@ def point(
 
 
 def balance(computing: Computing, network: Network, strategy: Strategy, mode: Mode) -> float | None:
-    """The broken number of workers at which communication takes as long as computing, by bisection.
+    """Give the broken number of workers at which communication takes as long as computing, by bisection.
 
     Computing shrinks with the number of workers or stays, communication grows.
     """
@@ -306,6 +306,6 @@ def gradient_bytes(workload: Workload) -> int:
 
 
 def forward_share(workload: Workload) -> float:
-    """The forward pass's part of the operations, which stands for its part of the time."""
+    """Give the forward pass's part of the operations, which stands for its part of the time."""
     forward = sum(layer.flops for layer in workload.layers if layer.phase == "forward")
     return forward / workload.flops if workload.flops else 0.0

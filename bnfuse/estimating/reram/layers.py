@@ -75,7 +75,7 @@ class Network:
 
 
 def network_of(source: gs.Graph | TrainingGraph, remove: Selection | None = None) -> Network:
-    """The layers of a forward graph of the zoo, or of a source training graph.
+    """Give the layers of a forward graph of the zoo, or of a source training graph.
 
     `remove` takes BatchNorms out, as `bnfuse rewrite --remove` does.
     """
@@ -120,7 +120,7 @@ def skeleton(graph: gs.Graph) -> ir.Model:
 
 
 def _has_weight(node: ir.Node) -> bool:
-    """A product of two maps, as in attention, is no layer: it has no weights that crossbars could hold."""
+    """Give a product of two maps, as in attention, is no layer: it has no weights that crossbars could hold."""
     return node.op_type == BATCH_NORM or (node.inputs[1] is not None and node.inputs[1].producer() is None)
 
 

@@ -105,7 +105,7 @@ class Pipeline:
         }
 
     def to_csv(self) -> str:
-        """A line for each stage."""
+        """Give a line for each stage."""
         return csv_text((field.name for field in dataclasses.fields(Stage)), map(dataclasses.astuple, self.stages))
 
     def sections(self) -> list[Section]:
@@ -156,7 +156,7 @@ def pipeline(
     *,
     remove: Selection | None = None,
 ) -> Pipeline:
-    """The pipeline of a network on a stack of ReRAM and GPU layers, such as 3r1g.
+    """Give the pipeline of a network on a stack of ReRAM and GPU layers, such as 3r1g.
 
     `network` is a forward graph of the zoo, a source training graph, or what `network_of` read of one.
     With `remove`, BatchNorms are taken out first: numbers, or a list in words such as "paper"
@@ -220,7 +220,7 @@ class Job:
 
 
 def matrix_jobs(network: Network, assumed: ReramAssumptions) -> list[Job]:
-    """What the Conv/FC layers ask of the crossbars. The first needs no error: nothing before it is trained."""
+    """Tell what the Conv/FC layers ask of the crossbars. The first needs no error: nothing before it is trained."""
     jobs = []
     for index, layer in enumerate(network.matrices):
         forward = crossbars_for(layer.groups, layer.rows, layer.columns, assumed)
@@ -278,7 +278,7 @@ def replicate(jobs: Sequence[Job], budget: int, assumed: ReramAssumptions) -> li
 
 
 def _first(values: range, holds: Callable[[int], bool]) -> int:
-    """The first of the values for which a condition holds that stays true from there on; the last always does."""
+    """Give the first of the values for which a condition holds that stays true from there on; the last always does."""
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2
