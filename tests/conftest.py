@@ -91,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("BNFUSE_CACHE", str(config.rootpath / ".pytest_cache" / "kernels"))
     config.pluginmanager.register(Workers())
     config.pluginmanager.register(SlowestFirst())
+    config.option.loadscopereorder = False  # of pytest-xdist: it would begin with the files of the most tests
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -43,7 +43,7 @@ def test_the_set_up_is_two_commands():
     set_up = README.split("## Set-up")[1].split("##")[0]
     assert re.findall(r"```\n(.*?)\n```", set_up, re.DOTALL) == [
         "pip install . && bnfuse demo",
-        "pip install '.[test]' && pytest",
+        "pip install '.[test]' && pytest -n auto --dist loadfile",
     ]
 
 
