@@ -80,7 +80,7 @@ def rewrite(
     local_bn: int | None = None,
     **signature: Any,
 ) -> Rewritten:
-    """Give the graph after the passes of `level`, and the report of what they did and why they did not do more.
+    """Run the passes of `level` on a graph. Gives it, and the report of what they did and why they did not do more.
 
     `pool_first` moves average pools in front of 1x1 convolutions; by default it does so at level icf. `remove` takes
     BatchNorms out first: numbers, or a list in words such as "1,4-6", "all-except:5,8", "paper"
@@ -105,7 +105,7 @@ def rewrite(
 
 
 def diff(before: Source, after: Source, **signature: Any) -> Diff:
-    """Tell what differs between two training graphs: nodes, edges, BatchNorms, feature-map traffic."""
+    """Compare two training graphs: nodes, edges, BatchNorms, feature-map traffic."""
     from bnfuse.diffing import diff_graphs
 
     return diff_graphs(open_graph(before, name="before", **signature), open_graph(after, name="after", **signature))
@@ -125,7 +125,7 @@ def verify(
     progress: Progress = quiet,
     **signature: Any,
 ) -> Verification:
-    """Whether both graphs compute the same loss, gradients and running statistics (docs/numerics.md).
+    """Verify that both graphs compute the same loss, gradients and running statistics (docs/numerics.md).
 
     `target` and `precision` are those of `compile`, for the runtime tvm.
     """
@@ -151,7 +151,7 @@ def verify(
 
 
 def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **signature: Any) -> Inspection:
-    """Sizes, parameters, FLOPs and feature-map traffic, layer by layer.
+    """Count sizes, parameters, FLOPs and feature-map traffic, layer by layer.
 
     `source` is a training graph, or the name of a network of the zoo, which is counted without making its weights:
     `zoo` has its batch, image, channels, classes and metaparameters. docs/design-space.md
@@ -162,7 +162,7 @@ def inspect(source: Source, *, zoo: dict[str, Any] | None = None, **signature: A
 
 
 def estimate(source: Source, *, progress: Progress = quiet, **options: Any) -> Any:
-    """Time and memory traffic of a training step on hardware that need not be here.
+    """Estimate time and memory traffic of a training step on hardware that need not be here.
 
     `source` is a training graph, or the name of a network of the zoo. `options` are those of the command line
     (`bnfuse.estimating.request.Request`): hardware, levels, cache, bandwidth, flops, sweep, workers, reuse, assume,
@@ -176,7 +176,7 @@ def estimate(source: Source, *, progress: Progress = quiet, **options: Any) -> A
 
 
 def explore(network: str | None = None, vary: Iterable[str] = (), **options: Any) -> Exploration:
-    """Sizes, work and estimated step times, before and after fusion, of a family of networks of the zoo.
+    """Sweep a family of networks of the zoo: sizes, work and estimated step times, before and after fusion.
 
     `vary` has axes in words: "growth=12:48:12", "bypass=none,simple". `options` are those of
     `bnfuse.exploring.explore`: base, preset_name, hardware, level, pareto, plot, ... docs/design-space.md
@@ -194,7 +194,7 @@ def optimizer(
     weight_decay: float = 0.0,
     no_decay: Sequence[str] = (),
 ) -> Optimizer:
-    """Give an optimiser by its name, sgd or adamw; momentum and Nesterov are sgd's alone."""
+    """Make an optimiser by its name, sgd or adamw; momentum and Nesterov are sgd's alone."""
     from bnfuse.runtime.program.optim import SGD, AdamW
 
     if name == "sgd":
@@ -216,7 +216,7 @@ def compile(
     precision: str | None = None,
     **signature: Any,
 ) -> Step:
-    """Give the compiled step of a training graph, rewritten or not. Without an optimiser parameters stay as they are.
+    """Compile a training graph, rewritten or not, to a step. Without an optimiser parameters stay as they are.
 
     `target` is cpu, cpu:MCPU with an LLVM CPU name, cuda for the GPU that is here, or cuda:ARCHITECTURE such as
     cuda:sm_90. For a GPU `precision` is fp32 (the default), tf32, bf16 or fp16. docs/runtime.md
@@ -251,7 +251,7 @@ def open_step(
     precision: str | None = None,
     **options: Any,
 ) -> Step:
-    """Give the step of a file that `step.export` wrote (it has its own target and optimiser), or of a graph compiled
+    """Open the step of a file that `step.export` wrote (it has its own target and optimiser), or compile a graph
     now."""
     from bnfuse.runtime import Step, load_step
 
@@ -278,7 +278,7 @@ def run(
     precision: str | None = None,
     progress: Progress = quiet,
 ) -> list[float]:
-    """List the losses of some training steps: on shuffled batches of `data`, or on one random batch.
+    """Run some training steps: on shuffled batches of `data`, or on one random batch. Gives their losses.
 
     A graph is compiled for `target` (the CPU by default) with SGD, momentum 0.9; a compiled step has its own target and
     optimiser. `lr` overrules both. `skip_unreadable` leaves out files of a folder that cannot be read. Raises
@@ -323,7 +323,7 @@ def train(
     progress: Progress = quiet,
     **options: Any,
 ) -> History:
-    """Trains on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluates after each epoch.
+    """Train on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluate after each epoch.
 
     `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, augment,
     eval_every, patience, save_to, checkpoint_every, resume, metrics, log_every, plot. `export` is a file for the
@@ -380,7 +380,7 @@ def export_inference(
 
 
 def bench(source: Source, *, plot: str | Path | None = None, progress: Progress = quiet, **options: Any) -> Benchmark:
-    """Times of a step at several levels and in other runtimes, in turns, and the peak memory of each.
+    """Time a step at several levels and in other runtimes, in turns, and measure the peak memory of each.
 
     levels        none, rcf, mvf, bnff, icf, each also with +pool-first or +no-pool-first; none and icf by default
     samples       specs of `rewrite`: each level also with each of them
@@ -413,7 +413,7 @@ def search(
     progress: Progress = quiet,
     **options: Any,
 ) -> SearchResult:
-    """Which BatchNorms a network can do without: a search over placements, each of them trained (docs/search.md).
+    """Find which BatchNorms a network can do without: a search over placements, each of them trained (docs/search.md).
 
     iterations   trainings in all, 20 by default, all placements with method exhaustive; the first keeps every BatchNorm
     initial      random placements after the first, 4 by default

@@ -54,6 +54,7 @@ def write_utf8() -> None:
 
 
 def run(arguments: list[str]) -> int:
+    """Run a command. Gives its exit status, and prints one line where it fails."""
     try:
         from bnfuse.commands import make_command, usage_line
 

@@ -13,7 +13,7 @@ WARM_UP = 4  # steps before a capture: cuDNN measures its algorithms, the optimi
 
 
 def set_precision(torch: Any, precision: str) -> None:
-    """The process's switches for float32 arithmetic, each said outright; cuDNN tries its algorithms.
+    """Set the process's switches for float32 arithmetic, each outright; cuDNN tries its algorithms.
 
     They hold for whatever runs next in this process: steps of one benchmark have one precision.
     """
@@ -35,7 +35,7 @@ def autocast(torch: Any, precision: str) -> Any:
 
 
 def scaler(torch: Any, precision: str) -> Any:
-    """torch's loss scaling, which fp16 needs; None for the others."""
+    """Make torch's loss scaling, which fp16 needs; None for the others."""
     return torch.amp.GradScaler("cuda") if precision == "fp16" else None
 
 

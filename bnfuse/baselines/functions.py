@@ -21,10 +21,12 @@ def named(name: str) -> Convert:
 
 
 def operands(w: Writer, node: ir.Node) -> list[Any]:
+    """Write all operands of a node."""
     return [w.value(node, index) for index in range(len(node.inputs))]
 
 
 def binary(function: Callable[..., Any]) -> Convert:
+    """Write a function of torch's of all operands."""
     return lambda w, node: w.call(function, *operands(w, node))
 
 
@@ -39,6 +41,7 @@ def chain(function: str) -> Convert:
 
 
 def divide(w: Writer, node: ir.Node) -> Any:
+    """Write Div of floats. Raises BnfuseError for integers, which ONNX rounds otherwise than torch."""
     dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
     if dtype is not None and dtype.is_integer():
         raise w.error(node, "divides integers: only floats are taken here")
@@ -46,12 +49,13 @@ def divide(w: Writer, node: ir.Node) -> Any:
 
 
 def concat(w: Writer, node: ir.Node) -> Any:
-    """Give a concatenation of one is that one."""
+    """Write Concat; one of a single operand is that operand."""
     parts = operands(w, node)
     return parts[0] if len(parts) == 1 else w.call(w.torch.cat, parts, attribute(node, "axis"))
 
 
 def flatten(w: Writer, node: ir.Node) -> Any:
+    """Write Flatten as torch.flatten, or as a reshape where the batch is not its first axis."""
     axis, shape = attribute(node, "axis", 1) % (len(w.shape(node, node.inputs[0])) + 1), w.shape(node, node.inputs[0])
     x = w.value(node, 0)
     if axis == 1:
@@ -68,10 +72,13 @@ def reshape(w: Writer, node: ir.Node) -> Any:
 
 
 def axes_of(w: Writer, node: ir.Node, index: int = 1) -> list[int] | None:
+    """Give the axes of an operator, an operand or an attribute by its opset; None where all are meant."""
     return w.numbers(node, index) if present(node, index) else attribute(node, "axes")
 
 
 def reduce(function: str) -> Convert:
+    """Write a reduction over axes; over all where none are named."""
+
     def write(w: Writer, node: ir.Node) -> Any:
         axes, x = axes_of(w, node), w.value(node, 0)
         if not axes:
@@ -84,6 +91,7 @@ def reduce(function: str) -> Convert:
 
 
 def transpose(w: Writer, node: ir.Node) -> Any:
+    """Write Transpose as a permutation."""
     rank = len(w.shape(node, node.inputs[0]))
     return w.call(w.torch.permute, w.value(node, 0), tuple(attribute(node, "perm", list(range(rank))[::-1])))
 
@@ -94,6 +102,7 @@ def like_result(w: Writer, node: ir.Node) -> Any:
 
 
 def slices(w: Writer, node: ir.Node) -> Any:
+    """Write Slice by slices of Python."""
     starts, ends = w.numbers(node, 1), w.numbers(node, 2)
     assert starts is not None and ends is not None
     axes = w.numbers(node, 3) or list(range(len(starts)))
@@ -108,6 +117,7 @@ def slices(w: Writer, node: ir.Node) -> Any:
 
 
 def split(w: Writer, node: ir.Node) -> Any:
+    """Write Split. Gives one tensor for each result."""
     axis = attribute(node, "axis", 0)
     sizes = [w.shape(node, value)[axis] for value in node.outputs]
     parts = w.call(w.torch.split, w.value(node, 0), sizes, axis)
@@ -115,6 +125,7 @@ def split(w: Writer, node: ir.Node) -> Any:
 
 
 def pad(w: Writer, node: ir.Node) -> Any:
+    """Write Pad with constants. Raises BnfuseError for any other."""
     pads = w.numbers(node, 1)
     if pads is None or present(node, 3) or attribute(node, "mode", "constant") != "constant":
         raise w.error(node, "pads otherwise than all axes by a constant")
@@ -125,6 +136,7 @@ def pad(w: Writer, node: ir.Node) -> Any:
 
 
 def hard_sigmoid(w: Writer, node: ir.Node) -> Any:
+    """Write torch's Hardsigmoid where the numbers are its own, else the formula."""
     alpha, beta = plain(attribute(node, "alpha", 0.2)), plain(attribute(node, "beta", 0.5))
     if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
         return w.layer(node, w.nn.Hardsigmoid(), w.value(node, 0))
@@ -133,7 +145,7 @@ def hard_sigmoid(w: Writer, node: ir.Node) -> Any:
 
 
 def draw(w: Writer, node: ir.Node) -> Any:
-    """Tell what the node draws, by torch's generator; on the device that the module is moved to."""
+    """Write what the node draws, by torch's generator; on the device that the module is moved to."""
     sizes, dtype = type_of(node, w.source.name)
     random = distribution_of(node)
     if random is None:
@@ -149,6 +161,7 @@ def draw(w: Writer, node: ir.Node) -> Any:
 
 
 def cast(w: Writer, node: ir.Node) -> Any:
+    """Write Cast or CastLike."""
     if node.op_type == "Cast":
         kind = ir.DataType(attribute(node, "to"))
     else:
@@ -158,6 +171,7 @@ def cast(w: Writer, node: ir.Node) -> Any:
 
 
 def torch_type(w: Writer, dtype: ir.DataType) -> Any:
+    """Give torch's type of the same name."""
     return getattr(w.torch, dtype.numpy().name)
 
 

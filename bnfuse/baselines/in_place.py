@@ -32,6 +32,7 @@ def write_in_place(graph: Any, root: Any, cat: Any) -> None:
 
 
 def may_overwrite(node: Any, root: Any, cat: Any) -> bool:
+    """Tell whether a node's result may be written over: it is fresh, and one node reads it."""
     if len(node.users) != 1:
         return False
     if node.op == "call_module":

@@ -45,6 +45,7 @@ def same(numbers: tuple[int, ...]) -> Any:
 
 
 def conv(w: Writer, node: ir.Node) -> Any:
+    """Write a Conv1d, Conv2d or Conv3d."""
     weight, bias = node.inputs[1], node.inputs[2] if present(node, 2) else None
     out, into, *kernel = w.shape(node, weight)
     if not 1 <= len(kernel) <= 3:
@@ -91,10 +92,12 @@ def plain(number: float) -> float:
 
 
 def relu(w: Writer, node: ir.Node) -> Any:
+    """Write a ReLU."""
     return w.layer(node, w.nn.ReLU(), w.value(node, 0))
 
 
 def clip(w: Writer, node: ir.Node) -> Any:
+    """Write Clip: a ReLU or ReLU6 where the bounds are theirs, else a Hardtanh or torch.clamp."""
     low = w.scalar(node, 1, attribute(node, "min"))
     high = w.scalar(node, 2, attribute(node, "max"))
     x = w.value(node, 0)
@@ -108,6 +111,7 @@ def clip(w: Writer, node: ir.Node) -> Any:
 
 
 def gelu(w: Writer, node: ir.Node) -> Any:
+    """Write a GELU."""
     return w.layer(node, w.nn.GELU(approximate=attribute(node, "approximate", "none")), w.value(node, 0))
 
 
@@ -130,10 +134,12 @@ def activation(name: str, **defaults: float) -> Convert:
 
 
 def axis_activation(name: str) -> Convert:
+    """Write a layer of this name over the axis that the node names, the last by default."""
     return lambda w, node: w.layer(node, getattr(w.nn, name)(dim=attribute(node, "axis", -1)), w.value(node, 0))
 
 
 def max_pool(w: Writer, node: ir.Node) -> Any:
+    """Write a MaxPool of one to three dimensions."""
     how = window(w, node, attribute(node, "kernel_shape"))
     x, padding = even_padding(w, node, how, -math.inf, limit=True)
     layer = getattr(w.nn, f"MaxPool{len(padding)}d")(
@@ -147,6 +153,7 @@ def max_pool(w: Writer, node: ir.Node) -> Any:
 
 
 def average_pool(w: Writer, node: ir.Node) -> Any:
+    """Write an AvgPool of one to three dimensions."""
     how = window(w, node, attribute(node, "kernel_shape"))
     counted = bool(attribute(node, "count_include_pad", 0))
     x, padding = even_padding(w, node, how, 0.0, limit=True)
@@ -165,6 +172,8 @@ def average_pool(w: Writer, node: ir.Node) -> Any:
 
 
 def global_pool(kind: str) -> Convert:
+    """Write an adaptive pooling to one value a channel."""
+
     def write(w: Writer, node: ir.Node) -> Any:
         rank = len(w.shape(node, node.inputs[0])) - 2
         return w.layer(node, getattr(w.nn, f"{kind}{rank}d")(1), w.value(node, 0))
@@ -195,6 +204,7 @@ def gemm(w: Writer, node: ir.Node) -> Any:
 
 
 def dropout(w: Writer, node: ir.Node) -> Any:
+    """Write a Dropout; where its ratio is 0, or it does not train, the operand itself."""
     ratio, training = w.scalar(node, 1, 0.5), w.scalar(node, 2, False)
     x = w.value(node, 0)
     return w.layer(node, w.nn.Dropout(plain(ratio)), x) if ratio and training else x

@@ -12,7 +12,7 @@ IGNORED = -100  # torch's default of ignore_index; a file without one ignores no
 
 
 def classes_loss(function: str) -> Convert:
-    """logits [N, K, ...], labels int64 [N, ...], and class weights where there are."""
+    """Write the cross-entropy of logits [N, K, ...] and labels int64 [N, ...], with class weights where there are."""
 
     def write(w: Writer, node: ir.Node) -> Any:
         how: dict[str, Any] = {}

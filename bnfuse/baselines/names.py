@@ -13,18 +13,22 @@ DEVICES = ("cpu", "cuda")
 
 
 def baselines_of(device: str) -> tuple[str, ...]:
+    """List the torch baselines of a device."""
     return CUDA_BASELINES if device == "cuda" else BASELINES
 
 
 def is_graph(baseline: str) -> bool:
+    """Tell whether a baseline replays a CUDA graph."""
     return baseline.endswith(GRAPH)
 
 
 def without_graph(baseline: str) -> str:
+    """Give the baseline's name without +graph."""
     return baseline.removesuffix(GRAPH)
 
 
 def import_torch() -> Any:
+    """Import torch. Raises BnfuseError where it is not installed."""
     try:
         import torch
         import torch.fx

@@ -61,6 +61,7 @@ def torch_loss(graph: TrainingGraph) -> torch.nn.Module:
 
 
 def written(writer: Writer, inputs: Sequence[ir.Value], nodes: set[ir.Node], end: ir.Value, name: str) -> Any:
+    """Write the part of a graph between these inputs and `end` as an fx module."""
     for value in inputs:
         writer.placeholder(value)
     for node in writer.source.model.graph:
@@ -70,6 +71,7 @@ def written(writer: Writer, inputs: Sequence[ir.Value], nodes: set[ir.Node], end
 
 
 def finished(writer: Writer, end: ir.Value, name: str) -> Any:
+    """Close the fx graph with its output. Gives the module."""
     writer.output(end)
     write_in_place(writer.graph, writer.root, writer.torch.cat)
     writer.graph.lint()
@@ -77,7 +79,7 @@ def finished(writer: Writer, end: ir.Value, name: str) -> Any:
 
 
 def logits_of(graph: TrainingGraph) -> ir.Value:
-    """Tell what the roles call the logits, or else what a node reads together with the labels."""
+    """Find what the roles call the logits, or else what a node reads together with the labels."""
     if graph.signature.logits is not None:
         return output_of(graph, graph.signature.logits)
     labels = {*graph.signature.labels}
@@ -93,4 +95,5 @@ def logits_of(graph: TrainingGraph) -> ir.Value:
 
 
 def output_of(graph: TrainingGraph, name: str) -> ir.Value:
+    """Find an output of the graph by its name."""
     return next(value for value in graph.model.graph.outputs if value.name == name)

@@ -142,6 +142,7 @@ class TorchStep:
 
 
 def check_names(baseline: str, device: str, precision: str) -> None:
+    """Raise BnfuseError for a baseline or precision that the device has not."""
     if baseline not in baselines_of(device):
         where = "" if device == "cpu" else f" on {device}"
         raise BnfuseError(f"there is no torch baseline '{baseline}'{where}: there is {', '.join(baselines_of(device))}")
@@ -150,22 +151,24 @@ def check_names(baseline: str, device: str, precision: str) -> None:
 
 
 def batch_of(torch: Any, signature: GraphSignature, feeds: Arrays) -> tuple[list[Any], list[Any]]:
-    """Data and labels as torch has them, on the host."""
+    """Give data and labels as torch has them, on the host."""
     data = [torch.from_numpy(np.array(feeds[name])) for name in signature.data]
     return data, [labels_tensor(torch, feeds[name]) for name in signature.labels]
 
 
 def loss_function(network: Any, criterion: Any) -> Any:
+    """Join a network and its loss: data and labels to the loss."""
     return lambda data, labels: criterion(network(*data), *labels)
 
 
 def channels_last(torch: Any, graph: TrainingGraph) -> Any:
-    """torch has a format for each rank, and none for [N, C, L]."""
+    """Give torch's format with the channels last for this rank; there is none for [N, C, L]."""
     rank = max(len(graph.shape_of(name)) for name in graph.signature.data)
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(rank, torch.contiguous_format)
 
 
 def laid_out(images: Any, memory_format: Any) -> Any:
+    """Bring images of four or five axes into a memory format."""
     return images.to(memory_format=memory_format) if images.dim() in (4, 5) else images
 
 

@@ -42,11 +42,12 @@ class Writer:
     # The graph
 
     def placeholder(self, value: ir.Value) -> None:
+        """Take an input of the module."""
         self.values[value] = self.graph.placeholder(self._attribute(value.name or "x"))
         self._note_shape(value)
 
     def node(self, node: ir.Node) -> None:
-        """Convert a node; what it gives are the node's first outputs."""
+        """Convert a node; what that gives are the node's first results."""
         convert = self.converters.get(node.op_type)
         if node.domain == DOMAIN:
             raise self.error(node, "is of a rewritten graph: pass the file that `bnfuse build` wrote")
@@ -68,6 +69,7 @@ class Writer:
             written.meta["shape"] = tuple(value.shape)
 
     def output(self, value: ir.Value) -> None:
+        """Give a value back as the module's result."""
         self.graph.output(self.values[value])
 
     def layer(self, node: ir.Node, layer: Any, *inputs: Any, **tensors: ir.Value | None) -> Any:
@@ -165,6 +167,7 @@ class Writer:
         return array.reshape(-1).tolist()
 
     def shape(self, node: ir.Node, value: ir.Value | None) -> tuple[int, ...]:
+        """Give the static shape of a value that the node reads or writes. Raises BnfuseError where it is not known."""
         found = static_shape(value)
         if found is not None:
             return found
@@ -173,6 +176,7 @@ class Writer:
     # Names and errors
 
     def error(self, node: ir.Node, what: str) -> BnfuseError:
+        """Make an error about a node of the file."""
         return at_node(node.name or "", node.op_type, what, file=self.source.name)
 
     def _attribute(self, name: str) -> str:
@@ -191,15 +195,18 @@ RESERVED = frozenset(("self", "torch", "names", "training", "input", "meta"))
 
 
 def identifier(name: str) -> str:
+    """Make an identifier of a name."""
     base = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "layer"
     return f"_{base}" if base[0].isdigit() else base
 
 
 def present(node: ir.Node, index: int) -> bool:
+    """Tell whether a node has the operand at `index`."""
     return len(node.inputs) > index and node.inputs[index] is not None
 
 
 def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    """Give the value of an attribute as Python has it, or the default."""
     found = node.attributes.get(name)
     if found is None:
         return default
@@ -207,5 +214,5 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
 
 
 def torch_pads(begin: Sequence[int], end: Sequence[int]) -> list[int]:
-    """torch's order: (left, right, top, bottom, ...)."""
+    """Turn pads into torch's order: (left, right, top, bottom, ...)."""
     return [side for pair in zip(reversed(begin), reversed(end), strict=True) for side in pair]

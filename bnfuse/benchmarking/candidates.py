@@ -33,6 +33,7 @@ class CompiledCandidate:
         self.feeds = [feeds[key] for key in step.inputs]
 
     def run(self) -> Times:
+        """Run one step, and time it and its forward phase."""
         start = time.perf_counter()
         self.step(*self.feeds)
         return Times(time.perf_counter() - start, self.step.times["forward"])
@@ -100,7 +101,7 @@ def make_baseline(
     timed: bool = True,
     precision: str | None = None,
 ) -> Candidate:
-    """Give the step of another runtime; on the GPU where there is a `precision`. `timed=False`, in a process for this
+    """Make the step of another runtime; on the GPU where there is a `precision`. `timed=False`, in a process for this
     alone, spares onnxruntime its first run in another one and the session of the forward part."""
     if baseline == "ort":
         return OrtCandidate(graph, feeds, threads, timed=timed)

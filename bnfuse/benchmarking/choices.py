@@ -24,6 +24,7 @@ def baselines(texts: Iterable[str], target: str = "cpu") -> tuple[str, ...]:
 
 
 def is_gpu(target: str) -> bool:
+    """Tell whether a target is a GPU."""
     return target.partition(":")[0] == "cuda"
 
 

@@ -43,6 +43,8 @@ class LevelEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimates:
+    """What the memory model predicted of each level, beside what was measured."""
+
     hardware: Hardware
     levels: tuple[LevelEstimate, ...]
 
@@ -52,6 +54,7 @@ class Estimates:
         return {key: getattr(first, key) / getattr(level, key) for key in ("step_s", "launches_s", "graph_s")}
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "hardware": dataclasses.asdict(self.hardware),
             "assumptions": dataclasses.asdict(probe.ASSUMPTIONS),
@@ -59,6 +62,7 @@ class Estimates:
         }
 
     def sections(self) -> list[Section]:
+        """Show the machine, then predicted and measured times of each level."""
         h = self.hardware
         inside = f", {scaled(h.cache_bandwidth, 'B/s')} within" if h.cache_bandwidth else ""
         machine = f"{scaled(h.flops, 'FLOP/s')}, memory {scaled(h.bandwidth, 'B/s')}, cache {h.cache >> 20} MiB{inside}"
@@ -91,7 +95,7 @@ class Estimates:
 
 
 def hardware_of(limits: Limits, threads: int) -> Hardware:
-    """This machine, from the limits that a profile has measured with working sets."""
+    """Describe this machine by the limits that a profile has measured with working sets."""
     return probe.measured(limits).hardware(probe.about(probe.describe(threads)))
 
 
@@ -110,11 +114,13 @@ def workload_of(rewritten: Any) -> Workload:
 def compare(
     profiles: Sequence[Profile], steps: Mapping[str, float], workloads: Mapping[str, Workload], hardware: Hardware
 ) -> Estimates:
-    """`steps` are the seconds of a step by the candidate's name, `workloads` those of its graph."""
+    """Compare what was predicted; `steps` are the seconds of a step by the candidate's name, `workloads` those of its
+    graph."""
     return Estimates(hardware, tuple(level_of(p, steps[p.name], workloads[p.name], hardware) for p in profiles))
 
 
 def level_of(profile: Profile, step_s: float, workload: Workload, hardware: Hardware) -> LevelEstimate:
+    """Compare what one level took, launch by launch and as a step, with what was predicted."""
     total = profile.total
     ratios = [(row.predicted_s / row.seconds, row.seconds) for row in profile.rows if row.predicted_s and row.seconds]
     return LevelEstimate(

@@ -49,6 +49,7 @@ def measure(asked: dict[str, Any]) -> dict[str, int | None]:
 
 
 def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
+    """Import what a compiled step needs. Gives what loads the step from its file and makes a candidate of it."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it, and its memory would be ours
     from bnfuse.benchmarking.candidates import CompiledCandidate
     from bnfuse.runtime import load_step
@@ -62,6 +63,7 @@ def prepare_own(file: Path, name: str, rng: np.random.Generator, threads: int) -
 
 
 def prepare_baseline(file: Path, name: str, rng: np.random.Generator, threads: int) -> Callable[[], Candidate]:
+    """Import what a baseline needs, and open its graph. Gives what makes the candidate."""
     from bnfuse.benchmarking.candidates import make_baseline
     from bnfuse.graph.feeds import draw_feeds
     from bnfuse.graph.training_graph import open_graph

@@ -53,10 +53,12 @@ def draw_times(axis: Any, results: tuple[Result, ...]) -> None:
 
 
 def short(value: float) -> str:
+    """Write a number in three digits, or whole from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw_memory(axis: Any, results: tuple[Result, ...]) -> None:
+    """Draw a bar for each peak of memory, in MB."""
     for index, result in enumerate(results):
         if result.peak_bytes:
             size = result.peak_bytes / 1e6

@@ -38,10 +38,12 @@ class Row:
 
     @property
     def flops_per_s(self) -> float:
+        """The rate of computing."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
     def bytes_per_s(self) -> float:
+        """The rate of the memory."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
 
@@ -58,19 +60,23 @@ class Profile:
 
     @property
     def total(self) -> Row:
+        """All launches together."""
         return merged(self.rows, phase="all", kind="all", op="", shape="")
 
     @property
     def phases(self) -> list[Row]:
+        """A row for each phase."""
         groups = grouped(self.rows, lambda row: row.phase)
         return [merged(groups[phase], phase=phase, kind="all", op="", shape="") for phase in PHASES if phase in groups]
 
     @property
     def kinds(self) -> list[Row]:
+        """A row for each kind of work, the longest first."""
         groups = grouped(self.rows, lambda row: row.kind)
         return by_time(merged(rows, phase="all", kind=kind, op="", shape="") for kind, rows in groups.items())
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         seconds = self.total.seconds
         return {
             "name": self.name,
@@ -88,6 +94,7 @@ class Profile:
         }
 
     def sections(self) -> list[Section]:
+        """Show the machine's limits, then phases, kinds and launches."""
         total, limits = self.total, self.limits
         lines = [
             (
@@ -131,10 +138,12 @@ ESTIMATED = ("predicted", "to measured")
 
 
 def columns(total: Row) -> tuple[str, ...]:
+    """List the columns of a table of rows."""
     return (*NUMBERS, *(ESTIMATED if total.predicted_s is not None else ()))
 
 
 def numbers(row: Row, total: Row) -> tuple[str, ...]:
+    """Write the cells of a row, with its share of the total."""
     return (
         f"{row.launches}",
         milliseconds(row.seconds),
@@ -147,16 +156,19 @@ def numbers(row: Row, total: Row) -> tuple[str, ...]:
 
 
 def prediction(row: Row) -> tuple[str, ...]:
+    """Write the cells of what was predicted; none where nothing was."""
     if row.predicted_s is None:
         return ()
     return milliseconds(row.predicted_s), f"{row.predicted_s / row.seconds:.2f}x" if row.seconds else "-"
 
 
 def milliseconds(seconds: float) -> str:
+    """Write seconds as milliseconds."""
     return f"{1000 * seconds:.2f} ms"
 
 
 def row_json(row: Row, seconds: float) -> dict[str, Any]:
+    """Give a row as JSON's types, with its share of `seconds`."""
     fields = dataclasses.asdict(row)
     if row.predicted_s is None:
         del fields["predicted_s"]
@@ -177,7 +189,7 @@ def profile_step(
     step_s: float | None = None,
     predicted: Sequence[float] | None = None,
 ) -> Profile:
-    """Some whole steps, launch by launch. Running statistics and momentum go on changing, as in training.
+    """Run some whole steps, launch by launch. Running statistics and momentum go on changing, as in training.
 
     `step_s` are the seconds of a step that is not profiled, where those of the profiled one say nothing: on a GPU.
     `predicted` are those that each launch is estimated to take.
@@ -213,6 +225,7 @@ def rows_of(runs: Sequence[Sequence[Any]], limits: Limits, predicted: Sequence[f
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:
+    """Group rows by a key, in the order in which keys first come."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -230,4 +243,5 @@ def merged(rows: Sequence[Row], **names: str) -> Row:
 
 
 def by_time(rows: Iterable[Row]) -> list[Row]:
+    """Sort rows, the longest first."""
     return sorted(rows, key=lambda row: -row.seconds)

@@ -33,9 +33,11 @@ class Result:
 
     @property
     def is_ours(self) -> bool:
+        """Whether it is a compiled step."""
         return self.level is not None
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "name": self.name,
             **dataclasses.asdict(self.times),
@@ -68,6 +70,7 @@ class Ratio:
 
 
 def ratio(result: Result, other: Result) -> Ratio:
+    """Compare two candidates: how many times as long the other takes, and how many times its memory."""
     a, b = result.times, other.times
     peaks = result.peak_bytes, other.peak_bytes
     return Ratio(
@@ -88,6 +91,8 @@ def quotient(a: float | None, b: float | None) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
+    """All that a benchmark found."""
+
     model: str
     results: tuple[Result, ...]
     machine: dict[str, Any]
@@ -98,6 +103,7 @@ class Benchmark:
     estimates: Estimates | None = None
 
     def result(self, name: str) -> Result:
+        """Find a candidate's result by its name."""
         return next(result for result in self.results if result.name == name)
 
     @property
@@ -118,6 +124,7 @@ class Benchmark:
         return [r for r in self.results if r.is_ours or is_graph(r.name) or not is_gpu(self.target)]
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "model": self.model,
             "repetitions": self.repetitions,
@@ -130,6 +137,7 @@ class Benchmark:
         }
 
     def sections(self) -> list[Section]:
+        """Show times, ratios, compile times, profiles and the machine."""
         title = f"A training step of {self.model}, {self.repetitions} repetitions"
         columns = ("candidate", "min", "median", "forward min", "backward min", "peak memory", "min against first")
         rows = [(r.name, *cells(r), self._against_first(r)) for r in self.results]
@@ -163,12 +171,14 @@ class Benchmark:
 
 
 def floors_section(floors: list[dict[str, Any]]) -> Section:
+    """Show cuDNN's times of the layers."""
     from bnfuse.benchmarking.cuda.cudnn import section
 
     return section(floors)
 
 
 def cells(result: Result) -> tuple[str, ...]:
+    """Write the cells of a candidate's row."""
     times = result.times
     seconds = (times.min_s, times.median_s, times.forward_min_s, times.backward_min_s)
     peak = scaled(result.peak_bytes, "B") if result.peak_bytes is not None else "-"
@@ -183,16 +193,19 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def ratio_cells(found: Ratio) -> tuple[str, ...]:
+    """Write the cells of a ratio; - where one of the two has no such number."""
     values = (found.min, found.median, found.forward, found.backward, found.peak)
     return (found.against, *(f"{value:.2f}x" if value is not None else "-" for value in values))
 
 
 def compile_cells(found: CompileTimes) -> tuple[str, ...]:
+    """Write the cells of compile times."""
     rewriting = f"{found.rewrite_s:.1f} s" if found.rewrite_s is not None else "-"
     return rewriting, f"{found.cold_s:.1f} s", f"{found.warm_s:.1f} s"
 
 
 def machine_lines(machine: dict[str, Any]) -> list[str]:
+    """Write a line for each thing that is known of the machine."""
     return [f"{key}: {listed(value) if isinstance(value, dict) else value}" for key, value in machine.items()]
 
 

@@ -70,6 +70,7 @@ class Plan:
 
     @property
     def is_gpu(self) -> bool:
+        """Whether the steps run on a GPU."""
         return choices.is_gpu(self.target)
 
     @property
@@ -142,6 +143,7 @@ def run_benchmark(
 
 
 def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) -> Benchmark:
+    """Measure all that the plan asks for; `folder` is for the files of the candidates."""
     source = folder / "graph.onnx"
     if plan.baselines or plan.compile_time:
         save(graph.model, source)
@@ -186,6 +188,7 @@ def time_all(
 
 
 def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progress: Progress) -> list[Entry]:
+    """Compile our steps and prepare the baselines."""
     feeds = draw_feeds(graph, np.random.default_rng(plan.seed))
     baselines: list[Entry] = []
     for baseline in plan.baselines:  # before ours: a baseline that is not installed is told of at once
@@ -210,6 +213,7 @@ def make_all(graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progr
 
 
 def own_candidate(name: str, step: Any, feeds: dict[str, np.ndarray], plan: Plan) -> Candidate:
+    """Make a candidate of a compiled step."""
     if plan.is_gpu:
         from bnfuse.benchmarking.cuda.step import CudaCandidate
 
@@ -227,6 +231,7 @@ def alternate(entries: Sequence[Entry], repetitions: int, progress: Progress) ->
 
 
 def profile_all(entries: Sequence[Entry], plan: Plan, progress: Progress) -> tuple[Profile, ...]:
+    """Profile our steps beside what the machine can do."""
     progress("measuring what the machine can do")
     idle.wait_for_idle(plan.wait, progress)
     limits = measured_limits(plan.threads, WORKING_SETS) if plan.estimate else measured_limits(plan.threads)
@@ -268,6 +273,7 @@ def finish(record: Record, plan: Plan, source: Path, progress: Progress) -> Resu
 
 
 def peaks_of(record: Record, plan: Plan) -> dict[str, int | None]:
+    """Measure the peak memory of a candidate, in a process of its own."""
     if plan.is_gpu:
         from bnfuse.benchmarking.cuda import bench
 

@@ -23,7 +23,7 @@ Exit status: 0 done; 1 the check says no; 2 bad use or bad input, with one line 
 
 
 def make_command() -> Any:
-    """The command line as one click command."""
+    """Make the command line as one click command."""
     app = typer.Typer(
         name="bnfuse",
         help=HELP,
@@ -42,6 +42,7 @@ def make_command() -> Any:
 
 
 def print_version(wanted: bool) -> None:
+    """Print the version, and end."""
     if wanted:
         import bnfuse
 
@@ -58,7 +59,7 @@ def of_all(
 
 
 def usage_line(error: Exception) -> str | None:
-    """What a usage error has to say, in one line; None for any other exception."""
+    """Give what a usage error has to say, in one line; None for any other exception."""
     if not hasattr(error, "format_message"):
         return None
     message = error.format_message().rstrip(".").replace("Value error, ", "")

@@ -31,7 +31,8 @@ def run_demo(
     show: Callable[[list[Section]], None] = lambda sections: None,
     progress: Progress = quiet,
 ) -> bool:
-    """Whether every check said yes and the accuracy reached 95 %. The files stay in `folder`, if one is given."""
+    """Run the demo. Gives whether every check said yes and the accuracy reached 95 %. The files stay in `folder`, if
+    one is given."""
     start = time.perf_counter()
     with working_folder(folder) as place:
         train, fused, step_file = (place / name for name in ("train.onnx", "fused.onnx", "step.bnf"))
@@ -80,7 +81,7 @@ def run_demo(
 
 @contextlib.contextmanager
 def working_folder(folder: Path | None) -> Iterator[Path]:
-    """The given folder, made if need be, or one that goes away afterwards."""
+    """Make the given folder, if need be, or one that goes away afterwards."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ After = Annotated[Path, typer.Argument(metavar="AFTER.ONNX", show_default=False)
 
 
 class Level(str, enum.Enum):
+    """How far BatchNorm is fused."""
+
     none = "none"
     rcf = "rcf"
     mvf = "mvf"
@@ -30,17 +32,23 @@ class Level(str, enum.Enum):
 
 
 class Format(str, enum.Enum):
+    """How a difference is shown."""
+
     text = "text"
     json = "json"
     html = "html"
 
 
 class Runtime(str, enum.Enum):
+    """What runs the second graph."""
+
     ort = "ort"
     tvm = "tvm"
 
 
 class Loss(str, enum.Enum):
+    """What stands on top of the logits."""
+
     cross_entropy = "cross-entropy"
     mse = "mse"
 
@@ -74,7 +82,7 @@ def models(json: options.Json = False) -> None:
 
 
 def about_network(entry: ZooEntry) -> list[str]:
-    """A line on a network, and its metaparameters with their defaults in lines that a narrow terminal takes."""
+    """Write a line on a network, and its metaparameters with their defaults in lines that a narrow terminal takes."""
     settings = " ".join(f"{key}={value}" for key, value in entry.metaparameters.items())
     return [f"{entry.name}: {entry.about}", *textwrap.wrap(settings, 72, initial_indent="  ", subsequent_indent="  ")]
 
@@ -279,17 +287,19 @@ def rewrite(
 
 
 def is_page(path: Path) -> bool:
+    """Tell whether a report is to be a page."""
     return path.suffix.lower() in (".html", ".htm")
 
 
 def report_page(model: Path, rewritten: Any, output: Path, signature: dict[str, Any]) -> str:
+    """Write the page of a rewrite."""
     from bnfuse.diffing.page import rewrite_page
 
     return rewrite_page(model, rewritten, output=output, **signature)
 
 
 def report_sections(report: dict[str, Any]) -> list[Section]:
-    """A rewrite report as text."""
+    """Show a rewrite report as text."""
     passes = [(p["name"], number(p["changed"])) for p in report["passes"]]
     unfused = {entry["node"] for entry in report["unfused"]}
     title = f"{count(report['batch_norms'], 'BatchNorm')}, {len(unfused)} unfused"

@@ -77,6 +77,8 @@ Settings = Annotated[
 
 
 class Unit(str, enum.Enum):
+    """What sizes are shown in."""
+
     decimal = "decimal"
     binary = "binary"
 
@@ -88,6 +90,8 @@ Units = Annotated[Unit, typer.Option(help="MB of 10^6 bytes, or MiB of 2^20.")]
 
 
 class OptimizerName(str, enum.Enum):
+    """What updates the parameters."""
+
     sgd = "sgd"
     adamw = "adamw"
 

@@ -15,7 +15,7 @@ from bnfuse.core.text import Section, join
 
 
 def show(sections: Iterable[Section]) -> None:
-    """On stdout."""
+    """Print sections on stdout."""
     if not sys.stdout.isatty():
         print(join(sections))
         return
@@ -41,6 +41,7 @@ def show(sections: Iterable[Section]) -> None:
 
 
 def show_json(value: Any) -> None:
+    """Print JSON on stdout."""
     print(to_json(value))
 
 
@@ -50,6 +51,7 @@ def to_json(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
+    """Replace numbers that are not finite by null, at any depth."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -60,7 +62,8 @@ def finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All of the text and a line end, or what was there before; through links, of which some lead to no file."""
+    """Write all of the text and a line end, or leave what was there before; through links, of which some lead to no
+    file."""
     from bnfuse.core.files import write_atomically
 
     is_special = path.exists() and not path.is_file()
@@ -68,7 +71,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def require_text_writable(path: Path) -> None:
-    """Before the work: raises where `write_text` could not write there."""
+    """Raise, before the work, where `write_text` could not write there."""
     from bnfuse.core.files import require_writable
 
     if path.is_dir() or path.is_file() or not path.exists():
@@ -87,13 +90,13 @@ class Progress:
         self.transient = False
 
     def __call__(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.clear()
         self.last = time.monotonic()
         print(f"[{time.monotonic() - self.start:6.1f} s] {one_line(text)}", file=sys.stderr, flush=True)
 
     def bar(self, done: int, total: int, text: str = "") -> None:
-        """A bar on a terminal; elsewhere a line now and then."""
+        """Draw a bar on a terminal; elsewhere print a line now and then."""
         if self.terminal:
             full = 30 * done // max(total, 1)
             print(
@@ -106,6 +109,7 @@ class Progress:
             self(f"{done} of {total} {text}".rstrip())
 
     def clear(self) -> None:
+        """Wipe the bar off its line."""
         if self.transient:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self.transient = False

@@ -13,6 +13,8 @@ from bnfuse.commands.output import Progress, show, show_json
 
 
 class Method(str, enum.Enum):
+    """How placements are proposed."""
+
     BO = "bo"
     RANDOM = "random"
     ANNEALING = "annealing"
@@ -20,6 +22,8 @@ class Method(str, enum.Enum):
 
 
 class Cost(str, enum.Enum):
+    """What a BatchNorm costs."""
+
     COUNT = "count"
     BYTES = "bytes"
 

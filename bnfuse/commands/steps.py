@@ -63,7 +63,7 @@ def compile(
 
 
 def describe_step(step: Any, output: Path) -> Section:
-    """What was compiled, in a few lines."""
+    """Tell what was compiled, in a few lines."""
     report = step.report
     return Section.table(
         str(output),
@@ -244,12 +244,12 @@ def demo(
 
 
 def say(text: str) -> None:
-    """A line, at once."""
+    """Print a line, at once."""
     print(text, flush=True)
 
 
 def show_apart(sections: list[Section]) -> None:
-    """Tables with a blank line after them."""
+    """Print tables with a blank line after them."""
     show(sections)
     say("")
 

@@ -39,6 +39,7 @@ def diff_graphs(first: TrainingGraph, second: TrainingGraph) -> Diff:
 
 
 def added(node: ir.Node) -> Added:
+    """Describe a node that is in the graph after alone."""
     return Added(match.label(node), node.op_type, node.domain, match.maker(node), match.sources(node))
 
 
@@ -55,6 +56,7 @@ def removed(nodes: match.Match, after: ir.Graph) -> tuple[Removed, ...]:
 
 
 def changed(nodes: match.Match) -> tuple[Changed, ...]:
+    """List the nodes whose attributes differ."""
     found = []
     for before, after in nodes.pairs:
         old, new = match.attributes(before), match.attributes(after)
@@ -65,7 +67,7 @@ def changed(nodes: match.Match) -> tuple[Changed, ...]:
 
 
 def rewired(nodes: match.Match) -> tuple[Rewired, ...]:
-    """Matched nodes that read another value than before, by input position."""
+    """List the matched nodes that read another value than before, by input position."""
     same = {id(a): b for before, after in nodes.pairs for b, a in zip(before.outputs, after.outputs, strict=False)}
     found = []
     for before, after in nodes.pairs:
@@ -99,6 +101,7 @@ def name_changes(before: Any, after: Any) -> NameChanges:
 
 
 def initializer_changes(before: ir.Graph, after: ir.Graph) -> NameChanges:
+    """Compare the initializers by name and value."""
     old, new = before.initializers, after.initializers
     return NameChanges(
         added=tuple(name for name in new if name not in old),
@@ -108,6 +111,7 @@ def initializer_changes(before: ir.Graph, after: ir.Graph) -> NameChanges:
 
 
 def is_same_tensor(old: ir.Value, new: ir.Value) -> bool:
+    """Tell whether two values hold the same tensor, or none of them holds one."""
     a, b = old.const_value, new.const_value
     if a is b or a is None or b is None:
         return a is b

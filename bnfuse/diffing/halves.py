@@ -60,15 +60,18 @@ class BatchNormFate:
 
 
 def batch_norm_fates(before: ir.Graph, after: ir.Graph) -> tuple[BatchNormFate, ...]:
+    """Tell of each BatchNorm of the graph before where its halves are afterwards."""
     finalizers = [node for node in after if is_own(node, "BatchNormFinalize", "LocalFinalize")]
     return tuple(fate(bn, finalizers, after) for bn in before if bn.op_type in BATCH_NORMS)
 
 
 def is_own(node: ir.Node, *ops: str) -> bool:
+    """Tell whether a node is one of these operators of ai.bnfuse."""
     return node.domain == DOMAIN and node.op_type in ops
 
 
 def fate(bn: ir.Node, finalizers: Iterable[ir.Node], after: ir.Graph) -> BatchNormFate:
+    """Find where the halves of one BatchNorm are afterwards."""
     scale = bn.inputs[1]
     channels = scale.shape[0] if scale is not None and scale.shape is not None and len(scale.shape) == 1 else None
     channels = channels if isinstance(channels, int) else None
@@ -100,22 +103,26 @@ def belongs(finalize: ir.Node, bn: ir.Node) -> bool:
 
 
 def names(values: Iterable[ir.Value | None]) -> list[str | None]:
+    """Give the names of values; None stays None."""
     return [value.name if value is not None else None for value in values]
 
 
 def grammar(node: ir.Node) -> OpSpec | PlainOp | None:
+    """Give what ai.bnfuse's grammar says of a node; None for an operator of others."""
     if node.domain != DOMAIN:
         return None
     return PLAIN_OPS.get(node.op_type) or parse(node.op_type)
 
 
 def operands_by_name(node: ir.Node) -> dict[str, ir.Value]:
+    """Map the grammar's names to the node's operands."""
     spec = grammar(node)
     pairs = zip(spec.operands, node.inputs, strict=False) if spec else ()
     return {name: value for name, value in pairs if value is not None}
 
 
 def results_by_name(node: ir.Node) -> dict[str, ir.Value]:
+    """Map the grammar's names to the node's results."""
     spec = grammar(node)
     return dict(zip(spec.results, node.outputs, strict=False)) if spec else {}
 
@@ -136,6 +143,7 @@ def readers(value: ir.Value | None, carriers: Callable[[ir.Node], bool]) -> Iter
 
 
 def carries(node: ir.Node) -> bool:
+    """Tell whether coefficients go on through a node: a concatenation, a slice, arithmetic."""
     return node.domain == "" and node.op_type in CARRIERS
 
 

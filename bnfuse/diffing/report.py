@@ -14,6 +14,8 @@ PHASES = ("forward", "backward")
 
 @dataclasses.dataclass(frozen=True)
 class Added:
+    """A node that is in the graph after alone."""
+
     name: str
     op: str
     domain: str
@@ -23,6 +25,8 @@ class Added:
 
 @dataclasses.dataclass(frozen=True)
 class Removed:
+    """A node that is in the graph before alone."""
+
     name: str
     op: str
     domain: str
@@ -31,18 +35,24 @@ class Removed:
 
 @dataclasses.dataclass(frozen=True)
 class Renamed:
+    """A node that has another name, and is the same else."""
+
     before: str
     after: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Changed:
+    """A node with other attributes."""
+
     name: str
     attributes: dict[str, tuple[Any, Any]]  # name -> (before, after), None where absent
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewired:
+    """A node that reads other values."""
+
     name: str
     inputs: dict[int, tuple[str | None, str | None]]  # position -> (before, after)
 
@@ -59,6 +69,7 @@ class NameChanges:
         return bool(self.added or self.removed or self.changed)
 
     def to_json(self) -> dict[str, list[str]]:
+        """Give it as JSON's types."""
         return {"added": [*self.added], "removed": [*self.removed], "changed": [*self.changed]}
 
 
@@ -82,10 +93,12 @@ class Diff:
 
     @property
     def equal(self) -> bool:
+        """Whether nothing differs."""
         nodes = self.added or self.removed or self.renamed or self.changed or self.rewired
         return not (nodes or self.inputs or self.outputs or self.initializers)
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "equal": self.equal,
             "added": [
@@ -121,7 +134,7 @@ class Diff:
         }
 
     def sections(self) -> list[Section]:
-        """List the text: traffic first, then the BatchNorms, then operators, then node by node."""
+        """Show traffic first, then the BatchNorms, then operators, then node by node."""
         if self.equal:
             return [Section.lines("the graphs are equal", [count(sum(self.ops_after.values()), "node")])]
         parts = [self.traffic_section(), self.op_section(), *self.batch_norm_sections(), *self.detail_sections()]
@@ -131,6 +144,7 @@ class Diff:
         return join(self.sections())
 
     def traffic_section(self) -> Section:
+        """Show sweeps and bytes over feature maps, before and after."""
         before, after = self.traffic_before, self.traffic_after
         rows = []
         for name, old, new in (
@@ -149,6 +163,7 @@ class Diff:
         return Section.table("Feature maps read and written", ("", "before", "after", "change"), rows)
 
     def op_section(self) -> Section:
+        """Show how many nodes of each operator there are, before and after."""
         names = sorted({*self.ops_before, *self.ops_after}, key=lambda n: (-self.ops_before.get(n, 0), n))
         rows = [
             (name, number(self.ops_before.get(name, 0)), number(self.ops_after.get(name, 0)))
@@ -159,6 +174,7 @@ class Diff:
         return Section.table("Operators whose number changed", ("operator", "before", "after"), rows)
 
     def batch_norm_sections(self) -> list[Section]:
+        """Show where the halves of the BatchNorms are."""
         split = [fate for fate in self.batch_norms if not fate.whole]
         rows = [
             (
@@ -180,6 +196,7 @@ class Diff:
         ]
 
     def detail_sections(self) -> list[Section]:
+        """Show what differs, node by node."""
         return [
             Section.lines(f"Added ({len(self.added)})", map(describe_added, self.added)),
             Section.lines(f"Removed ({len(self.removed)})", map(describe_removed, self.removed)),
@@ -198,6 +215,7 @@ class Diff:
 
 
 def fate_json(fate: BatchNormFate) -> dict[str, Any]:
+    """Give what became of a BatchNorm as JSON's types."""
     halves = ("statistics", "normalize", "gradient_reduce", "gradient_input")
     return {
         "name": fate.name,
@@ -216,22 +234,27 @@ def places(found: tuple[Place, ...]) -> str:
 
 
 def describe_added(node: Added) -> str:
+    """Write an added node in a line."""
     made_of = f" from {some(node.sources)}" if node.sources else ""
     made_by = f" [{node.made_by}]" if node.made_by else ""
     return f"{node.name} ({node.op}){made_of}{made_by}"
 
 
 def describe_removed(node: Removed) -> str:
+    """Write a removed node in a line."""
     return f"{node.name} ({node.op})" + (f" into {some(node.into)}" if node.into else "")
 
 
 def describe_changed(node: Changed) -> str:
+    """Write a changed node in a line."""
     return f"{node.name}: " + ", ".join(f"{name} {old} -> {new}" for name, (old, new) in node.attributes.items())
 
 
 def describe_rewired(node: Rewired) -> str:
+    """Write a rewired node in a line."""
     return f"{node.name}: " + ", ".join(f"input {i} {old} -> {new}" for i, (old, new) in node.inputs.items())
 
 
 def describe_names(names: NameChanges) -> list[str]:
+    """Write a line for each name that differs."""
     return [f"{verb} {name}" for verb in ("added", "removed", "changed") for name in getattr(names, verb)]

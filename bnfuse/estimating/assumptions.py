@@ -84,11 +84,13 @@ class Assumptions:
 
 
 def check_times(name: str, value: int) -> None:
+    """Raise BnfuseError unless a count is at least one, and not absurd."""
     if not 1 <= value <= MOST:
         raise BnfuseError(f"{name}={value} is out of range: it must be at least 1, and at most {MOST}")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise BnfuseError unless a choice is one of those that there are."""
     if value not in choices:
         raise BnfuseError(f"{name}={value} is unknown: it is {' or '.join(choices)}")
 

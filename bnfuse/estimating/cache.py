@@ -44,6 +44,7 @@ class Residency:
 
 
 def residency(workload: Workload, capacity: int, *, look_ahead: bool) -> Residency:
+    """Run a workload through a cache of `capacity` bytes. Gives what is loaded and stored, and when."""
     cache = Cache(workload, capacity, look_ahead)
     for index, touched in enumerate(workload.touches):
         cache.run(index, touched)
@@ -51,6 +52,8 @@ def residency(workload: Workload, capacity: int, *, look_ahead: bool) -> Residen
 
 
 class Cache:
+    """The state of the cache while a workload runs: what is in it, and what of that memory lacks."""
+
     def __init__(self, workload: Workload, capacity: int, look_ahead: bool) -> None:
         self.capacity = capacity
         self.look_ahead = look_ahead
@@ -69,6 +72,7 @@ class Cache:
         self.change = [0] * (layers + 1)  # of `occupied`, from a layer on: what leaves earlier than space needs it
 
     def run(self, index: int, touched: list[Touch]) -> None:
+        """Run layer `index`, which touches these tensors."""
         held, streamed = self.divided(touched)
         for touch in streamed:
             self.stream(index, touch)
@@ -99,6 +103,7 @@ class Cache:
         return held, streamed
 
     def stream(self, index: int, touch: Touch) -> None:
+        """Let a tensor pass through the cache without staying there."""
         tensor = touch.tensor
         if self.present[tensor]:
             self.evict(index, tensor)
@@ -117,6 +122,7 @@ class Cache:
                 self.evict(index, tensor)
 
     def evict(self, index: int, tensor: int) -> None:
+        """Take a tensor out; what memory lacks of it is stored."""
         size, last = self.present[tensor], self.last[tensor]
         if self.look_ahead:
             self.leaving[last] += self.dirty[tensor]
@@ -128,10 +134,12 @@ class Cache:
         self.drop(tensor)
 
     def drop(self, tensor: int) -> None:
+        """Forget a tensor: its value is dead."""
         self.used -= self.present[tensor]
         self.present[tensor] = self.dirty[tensor] = 0
 
     def hold(self, index: int, touch: Touch) -> None:
+        """Bring what a layer reads of a tensor into the cache, and keep it there."""
         tensor, before = touch.tensor, self.present[touch.tensor]
         if touch.read > before:
             load = Load(index, tensor, touch.read - before, self.last[tensor])
@@ -144,6 +152,7 @@ class Cache:
         self.last[tensor] = index
 
     def release(self, index: int, touch: Touch) -> None:
+        """Decide what becomes of a tensor when the layer is done."""
         tensor = touch.tensor
         if touch.until != NEVER:
             self.until[tensor] = touch.until
@@ -154,6 +163,7 @@ class Cache:
         self.drop(tensor)
 
     def result(self) -> Residency:
+        """Sum up what was loaded, stored and held."""
         total = 0
         for index, change in enumerate(self.change[:-1]):
             total += change

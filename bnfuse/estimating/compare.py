@@ -17,7 +17,8 @@ class Comparison:
     estimates: tuple[Estimate, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Give the keys of the first estimate that others have too are under `results`, one for each."""
+        """Give it as JSON's types: the keys of the first estimate that others have too are under `results`, one for
+        each."""
         first = self.estimates[0]
         return {
             "name": self.name,
@@ -32,6 +33,7 @@ class Comparison:
         return csv_text(["level", *columns], rows)
 
     def sections(self) -> list[Section]:
+        """Show time, traffic and ratio of each, then the time by type."""
         first = self.estimates[0]
         rows = [
             (
@@ -52,6 +54,7 @@ class Comparison:
         return [Section.table(title, columns, rows), self.type_section()]
 
     def type_section(self) -> Section:
+        """Show the time by type of layer."""
         types = list(dict.fromkeys(kind for each in self.estimates for kind, time in each.by_type.items() if time))
         rows = [(kind, *(duration(each.by_type.get(kind, 0.0)) for each in self.estimates)) for kind in types]
         return Section.table("Time by type of layer", ("type", *(each.workload for each in self.estimates)), rows)

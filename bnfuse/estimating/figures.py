@@ -55,6 +55,7 @@ def roofline_figure(found: Sequence[Roofline]) -> Any:
 
 
 def draw_roofline(panel: Any, found: Roofline) -> None:
+    """Draw layers under the roof of the hardware."""
     points = [point for point in found.points if point.reuse_frequency > 0]
     low = min(point.reuse_frequency for point in points) / 2
     high = max(4 * found.ridge_point, 2 * max(point.reuse_frequency for point in points))
@@ -79,7 +80,7 @@ def draw_roofline(panel: Any, found: Roofline) -> None:
 
 
 def parting_line(found: Roofline) -> float | None:
-    """Give a reuse frequency with no type-I layer below and no type-II layer above; between the two, where they
+    """Find a reuse frequency with no type-I layer below and no type-II layer above; between the two, where they
     overlap."""
     dense = [point.reuse_frequency for point in found.points if point.dense and point.reuse_frequency > 0]
     other = [point.reuse_frequency for point in found.points if not point.dense and point.reuse_frequency > 0]
@@ -147,6 +148,7 @@ def breakdown_figure(sweeps: Sequence[Sweep]) -> Any:
 
 
 def draw_breakdown(panel: Any, found: Sweep) -> None:
+    """Draw bars of the time by type."""
     bottoms = [0.0] * len(found.points)
     for kind, shares in stacked(found):
         heights = [1000 * share for share in shares]
@@ -218,6 +220,7 @@ def grid(count: int, **share: Any) -> tuple[Any, list[Any]]:
 
 
 def name(panel: Any, workload: str) -> None:
+    """Write the workload's name above a panel."""
     panel.set_title(workload, fontsize=10, fontweight="bold", loc="left")
 
 

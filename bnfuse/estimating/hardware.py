@@ -47,6 +47,7 @@ HOST = "host"  # measured on this machine (probe.py)
 
 
 def profile(name: str) -> Hardware:
+    """Find a profile by its name. Raises BnfuseError where there is none."""
     if name not in PROFILES:
         raise BnfuseError(f"no hardware '{name}': there are {', '.join(PROFILES)} and {HOST}")
     return PROFILES[name]

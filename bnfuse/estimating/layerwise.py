@@ -83,6 +83,8 @@ class Passes:
 
 @dataclasses.dataclass
 class Gradient:
+    """The gradient of a value, as far as it is summed."""
+
     tensor: int
     owned: bool = True  # nobody else reads it: later contributions may be added in place
 
@@ -123,9 +125,11 @@ class Tape:
         self.gradients: dict[int, Gradient] = {}
 
     def view(self, node: gs.Node) -> None:
+        """Let a node that only renames give its operand's tensor."""
         self.by_name[node.outputs[0].name] = self.tensor_of(node.inputs[0], node)
 
     def forward(self, node: gs.Node) -> None:
+        """Add a node's layer of the forward pass."""
         reads = [self.tensor_of(value, node) for value in operands(node)]
         writes = self.outputs_of(node)
         if any(tensor in self.trained for tensor in reads):
@@ -136,6 +140,7 @@ class Tape:
         self.append(node, "forward", operations.forward_flops(node), accesses, [self.access(t) for t in writes])
 
     def outputs_of(self, node: gs.Node) -> list[int]:
+        """Make the tensors of a node's results. Gives their indices."""
         first, *more = node.outputs
         if self.works_in_place(node):
             self.by_name[first.name] = self.tensor_of(node.inputs[0], node)
@@ -152,8 +157,8 @@ class Tape:
         return found
 
     def works_in_place(self, node: gs.Node) -> bool:
-        """Give an activation may write over an input that it alone reads, unless the input's producer reads it
-        backward."""
+        """Tell whether an activation may write over its input: it alone reads it, and the input's producer does not
+        read it backward."""
         if not self.passes.in_place or operations.layer_type(node) != "Activation":
             return False
         x = node.inputs[0]
@@ -174,6 +179,7 @@ class Tape:
         self.layers.append(self.layer("loss/backward", "Loss", "backward", backward * count, reads, (gradient,)))
 
     def backward(self, node: gs.Node) -> None:
+        """Add the layers of a node's gradients."""
         found = [self.gradients.pop(self.by_name[value.name], None) for value in node.outputs]
         incoming = [gradient for gradient in found if gradient is not None]
         if is_loss(node):  # its labels are all that comes in
@@ -230,7 +236,7 @@ class Tape:
         return []
 
     def hand_on(self, node: gs.Node, value: gs.Tensor, gradient: Gradient) -> None:
-        """Give an operand a gradient that exists; where the operand has one already, a layer adds the two."""
+        """Hand a gradient that exists on to an operand; where the operand has one already, a layer adds the two."""
         tensor = self.tensor_of(value, node)
         before = self.gradients.get(tensor)
         if before is None:
@@ -273,10 +279,12 @@ class Tape:
         return self.by_name[value.name]
 
     def new(self, name: str, count: int, kind: Kind, *, given: bool = False, kept: bool = False) -> int:
+        """Add a tensor. Gives its index."""
         self.tensors.append(Tensor(name, count, kind, given, kept))
         return len(self.tensors) - 1
 
     def new_gradient(self, value: gs.Tensor, node: gs.Node, giver: str = "") -> int:
+        """Add a tensor for the gradient of a value. Gives its index."""
         tensor = self.tensor_of(value, node)
         name = gradient_name(self.tensors[tensor].name)
         further = tensor in self.gradients  # of one value, by who gives them
@@ -289,6 +297,7 @@ class Tape:
         return self.new(name, size(value, node), kind, kept=weight and not further)
 
     def access(self, tensor: int, part: int | None = None, sweeps: int = 1) -> Access:
+        """Make an access to a tensor, or to so many bytes of it."""
         whole = self.tensors[tensor].bytes
         return Access(tensor, whole if part is None else min(part, whole), sweeps)
 
@@ -297,6 +306,7 @@ class Tape:
         return self.passes.norm_sweeps if node.op == "BatchNormalization" else 1
 
     def append(self, node: gs.Node, phase: Phase, flops: int, reads: list[Access], writes: list[Access]) -> None:
+        """Add a layer."""
         name = node.name if phase == "forward" else f"{node.name}/backward"
         kind, step = operations.layer_type(node), node.attrs.get("recurrence")
         self.layers.append(Layer(name, kind, phase, flops, tuple(reads), tuple(writes), node.name, step))
@@ -337,12 +347,15 @@ def size(value: gs.Tensor, node: gs.Node) -> int:
 
 
 def is_loss(node: gs.Node) -> bool:
+    """Tell whether a node is the loss."""
     return operations.layer_type(node) == "Loss"
 
 
 def statistics_of(norm: gs.Node) -> str:
+    """Name the statistics of a BatchNorm."""
     return f"{norm.name}/statistics"
 
 
 def gradient_name(value: str) -> str:
+    """Name the gradient of a value."""
     return f"{value}/gradient"

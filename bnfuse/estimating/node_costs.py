@@ -143,6 +143,7 @@ def plain_flops(node: ir.Node, op: PlainOp) -> int:
 
 
 def source_costs(node: ir.Node) -> Costs:
+    """Give the costs of an operator that others wrote."""
     kind = node.op_type
     if kind in ("Conv", "ConvTranspose"):
         return Costs(conv_type(node, node.inputs[1]), dense_flops(node))
@@ -168,4 +169,5 @@ def source_costs(node: ir.Node) -> Costs:
 
 
 def elements_of(value: ir.Value | None) -> int:
+    """Count elements; 0 where there is no value."""
     return math.prod(dims(value)) if value is not None else 0

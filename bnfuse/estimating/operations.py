@@ -68,16 +68,19 @@ ELEMENTWISE = {
 
 
 def layer_type(node: gs.Node) -> str:
+    """Name the type that a node's time is summed by."""
     if node.op == "Conv":
         return "DepthwiseConv2D" if is_depthwise(node) else "Conv2D"
     return TYPES.get(node.op, "Other")
 
 
 def is_depthwise(node: gs.Node) -> bool:
+    """Tell whether a convolution has a group for each channel."""
     return 1 < node.attrs.get("group", 1) == node.inputs[0].shape[1]
 
 
 def forward_flops(node: gs.Node) -> int:
+    """Count the operations of a node, elementwise ones too."""
     return node_flops(node) or ELEMENTWISE.get(layer_type(node), (0, 0))[0] * elements(node.outputs[0])
 
 
@@ -97,4 +100,5 @@ def backward_flops(node: gs.Node, gradients: int) -> int:
 
 
 def elements(tensor: gs.Tensor) -> int:
+    """Count elements; a scalar has one."""
     return math.prod(tensor.shape or ())

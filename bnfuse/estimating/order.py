@@ -41,7 +41,7 @@ def dependencies(layers: Sequence[Layer]) -> list[list[int]]:
 
 
 def depth_first(before: Sequence[Sequence[int]]) -> list[int]:
-    """Indices in the order of the module's description; `before[i]` are the indices that i waits for, all below i."""
+    """Order indices as the module says; `before[i]` are the indices that i waits for, all below i."""
     after: list[list[int]] = [[] for _ in before]
     for index, earlier in enumerate(before):
         for other in earlier:

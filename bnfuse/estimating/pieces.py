@@ -36,7 +36,7 @@ Pieces = tuple[Piece, ...]
 
 
 def dims(value: ir.Value) -> tuple[int, ...]:
-    """List the shape; unknown dimensions count as 1 (a loss, a vector of lengths)."""
+    """Give the shape; unknown dimensions count as 1 (a loss, a vector of lengths)."""
     if value.shape is None:
         return ()
     return tuple(d if isinstance(d, int) else 1 for d in value.shape)
@@ -69,6 +69,7 @@ class Places:
             self._of.update(self._placed(node))
 
     def whole(self, value: ir.Value) -> Pieces:
+        """Give the pieces of a whole value."""
         return self._of.get(value) or (Piece(value, 0, width_of(value)),)
 
     def channels(self, value: ir.Value, start: int, stop: int) -> Pieces:
@@ -131,7 +132,7 @@ class Places:
 
 
 def is_view(node: ir.Node) -> bool:
-    """Give a reshape, or a concatenation or a split along the channels."""
+    """Tell whether a node is a reshape, or a concatenation or a split along the channels."""
     if node.domain == DOMAIN or not node.inputs or node.inputs[0] is None:
         return False
     if node.op_type in RESHAPES:

@@ -52,6 +52,7 @@ def plot_estimate(found: Estimate, path: str | Path) -> None:
 
 
 def draw_types(panel: Any, found: Estimate) -> None:
+    """Draw the time by type, compute and stall apart."""
     kinds = [kind for kind, time in found.by_type.items() if time >= LEAST_SHARE * found.time_s]
     for place, kind in enumerate(kinds):
         mine = [layer for layer in found.layers if layer.type == kind]
@@ -109,6 +110,7 @@ def plot_sweep(found: Sweep, path: str | Path) -> None:
 
 
 def draw_traffic(panel: Any, found: Sweep) -> None:
+    """Draw the bytes in and out over the axis."""
     x, _ = horizontal(panel, found)
     total = [point.traffic_bytes for point in found.points]
     unit, factor = byte_unit(max(total))
@@ -135,6 +137,7 @@ def draw_areas(panel: Any, found: Sweep) -> None:
 
 
 def draw_line(panel: Any, found: Sweep, values: list[float], label: str) -> None:
+    """Draw values over the axis."""
     x, mark = horizontal(panel, found)
     panel.plot(x, values, color=DARK, marker=mark, markersize=4)
     panel.set(ylabel=label, ylim=(0, None))
@@ -185,15 +188,18 @@ def horizontal(panel: Any, found: Sweep) -> tuple[list[float], str | None]:
 
 
 def axis_title(axis: str) -> str:
+    """Write what an axis is, with its unit."""
     titles = {"cache": "cache (MB of $2^{20}$ bytes)", "bandwidth": "memory bandwidth (GB/s)", "flops": "TFLOP/s"}
     return titles.get(axis, axis)
 
 
 def byte_unit(most: float) -> tuple[str, float]:
+    """Choose GB or MB, and how many bytes it has."""
     return ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
 
 
 def tidy(panel: Any) -> None:
+    """Give a panel its grid, without the frame."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(color="#e6e6e6", linewidth=0.6)
     panel.set_axisbelow(True)
@@ -201,14 +207,17 @@ def tidy(panel: Any) -> None:
 
 
 def title(figure: Any, text: str) -> None:
+    """Write the title of a figure."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
 
 
 def note(figure: Any, text: str) -> None:
+    """Write a note below a figure."""
     figure.supxlabel(text, x=0.01, ha="left", fontsize=8, color=GREY)
 
 
 def hardware_note(hardware: Any, *which: str) -> str:
+    """Write which hardware it is, of what is asked for."""
     texts = {
         "FLOP/s": rate(hardware),
         "bandwidth": memory_rate(hardware),
@@ -218,8 +227,10 @@ def hardware_note(hardware: Any, *which: str) -> str:
 
 
 def rate(hardware: Any) -> str:
+    """Write a rate of computing."""
     return f"{hardware.flops / 1e12:.4g} TFLOP/s"
 
 
 def memory_rate(hardware: Any) -> str:
+    """Write a bandwidth."""
     return f"{hardware.bandwidth / 1e9:.4g} GB/s"

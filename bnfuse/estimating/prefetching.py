@@ -45,6 +45,8 @@ def issued(
 
 
 def earliest(load: Load, bandwidth: float, compute: list[float]) -> int:
+    """Find the layer at which a load is issued so that the computing from there on hides it; the first, where none is
+    early enough."""
     missing = load.bytes / bandwidth
     first = load.layer
     while missing > 0 and first > 0:

@@ -64,6 +64,7 @@ class Measured:
     others: float | None  # cores that others used just before
 
     def hardware(self, about: str) -> Hardware:
+        """Give the machine as hardware to estimate on, with the cache that working sets show."""
         cache, cache_bandwidth = effective_cache(self.by_working_set)
         memory = self.by_working_set[-1][1]
         if self.others is not None and self.others > BUSY:
@@ -72,7 +73,7 @@ class Measured:
 
 
 def host(*, fresh: bool = False, threads: int | None = None, progress: Progress = quiet) -> Hardware:
-    """This machine, as it was measured before; measured now if it was not, or `fresh`."""
+    """Describe this machine, as it was measured before; it is measured now if it was not, or `fresh`."""
     machine = describe(threads)
     path = remembered(machine)
     found = None if fresh or path is None else read(path, machine)
@@ -109,6 +110,7 @@ def identity() -> str:
 
 
 def about(machine: dict[str, Any]) -> str:
+    """Write the machine in a line."""
     return f"{machine['cpu_model']}, {machine['threads']} of {machine['cores']} cores"
 
 

@@ -48,12 +48,14 @@ def parse_flops(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
+    """Read a whole number of at least one."""
     if not (text.strip().isascii() and text.strip().isdecimal()):
         raise BnfuseError(f"'{text}' is no whole number")
     return at_least_one(int(text), text)
 
 
 def split(text: str, what: str) -> tuple[float, str]:
+    """Split a quantity into its number and its unit, in capitals. Raises BnfuseError where it is none."""
     found = NUMBER.fullmatch(text)
     if found is None:
         raise BnfuseError(f"'{text}' is not {what}")
@@ -61,16 +63,19 @@ def split(text: str, what: str) -> tuple[float, str]:
 
 
 def exponent(prefix: str) -> int:
+    """Give the power of a prefix: 1 for K, 2 for M; 0 for none."""
     return PREFIXES.index(prefix) + 1 if prefix else 0
 
 
 def rate(value: float, text: str) -> float:
+    """Check a rate. Raises BnfuseError where it is out of range."""
     if not 1 <= value <= MOST_RATE:
         raise BnfuseError(f"'{text}' is out of range: it must be from 1 to {MOST_RATE:g} a second")
     return value
 
 
 def at_least_one(value: int, text: str) -> int:
+    """Check a count. Raises BnfuseError where it is below one."""
     if value < 1:
         raise BnfuseError(f"'{text}' is out of range: it must be at least 1")
     return value

@@ -40,7 +40,8 @@ CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB t
 
 
 def answer(request: Request, progress: Progress = quiet) -> Any:
-    """Give an Estimate, Comparison, Sweep, Reuse, Roofline, Scaling or Pipeline, drawn where a picture is asked for."""
+    """Answer with an Estimate, Comparison, Sweep, Reuse, Roofline, Scaling or Pipeline, drawn where a picture is asked
+    for."""
     if len(request.kinds) > 1:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
     refuse_unread(request)
@@ -57,6 +58,7 @@ def answer(request: Request, progress: Progress = quiet) -> Any:
 
 
 def question_of(request: Request) -> Callable[[Request, Progress], Any]:
+    """Find what answers a request."""
     if request.hardware is not None and is_stack(request.hardware):
         return pipelined
     if request.remove is not None:
@@ -65,12 +67,14 @@ def question_of(request: Request) -> Callable[[Request, Progress], Any]:
 
 
 def estimated(request: Request, progress: Progress) -> Estimate | Comparison:
+    """Estimate the workload, or each of its levels."""
     machine, assumptions, passes = machine_of(request, progress)
     found = tuple(estimate(each, machine, assumptions) for each in workloads_of(request, passes))
     return Comparison(str(request.source), found) if len(found) > 1 else found[0]
 
 
 def swept(request: Request, progress: Progress) -> Sweep:
+    """Estimate over the values of an axis."""
     asked = parse_sweep(str(request.sweep))
     machine, assumptions, passes = machine_of(request, progress)
 
@@ -85,6 +89,7 @@ def swept(request: Request, progress: Progress) -> Sweep:
 
 
 def reused(request: Request, progress: Progress) -> Any:
+    """Tell where bytes are reused."""
     from bnfuse.estimating.reuse import reuse
 
     machine, _, passes = machine_of(request, progress)
@@ -92,6 +97,7 @@ def reused(request: Request, progress: Progress) -> Any:
 
 
 def roofs(request: Request, progress: Progress) -> Any:
+    """Tell what the layers attain under the roof."""
     from bnfuse.estimating.roofline import roofline
 
     machine, assumptions, passes = machine_of(request, progress)
@@ -99,6 +105,7 @@ def roofs(request: Request, progress: Progress) -> Any:
 
 
 def scaled(request: Request, progress: Progress) -> Any:
+    """Estimate data-parallel steps."""
     from bnfuse.estimating.parallel.scaling import network, scale
 
     machine, assumptions, passes = machine_of(request, progress)
@@ -125,6 +132,7 @@ QUESTIONS: dict[str, Callable[[Request, Progress], Any]] = {
 
 
 def pipelined(request: Request, progress: Progress) -> Any:
+    """Estimate the pipeline of a ReRAM/GPU stack."""
     from bnfuse.analysis.executed import require_fixed_shapes
     from bnfuse.build.zoo import network_named
     from bnfuse.estimating.reram.pipeline import pipeline
@@ -153,10 +161,12 @@ def machine_of(request: Request, progress: Progress) -> tuple[Hardware, Assumpti
 
 
 def read(parse: Callable[[str], float], value: str | float | None) -> Any:
+    """Read a quantity; None stays None."""
     return None if value is None else parse(str(value))
 
 
 def workloads_of(request: Request, passes: Passes) -> tuple[Workload, ...]:
+    """Make the workload that is asked about, or one for each level."""
     return workloads(
         request.source,
         levels=request.levels,
@@ -170,6 +180,7 @@ def workloads_of(request: Request, passes: Passes) -> tuple[Workload, ...]:
 
 
 def one(request: Request, passes: Passes) -> Workload:
+    """Make the workload. Raises BnfuseError where several levels are named."""
     found = workloads_of(request, passes)
     if len(found) > 1:
         raise BnfuseError(f"--{request.kinds[0]} is about one graph: give one level")
@@ -177,11 +188,12 @@ def one(request: Request, passes: Passes) -> Workload:
 
 
 def of_batch(request: Request, passes: Passes) -> Callable[[int], Workload]:
-    """Give the workload by its batch; of a network of the zoo, as a graph has one batch."""
+    """Make what gives the workload by its batch; of a network of the zoo, as a graph has one batch."""
     return lambda batch: one(dataclasses.replace(request, zoo={**request.zoo, "batch": batch}), passes)
 
 
 def draw(found: Any, path: Path) -> None:
+    """Write the picture of an answer."""
     from bnfuse.core.figures import save_figure
     from bnfuse.estimating import figures, plots
     from bnfuse.estimating.parallel import plot as parallel_plot

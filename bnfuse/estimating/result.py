@@ -37,6 +37,7 @@ class LayerEstimate:
 
     @property
     def average_bandwidth(self) -> float:
+        """bytes/s while the layer runs."""
         return self.moved_bytes / self.time_s if self.time_s else 0.0
 
 
@@ -52,30 +53,37 @@ class Estimate:
 
     @functools.cached_property
     def time_s(self) -> float:
+        """Seconds of the iteration."""
         return sum(layer.time_s for layer in self.layers)
 
     @functools.cached_property
     def compute_s(self) -> float:
+        """Seconds of computing."""
         return sum(layer.compute_s for layer in self.layers)
 
     @functools.cached_property
     def stall_s(self) -> float:
+        """Seconds of waiting for memory."""
         return sum(layer.stall_s for layer in self.layers)
 
     @functools.cached_property
     def traffic_in_bytes(self) -> int:
+        """Bytes loaded."""
         return sum(layer.in_bytes for layer in self.layers)
 
     @functools.cached_property
     def traffic_out_bytes(self) -> int:
+        """Bytes stored."""
         return sum(layer.out_bytes for layer in self.layers)
 
     @property
     def traffic_bytes(self) -> int:
+        """Bytes moved, both ways."""
         return self.traffic_in_bytes + self.traffic_out_bytes
 
     @functools.cached_property
     def flops(self) -> float:
+        """Operations."""
         return sum(layer.flops for layer in self.layers)
 
     @property
@@ -105,6 +113,7 @@ class Estimate:
 
     @functools.cached_property
     def by_phase(self) -> dict[str, float]:
+        """Seconds by phase, most first."""
         return self._summed(lambda layer: layer.phase)
 
     def _summed(self, key: Callable[[LayerEstimate], str]) -> dict[str, float]:
@@ -118,6 +127,7 @@ class Estimate:
         return sum(self.by_type.get(kind, 0.0) for kind in types) / self.time_s if self.time_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "workload": self.workload,
             "batch": self.batch,
@@ -144,12 +154,14 @@ class Estimate:
         return csv_text(columns, map(dataclasses.astuple, self.layers))
 
     def sections(self) -> list[Section]:
+        """Show the totals, the time by type, and the longest layers."""
         return [self.total_section(), self.type_section(), self.layer_section()]
 
     def __str__(self) -> str:
         return join(self.sections())
 
     def total_section(self) -> Section:
+        """Show the totals."""
         title = f"{self.workload}, batch {self.batch}, on {self.hardware.name}: {count(len(self.layers), 'layer')}"
         rows = [
             ("time", duration(self.time_s)),
@@ -165,10 +177,12 @@ class Estimate:
         return Section.table(title, ("", ""), rows)
 
     def type_section(self) -> Section:
+        """Show the time by type of layer."""
         rows = [(kind, duration(time), percent(time / self.time_s)) for kind, time in self.by_type.items() if time]
         return Section.table("Time by type of layer", ("type", "time", "share"), rows)
 
     def layer_section(self) -> Section:
+        """Show the longest layers."""
         longest = sorted(self.layers, key=lambda layer: -layer.time_s)[:LONGEST]
         rows = [
             (

@@ -52,6 +52,7 @@ class Captured:
 
     @property
     def saved(self) -> dict[str, int]:
+        """Bytes that each scope saves, both ways."""
         return {scope: self.saved_in[scope] + self.saved_out[scope] for scope in SCOPES}
 
 
@@ -74,6 +75,7 @@ class Recorder(cache.Cache):
         self.widest = [0] * len(workload.tensors)  # since the value was written: index of its widest scope
 
     def hold(self, index: int, touch: Touch) -> None:
+        """Hold a tensor, and count what need not be loaded under its scope."""
         tensor = touch.tensor
         before, dirty = self.present[tensor], self.dirty[tensor]
         scope = scope_of(self.workload, tensor, self.last[tensor], index) if before else INTRA
@@ -88,12 +90,14 @@ class Recorder(cache.Cache):
             self.widest[tensor] = 0
 
     def stream(self, index: int, touch: Touch) -> None:
+        """Stream a tensor, and count what need not be stored."""
         before = self.stream_out[index]
         super().stream(index, touch)
         self.saved_out[INTRA] += touch.swept_out - (self.stream_out[index] - before)  # nobody reads it
         self.widest[touch.tensor] = 0
 
     def release(self, index: int, touch: Touch) -> None:
+        """Release a tensor, and count what need not be stored under its scope."""
         if touch.until == NEVER and not touch.kept:
             self.saved_out[SCOPES[self.widest[touch.tensor]]] += self.dirty[touch.tensor]
         super().release(index, touch)
@@ -132,6 +136,7 @@ def requirements(workload: Workload) -> dict[str, Requirement]:
 
 
 def requirement(workload: Workload, scope: str, own: list[int], changes: list[int]) -> Requirement:
+    """Find the cache that a scope needs, and the layer that needs it."""
     most, where, waiting = -1, 0, 0
     for index, size in enumerate(own):
         waiting += changes[index]
@@ -150,6 +155,7 @@ class Reuse:
     requirements: dict[str, Requirement]
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "workload": self.workload,
             "possible_bytes": self.possible.saved,
@@ -166,6 +172,7 @@ class Reuse:
         return csv_text(["cache", "scope", "saved_in_bytes", "saved_out_bytes"], rows)
 
     def sections(self) -> list[Section]:
+        """Show the scopes: what each could save, what cache it needs, and what caches save."""
         columns = ("scope", "possible", "cache for all of it", *(cache_text(c.cache) for c in self.caches))
         rows = []
         for scope in SCOPES:
@@ -179,5 +186,6 @@ class Reuse:
 
 
 def reuse(workload: Workload, capacities: Iterable[int]) -> Reuse:
+    """Tell what caches of these capacities capture, and what each scope needs."""
     found = [captured(workload, capacity) for capacity in (*capacities, UNBOUNDED)]
     return Reuse(workload.name, tuple(found[:-1]), found[-1], requirements(workload))

@@ -32,15 +32,19 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
+    """The layers of a workload under the roof of a hardware."""
+
     workload: str
     hardware: Hardware
     points: tuple[Point, ...]
 
     @property
     def ridge_point(self) -> float:
+        """FLOP/byte from which on computing is the bound."""
         return self.hardware.ridge_point
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "workload": self.workload,
             "hardware": dataclasses.asdict(self.hardware),
@@ -65,6 +69,7 @@ class Roofline:
 
 
 def roofline(workload: Workload, hardware: Hardware, assumptions: Assumptions | None = None) -> Roofline:
+    """Tell how often each layer reuses a byte, and what it attains at that."""
     points = []
     for layer in workload.layers:
         frequency = layer_reuse_frequency(workload, layer, assumptions)
@@ -115,6 +120,7 @@ def products(workload: Workload, layer: Layer) -> int:
 
 
 def is_incoming(workload: Workload, layer: Layer, tensor: int) -> bool:
+    """Tell whether a tensor is a gradient of a map that the layer reads, and does not write."""
     read = any(access.tensor == tensor for access in layer.reads)
     written = any(access.tensor == tensor for access in layer.writes)
     return read and not written and workload.tensors[tensor].kind == "map_gradient"

@@ -11,7 +11,7 @@ from bnfuse.models.registry import read_like
 
 
 def settle(given: Mapping[str, object], *defaults: Any) -> tuple[Any, ...]:
-    """List the defaults, dataclasses, with the values given; a key belongs to each of them that has such a field.
+    """Put given values into the defaults, dataclasses; a key belongs to each of them that has such a field.
 
     Raises BnfuseError for a key that none of them has, and for a value not of the field's type.
     """
@@ -23,6 +23,7 @@ def settle(given: Mapping[str, object], *defaults: Any) -> tuple[Any, ...]:
 
 
 def changed(default: Any, given: Mapping[str, object]) -> Any:
+    """Put the values that belong to it into one of them."""
     mine = {field.name for field in dataclasses.fields(default)} & {*given}
     values = {key: read_like("--assume", key, given[key], getattr(default, key)) for key in mine}
     return dataclasses.replace(default, **values)

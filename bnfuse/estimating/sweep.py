@@ -37,6 +37,7 @@ class Axis:
     text: Callable[[Value], str]
 
     def hardware(self, hardware: Hardware, value: Value) -> Hardware:
+        """Put a value of the axis into the hardware."""
         change: dict[str, Any] = {} if self.name == "batch" else {self.name: value}
         return dataclasses.replace(hardware, **change)
 
@@ -82,6 +83,7 @@ def parse_sweep(text: str) -> Range:
 
 
 def axis_of(name: str) -> Axis:
+    """Find an axis by its name. Raises BnfuseError where there is none."""
     if name not in AXES:
         raise BnfuseError(f"no axis '{name}' to sweep: there are {', '.join(AXES)}")
     return AXES[name]
@@ -107,6 +109,7 @@ class SweepPoint:
 
     @property
     def traffic_bytes(self) -> int:
+        """Bytes moved, both ways."""
         return self.traffic_in_bytes + self.traffic_out_bytes
 
     def share(self, types: frozenset[str] | set[str]) -> float:
@@ -126,15 +129,18 @@ class Sweep:
 
     @property
     def values(self) -> list[Value]:
+        """The values that were asked for."""
         return [point.value for point in self.points]
 
     def at(self, value: Value) -> SweepPoint:
+        """Find the point of a value. Raises KeyError where there is none."""
         for point in self.points:
             if point.value == value:
                 return point
         raise KeyError(f"the sweep has no point at {self.axis} {AXES[self.axis].text(value)}")
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "workload": self.workload,
             "hardware": dataclasses.asdict(self.hardware),
@@ -157,6 +163,7 @@ class Sweep:
         return csv_text([swept, *columns, *(f"time_s:{kind}" for kind in types)], map(row, self.points))
 
     def sections(self) -> list[Section]:
+        """Show the points, evenly chosen where there are many."""
         axis = AXES[self.axis]
         shown = spread(self.points, SHOWN)
         rows = [
@@ -189,7 +196,7 @@ def sweep(
     assumptions: Assumptions | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Sweep:
-    """Give an estimate at each value. `source` is the workload; to sweep the batch, what makes it of a batch."""
+    """Estimate at each value. `source` is the workload; to sweep the batch, what makes it of a batch."""
     chosen = assumptions or Assumptions()
     known = axis_of(axis)
     if not values:
@@ -204,6 +211,7 @@ def sweep(
 
 
 def each(source: Workload | Make, axis: Axis, values: Sequence[Value]) -> Iterator[tuple[Value, Workload]]:
+    """Go through the values, each with the workload that it is estimated for."""
     if axis.name == "batch":
         if isinstance(source, Workload):
             raise BnfuseError(f"{source.name}: its batch is fixed, so it cannot be swept. Sweep a network of the zoo.")
@@ -217,6 +225,7 @@ def each(source: Workload | Make, axis: Axis, values: Sequence[Value]) -> Iterat
 
 
 def point_of(value: Value, found: Estimate) -> SweepPoint:
+    """Take over the totals of an estimate."""
     names = [field.name for field in dataclasses.fields(SweepPoint) if field.name not in ("value", "by_type")]
     return SweepPoint(value, **{name: getattr(found, name) for name in names}, by_type=dict(found.by_type))
 

@@ -22,11 +22,13 @@ OF_CACHES = ("cache", "bandwidth", "flops", "measure", "levels", "sweep", "reuse
 
 
 def refuse_unread(request: Request) -> None:
+    """Raise BnfuseError for the first option that the question does not read."""
     for complaint in complaints(request):
         raise BnfuseError(complaint)
 
 
 def complaints(request: Request) -> Iterator[str]:
+    """Go through the options that the question does not read, each with why."""
     options = given(request)
     by_name, graph = is_network(request.source), not is_network(request.source) or bool(request.levels)
     if by_name and (found := chosen(options, request.signature)):
@@ -68,4 +70,5 @@ def chosen(options: set[str], wanted: Iterable[str]) -> str:
 
 
 def names(kind: Any) -> set[str]:
+    """List the names of a dataclass's fields."""
     return {field.name for field in dataclasses.fields(kind)}

@@ -64,6 +64,7 @@ class Layer:
 
     @property
     def accesses(self) -> tuple[Access, ...]:
+        """All accesses, reads first."""
         return (*self.reads, *self.writes)
 
     @property
@@ -107,6 +108,7 @@ class Workload:
 
     @property
     def flops(self) -> int:
+        """Operations of the iteration."""
         return sum(layer.flops for layer in self.layers)
 
     @functools.cached_property
@@ -125,6 +127,7 @@ class Workload:
 
 
 def merged(workload: Workload, layer: Layer, later: dict[int, tuple[int, bool]]) -> list[Touch]:
+    """Merge a layer's accesses by tensor; `later` says who touches each next."""
     sums: dict[int, list[int]] = {}
     for position, accesses in ((0, layer.reads), (1, layer.writes)):
         for access in accesses:

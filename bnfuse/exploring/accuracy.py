@@ -24,6 +24,8 @@ Row = tuple[Settings, float]
 
 
 def read_accuracies(path: str | Path, network: str) -> list[Row]:
+    """Read a CSV of accuracies: settings of the network, and what they gave. Raises BnfuseError, with the line, where
+    one is no such thing."""
     try:
         with Path(path).open(encoding="utf-8", newline="") as stream:
             lines = list(csv.DictReader(stream))
@@ -56,7 +58,7 @@ def row_of(rows: Sequence[Row], full: Settings) -> Row | None:
 
 
 def with_accuracies(points: Sequence[Point], rows: Sequence[Row], settings: Sequence[Settings]) -> list[Point]:
-    """`settings` are each point's in full, defaults included."""
+    """Join accuracies to points; `settings` are each point's in full, defaults included."""
     known = [row_of(rows, full) for full in settings]
     return [
         dataclasses.replace(point, accuracy=row[1] if row else None) for point, row in zip(points, known, strict=True)

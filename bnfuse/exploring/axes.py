@@ -59,12 +59,12 @@ def expanded(text: str, part: str) -> list[str]:
 
 
 def settings_of(network: str, given: Mapping[str, object]) -> Settings:
-    """Settings with their types, by the zoo's names."""
+    """Give settings their types, by the zoo's names."""
     return {ALIASES.get(key, key): typed(network, ALIASES.get(key, key), value) for key, value in given.items()}
 
 
 def typed(network: str, name: str, value: object) -> Any:
-    """Give a setting of a network, as what its default is. Raises BnfuseError for a name that it has not."""
+    """Read a setting of a network as what its default is. Raises BnfuseError for a name that it has not."""
     if name == "image":
         return image_of(network, value)
     if name in SIZES:
@@ -102,6 +102,7 @@ def check_number(axes: Mapping[str, Sequence[Any]], *, separately: bool, limit: 
 
 
 def check_limit(number: int, limit: int | None) -> None:
+    """Raise BnfuseError where there are more points than may be."""
     allowed = LIMIT if limit is None else limit
     if number > allowed:
         raise BnfuseError(
@@ -123,6 +124,7 @@ def described(changes: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> str:
+    """Write a value as people write it: 190x226, true."""
     if isinstance(value, tuple):
         return "x".join(map(str, value))
     if isinstance(value, bool):

@@ -36,6 +36,7 @@ class Goal:
     more: bool
 
     def value(self, point: Point) -> float | None:
+        """Give the quantity of a point; None where the point has none."""
         if self.name == "bn-share" and point.norm_time_share is not None:
             return point.norm_time_share
         found = getattr(point, QUANTITIES[self.name])
@@ -44,6 +45,7 @@ class Goal:
         return None if found is None else float(found)
 
     def loss(self, point: Point) -> float:
+        """Give the quantity so that less is better."""
         value = self.value(point)
         assert value is not None
         return -value if self.more else value

@@ -38,7 +38,8 @@ def require_drawable(path: str | Path, asked: tuple[Goal, ...]) -> None:
 
 
 def plot(found: Exploration, path: str | Path) -> None:
-    """The first goal to the right, the second upwards. Raises BnfuseError where there are not two of them."""
+    """Draw the points, the first goal to the right, the second upwards. Raises BnfuseError where there are not two of
+    them."""
     require_drawable(path, found.goals)
     across, up = found.goals[:2]
     shown = [p for p in found.points if across.value(p) is not None and up.value(p) is not None]
@@ -63,17 +64,19 @@ def plot(found: Exploration, path: str | Path) -> None:
 
 
 def scaled_value(goal: Goal, point: Point) -> float:
+    """Give the quantity in the unit of its axis."""
     value = goal.value(point)
     assert value is not None
     return value * SCALES[goal.name][0]
 
 
 def coordinates(points: list[Point], across: Goal, up: Goal) -> tuple[list[float], list[float]]:
+    """Give the points' places on both axes."""
     return [scaled_value(across, p) for p in points], [scaled_value(up, p) for p in points]
 
 
 def draw_before(axis: Any, points: list[Point], across: Goal) -> None:
-    """The time without fusion above each point, and a line between them."""
+    """Draw the time without fusion above each point, and a line between them."""
     for index, point in enumerate(p for p in points if p.time_before_s and p.time_s):
         x, low, high = scaled_value(across, point), 1e3 * (point.time_s or 0), 1e3 * (point.time_before_s or 0)
         axis.plot([x, x], [low, high], color=BEFORE, linewidth=1, zorder=1)
@@ -81,7 +84,7 @@ def draw_before(axis: Any, points: list[Point], across: Goal) -> None:
 
 
 def label_points(figure: Any, axis: Any, found: Exploration, points: list[Point]) -> None:
-    """What each point is, where there is room: those of the front first."""
+    """Write what each point is, where there is room: those of the front first."""
     across, up = found.goals[:2]
     figure.draw_without_rendering()  # now every text knows its size
     taken: list[Any] = []
@@ -100,13 +103,14 @@ def label_points(figure: Any, axis: Any, found: Exploration, points: list[Point]
 
 
 def label_of(found: Exploration, point: Point) -> str:
-    """Give the values alone where every point has all that vary: the title names them."""
+    """Write the values that a point varies, alone where every point has all that vary: the title names them."""
     if all(len(p.changes) == len(found.varied) for p in found.points):
         return ", ".join(plain(value) for value in point.changes.values())
     return described(point.changes)
 
 
 def finish(axis: Any, points: list[Point], across: Goal, up: Goal) -> None:
+    """Give both axes their titles, and logarithmic scales where values are far apart."""
     for goal, set_scale in ((across, axis.set_xscale), (up, axis.set_yscale)):
         values = [scaled_value(goal, point) for point in points]
         if min(values) > 0 and max(values) > WIDE * min(values):

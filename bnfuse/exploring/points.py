@@ -50,6 +50,7 @@ class Point:
 
     @property
     def speedup(self) -> float | None:
+        """How many times as fast the step is after fusion; None where nothing was estimated."""
         return self.time_before_s / self.time_s if self.time_before_s and self.time_s else None
 
     @property
@@ -58,6 +59,7 @@ class Point:
         return self.batch / self.time_s if self.batch and self.time_s else None
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {**dataclasses.asdict(self), "speedup": self.speedup, "samples_per_s": self.samples_per_s}
 
 
@@ -97,6 +99,7 @@ def measured(network: str, changes: Settings, settings: Settings, measure: Measu
 
 
 def with_times(point: Point, network: str, measure: Measure, hardware: Hardware) -> Point:
+    """Estimate the point's step before and after fusion."""
     before = built(network, point.settings)
     rewritten = rewrite(before.model, level=measure.level, signature=before.signature)
     after = open_graph(rewritten.model, name=network)

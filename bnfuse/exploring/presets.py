@@ -64,6 +64,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
+    """Find a preset by its name. Raises BnfuseError where there is none."""
     if name not in PRESETS:
         raise BnfuseError(f"there is no preset '{name}': there are {', '.join(PRESETS)}")
     return PRESETS[name]

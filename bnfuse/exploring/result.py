@@ -30,6 +30,7 @@ class Exploration:
         return tuple(sorted((p for p in self.points if p.pareto), key=self.goals[0].loss))
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "network": self.network,
             "base": self.base,
@@ -53,6 +54,7 @@ class Exploration:
         return csv_text([*self.varied, *quantities], map(row, self.points))
 
     def sections(self, units: str = "decimal") -> list[Section]:
+        """Show a table of the points, and why some are none. `units` are decimal or binary."""
         failed = [point for point in self.points if point.error]
         parts = [
             self.table(units),
@@ -67,6 +69,7 @@ class Exploration:
         return [part for part in parts if part.rows]
 
     def table(self, units: str) -> Section:
+        """Show the points that could be built."""
         where = f", step times on {self.hardware} before and after {self.level}" if self.hardware else ""
         share = "time before" if self.hardware else "bytes moved"
         title = f"{self.network}: {count(len(self.points), 'point')}{where} (*: on the front; BN share of {share})"
@@ -87,6 +90,7 @@ class Exploration:
 
 
 def arrow(before: str, after: str | None) -> str:
+    """Write before > after; before alone where there is no after."""
     return before if after is None else f"{before} > {after}"
 
 

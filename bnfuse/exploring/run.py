@@ -53,7 +53,7 @@ def explore(
     output: str | Path | None = None,
     progress: Progress = quiet,
 ) -> Exploration:
-    """Sizes, work and estimated step time of many variants of a zoo network (docs/design-space.md).
+    """Sweep many variants of a zoo network: sizes, work and estimated step time (docs/design-space.md).
 
     vary         "squeeze=0.125,0.5", "growth=12:48:12", also of batch, image, channels, classes
     base         settings that all points share
@@ -164,7 +164,8 @@ def changes_of(
 
 
 def attempt(name: str, change: Settings, settings: Settings, measure: Measure) -> Point:
-    """Give a point, or a point that says why it is none: a sweep of hours must not end for one network of it."""
+    """Measure a point, or make a point that says why it is none: a sweep of hours must not end for one network of
+    it."""
     try:
         return measured(name, change, settings, measure)
     except Exception as error:
@@ -173,5 +174,6 @@ def attempt(name: str, change: Settings, settings: Settings, measure: Measure) -
 
 
 def default_goals(hardware: object, accuracy: object) -> str:
+    """Name the goals of a front for which none were asked."""
     second = "accuracy" if accuracy is not None else "parameters"
     return f"{second},{'flops' if hardware is None else 'time'}"

@@ -79,7 +79,7 @@ def require_state(graph: TrainingGraph, path: str | os.PathLike[str] | None) -> 
 
 
 def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """Give the model, with the batch left open where shapes allow. It has passed onnx's full check."""
+    """Make the model, with the batch left open where shapes allow. It has passed onnx's full check."""
     from bnfuse.runtime.lowering.inference import inference_graph
 
     cut, signature = inference_graph(graph.model, graph.signature, graph.name)
@@ -100,7 +100,7 @@ def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> on
 
 
 def assembled(expansion: Expansion, data: Sequence[str], graph: TrainingGraph, batch: str | None) -> onnx.ModelProto:
-    """Inputs, output and nodes as a model; the batch is that of the training graph, or a name."""
+    """Make inputs, output and nodes a model; the batch is that of the training graph, or a name."""
     (logits,) = expansion.graph.outputs
     inputs = [_info(graph.input(name), name, batch) for name in data]
     output = _info(logits, expansion.output, batch, rows=inputs)
@@ -135,7 +135,7 @@ def is_open(model: onnx.ModelProto) -> bool:
 
 
 def opened(source: Any, **signature: Any) -> tuple[TrainingGraph, dict[str, np.ndarray]]:
-    """Give the training graph behind a step or any form of a model, and the values of its parameters."""
+    """Open the training graph behind a step or any form of a model. Gives it, and the values of its parameters."""
     if hasattr(source, "state_dict") and hasattr(source, "model"):
         step: Step = source
         if not step.model:
@@ -156,7 +156,8 @@ def read_state(state: Mapping[str, np.ndarray] | str | os.PathLike[str]) -> dict
 
 
 def checked_state(state: dict[str, np.ndarray], own: Mapping[str, np.ndarray], file: str) -> dict[str, np.ndarray]:
-    """All values that the graph has, of the graph's shapes."""
+    """Give the values that the graph has, from those of a state. Raises BnfuseError where one is missing, or of another
+    shape."""
     for name, value in own.items():
         if name not in state:
             raise BnfuseError(f"{file}: the state lacks '{name}': is it of this network?")

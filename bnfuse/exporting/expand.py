@@ -61,6 +61,7 @@ class Expansion:
         self._taken = {*self.names.values(), *graph.initializers, *(str(v.name) for n in graph for v in n.outputs)}
 
     def run(self) -> None:
+        """Write the nodes that the output depends on."""
         for node in needed(self.graph):
             if all(value is None or value in self.constants for value in node.inputs):
                 self._fold(node)
@@ -73,7 +74,7 @@ class Expansion:
         self._name_output()
 
     def _name_output(self) -> None:
-        """The result gets the name that it has in the training graph, whichever node it came from."""
+        """Give the result the name that it has in the training graph, whichever node it came from."""
         made, wanted = self.output, str(self.graph.outputs[0].name)
         for node in self.nodes:
             for names in (node.input, node.output):
@@ -82,9 +83,11 @@ class Expansion:
 
     @property
     def output(self) -> str:
+        """The name of the result."""
         return self.names[self.graph.outputs[0]]
 
     def initializers(self) -> list[onnx.TensorProto]:
+        """List the constants that nodes read."""
         return [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in self._used.items()]
 
     # -- constants -----------------------------------------------------------------------------------------------

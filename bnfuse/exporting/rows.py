@@ -96,6 +96,7 @@ def moved(node: ir.Node, known: dict[ir.Value, Rows]) -> list[np.ndarray]:
 
 
 def constant(node: ir.Node, place: int) -> np.ndarray:
+    """Give the value of a constant operand. Raises BnfuseError where it is computed."""
     value = node.inputs[place]
     if value is None or (array := ir.convenience.get_const_tensor(value)) is None:
         raise at_node(node.name or "", node.op_type, "moves rows by something that is no constant")

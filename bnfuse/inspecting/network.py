@@ -33,14 +33,14 @@ class Flow:
     bytes: int = 0
 
     def touch(self, shape: list[int], *element_bytes: int) -> None:
-        """The map of `shape` once for each of the types, where it is one: rank 4 and more."""
+        """Count the map of `shape` once for each of the types, where it is one: rank 4 and more."""
         if len(shape) >= 4:
             self.sweeps += len(element_bytes)
             self.bytes += math.prod(shape) * sum(element_bytes)
 
 
 def inspect_network(graph: gs.Graph) -> Inspection:
-    """Give the graph's first input is its data, with the batch as first dimension."""
+    """Count a network of the zoo. The graph's first input is its data, with the batch as first dimension."""
     data = graph.inputs[0]
     needs = gradients_needed(graph)
     readers = Counter(x.name for node in graph.nodes for x in node.inputs if x.name in needs)
@@ -81,6 +81,7 @@ def inspect_network(graph: gs.Graph) -> Inspection:
 
 
 def maps_read(node: gs.Node) -> list[gs.Variable]:
+    """List the operands of a node that are computed or given, and have a shape."""
     return [x for x in node.inputs if isinstance(x, gs.Variable) and x.shape is not None]
 
 
@@ -100,12 +101,14 @@ def gradients_of_work(node: gs.Node, needs: set[str]) -> int:
 
 
 def kernel_shape(node: gs.Node) -> tuple[int, ...]:
+    """Give the window of a node; () where it has none."""
     if node.op == "GlobalAveragePool":
         return tuple(node.inputs[0].shape[2:])
     return tuple(node.attrs.get("kernel_shape", ()))
 
 
 def forward_flow(node: gs.Node) -> Flow:
+    """Count the maps that a node reads and writes."""
     flow = Flow()
     for x in maps_read(node):
         flow.touch(x.shape, FLOAT)
@@ -134,6 +137,7 @@ ELEMENTWISE = ((FLOAT, FLOAT), (FLOAT,))  # of any other operator: dy, what its 
 
 
 def backward_flow(node: gs.Node, needs: set[str]) -> Flow:
+    """Count the maps that the gradient of a node reads and writes, where `needs` has a gradient of its result."""
     flow = Flow()
     if node.outputs[0].name not in needs:
         return flow

@@ -58,6 +58,7 @@ class Inspection:
 
     @property
     def total(self) -> dict[str, int]:
+        """The sums over all layers, by the names of the fields."""
         return {field: sum(getattr(layer, field) for layer in self.layers) for field in FIELDS}
 
     @property
@@ -72,12 +73,14 @@ class Inspection:
         }
 
     def layer(self, name: str) -> Layer:
+        """Find a layer by its name. Raises BnfuseError where there is none."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
         raise BnfuseError(f"{self.name} has no layer '{name}'")
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "name": self.name,
             "inputs": self.inputs,
@@ -93,6 +96,7 @@ class Inspection:
         return csv_text(columns, (map(plain, dataclasses.asdict(layer).values()) for layer in self.layers))
 
     def sections(self, units: str = "decimal") -> list[Section]:
+        """Show the layers and what they come to. `units` are decimal or binary."""
         norms = self.total["batch_norm_sweeps"] > 0
         rows = [
             (
@@ -112,11 +116,13 @@ class Inspection:
         ]
 
     def inputs_shown(self) -> list[str]:
+        """Write the inputs, as many as there is room for."""
         lines = [f"{name}: {kind}" for name, kind in self.inputs.items()]
         more = len(lines) - INPUTS
         return lines if more < 1 else [*lines[:INPUTS], f"and {count(more, 'input')} more"]
 
     def traffic(self, units: str) -> Section:
+        """Show how many sweeps there are over feature maps, and of how many bytes."""
         total, share = self.total, self.batch_norm_share
         ways = [
             f"{way}: {number(total[f'sweeps_{way}'])} sweeps over feature maps, "
@@ -133,7 +139,7 @@ class Inspection:
 
 
 def fitted(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Section:
-    """Give the first column takes what the others leave of WIDTH."""
+    """Fit a table into WIDTH: its first column takes what the others leave."""
     others = sum(2 + max(len(row[i]) for row in (columns, *rows)) for i in range(1, len(columns)))
     room = WIDTH - 2 - others
     return Section.table(title, columns, [(shortened(row[0], room), *row[1:]) for row in rows])
@@ -149,7 +155,7 @@ OPERATOR_NAMES = {
 
 
 def cells(values: dict[str, int], units: str, norms: bool) -> tuple[str, ...]:
-    """List the last cell, where there are BatchNorms: what part of the bytes moved is there for them alone."""
+    """Write the last cell, where there are BatchNorms: what part of the bytes moved is there for them alone."""
 
     def flops(n: int) -> str:
         return scaled(n, "F") if n else "-"
@@ -180,6 +186,7 @@ def size(value: float, units: str = "decimal") -> str:
 
 
 def plain(value: Any) -> Any:
+    """Write a shape as 96x55x55; any other value stays."""
     return "x".join(map(str, value)) if isinstance(value, tuple | list) else value
 
 

@@ -27,6 +27,7 @@ UNOWNED = "(other gradients)"
 
 
 def inspect_graph(graph: TrainingGraph) -> Inspection:
+    """Count a training graph. Raises BnfuseError where a size is not known."""
     require_fixed_shapes(graph)
     model, signature = graph.model, graph.signature
     forward = forward_nodes(graph)
@@ -87,7 +88,8 @@ def outputs_of(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
 
 
 def activations_read(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
-    """Data and what nodes computed of it, with an entry per image; no parameters, no labels."""
+    """List what a node reads of the data and of what nodes computed of it, with an entry per image; no parameters, no
+    labels."""
     rows = [[size] for size in rows_of_batch(graph)]
     apart = {*graph.signature.trainable, *graph.signature.frozen, *graph.signature.running, *graph.signature.labels}
     return [

@@ -37,6 +37,7 @@ def take_sample() -> Sample | None:
 
 
 def own_cpus() -> frozenset[int]:
+    """Give the numbers of the processors that this process may use."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
@@ -70,6 +71,7 @@ class Quiet:
 
     @property
     def is_idle(self) -> bool:
+        """Whether others leave the machine alone, as far as it could be told."""
         return self.others is None or self.others <= IDLE
 
 

@@ -34,6 +34,7 @@ class Limits:
 
     @property
     def flops_per_s(self) -> float:
+        """The best rate of the libraries."""
         return max(self.flops_by.values())
 
     @property
@@ -46,6 +47,7 @@ class Limits:
         return max(flops / self.flops_per_s, moved / self.bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return {
             "flops_per_s": self.flops_per_s,
             "library": self.library,
@@ -55,6 +57,8 @@ class Limits:
 
 
 def measured_limits(threads: int, working_sets: Sequence[int] = ()) -> Limits:
+    """Measure in a process of its own how fast this machine computes and reads, for working sets of so many bytes
+    too."""
     asked = {"threads": threads, "working_sets": list(working_sets)}
     found = ask("bnfuse.measuring.limits", asked, dict.fromkeys(LIBRARIES, str(threads)))
     by_working_set = zip(working_sets, found["chains"], strict=True)
@@ -77,6 +81,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def numpy_rate() -> float:
+    """Measure numpy's matrix product, in FLOP/s."""
     from bnfuse.runtime.codegen.limits import shortest
 
     a, out = np.ones((SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
@@ -84,6 +89,7 @@ def numpy_rate() -> float:
 
 
 def torch_rate(threads: int) -> float:
+    """Measure torch's matrix product on so many threads, in FLOP/s."""
     from bnfuse.baselines.names import import_torch
     from bnfuse.runtime.codegen.limits import shortest
 

@@ -82,6 +82,7 @@ def spinning(baselines: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def from_environment(names: Iterable[str]) -> dict[str, str]:
+    """Read variables of the environment; default where one is not set."""
     return {name: os.environ.get(name, "default") for name in names}
 
 

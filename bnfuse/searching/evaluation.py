@@ -23,11 +23,14 @@ class Score:
 
     @property
     def accuracy(self) -> float:
+        """The mean over the seeds."""
         return float(np.mean(self.accuracies))
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
+    """One placement that was trained, and what came of it."""
+
     iteration: int  # from 0, the reference
     placement: Placement
     score: Score
@@ -35,10 +38,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
+        """The mean accuracy."""
         return self.score.accuracy
 
     @property
     def kept(self) -> int:
+        """How many BatchNorms stayed."""
         return sum(self.placement)
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +59,8 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Evaluation:
-        """Give the reverse; ValueError, KeyError, TypeError or OverflowError where a line is none of ours."""
+        """Read what `to_json` wrote. Raises ValueError, KeyError, TypeError or OverflowError where a line is none of
+        ours."""
         accuracies, diverged = line["accuracies"], int(line["diverged"])
         if not isinstance(accuracies, list) or not isinstance(line["placement"], str):
             raise TypeError("a list of accuracies and a text are expected")
@@ -111,7 +117,7 @@ def is_valid(evaluation: Evaluation, reference: float, tolerance: float) -> bool
 
 
 def best_of(space: Space, history: Sequence[Evaluation], tolerance: float) -> Evaluation:
-    """Give the cheapest valid one; of equally cheap ones the most accurate, then the first."""
+    """Find the cheapest valid one; of equally cheap ones the most accurate, then the first."""
     valid = [e for e in history if is_valid(e, reference_of(history), tolerance)]
     return min(valid, key=lambda e: (round(space.cost(e.placement), 12), -e.accuracy, e.iteration))
 

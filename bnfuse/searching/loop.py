@@ -33,7 +33,7 @@ def search(
     store: Callable[[Evaluation], None] = lambda _: None,
     progress: Progress = quiet,
 ) -> tuple[Evaluation, ...]:
-    """All evaluations, those of `history` first. Each new one is stored before the next is proposed."""
+    """Search. Gives all evaluations, those of `history` first; each new one is stored before the next is proposed."""
     done, total = list(history), evaluations_of(space, settings)
     while len(done) < total:
         placement = propose(space, settings, done)
@@ -66,4 +66,5 @@ def describe(space: Space, settings: Settings, history: Sequence[Evaluation], to
 
 
 def percent(share: float) -> str:
+    """Write a share as per cent with two digits."""
     return f"{100 * share:.2f} %"

@@ -43,6 +43,7 @@ def draw_front(axis: Any, result: SearchResult) -> None:
 
 
 def points(result: SearchResult, evaluations: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Give costs and accuracies of evaluations, in per cent."""
     cost = [100 * result.space.cost(e.placement) for e in evaluations]
     return np.array(cost), np.array([100 * e.accuracy for e in evaluations])
 
@@ -62,6 +63,7 @@ def draw_course(axis: Any, result: SearchResult) -> None:
 
 
 def finish_axis(axis: Any) -> None:
+    """Give an axis its grid, without the frame."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(color="#e2e2e2", linewidth=0.8)
     axis.set_axisbelow(True)

@@ -24,11 +24,12 @@ HEAT, COOLING = 2.0, 0.85  # annealing: the first temperature in tolerances, and
 
 
 def generator(seed: int, iteration: int) -> np.random.Generator:
+    """Make the random numbers of an iteration."""
     return np.random.default_rng([seed, iteration])
 
 
 def propose(space: Space, settings: Settings, history: Sequence[Evaluation]) -> Placement:
-    """Give the placement of iteration len(history); never one that was evaluated."""
+    """Propose the placement of iteration len(history); never one that was evaluated."""
     iteration = len(history)
     if iteration == 0:
         return space.everything
@@ -44,6 +45,7 @@ def propose(space: Space, settings: Settings, history: Sequence[Evaluation]) -> 
 
 
 def next_of_all(space: Space, taken: set[Placement]) -> Placement:
+    """Give the first placement that was not evaluated. Raises BnfuseError where all were."""
     found = next((p for p in space.all_placements() if p not in taken), None)
     if found is None:
         raise BnfuseError(f"all {len(taken)} placements are evaluated: nothing is left to search")
@@ -77,7 +79,8 @@ def bounded_accuracies(history: Sequence[Evaluation], tolerance: float, most: fl
 def anneal(
     space: Space, settings: Settings, history: Sequence[Evaluation], taken: set[Placement], rng: np.random.Generator
 ) -> Placement:
-    """Simulated annealing of the same penalised accuracy: a step from where the walk through the history is now."""
+    """Propose by simulated annealing of the same penalised accuracy: a step from where the walk through the history is
+    now."""
     here = walk(space, settings, history).placement
     for flips in range(1, space.size + 1):
         around = [flipped(here, which) for which in itertools.combinations(range(space.size), flips)]
@@ -103,4 +106,5 @@ def walk(space: Space, settings: Settings, history: Sequence[Evaluation]) -> Eva
 
 
 def flipped(placement: Placement, which: Sequence[int]) -> Placement:
+    """Flip the bits at these places."""
     return tuple(1 - bit if index in which else bit for index, bit in enumerate(placement))

@@ -73,6 +73,7 @@ def best_of(function: Quadratic, candidates: NDArray, taken: set[Placement]) -> 
 
 
 def to_placement(x: NDArray) -> Placement:
+    """Turn an array of zeros and ones into a placement."""
     return tuple(int(bit) for bit in x)
 
 
@@ -96,14 +97,16 @@ def relax(function: Quadratic) -> Relaxed:
 
 
 def dual_bound(m: Array, prices: Array) -> float:
-    """max <M, X> <= sum(y) wherever diag(y) - M is positive semidefinite; y is raised until it is."""
+    """Bound max <M, X> by sum(y), which holds wherever diag(y) - M is positive semidefinite; y is raised until it
+    is."""
     lowest = float(np.linalg.eigvalsh(np.diag(prices) - m)[0])
     slack = max(0.0, -lowest) + 1e-12
     return float(prices.sum()) + len(prices) * slack
 
 
 def solve_semidefinite(m: Array) -> tuple[Array, Array]:
-    """max <M, X> with X positive semidefinite and ones on its diagonal: X, made feasible, and the dual's prices."""
+    """Solve max <M, X> with X positive semidefinite and ones on its diagonal. Gives X, made feasible, and the dual's
+    prices."""
     cvxpy = import_cvxpy()
     problem, parameter, x, ones = problem_of(len(m))
     parameter.value = m
@@ -120,7 +123,7 @@ def solve_semidefinite(m: Array) -> tuple[Array, Array]:
 
 
 def correlation(x: Array) -> Array:
-    """Give the nearest that is easily had: symmetric, positive semidefinite, ones on the diagonal."""
+    """Give the nearest matrix that is easily had: symmetric, positive semidefinite, ones on the diagonal."""
     values, vectors = np.linalg.eigh((x + x.T) / 2)
     factor = vectors * np.sqrt(np.clip(values, 0, None))
     factor /= np.maximum(np.linalg.norm(factor, axis=1, keepdims=True), 1e-12)
@@ -139,6 +142,7 @@ def problem_of(side: int) -> tuple[Any, Any, Any, Any]:
 
 
 def import_cvxpy() -> Any:
+    """Import cvxpy. Raises BnfuseError where it is not installed."""
     try:
         import cvxpy
     except ImportError:
@@ -174,7 +178,7 @@ def improve(function: Quadratic, start: NDArray) -> NDArray:
 
 
 def within_two_flips(x: NDArray) -> NDArray:
-    """x itself, its C neighbours and their neighbours: [1 + C + C(C-1)/2, C]."""
+    """List x itself, its C neighbours and their neighbours: [1 + C + C(C-1)/2, C]."""
     size = len(x)
     first, second = np.triu_indices(size, 1)
     flips = np.zeros((1 + size + len(first), size), np.int8)

@@ -25,6 +25,7 @@ class Replay:
     size: int
 
     def to_json(self) -> dict[str, object]:
+        """Give it as JSON's types."""
         last = self.fewest[:, -1]
         return {
             "method": self.method,

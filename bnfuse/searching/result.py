@@ -27,6 +27,7 @@ class SearchResult:
 
     @property
     def reference(self) -> Evaluation:
+        """The training with all BatchNorms."""
         return self.evaluations[0]
 
     @property
@@ -52,9 +53,11 @@ class SearchResult:
         return f"bnfuse rewrite {self.model}{remove}{affine} -o fused.onnx"
 
     def is_valid(self, evaluation: Evaluation) -> bool:
+        """Tell whether an evaluation is within the tolerance."""
         return is_valid(evaluation, reference_of(self.evaluations), self.tolerance)
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/search.md."""
         return {
             "model": self.model,
             "batch_norms": [
@@ -72,6 +75,7 @@ class SearchResult:
         }
 
     def describe(self, evaluation: Evaluation) -> dict[str, Any]:
+        """Give one evaluation as JSON's types."""
         return {
             **evaluation.to_json(),
             "kept": evaluation.kept,
@@ -81,6 +85,7 @@ class SearchResult:
         }
 
     def sections(self) -> list[Section]:
+        """Show the front, the best placement, and the command that removes what it does without."""
         rows = [
             (
                 to_text(e.placement),

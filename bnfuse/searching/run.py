@@ -59,7 +59,7 @@ def run_search(
     skip_unreadable: bool = False,
     progress: Progress = quiet,
 ) -> SearchResult:
-    """Everything that can be wrong is found out before the first training."""
+    """Search. Everything that can be wrong is found out before the first training."""
     if plot is not None:
         from bnfuse.searching.plot import require_plotting
 
@@ -91,7 +91,7 @@ def run_search(
 
 
 def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> Loader:
-    """Tell what each training would complain of, before a file is begun. Gives what makes its batches."""
+    """Raise for what each training would complain of, before a file is begun. Gives what makes its batches."""
     recipe.options(recipe.seed).check()
     return Loader(images, graph.batch)
 

@@ -34,6 +34,7 @@ class Space:
 
     @property
     def size(self) -> int:
+        """How many BatchNorms there are."""
         return len(self.names)
 
     @property
@@ -65,6 +66,7 @@ class Space:
 
 
 def to_text(placement: Placement) -> str:
+    """Write a placement as zeros and ones."""
     return "".join(str(bit) for bit in placement)
 
 

@@ -30,10 +30,11 @@ class Log:
         self.path, self.stream, self.history, self.dropped = path, stream, history, dropped
 
     def append(self, evaluation: Evaluation) -> None:
+        """Store an evaluation."""
         self.write(evaluation.to_json())
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """A whole line, and it is on the disk when this returns."""
+        """Write a whole line, which is on the disk when this returns."""
         append_line(self.stream, self.path, fields)
         os.fsync(self.stream.fileno())
 
@@ -47,7 +48,7 @@ class Log:
 
 
 def open_log(path: str | Path, space: Space, fingerprint: Mapping[str, Any], *, resume: bool) -> Log:
-    """Give the file of a search, made where it is not there. With `resume` it may be there, if it is of this search."""
+    """Open the file of a search, made where it is not there. With `resume` it may be there, if it is of this search."""
     path = Path(path)
     try:
         stream = path.open("a+b", buffering=0)
@@ -62,6 +63,8 @@ def open_log(path: str | Path, space: Space, fingerprint: Mapping[str, Any], *, 
 
 
 def prepare(path: Path, stream: IO[bytes], space: Space, fingerprint: Mapping[str, Any], resume: bool) -> Log:
+    """Read what the file holds, and begin it where it is empty. Raises BnfuseError where it is of another search, or
+    must not be there."""
     stream.seek(0)
     content = stream.read()
     if content and not resume:
@@ -85,7 +88,7 @@ def prepare(path: Path, stream: IO[bytes], space: Space, fingerprint: Mapping[st
 
 
 def lock(stream: IO[bytes], path: Path) -> None:
-    """The system lets go of it when the process ends, however it ends."""
+    """Lock the file; the system lets go of it when the process ends, however it ends."""
     try:
         import fcntl
     except ImportError:  # a system without it has one search a file by its user's care
@@ -97,7 +100,7 @@ def lock(stream: IO[bytes], path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """A new file's name is on the disk too."""
+    """Bring a new file's name to the disk too."""
     with contextlib.suppress(OSError):  # folders cannot be opened everywhere
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -116,6 +119,7 @@ def whole_lines(content: bytes) -> tuple[list[bytes], int]:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
+    """Read a line as a JSON object; None where it is none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -124,6 +128,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def header(space: Space, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the first line of a file: what the search is of."""
     norms = [{"node": name, "cost": cost} for name, cost in zip(space.names, space.costs, strict=True)]
     return {KEY: FORMAT, "fingerprint": dict(fingerprint), "batch_norms": norms}
 
@@ -135,10 +140,12 @@ def is_begun_header(content: bytes) -> bool:
 
 
 def not_a_search(path: Path) -> BnfuseError:
+    """Make the error of a file whose first line is not the header."""
     return BnfuseError(f"{path}: is no file of a search: its first line is not the header that bnfuse search writes")
 
 
 def read_header(path: Path, line: bytes) -> dict[str, Any]:
+    """Read the first line. Raises BnfuseError where it is no header."""
     found = parse(line)
     if found is None or KEY not in found:
         raise not_a_search(path)
@@ -150,6 +157,7 @@ def read_header(path: Path, line: bytes) -> dict[str, Any]:
 
 
 def require_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise BnfuseError where a file is of a search with another fingerprint."""
     old, new = stored["fingerprint"], wanted["fingerprint"]
     other = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     if not other and stored.get("batch_norms") != wanted["batch_norms"]:
@@ -160,11 +168,13 @@ def require_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any
 
 
 def short(value: Any) -> str:
+    """Write a value in at most 24 characters, or its beginning."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 24 else f"{text[:12]}..."
 
 
 def read_evaluations(path: Path, lines: list[bytes], space: Space | None) -> tuple[Evaluation, ...]:
+    """Read the lines behind the header. Raises BnfuseError for one that is none of ours."""
     found: list[Evaluation] = []
     for number, line in enumerate(lines, 2):
         try:

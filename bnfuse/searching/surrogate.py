@@ -78,14 +78,14 @@ class Scales:
 
 
 def features(placements: NDArray) -> Array:
-    """x [n, C] -> [n, C + C(C-1)/2]: x_i, then x_i x_j for i < j."""
+    """Extend x [n, C] to [n, C + C(C-1)/2]: x_i, then x_i x_j for i < j."""
     x = np.asarray(placements, np.float64)
     first, second = np.triu_indices(x.shape[1], 1)
     return np.concatenate([x, x[:, first] * x[:, second]], 1)
 
 
 def to_quadratic(constant: float, coefficients: Array, size: int) -> Quadratic:
-    """Give the reverse of `features`: coefficients [C + C(C-1)/2] as linear terms and a symmetric matrix."""
+    """Turn coefficients [C + C(C-1)/2] into linear terms and a symmetric matrix: the reverse of `features`."""
     pairs = np.zeros((size, size))
     pairs[np.triu_indices(size, 1)] = coefficients[size:]
     return Quadratic(constant, coefficients[:size], pairs + pairs.T)
@@ -137,6 +137,7 @@ class Gram:
 
     @classmethod
     def of(cls, x: Array, y: Array) -> Gram:
+        """Compute the products that every sweep needs, unless there are more columns than rows."""
         wide = x.shape[1] > x.shape[0]
         return cls(x, y, None if wide else x.T @ x, None if wide else x.T @ y)
 
@@ -165,7 +166,7 @@ def draw_noise(data: Gram, coefficients: Array, prior: Array, rng: np.random.Gen
 
 
 def draw_scales(scales: Scales, coefficients: Array, rng: np.random.Generator) -> None:
-    """New local and global scales and their auxiliaries, in place."""
+    """Draw new local and global scales and their auxiliaries, in place."""
     squares, count = 0.5 * coefficients**2 / scales.noise, len(coefficients)
     scales.local = clip((1 / scales.local_auxiliary + squares / scales.overall) / rng.standard_exponential(count))
     rate = 1 / scales.overall_auxiliary + float(np.sum(squares / scales.local))
@@ -175,4 +176,5 @@ def draw_scales(scales: Scales, coefficients: Array, rng: np.random.Generator) -
 
 
 def clip(values: Array | float) -> Array:
+    """Keep scales within what float64 can divide by."""
     return np.clip(values, SMALLEST, LARGEST)

@@ -50,6 +50,7 @@ class Recipe:
 
     @property
     def compiling(self) -> Compiling:
+        """How a graph becomes a step."""
         return Compiling(self.target, self.precision, self.optimizer, self.threads)
 
     def options(self, seed: int) -> Options:
@@ -57,6 +58,7 @@ class Recipe:
         return Options(self.epochs, seed, self.schedule, self.warm_up, self.augment, eval_every=self.epochs)
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types, for the fingerprint of a search."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**fields, "optimizer": None if self.optimizer is None else repr(self.optimizer)}
 
@@ -72,6 +74,7 @@ class Training:
     bar: Bar | None = None
 
     def __call__(self, placement: Placement) -> Score:
+        """Train with the BatchNorms of a placement, once for each seed."""
         recipe, removed = self.recipe, self.space.removed(placement)
         rewritten = rewrite(
             self.graph.model,
@@ -101,11 +104,13 @@ class Quiet:
         if bar is not None:
             self.bar = bar
 
-    def __call__(self, _: str) -> None: ...
+    def __call__(self, _: str) -> None:
+        """Hear nothing."""
 
 
 def space_of(graph: TrainingGraph, cost: str) -> Space:
-    """Give the graph's BatchNorms. `cost` counts them (count), or the bytes of the maps that they sweep (bytes)."""
+    """Make the space of the graph's BatchNorms. `cost` counts them (count), or the bytes of the maps that they sweep
+    (bytes)."""
     if cost not in COSTS:
         raise BnfuseError(f"cost '{cost}' is unknown: it is {' or '.join(COSTS)}")
     norms = batch_norm_list(graph.model)

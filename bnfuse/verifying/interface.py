@@ -10,7 +10,7 @@ from bnfuse.verifying.runners import compared
 
 
 def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
-    """Both must have the same inputs by name and shape, and `after` the outputs of `before`."""
+    """Check that both have the same inputs by name and shape, and `after` the outputs of `before`."""
     ours = {value.name: declared_shape(value) for value in before.model.graph.inputs}
     theirs = {value.name: declared_shape(value) for value in after.model.graph.inputs}
     for name in ours:
@@ -31,7 +31,7 @@ def check_same_interface(before: TrainingGraph, after: TrainingGraph) -> None:
 
 
 def check_same_draws(before: TrainingGraph, after: TrainingGraph) -> None:
-    """What one graph draws at random the other must draw too: both are fed with the same values, by name."""
+    """Check that what one graph draws at random the other draws too: both are fed with the same values, by name."""
     ours, theirs = (separated(graph.model, graph.name)[1] for graph in (before, after))
     for one, other, left, right in ((before, after, ours, theirs), (after, before, theirs, ours)):
         for name, random in left.items():
@@ -46,7 +46,7 @@ def check_same_draws(before: TrainingGraph, after: TrainingGraph) -> None:
 
 
 def missing_input(one: TrainingGraph, other: TrainingGraph, name: str | None) -> BnfuseError:
-    """Tell what to say of an input that only the other graph has."""
+    """Make the error of an input that only the other graph has."""
     if name in (*other.signature.offsets, *other.signature.virtual):
         return BnfuseError(
             f"{one.name}: has no input '{name}', which {other.name} draws: rewrite both with one --sample"

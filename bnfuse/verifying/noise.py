@@ -53,6 +53,8 @@ class Reference:
         self.runner = None
 
     def judge(self, result: Arrays, losses: list[float]) -> tuple[tuple[TensorError, ...], Curves | None]:
+        """Compare the other graph's results and losses. Gives an error for each tensor, and the curves where it was
+        trained."""
         tensors = tuple(compare(self.values, result, self.spreads, self.graph.signature, self.rounding))
         if not self.steps:
             return tensors, None
@@ -63,7 +65,7 @@ class Reference:
 def disturbed(
     feeds: Arrays, state: Arrays, signature: GraphSignature, rng: np.random.Generator, rounding: float = ROUNDING
 ) -> tuple[Arrays, Arrays]:
-    """Feeds and state with one rounding of noise on the data and the parameters."""
+    """Disturb feeds and state by one rounding of noise on the data and the parameters."""
     touched = {*signature.data, *signature.virtual, *signature.trainable, *signature.frozen}
 
     def noise(name: str, value: np.ndarray) -> np.ndarray:
@@ -86,7 +88,7 @@ def tolerance(spread: float, rounding: float = ROUNDING) -> float:
 def compare(
     reference: Arrays, result: Arrays, spreads: list[Arrays], signature: GraphSignature, rounding: float = ROUNDING
 ) -> Iterator[TensorError]:
-    """List the loss first, then gradients, then running statistics."""
+    """Compare the loss first, then gradients, then running statistics."""
     for kind, outputs in (
         ("loss", [signature.loss]),
         ("gradient", list(signature.gradients.values())),
@@ -100,11 +102,12 @@ def compare(
 
 
 def norm(x: np.ndarray) -> float:
+    """Give the Euclidean norm, summed in float64."""
     return float(np.linalg.norm(x.astype(np.float64).ravel()))
 
 
 def distance(a: np.ndarray, b: np.ndarray, floor: float) -> float:
-    """||a - b|| / max(||b||, floor), in float64; infinite where the shapes differ, NaN where a value is."""
+    """Compute ||a - b|| / max(||b||, floor), in float64; infinite where the shapes differ, NaN where a value is."""
     if a.shape != b.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):  # infinities of one sign: NaN, as it should be

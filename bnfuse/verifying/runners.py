@@ -19,10 +19,10 @@ class Runner(Protocol):
     """A graph that can be evaluated at a state and trained from it."""
 
     def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
-        """Loss, gradients and new running statistics, by the output names of `before`."""
+        """Give loss, gradients and new running statistics, by the output names of `before`."""
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
-        """List the losses of `steps` steps of SGD on one batch."""
+        """Give the losses of `steps` steps of SGD on one batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Where:
 
 
 class OrtRunner:
+    """A graph in onnxruntime."""
+
     def __init__(self, graph: TrainingGraph, threads: int | None, seed: int = 0) -> None:
         self.signature = graph.signature
         model, random = separated(without_dropout(graph.model), graph.name)
@@ -51,10 +53,11 @@ class OrtRunner:
         self.graph = OrtGraph(model, name=graph.name, threads=threads)
 
     def evaluate(self, feeds: Arrays, state: Arrays, step: int = 0) -> Arrays:
+        """Give loss, gradients and new running statistics of a step, by the output names of the graph."""
         return self.graph.run({**state, **feeds, **self.random(step)}, compared(self.signature))
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int, outputs: Arrays | None = None) -> list[float]:
-        """List the losses of SGD; `outputs` are those of the first step, where they are known already."""
+        """Give the losses of SGD; `outputs` are those of the first step, where they are known already."""
         state, losses = dict(state), []
         for step in range(steps):
             outputs = outputs or self.evaluate(feeds, state, step)
@@ -76,6 +79,7 @@ class CompiledRunner:
         self.random = drawer(*separated(self.graph.model, graph.name), where.seed)
 
     def compiled(self, lr: float | None, state: Arrays) -> Any:
+        """Compile the graph at a state; without a rate it has no optimiser."""
         from bnfuse.runtime import SGD, compile_step
 
         optimizer = None if lr is None else SGD(lr=lr)
@@ -91,11 +95,12 @@ class CompiledRunner:
         return step
 
     def drawn(self, feeds: Arrays, step: int) -> Arrays:
-        """Tell what a step draws by itself, and is to have as the other graph has it."""
+        """Gather what a step draws by itself, and is to have as the other graph has it."""
         names = (*self.graph.signature.offsets, *self.graph.signature.virtual)
         return {**{name: feeds[name] for name in names}, **self.random(step)}
 
     def evaluate(self, feeds: Arrays, state: Arrays) -> Arrays:
+        """Give loss, gradients and new running statistics, by the output names of the graph."""
         signature = self.graph.signature
         step = self.compiled(None, state)
         step.fix(self.drawn(feeds, 0))
@@ -111,6 +116,7 @@ class CompiledRunner:
         }
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int) -> list[float]:
+        """Give the losses of `steps` steps of SGD on one batch."""
         step, losses = self.compiled(lr, state), []
         for index in range(steps):
             step.fix(self.drawn(feeds, index))
@@ -119,4 +125,5 @@ class CompiledRunner:
 
 
 def compared(signature: GraphSignature) -> list[str]:
+    """List the outputs that are compared: the loss, gradients, running statistics."""
     return [signature.loss, *signature.gradients.values(), *signature.running.values()]

@@ -26,6 +26,7 @@ class TensorError:
 
     @property
     def ok(self) -> bool:
+        """Whether the error is within the tolerance."""
         return self.error <= self.tolerance  # also False for a NaN
 
 
@@ -39,15 +40,19 @@ class Curves:
 
     @property
     def errors(self) -> tuple[float, ...]:
+        """The relative difference of the losses, step by step."""
         return tuple(abs(a - b) / max(abs(b), 1e-30) for b, a in zip(self.before, self.after, strict=True))
 
     @property
     def ok(self) -> bool:
+        """Whether every step is within its tolerance."""
         return all(error <= tolerance for error, tolerance in zip(self.errors, self.tolerances, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
+    """What a comparison found."""
+
     runtime: str
     seed: int
     loss_before: float
@@ -59,10 +64,12 @@ class Verification:
 
     @property
     def equal(self) -> bool:
+        """Whether everything can be judged, and is within its tolerance."""
         return self.judged and not is_wrong(self)
 
     @property
     def judged(self) -> bool:
+        """Whether rounding noise leaves room for a verdict on everything."""
         return not self.unjudged
 
     @property
@@ -77,6 +84,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
+        """The answer in words."""
         if is_wrong(self):
             return "NOT equal"
         if self.judged:
@@ -90,12 +98,14 @@ class Verification:
 
     @property
     def loss_error(self) -> float:
+        """The relative difference of the losses."""
         return self.tensors[0].error
 
     def __bool__(self) -> bool:
         return self.equal
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         worst = self.worst
         found: dict[str, Any] = {
             "equal": self.equal,
@@ -116,6 +126,7 @@ class Verification:
         return found
 
     def sections(self) -> list[Section]:
+        """Show the verdict, the worst tensor of each kind, the losses of the training, and notes."""
         kinds = [(kind, [t for t in self.tensors if t.kind == kind]) for kind in ("loss", "gradient", "running")]
         rows = []
         for kind, tensors in kinds:
@@ -134,6 +145,7 @@ class Verification:
         return parts
 
     def curve_section(self, curves: Curves) -> Section:
+        """Show the losses step by step."""
         rows = [
             (i + 1, f"{b:.6f}", f"{a:.6f}", f"{error:.1e}", f"{tolerance:.1e}")
             for i, (b, a, error, tolerance) in enumerate(
@@ -147,6 +159,7 @@ class Verification:
 
 
 def is_right(tensors: Sequence[TensorError], curves: Curves | None) -> bool:
+    """Tell whether every tensor, and every step of a training, is within its tolerance."""
     return all(tensor.ok for tensor in tensors) and (curves is None or curves.ok)
 
 
@@ -156,6 +169,7 @@ def is_wrong(found: Verification) -> bool:
 
 
 def refusal_note(no: Verification) -> str:
+    """Write what a seed said that was not the answer in the end."""
     if not is_wrong(no):
         return f"seed {no.seed} could not be judged ({unjudged_text(no.unjudged, len(no.tensors))})"
     worst = no.worst
@@ -166,6 +180,7 @@ def refusal_note(no: Verification) -> str:
 
 
 def unjudged_text(names: Sequence[str], tensors: int) -> str:
+    """Write which tensors cannot be judged, and what to do about it."""
     which = names[0] + (", ..." if len(names) > 1 else "")
     return (
         f"{len(names)} of {tensors} tensors ({which}) are moved too far by rounding noise alone: verify with a larger "

@@ -83,7 +83,7 @@ def verify_once(
     where: Where,
     progress: Progress,
 ) -> Verification:
-    """Give the verdict on the images and labels of one seed."""
+    """Compare on the images and labels of one seed."""
     rng = np.random.default_rng(seed)
     feeds, state = draw_feeds(before, rng), before.state()
 
@@ -110,5 +110,6 @@ def verify_once(
 
 
 def dropout_notes(before: TrainingGraph, after: TrainingGraph) -> tuple[str, ...]:
+    """Say where dropout was switched off."""
     dropped = sorted({*dropouts(before.model), *dropouts(after.model)})
     return (f"dropout ratio set to 0 in both graphs ({', '.join(dropped)})",) if dropped else ()

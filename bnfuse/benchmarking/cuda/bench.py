@@ -35,6 +35,7 @@ def peaks_of(file: Path, name: str, precision: str, seed: int) -> dict[str, int 
 
 
 def machine_of(precision: str) -> dict[str, Any]:
+    """Describe the GPU, and what is computed in."""
     return {"precision": precision, **describe_card()}
 
 

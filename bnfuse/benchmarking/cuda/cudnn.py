@@ -44,6 +44,7 @@ class Convolution:
 
     @property
     def shape(self) -> str:
+        """The shape in words: 16x56x56x64 -> 128, stride 2."""
         n, c, h, w = self.x
         strided = f", stride {self.strides[0]}" if any(s != 1 for s in self.strides) else ""
         return f"{n}x{h}x{w}x{c} -> {self.weight[0]}{strided}"
@@ -61,13 +62,16 @@ class Floor:
 
     @property
     def backward(self) -> float:
+        """Seconds of both gradients."""
         return self.grad_input + self.grad_weight
 
     @property
     def total(self) -> float:
+        """Seconds of all layers of this shape, forward and backward."""
         return self.count * (self.forward + self.backward)
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types, times in seconds."""
         own = {name: getattr(self, name) for name in ("count", "forward", "grad_input", "grad_weight", "total")}
         return {"kind": self.layer.kind, "shape": self.layer.shape, **own}
 
@@ -151,7 +155,7 @@ def in_graph(torch: Any, call: Callable[[Any, Any], Any], sets: list[tuple[Any, 
 
 
 def beside(floors: list[Floor], ours: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """cuDNN's rows with the time of our launches of the same layers: `ours` are the rows of a profile in JSON.
+    """Put cuDNN's rows beside the time of our launches of the same layers: `ours` are the rows of a profile in JSON.
 
     Ours compute more: what was fused into them is in their time. None where no launch is of such a layer.
     """
@@ -181,4 +185,5 @@ def section(rows: list[dict[str, Any]]) -> Section:
 
 
 def milliseconds(seconds: float | None) -> str:
+    """Write seconds as milliseconds; - where there are none."""
     return "-" if seconds is None else f"{1000 * seconds:.3f}"

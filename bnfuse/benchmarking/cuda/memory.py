@@ -51,6 +51,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_ours(torch: Any, driver: Driver, file: Path, rng: np.random.Generator) -> dict[str, Any]:
+    """Measure the GPU memory of a compiled step while it runs."""
     from bnfuse.benchmarking.cuda.step import CudaCandidate
     from bnfuse.runtime import load_step
     from bnfuse.training import random_feeds
@@ -64,6 +65,7 @@ def of_ours(torch: Any, driver: Driver, file: Path, rng: np.random.Generator) ->
 
 
 def of_baseline(torch: Any, driver: Driver, asked: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Measure the GPU memory of a torch baseline while it runs."""
     from bnfuse.baselines import TorchStep
     from bnfuse.graph.feeds import draw_feeds
     from bnfuse.graph.training_graph import open_graph
@@ -91,6 +93,7 @@ def of_batch(feeds: dict[str, np.ndarray], batch: int | None) -> dict[str, np.nd
 
 
 def used(driver: Driver) -> int:
+    """Give the bytes of the GPU's memory that are taken, by whomever."""
     with driver.active():
         free, total = driver.memory_left()
     return total - free

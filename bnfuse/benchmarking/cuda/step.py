@@ -27,6 +27,7 @@ class CudaCandidate:
         return Times(self.seconds(STEPS_A_RUN), None)
 
     def seconds(self, steps: int) -> float:
+        """Time `steps` steps in a row on the GPU's own clock, in seconds."""
         driver = open_driver()
         with driver.active():
             start, end = (driver.new_event(timing=True) for _ in range(2))
@@ -42,7 +43,7 @@ class CudaCandidate:
 
 
 def on_device(arrays: list[np.ndarray]) -> list[Any]:
-    """torch's tensors of these arrays, NCHW as in the file, ready before anything else starts."""
+    """Put arrays on the GPU as torch's tensors, NCHW as in the file, ready before anything else starts."""
     torch = import_torch()
     found = [torch.from_numpy(np.array(array)).cuda() for array in arrays]
     torch.cuda.synchronize()

@@ -41,8 +41,8 @@ def align(
 
 
 def namesakes(before: Sequence[Node], after: Sequence[Node], home: Mapping[int, int]) -> dict[int, int]:
-    """after -> before: nodes of one name that no pass and no equality has brought together, as another operator put
-    in the place of one has it. They face each other, but are not counted with each other."""
+    """Map after to before: nodes of one name that no pass and no equality has brought together, as another operator put
+    in the place of one."""
     homes = set(home.values())
     waiting = {before[b].label: b for b in reversed(range(len(before))) if b not in home}
     alone = (a for a in range(len(after)) if a not in homes and not after[a].sources)

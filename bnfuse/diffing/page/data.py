@@ -12,8 +12,8 @@ from bnfuse.diffing.page.norms import HALVES, PLACES, STATUSES, Norm, first_inde
 
 
 def data_of(page: Page) -> dict[str, Any]:
-    """sides (before, after), rows (before, after), home and into (by node before), partner (by node after), norms; and
-    the words for what they hold."""
+    """Give the data of the page: sides (before, after), rows (before, after), home and into (by node before), partner
+    (by node after), norms; and what they are called."""
     alignment = page.alignment
     sources, places = first_index(page.before), first_index(page.after)
     return {
@@ -37,11 +37,12 @@ def shown(attributes: Mapping[str, tuple[Any, Any]]) -> dict[str, list[str]]:
 
 
 def index_or(i: int | None) -> int:
+    """Give the index, -1 where there is none."""
     return -1 if i is None else i
 
 
 def node_data(node: Node, sources: Mapping[str, int]) -> dict[str, Any]:
-    """Sources are indices of nodes before, or names where there is no such node."""
+    """Give a node as the script reads it. Sources are indices of nodes before, or names where there is no such node."""
     found: dict[str, Any] = {
         "name": node.key,
         "op": node.op,
@@ -60,6 +61,7 @@ def node_data(node: Node, sources: Mapping[str, int]) -> dict[str, Any]:
 
 
 def norm_data(norm: Norm, places: Mapping[str, int]) -> dict[str, Any]:
+    """Give a BatchNorm as the script reads it."""
     return {
         "name": norm.fate.name,
         "channels": norm.fate.channels,
@@ -76,4 +78,5 @@ def norm_data(norm: Norm, places: Mapping[str, int]) -> dict[str, Any]:
 
 
 def costs(*both: Any) -> list[Sequence[int]]:
+    """Give costs as lists of numbers."""
     return [dataclasses.astuple(cost) for cost in both]

@@ -20,6 +20,7 @@ SCRIPTS = ("graph.js", "details.js", "page.js")
 
 
 def render(page: Page) -> str:
+    """Write the page: one file, with its style and script inside."""
     style = asset("page.css")
     script = "".join(asset(name) for name in SCRIPTS)
     title = f"{page.name_before} → {page.name_after}"
@@ -45,10 +46,12 @@ def render(page: Page) -> str:
 
 
 def asset(name: str) -> str:
+    """Read a file of this folder."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def policy(style: str, script: str) -> str:
+    """Write the content security policy: nothing but what the page itself holds."""
     return (
         f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -56,10 +59,12 @@ def policy(style: str, script: str) -> str:
 
 
 def digest(source: str) -> str:
+    """Hash a style or script as a policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
 def header(page: Page) -> Markup:
+    """Write the head of the page: what is compared."""
     kind = f"Rewrite report, level {page.report['level']}" if page.report else "Graph diff"
     files = tag(
         "dl",
@@ -81,10 +86,12 @@ def header(page: Page) -> Markup:
 
 
 def both(page: Page) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Pair the two sides with their names."""
     return ("before", page.name_before), ("after", page.name_after)
 
 
 def sections(page: Page) -> list[Markup]:
+    """Write the sections in their order."""
     notes = [tag("p", "The graphs are equal.", class_="banner", role="status")] if page.diff.equal else []
     if page.is_reversed:
         order = "The graph before looks like a rewrite of the graph after: to see what it did, swap the two."
@@ -106,10 +113,12 @@ def sections(page: Page) -> list[Markup]:
 
 
 def section(name: str, title: str, *inside: Markup) -> Markup:
+    """Write a section with its heading."""
     return tag("section", tag("h2", title, id=f"{name}-title"), *inside, id=name, aria_labelledby=f"{name}-title")
 
 
 def summary_tables(page: Page) -> Markup:
+    """Write the tables of traffic and of operators."""
     changed = len({*page.diff.ops_before} | {*page.diff.ops_after})
     operators = lists.folded(f"Operators ({count(changed, 'kind')})", summary.operators(page))
     return joined(

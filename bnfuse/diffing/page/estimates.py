@@ -22,6 +22,8 @@ class Estimated:
 
 @dataclasses.dataclass(frozen=True)
 class Estimates:
+    """Step times by the memory model, or why there are none."""
+
     found: tuple[Estimated, ...] = ()
     why_not: str = ""
 

@@ -41,6 +41,7 @@ class Page:
 def gather(
     first: TrainingGraph, second: TrainingGraph, *, hardware: tuple[str, ...], report: dict[str, Any] | None = None
 ) -> Page:
+    """Gather all that the page shows of two graphs."""
     diff = diff_graphs(first, second)
     before, after = nodes_of(first), nodes_of(second)
     gradients = gradient_nodes(first.model.graph)
@@ -51,7 +52,7 @@ def gather(
 
 
 def partners(first: TrainingGraph, second: TrainingGraph) -> dict[int, int]:
-    """after -> before, as indices, for the nodes that are the same."""
+    """Map after to before, as indices, for the nodes that are the same."""
     before = {node: i for i, node in enumerate(first.model.graph)}
     after = {node: i for i, node in enumerate(second.model.graph)}
     pairs = match.match_nodes(first.model.graph, second.model.graph).pairs

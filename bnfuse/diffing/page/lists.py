@@ -24,6 +24,7 @@ def norm_list(page: Page) -> Markup:
 
 
 def norm_details(norm: Norm, page: Page, index: dict[str, int]) -> Markup:
+    """Write what became of one BatchNorm."""
     before, after = norm.around_before, norm.around_after
     head = tag(
         "summary",
@@ -54,6 +55,7 @@ def norm_details(norm: Norm, page: Page, index: dict[str, int]) -> Markup:
 
 
 def cost_rows(name: str, old: Cost, new: Cost) -> list[Sequence[object]]:
+    """Write the rows of sweeps and bytes."""
     return [
         (f"{name}, sweeps", exact(old.sweeps, number), exact(new.sweeps, number), change(old.sweeps, new.sweeps)),
         (f"{name}, bytes", exact(old.bytes, as_bytes), exact(new.bytes, as_bytes), change(old.bytes, new.bytes)),
@@ -88,10 +90,12 @@ def half_places(norm: Norm, half: str, page: Page, index: dict[str, int]) -> Mar
 
 
 def place_link(place: Place, page: Page, index: dict[str, int]) -> Markup:
+    """Write where a half is, as a link to the node where that is shown."""
     return node_link("after", page.after[index[place.node]].key) if place.node in index else text(place.node)
 
 
 def node_link(side: str, key: str, shown: str | None = None) -> Markup:
+    """Write a link to a node of a side."""
     return tag("a", shown or key, href=f"#node={quote(key, safe='/', errors='replace')}&side={side}")
 
 
@@ -137,8 +141,10 @@ def differences(page: Page) -> Markup:
 
 
 def folded(title: str, inside: Markup, *, is_open: bool = False) -> Markup:
+    """Write what unfolds under a title."""
     return tag("details", tag("summary", title), inside, open=is_open)
 
 
 def items(lines: Iterable[str]) -> Markup:
+    """Write a list of lines."""
     return tag("ul", *(tag("li", line) for line in lines), class_="lines")

@@ -33,6 +33,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
 
 def joined(children: Iterable[object]) -> Markup:
+    """Join pieces; text is escaped, markup stays."""
     return Markup("".join(text(child) for child in children))
 
 

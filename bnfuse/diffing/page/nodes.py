@@ -27,6 +27,8 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
+    """A result of a node."""
+
     name: str
     type: str  # "float32[16,64,56,56]", or "" where it is not known
 
@@ -52,6 +54,7 @@ class Node:
 
 
 def nodes_of(graph: TrainingGraph) -> tuple[Node, ...]:
+    """Describe the nodes of a graph, in their order."""
     order = {node: i for i, node in enumerate(graph.model.graph)}
     forward = forward_nodes(graph)
     keys = unique_keys(match.label(node) for node in order)
@@ -59,6 +62,7 @@ def nodes_of(graph: TrainingGraph) -> tuple[Node, ...]:
 
 
 def node_of(node: ir.Node, key: str, forward: bool, order: dict[ir.Node, int], graph: TrainingGraph) -> Node:
+    """Describe a node: its place, its neighbours, what it reads and writes."""
     read, written = node_maps(node, graph)
     flow = flow_of(node, read + written)
     touched = dict(read)
@@ -78,18 +82,20 @@ def node_of(node: ir.Node, key: str, forward: bool, order: dict[ir.Node, int], g
 
 
 def input_of(value: ir.Value, size: int, order: dict[ir.Node, int]) -> Input:
+    """Describe an operand, by the node that gives it and the bytes that are read."""
     producer = value.producer()
     return Input(value.name or "", order.get(producer) if producer is not None else None, size)
 
 
 def type_of(value: ir.Value) -> str:
+    """Write the type of a value: float32[16,64,56,56]; nothing where it is not known."""
     if value.dtype is None or value.shape is None:
         return ""
     return f"{value.dtype.name.lower()}[{','.join(str(dim) for dim in value.shape)}]"
 
 
 def unique_keys(labels: Iterable[str]) -> list[str]:
-    """a, b, a -> a, b, a (2); a name that is already taken is never given twice."""
+    """Count up keys that come again: a, b, a -> a, b, a (2); a name that is already taken is never given twice."""
     labels = list(labels)
     taken, seen = set(labels), Counter[str]()
     keys = []

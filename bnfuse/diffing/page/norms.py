@@ -80,7 +80,8 @@ def gradient_nodes(graph: ir.Graph) -> dict[int, tuple[int, ...]]:
 def preferred_homes(
     fates: Sequence[BatchNormFate], gradients: Mapping[int, tuple[int, ...]], after: Sequence[Node]
 ) -> dict[int, int]:
-    """Give a BatchNorm goes with what normalises now, its gradient with what reduces: each is in one place."""
+    """Give each BatchNorm the home that it prefers: it goes with what normalises now, its gradient with what reduces;
+    each is in one place."""
     index = first_index(after)
     wanted = {}
     for norm, fate in zip(gradients, fates, strict=True):
@@ -98,6 +99,7 @@ def norms_of(
     alignment: Alignment,
     reasons: Mapping[str, tuple[str, ...]],
 ) -> tuple[Norm, ...]:
+    """Describe the BatchNorms, with the nodes around them on both sides and what these cost."""
     index = first_index(after)
     sources = members(alignment)
     found = []
@@ -125,6 +127,7 @@ def norms_of(
 
 
 def status_of(fate: BatchNormFate) -> str:
+    """Tell in a word what became of a BatchNorm."""
     if fate.whole:
         return "whole"
     where = {place.where for half in HALVES for place in getattr(fate, half)}
@@ -134,7 +137,7 @@ def status_of(fate: BatchNormFate) -> str:
 
 
 def members(alignment: Alignment) -> dict[int, list[int]]:
-    """after -> the nodes before whose home it is."""
+    """Map after to the nodes before whose home it is."""
     found = defaultdict(list)
     for b, a in alignment.home.items():
         found[a].append(b)
@@ -142,8 +145,10 @@ def members(alignment: Alignment) -> dict[int, list[int]]:
 
 
 def cost(nodes: Iterable[Node]) -> Cost:
+    """Sum sweeps and bytes of nodes."""
     return sum((Cost(node.sweeps, node.bytes) for node in nodes), Cost())
 
 
 def first_index(nodes: Sequence[Node]) -> dict[str, int]:
+    """Map each label to the first node that has it."""
     return {node.label: i for i, node in reversed([*enumerate(nodes)])}

@@ -20,6 +20,7 @@ SMALL = 0.003  # of a step: types of layers below this are not listed one by one
 
 
 def as_bytes(value: float) -> str:
+    """Write bytes with a unit."""
     return scaled(value, "B")
 
 
@@ -54,10 +55,12 @@ def norms_figure(norms: Sequence[Norm]) -> list[Markup]:
 
 
 def figure(name: str, old: float, new: float, show: Show) -> Markup:
+    """Write a number before and after, with its change."""
     return tile(name, joined([show(old), tag("span", " → ", class_="to"), show(new)]), relative(old, new))
 
 
 def tile(name: str, value: object, note: str) -> Markup:
+    """Write a number with its name and a note."""
     return tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="note"))
 
 
@@ -119,6 +122,7 @@ def by_type(old: Estimate, new: Estimate) -> list[tuple[str, float, float]]:
 
 
 def statuses(page: Page) -> Markup:
+    """Write how many BatchNorms came to what."""
     if not page.norms:
         return Markup()
     counts = Counter(norm.status for norm in page.norms)

@@ -47,6 +47,7 @@ def plot(scalings: Sequence[Scaling], path: str | Path, *, marks: Sequence[Mark]
 
 
 def colours_of(scalings: Sequence[Scaling]) -> dict[str, str]:
+    """Give each network a colour."""
     names = dict.fromkeys(scaling.name for scaling in scalings)
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
@@ -62,5 +63,6 @@ def heading(scalings: Sequence[Scaling]) -> str:
 def draw(
     axis: Any, scaling: Scaling, value: Callable[[Point], float], label: str | None, style: dict[str, str]
 ) -> None:
+    """Draw a line over the number of workers."""
     points = sorted(scaling.points, key=lambda p: p.workers)
     axis.plot([p.workers for p in points], [value(p) for p in points], marker=".", label=label, **style)

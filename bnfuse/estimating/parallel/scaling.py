@@ -112,18 +112,22 @@ class Scaling:
     points: tuple[Point, ...]
 
     def at(self, workers: int) -> Point:
+        """Find the point of so many workers. Raises BnfuseError where there is none."""
         for point in self.points:
             if point.workers == workers:
                 return point
         raise BnfuseError(f"{self.name}: no point of {workers} workers was asked for")
 
     def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
         return dataclasses.asdict(self)
 
     def to_csv(self) -> str:
+        """Give a point a line."""
         return csv_text((field.name for field in dataclasses.fields(Point)), map(dataclasses.astuple, self.points))
 
     def sections(self) -> list[Section]:
+        """Show what is communicated and how, then the points."""
         how = {"tree": "reduction tree", "server": "parameter server"}[self.strategy]
         about = [
             f"{scaled(self.gradient_bytes, 'B')} of gradients, {how}, {self.network}",
@@ -196,7 +200,7 @@ def scale(
     overlap: float = 0.0,
     assumptions: Assumptions | None = None,
 ) -> Scaling:
-    """Steps of `source` on each number of workers.
+    """Estimate steps of `source` on each number of workers.
 
     A workload is estimated once on `hardware` and its time divided by the samples; a function batch -> workload is
     estimated for every share, from its `batch` on; quantities have their own time, or flops at the hardware's rate.
@@ -231,6 +235,7 @@ def scale(
 def point(
     computing: Computing, workers: int, network: Network, strategy: Strategy, mode: Mode, overlap: float
 ) -> Point:
+    """Estimate the step of so many workers."""
     share = -(-computing.batch // workers) if mode == "strong" else computing.batch
     batch = computing.batch if mode == "strong" else computing.batch * workers
     compute = computing.time_s(share)
@@ -267,6 +272,7 @@ def computing_of(
     batch: int | None,
     assumptions: Assumptions,
 ) -> Computing:
+    """Tell how long a worker computes on so many samples."""
     if isinstance(source, Quantities):
         whole = source.step_s
         if whole is None:
@@ -293,7 +299,7 @@ def computing_of(
 
 
 def linear(name: str, batch: int, size: float, whole: float, forward: float) -> Computing:
-    """Computing takes its time by the samples."""
+    """Let computing take its time by the samples."""
     return Computing(batch, size, name, lambda share: whole * share / batch, forward)
 
 

@@ -129,6 +129,7 @@ class ReramAssumptions:
 
     @property
     def vector_s(self) -> float:
+        """Seconds that a crossbar takes for one vector."""
         return self.reads / self.clock
 
     @property
@@ -143,6 +144,7 @@ class ReramAssumptions:
 
     @property
     def instructions(self) -> int:
+        """Instructions of a BatchNorm for each element, forward and backward."""
         return self.norm_instructions + self.norm_grad_instructions
 
     @property

@@ -41,6 +41,7 @@ class Matrix:
 
     @property
     def weights(self) -> int:
+        """How many weights it has."""
         return self.groups * self.rows * self.columns
 
     @property
@@ -67,10 +68,12 @@ class Network:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
+        """The layers that crossbars hold."""
         return tuple(x for x in self.layers if isinstance(x, Matrix))
 
     @property
     def norms(self) -> tuple[Norm, ...]:
+        """The BatchNorms."""
         return tuple(x for x in self.layers if isinstance(x, Norm))
 
 
@@ -120,7 +123,7 @@ def skeleton(graph: gs.Graph) -> ir.Model:
 
 
 def _has_weight(node: ir.Node) -> bool:
-    """Give a product of two maps, as in attention, is no layer: it has no weights that crossbars could hold."""
+    """Tell whether it is a layer: a product of two maps, as in attention, has no weights that crossbars could hold."""
     return node.op_type == BATCH_NORM or (node.inputs[1] is not None and node.inputs[1].producer() is None)
 
 

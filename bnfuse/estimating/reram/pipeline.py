@@ -81,10 +81,12 @@ class Pipeline:
 
     @property
     def used_crossbars(self) -> int:
+        """Crossbars that hold weights or maps."""
         return self.kept_crossbars + sum(x.copies * x.crossbars for x in self.stages)
 
     @property
     def bottleneck(self) -> Stage:
+        """The stage that takes longest."""
         return max(self.stages, key=lambda x: x.time_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,6 +111,7 @@ class Pipeline:
         return csv_text((field.name for field in dataclasses.fields(Stage)), map(dataclasses.astuple, self.stages))
 
     def sections(self) -> list[Section]:
+        """Show the period, what bounds it, and the stages."""
         ratio = self.gpu_s / self.reram_s
         lines = (
             f"period {duration(self.period_s)}: {self.bottleneck.name} ({self.bottleneck.unit}) is the longest stage",
@@ -192,6 +195,7 @@ def pipeline(
 
 
 def too_large(found: Network, layers: Stack, needed: int, kept: int, capacity: int) -> BnfuseError:
+    """Make the error of a network that does not fit."""
     return BnfuseError(
         f"{found.name} does not fit on {layers}: weights and maps need {number(needed)} crossbars ({number(kept)} of"
         f" them for maps), and there are {number(capacity)}. Take more ReRAM layers, a smaller network (CIFAR-10:"

@@ -34,6 +34,7 @@ def plot(found: Pipeline, path: str | Path) -> None:
 
 
 def draw(axis: Any, stages: tuple[Stage, ...]) -> None:
+    """Draw the stages as bars of their times."""
     for label, color, belongs in KINDS:
         rows = [(index, 1e6 * stage.time_s) for index, stage in enumerate(stages) if belongs(stage)]
         axis.barh([row for row, _ in rows], [time for _, time in rows], color=color, height=0.7, label=label)

@@ -10,8 +10,8 @@ STEPS = 40  # of halving the range in which the least longest time lies
 
 
 def own(loads: Sequence[float], tiles: int) -> Shared:
-    """Give a tile for each load, and each further one for what takes longest; where tiles are too few, several on
-    one."""
+    """Give each load a tile of its own, and each further one to what takes longest; where tiles are too few, put
+    several on one."""
     if len(loads) > tiles:
         return _packed(loads, tiles)
     dealt = [1] * len(loads)
@@ -22,7 +22,7 @@ def own(loads: Sequence[float], tiles: int) -> Shared:
 
 
 def _packed(loads: Sequence[float], tiles: int) -> Shared:
-    """Give the largest load first, each onto the tile that has the least."""
+    """Put the largest load first, each onto the tile that has the least."""
     totals, where = [0.0] * tiles, [0] * len(loads)
     for index in sorted(range(len(loads)), key=lambda i: -loads[i]):
         where[index] = min(range(tiles), key=lambda t: totals[t])
