@@ -9,31 +9,24 @@ import dataclasses
 
 from tvm import tirx
 
+from bnfuse.runtime.kernels.common.geometry import Axis, spatial_axes
 from bnfuse.runtime.kernels.common.steps import Expr, f32
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class Axis:
-    """The windows along height or width."""
-
-    size: int  # of x
-    windows: int  # size of y
-    kernel: int
-    stride: int
-    dilation: int
-    before: int  # padding
-    after: int
+class WindowAxis(Axis):
+    """The windows along height or width, as expressions."""
 
     def start(self, window: Expr) -> Expr:
         """Position in x of the window's first element, negative in the padding."""
-        return window * self.stride - self.before
+        return window * self.stride - self.pad
 
     @property
     def never_cut(self) -> bool:
         """Whether all windows lie inside x."""
-        last = (self.windows - 1) * self.stride - self.before + self.dilation * (self.kernel - 1)
-        return self.before <= 0 and last < self.size
+        last = (self.out - 1) * self.stride - self.pad + self.dilation * (self.kernel - 1)
+        return self.pad <= 0 and last < self.size
 
     def inside(self, window: Expr) -> tuple[Expr, Expr]:
         """The k whose positions lie in x: [first, stop)."""
@@ -46,15 +39,15 @@ class Axis:
 
     def padded_elements(self, window: Expr) -> Expr:
         """Elements that an average counts where padding counts: those beyond the padding (ceil_mode) do not."""
-        if (self.windows - 1) * self.stride - self.before + self.kernel <= self.size + self.after:
+        if (self.out - 1) * self.stride - self.pad + self.kernel <= self.size + self.behind:
             return tirx.const(self.kernel, "int32")
-        return _at_most(self.size + self.after - self.start(window), self.kernel)
+        return _at_most(self.size + self.behind - self.start(window), self.kernel)
 
     def covering(self, position: Expr) -> tuple[Expr, Expr]:
         """The windows whose span covers a position of x: [first, stop). With a dilation they may still miss it."""
         reach = self.dilation * (self.kernel - 1)
-        first = _at_least(tirx.floordiv(position + self.before - reach + self.stride - 1, self.stride), 0)
-        stop = _at_most(tirx.floordiv(position + self.before, self.stride) + 1, self.windows)
+        first = _at_least(tirx.floordiv(position + self.pad - reach + self.stride - 1, self.stride), 0)
+        stop = _at_most(tirx.floordiv(position + self.pad, self.stride) + 1, self.out)
         return first, stop
 
 
@@ -64,8 +57,8 @@ class Windows:
 
     x: MapType
     y: MapType
-    rows: Axis
-    columns: Axis
+    rows: WindowAxis
+    columns: WindowAxis
 
     @property
     def positions(self) -> int:
@@ -74,20 +67,13 @@ class Windows:
     @property
     def index_dtype(self) -> str:
         """Of a MaxPool's indices: row*kernel width + column."""
-        return "uint8" if self.positions <= 256 else "int32"
+        return index_dtype((self.rows.kernel, self.columns.kernel))
 
 
 def windows_of(problem: Problem, y: str) -> Windows:
-    attributes = dict(problem.attributes)
-    source, pooled = problem.map("x"), problem.map(y)
-    kernel, strides, pads = (attributes[name] for name in ("kernel_shape", "strides", "pads"))
-    dilations = attributes.get("dilations", (1, 1))
-    sizes = ((source.h, pooled.h), (source.w, pooled.w))
-    rows, columns = (
-        Axis(size, windows, kernel[i], strides[i], dilations[i], pads[i], pads[i + 2])
-        for i, (size, windows) in enumerate(sizes)
-    )
-    return Windows(source, pooled, rows, columns)
+    """Give the windows of a pooling's problem; `y` is the map at their resolution."""
+    rows, columns = (WindowAxis(**dataclasses.asdict(axis)) for axis in spatial_axes(problem))
+    return Windows(problem.map("x"), problem.map(y), rows, columns)
 
 
 def index_dtype(kernel_shape: tuple[int, int]) -> str:

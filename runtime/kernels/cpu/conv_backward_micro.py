@@ -10,6 +10,7 @@ from itertools import product
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.geometry import Axis
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     CACHE_LINE,
@@ -23,7 +24,6 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
-from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 
 

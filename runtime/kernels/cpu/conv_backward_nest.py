@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.geometry import Convolution
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Elements, Expr
-from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape, Tiles
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import Tiles
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def otherwise() -> Iterator[None]:
 class Nest(Elements):
     """One kernel being built: its shape, its tiles and the sizes that follow from them."""
 
-    shape: ConvShape
+    shape: Convolution
     tiles: Tiles
 
     # Channels

@@ -1,18 +1,14 @@
 """The arithmetic of the backward convolution: which output rows an input row meets, and how the work is cut into tiles.
 
 Everything here is plain Python integers; `conv_backward.py` has the loop nest that they fill.
-
-An input index i is written  i = stride*u + e  (0 <= e < stride; e is its *residue*). Tap k of the kernel reaches it
-from the output index  o = (i + pad - k*dilation)/stride, where that is an integer:  o = u + offset(e, k). So, residue
-by residue, the gradient of the input is a convolution of stride one over u.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
+from bnfuse.runtime.kernels.common.geometry import Axis, Convolution, convolution_of
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.cpus import vector_registers
 from bnfuse.runtime.targets.target import CpuTarget
@@ -22,89 +18,6 @@ FLAT_PIXELS = 128  # the same for 1x1 convolutions, whose rows are cut at will
 GRAD_BYTES = 720 * 1024  # the grad tile is swept for every block: it must stay in a second-level cache of 1 MB
 TILE_BYTES = 1400 * 1024  # both tiles together; the read tile is swept once
 TILE_OVERHEAD = 12  # what a tile costs beyond its pixels, in pixels: the partial dweight is loaded and stored
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """One spatial axis of a convolution: sizes of input and output, kernel size, stride, leading pad, dilation."""
-
-    size: int
-    out: int
-    kernel: int = 1
-    stride: int = 1
-    pad: int = 0
-    dilation: int = 1
-
-    def offset(self, residue: int, tap: int) -> int | None:
-        """o - u for this tap at this residue; None where the tap meets no output."""
-        distance = residue + self.pad - tap * self.dilation
-        return distance // self.stride if distance % self.stride == 0 else None
-
-    def _offsets(self) -> Iterator[int]:
-        yield 0
-        for residue in range(self.stride):
-            for tap in range(self.kernel):
-                offset = self.offset(residue, tap)
-                if offset is not None:
-                    yield offset
-
-    @property
-    def low(self) -> int:
-        """The smallest offset, at most 0."""
-        return min(self._offsets())
-
-    @property
-    def high(self) -> int:
-        """The largest offset, at least 0."""
-        return max(self._offsets())
-
-    @property
-    def units(self) -> int:
-        """Values of u that cover the input, and the output as well."""
-        return max(-(-self.size // self.stride), self.out)
-
-    @property
-    def step(self) -> int:
-        """Inputs from one position of a read tile to the next: what no tap meets is left out where that is regular."""
-        return self.stride if self.kernel == 1 else 1
-
-    @property
-    def tile_stride(self) -> int:
-        """Positions of a read tile from one output to the next."""
-        return self.stride // self.step
-
-    def reach(self, count: int) -> int:
-        """Positions of a read tile that `count` neighbouring outputs take. Position i is input i*step - pad."""
-        return (count - 1) * self.tile_stride + (self.kernel - 1) * self.dilation + 1
-
-    def present(self, reach: int) -> tuple[int, int]:
-        """The first of `reach` positions, from output 0 on, that is an input and not padding; and how many are."""
-        first = -(-self.pad // self.step)
-        last = (self.size - 1 + self.pad) // self.step
-        return first, max(0, min(reach, last + 1) - first)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvShape:
-    """A convolution as the kernel runs it. Channels are those of one group."""
-
-    n: int
-    rows: Axis
-    columns: Axis
-    cin: int
-    cout: int
-    groups: int
-
-    @property
-    def taps(self) -> int:
-        return self.rows.kernel * self.columns.kernel
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether every output pixel reads the input pixel of the same number and no other."""
-        return all(
-            a.kernel == 1 and a.stride == 1 and a.pad == 0 and a.out == a.size for a in (self.rows, self.columns)
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,30 +44,22 @@ class Tiles:
 class Plan:
     """The shape as the kernel runs it, and its tiles."""
 
-    shape: ConvShape
+    shape: Convolution
     tiles: Tiles
 
 
-def conv_shape(problem: Problem, threads: int) -> ConvShape:
+def conv_shape(problem: Problem, threads: int) -> Convolution:
     """The shape of a problem; a pointwise convolution has its pixels regrouped into rows of a convenient length."""
     return conv_shapes(problem, threads)[0]
 
 
-def conv_shapes(problem: Problem, threads: int) -> list[ConvShape]:
+def conv_shapes(problem: Problem, threads: int) -> list[Convolution]:
     """The ways to see a problem, the best first: a pointwise convolution has its pixels regrouped into rows."""
-    x, dy = problem.map("x"), problem.map("dy")
-    group = problem.attribute("group")
-    pads, strides, dilations = (problem.attribute(name) for name in ("pads", "strides", "dilations"))
-    out, cin, *kernel = problem.weight
-    rows, columns = (
-        Axis(size, size_out, kernel[i], strides[i], pads[i], dilations[i])
-        for i, (size, size_out) in enumerate(((x.h, dy.h), (x.w, dy.w)))
-    )
-    shape = ConvShape(x.n, rows, columns, cin, out // group, group)
+    shape = convolution_of(problem)
     return _regrouped(shape, threads) if shape.is_pointwise else [shape]
 
 
-def _regrouped(shape: ConvShape, threads: int) -> list[ConvShape]:
+def _regrouped(shape: Convolution, threads: int) -> list[Convolution]:
     """Rows of a length that whole micro-tiles of 14 pixels fill and that share out evenly; each row is then a tile."""
     pixels = shape.n * shape.rows.size * shape.columns.size
 
@@ -162,7 +67,7 @@ def _regrouped(shape: ConvShape, threads: int) -> list[ConvShape]:
         busiest = -(-(pixels // width) // threads)
         return busiest * (-(-width // 14) * 14 + TILE_OVERHEAD), -width
 
-    def rows_of(width: int) -> ConvShape:
+    def rows_of(width: int) -> Convolution:
         count = pixels // width
         return dataclasses.replace(shape, n=1, rows=Axis(count, count), columns=Axis(width, width))
 
@@ -182,12 +87,12 @@ def alternatives(problem: Problem, target: CpuTarget) -> list[Plan]:
     return plans + [Plan(shape, _tiles_of_size(shape, target, size)) for size in sizes]
 
 
-def choose_tiles(shape: ConvShape, target: CpuTarget) -> Tiles:
+def choose_tiles(shape: Convolution, target: CpuTarget) -> Tiles:
     """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
     return _tiles_of_size(shape, target, _ranked_sizes(shape, target)[0])
 
 
-def _tiles_of_size(shape: ConvShape, target: CpuTarget, size: tuple[int, int], vectors: int = 2) -> Tiles:
+def _tiles_of_size(shape: Convolution, target: CpuTarget, size: tuple[int, int], vectors: int = 2) -> Tiles:
     """`size`: images and rows."""
     pixels, taps = (14, 8) if vector_registers(target) == 32 else (6, 6)
     lanes = target.lanes
@@ -200,7 +105,7 @@ def _tiles_of_size(shape: ConvShape, target: CpuTarget, size: tuple[int, int], v
     return Tiles(images, rows, micro_images, micro_rows, micro_columns, taps, lanes, block, out_block)
 
 
-def _ranked_sizes(shape: ConvShape, target: CpuTarget) -> list[tuple[int, int]]:
+def _ranked_sizes(shape: Convolution, target: CpuTarget) -> list[tuple[int, int]]:
     """Images and rows in a tile: few halos, little dweight traffic, even shares, and both tiles in cache."""
     axis, width = shape.rows, shape.columns.units
     limit = FLAT_PIXELS if shape.is_pointwise else PIXELS
@@ -220,7 +125,7 @@ def _ranked_sizes(shape: ConvShape, target: CpuTarget) -> list[tuple[int, int]]:
     return sorted(fitting, key=cost)
 
 
-def _fits(shape: ConvShape, images: int, rows: int) -> bool:
+def _fits(shape: Convolution, images: int, rows: int) -> bool:
     grad = (rows + shape.rows.high - shape.rows.low) * (shape.columns.units + 2) * (shape.cout + 16)
     read = shape.rows.reach(rows) * shape.columns.reach(shape.columns.out) * shape.cin
     return 4 * images * grad <= GRAD_BYTES and 4 * images * (grad + read) <= TILE_BYTES

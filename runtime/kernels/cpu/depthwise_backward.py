@@ -32,6 +32,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.geometry import Convolution
 from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     READ,
@@ -45,7 +46,6 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     prefetch,
     write_epilogue,
 )
-from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
 from bnfuse.runtime.kernels.cpu.nest import block_vectors, loop
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
@@ -69,7 +69,7 @@ class DepthwiseTiles:
     taps: int
 
 
-def is_depthwise(shape: ConvShape, target: CpuTarget) -> bool:
+def is_depthwise(shape: Convolution, target: CpuTarget) -> bool:
     """Whether this module's kernel takes a shape: one channel in, one out, and a row of the kernel in registers."""
     return shape.groups > 1 and shape.cin == shape.cout == 1 and shape.columns.kernel <= _tap_limit(target)
 
@@ -78,7 +78,7 @@ def _tap_limit(target: CpuTarget) -> int:
     return 12 if target.lanes == 8 else 25
 
 
-def choose_tiles(shape: ConvShape, target: CpuTarget) -> DepthwiseTiles:
+def choose_tiles(shape: Convolution, target: CpuTarget) -> DepthwiseTiles:
     vectors = -(-shape.groups // target.lanes)
     block = target.lanes * -(-vectors // -(-vectors // VECTORS))
     rows, columns = shape.rows, shape.columns
@@ -97,12 +97,12 @@ def choose_tiles(shape: ConvShape, target: CpuTarget) -> DepthwiseTiles:
     )
 
 
-def depthwise_backward(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
+def depthwise_backward(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Kernel:
     """The kernel of a depthwise convolution's gradients. `conv_backward` has checked the problem."""
     return Kernel(NAME, problem, target, params, partial(_build, problem, target, shape, params))
 
 
-def _build(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Any:
+def _build(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Any:
     with tir.function(NAME, params) as arguments:
         tiles = choose_tiles(shape, target)
         nest = _Depthwise(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles)
@@ -141,7 +141,7 @@ class _Vector:
 
 @dataclasses.dataclass(frozen=True)
 class _Depthwise(Elements):
-    shape: ConvShape
+    shape: Convolution
     tiles: DepthwiseTiles
 
     # Sizes

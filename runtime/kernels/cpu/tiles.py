@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from bnfuse.runtime.kernels.common.geometry import convolution_of
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.cpus import vector_registers
 from bnfuse.runtime.targets.target import CpuTarget
@@ -89,13 +90,12 @@ class ConvShape:
 
 
 def conv_shape(problem: Problem) -> ConvShape:
-    x, y = problem.map("x"), problem.map("y")
-    top, left, _, _ = problem.attribute("pads")
-    (stride_h, stride_w), (dilation_h, dilation_w) = problem.attribute("strides"), problem.attribute("dilations")
-    r, s = problem.weight[2:]
-    groups = problem.attribute("group")
+    c = convolution_of(problem)
+    v, h = c.rows, c.columns
+    cin, cout = c.cin * c.groups, c.cout * c.groups
     return ConvShape(
-        x.n, x.h, x.w, x.c, y.h, y.w, y.c, r, s, stride_h, stride_w, top, left, dilation_h, dilation_w, groups
+        c.n, v.size, h.size, cin, v.out, h.out, cout, v.kernel, h.kernel, v.stride, h.stride, v.pad, h.pad,
+        v.dilation, h.dilation, c.groups,
     )  # fmt: skip
 
 

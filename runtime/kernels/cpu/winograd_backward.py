@@ -34,12 +34,12 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.geometry import Convolution
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
 from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad, pack_read
-from bnfuse.runtime.kernels.cpu.conv_backward_shape import ConvShape
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
 from bnfuse.runtime.kernels.cpu.winograd_backward_micro import input_gradient, weight_products
 from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
@@ -56,12 +56,12 @@ from bnfuse.runtime.targets.target import CpuTarget
 NAME = "winograd_backward"
 
 
-def winograd_backward(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Kernel:
+def winograd_backward(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Kernel:
     """The kernel of a 3x3 convolution's gradients. `conv_backward` has checked the problem."""
     return Kernel(NAME, problem, target, params, partial(build, problem, target, shape, params))
 
 
-def build(problem: Problem, target: CpuTarget, shape: ConvShape, params: tuple[Param, ...]) -> Any:
+def build(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Any:
     """The TIR function."""
     with tir.function(NAME, params) as arguments:
         tiles = choose_tiles(shape, target)

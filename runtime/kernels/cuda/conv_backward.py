@@ -21,7 +21,7 @@ from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
 from bnfuse.runtime.kernels.cuda.conv_tile import emit
-from bnfuse.runtime.kernels.cuda.correlation import gradient_correlation, weight_correlation, with_groups_aligned
+from bnfuse.runtime.kernels.cuda.correlation import forward_correlation, gradient_correlation, with_groups_aligned
 from bnfuse.runtime.kernels.cuda.depthwise_backward import depthwise_backward
 from bnfuse.runtime.kernels.cuda.device import Expr, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
@@ -47,7 +47,7 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
         if wants_input(problem)
         else [None]
     )
-    weights = list(weight_plans(weight_correlation(problem), problem, target)) if wants_weight(problem) else [None]
+    weights = list(weight_plans(forward_correlation(problem), problem, target)) if wants_weight(problem) else [None]
     pairs = [(inputs[0], weight) for weight in weights] + [(plan, weights[0]) for plan in inputs[1:]]
     return tuple(Choice("tile", pair) for pair in pairs)
 
@@ -90,7 +90,7 @@ class Stages:
             self.input = tile_of(c, chosen, target.precision, operand)
             scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map("dx").c)
         if wants_weight(problem):
-            c = weight_correlation(problem)
+            c = forward_correlation(problem)
             planned = weight_plan or next(weight_plans(c, problem, target))
             operands = Operand(problem, True), Operand(problem, False)
             self.weight = weight_tile_of(c, planned, target.precision, *operands)

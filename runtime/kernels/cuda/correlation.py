@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from bnfuse.runtime.kernels.common import geometry
+from bnfuse.runtime.kernels.common.geometry import convolution_of
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 OUTPUT_MAPS = ("y", "dy", "grad_x")  # of a convolution's output; all others are of its input
@@ -56,23 +58,26 @@ class Axis:
         return max(abs(phase.base), abs(phase.base + (phase.count - 1) * self.step))
 
 
-def forward_axis(source: int, destination: int, window: int, stride: int, dilation: int, pad: int) -> Axis:
-    return Axis(destination, source, window, 1, stride, dilation, 1, (Phase(0, window, -pad),))
+def forward_axis(axis: geometry.Axis) -> Axis:
+    """From the input to the output of a convolution."""
+    taps = (Phase(0, axis.kernel, -axis.pad),)
+    return Axis(axis.out, axis.size, axis.kernel, 1, axis.stride, axis.dilation, 1, taps)
 
 
-def gradient_axis(destination: int, source: int, window: int, stride: int, dilation: int, pad: int) -> Axis:
+def gradient_axis(axis: geometry.Axis) -> Axis:
     """Towards the input: destination is the forward convolution's input, source its output."""
+    stride, dilation, window = axis.stride, axis.dilation, axis.kernel
     common = math.gcd(stride, dilation)
     tap_step, step = stride // common, -(dilation // common)
     phases = []
     for phase in range(stride):
-        taps = [r for r in range(min(window, tap_step)) if (phase + pad - r * dilation) % stride == 0]
+        taps = [r for r in range(min(window, tap_step)) if (phase + axis.pad - r * dilation) % stride == 0]
         if not taps:
             phases.append(Phase(0, 0, 0))
             continue
         count = len(range(taps[0], window, tap_step))
-        phases.append(Phase(taps[0], count, (phase + pad - taps[0] * dilation) // stride))
-    return Axis(destination, source, window, stride, 1, step, tap_step, tuple(phases))
+        phases.append(Phase(taps[0], count, (phase + axis.pad - taps[0] * dilation) // stride))
+    return Axis(axis.size, axis.out, window, stride, 1, step, tap_step, tuple(phases))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,24 +153,12 @@ class FlatView:
 
 
 def forward_correlation(problem: Problem) -> Correlation:
-    return _correlation(problem, problem.map("x"), problem.map("y"), forward=True)
+    """The convolution of a problem; of a gradient's what the weight gradient sums over."""
+    c = convolution_of(problem)
+    return Correlation(c.n, forward_axis(c.rows), forward_axis(c.columns), c.groups, c.cout, c.cin)
 
 
 def gradient_correlation(problem: Problem) -> Correlation:
-    return _correlation(problem, problem.map("dx"), problem.map("dy"), forward=False)
-
-
-def weight_correlation(problem: Problem) -> Correlation:
-    """The forward geometry of a gradient's problem: what the weight gradient sums over."""
-    return _correlation(problem, problem.map("x"), problem.map("dy"), forward=True)
-
-
-def _correlation(problem: Problem, x: MapType, y: MapType, *, forward: bool) -> Correlation:
-    outputs, per_group, *window = problem.weight
-    group, strides, dilations, pads = (problem.attribute(n) for n in ("group", "strides", "dilations", "pads"))
-    axes = []
-    for i, (inner, outer) in enumerate(((x.h, y.h), (x.w, y.w))):
-        given = window[i], strides[i], dilations[i], pads[i]
-        axes.append(forward_axis(inner, outer, *given) if forward else gradient_axis(inner, outer, *given))
-    channels = (outputs // group, per_group) if forward else (per_group, outputs // group)
-    return Correlation(x.n, axes[0], axes[1], group, *channels)
+    """Towards the input of a gradient's problem."""
+    c = convolution_of(problem)
+    return Correlation(c.n, gradient_axis(c.rows), gradient_axis(c.columns), c.groups, c.cin, c.cout)

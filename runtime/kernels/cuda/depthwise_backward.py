@@ -27,6 +27,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
+from bnfuse.runtime.kernels.common.geometry import spatial_axes
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.cuda import device as d
@@ -35,7 +36,6 @@ from bnfuse.runtime.kernels.cuda.depthwise_gather import input_stage, weight_sta
 from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Plan,
     Work,
-    axes,
     backward_line,
     choose_plan,
     gathering_plan,
@@ -91,7 +91,7 @@ def inlet_maps(problem: Problem) -> dict[str, MapType]:
 
 def work_of(problem: Problem) -> Work:
     """The convolution as windows of dy over units of inputs."""
-    rows, columns = axes(problem)
+    rows, columns = spatial_axes(problem)
     spec, x = problem.spec, problem.map("x")
     gradient, inlets = Operand(problem, gradient=True), inlet_maps(problem)
     inputs = rows.stride * columns.stride
@@ -242,7 +242,7 @@ class _Backward:
         own_sums: Buffer,
         weights: Weights | None,
     ) -> _Backward:
-        rows, columns = axes(problem)
+        rows, columns = spatial_axes(problem)
         lines = (work.rows, work.columns)
         window = Window.make(block, Operand(problem, gradient=True), lines, plan, channels)
         maps = inlet_maps(problem)
@@ -268,16 +268,16 @@ class _Backward:
 
     def _inputs(self) -> list[tuple[int, int]]:
         """Rows and columns of a unit."""
-        rows, columns = axes(self.problem)
+        rows, columns = spatial_axes(self.problem)
         return list(product(range(rows.stride), range(columns.stride)))
 
     def _number(self, j: Expr, e: tuple[int, int]) -> Expr:
         """Of an input among those that are loaded ahead."""
-        return (e[0] * self.plan.strip + j) * axes(self.problem)[1].stride + e[1]
+        return (e[0] * self.plan.strip + j) * spatial_axes(self.problem)[1].stride + e[1]
 
     def _place(self, tile: Tile, row: Expr, j: Expr, e: tuple[int, int]) -> tuple[Expr, Expr]:
         """Pixel of an input, and whether it exists."""
-        rows, columns = axes(self.problem)
+        rows, columns = spatial_axes(self.problem)
         x, plan, work = self.problem.map("x"), self.plan, self.work
         h, w = row * rows.stride + e[0], (tile.column + j) * columns.stride + e[1]
         high = (work.rows.units - 1) * rows.stride + e[0] < x.h
@@ -314,7 +314,7 @@ class _Backward:
 
     def _input(self, pixel: Expr, j: Expr, e: tuple[int, int]) -> None:
         """One input: y, the taps that reach an output from it, dx."""
-        rows, columns = axes(self.problem)
+        rows, columns = spatial_axes(self.problem)
         plan = ProloguePlan.of_input(self.problem)
         self.inlets.unpack(self._number(j, e), self.values)
         if self.problem.spec.core != "ConvGradInput":

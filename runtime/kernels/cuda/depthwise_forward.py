@@ -26,12 +26,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.geometry import spatial_axes
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Plan,
     Work,
-    axes,
     choose_plan,
     choose_single,
     forward_line,
@@ -81,7 +81,7 @@ def depthwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
 
 def work_of(problem: Problem) -> Work:
     """The convolution as windows of inputs under outputs."""
-    rows, columns = axes(problem)
+    rows, columns = spatial_axes(problem)
     y, operand = problem.map("y"), Operand(problem, gradient=False)
     stored = len(operand.vectors) + (6 if "Statistics" in problem.spec.epilogue else 0)
     size = d.size_of(problem.map("x").dtype)
@@ -222,7 +222,7 @@ def _slide(nest: _Forward) -> Callable[[Tile], None]:
     weights = nest.weights or Weights.in_registers(block, plan, channels, work.taps, work.channels)
     bias = channels.vector(block["bias"]) if "bias" in block else None
     sums, weight = d.registers(plan.strip * channels.count), d.registers(channels.count)
-    rows, columns = axes(nest.problem)
+    rows, columns = spatial_axes(nest.problem)
 
     def product(r: Expr, s: Expr) -> None:
         tap = r * columns.kernel + s
@@ -249,7 +249,7 @@ def _gather(nest: _Forward) -> Callable[[Tile], None]:
     source = Source.make(block, nest.operand, nest.source)
     bias = nest.channels.vector(block["bias"]) if "bias" in block else None
     sums = d.registers(1)
-    rows, columns = axes(nest.problem)
+    rows, columns = spatial_axes(nest.problem)
 
     def outputs(tile: Tile, row: Expr) -> None:
         d.put(sums, 0, T.float32(0))

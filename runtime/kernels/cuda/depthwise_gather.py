@@ -12,9 +12,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
+from bnfuse.runtime.kernels.common.geometry import spatial_axes
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseEpilogue, own_taps, quantities_of, reductions_of
-from bnfuse.runtime.kernels.cuda.depthwise_shape import Line, Plan, Work, axes
+from bnfuse.runtime.kernels.cuda.depthwise_shape import Line, Plan, Work
 from bnfuse.runtime.kernels.cuda.depthwise_sums import team_of, zeroed
 from bnfuse.runtime.kernels.cuda.depthwise_window import Channels, Source, Tile, Vectors, each_tile
 from bnfuse.runtime.kernels.cuda.device import Expr, Lanes, Stage
@@ -38,7 +39,7 @@ def each_pixel(tile: Tile, plan: Plan, kind: MapType, body: Callable[[Expr], Non
 def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) -> Stage:
     """dx and the partials of its sums."""
     x, dx, dy = problem.map("x"), problem.map("dx"), problem.map("dy")
-    rows, columns = axes(problem)
+    rows, columns = spatial_axes(problem)
     work, team, repeat = pixels_of(x), team_of(plan), dy.c // x.c
     taps = rows.kernel * columns.kernel
     shared = reductions_of(problem.spec).shared_bytes(team)
@@ -90,7 +91,7 @@ def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
 def weight_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) -> Stage:
     """The partials of dweight and dbias; a block of the third axis has one of them."""
     x, dy = problem.map("x"), problem.map("dy")
-    rows, columns = axes(problem)
+    rows, columns = spatial_axes(problem)
     gradient, read = Operand(problem, gradient=True), Operand(problem, gradient=False)
     work, team, repeat, taps = pixels_of(dy), team_of(plan), dy.c // x.c, own_taps(problem)
     own = quantities_of(problem)

@@ -14,8 +14,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from bnfuse.runtime.kernels.cpu.conv_backward_shape import Axis
-from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.kernels.common.geometry import Axis
+from bnfuse.runtime.kernels.kernel import MapType
 from bnfuse.runtime.targets.target import CudaTarget
 
 REGISTERS = 65536  # of a multiprocessor
@@ -52,17 +52,6 @@ class Line:
     def width(self, units: int) -> int:
         """Sources under neighbouring units."""
         return (units - 1) * self.step + self.extent
-
-
-def axes(problem: Problem) -> tuple[Axis, Axis]:
-    """Rows and columns of the convolution."""
-    x, y = problem.map("x"), problem.map("dy" if problem.spec.is_gradient else "y")
-    pads, strides, dilations = (problem.attribute(name) for name in ("pads", "strides", "dilations"))
-    sizes = ((x.h, y.h), (x.w, y.w))
-    rows, columns = (
-        Axis(size, out, problem.weight[2 + i], strides[i], pads[i], dilations[i]) for i, (size, out) in enumerate(sizes)
-    )
-    return rows, columns
 
 
 def forward_line(axis: Axis) -> Line:

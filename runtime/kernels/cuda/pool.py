@@ -21,7 +21,14 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import operator_params
-from bnfuse.runtime.kernels.common.windows import Axis, Windows, coordinates, source_pixel, weight_of, windows_of
+from bnfuse.runtime.kernels.common.windows import (
+    WindowAxis,
+    Windows,
+    coordinates,
+    source_pixel,
+    weight_of,
+    windows_of,
+)
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr
 from bnfuse.runtime.kernels.cuda.operand import Operand
@@ -130,7 +137,7 @@ class _Forward:
             d.put(self.value, j, tirx.Select(wins, read, self.value[j]))
 
 
-def _reads(axis: Axis, window: Expr, k: Expr) -> Expr:
+def _reads(axis: WindowAxis, window: Expr, k: Expr) -> Expr:
     """Whether the k-th position of a window lies in x."""
     return True if axis.never_cut else d.within(axis.start(window) + k * axis.dilation, axis.size)
 
@@ -350,16 +357,16 @@ def _emit_global_backward(block: Block, problem: Problem, sweep: Sweep, epilogue
 class Candidates:
     """The windows along an axis that may contain a position: `count` of them, ending with the last that has begun."""
 
-    axis: Axis
+    axis: WindowAxis
 
     @property
     def count(self) -> int:
-        return min(self.axis.windows, -(-(self.axis.dilation * (self.axis.kernel - 1) + 1) // self.axis.stride))
+        return min(self.axis.out, -(-(self.axis.dilation * (self.axis.kernel - 1) + 1) // self.axis.stride))
 
     def window(self, position: Expr, i: Expr) -> Expr:
         """The i-th, in ascending order."""
         axis = self.axis
-        last = tirx.Min(tirx.floordiv(position + axis.before, axis.stride), tirx.const(axis.windows - 1, "int32"))
+        last = tirx.Min(tirx.floordiv(position + axis.pad, axis.stride), tirx.const(axis.out - 1, "int32"))
         return last - (self.count - 1) + i
 
     def contains(self, position: Expr, window: Expr) -> Expr:
