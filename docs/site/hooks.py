@@ -87,10 +87,11 @@ def spaced(text: str) -> str:
         begins = re.match(r"([-*]|\d+\.) |\|", line)
         if begins and before.strip() and not re.match(r"\s|([-*]|\d+\.) |\|", before):
             lines.append("")
-        lines.append(plain_pipes(line) if line.startswith("|") else line)
+        lines.append(row(line) if line.startswith("|") else line)
     return "\n".join(lines)
 
 
-def plain_pipes(row: str) -> str:
-    """Unescape the pipes in the code of a table's row: GitHub's Markdown wants them escaped there, this one not."""
-    return re.sub(r"`[^`]+`", lambda code: code.group().replace("\\|", "|"), row)
+def row(line: str) -> str:
+    """Write a table's row as this Markdown wants it: no escapes of pipes in code, and no number apart from its unit."""
+    line = re.sub(r"`[^`]+`", lambda code: code.group().replace("\\|", "|"), line)
+    return re.sub(r"(?<=\d) (?=(?:[munµ]?s|[kMGT]i?B|B|%)(?:/s)? *\|)", "\u00a0", line)

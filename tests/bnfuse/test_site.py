@@ -111,8 +111,8 @@ def test_a_dead_link_and_a_dead_anchor_fail_the_build(tmp_path):
 def test_links_and_blank_lines_of_a_page():
     hooks = load(ROOT / "docs" / "site" / "hooks.py")
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="index.md"))
-    text = "see:\n- one\n- two\n\n```\na:\n- b\n```\n[x](LICENSE), [y](CHANGELOG.md)\n| `a\\|b` | c\\|d |"
-    wanted = "see:\n\n- one\n- two\n\n```\na:\n- b\n```\nx, [y](changelog.md)\n\n| `a|b` | c\\|d |"
+    text = "see:\n- one\n- two\n\n```\na:\n- b\n```\n[x](LICENSE), [y](CHANGELOG.md)\n| `a\\|b` | c\\|d | 1 s |"
+    wanted = "see:\n\n- one\n- two\n\n```\na:\n- b\n```\nx, [y](changelog.md)\n\n| `a|b` | c\\|d | 1\u00a0s |"
     assert hooks.on_page_markdown(text, page) == wanted
     assert hooks.address("../../benchmarks/RESULTS.md#a", "docs/tutorials/a.md", "tutorials/a.md") == "../numbers.md#a"
 
@@ -123,3 +123,18 @@ def test_columns_of_a_docstring_stay_columns():
         laid_out("Runs.\n\na    one\nlong two\nlong  three") == "Runs.\n\n    a    one\n    long two\n    long  three"
     )
     assert laid_out("One.  Two of it\nand three.") == "One.  Two of it\nand three."
+
+
+@pytest.mark.browser
+def test_pages_fit_a_narrow_window_and_ask_for_nothing(site, browser):
+    tab = browser.new_page(viewport={"width": 400, "height": 800})
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    wide = []
+    for path in sorted(site.rglob("*.html")):
+        tab.goto(path.as_uri(), wait_until="domcontentloaded")
+        if tab.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
+            wide.append(path.name)
+    tab.close()
+    assert not wide
+    assert asked and not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
