@@ -1,6 +1,6 @@
 """The workload of a training graph, source or rewritten: every node a layer, every operand an access.
 
-    TrainingGraph  ->  places of values (pieces.py), layers of nodes (inspecting/owners.py), costs (node_costs.py)
+    TrainingGraph  ->  places of values (pieces.py), layers of nodes (analysis/owners.py), costs (node_costs.py)
 
 An operand counts with the bytes that are really touched: a range of channels, a sample. Views move nothing, so what
 reads a concatenation reads its parts. Nodes that depend on shapes and constants alone are no layers: they are evaluated

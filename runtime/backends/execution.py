@@ -1,4 +1,4 @@
-"""What a step asks of whatever runs its programs, on a CPU (cpu.py) or on a GPU (cuda/runner.py)."""
+"""What a step asks of whatever runs its programs, on a CPU (cpu/runner.py) or on a GPU (cuda/runner.py)."""
 
 from __future__ import annotations
 

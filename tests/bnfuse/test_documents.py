@@ -99,6 +99,7 @@ def test_every_paper_that_is_cited_is_in_the_bibliography():
 
 
 def test_every_path_that_a_document_names_is_there():
+    files = {file.name for file in texts()}
     named = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*\w")
     for document in (
         ROOT / "README.md",
@@ -106,8 +107,11 @@ def test_every_path_that_a_document_names_is_there():
         ROOT / "benchmarks" / "RESULTS.md",
         *DOCS.rglob("*.md"),
     ):
-        for place in named.findall(document.read_text(encoding="utf-8")):
+        text = document.read_text(encoding="utf-8")
+        for place in named.findall(text):
             assert list(ROOT.glob(place)), f"{document.name} names {place}"
+        for file in re.findall(r"(?<![\w/])\w+\.py\b", text):
+            assert file in files, f"{document.name} names {file}"
 
 
 METADATA = {f"bnfuse.{key}" for key in ("classes", "input_mean", "input_scale", "input_std")}
