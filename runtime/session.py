@@ -1,7 +1,6 @@
 """A compiled step at work: its state, and the calls that run its launches.
 
-State (parameters, running statistics, the optimiser's moments) lives in the step and is updated in place; the
-caller's arrays are never touched. It is exchanged in the layout and by the names of the ONNX file.
+State (state.py) lives in the step and is updated in place; the caller's arrays are never touched.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.numpy
 
 from bnfuse.core.errors import BnfuseError, UnknownAttributeError
-from bnfuse.core.files import write_atomically
 from bnfuse.core.ranges import check_real, check_whole
-from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.backend import backend_of
@@ -26,6 +22,7 @@ from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, shared_regions
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
+from bnfuse.runtime.state import State
 from bnfuse.runtime.targets.target import Target
 
 if TYPE_CHECKING:
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Compiled", "LaunchTime", "Step"]
 
-MOMENT_PREFIX = "optimizer."
-STEP_KEY = "optimizer.step"
 LOSS_SCALE = 1024.0  # of float16, whose smallest normal number is 6e-5
 
 RANGES: dict[str, Callable[[str, object], None]] = {  # what is set between steps
@@ -76,6 +71,7 @@ class Step(Exclusive):
         backend = backend_of(target)
         self._train: Runner = backend.runner(training, target)
         self._evaluate: Runner = backend.runner(evaluation, target, self._train)
+        self._state = State(self._train, optimizer)
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
@@ -308,7 +304,7 @@ class Step(Exclusive):
     @alone
     def device_state(self, name: str) -> DeviceArray:
         """A parameter or a running statistic where it lies on the GPU. Steps update it in place."""
-        return self._on_device(self._state(), name, "parameter or running statistic")
+        return self._on_device(self._state.tensors, name, "parameter or running statistic")
 
     def _on_device(self, tensors: Mapping[str, p.Tensor], name: str, kind: str) -> DeviceArray:
         if name not in tensors:
@@ -346,95 +342,34 @@ class Step(Exclusive):
     @alone
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters and running statistics: copies, in the layout of the file."""
-        return {name: self._train.memory.read(tensor) for name, tensor in self._state().items()}
+        return self._state.read()
 
     @alone
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace parameters and running statistics. All must be there, with their shapes. The optimiser's moments and
         count of steps stay; `reset_optimizer` lets it begin anew."""
-        own = self._state()
-        missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        if missing or foreign:
-            found = [f"lacks '{missing[0]}' ({len(missing)} of the graph's {len(own)} names)"] if missing else []
-            found += [f"has '{foreign[0]}' ({len(foreign)} names), which the graph has not"] if foreign else []
-            raise BnfuseError(f"the state {' and '.join(found)}: is it of this network?")
-        arrays = {name: self._train.to_host(state[name], f"the state's '{name}'") for name in own}
-        for name, array in arrays.items():
-            if array.shape != own[name].shape:
-                raise BnfuseError(
-                    f"the state's '{name}' has the shape {list(array.shape)}, not {list(own[name].shape)}"
-                )
-            if not np.can_cast(array.dtype, own[name].dtype, "same_kind"):
-                raise BnfuseError(f"the state's '{name}' is {array.dtype}, not {own[name].dtype}")
-        for name, array in arrays.items():
-            self._train.memory.write(own[name], array)
+        self._state.replace(state)
 
     @alone
     def not_finite(self) -> str | None:
         """The first trained parameter, running statistic or moment of the optimiser that is not finite, by name."""
-        own = self._state()
-        for name in (*self.program.signature["trainable"], *self.program.running):
-            if not np.isfinite(self._train.memory.read(own[name])).all():
-                return name
-        for name, (storage, _) in self._moments().items():
-            if not np.isfinite(self._train.memory.load(storage)).all():
-                return name
-        return None
+        return self._state.not_finite()
 
     @alone
     def save(self, path: str | pathlib.Path, metadata: Mapping[str, str] | None = None) -> None:
         """Write state and the optimiser's state as safetensors, `metadata` with it; the file is replaced as a whole."""
-        moments = {name: self._train.memory.load(s).reshape(shape) for name, (s, shape) in self._moments().items()}
-        tensors = {**self.state_dict(), **moments}
-        about = {**(metadata or {}), "format": "bnfuse", STEP_KEY: str(self.steps)}
-        data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, about)
-        write_atomically(pathlib.Path(path), data, durable=True)
+        self._state.save(pathlib.Path(path), self.steps, metadata or {})
 
     @alone
     def load(self, path: str | pathlib.Path) -> None:
         """Read what `save` wrote. The optimiser starts anew where the file has no state, or that of another one."""
-        tensors, metadata = read_safetensors(path)
-        steps = metadata.get(STEP_KEY, "0")
-        if not (steps.isascii() and steps.isdigit() and len(steps) < 16):
-            raise BnfuseError(
-                f"{path}: its count of steps is '{steps[:20]}': it must be a number of less than 16 digits"
-            )
-        moments = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENT_PREFIX)}
-        try:
-            self.load_state_dict(tensors)
-        except BnfuseError as error:
-            raise BnfuseError(f"{path}: {error}") from None
-        own = self._moments()
-        fits = own.keys() == moments.keys() and all(shape == moments[name].shape for name, (_, shape) in own.items())
-        self.reset_optimizer()
-        if fits:
-            self.steps = int(steps)
-            for name, (storage, _) in own.items():
-                self._train.memory.store(storage, moments[name])
+        self.steps = self._state.load(path)
 
     @alone
     def reset_optimizer(self) -> None:
         """The optimiser as before the first step."""
         self.steps = 0
-        for storage, shape in self._moments().values():
-            self._train.memory.store(storage, np.zeros(shape, storage.dtype))
-
-    def _state(self) -> dict[str, p.Tensor]:
-        return {**self.program.parameters, **self.program.running}
-
-    def _moments(self) -> dict[str, tuple[p.Storage, tuple[int, ...]]]:
-        """The optimiser's buffers, cut up by parameter: where each part lies, and its shape in the file."""
-        if self.optimizer is None or not self.optimizer.moments or p.OPTIMIZER not in self.program.regions:
-            return {}
-        size = self.program.regions[p.OPTIMIZER] // len(self.optimizer.moments)
-        found = {}
-        for index, moment in enumerate(self.optimizer.moments):
-            for name in self.program.signature["trainable"]:
-                tensor = self.program.parameters[name]
-                held = self.program.storages[tensor.storage]
-                place = p.Storage(p.OPTIMIZER, index * size + held.offset, held.elements, held.dtype)
-                found[f"{MOMENT_PREFIX}{moment}.{name}"] = (place, tensor.shape)
-        return found
+        self._state.clear_moments()
 
     @alone
     def export(self, path: str | pathlib.Path) -> None:

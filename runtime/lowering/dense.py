@@ -73,7 +73,7 @@ def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
         refs["weights"] = low.dense(weights)
     refs["dscores"] = low.new_dense(node.outputs[0], low.shape(log_prob))
     low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs, loss_scale(low))
-    low.notes["scaled"] = True
+    low.is_loss_scaled = True
 
 
 def loss_scale(low: Lowering) -> list[p.Argument]:
@@ -83,7 +83,7 @@ def loss_scale(low: Lowering) -> list[p.Argument]:
 
 def check_scaled(low: Lowering) -> None:
     """In fp16 gradients start from a loss that scales them: the optimiser takes the factor out of all."""
-    if low.target.precision == "fp16" and low.signature.gradients and not low.notes.get("scaled"):
+    if low.target.precision == "fp16" and low.signature.gradients and not low.is_loss_scaled:
         raise BnfuseError("precision fp16 scales the gradient of SoftmaxCrossEntropyLoss, and there is none: use bf16")
 
 
@@ -93,7 +93,7 @@ def loss_problem(
     given = attributes_of(node)
     n, classes, *inner = low.shape(scores)
     ignored = given.get("ignore_index")
-    low.notes["ignore_index"] = ignored
+    low.ignored_label = ignored
     return LossProblem(
         n,
         classes,

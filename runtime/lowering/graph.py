@@ -24,13 +24,14 @@ from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.lowering.clip_gradient import find_clip_gradient
 from bnfuse.runtime.lowering.dense import check_scaled
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
 from bnfuse.runtime.lowering.layout import assign_slots, assign_vector_slots
 from bnfuse.runtime.lowering.sampled import drawn
-from bnfuse.runtime.lowering.source import SOURCE_OPS, find_clip_gradient
+from bnfuse.runtime.lowering.source import SOURCE_OPS
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, Form, check_elements
 from bnfuse.runtime.lowering.weights import pack_parameters
@@ -95,8 +96,8 @@ def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
     """The nodes without those that become one launch together with a later one."""
     absorbed: set[ir.Node] = set()
     for node in nodes:
-        if found := find_clip_gradient(low, node):
-            low.notes["clip", node] = found
+        if found := find_clip_gradient(node, low.constant):
+            low.clip_gradients[node] = found
             absorbed |= set(found.nodes)
     return [node for node in nodes if node not in absorbed]
 
@@ -313,7 +314,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         new_running=left(signature.running),
         signature=dataclasses.asdict(signature),
         report=_report(low, intervals, placement.bytes),
-        ignored_label=low.notes.get("ignore_index"),
+        ignored_label=low.ignored_label,
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
         finite=low.finite,

@@ -110,12 +110,11 @@ def local_add_sampled(low: Lowering, node: ir.Node, operands: Values, results: V
     x = low.map(operands["x"])
     matrices = {name: rows(low, operands[name]) for name in ("q", "w")}
     dx = updated(low, node, operands["acc"], results.get("dx"), [x])
-    origin = low.notes.setdefault("origin", None)
-    if origin is None:
-        origin = low.notes["origin"] = low.constant_storage(np.zeros(3, np.int64))
+    if low.origin is None:
+        low.origin = low.constant_storage(np.zeros(3, np.int64))
     for group, start, stop in each_group(low, node, x, attributes):
         parts = {"x": x.images(start, stop), "dx": dx.images(start, stop)}
         own = {name: row(low, ref, group) for name, ref in matrices.items()}
         extent = (stop - start, x.type.h, x.type.w)
         arguments = (parts["x"].type, parts["dx"].type, extent, low.target)
-        low.launch(registry.ADD_SAMPLED, arguments, {**parts, **own, "offset": origin})
+        low.launch(registry.ADD_SAMPLED, arguments, {**parts, **own, "offset": low.origin})

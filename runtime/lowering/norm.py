@@ -34,9 +34,11 @@ def statistics(low: Lowering, x: ir.Value, refs: Mapping[str, Ref], sweeps: int)
 def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
     channels = low.shape(operands["scale"])[0]
     refs = {**vectors(low, operands), **new_vectors(low, results, channels)}
-    refs.setdefault("a", low.new_dense(None, (channels,)))
+    a = refs.setdefault("a", low.new_dense(None, (channels,)))
     finalize(low, channels, attributes, refs)
-    low.notes["a", results.get("inv_std")] = refs["a"]
+    if "inv_std" in results:
+        assert isinstance(a, int)
+        low.normalizing[results["inv_std"]] = a
 
 
 def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping[str, Ref]) -> None:
@@ -98,10 +100,11 @@ def batch_norm_source(low: Lowering, node: ir.Node) -> None:
 
     batch = {"mean": vector(mean), "variance": vector(None)}
     statistics(low, x, batch, BASELINE_SWEEPS)
-    coefficients: dict[str, Ref] = {"a": vector(None), "b": vector(None)}
-    refs = {
+    a, b = vector(None), vector(None)
+    refs: dict[str, Ref] = {
         **batch,
-        **coefficients,
+        "a": a,
+        "b": b,
         "scale": low.dense(scale),
         "bias": low.dense(bias),
         "running_mean": low.dense(running_mean),
@@ -111,12 +114,13 @@ def batch_norm_source(low: Lowering, node: ir.Node) -> None:
         "new_running_variance": vector(new_variance),
     }
     finalize(low, channels, batch_norm_constants(node), refs)
-    low.notes["a", inv_std] = refs["a"]
+    if inv_std is not None:
+        low.normalizing[inv_std] = a
     assert y is not None
     normalized = ir.Value(name=f"{y.name}/a"), ir.Value(name=f"{y.name}/b")
-    for value, name in zip(normalized, "ab", strict=True):
+    for value, storage in zip(normalized, (a, b), strict=True):
         low.define(value, (channels,))
-        low.forms[value].dense = refs[name]  # type: ignore[assignment]
+        low.forms[value].dense = storage
     operands = {"x": x, "a": normalized[0], "b": normalized[1]}
     composed(low, node, OpSpec(("Normalize",), "Pointwise"), operands, {"y": y}, {})
 
@@ -146,7 +150,7 @@ def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
 
 def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int:
     """scale*inv_std: the one that the forward operator computed, else computed now."""
-    known = low.notes.get(("a", inv_std))
+    known = low.normalizing.get(inv_std)
     if known is not None:
         return known
     kind = (low.shape(scale), "float32")

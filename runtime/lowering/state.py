@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.lowering.clip_gradient import ClipGradient
 from bnfuse.runtime.lowering.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs
 from bnfuse.runtime.program import program as p
@@ -24,35 +27,53 @@ from bnfuse.runtime.targets.target import Target
 Ref = MapRef | int  # a map, or the storage of a dense tensor
 
 
+@dataclasses.dataclass(eq=False)
 class Lowering:
     """State of one lowering. Operators' functions read `node`, ask for operands, define results, launch."""
 
-    def __init__(self, graph: ir.Graph, signature: GraphSignature, target: Target, opset: int) -> None:
-        self.graph, self.signature, self.target, self.opset = graph, signature, target, opset
-        self.forms: dict[ir.Value, Form] = {}
-        self.storages: list[p.Storage] = []
-        self.made: dict[Request, Kernel] = {}
-        self.requests: list[Request] = []  # one for each kernel of the program
-        self.kernels: dict[str, int] = {}  # by key: index in the program
-        self.launches: list[p.Launch] = []
-        self.initial: dict[int, np.ndarray] = {}
-        self.regions: dict[str, int] = {}
-        self.copies: list[str] = []
-        self.residents: dict[int, list[tuple[ir.Value, MapRef]]] = {}  # maps by storage
-        self.map_storages: set[int] = set()
-        self.destinations: dict[ir.Value, int] = {}  # where outputs, and what becomes them, have to lie
-        self.notes: dict[Any, Any] = {}  # what the lowering of one operator leaves for that of another
-        self.slots = Slots()
-        self.vector_slots = Slots()
-        self.vector_roots: dict[ir.Value, int] = {}
-        self.packed: dict[tuple[int, tuple[int, ...], int, str], int] = {}  # weights, by source and form: storage
-        self.finite: int | None = None  # storage: whether all gradients were, and so the update was made
-        self.parts: dict[int, tuple[int, int]] = {}  # storage -> the storage that it is a part of, byte offset
-        self.roots: dict[ir.Value, MapRef] = {}
-        self.phase: p.Phase = "forward"
-        self.node = "entry"
-        self.order: dict[ir.Node, int] = {}
-        self.places: dict[str, list[Box | Points]] = {}  # of inputs that say where a sample lies, as far as maps allow
+    graph: ir.Graph
+    signature: GraphSignature
+    target: Target
+    opset: int
+
+    # where the lowering is
+    phase: p.Phase = "forward"
+    node: str = "entry"
+    order: dict[ir.Node, int] = field(default_factory=dict)
+
+    # values
+    forms: dict[ir.Value, Form] = field(default_factory=dict)
+    residents: dict[int, list[tuple[ir.Value, MapRef]]] = field(default_factory=dict)  # maps by storage
+    destinations: dict[ir.Value, int] = field(default_factory=dict)  # where outputs, and what becomes them, have to lie
+    slots: Slots = field(default_factory=Slots)
+    roots: dict[ir.Value, MapRef] = field(default_factory=dict)
+    vector_slots: Slots = field(default_factory=Slots)
+    vector_roots: dict[ir.Value, int] = field(default_factory=dict)
+
+    # memory
+    regions: dict[str, int] = field(default_factory=dict)
+    storages: list[p.Storage] = field(default_factory=list)
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage -> what it is a part of, byte offset
+    initial: dict[int, np.ndarray] = field(default_factory=dict)
+    map_storages: set[int] = field(default_factory=set)
+
+    # kernels and launches
+    made: dict[Request, Kernel] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)  # one for each kernel of the program
+    kernels: dict[str, int] = field(default_factory=dict)  # by key: index in the program
+    launches: list[p.Launch] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+
+    # what the lowering of one operator leaves for that of another, or for the program
+    packed: dict[tuple[int, tuple[int, ...], int, str], int] = field(default_factory=dict)  # weights, by source, form
+    clip_gradients: dict[ir.Node, ClipGradient] = field(default_factory=dict)  # by the Mul that each ends in
+    normalizing: dict[ir.Value, int] = field(default_factory=dict)  # scale*inv_std by inv_std: its storage
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # of coefficients, by matrix and group: storage
+    origin: int | None = None  # the offset of a sample that begins where its map does
+    places: dict[str, list[Box | Points]] = field(default_factory=dict)  # of samples, by input: as far as maps allow
+    ignored_label: int | None = None  # one that the loss leaves out
+    is_loss_scaled: bool = False  # whether gradients begin with a loss that knows of their scale
+    finite: int | None = None  # storage: whether all gradients were, and so the update was made
 
     # -- memory ------------------------------------------------------------------------------------------------
 

@@ -69,10 +69,10 @@ def rows(low: Lowering, value: ir.Value) -> MapRef:
 
 def row(low: Lowering, matrix: MapRef, group: int) -> int:
     """The storage that is one row."""
-    key = ("row", matrix.storage, group)
-    if key not in low.notes:
-        low.notes[key] = low.part(matrix.storage, group * matrix.type.stride, matrix.type.c)
-    return low.notes[key]
+    key = matrix.storage, group
+    if key not in low.rows:
+        low.rows[key] = low.part(matrix.storage, group * matrix.type.stride, matrix.type.c)
+    return low.rows[key]
 
 
 def coefficient_rows(low: Lowering, operands: Values, results: Values) -> tuple[int, dict[str, Ref]]:

@@ -1,0 +1,82 @@
+"""Lowering of elementwise operators of source graphs that have a kernel for maps. Others are generic."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS, Activation
+from bnfuse.opset.spec import OpSpec
+from bnfuse.runtime.lowering.generic import lower_generic
+from bnfuse.runtime.lowering.operands import optional, present, result
+from bnfuse.runtime.lowering.state import Lowering
+from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.values import attributes_of
+
+FLOAT_MAX = float(np.finfo(np.float32).max)
+
+
+def lower_activation(low: Lowering, node: ir.Node) -> None:
+    x, activation = low.operand(node, 0), ACTIVATIONS[node.op_type]
+    if low.form(x).dtype != "float32":
+        lower_generic(low, node)
+        return
+    spec = OpSpec((activation.name,), "Pointwise")
+    composed(low, node, spec, present(x=x), present(y=result(node, 0)), known_attributes(node, activation))
+
+
+def lower_activation_grad(low: Lowering, node: ir.Node) -> None:
+    """The second operand is the activation's; of a Relu it may be the result, which has the same sign."""
+    activation = GRADIENTS[node.op_type]
+    operands = present(dy=low.operand(node, 0), x=low.operand(node, 1))
+    spec = OpSpec((), "PointwiseGrad", (node.op_type,))
+    composed(low, node, spec, operands, present(dx=result(node, 0)), known_attributes(node, activation))
+
+
+def known_attributes(node: ir.Node, activation: Activation) -> dict[str, float]:
+    """The attributes of an activation, with those that the node leaves out."""
+    given = attributes_of(node)
+    return {name: given.get(name, default) for name, default in activation.defaults}
+
+
+def lower_clip(low: Lowering, node: ir.Node) -> None:
+    bounds = clip_bounds(low, node)
+    x = low.operand(node, 0)
+    if bounds is None or low.form(x).dtype != "float32":
+        lower_generic(low, node)
+        return
+    attributes = dict(zip(("min", "max"), bounds, strict=True))
+    composed(low, node, OpSpec(("Clip",), "Pointwise"), present(x=x), present(y=result(node, 0)), attributes)
+
+
+def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float] | None:
+    """Lower and upper bound, where they are known now."""
+    found = []
+    for index, default in ((1, -FLOAT_MAX), (2, FLOAT_MAX)):
+        value = optional(node, index)
+        known = low.constant(value)
+        if value is not None and value.name and known is None:
+            return None
+        found.append(default if known is None else float(known))
+    return found[0], found[1]
+
+
+def lower_add(low: Lowering, node: ir.Node) -> None:
+    """Of two equal shapes a map with a skip; broadcasting is generic."""
+    x, skip = low.operand(node, 0), low.operand(node, 1)
+    forms = low.form(x), low.form(skip)
+    if forms[0].shape != forms[1].shape or any(f.dtype != "float32" or not f.shape for f in forms):
+        lower_generic(low, node)
+        return
+    composed(low, node, OpSpec(("Add",), "Pointwise"), present(x=x, skip=skip), present(y=result(node, 0)), {})
+
+
+def lower_mul(low: Lowering, node: ir.Node) -> None:
+    """Generic, unless it is the end of the gradient of a Clip."""
+    found = low.clip_gradients.get(node)
+    if found is None:
+        lower_generic(low, node)
+        return
+    attributes = dict(zip(("min", "max"), found.bounds, strict=True))
+    operands = present(dy=found.dy, x=found.x)
+    composed(low, node, OpSpec((), "PointwiseGrad", ("ClipGrad",)), operands, present(dx=result(node, 0)), attributes)

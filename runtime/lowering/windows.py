@@ -1,0 +1,171 @@
+"""Lowering of convolutions and poolings of source graphs: windows that move over a map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.core.windows import why_not
+from bnfuse.opset.spec import DOMAIN, OpSpec, parse
+from bnfuse.runtime.lowering.operands import optional, present, result
+from bnfuse.runtime.lowering.state import Lowering
+from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.values import attributes_of
+
+IN_ONNXRUNTIME = "The file runs in onnxruntime."
+INSTEAD_OF_1D = (
+    "Write it as one of 2, over maps of height 1 (Unsqueeze in front of it), or run the file in onnxruntime."
+)
+
+
+def core_of(node: ir.Node) -> str:
+    """What a node computes, its steps aside."""
+    spec = parse(node.op_type) if node.domain == DOMAIN else None
+    return spec.core if spec else node.op_type
+
+
+# -- convolution ---------------------------------------------------------------------------------------------------
+
+
+def conv_attributes(low: Lowering, node: ir.Node, weight: tuple[int, ...], size: tuple[int, ...]) -> dict[str, Any]:
+    """All attributes with their defaults; pads made explicit where auto_pad asks for them."""
+    if len(weight) != 4:
+        what = f"has a weight of rank {len(weight)}: only convolutions of 2 dimensions are compiled"
+        raise low.error(node, f"{what}. {INSTEAD_OF_1D}" if len(weight) == 3 else f"{what}. {IN_ONNXRUNTIME}")
+    given = attributes_of(node)
+    found = {
+        "dilations": given.get("dilations", (1, 1)),
+        "group": given.get("group", 1),
+        "kernel_shape": given.get("kernel_shape", weight[2:]),
+        "strides": given.get("strides", (1, 1)),
+    }
+    return {**found, "pads": explicit_pads(low, node, given, found, size)}
+
+
+def explicit_pads(
+    low: Lowering, node: ir.Node, given: Mapping[str, Any], window: Mapping[str, Any], size: tuple[int, ...]
+) -> tuple[int, ...]:
+    kind = given.get("auto_pad", "NOTSET")
+    if kind == "NOTSET":
+        return given.get("pads", (0, 0, 0, 0))
+    if kind == "VALID":
+        return (0, 0, 0, 0)
+    before, after = [], []
+    for i in range(2):
+        stride = window["strides"][i]
+        span = window.get("dilations", (1, 1))[i] * (window["kernel_shape"][i] - 1) + 1
+        total = max(0, (-(-size[i] // stride) - 1) * stride + span - size[i])
+        small, large = total // 2, total - total // 2
+        before.append(small if kind == "SAME_UPPER" else large)
+        after.append(large if kind == "SAME_UPPER" else small)
+    return (*before, *after)
+
+
+def lower_conv(low: Lowering, node: ir.Node) -> None:
+    x, weight, bias = low.operand(node, 0), low.operand(node, 1), optional(node, 2)
+    attributes = conv_attributes(low, node, low.shape(weight), low.shape(x)[2:])
+    spec = OpSpec((), "Conv", ("Bias",) if bias is not None else ())
+    composed(low, node, spec, present(x=x, weight=weight, bias=bias), present(y=result(node, 0)), attributes)
+
+
+def lower_conv_grad(low: Lowering, node: ir.Node) -> None:
+    dy, x, weight = (low.operand(node, i) for i in range(3))
+    dx, dweight, dbias = (result(node, i) for i in range(3))
+    attributes = conv_attributes(low, node, low.shape(weight), low.shape(x)[2:])
+    core = (
+        "ConvGrad"
+        if dx is not None and dweight is not None
+        else "ConvGradInput"
+        if dx is not None
+        else "ConvGradWeight"
+    )
+    spec = OpSpec((), core, ("BiasGrad",) if dbias is not None else ())
+    results = present(dx=dx, dweight=dweight, dbias=dbias)
+    composed(low, node, spec, present(dy=dy, x=x, weight=weight), results, attributes)
+
+
+# -- pooling -------------------------------------------------------------------------------------------------------
+
+
+def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict[str, Any]:
+    given = attributes_of(node)
+    if len(given["kernel_shape"]) != 2:
+        what = f"has the window {list(given['kernel_shape'])}: only poolings of 2 dimensions are compiled"
+        raise low.error(node, f"{what}. {INSTEAD_OF_1D if len(given['kernel_shape']) == 1 else IN_ONNXRUNTIME}")
+    if given.get("storage_order", 0):
+        raise low.error(node, "has storage_order=1: only row-major indices are supported")
+    window = {
+        "kernel_shape": given["kernel_shape"],
+        "strides": given.get("strides", (1, 1)),
+        "dilations": given.get("dilations", (1, 1)),
+        "ceil_mode": given.get("ceil_mode", 0),
+    }
+    if core_of(node) == "AveragePool":
+        if window.pop("dilations") != (1, 1):
+            raise low.error(node, "has dilations: an average over a dilated window is not supported")
+        window["count_include_pad"] = given.get("count_include_pad", 0)
+    window["pads"] = explicit_pads(low, node, given, window, size)
+    if reason := why_not(window, size):
+        raise low.error(node, reason)
+    return window
+
+
+def lower_max_pool(low: Lowering, node: ir.Node) -> None:
+    x = low.operand(node, 0)
+    attributes = pool_attributes(low, node, low.shape(x)[2:])
+    results = present(y=result(node, 0), indices=result(node, 1))
+    composed(low, node, OpSpec((), "MaxPool"), present(x=x), results, attributes)
+
+
+def lower_average_pool(low: Lowering, node: ir.Node) -> None:
+    x = low.operand(node, 0)
+    attributes = pool_attributes(low, node, low.shape(x)[2:])
+    composed(low, node, OpSpec((), "AveragePool"), present(x=x), present(y=result(node, 0)), attributes)
+
+
+def lower_global_average_pool(low: Lowering, node: ir.Node) -> None:
+    composed(
+        low, node, OpSpec((), "GlobalAveragePool"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {}
+    )
+
+
+def lower_max_pool_grad(low: Lowering, node: ir.Node) -> None:
+    """The indices name the forward operator, and that its input, whose shape dx has."""
+    dy, indices = low.operand(node, 0), low.operand(node, 1)
+    forward = indices.producer()
+    if forward is None or core_of(forward) != "MaxPool":
+        raise low.error(node, "reads indices that no MaxPool of the graph made")
+    _pool_grad(low, node, forward, "MaxPoolGrad", present(dy=dy, indices=indices))
+
+
+def lower_average_pool_grad(low: Lowering, node: ir.Node) -> None:
+    """The operator does not name its partner: any AveragePool that has the same window and shapes stands for it."""
+    dy = low.operand(node, 0)
+    for forward in low.order:
+        if _is_partner(low, node, forward, low.shape(dy)):
+            _pool_grad(low, node, forward, "AveragePoolGrad", present(dy=dy))
+            return
+    raise low.error(
+        node, "has the window of no AveragePool in the graph whose gradient it could be: build the graph anew"
+    )
+
+
+def _is_partner(low: Lowering, node: ir.Node, forward: ir.Node, shape: tuple[int, ...]) -> bool:
+    if core_of(forward) != "AveragePool":
+        return False
+    ours, theirs = attributes_of(node), attributes_of(forward)
+    defaults = {"kernel_shape": (), "strides": (1, 1), "pads": (0, 0, 0, 0)}
+    same = all(ours.get(name, default) == theirs.get(name, default) for name, default in defaults.items())
+    x = forward.inputs[0]
+    given = node.outputs[0].shape
+    assert x is not None
+    fits = given is None or tuple(given) == low.shape(x)
+    return same and fits and low.shape(forward.outputs[0]) == shape
+
+
+def _pool_grad(low: Lowering, node: ir.Node, forward: ir.Node, core: str, operands: dict[str, ir.Value]) -> None:
+    x = low.operand(forward, 0)
+    attributes = pool_attributes(low, forward, low.shape(x)[2:])
+    composed(low, node, OpSpec((), core), {**operands, "x": x}, present(dx=result(node, 0)), attributes)
