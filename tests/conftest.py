@@ -54,8 +54,11 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
             "open pages in Chromium through playwright, which are not installed (docs/diff.md)",
         ),
         "docs": (
-            all(importlib.util.find_spec(name) is not None for name in ("mkdocs", "material", "mkdocstrings")),
-            "build the site of the documentation, whose tools are not installed (pip install '.[docs]')",
+            all(
+                importlib.util.find_spec(name) is not None
+                for name in ("mkdocs", "material", "mkdocstrings", "onnxscript")
+            ),
+            "build the site of the documentation or follow it, whose tools are not installed (pip install '.[docs]')",
         ),
     }
 

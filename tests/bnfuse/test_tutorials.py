@@ -50,7 +50,7 @@ def matches(shown: str, printed: str) -> bool:
 
 @pytest.mark.parametrize(
     "tutorial",
-    [pytest.param("torch.md", marks=pytest.mark.torch), "unfused.md", "fewer.md"],
+    [pytest.param("torch.md", marks=[pytest.mark.torch, pytest.mark.docs]), "unfused.md", "fewer.md"],
 )
 def test_it_runs_as_printed(tutorial, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
