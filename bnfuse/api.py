@@ -58,7 +58,7 @@ def parted(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def require_gpu(target: str | None, precision: str | None) -> None:
-    """Where a graph is to run on a GPU: refuse at once one that is not here, for compiling takes minutes."""
+    """Refuse at once a GPU that is not here, where a graph is to run on one, for compiling takes minutes."""
     if target is None or target.partition(":")[0] != "cuda":
         return
     from bnfuse.runtime.backends.cuda.backend import CudaBackend

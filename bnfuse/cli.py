@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_streams() -> None:
-    """Of a process that was started without some of them (`>&-`): files that it opens must not take their places."""
+    """Open the streams of a process that was started without some of them (`>&-`): files that it opens must not take
+    their places."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
     os.close(handle)
@@ -47,7 +48,7 @@ def open_streams() -> None:
 
 
 def write_utf8() -> None:
-    """JSON and pages are UTF-8 wherever they go; a terminal with another encoding shows what it can."""
+    """Let JSON and pages be UTF-8 wherever they go; a terminal with another encoding shows what it can."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(encoding=stream.encoding if stream.isatty() else "utf-8", errors="replace")
@@ -88,7 +89,7 @@ def stopped() -> int:
 
 
 def fail(message: str, status: int = 2) -> int:
-    """One line on stderr, whatever the message holds."""
+    """Print one line on stderr, whatever the message holds. Gives the status."""
     start = "\r\x1b[K" if sys.stderr.isatty() else ""  # a bar may be there still
     print(f"{start}bnfuse: {one_line(message)}", file=sys.stderr)
     return status

@@ -88,7 +88,7 @@ def structure_keys(graph: ir.Graph) -> dict[ir.Node, str]:
 
 
 def attributes(node: ir.Node) -> dict[str, Any]:
-    """Attributes as plain values, by name; a tensor as its dtype, shape and digest."""
+    """Give the attributes as plain values, by name; a tensor as its dtype, shape and digest."""
     return {name: plain(attr) for name, attr in sorted(node.attributes.items())}
 
 

@@ -22,7 +22,7 @@ Touching = Mapping[ir.Value, Sequence[ir.Node]]
 
 
 def owners(nodes: Iterable[ir.Node], layers: Sequence[ir.Node]) -> dict[ir.Node, ir.Node | None]:
-    """Backward nodes -> layers, which are the nodes of the forward graph."""
+    """Map backward nodes to layers, which are the nodes of the forward graph."""
     named: dict[str, ir.Node] = {}
     for names in (own_names, sources):
         for layer in layers:
@@ -57,7 +57,7 @@ def maps_of(node: ir.Node) -> list[ir.Value]:
 
 
 def layer_name(layer: ir.Node) -> str:
-    """Of a half of a BatchNorm the BatchNorm's."""
+    """Name the layer that a node is part of: of a half of a BatchNorm the BatchNorm."""
     name = label(layer)
     for half in HALVES:
         name = name.removesuffix(half)

@@ -28,7 +28,7 @@ class Leaf:
 
 
 def is_channel_concat(node: ir.Node | None) -> TypeGuard[ir.Node]:
-    """Whether the node concatenates maps along their channels (rank 4, axis 1)."""
+    """Tell whether the node concatenates maps along their channels (rank 4, axis 1)."""
     if node is None or node.op_type not in CONCATS or node.domain not in ("", "com.microsoft"):
         return False
     shape = node.outputs[0].shape

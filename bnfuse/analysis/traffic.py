@@ -74,6 +74,6 @@ def flow_of(node: ir.Node, touched: Touched) -> Flow:
 
 
 def forward_nodes(graph: TrainingGraph) -> set[ir.Node]:
-    """Ancestors of the loss, the logits and the running statistics; all other nodes are the backward pass."""
+    """Find the ancestors of the loss, the logits and the running statistics; all other nodes are the backward pass."""
     wanted = {graph.signature.loss, graph.signature.logits, *graph.signature.running.values()}
     return ancestors(value for value in graph.model.graph.outputs if value.name in wanted)

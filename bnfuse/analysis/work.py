@@ -24,9 +24,8 @@ BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad",
 
 
 def flops(node: ir.Node) -> int:
-    """Multiply-adds times two of a convolution, its gradients or a matrix product; an operation per element of each
-    window of a pooling; 0 for anything else.
-    """
+    """Count multiply-adds times two of a convolution, its gradients or a matrix product; an operation per element of
+    each window of a pooling; 0 for anything else."""
     core = core_of(node)
     if core == "Conv":
         return conv_flops(node.outputs[0], weight_of(node))
@@ -68,7 +67,7 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def results_of(node: ir.Node) -> int:
-    """How many of input and weight gradient a convolution's gradient computes."""
+    """Tell how many of input and weight gradient a convolution's gradient computes."""
     spec = spec_of(node)
     if spec:
         return len({"dx", "dweight"} & {*spec.results})
@@ -76,7 +75,7 @@ def results_of(node: ir.Node) -> int:
 
 
 def conv_flops(output: ir.Value | None, weight: ir.Value | None) -> int:
-    """2 x output elements x weight elements per output channel: the same for the forward and each gradient."""
+    """Count 2 x output elements x weight elements per output channel: the same for the forward and each gradient."""
     if output is None or weight is None:
         return 0
     w = declared_shape(weight)
@@ -86,7 +85,7 @@ def conv_flops(output: ir.Value | None, weight: ir.Value | None) -> int:
 
 
 def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[tuple[ir.Value, int]]:
-    """Of the feature maps that a node touches, those that are there for a BatchNorm alone.
+    """Pick, of the feature maps that a node touches, those that are there for a BatchNorm alone.
 
     All of a node that does nothing else; of a fused one the maps that no other of its steps reads: the BN's own input
     in the prologue of a gradient (`grad_x`), and those of other BNs that it reduces over (`x_1`, ...).

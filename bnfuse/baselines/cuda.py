@@ -75,7 +75,7 @@ def unchanged(torch: Any, tensors: Iterable[Any], optimizer: Any) -> Any:
 
 
 def seconds_a_step(torch: Any, step: Callable[[], Any], steps: int) -> float:
-    """By events round some steps in a row, so that gaps between them count and the host's clock does not."""
+    """Time some steps in a row by events, so that gaps between them count and the host's clock does not."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(steps):

@@ -31,7 +31,7 @@ def binary(function: Callable[..., Any]) -> Convert:
 
 
 def chain(function: str) -> Convert:
-    """Any number of operands, two at a time."""
+    """Write an operator of any number of operands, two at a time."""
 
     def write(w: Writer, node: ir.Node) -> Any:
         step = operator.add if function == "add" else getattr(w.torch, function)
@@ -64,7 +64,7 @@ def flatten(w: Writer, node: ir.Node) -> Any:
 
 
 def reshape(w: Writer, node: ir.Node) -> Any:
-    """`flatten` where it is one."""
+    """Write Reshape, as `flatten` where it is one."""
     before, after = w.shape(node, node.inputs[0]), w.shape(node, node.outputs[0])
     if len(after) == 2 and len(before) > 1 and before[0] == after[0]:
         return w.call(w.torch.flatten, w.value(node, 0), 1)
@@ -97,7 +97,7 @@ def transpose(w: Writer, node: ir.Node) -> Any:
 
 
 def like_result(w: Writer, node: ir.Node) -> Any:
-    """Squeeze and Unsqueeze: only the shape is another."""
+    """Write Squeeze or Unsqueeze, of which only the shape is another."""
     return w.call(w.torch.reshape, w.value(node, 0), w.shape(node, node.outputs[0]))
 
 

@@ -41,7 +41,7 @@ def may_overwrite(node: Any, root: Any, cat: Any) -> bool:
 
 
 def same_shape(first: Any, second: Any) -> bool:
-    """Two different fx nodes of one known shape."""
+    """Tell whether two different fx nodes are of one known shape."""
     if not (hasattr(first, "meta") and hasattr(second, "meta")) or first is second:
         return False
     shape = first.meta.get("shape")

@@ -12,7 +12,7 @@ from bnfuse.baselines.writer import Convert, Writer, attribute, present, torch_p
 
 
 def window(w: Writer, node: ir.Node, kernel: list[int]) -> dict[str, Any]:
-    """kernel, stride, dilation, and the pads before and after, one number for each spatial dimension."""
+    """Give kernel, stride, dilation, and the pads before and after, one number for each spatial dimension."""
     rank = len(kernel)
     if attribute(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise w.error(node, f"has auto_pad={attribute(node, 'auto_pad')}: only explicit pads are taken")
@@ -40,7 +40,7 @@ def even_padding(w: Writer, node: ir.Node, how: dict[str, Any], fill: float, lim
 
 
 def same(numbers: tuple[int, ...]) -> Any:
-    """One number where all are equal, as people write it."""
+    """Give one number where all are equal, as people write it."""
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
@@ -68,7 +68,7 @@ def conv(w: Writer, node: ir.Node) -> Any:
 
 
 def batch_norm(w: Writer, node: ir.Node) -> Any:
-    """ONNX's momentum is the share of the old value, torch's that of the new one."""
+    """Write a BatchNorm: ONNX's momentum is the share of the old value, torch's that of the new one."""
     _, scale, bias, mean, variance = node.inputs[:5]
     shape = w.shape(node, node.inputs[0])
     training = bool(attribute(node, "training_mode", 0))
@@ -116,7 +116,7 @@ def gelu(w: Writer, node: ir.Node) -> Any:
 
 
 def quick_gelu(w: Writer, node: ir.Node) -> Any:
-    """x*sigmoid(alpha*x), which for alpha 1 is SiLU."""
+    """Write x*sigmoid(alpha*x), which for alpha 1 is SiLU."""
     alpha, x = attribute(node, "alpha", 1.702), w.value(node, 0)
     if alpha == 1:
         return w.layer(node, w.nn.SiLU(), x)

@@ -23,7 +23,7 @@ CONVERTERS = {**FUNCTIONS, **LAYERS}
 
 
 def torch_module(graph: TrainingGraph) -> torch.nn.Module:
-    """`module(images) -> logits`, images NCHW, the data inputs in the order of the roles.
+    """Write `module(images) -> logits`, images NCHW, the data inputs in the order of the roles.
 
     Its parameters and running statistics have the file's initial values; frozen parameters have no gradient, and a
     BatchNormalization for inference is in eval mode, which `module.train()` would end. `module.names` says the torch
@@ -38,7 +38,7 @@ def torch_module(graph: TrainingGraph) -> torch.nn.Module:
 
 
 def torch_loss(graph: TrainingGraph) -> torch.nn.Module:
-    """`loss(logits, *labels)`: what the file computes between them and its loss."""
+    """Write `loss(logits, *labels)`: what the file computes between them and its loss."""
     logits, loss = logits_of(graph), output_of(graph, graph.signature.loss)
     labels = [graph.input(name) for name in graph.signature.labels]
     nodes = ancestors([loss], [logits])

@@ -78,7 +78,8 @@ class TorchStep:
                 self._graph, self.loss = cuda.capture(torch, self._step, self.optimizer)
 
     def run(self) -> Times:
-        """On a GPU the mean of some steps in a row, and no time of the forward phase: a graph is one piece."""
+        """Run a step and time it; on a GPU the mean of some steps in a row, and no time of the forward phase: a graph
+        is one piece."""
         if self.device == "cuda":
             return Times(cuda.seconds_a_step(self.torch, self.step, STEPS_A_RUN), None)
         start = time.perf_counter()
@@ -90,7 +91,8 @@ class TorchStep:
         return Times(end - start, middle - start)
 
     def step(self) -> Any:
-        """One step; on a GPU it is only enqueued. The loss, a torch scalar that the next step may overwrite."""
+        """Run one step; on a GPU it is only enqueued. Gives the loss, a torch scalar that the next step may
+        overwrite."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -98,7 +100,7 @@ class TorchStep:
         return self.loss
 
     def feed(self, feeds: Arrays) -> None:
-        """Another batch of the same sizes, in the tensors that the steps read."""
+        """Put another batch of the same sizes into the tensors that the steps read."""
         data, labels = batch_of(self.torch, self.signature, feeds)
         for held, given in zip((*self.data, *self.labels), (*data, *labels), strict=True):
             held.copy_(given)
@@ -173,13 +175,14 @@ def laid_out(images: Any, memory_format: Any) -> Any:
 
 
 def labels_tensor(torch: Any, labels: np.ndarray) -> Any:
-    """Class numbers are int64 in torch, whatever the file has."""
+    """Make labels a tensor: class numbers are int64 in torch, whatever the file has."""
     made = torch.from_numpy(np.array(labels))
     return made if made.is_floating_point() else made.to(torch.int64)
 
 
 def need_compiler() -> None:
-    """torch.compile makes C++ of the module, and looks for the compiler by $CXX or this name."""
+    """Raise BnfuseError where there is no compiler: torch.compile makes C++ of the module, and looks for one by $CXX or
+    this name."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if sys.platform != "win32" and shutil.which(compiler) is None:
         raise BnfuseError(

@@ -99,7 +99,7 @@ class Writer:
     # Values
 
     def value(self, node: ir.Node, index: int) -> Any:
-        """Operand `index`: an fx node or a number."""
+        """Give operand `index`: an fx node or a number."""
         value = node.inputs[index]
         assert value is not None
         if value in self.values:
@@ -149,7 +149,7 @@ class Writer:
         return None if tensor is None else tensor.numpy()
 
     def scalar(self, node: ir.Node, index: int, default: Any) -> Any:
-        """Operand `index` as a number known beforehand, `default` where it is absent."""
+        """Give operand `index` as a number known beforehand, `default` where it is absent."""
         found = self.numbers(node, index)
         if found is None:
             return default
@@ -158,7 +158,7 @@ class Writer:
         return found[0]
 
     def numbers(self, node: ir.Node, index: int) -> list[Any] | None:
-        """Operand `index` as a list of numbers known beforehand, None where it is absent."""
+        """Give operand `index` as a list of numbers known beforehand, None where it is absent."""
         if not present(node, index):
             return None
         array = self.constant(node.inputs[index])

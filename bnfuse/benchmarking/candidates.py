@@ -121,12 +121,12 @@ def compile_variant(
     tune: bool = False,
     **options: Any,
 ) -> Any:
-    """Rewritten and compiled, with SGD and momentum (of rate 0) in the step."""
+    """Rewrite and compile a graph, with SGD and momentum (of rate 0) in the step."""
     return compile_rewritten(rewrite_variant(graph, variant), threads, progress=bar, tune=tune, **options)
 
 
 def compile_rewritten(rewritten: Rewritten, threads: int | None, **options: Any) -> Any:
-    """`options` are further ones of `compile_step`. Threads are a CPU's."""
+    """Compile what was rewritten. `options` are further ones of `compile_step`. Threads are a CPU's."""
     from bnfuse import runtime
 
     optimizer = runtime.SGD(lr=LR, momentum=MOMENTUM)

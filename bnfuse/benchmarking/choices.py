@@ -14,7 +14,7 @@ BASELINES = ("ort", *TORCH_BASELINES)
 
 
 def baselines(texts: Iterable[str], target: str = "cpu") -> tuple[str, ...]:
-    """["ort,torch", "torch-cl"] -> the three, each once, in this order."""
+    """Read names of baselines: ["ort,torch", "torch-cl"] -> the three, each once, in this order."""
     named = tuple(dict.fromkeys(split(texts)))
     known, where = (CUDA_BASELINES, " on a GPU") if is_gpu(target) else (BASELINES, "")
     for name in named:

@@ -32,8 +32,8 @@ class CompileTimes:
 def measured_compile(
     file: Path, candidate: Variant | str, threads: int, how: dict[str, str] | None = None
 ) -> CompileTimes:
-    """`file` is the training graph, `candidate` one of ours or torch-compile; `how` has target and precision where
-    they are not the CPU's."""
+    """Measure compiling in processes of its own. `file` is the training graph, `candidate` one of ours or
+    torch-compile; `how` has target and precision where they are not the CPU's."""
     request: dict[str, Any] = {"file": str(file.resolve()), "threads": threads, "how": how or {}}
     request |= {"baseline": candidate} if isinstance(candidate, str) else {"variant": dataclasses.astuple(candidate)}
     with tempfile.TemporaryDirectory(prefix="bnfuse-cold-") as folder:
@@ -43,7 +43,7 @@ def measured_compile(
 
 
 def measure(asked: dict[str, Any]) -> dict[str, float | None]:
-    """In the child."""
+    """Measure compiling one of ours, in the child."""
     from bnfuse.graph.training_graph import open_graph
 
     graph = open_graph(asked["file"])
@@ -62,7 +62,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float | None]:
 
 
 def measure_baseline(graph: Any, baseline: str, threads: int, precision: str | None) -> dict[str, float | None]:
-    """`precision` is a GPU's, None for the CPU."""
+    """Measure compiling a baseline, in the child. `precision` is a GPU's, None for the CPU."""
     from bnfuse.baselines.names import import_torch
     from bnfuse.benchmarking.candidates import make_baseline
     from bnfuse.graph.feeds import draw_feeds

@@ -49,7 +49,7 @@ class Estimates:
     levels: tuple[LevelEstimate, ...]
 
     def speedups(self, level: LevelEstimate) -> dict[str, float]:
-        """How many times as fast as the first level: measured, and by both predictions."""
+        """Tell how many times as fast as the first level: measured, and by both predictions."""
         first = self.levels[0]
         return {key: getattr(first, key) / getattr(level, key) for key in ("step_s", "launches_s", "graph_s")}
 
@@ -100,14 +100,15 @@ def hardware_of(limits: Limits, threads: int) -> Hardware:
 
 
 def predicted_launches(step: Any, limits: Limits, threads: int) -> list[float]:
-    """Seconds of each launch of a compiled step, in the order of its profile."""
+    """Predict the seconds of each launch of a compiled step, in the order of its profile."""
     workload = launch_workload(step.program, "step")
     found = estimate(workload, hardware_of(limits, threads), probe.ASSUMPTIONS)
     return [layer.time_s for layer in found.layers]
 
 
 def workload_of(rewritten: Any) -> Workload:
-    """Of what `rewrite` returned, with the update that a benchmark's steps have: SGD with momentum."""
+    """Make the workload of what `rewrite` returned, with the update that a benchmark's steps have: SGD with
+    momentum."""
     return training_workload(open_graph(rewritten), optimizer="momentum")
 
 

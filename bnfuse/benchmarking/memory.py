@@ -23,14 +23,15 @@ from bnfuse.measuring.children import answer, ask
 
 
 def measured_peak(file: Path, name: str, seed: int, threads: int) -> dict[str, int | None]:
-    """`file` is a compiled step, or for a baseline (`name`) the training graph."""
+    """Measure peak memory in a process of its own. `file` is a compiled step, or for a baseline (`name`) the training
+    graph."""
     return ask(
         "bnfuse.benchmarking.memory", {"file": str(file.resolve()), "name": name, "seed": seed, "threads": threads}
     )
 
 
 def measure(asked: dict[str, Any]) -> dict[str, int | None]:
-    """In the child. None where the system does not tell."""
+    """Measure peak memory, in the child. None where the system does not tell."""
     file, rng = Path(asked["file"]), np.random.default_rng(asked["seed"])
     prepare = prepare_own if file.suffix == ".bnf" else prepare_baseline
     make = prepare(file, asked["name"], rng, asked["threads"])
@@ -82,7 +83,7 @@ def prepare_baseline(file: Path, name: str, rng: np.random.Generator, threads: i
 
 
 def reset_peak() -> None:
-    """Linux forgets the peak so far; elsewhere it stays in the figure."""
+    """Let Linux forget the peak so far; elsewhere it stays in the figure."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -90,7 +91,7 @@ def reset_peak() -> None:
 
 
 def peak_memory() -> int | None:
-    """Peak resident bytes of this process."""
+    """Give the peak resident bytes of this process."""
     try:
         status = Path("/proc/self/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))

@@ -34,7 +34,7 @@ def plot(found: Benchmark, path: str | Path) -> None:
 
 
 def draw_times(axis: Any, results: tuple[Result, ...]) -> None:
-    """Milliseconds; beside each bar its step's minimum. Medians far off the bars are written, not drawn."""
+    """Draw milliseconds; beside each bar its step's minimum. Medians far off the bars are written, not drawn."""
     right = 1.3 * max(1000 * result.times.min_s for result in results)
     for index, result in enumerate(results):
         dark, light = OURS if result.is_ours else BASELINE

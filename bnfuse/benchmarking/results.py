@@ -85,7 +85,7 @@ def ratio(result: Result, other: Result) -> Ratio:
 
 
 def quotient(a: float | None, b: float | None) -> float | None:
-    """None where one of them was not measured, or is lost in the noise."""
+    """Divide; None where one of them was not measured, or is lost in the noise."""
     return a / b if a is not None and b else None
 
 
@@ -186,7 +186,7 @@ def cells(result: Result) -> tuple[str, ...]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Two decimals where a step is short, as on a GPU."""
+    """Write seconds as milliseconds, with two decimals where a step is short, as on a GPU."""
     if seconds is None:
         return "-"
     return f"{1000 * seconds:.{1 if seconds >= 0.1 else 2}f} ms"

@@ -160,7 +160,7 @@ def measure(graph: TrainingGraph, plan: Plan, folder: Path, progress: Progress) 
 def time_all(
     graph: TrainingGraph, plan: Plan, folder: Path, source: Path, progress: Progress
 ) -> tuple[list[Record], tuple[Profile, ...], list[dict[str, Any]], dict[str, Any]]:
-    """All that is measured in this process. When it returns, the memory of the candidates is free again."""
+    """Measure all that is measured in this process. When it returns, the memory of the candidates is free again."""
     entries = make_all(graph, plan, folder, source, progress)
     for candidate, _ in entries:
         for _ in range(plan.warm_up):
@@ -222,7 +222,7 @@ def own_candidate(name: str, step: Any, feeds: dict[str, np.ndarray], plan: Plan
 
 
 def alternate(entries: Sequence[Entry], repetitions: int, progress: Progress) -> None:
-    """Each candidate once, and again, until all have `repetitions` times."""
+    """Run each candidate once, and again, until all have `repetitions` times."""
     for turn in range(repetitions):
         for candidate, record in entries:
             record.times.append(candidate.run())
@@ -250,7 +250,7 @@ def profile_all(entries: Sequence[Entry], plan: Plan, progress: Progress) -> tup
 
 
 def finish(record: Record, plan: Plan, source: Path, progress: Progress) -> Result:
-    """Peak memory and compile time, and everything together."""
+    """Measure peak memory and compile time, and put everything together."""
     peaks: dict[str, int | None] = {"peak_bytes": None, "setup_peak_bytes": None}
     if plan.memory:
         progress(f"measuring the peak memory of {record.name}")

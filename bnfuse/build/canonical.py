@@ -19,7 +19,7 @@ WINDOWED = ("Conv", "MaxPool", "AveragePool")
 
 
 def explicit_windows(forward: Forward) -> None:
-    """kernel_shape, strides, pads, dilations and group are written out; auto_pad is resolved."""
+    """Write out kernel_shape, strides, pads, dilations and group; auto_pad is resolved."""
     shapes = forward.shapes()
     for node in forward.graph.node:
         if node.op_type not in WINDOWED or node.domain not in ("", "ai.onnx"):
@@ -46,7 +46,7 @@ def explicit_windows(forward: Forward) -> None:
 
 
 def explicit_dropout(forward: Forward) -> None:
-    """Dropout gets its ratio and its mask, and is switched on: exporters write the inference form."""
+    """Give Dropout its ratio and its mask, and switch it on: exporters write the inference form."""
     known = forward.initializers()
     switched = 0
     for node in forward.graph.node:
@@ -89,7 +89,7 @@ def add_of_sum(forward: Forward) -> None:
 
 
 def explicit_transpose(forward: Forward) -> None:
-    """Without perm it turns all axes round; the gradient builder asks for it."""
+    """Write out perm, without which all axes turn round: the gradient builder asks for it."""
     shapes = forward.shapes()
     for node in forward.graph.node:
         if node.op_type == "Transpose" and "perm" not in attributes(node):
@@ -98,7 +98,8 @@ def explicit_transpose(forward: Forward) -> None:
 
 
 def split_of_sequence(forward: Forward) -> None:
-    """SplitToSequence of which only items at constant places are read, as torch's exporter writes chunk, is Split."""
+    """Turn SplitToSequence of which only items at constant places are read, as torch's exporter writes chunk, into
+    Split."""
     known, shapes, consumers = forward.initializers(), forward.shapes(), forward.consumers()
     gone: list[onnx.NodeProto] = []
     for node in forward.graph.node:
@@ -132,7 +133,7 @@ def split_of_sequence(forward: Forward) -> None:
 
 
 def flatten_of_reshape(forward: Forward) -> None:
-    """Reshape of a map to [batch, rest] is Flatten."""
+    """Turn Reshape of a map to [batch, rest] into Flatten."""
     shapes = forward.shapes()
     for node in forward.graph.node:
         if node.op_type != "Reshape":
@@ -159,7 +160,7 @@ def fit_reshapes_to_batch(forward: Forward, old: int | None, new: int) -> None:
 
 
 def flatten_logits(forward: Forward, logits: str) -> str:
-    """Logits [batch, classes, 1, 1], as a last convolution or pooling leaves them, become [batch, classes]."""
+    """Turn logits [batch, classes, 1, 1], as a last convolution or pooling leaves them, into [batch, classes]."""
     shape = forward.shapes()[logits] or []
     if len(shape) <= 2 or any(size != 1 for size in shape[2:]):
         return logits

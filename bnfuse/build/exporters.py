@@ -86,7 +86,7 @@ def _tensors(arguments: str) -> tuple[str | None, ...]:
 
 
 def has_argument(node: onnx.NodeProto, index: int) -> bool:
-    """Whether the exporter says what operand `index` was in the module."""
+    """Tell whether the exporter says what operand `index` was in the module."""
     call, family = call_of(node), _FAMILIES.get(node.op_type)
     return call is not None and family is not None and family in call.operator and index < len(call.arguments)
 

@@ -47,7 +47,7 @@ def _number(lost: int) -> str:
 
 
 def warn_of_lost_dropout(forward: Forward) -> None:
-    """Of a module in evaluation mode torch's exporter writes a Dropout as a copy."""
+    """Warn of copies, as which torch's exporter writes a Dropout of a module in evaluation mode."""
     calls = [(node, call) for node in forward.graph.node if (call := call_of(node))]
     evaluated = any("no_training" in call.operator for _, call in calls)
     lost = [
@@ -63,7 +63,8 @@ def warn_of_lost_dropout(forward: Forward) -> None:
 
 
 def lost_batch_norms(forward: Forward) -> list[str]:
-    """Names of the BatchNorms that exporters say to have folded or decomposed, by module where that is known."""
+    """List the names of the BatchNorms that exporters say to have folded or decomposed, by module where that is
+    known."""
     norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
     calls = [call for node in norms if (call := call_of(node))]
     kept = {call.name for call in calls} | {call.module for call in calls if call.module}

@@ -100,7 +100,7 @@ def refuse_what_is_no_forward_graph(forward: Forward) -> None:
 
 
 def separate_initializers_from_inputs(forward: Forward) -> None:
-    """Old files list every initializer as an input too."""
+    """Take initializers out of the inputs, where old files list every one of them."""
     known = forward.initializers()
     if len(known) < len(forward.graph.initializer):
         raise forward.error("has two initializers of the same name")
@@ -110,7 +110,7 @@ def separate_initializers_from_inputs(forward: Forward) -> None:
 
 
 def name_nodes(forward: Forward) -> None:
-    """Every node gets a name of its own: reports, errors and the diff speak of nodes by name."""
+    """Give every node a name of its own: reports, errors and the diff speak of nodes by name."""
     taken: set[str] = set()
     for index, node in enumerate(forward.graph.node):
         node.name = fresh(node.name or f"{node.op_type}_{index}", taken)
@@ -151,7 +151,7 @@ class Constants:
 
 
 def fold_constants(forward: Forward, constants: Constants | None = None, *, shapes: bool = False) -> Constants:
-    """Nodes that rearrange initializers or compute with constants become initializers; with `shapes` a Shape too.
+    """Turn nodes that rearrange initializers or compute with constants into initializers; with `shapes` a Shape too.
 
     `constants` are those that are known already. An Identity of an initializer is how torch's exporter writes a second
     tensor of equal values (two new BNs, say), so each reader gets a copy of its own.
@@ -255,7 +255,7 @@ def element_types(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def convert_opset(forward: Forward) -> None:
-    """Opsets that the gradient builder does not take, or that lack training BNs, are converted, and the IR version."""
+    """Convert opsets that the gradient builder does not take, or that lack training BNs, and the IR version."""
     versions = {opset.domain or "": opset.version for opset in forward.model.opset_import}
     if "" not in versions:
         versions[""] = versions.get("ai.onnx", 1)
@@ -297,7 +297,8 @@ def check_valid(forward: Forward) -> None:
 
 
 def settle_shapes(forward: Forward, constants: Constants) -> Constants:
-    """Shapes and what is computed from them, in turns until neither tells more. Returns `constants` and more."""
+    """Infer shapes and fold what is computed from them, in turns until neither tells more. Returns `constants` and
+    more."""
     require_static_inputs(forward)
     while True:
         adopt_shapes(forward)
@@ -311,7 +312,7 @@ def settle_shapes(forward: Forward, constants: Constants) -> Constants:
 
 
 def infer_shapes(forward: Forward) -> None:
-    """All shapes anew from the inputs; raises where one is unknown or depends on the data."""
+    """Infer all shapes anew from the inputs; raises where one is unknown or depends on the data."""
     require_static_inputs(forward)
     adopt_shapes(forward)
     require_static_results(forward)

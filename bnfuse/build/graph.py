@@ -58,7 +58,7 @@ class Forward:
         return {name: node for node in self.graph.node for name in node.output if name}
 
     def consumers(self) -> dict[str, list[onnx.NodeProto]]:
-        """Readers of each tensor, a node once for each time it reads it."""
+        """Map each tensor to its readers, a node once for each time it reads it."""
         readers: dict[str, list[onnx.NodeProto]] = {}
         for node in self.graph.node:
             for name in node.input:
@@ -70,7 +70,7 @@ class Forward:
         return {value.name for value in self.graph.output}
 
     def random_names(self) -> set[str]:
-        """Tensors that follow from what is drawn at random and from constants alone."""
+        """List the tensors that follow from what is drawn at random and from constants alone."""
         known: set[str] = {*self.initializers(), ""}
         found: set[str] = set()
         for node in self.graph.node:
@@ -84,13 +84,13 @@ class Forward:
         return shapes_of(self.graph)
 
     def names(self) -> set[str]:
-        """Every tensor name in use."""
+        """List every tensor name in use."""
         graph = self.graph
         taken = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
         return taken | {name for node in graph.node for name in (*node.input, *node.output)}
 
     def fresh(self, name: str) -> str:
-        """`name`, or with a number where it is taken."""
+        """Give `name`, or with a number where it is taken."""
         return fresh(name, self.names())
 
     def remove_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:

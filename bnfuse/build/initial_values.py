@@ -24,7 +24,7 @@ LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def fill(forward: Forward, placeholders: set[str], fixed: set[str], init: Sequence[str], seed: int) -> None:
-    """Draws `placeholders`, but for `fixed`, and what a pattern of `init` matches.
+    """Draw `placeholders`, but for `fixed`, and what a pattern of `init` matches.
 
     Weights Kaiming, biases 0, BN scale 1, bias 0, running mean 0, running variance 1.
     """

@@ -36,7 +36,7 @@ def looks_like_file(source: str) -> bool:
 
 
 def build_file(source: str, output: Path, *, zoo: dict[str, Any], **options: Any) -> Built:
-    """`build_model`, written to `output`."""
+    """Do what `build_model` does, and write the result to `output`."""
     built = build_model(source, zoo=zoo, **options)
     save(built.model, output)
     return built

@@ -19,7 +19,7 @@ from .graph import Forward
 
 
 def settle_ceil(forward: Forward) -> None:
-    """Settles every pooling with ceil_mode=1, first ones first: the maps of later ones follow from them."""
+    """Settle every pooling with ceil_mode=1, first ones first: the maps of later ones follow from them."""
     while any(_rounds_up(node) for node in forward.graph.node):
         shapes = _inferred(forward)
         for node in forward.graph.node:
@@ -76,7 +76,7 @@ def _settle(forward: Forward, node: onnx.NodeProto, sizes: list[int]) -> bool:
 
 
 def fault_of(node: onnx.NodeProto, sizes: list[int]) -> str | None:
-    """Why a pooling of maps of these sizes cannot be trained: onnxruntime would give NaN, or not load the file."""
+    """Tell why a pooling of maps of these sizes cannot be trained: onnxruntime would give NaN, or not load the file."""
     given = {**attributes(node), "pads": window_pads(attributes(node), sizes)}
     axes = axes_of(given, sizes)
     if given.get("storage_order"):

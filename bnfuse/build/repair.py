@@ -57,7 +57,7 @@ def repair(
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
 ) -> Repaired:
-    """All repairs."""
+    """Make all repairs."""
     keep_output(forward, logits)
     refuse_own_loss(forward, logits)
     refuse_lost_batch_norms(forward, allowed=allow_folded_bn)
@@ -112,7 +112,8 @@ def keep_output(forward: Forward, logits: str) -> None:
 
 
 def drop_softmax(forward: Forward, logits: str) -> str:
-    """Cross-entropy takes logits: it has the softmax in it, and a LogSoftmax before it changes nothing."""
+    """Take out a softmax before cross-entropy, which takes logits: it has the softmax in it, and a LogSoftmax before it
+    changes nothing."""
     node = forward.producers().get(logits)
     if node is None or node.op_type not in ("Softmax", "LogSoftmax") or forward.consumers().get(logits):
         return logits
@@ -125,7 +126,7 @@ def drop_softmax(forward: Forward, logits: str) -> str:
 
 
 def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool) -> None:
-    """BNs whose results are in `trained`, or on request all, become training BNs with new running statistics."""
+    """Turn BNs whose results are in `trained`, or on request all, into training BNs with new running statistics."""
     norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
     if train_bn and not norms:
         forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
@@ -161,7 +162,7 @@ def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
 
 
 def remove_dead_nodes(forward: Forward) -> None:
-    """Nodes that no output depends on: they would ask for gradients that nobody needs."""
+    """Remove nodes that no output depends on: they would ask for gradients that nobody needs."""
     needed, dead = forward.output_names(), []
     for node in reversed(list(forward.graph.node)):
         if needed.intersection(node.output):
@@ -187,7 +188,7 @@ def drop_zero_bias(forward: Forward, constants: set[str]) -> None:
 
 
 def merge_affine(forward: Forward, placeholders: set[str], fixed: set[str]) -> None:
-    """BN -> Mul -> Add by one value per channel (Caffe's Scale layer) becomes the BN's own scale and bias.
+    """Merge BN -> Mul -> Add by one value per channel (Caffe's Scale layer) into the BN's own scale and bias.
 
     z = g*(s*x + b) + h  =  (g*s)*x + (g*b + h): the same function, and the same set of functions to train. A factor in
     front of a random mask makes up for what the mask drops and is left out with it in inference, so it stays.

@@ -87,7 +87,7 @@ def selu(write: Writer) -> None:
 
 
 def celu(write: Writer) -> None:
-    """alpha*elu(x/alpha)."""
+    """Write Celu as alpha*elu(x/alpha)."""
     alpha = write.number("alpha", float(attributes(write.node).get("alpha", 1.0)))
     x = write.add("Elu", [write.add("Div", [write.node.input[0], alpha])])
     write.add("Mul", [x, alpha], last=True)

@@ -122,7 +122,7 @@ def tell_draws_apart(graph: onnx.GraphProto) -> None:
 
 
 def give_seeds_back(built: onnx.GraphProto, source: onnx.GraphProto) -> None:
-    """As they are in the file: with a seed of its own a Bernoulli draws the same in each session."""
+    """Give each Bernoulli the seed of the file, or none: with a seed of its own it draws the same in each session."""
     given = {node.output[0]: attributes(node).get("seed") for node in source.node if node.op_type == "Bernoulli"}
     for node in built.node:
         if node.op_type == "Bernoulli":
@@ -195,7 +195,7 @@ def without_values(model: onnx.ModelProto, variables: Variables) -> onnx.ModelPr
 
 
 def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
-    """Names, shapes, values and metadata of the training file."""
+    """Give the training file its names, shapes, values and metadata."""
     restore_names(built, forward)
     order_inputs(built, forward, variables, loss)
     names = set(variables.all)
@@ -220,7 +220,7 @@ def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss:
 
 
 def restore_names(built: onnx.ModelProto, forward: Forward) -> None:
-    """Forward nodes get their own names back; what onnxruntime added is named after its node."""
+    """Give forward nodes their own names back; what onnxruntime added is named after its node."""
     own = {node.output[0]: node.name for node in forward.graph.node}
     renamed: dict[str, str] = {}
     for node in built.graph.node:

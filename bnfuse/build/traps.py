@@ -64,7 +64,7 @@ def refuse_own_loss(forward: Forward, logits: str) -> None:
 
 
 def check_forward(forward: Forward) -> None:
-    """Refuses what would train wrongly."""
+    """Refuse what would train wrongly."""
     shapes = forward.shapes()
     for node in forward.graph.node:
         for op, check in CHECKS:
@@ -73,7 +73,7 @@ def check_forward(forward: Forward) -> None:
 
 
 def check_operators(forward: Forward) -> None:
-    """Names what cannot be trained for its type or operator, before shape inference stumbles over it."""
+    """Refuse what cannot be trained for its type or operator, before shape inference stumbles over it."""
     for value in forward.graph.input:
         kind = value.type.tensor_type.elem_type
         if kind != TensorProto.FLOAT:
@@ -113,7 +113,7 @@ def check_batch_norm(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> 
 
 
 def check_conv(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """Neither shape inference nor the gradient builder compares the channels."""
+    """Compare the channels, which neither shape inference nor the gradient builder does."""
     x, weight = shapes[node.input[0]] or [], shapes[node.input[1]] or []
     group = int(attributes(node).get("group", 1))
     if x[1] != weight[1] * group or weight[0] % group:
@@ -135,7 +135,7 @@ def check_pad(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
 
 
 def check_no_kernel(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """Its gradient node exists, but no kernel that runs it."""
+    """Refuse an operator whose gradient node exists, but no kernel that runs it."""
     raise forward.error_at(node, f"has no gradient here ({NO_KERNEL[node.op_type]} has no CPU kernel). {supported()}")
 
 

@@ -11,7 +11,7 @@ Shapes = dict[str, list[int] | None]
 
 
 def note_uncompiled(forward: Forward) -> None:
-    """One note that names the first such node and how many there are."""
+    """Note the first node that no kernel computes, and how many there are."""
     shapes = forward.shapes()
     found = [(node, what) for node in forward.graph.node if (what := without_kernel(node, shapes))]
     if found:

@@ -43,7 +43,7 @@ def choose_variables(
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
 ) -> Variables:
-    """Trainable are the parameters that a pattern of `train` and none of `freeze` matches; all others are frozen.
+    """Choose as trainable the parameters that a pattern of `train` and none of `freeze` matches; all others are frozen.
 
     `constants` are the initializers that were Constant nodes in the file. Of `fixed` trains what a pattern other than
     the default `*` matches.
@@ -73,7 +73,8 @@ def choose_variables(
 
 
 def fixed_by_exporter(forward: Forward) -> set[str]:
-    """Operands that torch's exporter says to have been no parameters: buffers, and what a call did not have at all."""
+    """List the operands that torch's exporter says to have been no parameters: buffers, and what a call did not have at
+    all."""
     kinds = {tensor.target: tensor.kind for tensor in signature_of(forward.model).values()}
     fixed = {name for name, kind in kinds.items() if kind != PARAMETER}
     for node in forward.graph.node:
@@ -84,7 +85,7 @@ def fixed_by_exporter(forward: Forward) -> set[str]:
 
 
 def fixed_by_form(forward: Forward, constants: set[str]) -> set[str]:
-    """Constants that stand where parameters may stand, and by their form were none.
+    """List the constants that stand where parameters may stand, and by their form were none.
 
     Scales of ones and biases of zeros, written as Constant nodes or without a name, of a BatchNorm whose statistics are
     not (affine=False); in files of torch, whose parameters are initializers, other weights from Constant nodes.
@@ -110,7 +111,7 @@ def _is_identity(node: onnx.NodeProto, index: int, tensor: onnx.TensorProto, con
 
 
 def parameter_places(forward: Forward) -> Iterator[tuple[onnx.NodeProto, int, str]]:
-    """Where a float initializer stands as a parameter or a running statistic may: node, operand, name."""
+    """Find where a float initializer stands as a parameter or a running statistic may: node, operand, name."""
     known = forward.initializers()
     for node in forward.graph.node:
         for index, name in enumerate(node.input):
@@ -147,7 +148,7 @@ def running_statistics(forward: Forward) -> dict[str, str]:
 
 
 def parameters(forward: Forward, constants: set[str], running: set[str]) -> list[str]:
-    """Parameters in the order of the nodes that read them."""
+    """List the parameters in the order of the nodes that read them."""
     known, random = forward.initializers(), forward.random_names()
     found: dict[str, None] = {}
     for node in forward.graph.node:

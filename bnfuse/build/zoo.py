@@ -34,7 +34,7 @@ class ZooEntry:
 
 
 def zoo_entries() -> list[ZooEntry]:
-    """All networks, counted without making their weights."""
+    """Describe all networks, counted without making their weights."""
     return [zoo_entry(name) for name in sorted(MODELS | SHAPE_ONLY)]
 
 
@@ -56,7 +56,7 @@ def zoo_entry(name: str) -> ZooEntry:
 
 
 def is_network(source: Any) -> bool:
-    """Whether it is the name of a network of the zoo."""
+    """Tell whether it is the name of a network of the zoo."""
     return isinstance(source, str) and (source in MODELS or source in SHAPE_ONLY)
 
 

@@ -379,7 +379,7 @@ def verify(
     data_input: options.DataInput = None,
     labels_input: options.LabelsInput = None,
 ) -> None:
-    """Whether two training graphs compute the same loss, gradients and running statistics (docs/numerics.md).
+    """Tell whether two training graphs compute the same loss, gradients and running statistics (docs/numerics.md).
 
     \b
     bnfuse verify train.onnx fused.onnx

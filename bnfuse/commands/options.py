@@ -50,7 +50,7 @@ LabelsInput = Annotated[
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """224 -> (224, 224), 190x226 -> (190, 226): height, then width."""
+    """Read the size of images: 224 -> (224, 224), 190x226 -> (190, 226): height, then width."""
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) for side in sides):
         raise typer.BadParameter(f"'{text}' is no image size: write it as 224, or as 190x226 (height x width)")
@@ -125,7 +125,7 @@ Data = Annotated[
 
 
 def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:
-    """Keywords for opening a file that others wrote."""
+    """Gather the keywords for opening a file that others wrote."""
     return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
 
 
@@ -137,7 +137,7 @@ def zoo(
 
 
 def settings(pairs: list[str] | None, option: str = "--set") -> dict[str, str]:
-    """["growth=12"] -> {"growth": "12"}"""
+    """Read pairs: ["growth=12"] -> {"growth": "12"}. Raises BnfuseError for what is none."""
     found = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")

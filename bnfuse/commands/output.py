@@ -46,7 +46,7 @@ def show_json(value: Any) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON: numbers that are not finite become null."""
+    """Write strict JSON: numbers that are not finite become null."""
     return json.dumps(finite(value), indent=2, ensure_ascii=False)
 
 

@@ -13,7 +13,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def require_plotting(path: str | Path) -> None:
-    """Before any work: can a picture be made, and of this kind?"""
+    """Check before any work that a picture can be made, and of this kind."""
     if Path(path).suffix.lower() not in FORMATS:
         raise BnfuseError(f"{path}: a plot ends in {', '.join(FORMATS)}")
     pyplot_figure()

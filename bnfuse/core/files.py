@@ -14,8 +14,8 @@ from bnfuse.core.errors import BnfuseError
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """All of `data` under that name, or what was there before; with `durable` even where the power fails. A pipe, a
-    terminal or /dev/null stays what it is and is written to."""
+    """Write all of `data` under that name, or leave what was there before; with `durable` even where the power fails. A
+    pipe, a terminal or /dev/null stays what it is and is written to."""
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)

@@ -16,7 +16,7 @@ def import_root() -> Path:
 
 
 def end_with_parent(parent: int) -> None:
-    """In the child, first of all: have Linux end it with the thread that started it, whatever ends that.
+    """Have Linux end the child with the thread that started it, whatever ends that: in the child, first of all.
 
     `parent` is who started it: where that is gone already, the child ends now.
     """

@@ -80,7 +80,7 @@ class Interrupts:
 
 
 def is_command_line() -> bool:
-    """Whether this process is `bnfuse` or `python -m bnfuse`."""
+    """Tell whether this process is `bnfuse` or `python -m bnfuse`."""
     script = sys.argv[0] if getattr(sys, "argv", None) else ""
     return os.path.basename(script) == "bnfuse" or script.endswith(os.path.join("bnfuse", "__main__.py"))  # noqa: PTH118, PTH119
 

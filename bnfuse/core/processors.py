@@ -19,13 +19,13 @@ OWN_CGROUPS = pathlib.Path("/proc/self/cgroup")
 
 
 def physical_cores() -> int:
-    """Cores this process may use, two hardware threads of one core counted once."""
+    """Count the cores that this process may use, two hardware threads of one core once."""
     return max(1, min(len({_siblings(cpu) for cpu in _allowed()}), usable_cpus()))
 
 
 def usable_cpus() -> int:
-    """Processors that the affinity mask allows (taskset), or fewer where a cgroup's quota grants less time (docker
-    --cpus): more threads than these take turns, and wait for each other."""
+    """Count the processors that the affinity mask allows (taskset), or fewer where a cgroup's quota grants less time
+    (docker --cpus): more threads than these take turns."""
     return max(1, min([len(_allowed()), *(math.ceil(quota) for quota in quotas())]))
 
 
@@ -71,7 +71,8 @@ def _siblings(cpu: int) -> str:
 
 
 def quotas() -> Iterator[float]:
-    """Processors' worth of time that this process's cgroups grant, those of both versions and their parents."""
+    """List the processors' worth of time that this process's cgroups grant, those of both versions and their
+    parents."""
     for folder in _cgroups():
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()

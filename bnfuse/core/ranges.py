@@ -12,7 +12,7 @@ MAX_WHOLE = 2**63 - 1  # of int64
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number, numpy's included, and no truth value."""
+    """Tell whether it is a real number, numpy's included, and no truth value."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

@@ -44,12 +44,12 @@ class Section:
         return "\n".join([self.title, *(f"  {line.rstrip()}" for line in lines)])
 
     def is_number_column(self, index: int) -> bool:
-        """Whether the column is flushed right: every cell starts like a number."""
+        """Tell whether the column is flushed right: every cell starts like a number."""
         return bool(self.rows) and all(re.match(r"[-+]?[0-9.]|-?$|inf|nan", row[index]) for row in self.rows)
 
 
 def csv_text(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """CSV with a line of names, every line with its end."""
+    """Write CSV with a line of names, every line with its end."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -63,12 +63,12 @@ def join(sections: Iterable[Section]) -> str:
 
 
 def number(value: float) -> str:
-    """12345678 -> 12,345,678; other than integers in three significant digits."""
+    """Write 12345678 as 12,345,678; other than integers in three significant digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def scaled(value: float, unit: str) -> str:
-    """1234567, "B" -> 1.23 MB (decimal prefixes)."""
+    """Write 1234567, "B" as 1.23 MB (decimal prefixes)."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or prefix == "T":
             break
@@ -77,7 +77,7 @@ def scaled(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.0123 -> 12.3 ms: three digits, in ns, us, ms or s."""
+    """Write 0.0123 as 12.3 ms: three digits, in ns, us, ms or s."""
     for factor, unit in ((1e9, "ns"), (1e6, "us"), (1e3, "ms")):
         if 0 < factor * abs(seconds) < 999.5:
             return f"{factor * seconds:.3g} {unit}"
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """0.4615 -> 46.1 %"""
+    """Write 0.4615 as 46.1 %."""
     return f"{100 * share:.1f} %"
 
 
@@ -99,7 +99,7 @@ def change(before: float, after: float) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """1, "node" -> "1 node"; 2, "node" -> "2 nodes"."""
+    """Write 1, "node" as "1 node"; 2, "node" as "2 nodes"."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 

@@ -45,7 +45,8 @@ class Summary:
 
 
 def summarize(times: Sequence[Times], *, apart: bool = False) -> Summary:
-    """`apart`: forward was a run of its own, not a part of the step, so minima and medians are subtracted.
+    """Summarize times. `apart`: forward was a run of its own, not a part of the step, so minima and medians are
+    subtracted.
 
     Where that leaves nothing, backward is lost in the noise of the two: None.
     """

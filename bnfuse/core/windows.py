@@ -37,7 +37,7 @@ class Axis:
         return self.size + self.before + self.after - self.reach
 
     def count(self, ceil: bool) -> int:
-        """How many windows there are."""
+        """Tell how many windows there are."""
         fitting = self.room // self.stride + 1
         hangs_over = ceil and self.room % self.stride and fitting * self.stride < self.size + self.before
         return fitting + bool(hangs_over)
@@ -47,11 +47,11 @@ class Axis:
         return self.room // self.stride + 1 + bool(ceil and self.room % self.stride)
 
     def overhang(self, ceil: bool) -> int:
-        """Elements of the last window beyond the padding."""
+        """Count the elements of the last window beyond the padding."""
         return max(0, (self.count(ceil) - 1) * self.stride - self.room)
 
     def has_empty(self, ceil: bool) -> bool:
-        """Whether a window has no element of the map."""
+        """Tell whether a window has no element of the map."""
         starts = (o * self.stride - self.before for o in range(self.count(ceil)))
         taps = range(0, self.reach, self.dilation)
         return any(not any(0 <= start + k < self.size for k in taps) for start in starts)
@@ -86,7 +86,7 @@ def why_not(attributes: Mapping[str, Any], sizes: Sequence[int]) -> str | None:
 
 
 def is_miscounted(attributes: Mapping[str, Any], sizes: Sequence[int]) -> bool:
-    """Whether onnxruntime counts a window that starts in the padding behind the map."""
+    """Tell whether onnxruntime counts a window that starts in the padding behind the map."""
     ceil = bool(attributes.get("ceil_mode"))
     return any(axis.count(ceil) != axis.count_of_onnxruntime(ceil) for axis in axes_of(attributes, sizes))
 

@@ -28,7 +28,7 @@ SOME = 1024  # images whose mean is taken
 
 
 def npz_file(path: Path, image: int | None = None, channels: int | None = None) -> Raw:
-    """`x` [N, H, W], [N, C, H, W] or [N, H, W, C] and `y` [N], and as much for the other parts."""
+    """Read `x` [N, H, W], [N, C, H, W] or [N, H, W, C] and `y` [N], and as much for the other parts."""
     try:
         if not zipfile.is_zipfile(path):  # raises where there is no such file
             path.open("rb").close()
@@ -63,7 +63,7 @@ def npz_file(path: Path, image: int | None = None, channels: int | None = None) 
 
 
 def array_in(arrays: Any, name: str) -> np.ndarray:
-    """One of the arrays; numpy gives the bytes of a member that is none."""
+    """Read one of the arrays; numpy gives the bytes of a member that is none."""
     found = arrays[name]
     if not isinstance(found, np.ndarray):
         raise ValueError(f"'{name}' is no array")
@@ -71,7 +71,7 @@ def array_in(arrays: Any, name: str) -> np.ndarray:
 
 
 def parts_in(arrays: Any, path: Path) -> list[str]:
-    """Which parts are there, each with images and labels."""
+    """Find which parts are there, each with images and labels."""
     missing = [key for key in ("x", "y") if key not in arrays]
     if missing:
         found = ", ".join(arrays.files[:6]) or "nothing"
@@ -89,7 +89,7 @@ def parts_in(arrays: Any, path: Path) -> list[str]:
 
 
 def check_sizes(arrays: Any, path: Path, parts: Sequence[str], image: int | None, channels: int | None) -> None:
-    """By the headers alone: that all images fit into memory as float32, and that nothing else is large."""
+    """Check by the headers alone that all images fit into memory as float32, and that nothing else is large."""
     count, largest = 0, (0, 0, 0)
     for part in parts:
         shape = shape_in(arrays, f"x{SUFFIXES[part]}")
@@ -115,7 +115,7 @@ def shape_in(arrays: Any, name: str) -> tuple[int, ...]:
 
 
 def layout(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Channels, height, width of images [N, H, W], [N, C, H, W] or [N, H, W, C]."""
+    """Give channels, height, width of images [N, H, W], [N, C, H, W] or [N, H, W, C]."""
     if len(shape) == 3:
         return 1, shape[1], shape[2]
     _, a, b, c = shape
@@ -128,7 +128,7 @@ def is_channels_last(shape: Sequence[int]) -> bool:
 
 
 def map_of(x: np.ndarray, name: str, path: Path) -> np.ndarray:
-    """[N, C, H, W], of finite numbers that float32 holds."""
+    """Bring images to [N, C, H, W], of finite numbers that float32 holds."""
     if x.ndim == 3:
         x = x[:, None]
     if x.ndim != 4 or x.dtype.kind not in "fiu" or 0 in x.shape:

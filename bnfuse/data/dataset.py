@@ -71,7 +71,7 @@ class Dataset:
 def batches(
     x: np.ndarray, y: np.ndarray, batch: int, *, seed: int, epoch: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Whole batches in an order that (seed, epoch) decides; what is left over waits for the next epoch's order."""
+    """Make whole batches in an order that (seed, epoch) decides; what is left over waits for the next epoch's order."""
     if not 1 <= batch <= len(x):
         raise BnfuseError(f"{len(x)} images do not fill a batch of {batch}: use a smaller --batch")
     order = np.random.default_rng([seed, epoch]).permutation(len(x))
@@ -173,7 +173,7 @@ def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Seque
 
 
 def check_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.ndarray:
-    """int64 [count], none negative."""
+    """Check labels. Gives them as int64 [count], none negative."""
     whose = f" of {part}" if part not in ("", "x") else ""
     if y.ndim == 2 and y.shape == (count, 1):
         y = y[:, 0]
@@ -191,7 +191,7 @@ def check_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.nda
 
 
 def check_memory(count: int, channels: int, height: int, width: int, name: str) -> None:
-    """All images are in memory as float32."""
+    """Check that all images fit into memory as float32."""
     size = 4 * count * channels * height * width
     if size > MAX_BYTES:
         raise BnfuseError(
@@ -214,7 +214,7 @@ def split(part: Part, seed: int, held_out: float, name: str, test_name: str) -> 
 def to_images(
     x: np.ndarray, scale: float, image: int | None, channels: int | None, fit: str, name: str = "data"
 ) -> np.ndarray:
-    """float32 [N, channels, image, image]; bytes are divided by `scale`."""
+    """Bring images to float32 [N, channels, image, image]; bytes are divided by `scale`."""
     x = x.astype(np.float32) / np.float32(scale) if x.dtype == np.uint8 else x.astype(np.float32)
     if channels is not None:
         x = to_channels(x, channels, name)
@@ -224,7 +224,7 @@ def to_images(
 
 
 def to_channels(x: np.ndarray, channels: int, name: str = "data") -> np.ndarray:
-    """Grey to colour by repetition, colour to grey by ITU-R BT.601 luminance."""
+    """Turn grey to colour by repetition, colour to grey by ITU-R BT.601 luminance."""
     have = x.shape[1]
     if have == channels:
         return x
@@ -239,7 +239,7 @@ def to_channels(x: np.ndarray, channels: int, name: str = "data") -> np.ndarray:
 
 
 def pad(x: np.ndarray, size: int) -> np.ndarray:
-    """Zeros around the image; it must not be larger than `size`."""
+    """Put zeros around the image; it must not be larger than `size`."""
     height, width = x.shape[2:]
     if max(height, width) > size:
         raise BnfuseError(f"images of {height}x{width} do not fit into {size}x{size}: resize them instead")
@@ -248,13 +248,13 @@ def pad(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def resize(x: np.ndarray, size: int) -> np.ndarray:
-    """Linear interpolation with pixel centres at halves, averaging over the source pixels where it shrinks."""
+    """Interpolate linearly with pixel centres at halves, averaging over the source pixels where it shrinks."""
     rows, columns = (interpolation(old, size) for old in x.shape[2:])
     return np.matmul(rows, np.matmul(x, columns.T))
 
 
 def interpolation(old: int, new: int) -> np.ndarray:
-    """Weights float32 [new, old] of a triangle around each new pixel's centre; every row sums to 1."""
+    """Give weights float32 [new, old] of a triangle around each new pixel's centre; every row sums to 1."""
     reach = max(1.0, old / new)
     centres = (np.arange(new) + 0.5) * old / new - 0.5
     distance = np.abs(np.arange(old)[None, :] - np.clip(centres, 0, old - 1)[:, None])

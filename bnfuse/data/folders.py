@@ -49,7 +49,7 @@ class Tally:
         self.firsts.setdefault(reason, str(path.relative_to(self.root)))
 
     def parts(self) -> list[str]:
-        """`3 of .heic (cat/1.heic)`, most first."""
+        """Write `3 of .heic (cat/1.heic)`, most first."""
         order = sorted(self.counts, key=lambda reason: -self.counts[reason])
         found = [f"{self.counts[reason]} {reason} ({self.firsts[reason]})" for reason in order[:MAX_KINDS]]
         rest = sum(self.counts[reason] for reason in order[MAX_KINDS:])
@@ -59,7 +59,7 @@ class Tally:
 def image_folder(
     folder: Path, image: int | None, channels: int | None, fit: str = "resize", *, skip_unreadable: bool = False
 ) -> Raw:
-    """All images of a folder. Raises BnfuseError where its parts, classes or files are not what they should be."""
+    """Read all images of a folder. Raises BnfuseError where its parts, classes or files are not what they should be."""
     left_out, remarks = Tally(folder), Tally(folder)
     try:
         places = parts_of(folder, left_out)
@@ -154,7 +154,8 @@ def class_folders(folder: Path, left_out: Tally) -> tuple[str, ...]:
 
 
 def folders_alike(folder: Path, classes: Sequence[str]) -> str:
-    """Names of folders that all classes have, where none has an image beside them: parts of unknown names look so."""
+    """List the names of folders that all classes have, where none has an image beside them: parts of unknown names look
+    so."""
     found: set[str] | None = None
     for name in classes:
         inside = [(name, is_folder) for name, is_folder in entries(folder / name) if not is_hidden(name)]
@@ -191,7 +192,8 @@ def listed_part(part: str, folder: Path, classes: Sequence[str], left_out: Tally
 
 
 def image_files(folder: Path, left_out: Tally) -> Iterator[Path]:
-    """Those in a folder and in all below it; links are followed, but for those that lead back to where they lie."""
+    """List the image files in a folder and in all below it; links are followed, but for those that lead back to where
+    they lie."""
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while waiting:
         place, above = waiting.pop()

@@ -71,7 +71,7 @@ def read_picture(path: Path, image: int | None = None, channels: int | None = No
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without Pillow's warnings, about large or odd files."""
+    """Silence Pillow's warnings, about large or odd files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -100,7 +100,7 @@ def pixels(picture: Any, image: int | None = None, channels: int | None = None) 
 
 
 def deep_values(picture: Any) -> np.ndarray:
-    """float32 [H, W] from 0 to 1 of a grey image of more than 8 bits."""
+    """Give float32 [H, W] from 0 to 1 of a grey image of more than 8 bits."""
     values, tags = np.asarray(picture), getattr(picture, "tag_v2", {})
     if picture.mode == "F":
         low, high = float(values.min()), float(values.max())
@@ -122,7 +122,7 @@ def deep_values(picture: Any) -> np.ndarray:
 
 
 def is_transparent(picture: Any) -> bool:
-    """Whether an image that has been loaded shows through anywhere."""
+    """Tell whether an image that has been loaded shows through anywhere."""
     if "transparency" in picture.info:
         return True
     return picture.mode[-1] in "Aa" and picture.getchannel(len(picture.getbands()) - 1).getextrema()[0] < 255

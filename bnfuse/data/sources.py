@@ -46,7 +46,7 @@ def load_data(
     held_out: float = 0.2,
     skip_unreadable: bool = False,
 ) -> Dataset:
-    """Images by name (`digits`, `fashion-mnist`), of an .npz file, or of a folder with a folder for each class.
+    """Read images by name (`digits`, `fashion-mnist`), of an .npz file, or of a folder with a folder for each class.
 
     image            side that the images are brought to, by `fit`: resize, or pad with zeros
     channels         1 or 3: grey is repeated, colour is averaged by luminance
@@ -101,7 +101,7 @@ def fashion_mnist(folder: Path | None = None) -> Raw:
 
 
 def read_idx(path: Path, rank: int) -> np.ndarray:
-    """uint8 values of a gzipped IDX file: magic 0, 0, 8, rank; big-endian sizes; the values."""
+    """Read the uint8 values of a gzipped IDX file: magic 0, 0, 8, rank; big-endian sizes; the values."""
     try:
         with gzip.open(path) as stream:
             head = stream.read(4 + 4 * rank)

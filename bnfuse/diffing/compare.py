@@ -83,14 +83,14 @@ def rewired(nodes: match.Match) -> tuple[Rewired, ...]:
 
 
 def is_same_value(old: ir.Value | None, new: ir.Value | None, same: dict[int, ir.Value]) -> bool:
-    """Whether two values stand for each other: outputs of matched nodes, or equal names."""
+    """Tell whether two values stand for each other: outputs of matched nodes, or equal names."""
     if old is None or new is None:
         return old is new
     return same.get(id(new)) is old or old.name == new.name
 
 
 def name_changes(before: Any, after: Any) -> NameChanges:
-    """Names that came, went, or stayed with another type."""
+    """List the names that came, went, or stayed with another type."""
     old = {value.name: (value.dtype, str(value.shape)) for value in before}
     new = {value.name: (value.dtype, str(value.shape)) for value in after}
     return NameChanges(
@@ -119,5 +119,5 @@ def is_same_tensor(old: ir.Value, new: ir.Value) -> bool:
 
 
 def op_counts(graph: ir.Graph) -> dict[str, int]:
-    """How many nodes of each operator, by its name without the domain."""
+    """Tell how many nodes of each operator, by its name without the domain."""
     return dict(sorted(Counter(node.op_type for node in graph).items()))

@@ -93,7 +93,8 @@ def fate(bn: ir.Node, finalizers: Iterable[ir.Node], after: ir.Graph) -> BatchNo
 
 
 def belongs(finalize: ir.Node, bn: ir.Node) -> bool:
-    """By provenance where the nodes have it, by the same parameters and running statistics otherwise."""
+    """Tell whether a finalizer is a BatchNorm's: by provenance where the nodes have it, by the same parameters and
+    running statistics otherwise."""
     made_of = sources(finalize)
     if made_of and bn.name:
         return bn.name in made_of
@@ -148,7 +149,7 @@ def carries(node: ir.Node) -> bool:
 
 
 def places_of_statistics(mean: ir.Value | None) -> Iterator[Place]:
-    """Back from the mean to whatever took it."""
+    """Go back from the mean to whatever took it."""
     pending, seen = [mean], set()
     while pending:
         value = pending.pop()
@@ -167,7 +168,7 @@ def places_of_statistics(mean: ir.Value | None) -> Iterator[Place]:
 
 
 def places_of_normalize(a: ir.Value | None) -> Iterator[Place]:
-    """Forward operators that apply a and b. (Backward operators recompute with them; that costs no sweep.)"""
+    """Find the forward operators that apply a and b. (Backward operators recompute with them; that costs no sweep.)"""
     for node, operand in readers(a, carries):
         spec = grammar(node)
         if is_own(node, "LocalNormalize"):
@@ -178,7 +179,7 @@ def places_of_normalize(a: ir.Value | None) -> Iterator[Place]:
 
 
 def places_of_reduce(inv_std: ir.Value | None) -> Iterator[Place]:
-    """Operators that take the sums of dz and dz*x_hat."""
+    """Find the operators that take the sums of dz and dz*x_hat."""
     for node, operand in readers(inv_std, carries):
         if is_own(node, "BatchNormGradReduce", "LocalGradReduce"):
             yield Place(label(node), "own")
@@ -187,7 +188,7 @@ def places_of_reduce(inv_std: ir.Value | None) -> Iterator[Place]:
 
 
 def places_of_gradient_input(inv_std: ir.Value | None) -> Iterator[Place]:
-    """Operators that apply p*dz + q*x + w: those that read the q which this BN's terms are part of.
+    """Find the operators that apply p*dz + q*x + w: those that read the q which this BN's terms are part of.
 
     A sampled BN's are what adds q*x + w in the sample, and what applies p before it.
     """
@@ -209,7 +210,7 @@ def places_of_gradient_input(inv_std: ir.Value | None) -> Iterator[Place]:
 
 
 def places_of_scale(a: ir.Value | None) -> Iterator[Place]:
-    """Gradient operators that apply p = a to dz alone."""
+    """Find the gradient operators that apply p = a to dz alone."""
     for node, operand in readers(a, carries):
         spec = grammar(node)
         if operand == "acc_p" and isinstance(spec, OpSpec):
@@ -220,5 +221,5 @@ def places_of_scale(a: ir.Value | None) -> Iterator[Place]:
 
 
 def unique(places: Iterable[Place]) -> Iterator[Place]:
-    """In the order met, each once."""
+    """List places in the order met, each once."""
     yield from dict.fromkeys(places)

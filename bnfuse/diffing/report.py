@@ -127,7 +127,7 @@ class Diff:
         }
 
     def traffic_json(self, field: str) -> dict[str, dict[str, int]]:
-        """One field of both traffics: before|after, forward|backward."""
+        """Give one field of both traffics: before|after, forward|backward."""
         return {
             side: {phase: getattr(getattr(traffic, phase), field) for phase in PHASES}
             for side, traffic in (("before", self.traffic_before), ("after", self.traffic_after))
@@ -227,7 +227,7 @@ def fate_json(fate: BatchNormFate) -> dict[str, Any]:
 
 
 def places(found: tuple[Place, ...]) -> str:
-    """One place by name, several as a count: the JSON has them all."""
+    """Write one place by name, several as a count: the JSON has them all."""
     if not found:
         return "none"
     return str(found[0]) if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"

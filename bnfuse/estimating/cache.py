@@ -113,7 +113,7 @@ class Cache:
         self.last[tensor] = index
 
     def make_room(self, index: int, held: list[Touch]) -> None:
-        """Evicts until what is held fits beside the rest. What is held is used now, so it is never the farthest."""
+        """Evict until what is held fits beside the rest. What is held is used now, so it is never the farthest."""
         present, until, heap = self.present, self.until, self.farthest
         more = sum(max(0, touch.size - present[touch.tensor]) for touch in held)
         while self.used + more > self.capacity:

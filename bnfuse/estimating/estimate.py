@@ -71,7 +71,7 @@ def operations(layer: Layer, assumptions: Assumptions) -> float:
 
 
 def compute_s(layer: Layer, flops: float, streamed: int, hardware: Hardware) -> float:
-    """Of computing, or of moving within the cache what does not stream, if that takes longer."""
+    """Give the seconds of computing, or of moving within the cache what does not stream, if that takes longer."""
     time = flops / hardware.flops
     if hardware.cache_bandwidth is not None:
         touched = sum(a.bytes * a.sweeps for a in layer.accesses) - streamed

@@ -45,7 +45,8 @@ class Pair:
 
 
 def roofline_figure(found: Sequence[Roofline]) -> Any:
-    """Figure 5.1: the performance that each layer attains at its reuse frequency; a dashed line parts type I and II."""
+    """Draw figure 5.1: the performance that each layer attains at its reuse frequency; a dashed line parts type I and
+    II."""
     figure, panels = grid(len(found), sharey=True)
     for panel, workload in zip(panels, found, strict=True):
         draw_roofline(panel, workload)
@@ -88,7 +89,7 @@ def parting_line(found: Roofline) -> float | None:
 
 
 def traffic_figure(sweeps: Sequence[Sweep]) -> Any:
-    """Figure 5.2: bytes into and out of the cache in an iteration, over its size."""
+    """Draw figure 5.2: bytes into and out of the cache in an iteration, over its size."""
     figure, panels = grid(len(sweeps))
     for panel, found in zip(panels, sweeps, strict=True):
         draw_traffic(panel, found)
@@ -98,7 +99,7 @@ def traffic_figure(sweeps: Sequence[Sweep]) -> Any:
 
 
 def time_figure(pairs: Sequence[Pair]) -> Any:
-    """Figure 5.3: the time of an iteration at two rates of computing (left), and the speed-up (right)."""
+    """Draw figure 5.3: the time of an iteration at two rates of computing (left), and the speed-up (right)."""
     figure, panels = grid(len(pairs))
     for panel, pair in zip(panels, pairs, strict=True):
         x, _ = horizontal(panel, pair.slow)
@@ -123,7 +124,7 @@ def time_figure(pairs: Sequence[Pair]) -> Any:
 
 
 def bandwidth_figure(pairs: Sequence[Pair]) -> Any:
-    """Figure 5.4: the average bandwidth of an iteration with two memories."""
+    """Draw figure 5.4: the average bandwidth of an iteration with two memories."""
     figure, panels = grid(len(pairs))
     for panel, pair in zip(panels, pairs, strict=True):
         x, _ = horizontal(panel, pair.slow)
@@ -138,7 +139,7 @@ def bandwidth_figure(pairs: Sequence[Pair]) -> Any:
 
 
 def breakdown_figure(sweeps: Sequence[Sweep]) -> Any:
-    """Figure 5.5: the time by type of layer, a bar for each cache size."""
+    """Draw figure 5.5: the time by type of layer, a bar for each cache size."""
     figure, panels = grid(len(sweeps))
     for panel, found in zip(panels, sweeps, strict=True):
         draw_breakdown(panel, found)
@@ -165,7 +166,7 @@ def draw_breakdown(panel: Any, found: Sweep) -> None:
 
 
 def batch_figure(pairs: Sequence[Pair]) -> Any:
-    """Figure 5.6: samples a second over the batch, with a small cache (left axis) and a large one (right)."""
+    """Draw figure 5.6: samples a second over the batch, with a small cache (left axis) and a large one (right)."""
     figure, panels = grid(len(pairs))
     for panel, pair in zip(panels, pairs, strict=True):
         right = panel.twinx()
@@ -187,7 +188,7 @@ def batch_figure(pairs: Sequence[Pair]) -> Any:
 
 
 def reuse_figure(found: Sequence[Reuse]) -> Any:
-    """Bytes that the cache keeps off the memory bus, by scope of reuse, over its size."""
+    """Draw bytes that the cache keeps off the memory bus, by scope of reuse, over its size."""
     figure, panels = grid(len(found))
     for panel, workload in zip(panels, found, strict=True):
         x = [each.cache / MIB for each in workload.caches]
@@ -225,5 +226,5 @@ def name(panel: Any, workload: str) -> None:
 
 
 def darker(colour: str) -> str:
-    """For thin marks and letters: yellow and orange are too light on white."""
+    """Darken a colour for thin marks and letters: yellow and orange are too light on white."""
     return {"#F0E442": "#A89A00", "#E69F00": "#A87400", "#BFBFBF": "#8C8C8C"}.get(colour, colour)

@@ -55,7 +55,7 @@ def launch_workload(program: p.Program, name: str) -> Workload:
 
 
 def shared_storages(program: p.Program, launches: Iterable[p.Launch]) -> set[int]:
-    """Storages of the arena that some launch reads or writes a part of: one that begins behind their start.
+    """List the storages of the arena that some launch reads or writes a part of: one that begins behind their start.
 
     The offsets of maps follow the buffers in a launch's arguments, without saying of which buffers they are: where one
     is not 0, all of the launch's may be shared.
@@ -85,7 +85,8 @@ def _layer(program: p.Program, launch: p.Launch, numbers: dict[int, int], shared
 
 
 def touched_bytes(program: p.Program, launch: p.Launch, work: p.Work, shared: set[int]) -> list[int]:
-    """Bytes of each buffer of a launch, so that all together they are what it moves (what is updated counts twice).
+    """Count the bytes of each buffer of a launch, so that all together they are what it moves (what is updated counts
+    twice).
 
     What a launch reads and writes in one place, it makes itself: a group of coefficients hands on its results, and a
     gradient takes its result for an operand of which only the shape is wanted. Nothing is read then.

@@ -165,7 +165,7 @@ class Tape:
         return bool(x.inputs) and len(x.outputs) == 1 and "y" not in SAVED.get(x.inputs[0].op, "x")
 
     def add_loss(self, logits: gs.Tensor) -> None:
-        """Softmax and cross entropy of `logits`: the probabilities are kept for the gradient."""
+        """Add softmax and cross entropy of `logits`: the probabilities are kept for the gradient."""
         tensor, count = self.by_name[logits.name], operations.elements(logits)
         labels = self.new("labels", 8 * count // logits.shape[-1], "data", given=True)
         probabilities = self.new("loss/probabilities", FLOAT * count, "map")
@@ -204,7 +204,8 @@ class Tape:
             self.hand_on(node, value, Gradient(gradient, owned))
 
     def passes_on(self, node: gs.Node, value: gs.Tensor) -> bool:
-        """Whether an operand's gradient is the incoming one itself; a parameter's is always a tensor of its own."""
+        """Tell whether an operand's gradient is the incoming one itself; a parameter's is always a tensor of its
+        own."""
         whole = node.op in PASSED_ON and list(value.shape) == list(node.outputs[0].shape)
         return whole and not isinstance(value, gs.Constant) and not self.passes.adds_copy
 
@@ -302,7 +303,7 @@ class Tape:
         return Access(tensor, whole if part is None else min(part, whole), sweeps)
 
     def sweeps(self, node: gs.Node) -> int:
-        """How many times a node passes over its maps."""
+        """Tell how many times a node passes over its maps."""
         return self.passes.norm_sweeps if node.op == "BatchNormalization" else 1
 
     def append(self, node: gs.Node, phase: Phase, flops: int, reads: list[Access], writes: list[Access]) -> None:
@@ -338,7 +339,7 @@ def operands(node: gs.Node) -> list[gs.Tensor]:
 
 
 def size(value: gs.Tensor, node: gs.Node) -> int:
-    """Bytes of a value."""
+    """Count the bytes of a value."""
     if value.dtype is None or value.shape is None or not all(isinstance(side, int) for side in value.shape):
         raise at_node(
             node.name, node.op, f"has '{value.name}' of unknown shape. Build it with a fixed batch and image."

@@ -85,7 +85,7 @@ class Costs:
 
 
 def costs_of(node: ir.Node, op: OpSpec | PlainOp | None) -> Costs:
-    """`op` is the node's operator in ai.bnfuse, None for a source operator."""
+    """Give the costs of a node. `op` is its operator in ai.bnfuse, None for a source operator."""
     if isinstance(op, OpSpec):
         dense = "Conv" in op.core
         kind = conv_type(node, node.inputs[op.operands.index("weight")]) if dense else composed_type(op)
@@ -96,7 +96,7 @@ def costs_of(node: ir.Node, op: OpSpec | PlainOp | None) -> Costs:
 
 
 def composed_type(op: OpSpec) -> str:
-    """Of a core that is no convolution."""
+    """Name the type of a core that is no convolution."""
     if "Pool" in op.core:
         return "Pool"
     steps = {*op.prologue, *op.epilogue}
@@ -106,13 +106,14 @@ def composed_type(op: OpSpec) -> str:
 
 
 def conv_type(node: ir.Node, weight: ir.Value | None) -> str:
-    """Depthwise where every group has one input channel."""
+    """Name the type of a convolution: depthwise where every group has one input channel."""
     group = node.attributes["group"].as_int() if "group" in node.attributes else 1
     return "DepthwiseConv2D" if group > 1 and weight is not None and dims(weight)[1] == 1 else "Conv2D"
 
 
 def step_flops(node: ir.Node, op: OpSpec) -> int:
-    """Of the steps on the way in, on x (on dy those that have to do with it), and of those on the way out."""
+    """Count the operations of the steps on the way in, on x (on dy those that have to do with it), and of those on the
+    way out."""
     named = dict(zip((*op.operands, *op.results), (*node.inputs, *node.outputs), strict=False))
 
     def elements(*names: str) -> int:
@@ -132,7 +133,7 @@ def step_flops(node: ir.Node, op: OpSpec) -> int:
 
 
 def plain_flops(node: ir.Node, op: PlainOp) -> int:
-    """By the map that is read, or by the entries of the coefficients."""
+    """Count operations by the map that is read, or by the entries of the coefficients."""
     maps = [v for v in node.inputs if v is not None and len(dims(v)) >= 4]
     size = math.prod(dims(maps[0] if maps else node.outputs[0]))
     if "Statistics" in op.name:

@@ -85,7 +85,7 @@ def forward_flops(node: gs.Node) -> int:
 
 
 def backward_flops(node: gs.Node, gradients: int) -> int:
-    """`gradients` operands get theirs: each costs a dense layer as much as its forward pass.
+    """Count the operations of `gradients` operands' gradients: each costs a dense layer as much as its forward pass.
 
     Poolings hand every gradient to where it came from: as much as forward for averages, one operation a window for
     maxima.

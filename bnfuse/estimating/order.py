@@ -14,7 +14,7 @@ from bnfuse.estimating.workload import Layer
 
 
 def arranged(layers: Sequence[Layer], order: Order) -> tuple[Layer, ...]:
-    """`layers`, which are in an order that works, in `order`."""
+    """Arrange `layers`, which are in an order that works, in `order`."""
     if order not in ("file", "dfs"):
         raise BnfuseError(f"order '{order}' is unknown: it is file or dfs")
     if order == "file":
@@ -23,8 +23,8 @@ def arranged(layers: Sequence[Layer], order: Order) -> tuple[Layer, ...]:
 
 
 def dependencies(layers: Sequence[Layer]) -> list[list[int]]:
-    """For each layer the earlier ones that it must follow: the writers of what it reads, and the readers and writers of
-    what it writes over."""
+    """List for each layer the earlier ones that it must follow: the writers of what it reads, and the readers and
+    writers of what it writes over."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     before = []

@@ -43,7 +43,7 @@ def dims(value: ir.Value) -> tuple[int, ...]:
 
 
 def size_of(value: ir.Value) -> int:
-    """Bytes at the stored type."""
+    """Count the bytes at the stored type."""
     return math.prod(dims(value)) * (value.dtype or ir.DataType.FLOAT).bitwidth // 8
 
 
@@ -53,7 +53,7 @@ def axis_of(value: ir.Value) -> int:
 
 
 def width_of(value: ir.Value) -> int:
-    """How many channels a value has."""
+    """Tell how many channels a value has."""
     found = dims(value)
     return found[axis_of(value)] if found else 1
 
@@ -82,7 +82,7 @@ class Places:
         return tuple(_clipped(pieces, start, stop))
 
     def is_view(self, node: ir.Node) -> bool:
-        """Whether a node moves nothing."""
+        """Tell whether a node moves nothing."""
         return not self._views and is_view(node)
 
     def _placed(self, node: ir.Node) -> Mapping[ir.Value, Pieces]:

@@ -39,7 +39,7 @@ LEAST_SHARE = 0.005  # of the time, for a type of layer to have its own place in
 
 
 def plot_estimate(found: Estimate, path: str | Path) -> None:
-    """`--plot` of one estimate: time by type of layer, computing and stalled; and the layers as they run."""
+    """Draw one estimate: time by type of layer, computing and stalled; and the layers as they run."""
     require_plotting(path)
     figure = pyplot_figure()(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[2, 3])
@@ -68,7 +68,7 @@ def draw_types(panel: Any, found: Estimate) -> None:
 
 
 def draw_timeline(panel: Any, found: Estimate) -> None:
-    """Bandwidth while each layer runs, over time; the backward pass begins at the mark."""
+    """Draw the bandwidth while each layer runs, over time; the backward pass begins at the mark."""
     edges, heights, start = [0.0], [], 0.0
     turn = None
     for layer in found.layers:
@@ -91,7 +91,7 @@ def draw_timeline(panel: Any, found: Estimate) -> None:
 
 
 def plot_sweep(found: Sweep, path: str | Path) -> None:
-    """`--plot` of a sweep: traffic, time by type of layer, average bandwidth and samples a second."""
+    """Draw a sweep: traffic, time by type of layer, average bandwidth and samples a second."""
     require_plotting(path)
     figure = pyplot_figure()(figsize=(10, 6.4), layout="constrained")
     panels = figure.subplots(2, 2).flat
@@ -144,7 +144,7 @@ def draw_line(panel: Any, found: Sweep, values: list[float], label: str) -> None
 
 
 def plot_comparison(found: Comparison, path: str | Path) -> None:
-    """`--plot` of levels: a bar for each, of the time by type of layer."""
+    """Draw levels: a bar for each, of the time by type of layer."""
     require_plotting(path)
     names = [each.workload for each in found.estimates]
     figure = pyplot_figure()(figsize=(8, 1.7 + 0.42 * len(names)), layout="constrained")
@@ -172,7 +172,7 @@ def plot_comparison(found: Comparison, path: str | Path) -> None:
 
 
 def stacked(found: Sweep) -> list[tuple[str, list[float]]]:
-    """Seconds at each point by type of layer, type I first; types of next to no time together as Other."""
+    """Give the seconds at each point by type of layer, type I first; types of next to no time together as Other."""
     kinds = {kind for point in found.points for kind in point.by_type}
     large = {kind for kind in kinds if any(point.share({kind}) >= LEAST_SHARE for point in found.points)}
     rows = [(kind, [point.by_type.get(kind, 0.0) for point in found.points]) for kind in COLOURS if kind in large]

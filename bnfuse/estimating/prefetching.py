@@ -18,7 +18,7 @@ def issued(
     compute: list[float],
     how: Literal["latency", "next", "none"],
 ) -> dict[int, list[Load]]:
-    """By layer, the loads that are issued at its beginning for later layers. Reserves their space in `cache`."""
+    """List, by layer, the loads that are issued at its beginning for later layers. Reserves their space in `cache`."""
     waiting: dict[int, list[Load]] = {}
     chosen: dict[int, list[Load]] = {}
     if how == "none":

@@ -100,7 +100,8 @@ def describe(threads: int | None) -> dict[str, Any]:
 
 
 def identity() -> str:
-    """Of the processor, finer than its name, which a hypervisor may leave vague: family, stepping, features, cache."""
+    """Describe the processor, finer than its name, which a hypervisor may leave vague: family, stepping, features,
+    cache."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -118,7 +119,7 @@ def about(machine: dict[str, Any]) -> str:
 
 
 def measure(threads: int, progress: Progress) -> Measured:
-    """In a process of its own."""
+    """Measure this machine in a process of its own."""
     from bnfuse.measuring import idle
     from bnfuse.measuring.limits import measured_limits
 
@@ -127,12 +128,13 @@ def measure(threads: int, progress: Progress) -> Measured:
 
 
 def measured(limits: Limits, others: float | None = None) -> Measured:
-    """From limits that were measured with `WORKING_SETS`."""
+    """Make it from limits that were measured with `WORKING_SETS`."""
     return Measured(limits.flops_by, (*limits.by_working_set, (LARGEST, limits.bytes_per_s)), others)
 
 
 def effective_cache(by_working_set: Sequence[tuple[int, float]]) -> tuple[int, float | None]:
-    """Bytes of the last level and its bandwidth, from chains of growing working sets and, last, a copy in memory.
+    """Find the bytes of the last level and its bandwidth, from chains of growing working sets and, last, a copy in
+    memory.
 
     Where no working set is faster than memory the smallest stands for the cache, and its bandwidth is not known.
     """
@@ -172,7 +174,8 @@ def read(path: Path, machine: dict[str, Any]) -> Measured | None:
 
 
 def write(path: Path, machine: dict[str, Any], found: Measured) -> None:
-    """Remembering is a convenience: where the folder cannot be written, the machine is measured again next time."""
+    """Remember what was measured. That is a convenience: where the folder cannot be written, the machine is measured
+    again next time."""
     from bnfuse.core.files import write_atomically
 
     try:

@@ -16,7 +16,7 @@ NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*
 
 
 def parse_bytes(text: str) -> int:
-    """'24MB', '24 MiB', '1GB', '5.5mb', '1048576', '512B' -> bytes, at least one."""
+    """Read '24MB', '24 MiB', '1GB', '5.5mb', '1048576', '512B' as bytes, at least one."""
     value, unit = split(text, "a size, like 24MB or 1GiB")
     found = re.fullmatch(rf"([{PREFIXES}]?)(I?)B?", unit)
     if found is None or (found[2] and not found[1]):
@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> float:
-    """'616GB/s', '1.5 TB/s', '616e9', '100GiB/s', '94G' -> bytes/s."""
+    """Read '616GB/s', '1.5 TB/s', '616e9', '100GiB/s', '94G' as bytes/s."""
     value, unit = split(text, "a bandwidth, like 616GB/s")
     if re.search(r"[KMGTP]i?b(/s|ps)?\s*$", text):
         raise BnfuseError(f"'{text}' may be bits or bytes: write B for bytes, as in 6GB/s")
@@ -39,7 +39,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """'13.45TFLOP/s', '13.45 TFLOPS', '13.45T', '2e12' -> FLOP/s."""
+    """Read '13.45TFLOP/s', '13.45 TFLOPS', '13.45T', '2e12' as FLOP/s."""
     value, unit = split(text, "a rate, like 13.45TFLOP/s")
     found = re.fullmatch(rf"([{PREFIXES}]?)(?:FLOPS?(?:/S)?)?", unit)
     if found is None:
@@ -82,7 +82,7 @@ def at_least_one(value: int, text: str) -> int:
 
 
 def cache_text(count: float) -> str:
-    """25165824 -> '24 MB', as `parse_bytes` reads it."""
+    """Write 25165824 as '24 MB', as `parse_bytes` reads it."""
     for prefix in ("", *PREFIXES):
         if abs(count) < 1024 or prefix == PREFIXES[-1]:
             break

@@ -57,7 +57,7 @@ class Roofline:
         return csv_text((field.name for field in dataclasses.fields(Point)), map(dataclasses.astuple, self.points))
 
     def sections(self) -> list[Section]:
-        """By type of layer: how many are bound by computing, and the range of their reuse frequencies."""
+        """Show by type of layer how many are bound by computing, and the range of their reuse frequencies."""
         rows = []
         for kind in sorted({point.type for point in self.points}):
             points = [point for point in self.points if point.type == kind]
@@ -88,12 +88,12 @@ def roofline(workload: Workload, hardware: Hardware, assumptions: Assumptions | 
 
 
 def attainable_performance(frequency: float, hardware: Hardware) -> float:
-    """FLOP/s (eq. 5.1)."""
+    """Give the FLOP/s that can be attained (eq. 5.1)."""
     return min(frequency * hardware.bandwidth, hardware.flops)
 
 
 def layer_reuse_frequency(workload: Workload, layer: Layer, assumptions: Assumptions | None = None) -> float:
-    """Operations of the layer for each byte of all its tensors (eq. 3.4)."""
+    """Count the operations of the layer for each byte of all its tensors (eq. 3.4)."""
     touched = touched_bytes(workload, layer)
     return operations(layer, assumptions or Assumptions()) / touched if touched else 0.0
 
@@ -101,7 +101,7 @@ def layer_reuse_frequency(workload: Workload, layer: Layer, assumptions: Assumpt
 def tensor_reuse_frequency(
     workload: Workload, layer: Layer, tensor: int, assumptions: Assumptions | None = None
 ) -> float:
-    """Operations of the layer that use this tensor, for each byte of it (eq. 3.3).
+    """Count the operations of the layer that use this tensor, for each byte of it (eq. 3.3).
 
     A backward dense layer of two products, dx = f(dy, w) and dw = f(dy, x), uses dy in both and each of the others in
     one.
@@ -114,7 +114,7 @@ def tensor_reuse_frequency(
 
 
 def products(workload: Workload, layer: Layer) -> int:
-    """Of a dense layer: forward one, backward one for each gradient that is no vector."""
+    """Count the products of a dense layer: forward one, backward one for each gradient that is no vector."""
     kinds = [workload.tensors[access.tensor].kind for access in layer.writes]
     return max(1, sum(kind in ("map_gradient", "weight_gradient") for kind in kinds))
 
@@ -127,7 +127,7 @@ def is_incoming(workload: Workload, layer: Layer, tensor: int) -> bool:
 
 
 def touched_bytes(workload: Workload, layer: Layer) -> int:
-    """Bytes of the tensors of a layer, each once."""
+    """Count the bytes of the tensors of a layer, each once."""
     sums: Counter[int] = Counter()
     for access in layer.accesses:
         sums[access.tensor] = max(sums[access.tensor], access.bytes)

@@ -31,7 +31,7 @@ def workloads(
     optimizer: Optimizer = "none",
     **signature: Any,
 ) -> tuple[Workload, ...]:
-    """One workload, or one for each level, with the level's name; of a single level with the graph's before it.
+    """Make one workload, or one for each level, with the level's name; of a single level with the graph's before it.
 
     A network of the zoo has the layers and the backward pass of [Tsai21]; with `levels` its training graph is built,
     as everything else that is a graph is one already. `passes` concerns the former alone, `views` and `optimizer` the
@@ -59,7 +59,7 @@ def built(name: str, zoo: dict[str, Any]) -> TrainingGraph:
 
 
 def rewritten(graph: TrainingGraph, levels: Sequence[str]) -> dict[str, TrainingGraph]:
-    """Levels with their options, as `bnfuse bench --level` takes them, and the graphs that they give."""
+    """Rewrite at levels with their options, as `bnfuse bench --level` takes them. Gives the graphs by these names."""
     from bnfuse.passes.variants import rewrite_variant, variants
 
     return {each.name: open_graph(rewrite_variant(graph, each), name=each.name) for each in variants(levels)}

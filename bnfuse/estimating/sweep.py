@@ -62,7 +62,7 @@ class Range:
 
 
 def parse_sweep(text: str) -> Range:
-    """'cache=24MB:1000MB:2MB' or 'batch=8,16,32' -> axis and values."""
+    """Read 'cache=24MB:1000MB:2MB' or 'batch=8,16,32' as axis and values."""
     name, equals, values = text.partition("=")
     if not equals or not values:
         raise BnfuseError(f"--sweep {text}: it is AXIS=FROM:TO:STEP or AXIS=A,B,C, with AXIS {', '.join(AXES)}")
@@ -231,7 +231,7 @@ def point_of(value: Value, found: Estimate) -> SweepPoint:
 
 
 def spread(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
-    """At most so many of them, evenly, with the first and the last."""
+    """Pick at most so many of them, evenly, with the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]

@@ -91,7 +91,7 @@ class _Builder:
         self._running = {*graph.signature.running, *graph.signature.running.values()}
 
     def layer(self, node: ir.Node, phase: Phase, part_of: ir.Node | None) -> Layer:
-        """`part_of` is the node's layer of the network, where one can be told."""
+        """Make the layer of a node. `part_of` is the node's layer of the network, where one can be told."""
         clip = match_clip_gradient(node) if node.op_type == "Mul" else None
         op = find(node.op_type) if node.domain == DOMAIN else None
         costs = costs_of(node, op)

@@ -65,7 +65,7 @@ def given(request: Request) -> set[str]:
 
 
 def chosen(options: set[str], wanted: Iterable[str]) -> str:
-    """Those of `wanted` that were given, as they are written."""
+    """List those of `wanted` that were given, as they are written."""
     return ", ".join(FLAGS.get(name, f"--{name.replace('_', '-')}") for name in wanted if name in options)
 
 

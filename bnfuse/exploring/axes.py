@@ -22,7 +22,7 @@ MOST = 10_000  # values of one axis
 
 
 def axes_of(network: str, texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
-    """Metaparameters, or batch, image, channels, classes, and the values that each takes.
+    """Read metaparameters, or batch, image, channels, classes, and the values that each takes.
 
     Values are a list, 12,24,48, or a range FIRST:LAST or FIRST:LAST:STEP, whose last value counts, or both mixed.
     """
@@ -40,7 +40,7 @@ def axes_of(network: str, texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def expanded(text: str, part: str) -> list[str]:
-    """ "12:48:12" -> ["12", "24", "36", "48"]; anything without a colon is itself."""
+    """Expand "12:48:12" to ["12", "24", "36", "48"]; anything without a colon is itself."""
     if ":" not in part:
         return [part]
     try:
@@ -77,7 +77,7 @@ def typed(network: str, name: str, value: object) -> Any:
 
 
 def image_of(network: str, value: object) -> int | tuple[int, int]:
-    """224 -> 224, "190x226" -> (190, 226)."""
+    """Read 224 as 224, "190x226" as (190, 226)."""
     sides = value if isinstance(value, tuple) else tuple(str(value).lower().split("x"))
     if len(sides) > 2 or not all(str(side).isascii() and str(side).isdigit() for side in sides):
         raise BnfuseError(f"{network}: image={value} is no size: write it as 224, or as 190x226 (height x width)")
@@ -86,7 +86,7 @@ def image_of(network: str, value: object) -> int | tuple[int, int]:
 
 
 def product(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Every combination, the last axis the fastest."""
+    """List every combination, the last axis the fastest."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -96,7 +96,7 @@ def one_at_a_time(axes: Mapping[str, Sequence[Any]], base: Settings) -> list[Set
 
 
 def check_number(axes: Mapping[str, Sequence[Any]], *, separately: bool, limit: int | None) -> None:
-    """Before they are made: too many points are refused, unless `limit` allows them."""
+    """Refuse too many points before they are made, unless `limit` allows them."""
     sizes = [len(values) for values in axes.values()]
     check_limit(1 + sum(sizes) if separately else math.prod(sizes), limit)
 
@@ -112,14 +112,14 @@ def check_limit(number: int, limit: int | None) -> None:
 
 
 def full_settings(network: str, given: Settings) -> Settings:
-    """Everything that can be set, with what is given in place of the defaults."""
+    """Give everything that can be set, with what is given in place of the defaults."""
     entry = entry_of(network)
     sizes = {"batch": entry.batch, "image": entry.image, "channels": 3, "classes": entry.classes}
     return {**{key: value for key, value in sizes.items() if value is not None}, **entry.metaparameters, **given}
 
 
 def described(changes: Mapping[str, Any]) -> str:
-    """{"squeeze": 0.25, "bypass": "simple"} -> "squeeze=0.25 bypass=simple"."""
+    """Write {"squeeze": 0.25, "bypass": "simple"} as "squeeze=0.25 bypass=simple"."""
     return " ".join(f"{key}={plain(value)}" for key, value in changes.items()) or "base"
 
 

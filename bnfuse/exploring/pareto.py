@@ -55,7 +55,7 @@ class Goal:
 
 
 def goals(text: str) -> tuple[Goal, ...]:
-    """ "parameters,time" -> the least of each; "max:flops" asks for the most, "min:accuracy" for the least."""
+    """Read "parameters,time" as the least of each; "max:flops" asks for the most, "min:accuracy" for the least."""
     found = []
     for part in text.split(","):
         way, colon, name = part.strip().rpartition(":")
@@ -69,7 +69,7 @@ def goals(text: str) -> tuple[Goal, ...]:
 
 
 def front(points: Sequence[Point], asked: Iterable[Goal]) -> tuple[bool, ...]:
-    """Whether each point is on the front. A point that lacks one of the quantities is not."""
+    """Tell whether each point is on the front. A point that lacks one of the quantities is not."""
     wanted = tuple(asked)
     losses = [
         None if any(goal.value(point) is None for goal in wanted) else tuple(goal.loss(point) for goal in wanted)
@@ -80,5 +80,5 @@ def front(points: Sequence[Point], asked: Iterable[Goal]) -> tuple[bool, ...]:
 
 
 def beats(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    """Nowhere worse, and somewhere better."""
+    """Tell whether a point is nowhere worse, and somewhere better."""
     return a != b and all(x <= y for x, y in zip(a, b, strict=True))

@@ -31,7 +31,7 @@ WIDE = 20  # what lies further apart than so many times is drawn on a logarithmi
 
 
 def require_drawable(path: str | Path, asked: tuple[Goal, ...]) -> None:
-    """Before any work: can a picture be made of these goals?"""
+    """Check before any work that a picture can be made of these goals."""
     require_plotting(path)
     if len(asked) < 2:
         raise BnfuseError("a plot needs two quantities: --pareto NAME,NAME")

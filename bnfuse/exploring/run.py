@@ -117,7 +117,7 @@ def explore(
 
 
 def check_known(asked: tuple[Goal, ...], *, timed: bool, accuracy: bool) -> None:
-    """Before the work: a front of what no point has would be empty."""
+    """Check before the work that points have what the front is of: of nothing it would be empty."""
     for goal in asked:
         if goal.name in TIMED and not timed:
             raise BnfuseError(f"a front of {goal.name} needs step times, and nothing is estimated")
@@ -126,7 +126,7 @@ def check_known(asked: tuple[Goal, ...], *, timed: bool, accuracy: bool) -> None
 
 
 def check_files(accuracy: object, plot: str | Path | None, output: str | Path | None, asked: tuple[Goal, ...]) -> None:
-    """Before the work: can the results be written?"""
+    """Check before the work that the results can be written."""
     require_apart(accuracy, plot, output)
     if output is not None:
         require_writable(output)

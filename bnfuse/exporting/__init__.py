@@ -124,7 +124,7 @@ def _info(
 
 
 def is_open(model: onnx.ModelProto) -> bool:
-    """Whether the rows of the output follow from those of the input, as onnx infers shapes."""
+    """Tell whether the rows of the output follow from those of the input, as onnx infers shapes."""
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     for output in bare.graph.output:

@@ -355,6 +355,6 @@ def base_name(node: ir.Node) -> str:
 
 
 def plain(attributes: Mapping[str, Any], core: str) -> dict[str, Any]:
-    """Attributes of a core as onnx.helper takes them."""
+    """Give the attributes of a core as onnx.helper takes them."""
     lists = {*CONV_ATTRIBUTES} - {"group"}
     return {k: list(v) if k in lists and v is not None else v for k, v in attributes.items() if v is not None}

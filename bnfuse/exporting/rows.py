@@ -32,7 +32,7 @@ class Rows:
 
 
 def whole_rows(graph: ir.Graph, data: Sequence[str], virtual: Sequence[str]) -> None:
-    """In place. Graphs without virtual samples stay as they are."""
+    """Take virtual samples out, in place. Graphs without them stay as they are."""
     if not virtual:
         return
     sources = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
@@ -68,7 +68,7 @@ def _follow(graph: ir.Graph, node: ir.Node, known: dict[ir.Value, Rows], count: 
 
 
 def moves_rows(node: ir.Node) -> bool:
-    """Whether the node takes rows out of maps, or puts maps below one another."""
+    """Tell whether the node takes rows out of maps, or puts maps below one another."""
     if node.domain not in ("", "com.microsoft"):
         return False
     if node.op_type in ("Concat", "ConcatTraining", "Split", "SplitTraining", "Gather"):

@@ -28,7 +28,8 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataTyp
 
 
 def draws(node: ir.Node) -> bool:
-    """Whether the node's results may be others in each run, whatever its operands are: such a node is never folded."""
+    """Tell whether the node's results may be others in each run, whatever its operands are: such a node is never
+    folded."""
     return node.op_type in DRAWING or any(
         draws(inner)
         for attribute in node.attributes.values()
@@ -105,7 +106,7 @@ def typed(name: str | None, shape: list[int], dtype: ir.DataType) -> ir.Value:
 
 
 def type_of(node: ir.Node, file: str | None) -> tuple[list[int], ir.DataType]:
-    """Shape and type of what a node draws."""
+    """Give shape and type of what a node draws."""
     operand = node.inputs[0] if node.op_type in LIKE and node.inputs else None
     like: ir.DataType | None = ir.DataType.FLOAT
     sizes: tuple[int, ...] | None = tuple(node.attributes.get_ints("shape", []))
@@ -157,7 +158,7 @@ Drawn = Callable[[int], dict[str, np.ndarray]]  # of a step's number
 
 
 def drawer(model: ir.Model, random: dict[str, Random], seed: int) -> Drawn:
-    """Draws what a separated model is fed with."""
+    """Draw what a separated model is fed with."""
     types = {
         value.name: (list(static_shape(value) or ()), np.dtype(value.dtype.numpy()).name)
         for value in model.graph.inputs

@@ -89,7 +89,8 @@ def _names(model: onnx.ModelProto) -> Iterator[Any]:
 
 
 def check_sizes(model: onnx.ModelProto, file: str | None = None) -> None:
-    """Dimensions are sane and initializers hold what their dimensions say, before memory is set aside for either."""
+    """Check that dimensions are sane and initializers hold what their dimensions say, before memory is set aside for
+    either."""
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         _check_dims(value.name, dims, file)
@@ -250,9 +251,8 @@ def _from_graphsurgeon(source: Any) -> ir.Model:
 
 
 def restore_inputs(proto: onnx.ModelProto) -> None:
-    """Variables of a training graph become inputs again: importing into a gs.Graph leaves inputs that have a value as
-    constants alone. They are told by their gradients among the outputs, and by the BNs whose statistics they are.
-    """
+    """Make variables of a training graph inputs again: importing into a gs.Graph leaves inputs that have a value as
+    constants alone. They are told by their gradients among the outputs, and by the BNs whose statistics they are."""
     graph = proto.graph
     running = {name for node in graph.node for name in node.input[slice(*RUNNING_OPERANDS.get(node.op_type, (0, 0)))]}
     gradients = {value.name.removesuffix("_grad") for value in graph.output if value.name.endswith("_grad")}
@@ -263,7 +263,7 @@ def restore_inputs(proto: onnx.ModelProto) -> None:
 
 
 def check_domains(model: ir.Model, file: str | None) -> None:
-    """Every node is of a domain that is known, or is a function of the model."""
+    """Check that every node is of a domain that is known, or is a function of the model."""
     local = {(function.domain, function.name) for function in model.functions.values()}
     for node in model.graph:
         if node.domain not in DOMAINS and (node.domain, node.op_type) not in local:

@@ -36,7 +36,7 @@ class Signature:
 
 @functools.cache
 def signature(domain: str, operator: str, version: int) -> Signature | None:
-    """None for an operator that is not known in that version."""
+    """Read what a schema says of a node; None for an operator that is not known in that version."""
     register_training_ops()
     if domain == DOMAIN and find(operator) is not None:
         register([operator])

@@ -84,7 +84,8 @@ class Random:
     b: float = 0.0
 
     def draw(self, shape: Sequence[int], dtype: str, *, seed: int, step: int, name: str) -> np.ndarray:
-        """They follow from the four of seed, step, name and shape. A uniform value is never b, whatever the dtype."""
+        """Draw values that follow from the four of seed, step, name and shape. A uniform value is never b, whatever the
+        dtype."""
         rng = np.random.default_rng([seed, step, zlib.crc32(name.encode()), 0x0DD5])
         precise = np.float64 if dtype == "float64" else np.float32
         if self.kind == "normal":
@@ -104,7 +105,7 @@ class Random:
         )
 
     def quantiles(self, at: np.ndarray) -> np.ndarray:
-        """float64: what so large a share of all values is below, for shares between 0 and 1."""
+        """Give, as float64, what so large a share of all values is below, for shares between 0 and 1."""
         if self.kind == "bernoulli":
             return (at < self.a).astype(np.float64)
         if self.kind == "normal":
@@ -133,7 +134,7 @@ class Sampling:
     random: Mapping[str, Random] = dataclasses.field(default_factory=dict)
 
     def offsets(self, *, seed: int, epoch: int) -> dict[str, np.ndarray]:
-        """Every place, independently of one another: int64 arrays by input."""
+        """Draw every place, independently of one another: int64 arrays by input."""
         return {
             name: place.draw(np.random.default_rng([seed, epoch, index, 0x0FF5E7]))
             for index, (name, place) in enumerate(self.places.items())
@@ -191,7 +192,7 @@ def sampling_of(model: ir.Model) -> Sampling:
 def virtual_samples(
     shape: Sequence[int], mean: Sequence[float], std: Sequence[float], *, seed: int, step: int
 ) -> np.ndarray:
-    """float32 [n, C, H, W] from N(mean, std) per channel: VDN's virtual samples ([Chen18], section 4.2)."""
+    """Draw float32 [n, C, H, W] from N(mean, std) per channel: VDN's virtual samples ([Chen18], section 4.2)."""
     drawn = np.random.default_rng([seed, step, 0x0D47A]).standard_normal(tuple(shape), dtype=np.float32)
     mu, sigma = (np.broadcast_to(np.asarray(v, np.float32), (shape[1],)).reshape(1, -1, 1, 1) for v in (mean, std))
     return np.ascontiguousarray(drawn * sigma + mu)

@@ -60,7 +60,7 @@ class TrainingGraph:
         return self.shape_of(self.signature.data[0])[0]
 
     def classes(self) -> int:
-        """How many classes integer labels run over: the second dimension of the logits."""
+        """Tell how many classes integer labels run over: the second dimension of the logits."""
         logits = next((v for v in self.model.graph.outputs if v.name == self.signature.logits), None)
         for value in filter(None, [logits, *loss_inputs(self.model, self.signature.loss)]):
             if value.shape is not None and len(value.shape) >= 2 and isinstance(value.shape[1], int):

@@ -23,8 +23,8 @@ WINDOWED = ("Conv", "ConvGrad", "AveragePool", "AveragePoolGrad", "MaxPool", "Ma
 
 
 def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
-    """Every value is written once, before it is read; nodes are as their schemas say; windows are sane; initial values
-    are what their inputs are."""
+    """Check that every value is written once, before it is read; nodes are as their schemas say; windows are sane;
+    initial values are what their inputs are."""
     check_functions(model, file)
     check_nodes(model, file)
     graph = model.graph
@@ -66,8 +66,8 @@ def check_wiring(model: onnx.ModelProto, file: str | None = None) -> None:
 
 
 def check_functions(model: onnx.ModelProto, file: str | None = None) -> None:
-    """Functions read what they write, none calls itself, and written out where they are called they make no more than
-    MAX_NODES nodes.
+    """Check that functions read what they write, none calls itself, and written out where they are called they make no
+    more than MAX_NODES nodes.
 
     Told from the calls alone: a file of kilobytes can call for 2^30 nodes.
     """

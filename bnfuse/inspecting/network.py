@@ -95,7 +95,7 @@ def gradients_needed(graph: gs.Graph) -> set[str]:
 
 
 def gradients_of_work(node: gs.Node, needs: set[str]) -> int:
-    """How many gradients are as much work as the layer itself: of its operands, or a pooling's input."""
+    """Tell how many gradients are as much work as the layer itself: of its operands, or a pooling's input."""
     operands = node.inputs[:2] if node.op in DENSE else node.inputs[:1] if node.op in POOLS else []
     return sum(x.name in needs or any(x is p for p in parameters_of(node)) for x in operands)
 

@@ -174,7 +174,7 @@ def cells(values: dict[str, int], units: str, norms: bool) -> tuple[str, ...]:
 
 
 def size(value: float, units: str = "decimal") -> str:
-    """1234567 -> 1.23 MB; with units binary 1.18 MiB."""
+    """Write 1234567 as 1.23 MB; with units binary as 1.18 MiB."""
     if units not in UNITS:
         raise BnfuseError(f"units={units} is unknown: it is {' or '.join(UNITS)}")
     base, names = UNITS[units]

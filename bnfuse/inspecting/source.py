@@ -13,7 +13,8 @@ from bnfuse.inspecting.training import inspect_graph
 
 
 def inspect_source(source: Any, zoo: dict[str, Any] | None = None, **signature: Any) -> Inspection:
-    """`zoo`: batch, image, channels, classes and metaparameters of a network of the zoo; None where not given."""
+    """Count a graph or a network. `zoo`: batch, image, channels, classes and metaparameters of a network of the zoo;
+    None where not given."""
     network = network_named(source, zoo)
     if network is None:
         return inspect_graph(open_graph(source, **signature))

@@ -67,7 +67,7 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
 
 
 def kernel_shape(node: ir.Node) -> tuple[int, ...]:
-    """Of a convolution or pooling; a convolution's is its weight's where no attribute says it."""
+    """Give the window of a convolution or pooling; a convolution's is its weight's where no attribute says it."""
     given = tuple(node.attributes.get_ints("kernel_shape", ()))
     if not given and core_of(node) == "Conv":
         return tuple(declared_shape(node.inputs[1])[2:])
@@ -75,7 +75,7 @@ def kernel_shape(node: ir.Node) -> tuple[int, ...]:
 
 
 def rows_of_batch(graph: TrainingGraph) -> list[int]:
-    """First dimensions of what has an entry per image: the batch, also with virtual rows before it."""
+    """List the first dimensions of what has an entry per image: the batch, also with virtual rows before it."""
     batch = graph.batch
     return [batch, batch + sum(graph.shape_of(name)[0] for name in graph.signature.virtual)]
 
@@ -104,7 +104,7 @@ def activations_read(node: ir.Node, graph: TrainingGraph) -> list[ir.Value]:
 
 
 def traffic(forward: Iterable[ir.Node], backward: Iterable[ir.Node], graph: TrainingGraph) -> dict[str, Any]:
-    """Sweeps and bytes of feature maps that these nodes touch, and a BatchNorm's part of them."""
+    """Sum sweeps and bytes of feature maps that these nodes touch, and a BatchNorm's part of them."""
     found: dict[str, int] = defaultdict(int)
     for way, nodes in (("forward", forward), ("backward", backward)):
         for node in nodes:
@@ -139,5 +139,5 @@ def backward_flops(nodes: Iterable[ir.Node], layers: list[ir.Node], trainable: s
 
 
 def reaches(node: ir.Node, values: set[ir.Value]) -> bool:
-    """Whether the node depends on one of the values."""
+    """Tell whether the node depends on one of the values."""
     return any(v in values for n in ancestors(node.outputs) for v in n.inputs)

@@ -38,7 +38,7 @@ def ask(
 
 
 def answer(function: Callable[[dict[str, Any]], Any]) -> None:
-    """In the child: the request from the command line, the answer on stdout."""
+    """Answer in the child: the request from the command line, the answer on stdout."""
     end_with_parent(int(sys.argv[2]))
     try:
         found = function(json.loads(sys.argv[1]))

@@ -28,7 +28,7 @@ class Sample:
 
 
 def take_sample() -> Sample | None:
-    """None where the system has no /proc/stat."""
+    """Read the clocks; None where the system has no /proc/stat."""
     try:
         text = Path("/proc/stat").read_text()
     except OSError:
@@ -42,7 +42,7 @@ def own_cpus() -> frozenset[int]:
 
 
 def busy_seconds(text: str, cpus: frozenset[int], ticks: int) -> float:
-    """Of the lines `cpuN user nice system idle iowait irq softirq steal ...`: all but idle and iowait.
+    """Sum the lines `cpuN user nice system idle iowait irq softirq steal ...`: all but idle and iowait.
 
     Guests' time (the two columns after steal) is in user and nice already.
     """
@@ -56,7 +56,7 @@ def busy_seconds(text: str, cpus: frozenset[int], ticks: int) -> float:
 
 
 def others_between(before: Sample | None, after: Sample | None) -> float | None:
-    """Cores' worth of processor time that others had."""
+    """Give the cores' worth of processor time that others had."""
     if before is None or after is None or after.clock <= before.clock:
         return None
     return max(0.0, (after.busy - before.busy - (after.own - before.own)) / (after.clock - before.clock))

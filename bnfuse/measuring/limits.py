@@ -43,7 +43,7 @@ class Limits:
         return max(self.flops_by, key=lambda name: self.flops_by[name])
 
     def floor(self, flops: int, moved: int) -> float:
-        """Seconds that work takes at least: the longer of computing and moving."""
+        """Give the seconds that work takes at least: the longer of computing and moving."""
         return max(flops / self.flops_per_s, moved / self.bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def measured_limits(threads: int, working_sets: Sequence[int] = ()) -> Limits:
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """In the child."""
+    """Measure, in the child."""
     from bnfuse.runtime.codegen.limits import chain_rates, copy_rate, gemm_rates
 
     threads = asked["threads"]

@@ -30,7 +30,8 @@ SPINNING = {
 
 
 def describe_machine(threads: int, baselines: Iterable[str], before: Quiet, during: float | None) -> dict[str, Any]:
-    """`before` is how the wait for an idle machine ended, `during` the cores that others had while we measured."""
+    """Describe this machine. `before` is how the wait for an idle machine ended, `during` the cores that others had
+    while we measured."""
     from bnfuse.core.processors import physical_cores
     from bnfuse.runtime.targets.cpus import host_cpu
 
@@ -72,7 +73,7 @@ def caches() -> dict[str, str]:
 
 
 def spinning(baselines: Iterable[str]) -> dict[str, dict[str, str]]:
-    """How threads wait for work, for each runtime: what the environment sets, else "default"."""
+    """Tell how threads wait for work, for each runtime: what the environment sets, else "default"."""
     found = {"bnfuse": from_environment(SPINNING["bnfuse"])}
     if any(baseline.startswith("torch") for baseline in baselines):
         found["torch"] = from_environment(SPINNING["torch"])
@@ -87,7 +88,7 @@ def from_environment(names: Iterable[str]) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Give the versions of the packages that are installed."""
     found = {}
     for name, package in PACKAGES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -22,7 +22,7 @@ RIVALS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime
 
 
 def training_library() -> ModuleType:
-    """`onnxruntime.capi._pybind_state` with the training functions in it."""
+    """Import `onnxruntime.capi._pybind_state` with the training functions in it."""
     try:
         onnxruntime()
         library = importlib.import_module("onnxruntime.capi._pybind_state")

@@ -102,7 +102,8 @@ class Settings:
 
 
 def default_lambda(tolerance: float, size: int) -> float:
-    """Four tolerances over C: a quarter of the BatchNorms is worth the accuracy that may be lost (docs/search.md)."""
+    """Give four tolerances over C: a quarter of the BatchNorms is worth the accuracy that may be lost
+    (docs/search.md)."""
     return 4 * max(tolerance, 0.005) / size
 
 
@@ -112,7 +113,7 @@ def reference_of(history: Sequence[Evaluation]) -> float:
 
 
 def is_valid(evaluation: Evaluation, reference: float, tolerance: float) -> bool:
-    """Within the tolerance; the small term forgives the rounding of a mean."""
+    """Tell whether it is within the tolerance; the small term forgives the rounding of a mean."""
     return evaluation.accuracy >= reference - tolerance - 1e-9
 
 
@@ -123,7 +124,7 @@ def best_of(space: Space, history: Sequence[Evaluation], tolerance: float) -> Ev
 
 
 def pareto(space: Space, history: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
-    """Those than which none is at once as cheap and more accurate, or as accurate and cheaper; cheapest first."""
+    """Find those than which none is at once as cheap and more accurate, or as accurate and cheaper; cheapest first."""
     front: list[Evaluation] = []
     for e in sorted(history, key=lambda e: (round(space.cost(e.placement), 12), -e.accuracy, e.iteration)):
         if not front or e.accuracy > front[-1].accuracy:

@@ -15,7 +15,7 @@ Objective = Callable[[Placement], Score]
 
 
 def evaluations_of(space: Space, settings: Settings) -> int:
-    """How many evaluations there will be in all: never more than there are placements."""
+    """Tell how many evaluations there will be in all: never more than there are placements."""
     if settings.method == "exhaustive":
         space.all_placements()  # complains of a space that is too large
     count = 2**space.size if space.size <= MAX_ENUMERATED else None
@@ -46,7 +46,7 @@ def search(
 
 
 def require_reference(evaluation: Evaluation) -> None:
-    """Beside a reference at chance accuracy any placement would pass for good."""
+    """Refuse a reference that diverged: beside one at chance accuracy any placement would pass for good."""
     if evaluation.score.diverged:
         raise BnfuseError(
             "the training with all BatchNorms diverged, and the others are measured by it:"
@@ -55,7 +55,7 @@ def require_reference(evaluation: Evaluation) -> None:
 
 
 def describe(space: Space, settings: Settings, history: Sequence[Evaluation], total: int) -> str:
-    """One line about the last evaluation and the best so far."""
+    """Write one line about the last evaluation and the best so far."""
     last, best = history[-1], best_of(space, history, settings.tolerance)
     broken = f", {last.score.diverged} diverged" if last.score.diverged else ""
     return (

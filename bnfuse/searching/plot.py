@@ -28,7 +28,7 @@ def plot(result: SearchResult, path: str | Path) -> None:
 
 
 def draw_front(axis: Any, result: SearchResult) -> None:
-    """All evaluations, the Pareto set joined by steps, the line below which a placement is not valid."""
+    """Draw all evaluations, the Pareto set joined by steps, the line below which a placement is not valid."""
     cost, accuracy = points(result, result.evaluations)
     front_cost, front_accuracy = points(result, result.pareto)
     axis.plot(cost, accuracy, "o", color=OTHER, markersize=5, label="evaluated")
@@ -49,7 +49,7 @@ def points(result: SearchResult, evaluations: Any) -> tuple[np.ndarray, np.ndarr
 
 
 def draw_course(axis: Any, result: SearchResult) -> None:
-    """BatchNorms of every evaluation (filled where valid), and of the best so far."""
+    """Draw the BatchNorms of every evaluation (filled where valid), and of the best so far."""
     done = result.evaluations
     numbers = np.arange(1, len(done) + 1)
     best = [best_of(result.space, done[:k], result.tolerance).kept for k in numbers]

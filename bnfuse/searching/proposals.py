@@ -64,7 +64,7 @@ def thompson(
 
 
 def bounded_accuracies(history: Sequence[Evaluation], tolerance: float, most: float) -> Array:
-    """Accuracies as far as they matter: none above the reference, none far below it.
+    """Give accuracies as far as they matter: none above the reference, none far below it.
 
     A placement need only be as good as all BatchNorms; paid for being better, the model would look for accuracy
     instead of sparsity. That a placement is useless is all that its accuracy tells below a point; chance accuracy of a

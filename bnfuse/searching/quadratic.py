@@ -78,7 +78,7 @@ def to_placement(x: NDArray) -> Placement:
 
 
 def sign_form(function: Quadratic) -> tuple[Array, float]:
-    """M [C + 1, C + 1] and k with f(x) = k + s' M s for s = (1, 2x - 1)."""
+    """Give M [C + 1, C + 1] and k with f(x) = k + s' M s for s = (1, 2x - 1)."""
     b, q = function.linear, function.pairs
     m = np.zeros((len(b) + 1, len(b) + 1))
     m[1:, 1:] = q / 8
@@ -151,7 +151,7 @@ def import_cvxpy() -> Any:
 
 
 def round_matrix(matrix: Array, count: int, rng: np.random.Generator) -> NDArray:
-    """Placements [count, C] by random hyperplanes through a correlation matrix [C + 1, C + 1]."""
+    """Round to placements [count, C] by random hyperplanes through a correlation matrix [C + 1, C + 1]."""
     values, vectors = np.linalg.eigh(matrix)
     points = vectors * np.sqrt(np.clip(values, 0, None))
     signs = rng.standard_normal((count, len(matrix))) @ points.T >= 0

@@ -112,5 +112,5 @@ class SearchResult:
 
 
 def model_name(name: str | Path) -> str:
-    """As a shell takes it."""
+    """Write a model's name as a shell takes it."""
     return shlex.quote(str(name))

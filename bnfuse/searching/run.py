@@ -99,7 +99,8 @@ def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> 
 def fingerprint_of(
     graph: TrainingGraph, images: Dataset, settings: Settings, recipe: Recipe, cost: str
 ) -> dict[str, Any]:
-    """All that decides what a search proposes and what its trainings give; the number of evaluations may grow."""
+    """Gather all that decides what a search proposes and what its trainings give; the number of evaluations may
+    grow."""
     chosen = {key: value for key, value in dataclasses.asdict(settings).items() if key != "iterations"}
     lambdas = None if settings.lambdas is None else list(settings.lambdas)
     return {

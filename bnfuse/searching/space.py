@@ -56,7 +56,7 @@ class Space:
         return tuple(number for number, kept in enumerate(placement, 1) if not kept)
 
     def all_placements(self) -> Iterable[Placement]:
-        """Every placement, from all BatchNorms to none."""
+        """Go through every placement, from all BatchNorms to none."""
         if self.size > MAX_ENUMERATED:
             raise BnfuseError(
                 f"{self.size} BatchNorms have 2^{self.size} placements: an exhaustive search takes at most "
@@ -78,7 +78,7 @@ def from_text(text: str) -> Placement:
 
 
 def random_placement(size: int, taken: set[Placement], rng: np.random.Generator) -> Placement:
-    """One that is not in `taken`, all of the others equally likely."""
+    """Draw one that is not in `taken`, all of the others equally likely."""
     if size <= MAX_ENUMERATED:
         left = [p for p in itertools.product((1, 0), repeat=size) if p not in taken]
         if not left:

@@ -134,7 +134,7 @@ def header(space: Space, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_begun_header(content: bytes) -> bool:
-    """Whether a file without a whole line is what a kill leaves of a header, not a file of somebody else's."""
+    """Tell whether a file without a whole line is what a kill leaves of a header, not a file of somebody else's."""
     start = json.dumps({KEY: FORMAT})[:-1].encode()
     return content.startswith(start) or start.startswith(content)
 

@@ -47,7 +47,7 @@ class Quadratic:
         return self.constant + x @ self.linear + 0.5 * np.einsum("...i,...i->...", x @ self.pairs, x)
 
     def minus(self, slopes: Array) -> Quadratic:
-        """f(x) - slopes . x"""
+        """Give f(x) - slopes . x."""
         return Quadratic(self.constant, self.linear - slopes, self.pairs)
 
 
@@ -63,7 +63,8 @@ class Scales:
 
     @classmethod
     def start(cls, count: int) -> Scales:
-        """From coefficients near 0: a wide model leaves a start from large ones only after thousands of sweeps."""
+        """Start from coefficients near 0: a wide model leaves a start from large ones only after thousands of
+        sweeps."""
         return cls(np.ones(count), np.ones(count), count**-2.0, 1.0, 1.0)
 
     @property
@@ -92,7 +93,8 @@ def to_quadratic(constant: float, coefficients: Array, size: int) -> Quadratic:
 
 
 def sweeps_for(rows: int, count: int) -> int:
-    """Sweeps of the sampler for `count` coefficients: fewer where each is dear, so that a draw takes seconds."""
+    """Choose the sweeps of the sampler for `count` coefficients: fewer where each is dear, so that a draw takes
+    seconds."""
     work = min(rows**2 * count, count**3) + 1
     return int(np.clip(WORK / work, FEWEST_SWEEPS, SWEEPS))
 
@@ -100,7 +102,7 @@ def sweeps_for(rows: int, count: int) -> int:
 def draw_surrogate(
     placements: NDArray, scores: NDArray, rng: np.random.Generator, sweeps: int | None = None
 ) -> Quadratic:
-    """One draw of f from its posterior: the last state of a chain of `sweeps` that starts anew."""
+    """Draw f from its posterior: the last state of a chain of `sweeps` that starts anew."""
     x, y = features(placements), np.asarray(scores, np.float64)
     centre, spread = float(y.mean()), float(y.std())
     size = np.shape(placements)[1]
@@ -143,7 +145,7 @@ class Gram:
 
 
 def draw_coefficients(data: Gram, prior: Array, noise: float, rng: np.random.Generator) -> Array:
-    """N(A^-1 x'y, noise A^-1) with A = x'x + diag(1 / prior)."""
+    """Draw from N(A^-1 x'y, noise A^-1) with A = x'x + diag(1 / prior)."""
     root, sigma = np.sqrt(prior), float(np.sqrt(noise))
     count = len(prior)
     if data.square is not None and data.moments is not None:  # t = root * b, b's matrix is root x'x root + 1

@@ -122,6 +122,6 @@ def space_of(graph: TrainingGraph, cost: str) -> Space:
 
 
 def digest_of_graph(graph: TrainingGraph) -> str:
-    """Of structure and values."""
+    """Digest structure and values of a graph."""
     content = ir.to_proto(graph.model).SerializeToString(deterministic=True)
     return hashlib.sha256(content).hexdigest()

@@ -59,7 +59,7 @@ def parse_augment(text: str | Augment | None) -> Augment:
 
 
 def cropped(images: np.ndarray, pad: int, down: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Of each padded image [C, H + 2*pad, W + 2*pad] the window of H x W that begins at (down, right)."""
+    """Cut of each padded image [C, H + 2*pad, W + 2*pad] the window of H x W that begins at (down, right)."""
     _, _, height, width = images.shape
     padded = np.pad(images, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
@@ -67,7 +67,7 @@ def cropped(images: np.ndarray, pad: int, down: np.ndarray, right: np.ndarray) -
 
 
 def drawn(seed: int, epoch: int, indices: np.ndarray, stream: int) -> np.ndarray:
-    """uint64 of every index: SplitMix64's finaliser over the four numbers, one after the other."""
+    """Draw uint64 for every index: SplitMix64's finaliser over the four numbers, one after the other."""
     with np.errstate(over="ignore"):
         state = np.zeros(len(indices), np.uint64)
         for part in (seed, epoch, stream):

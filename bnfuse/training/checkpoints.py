@@ -127,7 +127,8 @@ def remove_leftovers(folder: Path, name: str) -> None:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a place for checkpoints means a folder: it is one, or it is not there and has no ending of a file."""
+    """Tell whether a place for checkpoints means a folder: it is one, or it is not there and has no ending of a
+    file."""
     path = Path(path)
     return path.is_dir() or (not path.exists() and path.suffix != ".safetensors")
 
@@ -147,7 +148,7 @@ def has_run(folder: Path) -> bool:
 
 
 def read_saved(path: Path) -> Saved:
-    """Where the run of a checkpoint stands."""
+    """Read where the run of a checkpoint stands."""
     text = read_metadata(path).get(KEY)
     if text is None:
         raise BnfuseError(f"{path}: holds a state but no run: pass the file itself to --resume to start from it")
@@ -198,7 +199,7 @@ def digest_of_model(step: Step) -> str:
 
 
 def digest_of_data(data: Dataset) -> str:
-    """Of all images and labels."""
+    """Digest all images and labels."""
     found = hashlib.blake2b(digest_size=8)
     for array in (array for part in data.parts.values() for array in part):
         found.update(f"{array.dtype} {array.shape}".encode())

@@ -76,7 +76,7 @@ def evaluate_batches(step: Step, parts: Iterator[tuple[np.ndarray, np.ndarray]],
 
 
 def filled_batches(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """In order; the images of the last batch are filled up with zeros, its labels are not."""
+    """Go through the batches in order; the images of the last one are filled up with zeros, its labels are not."""
     for start in range(0, len(labels), batch):
         part = images[start : start + batch]
         missing = batch - len(part)
@@ -139,7 +139,7 @@ def taken_by(source: Step | TrainingGraph) -> Taken:
 def signature(
     source: Step | TrainingGraph,
 ) -> tuple[list[str], list[str], dict[str, tuple[tuple[int, ...], np.dtype[Any]]], int | None]:
-    """Names of data and labels, the shape and type of each, and the number of classes where it is known."""
+    """Give names of data and labels, the shape and type of each, and the number of classes where it is known."""
     if isinstance(source, TrainingGraph):
         data, labels = list(source.signature.data), list(source.signature.labels)
         inputs = {name: (source.shape_of(name), source.dtype_of(name)) for name in (*data, *labels)}
@@ -173,8 +173,8 @@ def check_given(data: Dataset, taken: Taken) -> None:
 
 
 def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation, channel by channel, of the training images as they are fed: mu_D and sigma_D of
-    virtual samples ([Chen18], section 4.2)."""
+    """Compute mean and standard deviation, channel by channel, of the training images as they are fed: mu_D and sigma_D
+    of virtual samples ([Chen18], section 4.2)."""
     count = data.train_x.shape[0] * data.train_x.shape[2] * data.train_x.shape[3]
     parts = [data.train_x[start : start + 4096] for start in range(0, len(data.train_x), 4096)]
     mean = sum(fed(data, part, normalise).sum((0, 2, 3), dtype=np.float64) for part in parts) / count

@@ -79,7 +79,7 @@ def best_of(epochs: Sequence[Epoch]) -> Epoch | None:
 
 
 def without_gain(epochs: Sequence[Epoch]) -> int:
-    """How many evaluations in a row, up to the last, were no better than the best before them."""
+    """Tell how many evaluations in a row, up to the last, were no better than the best before them."""
     best = best_of(epochs)
     return sum(e.accuracy is not None and best is not None and e.epoch > best.epoch for e in epochs)
 

@@ -74,7 +74,7 @@ class Loader:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.data.train_y))
 
     def batches(self, first: int, last: int, skip: int = 0) -> Iterator[Batch]:
-        """All batches from epoch `first`, without its first `skip`, to epoch `last`."""
+        """Make all batches from epoch `first`, without its first `skip`, to epoch `last`."""
         for epoch in range(first, last + 1):
             order = self.order(epoch)
             for index in range(skip if epoch == first else 0, self.steps):
@@ -85,7 +85,7 @@ class Loader:
 
 
 def fed(data: Dataset, images: np.ndarray, normalise: bool) -> np.ndarray:
-    """Images as the step takes them: float32, by the data's mean and std where `normalise` says so."""
+    """Give images as the step takes them: float32, by the data's mean and std where `normalise` says so."""
     if not normalise:
         return images
     mean, std = (np.array(v, np.float32).reshape(1, -1, 1, 1) for v in (data.mean, data.std))

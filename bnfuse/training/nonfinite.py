@@ -83,7 +83,7 @@ def bad_outputs(step: Step) -> set[str]:
 
 
 def first_of(forward: list[ir.Node], state: Arrays, bad: Set[str], signature: GraphSignature) -> str | None:
-    """By name and node: a parameter, or a tensor among `bad`."""
+    """Find by name and node: a parameter, or a tensor among `bad`."""
     new_running = {new: old for old, new in signature.running.items()}
     for node in forward:
         for value in node.inputs:

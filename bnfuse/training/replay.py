@@ -27,7 +27,7 @@ LOOKED_AT = "/not_finite"
 def not_finite(
     step: Step, model: ir.Model, forward: Collection[str], given: Mapping[str, np.ndarray], threads: int
 ) -> set[str]:
-    """Names of the tensors that are not finite among all that the nodes `forward` (by name) give.
+    """List the tensors that are not finite among all that the nodes `forward` (by name) give.
 
     `given` are the data and labels of the step, whose state is still that before it.
     """

@@ -81,7 +81,7 @@ def disturbed(
 
 
 def tolerance(spread: float, rounding: float = ROUNDING) -> float:
-    """Eight times the spread, but never less than a few roundings."""
+    """Give eight times the spread, but never less than a few roundings."""
     return max(MINIMUM, LEAST_ROUNDINGS * rounding, FACTOR * spread)
 
 
@@ -116,7 +116,7 @@ def distance(a: np.ndarray, b: np.ndarray, floor: float) -> float:
 
 
 def curve_tolerances(curve: list[float], noisy: list[list[float]], rounding: float = ROUNDING) -> tuple[float, ...]:
-    """Eight times the largest spread so far: curves that have parted do not come together again."""
+    """Give eight times the largest spread so far: curves that have parted do not come together again."""
     found, spread = [], 0.0
     for step, loss in enumerate(curve):
         spread = max(spread, *(abs(other[step] - loss) / max(abs(loss), 1e-30) for other in noisy))

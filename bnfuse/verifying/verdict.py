@@ -164,7 +164,7 @@ def is_right(tensors: Sequence[TensorError], curves: Curves | None) -> bool:
 
 
 def is_wrong(found: Verification) -> bool:
-    """Whether something is beyond its tolerance, and not only beyond judgement."""
+    """Tell whether something is beyond its tolerance, and not only beyond judgement."""
     return not is_right(found.tensors, found.curves)
 
 

@@ -15,7 +15,7 @@ from bnfuse.runtime.backends.cuda.driver import open_driver
 
 
 def require_gpu() -> None:
-    """Before any work: is there a GPU, and does torch reach it? Candidates need both."""
+    """Check before any work that there is a GPU, and that torch reaches it: candidates need both."""
     from bnfuse.baselines.cuda import set_precision
     from bnfuse.baselines.names import import_torch
 
@@ -24,7 +24,7 @@ def require_gpu() -> None:
 
 
 def peaks_of(file: Path, name: str, precision: str, seed: int) -> dict[str, int | None]:
-    """As Result has them; None where it does not fit beside what else is on the GPU."""
+    """Measure peak memory, as Result has it; None where it does not fit beside what else is on the GPU."""
     found = measured_peak(file, name, precision, seed)
     return {
         "peak_bytes": found.get("allocated_bytes"),
@@ -42,7 +42,7 @@ def machine_of(precision: str) -> dict[str, Any]:
 def profiles_of(
     graph: TrainingGraph, candidates: list[Any], precision: str, repetitions: int
 ) -> tuple[tuple[Profile, ...], list[dict[str, Any]]]:
-    """Of ours, each launch between two events; and the convolutions alone by cuDNN, beside the last of ours."""
+    """Profile ours, each launch between two events; and the convolutions alone by cuDNN, beside the last of ours."""
     limits = measured_limits(precision)
     found = []
     for candidate in candidates:

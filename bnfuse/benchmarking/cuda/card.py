@@ -35,6 +35,6 @@ def describe_card() -> dict[str, Any]:
 
 
 def version(answer: tuple[Any, int]) -> str:
-    """(error, 13010) is 13.1."""
+    """Write a version: (error, 13010) is 13.1."""
     error, number = answer
     return "unknown" if int(error) else f"{number // 1000}.{number % 1000 // 10}"

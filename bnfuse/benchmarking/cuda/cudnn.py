@@ -77,7 +77,8 @@ class Floor:
 
 
 def convolutions(graph: TrainingGraph) -> collections.Counter[Convolution]:
-    """Those of the forward part, alike ones counted. Padding that differs between sides is taken as the larger one."""
+    """List the convolutions of the forward part, alike ones counted. Padding that differs between sides is taken as the
+    larger one."""
     found: collections.Counter[Convolution] = collections.Counter()
     for node in graph.model.graph:
         if node.op_type != "Conv" or node.domain not in ("", "ai.onnx"):
@@ -100,7 +101,7 @@ def convolutions(graph: TrainingGraph) -> collections.Counter[Convolution]:
 
 
 def measured_floors(graph: TrainingGraph, precision: str, batch: int | None = None) -> list[Floor]:
-    """One for each different layer, those with the most time first. In this process."""
+    """Measure each different layer, those with the most time first, in this process."""
     torch = import_torch()
     cuda.set_precision(torch, precision)
     found = []
@@ -112,7 +113,7 @@ def measured_floors(graph: TrainingGraph, precision: str, batch: int | None = No
 
 
 def measured(torch: Any, layer: Convolution, precision: str) -> tuple[float, float, float]:
-    """Seconds of forward, grad-input (0 where nobody needs it) and grad-weight."""
+    """Measure the seconds of forward, grad-input (0 where nobody needs it) and grad-weight."""
     dtype = getattr(torch, DTYPES.get(precision, "float32"))
 
     def tensor(shape: Iterable[int]) -> Any:
@@ -139,7 +140,7 @@ def measured(torch: Any, layer: Convolution, precision: str) -> tuple[float, flo
 
 
 def in_graph(torch: Any, call: Callable[[Any, Any], Any], sets: list[tuple[Any, Any]]) -> float:
-    """Seconds of one call, of a graph of some calls."""
+    """Measure the seconds of one call, of a graph of some calls."""
     calls = [sets[index % len(sets)] for index in range(CALLS)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -16,7 +16,8 @@ RUNS = 9
 
 
 def measured_limits(precision: str) -> Limits:
-    """By torch, that is cuBLAS, in this process. float32 by three products of TF32 counts as a third of TF32's."""
+    """Measure the GPU by torch, that is cuBLAS, in this process. float32 by three products of TF32 counts as a third of
+    TF32's."""
     torch = import_torch()
     rates = {}
     if precision in ("bf16", "fp16"):
@@ -35,7 +36,7 @@ def measured_limits(precision: str) -> Limits:
 
 
 def product_rate(torch: Any, dtype: Any) -> float:
-    """FLOP/s, of random numbers: zeros would run faster."""
+    """Measure FLOP/s of random numbers: zeros would run faster."""
     a, b = (torch.randn(SIDE, SIDE, device="cuda").to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     with torch.no_grad():
@@ -43,13 +44,13 @@ def product_rate(torch: Any, dtype: Any) -> float:
 
 
 def copy_rate(torch: Any) -> float:
-    """Bytes/s, read and written together."""
+    """Measure bytes/s, read and written together."""
     source = torch.randn(COPIED // 4, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPIED / median_seconds(torch, lambda: target.copy_(source))
 
 
 def median_seconds(torch: Any, run: Callable[[], Any], repeats: int = 3) -> float:
-    """Of one run: some in a row between events, the median of several such rows after one that does not count."""
+    """Time one run: some in a row between events, the median of several such rows after one that does not count."""
     cuda.seconds_a_step(torch, run, repeats)
     return statistics.median(cuda.seconds_a_step(torch, run, repeats) for _ in range(RUNS))

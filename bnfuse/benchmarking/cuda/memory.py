@@ -28,13 +28,15 @@ FIELDS = ("allocated_bytes", "reserved_bytes", "driver_bytes")
 def measured_peak(
     file: Path, name: str, precision: str, seed: int = 0, batch: int | None = None, timeout: float | None = None
 ) -> dict[str, Any]:
-    """`file` is a compiled step, or for a baseline (`name`) the training graph, then also for another `batch`."""
+    """Measure peak memory in a process of its own. `file` is a compiled step, or for a baseline (`name`) the training
+    graph, then also for another `batch`."""
     request = {"file": str(file.resolve()), "name": name, "precision": precision, "seed": seed, "batch": batch}
     return ask("bnfuse.benchmarking.cuda.memory", request, timeout=timeout)
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """In the child. `fits` is False where the GPU's memory does not suffice, and then there is nothing else."""
+    """Measure peak memory, in the child. `fits` is False where the GPU's memory does not suffice, and then there is
+    nothing else."""
     file, rng = Path(asked["file"]), np.random.default_rng(asked["seed"])
     driver = open_driver()
     torch = import_torch()

@@ -31,7 +31,8 @@ class Alignment:
 def align(
     before: Sequence[Node], after: Sequence[Node], partner: Mapping[int, int], preferred: Mapping[int, int]
 ) -> Alignment:
-    """`preferred` names the home of a node before, where more is known about it than its place in the graph."""
+    """Align two graphs. `preferred` names the home of a node before, where more is known about it than its place in the
+    graph."""
     into = destinations(before, after, partner)
     home = {i: home_of(i, before, after, into[i], preferred) for i in into if into[i]}
     anchors = {a: b for b, a in home.items() if partner.get(a) == b or before[b].label == after[a].label}
@@ -52,7 +53,7 @@ def namesakes(before: Sequence[Node], after: Sequence[Node], home: Mapping[int, 
 def destinations(
     before: Sequence[Node], after: Sequence[Node], partner: Mapping[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """For each node before: the node that it is, and those that were made of it."""
+    """List for each node before the node that it is, and those that were made of it."""
     made_of: dict[str, list[int]] = defaultdict(list)
     for i, node in enumerate(after):
         for source in node.sources:
@@ -85,7 +86,7 @@ def home_of(
 
 
 def wishes(before: Sequence[Node], after: Sequence[Node], anchors: Mapping[int, int]) -> list[int]:
-    """Where in the order before each node after would like to stand: at its anchor, at its first source, or after
+    """Tell where in the order before each node after would like to stand: at its anchor, at its first source, or after
     what it reads."""
     index = {node.label: i for i, node in reversed([*enumerate(before)])}
     found: list[int] = []
@@ -120,7 +121,7 @@ def nearest_order(nodes: Sequence[Node], wish: Sequence[int]) -> list[int]:
 
 
 def rows_of(count: int, order: Sequence[int], anchors: Mapping[int, int], home: Mapping[int, int]) -> tuple[Row, ...]:
-    """Both sides in their orders, with as many anchored nodes as possible facing their anchors."""
+    """Put both sides in their orders, with as many anchored nodes as possible facing their anchors."""
     anchored = [(place, anchors[a]) for place, a in enumerate(order) if a in anchors]
     rows: list[Row] = []
     last_b, last_a = -1, -1

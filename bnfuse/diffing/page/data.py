@@ -32,7 +32,7 @@ def data_of(page: Page) -> dict[str, Any]:
 
 
 def shown(attributes: Mapping[str, tuple[Any, Any]]) -> dict[str, list[str]]:
-    """Attributes before and after, as texts: their values may be anything that ONNX has."""
+    """Give attributes before and after, as texts: their values may be anything that ONNX has."""
     return {name: ["absent" if value is None else str(value) for value in both] for name, both in attributes.items()}
 
 

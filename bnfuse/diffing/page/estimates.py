@@ -29,7 +29,8 @@ class Estimates:
 
 
 def estimates_of(first: TrainingGraph, second: TrainingGraph, names: tuple[str, ...]) -> Estimates:
-    """`why_not` says which graph cannot be estimated, and why. A hardware that does not exist is an error."""
+    """Estimate both graphs on named hardware. `why_not` says which graph cannot be estimated, and why. A hardware that
+    does not exist is an error."""
     chosen = [profile(name) for name in names]
     try:
         before, after = training_workload(first), training_workload(second)

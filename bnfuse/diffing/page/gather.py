@@ -60,7 +60,7 @@ def partners(first: TrainingGraph, second: TrainingGraph) -> dict[int, int]:
 
 
 def reasons_of(report: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
-    """BatchNorm -> "half: reason" for each half that was left alone."""
+    """Map each BatchNorm to "half: reason" for each half that was left alone."""
     found = defaultdict(list)
     for entry in report["unfused"] if report else ():
         found[entry["node"]].append(f"{entry['half']}: {entry['reason']}")

@@ -16,7 +16,7 @@ from bnfuse.diffing.report import describe_changed, describe_rewired
 
 
 def norm_list(page: Page) -> Markup:
-    """One BatchNorm a line; what became of its halves opens below it."""
+    """Write a BatchNorm a line; what became of its halves opens below it."""
     if not page.norms:
         return tag("p", "The graph before has no BatchNorm.", class_="note")
     index = first_index(page.after)
@@ -63,7 +63,7 @@ def cost_rows(name: str, old: Cost, new: Cost) -> list[Sequence[object]]:
 
 
 def saved(before: Cost, after: Cost) -> str:
-    """18 sweeps, 77 MB less; what grew is said apart."""
+    """Write 18 sweeps, 77 MB less; what grew is said apart."""
     less = before - after
     parts = [(less.sweeps, count(abs(less.sweeps), "sweep")), (less.bytes, as_bytes(abs(less.bytes)))]
     shown = (
@@ -75,7 +75,7 @@ def saved(before: Cost, after: Cost) -> str:
 
 
 def half_places(norm: Norm, half: str, page: Page, index: dict[str, int]) -> Markup:
-    """Where a half is done, by the way in which it is done there."""
+    """Write where a half is done, by the way in which it is done there."""
     found: tuple[Place, ...] = getattr(norm.fate, half)
     if not found:
         return tag("span", "in the BatchNorm" if norm.fate.whole else "nowhere", class_="note")

@@ -22,7 +22,8 @@ def text(value: object) -> Markup:
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """tag("a", "x", href="#y", class_="z"). None leaves an attribute out, True gives it without a value."""
+    """Write an element: tag("a", "x", href="#y", class_="z"). None leaves an attribute out, True gives it without a
+    value."""
     written = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{text(value)}"')
         for key, value in attributes.items()
@@ -59,6 +60,6 @@ def table(
 
 
 def script_json(value: Any) -> Markup:
-    """JSON that may stand in a script element: no "<", ">" or "&", nothing that ends a line in JavaScript."""
+    """Write JSON that may stand in a script element: no "<", ">" or "&", nothing that ends a line in JavaScript."""
     written = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return Markup(written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -68,7 +68,7 @@ class Norm:
 
 
 def gradient_nodes(graph: ir.Graph) -> dict[int, tuple[int, ...]]:
-    """BatchNorm -> the gradient nodes that read the same map and the same scale; all as indices."""
+    """Map each BatchNorm to the gradient nodes that read the same map and the same scale; all as indices."""
     found = defaultdict(list)
     for i, node in enumerate(graph):
         if node.op_type == "BatchNormalizationGrad" and len(node.inputs) > 2:

@@ -47,7 +47,7 @@ def figures(page: Page) -> Markup:
 
 
 def norms_figure(norms: Sequence[Norm]) -> list[Markup]:
-    """How many BatchNorms are fused; nothing where there were none."""
+    """Tell how many BatchNorms are fused; nothing where there were none."""
     counts = Counter(norm.status for norm in norms)
     done = counts["fused"] + counts["sampled"]
     note = f"{counts['sampled']} of them read samples on their own" if counts["sampled"] else "no sweep of their own"
@@ -65,7 +65,7 @@ def tile(name: str, value: object, note: str) -> Markup:
 
 
 def traffic(page: Page) -> Markup:
-    """Sweeps and bytes of each phase; what the runtime does with views alone is listed apart."""
+    """Write sweeps and bytes of each phase; what the runtime does with views alone is listed apart."""
     first, second = page.diff.traffic_before, page.diff.traffic_after
     names = ("forward", "backward", "step")
     flows = list(zip(names, *((t.forward, t.backward, t.total) for t in (first, second)), strict=True))
@@ -83,7 +83,7 @@ def traffic(page: Page) -> Markup:
 
 
 def operators(page: Page) -> Markup:
-    """Every operator whose number changed, most frequent first, and all together."""
+    """Write every operator whose number changed, most frequent first, and all together."""
     old, new = page.diff.ops_before, page.diff.ops_after
     names = sorted({*old, *new}, key=lambda name: (-max(old.get(name, 0), new.get(name, 0)), name))
     rows = [(spaced(name), old.get(name, 0), new.get(name, 0)) for name in names if old.get(name) != new.get(name)]
@@ -114,7 +114,7 @@ def estimated(estimates: Estimates) -> Markup:
 
 
 def by_type(old: Estimate, new: Estimate) -> list[tuple[str, float, float]]:
-    """Seconds by type of layer; types that take next to nothing on both sides are summed up."""
+    """Write seconds by type of layer; types that take next to nothing on both sides are summed up."""
     types = [(name, old.by_type.get(name, 0.0), new.by_type.get(name, 0.0)) for name in {**old.by_type, **new.by_type}]
     large = [row for row in types if max(row[1:]) >= SMALL * old.time_s]
     rest = [row[1:] for row in types if row not in large]
@@ -138,7 +138,7 @@ def statuses(page: Page) -> Markup:
 
 
 def compared(caption: str, rows: Iterable[tuple[object, float, float]], show: Show, skip: int = 0) -> Markup:
-    """Before, after, change and bars. The first `skip` rows have no bar, and the scale is that of the others."""
+    """Write before, after, change and bars. The first `skip` rows have no bar, and the scale is that of the others."""
     rows = list(rows)
     most = max((value for row in rows[skip:] for value in row[1:]), default=0)
     cells: list[Sequence[object]] = [
@@ -160,7 +160,7 @@ def exact(value: float, show: Show) -> Markup:
 
 
 def bar(old: float, new: float, most: float) -> Markup:
-    """Before above after. The numbers beside it say the same, so it is not read out."""
+    """Draw before above after. The numbers beside it say the same, so it is not read out."""
 
     def rect(y: int, value: float, name: str) -> Markup:
         width = round(BAR * value / most, 1) if most else 0

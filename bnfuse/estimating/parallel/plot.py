@@ -14,7 +14,7 @@ Mark = tuple[str, int, float]  # measured: label of its curve's colour, workers,
 
 
 def plot(scalings: Sequence[Scaling], path: str | Path, *, marks: Sequence[Mark] = (), title: str = "") -> None:
-    """One curve a scaling: solid where it is strong, dashed where it is weak. `marks` are measured speed-ups."""
+    """Draw one curve a scaling: solid where it is strong, dashed where it is weak. `marks` are measured speed-ups."""
     require_plotting(path)
     figure = pyplot_figure()(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -54,7 +54,7 @@ class Network:
 
 
 def network(text: str, latency: float = 0.0) -> Network:
-    """6GB/s, 100Gbit/s or plain bytes/s as a network."""
+    """Read 6GB/s, 100Gbit/s or plain bytes/s as a network."""
     bits = re.fullmatch(r"(.*?)bit/s", text.strip(), re.IGNORECASE)
     try:
         return Network(parse_bandwidth(bits[1]) / 8 if bits else parse_bandwidth(text), latency)
@@ -170,7 +170,7 @@ class Scaling:
 
 
 def communication_s(gradient_bytes: float, workers: float, network: Network, strategy: Strategy = "tree") -> float:
-    """Equations 3.3 and 3.4; `workers` may be broken."""
+    """Compute equations 3.3 and 3.4, in seconds; `workers` may be broken."""
     if strategy not in MESSAGES:
         raise BnfuseError(f"strategy={strategy} is unknown: it is {' or '.join(MESSAGES)}")
     messages = MESSAGES[strategy](workers) if workers > 1 else 0.0
@@ -304,7 +304,7 @@ def linear(name: str, batch: int, size: float, whole: float, forward: float) -> 
 
 
 def gradient_bytes(workload: Workload) -> int:
-    """|W|: the bytes of all weight gradients (those of biases and BatchNorms are vectors, and not counted)."""
+    """Sum |W|: the bytes of all weight gradients (those of biases and BatchNorms are vectors, and not counted)."""
     found = sum(t.bytes for t in workload.tensors if t.kind == "weight_gradient" and t.kept)
     if not found:
         raise BnfuseError(f"{workload.name}: it has no weight gradients, so that there is nothing to exchange")

@@ -173,12 +173,12 @@ class Stack:
 
 
 def is_stack(text: str) -> bool:
-    """Whether it is written like a stack; `stack` says whether there is one."""
+    """Tell whether it is written like a stack; `stack` says whether there is one."""
     return STACK.fullmatch(text.strip()) is not None
 
 
 def stack(text: str, assumptions: ReramAssumptions) -> Stack:
-    """ "3r1g" -> Stack(3, 1); the layers must be those of the stack, and some of each kind."""
+    """Read "3r1g" as Stack(3, 1); the layers must be those of the stack, and some of each kind."""
     match = STACK.fullmatch(text.strip())
     possible = [Stack(m, assumptions.layers - m) for m in range(1, assumptions.layers)]
     found = Stack(int(match[1]), int(match[2])) if match else None

@@ -99,7 +99,7 @@ def network_of(source: gs.Graph | TrainingGraph, remove: Selection | None = None
 
 
 def skeleton(graph: gs.Graph) -> ir.Model:
-    """Nodes, shapes and attributes of a forward graph, its BatchNorms named as in a training graph; no values."""
+    """Copy nodes, shapes and attributes of a forward graph, its BatchNorms named as in a training graph; no values."""
     values: dict[str, ir.Value] = {}
 
     def value(tensor: Any) -> ir.Value:

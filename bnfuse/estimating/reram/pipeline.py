@@ -90,7 +90,8 @@ class Pipeline:
         return max(self.stages, key=lambda x: x.time_s)
 
     def to_json(self) -> dict[str, Any]:
-        """network, config, the times, the crossbars, assumptions {name: value}, stages [{name, unit, phase, ...}]."""
+        """Give network, config, the times, the crossbars, assumptions {name: value}, stages [{name, unit, phase,
+        ...}]."""
         return {
             "network": self.network,
             "config": self.config,
@@ -205,7 +206,8 @@ def too_large(found: Network, layers: Stack, needed: int, kept: int, capacity: i
 
 
 def in_order(network: Network, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Forward layer by layer, then the backward stages from the end; a BatchNorm is where its layer is."""
+    """Order the stages: forward layer by layer, then the backward stages from the end; a BatchNorm is where its layer
+    is."""
     place = {layer.name: index for index, layer in enumerate(network.layers)}
     backward = ("error", "gradient")
     return tuple(
@@ -245,13 +247,13 @@ def matrix_jobs(network: Network, assumed: ReramAssumptions) -> list[Job]:
 
 
 def crossbars_for(groups: int, rows: int, columns: int, assumed: ReramAssumptions) -> int:
-    """For matrices of rows x columns numbers, in whole groups of crossbars."""
+    """Count crossbars for matrices of rows x columns numbers, in whole groups of crossbars."""
     down, across = -(-rows // assumed.crossbar), -(-columns // assumed.numbers_per_row)
     return -(-groups * down * across // assumed.group) * assumed.group
 
 
 def kept_crossbars(network: Network, assumed: ReramAssumptions) -> int:
-    """Crossbars that keep the inputs of Conv/FC layers until the error comes back.
+    """Count the crossbars that keep the inputs of Conv/FC layers until the error comes back.
 
     Layer l of L has 2(L - l) + 1 images under way (PipeLayer, its section on training).
     """
@@ -266,7 +268,7 @@ def kept_crossbars(network: Network, assumed: ReramAssumptions) -> int:
 
 
 def replicate(jobs: Sequence[Job], budget: int, assumed: ReramAssumptions) -> list[int]:
-    """How many copies each job's matrix has, within `budget` crossbars."""
+    """Tell how many copies each job's matrix has, within `budget` crossbars."""
     most = max(job.vectors for job in jobs)
 
     def enough(copies: Callable[[Job], int]) -> bool:
@@ -291,7 +293,7 @@ def _first(values: range, holds: Callable[[int], bool]) -> int:
 
 
 def norm_stages(norms: Sequence[Norm], tiles: int, assumed: ReramAssumptions) -> list[Stage]:
-    """BatchNorms on the GPU tiles: what each has of them, and the time of the busiest of its tiles."""
+    """Spread the BatchNorms over the GPU tiles: what each has of them, and the time of the busiest of its tiles."""
     loads = [norm.elements * assumed.norm_element_s for norm in norms]
     shares, times = SHARING[assumed.gpu_sharing](loads, tiles)
     return [
@@ -301,7 +303,7 @@ def norm_stages(norms: Sequence[Norm], tiles: int, assumed: ReramAssumptions) ->
 
 
 def conventional_s(network: Network, assumed: ReramAssumptions) -> float:
-    """Seconds of an image on the conventional GPU of figure 14: Conv/FC at its rate, the rest at its memory's.
+    """Give the seconds of an image on the conventional GPU of figure 14: Conv/FC at its rate, the rest at its memory's.
 
     The first layer has no input gradient. A ReLU behind each Conv/FC reads one map and writes one, and backward reads
     two and writes one.

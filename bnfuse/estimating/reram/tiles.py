@@ -32,7 +32,7 @@ def _packed(loads: Sequence[float], tiles: int) -> Shared:
 
 
 def balanced(loads: Sequence[float], tiles: int) -> Shared:
-    """Large loads have whole tiles, small ones share: the least longest time that halving a range finds."""
+    """Give large loads whole tiles, and let small ones share: the least longest time that halving a range finds."""
     if not loads:
         return [], []
     low, high = sum(loads) / tiles, sum(loads)
@@ -75,7 +75,7 @@ def _within(loads: Sequence[float], tiles: int, longest: float) -> Shared | None
 
 
 def in_turns(loads: Sequence[float], tiles: int) -> Shared:
-    """Every load has all tiles for its part of the time."""
+    """Give every load all tiles for its part of the time."""
     total = sum(loads)
     return [tiles * load / total for load in loads], [total / tiles] * len(loads)
 
