@@ -49,11 +49,12 @@ def between(text: str, script: str, body: str) -> str:
 
 
 def markdown(section: Section) -> str:
+    title = section.title.replace("*", "\\*")
     if not section.columns:
-        return "\n".join([f"**{section.title}**", "", *(f"- {row[0]}" for row in section.rows)])
+        return "\n".join([f"**{title}**", "", *(f"- {row[0]}" for row in section.rows)])
     rules = ["---:" if section.is_number_column(i) else "---" for i in range(len(section.columns))]
     rows = [section.columns, tuple(rules), *section.rows]
-    return "\n".join([f"**{section.title}**", "", *(f"| {' | '.join(map(escape, row))} |" for row in rows)])
+    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(map(escape, row))} |" for row in rows)])
 
 
 def escape(cell: str) -> str:
