@@ -22,6 +22,7 @@ def alexnet(
     dropout: float = 0.5,
     hidden: int = 4096,
 ) -> Network:
+    """Build AlexNet as one tower, without local response normalisation."""
     how = {"norm": False, "bias": True}
     graph, x = start("alexnet", batch, channels, image, seed)
     if min(pair(image)) < SMALL:

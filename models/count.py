@@ -25,11 +25,12 @@ class Counts:
 
     @property
     def flops_per_image(self) -> int:
+        """Give the operations of one image of the batch."""
         return self.flops // self.batch
 
 
 def count(source: gs.Graph | onnx.ModelProto) -> Counts:
-    """Counts of a forward graph whose tensors have static shapes (in a ModelProto: value_info)."""
+    """Give counts of a forward graph whose tensors have static shapes (in a ModelProto: value_info)."""
     graph = source if isinstance(source, gs.Graph) else gs.import_onnx(source)
     return Counts(count_parameters(graph), sum(node_flops(node) for node in graph.nodes), graph.inputs[0].shape[0])
 
@@ -51,6 +52,7 @@ def parameters_of(node: gs.Node) -> list[gs.Constant]:
 
 
 def node_flops(node: gs.Node) -> int:
+    """Count the operations of a node, a multiplication with its addition as two."""
     out = math.prod(node.outputs[0].shape)
     if node.op == "Conv":
         return 2 * out * math.prod(node.inputs[1].shape[1:])

@@ -30,6 +30,7 @@ class Plan:
 def densenet121(
     batch: int, image: Size, channels: int, classes: int, seed: int | None, *, concat: str = "flat"
 ) -> Network:
+    """Build DenseNet-121."""
     plan = Plan((6, 12, 24, 16), growth=32, first=64, bottleneck=True, compression=0.5, small_stem=False)
     return densenet("densenet121", plan, batch, image, channels, classes, seed, concat)
 
@@ -53,6 +54,7 @@ def densenet40(
 def densenet(
     name: str, plan: Plan, batch: int, image: Size, channels: int, classes: int, seed: int | None, concat: str
 ) -> Network:
+    """Build a DenseNet of these blocks."""
     if concat not in ("flat", "nested"):
         raise BnfuseError(f"concat={concat} is unknown: it is flat or nested")
     graph, x = start(name, batch, channels, image, seed)
@@ -67,6 +69,7 @@ def densenet(
 
 
 def stem(graph: Network, x: gs.Variable, plan: Plan) -> gs.Variable:
+    """Add what comes before the first block."""
     if plan.small_stem:
         return graph.conv_layer(x, plan.first, 3, name="stem/conv")
     x = graph.conv_layer(x, plan.first, 7, stride=2, name="stem/conv")
@@ -75,12 +78,14 @@ def stem(graph: Network, x: gs.Variable, plan: Plan) -> gs.Variable:
 
 
 def norm_relu(graph: Network, x: gs.Variable, where: str, number: str = "") -> gs.Variable:
+    """Add a BatchNorm and a ReLU."""
     where = where if where.endswith("/") else f"{where}/"
     x = graph.batch_norm_layer(x, name=f"{where}norm{number}")
     return graph.relu_layer(x, name=f"{where}relu{number}")
 
 
 def block(graph: Network, x: gs.Variable, plan: Plan, layers: int, name: str, *, nested: bool) -> gs.Variable:
+    """Add a dense block. `nested`: a layer reads a concatenation of the last one and what is new."""
     outputs = [x]
     for index in range(1, layers + 1):
         where = f"{name}/layer{index}"
@@ -94,6 +99,7 @@ def block(graph: Network, x: gs.Variable, plan: Plan, layers: int, name: str, *,
 
 
 def layer(graph: Network, x: gs.Variable, plan: Plan, where: str) -> gs.Variable:
+    """Add a layer, with a bottleneck or without; gives its own `growth` channels."""
     x = norm_relu(graph, x, where, "1")
     if not plan.bottleneck:
         return graph.conv_layer(x, plan.growth, 3, name=f"{where}/conv1")
@@ -103,6 +109,7 @@ def layer(graph: Network, x: gs.Variable, plan: Plan, where: str) -> gs.Variable
 
 
 def transition(graph: Network, x: gs.Variable, plan: Plan, name: str) -> gs.Variable:
+    """Add a 1x1 convolution to a share (`plan.compression`) of the channels, and a pooling."""
     kept = int(x.shape[1] * plan.compression)
     x = norm_relu(graph, x, name)
     x = graph.conv_layer(x, kept, 1, name=f"{name}/conv")

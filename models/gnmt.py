@@ -42,6 +42,7 @@ def gnmt(
     dropout: float = 0.2,
     unroll: str = "layer",
 ) -> Network:
+    """Build Google's neural machine translation model, unrolled over time steps."""
     if min(hidden, steps) < 1 or layers < 2:
         raise BnfuseError("hidden and steps must be at least 1, layers at least 2")
     if layers * steps > MAX_CELLS:
@@ -82,7 +83,7 @@ class Layer:
         self.weights = {gate: Weights.make(f"{name}/{gate}", width, zero.shape[1]) for gate in GATES}
 
     def step(self, number: int, inputs: Sequence[gs.Variable], residual: gs.Variable | None = None) -> gs.Variable:
-        """What the next layer reads, [N, H]: h with dropout, and `residual` added."""
+        """Tell what the next layer reads, [N, H]: h with dropout, and `residual` added."""
         graph, name = self.graph, f"{self.name}/step{number + 1}"
         x = graph.join_layer([*inputs, self.h], name=f"{name}/join")
         gates = {}
@@ -102,7 +103,7 @@ class Layer:
 def encoder(
     graph: Network, words: list[gs.Variable], zero: gs.Variable, layers: int, dropout: float, unroll: str
 ) -> gs.Variable:
-    """The last layer's output of all steps, [N, T*H]."""
+    """Give the last layer's output of all steps, [N, T*H]."""
     hidden, steps = zero.shape[1], len(words)
     sides = {way: Layer(graph, f"encoder/layer1/{way}", hidden, zero, dropout) for way in ("onward", "reverse")}
     onward = [sides["onward"].step(t, [words[t]]) for t in range(steps)]
@@ -123,7 +124,7 @@ def decoder(
     dropout: float,
     unroll: str,
 ) -> list[gs.Variable]:
-    """The last layer's output, [N, H] for each step."""
+    """Give the last layer's output, [N, H] for each step."""
     hidden = zero.shape[1]
     bottom = Layer(graph, "decoder/layer1", hidden, zero, dropout)
     upper = [Layer(graph, f"decoder/layer{n}", 2 * hidden, zero, dropout) for n in range(2, layers + 1)]
@@ -142,7 +143,7 @@ def decoder(
 def stack(
     upper: list[Layer], below: list[list[gs.Variable]], contexts: list[gs.Variable] | None, unroll: str
 ) -> list[gs.Variable]:
-    """The layers 2, 3, ... over what comes from below at each step, and a context where there is one."""
+    """Give the layers 2, 3, ... over what comes from below at each step, and a context where there is one."""
     steps = range(len(below))
     context = dict(enumerate(contexts or []))
     if unroll == "step":
@@ -153,12 +154,14 @@ def stack(
 
 
 def up(upper: list[Layer], step: int, below: list[gs.Variable], context: gs.Variable | None) -> gs.Variable:
+    """Run a step through the upper layers."""
     for index, layer in enumerate(upper):
         below = [through(layer, index, step, below, context)]
     return below[0]
 
 
 def through(layer: Layer, index: int, step: int, below: list[gs.Variable], context: gs.Variable | None) -> gs.Variable:
+    """Run a step through one layer; from the third on with a residual from below."""
     residual = below[0] if index + 2 >= RESIDUAL_FROM else None
     return layer.step(step, [*below, *([] if context is None else [context])], residual)
 
@@ -177,6 +180,7 @@ class Attention:
         self.vector = zeros(f"{name}/vector", hidden)
 
     def step(self, number: int, y: gs.Variable) -> gs.Variable:
+        """Give the context of a step, [N, H]: the encoder's outputs weighed by their scores."""
         graph, name = self.graph, f"decoder/attention/step{number + 1}"
         query = graph.dense_layer(y, self.query, name=f"{name}/query")
         query = graph.view_layer(query, [self.batch, 1, self.hidden], name=f"{name}/query/view")

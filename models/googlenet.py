@@ -37,6 +37,7 @@ def googlenet(
     kernel5: int = 5,
     dropout: float = 0.4,
 ) -> Network:
+    """Build GoogLeNet without its auxiliary classifiers."""
     how = {"norm": norm, "bias": not norm}
     graph, x = start("googlenet", batch, channels, image, seed)
     x = graph.conv_relu_layer(x, 64, 7, stride=2, name="stem/conv1", **how)

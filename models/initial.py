@@ -14,7 +14,7 @@ import numpy as np
 
 
 def kaiming(name: str, shape: Sequence[int], seed: int | None, *, gain: float = math.sqrt(2.0)) -> np.ndarray:
-    """Normal float32 values of standard deviation gain/sqrt(fan in), as He et al. 2015 (eq. 10) for a ReLU network.
+    """Draw normal float32 values of deviation gain/sqrt(fan in), as He et al. 2015 (eq. 10) for a ReLU network.
 
     `shape` is (out, in/group, kh, kw) of a convolution or (out, in) of a linear layer; fan in is all but the first.
     Without a seed: zeros that take no memory, for those who only want to look at shapes.

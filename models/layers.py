@@ -34,7 +34,7 @@ class Network(gs.Graph):
 
 
 def start(name: str, batch: int, channels: int, image: Size, seed: int | None) -> tuple[Network, gs.Variable]:
-    """An empty network and its input `data`, float32 [batch, channels, *image]."""
+    """Give an empty network and its input `data`, float32 [batch, channels, *image]."""
     graph = Network(name, seed)
     x = gs.Variable("data", np.float32, [batch, channels, *pair(image)])
     graph.inputs = [x]
@@ -49,6 +49,7 @@ def finish(graph: Network, logits: gs.Variable) -> Network:
 
 
 def pair(size: Size) -> tuple[int, int]:
+    """Give a size as (rows, columns)."""
     return size if isinstance(size, tuple) else (size, size)
 
 
@@ -78,6 +79,7 @@ def add(
 
 
 def window_shape(x: gs.Variable, channels: int, kernel: int, stride: int, pad: int, name: str, op: str, **how) -> list:
+    """Give the shape of what a window makes of x; raises BnfuseError where none fits."""
     n, _, h, w = x.shape
     sizes = [window_size(size, kernel, stride, pad, **how) for size in (h, w)]
     if min(sizes) < 1:
@@ -88,6 +90,7 @@ def window_shape(x: gs.Variable, channels: int, kernel: int, stride: int, pad: i
 
 
 def window_attrs(kernel: int, stride: int, pad: int) -> dict[str, object]:
+    """Give the attributes of a square window."""
     return {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [pad] * 4}
 
 
@@ -138,17 +141,20 @@ def batch_norm_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable
 
 @gs.Graph.register()
 def relu_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
+    """Add a ReLU."""
     return add(self, "Relu", [x], name, x.shape)
 
 
 @gs.Graph.register()
 def relu6_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
+    """Add a Clip to [0, 6]."""
     limits = [gs.Constant(f"{name}/{side}", np.array(value, np.float32)) for side, value in (("min", 0), ("max", 6))]
     return add(self, "Clip", [x, *limits], name, x.shape)
 
 
 @gs.Graph.register()
 def add_layer(self: Network, x: gs.Variable, y: gs.Variable, *, name: str) -> gs.Variable:
+    """Add two maps."""
     return add(self, "Add", [x, y], name, x.shape)
 
 
@@ -163,6 +169,7 @@ def concat_layer(self: Network, xs: Sequence[gs.Variable], *, name: str) -> gs.V
 def max_pool_layer(
     self: Network, x: gs.Variable, kernel: int, *, name: str, stride: int = 2, pad: int = 0, ceil: bool = False
 ) -> gs.Variable:
+    """Add a max pooling."""
     shape = window_shape(x, x.shape[1], kernel, stride, pad, name, "MaxPool", ceil=ceil)
     return add(self, "MaxPool", [x], name, shape, {**window_attrs(kernel, stride, pad), "ceil_mode": int(ceil)})
 
@@ -171,6 +178,7 @@ def max_pool_layer(
 def average_pool_layer(
     self: Network, x: gs.Variable, kernel: int, *, name: str, stride: int = 2, pad: int = 0
 ) -> gs.Variable:
+    """Add an average pooling."""
     shape = window_shape(x, x.shape[1], kernel, stride, pad, name, "AveragePool")
     return add(self, "AveragePool", [x], name, shape, window_attrs(kernel, stride, pad))
 
@@ -184,6 +192,7 @@ def global_pool_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variabl
 
 @gs.Graph.register()
 def flatten_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
+    """Add what makes [N, C*H*W] of a map."""
     return add(self, "Flatten", [x], name, [x.shape[0], int(np.prod(x.shape[1:]))], {"axis": 1})
 
 

@@ -31,12 +31,13 @@ def mobilenetv2(
 
 
 def rounded(channels: float) -> int:
-    """The nearest multiple of 8 that loses at most a tenth."""
+    """Give the nearest multiple of 8 that loses at most a tenth."""
     nearest = max(8, int(channels + 4) // 8 * 8)
     return nearest + 8 if nearest < 0.9 * channels else nearest
 
 
 def conv_norm_relu6(graph: Network, x: gs.Variable, channels: int, kernel: int, name: str, **how: int) -> gs.Variable:
+    """Add a convolution, a BatchNorm and a ReLU6."""
     x = graph.conv_layer(x, channels, kernel, name=f"{name}/conv", **how)
     x = graph.batch_norm_layer(x, name=f"{name}/norm")
     return graph.relu6_layer(x, name=f"{name}/relu")
@@ -45,6 +46,7 @@ def conv_norm_relu6(graph: Network, x: gs.Variable, channels: int, kernel: int, 
 def inverted_residual(
     graph: Network, x: gs.Variable, expansion: int, channels: int, stride: int, name: str
 ) -> gs.Variable:
+    """Add an inverted residual: expand, depthwise, project."""
     shortcut, wide = x, x.shape[1] * expansion
     if expansion > 1:
         x = conv_norm_relu6(graph, x, wide, 1, f"{name}/expand")

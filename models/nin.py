@@ -44,6 +44,7 @@ def nin(
     pad7: int = 1,
     pool3: bool = True,
 ) -> Network:
+    """Build Network in Network."""
     if form not in ("auto", "large", "small"):
         raise BnfuseError(f"form={form} is unknown: it is auto, large or small")
     graph, x = start("nin", batch, channels, image, seed)
@@ -58,6 +59,7 @@ def nin(
 
 
 def large(graph: Network, x: gs.Variable, changes: Changes, norm: bool) -> gs.Variable:
+    """Add the layers for large images."""
     x = unit(graph, x, (96, 96, 96), 11, 1, norm, stride=4, pad=0)
     if changes.pool3:
         x = graph.max_pool_layer(x, 3, ceil=True, name="pool3")
@@ -68,6 +70,7 @@ def large(graph: Network, x: gs.Variable, changes: Changes, norm: bool) -> gs.Va
 
 
 def small(graph: Network, x: gs.Variable, classes: int, norm: bool, dropout: float) -> gs.Variable:
+    """Add the layers for small images."""
     x = unit(graph, x, (192, 160, 96), 5, 1, norm)
     x = graph.max_pool_layer(x, 3, pad=1, name="pool3")
     x = graph.dropout_layer(x, dropout, name="dropout3")
@@ -79,7 +82,7 @@ def small(graph: Network, x: gs.Variable, classes: int, norm: bool, dropout: flo
 def unit(
     graph: Network, x: gs.Variable, widths: tuple[int, ...], kernel: int, number: int, norm: bool, **how: int
 ) -> gs.Variable:
-    """A convolution and two 1x1 convolutions after it."""
+    """Give a convolution and two 1x1 convolutions after it."""
     for offset, width in enumerate(widths):
         more = how if offset == 0 else {}
         size = kernel if offset == 0 else 1
@@ -90,6 +93,7 @@ def unit(
 def last(
     graph: Network, x: gs.Variable, wide: int, narrow: int, classes: int, norm: bool, dropout: float
 ) -> gs.Variable:
+    """Add the layers that end in a map for each class."""
     x = unit(graph, x, (wide,), 3, 10, norm)
     x = graph.dropout_layer(x, dropout, name="dropout10")
     return unit(graph, x, (narrow, classes), 1, 11, norm)

@@ -40,6 +40,7 @@ class Entry:
 
     @classmethod
     def of_shapes(cls, builder: Callable[..., Network], about: str, batch: int) -> Entry:
+        """Make an entry that serves estimates alone."""
         return cls(builder, about, None, None, batch, shape_only=True)
 
     @property
@@ -104,7 +105,7 @@ def build_forward(
     seed: int = 0,
     **metaparameters: Any,
 ) -> onnx.ModelProto:
-    """The forward graph of a zoo network: `data` [batch, channels, *image] -> `logits` [batch, classes].
+    """Give the forward graph of a zoo network: `data` [batch, channels, *image] -> `logits` [batch, classes].
 
     `image` is the side of a square, or (height, width).
 
@@ -167,12 +168,14 @@ def build_graph(
 
 
 def check_sizes(batch: int, image: Size, channels: int, classes: int) -> None:
+    """Raise BnfuseError where a size makes no sense."""
     sizes = (("batch", batch), ("channels", channels), ("classes", classes), *(("image", side) for side in pair(image)))
     for what, size in sizes:
         check_size(what, size)
 
 
 def check_size(what: str, size: object) -> None:
+    """Raise BnfuseError where a size is no whole number from 1 to MAX_SIDE."""
     if not whole(size):
         raise BnfuseError(f"{what}={size} is no whole number (on the command line it is --{what}, not --set)")
     if not 1 <= size <= MAX_SIDE:  # type: ignore[operator]
@@ -180,16 +183,19 @@ def check_size(what: str, size: object) -> None:
 
 
 def whole(value: object) -> bool:
+    """Tell whether a value is a whole number, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_sequence(batch: int, image: Size | None, channels: int, classes: int | None) -> None:
+    """Raise BnfuseError where a network of sequences is asked for what it has not."""
     if image is not None or classes is not None or channels != 3:
         raise BnfuseError("it reads sequences, not images: its sizes are metaparameters (--set steps=50)")
     check_size("batch", batch)
 
 
 def entry_of(name: str) -> Entry:
+    """Find a network; raises BnfuseError with the names there are."""
     every = MODELS | SHAPE_ONLY
     if name not in every:
         raise BnfuseError(f"no network named '{name}' in the zoo: there are {', '.join(sorted(every))}")
@@ -197,6 +203,7 @@ def entry_of(name: str) -> Entry:
 
 
 def read_metaparameters(name: str, entry: Entry, given: dict[str, object]) -> dict[str, object]:
+    """Read what was given in the types of the builder's parameters; raises BnfuseError."""
     known = entry.metaparameters
     for key in given:
         if key not in known:

@@ -16,34 +16,40 @@ from .layers import Network, Size, finish, start
 
 
 def resnet18(batch: int, image: Size, channels: int, classes: int, seed: int | None, *, stem: str = "large") -> Network:
+    """Build ResNet-18."""
     graph, x = start("resnet18", batch, channels, image, seed)
     x = stages(graph, stem_of(graph, x, stem, 64), basic_branch, (2, 2, 2, 2), 64, 1)
     return head(graph, x, classes)
 
 
 def resnet50(batch: int, image: Size, channels: int, classes: int, seed: int | None, *, stem: str = "large") -> Network:
+    """Build ResNet-50."""
     graph, x = start("resnet50", batch, channels, image, seed)
     x = stages(graph, stem_of(graph, x, stem, 64), bottleneck_branch, (3, 4, 6, 3), 64, 4)
     return head(graph, x, classes)
 
 
 def resnet20(batch: int, image: Size, channels: int, classes: int, seed: int | None) -> Network:
+    """Build ResNet-20 for small images."""
     return cifar_resnet("resnet20", 3, batch, image, channels, classes, seed)
 
 
 def resnet56(batch: int, image: Size, channels: int, classes: int, seed: int | None) -> Network:
+    """Build ResNet-56 for small images."""
     return cifar_resnet("resnet56", 9, batch, image, channels, classes, seed)
 
 
 def cifar_resnet(
     name: str, depth: int, batch: int, image: Size, channels: int, classes: int, seed: int | None
 ) -> Network:
+    """Build a ResNet of three stages of basic blocks, for small images."""
     graph, x = start(name, batch, channels, image, seed)
     x = stages(graph, stem_of(graph, x, "small", 16), basic_branch, (depth,) * 3, 16, 1)
     return head(graph, x, classes)
 
 
 def stem_of(graph: Network, x: gs.Variable, stem: str, width: int) -> gs.Variable:
+    """Add what comes before the first stage, for large images or small ones."""
     if stem == "small":
         return graph.conv_relu_layer(x, width, 3, norm=True, bias=False, name="stem")
     if stem != "large":
@@ -75,6 +81,7 @@ def stages(
 
 
 def basic_branch(graph: Network, x: gs.Variable, width: int, stride: int, name: str) -> gs.Variable:
+    """Add two 3x3 convolutions."""
     x = graph.conv_layer(x, width, 3, stride=stride, name=f"{name}/conv1")
     x = graph.relu_layer(graph.batch_norm_layer(x, name=f"{name}/norm1"), name=f"{name}/relu1")
     x = graph.conv_layer(x, width, 3, name=f"{name}/conv2")
@@ -82,7 +89,7 @@ def basic_branch(graph: Network, x: gs.Variable, width: int, stride: int, name: 
 
 
 def bottleneck_branch(graph: Network, x: gs.Variable, width: int, stride: int, name: str) -> gs.Variable:
-    """The stride is in the 3x3 convolution, as in torchvision."""
+    """Give the stride is in the 3x3 convolution, as in torchvision."""
     x = graph.conv_layer(x, width, 1, name=f"{name}/conv1")
     x = graph.relu_layer(graph.batch_norm_layer(x, name=f"{name}/norm1"), name=f"{name}/relu1")
     x = graph.conv_layer(x, width, 3, stride=stride, name=f"{name}/conv2")
@@ -92,5 +99,6 @@ def bottleneck_branch(graph: Network, x: gs.Variable, width: int, stride: int, n
 
 
 def head(graph: Network, x: gs.Variable, classes: int) -> Network:
+    """Add the pooling and the classifier."""
     x = graph.global_pool_layer(x, name="pool")
     return finish(graph, graph.linear_layer(x, classes, name="classifier"))

@@ -28,26 +28,29 @@ class Weights:
 
     @classmethod
     def make(cls, name: str, inputs: int, outputs: int, *, bias: bool = True) -> Weights:
+        """Make weights of these sizes."""
         return cls(zeros(f"{name}/weight", outputs, inputs), zeros(f"{name}/bias", outputs) if bias else None)
 
 
 def zeros(name: str, *shape: int) -> gs.Constant:
+    """Make a weight for its shape alone."""
     return gs.Constant(name, kaiming(name, shape, None))
 
 
 def tokens(graph: Network, name: str, *shape: int) -> gs.Variable:
-    """A new input of the graph: numbers of words."""
+    """Give a new input of the graph: numbers of words."""
     return new_input(graph, name, np.int64, *shape)
 
 
 def new_input(graph: Network, name: str, dtype: type, *shape: int) -> gs.Variable:
+    """Add an input to the graph."""
     x = gs.Variable(name, dtype, list(shape))
     graph.inputs.append(x)
     return x
 
 
 def number_steps(graph: Network) -> None:
-    """Gives each node named after a time step, `.../step12/...`, the attribute `recurrence`: 12."""
+    """Give each node named after a time step, `.../step12/...`, the attribute `recurrence`: 12."""
     for node in graph.nodes:
         found = re.search(r"(?:^|/)step(\d+)(?:/|$)", node.name)
         if found:
@@ -63,7 +66,7 @@ def dense_layer(self: Network, x: gs.Variable, weights: Weights, *, name: str) -
 
 @gs.Graph.register()
 def embedding_layer(self: Network, words: gs.Variable, table: gs.Constant, *, name: str) -> gs.Variable:
-    """A row of `table` (vocabulary, H) for each word: [...] -> [..., H]."""
+    """Give a row of `table` (vocabulary, H) for each word: [...] -> [..., H]."""
     return add(self, "Gather", [table, words], name, [*words.shape, table.shape[1]], {"axis": 0})
 
 
@@ -77,21 +80,25 @@ def layer_norm_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable
 
 @gs.Graph.register()
 def sigmoid_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
+    """Add a Sigmoid."""
     return add(self, "Sigmoid", [x], name, x.shape)
 
 
 @gs.Graph.register()
 def tanh_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
+    """Add a Tanh."""
     return add(self, "Tanh", [x], name, x.shape)
 
 
 @gs.Graph.register()
 def softmax_layer(self: Network, x: gs.Variable, *, name: str) -> gs.Variable:
+    """Add a Softmax over the last axis."""
     return add(self, "Softmax", [x], name, x.shape, {"axis": -1})
 
 
 @gs.Graph.register()
 def multiply_layer(self: Network, x: gs.Variable, y: gs.Variable, *, name: str) -> gs.Variable:
+    """Multiply two tensors of one shape."""
     return add(self, "Mul", [x, y], name, x.shape)
 
 
@@ -103,6 +110,7 @@ def join_layer(self: Network, xs: Sequence[gs.Variable], *, name: str) -> gs.Var
 
 @gs.Graph.register()
 def view_layer(self: Network, x: gs.Variable, shape: Sequence[int], *, name: str) -> gs.Variable:
+    """Add a Reshape."""
     target = gs.Constant(f"{name}/shape", np.array(shape, np.int64))
     return add(self, "Reshape", [x, target], name, shape)
 
@@ -111,5 +119,5 @@ def view_layer(self: Network, x: gs.Variable, shape: Sequence[int], *, name: str
 def product_layer(
     self: Network, x: gs.Variable, y: gs.Variable, equation: str, shape: Sequence[int], *, name: str
 ) -> gs.Variable:
-    """A matrix product in each sample, as an Einsum: in any order of the axes, nothing is transposed in memory."""
+    """Give a matrix product in each sample, as an Einsum: in any order of the axes, nothing is transposed in memory."""
     return add(self, "Einsum", [x, y], name, shape, {"equation": equation})

@@ -34,6 +34,7 @@ def squeezenet(
     squeeze: float = 0.125,
     dropout: float = 0.5,
 ) -> Network:
+    """Build SqueezeNet."""
     if bypass not in ("none", "simple", "complex"):
         raise BnfuseError(f"bypass={bypass} is unknown: it is none, simple or complex")
     if freq < 1 or base < 8 or step < 0 or not 0 <= large <= 1 or not 0 < squeeze <= 1:
@@ -54,6 +55,7 @@ def squeezenet(
 def fire_and_bypass(
     graph: Network, x: gs.Variable, expand: int, large: float, squeeze: float, norm: bool, bypass: str, name: str
 ) -> gs.Variable:
+    """Add a fire module, and the bypass around it where there is one."""
     y = fire(graph, x, expand, large, squeeze, norm, name)
     if bypass == "none" or (bypass == "simple" and x.shape[1] != y.shape[1]):
         return y

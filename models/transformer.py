@@ -39,6 +39,7 @@ def transformer(
     projection_relu: bool = False,
     attention_output: bool = True,
 ) -> Network:
+    """Build a Transformer, encoder and decoder."""
     if min(layers, hidden, heads, feed_forward, steps) < 1 or hidden % heads:
         raise BnfuseError("layers, hidden, heads, feed_forward and steps must be at least 1, and heads divide hidden")
     graph = Network("transformer", None)
@@ -71,14 +72,17 @@ class Size:
 
     @property
     def flat(self) -> list[int]:
+        """Give the shape of all words, [N*T, H]."""
         return [self.batch * self.steps, self.hidden]
 
     @property
     def by_head(self) -> list[int]:
+        """Give the shape by head, [N, T, heads, H/heads]."""
         return [self.batch, self.steps, self.heads, self.hidden // self.heads]
 
     @property
     def scores(self) -> list[int]:
+        """Give the shape of attention scores, [N, heads, T, T]."""
         return [self.batch, self.heads, self.steps, self.steps]
 
 
@@ -96,23 +100,26 @@ def side_input(graph: Network, size: Size, table: gs.Constant | None, side: str)
 
 
 def encoder_layer(graph: Network, size: Size, x: gs.Variable, name: str) -> gs.Variable:
+    """Add self-attention and the feed-forward network."""
     x = sublayer(graph, size, x, attention(graph, size, x, x, f"{name}/attention"), f"{name}/attention")
     return sublayer(graph, size, x, feed_forward(graph, size, x, f"{name}/forward"), f"{name}/forward")
 
 
 def decoder_layer(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, name: str) -> gs.Variable:
+    """Add self-attention, attention to the encoder's output, and the feed-forward network."""
     x = sublayer(graph, size, x, attention(graph, size, x, x, f"{name}/attention"), f"{name}/attention")
     x = sublayer(graph, size, x, attention(graph, size, x, memory, f"{name}/across"), f"{name}/across")
     return sublayer(graph, size, x, feed_forward(graph, size, x, f"{name}/forward"), f"{name}/forward")
 
 
 def sublayer(graph: Network, size: Size, x: gs.Variable, y: gs.Variable, name: str) -> gs.Variable:
+    """Add dropout, the residual sum and the normalisation behind a sublayer."""
     y = graph.dropout_layer(y, size.dropout, name=f"{name}/dropout")
     return graph.layer_norm_layer(graph.add_layer(x, y, name=f"{name}/add"), name=f"{name}/norm")
 
 
 def attention(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, name: str) -> gs.Variable:
-    """Queries of `x`, keys and values of `memory`, both [N*T, H]."""
+    """Attend: queries of `x`, keys and values of `memory`, both [N*T, H]."""
 
     def projected(source: gs.Variable, what: str) -> gs.Variable:
         weights = Weights.make(f"{name}/{what}", size.hidden, size.hidden, bias=False)
@@ -135,6 +142,7 @@ def attention(graph: Network, size: Size, x: gs.Variable, memory: gs.Variable, n
 
 
 def feed_forward(graph: Network, size: Size, x: gs.Variable, name: str) -> gs.Variable:
+    """Add two linear layers with a ReLU in between."""
     y = graph.dense_layer(x, Weights.make(f"{name}/wide", size.hidden, size.feed_forward), name=f"{name}/wide")
     y = graph.relu_layer(y, name=f"{name}/relu")
     y = graph.dropout_layer(y, size.relu_dropout, name=f"{name}/relu/dropout")

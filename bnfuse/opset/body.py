@@ -41,6 +41,7 @@ class Body:
         return self.operands[operand]
 
     def __call__(self, op_type: str, *inputs: ir.Value, **attributes: ir.Attr | int | str) -> ir.Value:
+        """Add a node; gives its (first) output."""
         return self.node(op_type, inputs, attributes)[0]
 
     def node(
@@ -62,7 +63,7 @@ class Body:
         return outputs
 
     def results(self, values: Sequence[ir.Value]) -> list[ir.Value]:
-        """The outputs of the function: each its own value, and none an input."""
+        """Give the outputs of the function: each its own value, and none an input."""
         outputs: list[ir.Value] = []
         for value in values:
             taken = value in outputs or value in self.operands.values()
@@ -70,7 +71,7 @@ class Body:
         return outputs
 
     def constant(self, value: float | Sequence[int]) -> ir.Value:
-        """A float scalar or an int64 vector."""
+        """Give a float scalar or an int64 vector."""
         key = value if isinstance(value, float) else tuple(value)
         if key not in self._made:
             array = np.array(value, np.float32 if isinstance(value, float) else np.int64)
@@ -78,7 +79,7 @@ class Body:
         return self._made[key]
 
     def attribute(self, name: str) -> ir.Value:
-        """An attribute of the node as a tensor: a float scalar, or an int64 vector."""
+        """Give an attribute of the node as a tensor: a float scalar, or an int64 vector."""
         key = ("attribute", name)
         if key not in self._made:
             kind = attribute_type(name)
@@ -87,14 +88,14 @@ class Body:
         return self._made[key]
 
     def per_channel(self, name: str) -> ir.Value:
-        """An operand [C] as [1, C, 1, 1]."""
+        """Give an operand [C] as [1, C, 1, 1]."""
         key = ("per_channel", name)
         if key not in self._made:
             self._made[key] = self("Reshape", self[name], self.constant([1, -1, 1, 1]))
         return self._made[key]
 
     def formula(self, expression: Expression, **variables: ir.Value) -> ir.Value:
-        """The nodes of a formula; its attributes are those of the node."""
+        """Give the nodes of a formula; its attributes are those of the node."""
 
         def leaf(part: Expression) -> ir.Value:
             if part.operation == "constant":
@@ -110,7 +111,7 @@ class Body:
         return value
 
     def power(self, x: ir.Value, exponent: float) -> ir.Value:
-        """x ** exponent. Of infinity, which a variance can be, onnxruntime's Sqrt is NaN, and its Pow is right."""
+        """Raise x to a power. Of infinity, which a variance can be, onnxruntime's Sqrt is NaN, and its Pow is right."""
         return self("Pow", x, self.constant(exponent))
 
     def sum(self, x: ir.Value) -> ir.Value:
@@ -118,9 +119,10 @@ class Body:
         return self("ReduceSum", x, self.constant([0, 2, 3]), keepdims=0)
 
     def slice(self, x: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:
+        """Add the range [start, stop) along an axis."""
         return self("Slice", x, start, stop, self.constant([axis]))
 
 
 def reference(name: str, attribute: str | None = None) -> ir.Attr:
-    """The node's attribute `name`, as an attribute (of the same name, or another) of a node in the body."""
+    """Give the node's attribute `name`, as an attribute (of the same name, or another) of a node in the body."""
     return ir.RefAttr(attribute or name, name, ir.AttributeType[attribute_type(name)])

@@ -90,6 +90,7 @@ def apply(operation: str, *operands: Operand) -> Expression:
 
 
 def variable(name: str) -> Expression:
+    """Stand for what the formula is a function of."""
     return Expression("variable", name=name)
 
 
@@ -99,30 +100,37 @@ def attribute(name: str) -> Expression:
 
 
 def constant(value: float) -> Expression:
+    """Make a number a formula."""
     return Expression("constant", constant=float(value))
 
 
 def sigmoid(x: Operand) -> Expression:
+    """Write 1/(1 + e**-x)."""
     return apply("sigmoid", x)
 
 
 def absolute(x: Operand) -> Expression:
+    """Write |x|."""
     return apply("absolute", x)
 
 
 def relu(x: Operand) -> Expression:
+    """Write max(x, 0)."""
     return apply("relu", x)
 
 
 def clamp(x: Operand, low: Operand, high: Operand) -> Expression:
+    """Write min(max(x, low), high)."""
     return apply("clamp", x, low, high)
 
 
 def where(condition: Expression, then: Operand, otherwise: Operand) -> Expression:
+    """Write a choice by a comparison."""
     return apply("where", condition, then, otherwise)
 
 
 def fma(x: Operand, y: Operand, z: Operand) -> Expression:
+    """Write x*y + z, which code generators round once."""
     return apply("fma", x, y, z)
 
 

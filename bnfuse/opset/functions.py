@@ -44,7 +44,7 @@ def why_not(op: OpSpec | PlainOp, opset_version: int) -> str | None:
 
 
 def function_for(op: OpSpec | PlainOp, opset_version: int) -> ir.Function:
-    """The model-local function of an operator, in the given version of the standard opset."""
+    """Give the model-local function of an operator, in the given version of the standard opset."""
     if reason := why_not(op, opset_version):
         raise BnfuseError(f"{DOMAIN}::{op.name} has no function body: {reason}. Convert the model to a later opset.")
     body = Body(op)
@@ -93,6 +93,7 @@ def _import_domains(model: ir.Model) -> None:
 
 
 def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
+    """Write the body of a forward operator; gives its results by name."""
     x = body["x"]
     for step in op.prologue:
         x = prologue_step(step, x, body)
@@ -114,6 +115,7 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
 
 
 def prologue_step(step: str, x: ir.Value, body: Body) -> ir.Value:
+    """Write one step on the way in, on the map that the core reads."""
     if step == "Normalize":
         return affine(x, "a", "b", body)
     if step == "Add":
@@ -124,10 +126,12 @@ def prologue_step(step: str, x: ir.Value, body: Body) -> ir.Value:
 
 
 def affine(x: ir.Value, factor: str, shift: str, body: Body) -> ir.Value:
+    """Write factor*x + shift, both [C]."""
     return body("Add", body("Mul", body.per_channel(factor), x), body.per_channel(shift))
 
 
 def activation(kind: str, z: ir.Value, body: Body) -> ir.Value:
+    """Write an activation of z."""
     return body.formula(ACTIVATIONS[kind].value, z=z)
 
 
@@ -145,6 +149,7 @@ def statistics(y: ir.Value, body: Body) -> tuple[ir.Value, ir.Value]:
 
 
 def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
+    """Write the body of a gradient; gives its results by name."""
     dy = body["dy"]
     if "Slice" in op.prologue:
         dy = body.slice(dy, body.attribute("grad_start"), body.attribute("grad_stop"), axis=1)
@@ -170,12 +175,14 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
 
 
 def conv_grad(core: str, dy: ir.Value, act: ir.Value, body: Body) -> Sequence[ir.Value]:
+    """Write the gradients of a convolution; what the core does not give has no name."""
     attributes = {name: reference(name) for name in CONV_ATTRIBUTES}
     wanted = (core != "ConvGradWeight", core != "ConvGradInput")
     return body.node("ConvGrad", [dy, act, body["weight"]], dict(attributes), domain=MICROSOFT, wanted=wanted)
 
 
 def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
+    """Write the gradient at what a core other than a convolution read."""
     if core == "MaxPoolGrad":
         return max_pool_grad(dy, body)
     if core == "AveragePoolGrad":
@@ -188,7 +195,7 @@ def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
 
 
 def max_pool_grad(dy: ir.Value, body: Body) -> ir.Value:
-    """The gradients are added up at the flat indices of the maxima."""
+    """Give the gradients are added up at the flat indices of the maxima."""
     everything, shape = body.constant([-1]), body("Shape", body["x"])
     zeros = body("ConstantOfShape", body("Reshape", body("Size", body["x"]), body.constant([1])))
     indices = body("Reshape", body["indices"], everything)
@@ -245,6 +252,7 @@ def _pad(x: ir.Value, before: ir.Value, after: ir.Value, fill: ir.Value, body: B
 
 
 def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.Value]:
+    """Write the steps of a gradient on its way out; gives dx and what they sum, by name."""
     results: dict[str, ir.Value] = {}
     other = 0
     for step in op.epilogue:
@@ -267,6 +275,7 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
 
 
 def reduce(dz: ir.Value, names: tuple[str, str, str], body: Body) -> tuple[ir.Value, ir.Value]:
+    """Write dbeta and dgamma, [C], of dz; `names` are x, mean and inv_std."""
     x, mean, inv_std = names
     centred = body("Sub", body[x], body.per_channel(mean))
     normalised = body("Mul", centred, body.per_channel(inv_std))

@@ -31,24 +31,25 @@ def moments(x: ir.Value, axes: Sequence[int], body: Body) -> tuple[ir.Value, ir.
 
 
 def mean_of(x: ir.Value, body: Body) -> ir.Value:
-    """The mean over N, H, W, as [C]."""
+    """Give the mean over N, H, W, as [C]."""
     total = body.sum(x)
     count = body("Cast", body("Div", body("Size", x), body("Size", total)), to=FLOAT)
     return body("Div", total, count)
 
 
 def exact(value: float, body: Body) -> ir.Value:
-    """A constant to the last digit of whatever the floats of the graph are: it is cast from a double."""
+    """Give a constant to the last digit of whatever the floats of the graph are: it is cast from a double."""
     double = body("Constant", value=ir.AttrTensor("value", ir.tensor(np.array(value, np.float64))))
     return body("Cast", double, to=FLOAT)
 
 
 def number(name: str, body: Body) -> ir.Value:
-    """An integer attribute as a float."""
+    """Give an integer attribute as a float."""
     return body("Cast", body.attribute(name), to=FLOAT)
 
 
 def affine(q: ir.Value, x: ir.Value, w: ir.Value, body: Body) -> ir.Value:
+    """Write q*x + w, coefficients [C]."""
     return body("Add", body("Mul", q, x), w)
 
 
@@ -75,7 +76,7 @@ def _add_sampled(body: Body) -> tuple[ir.Value, ...]:
 
 
 def _rows_of(name: str, body: Body) -> ir.Value:
-    """A map as [N*H*W, C]."""
+    """Give a map as [N*H*W, C]."""
     last = body("Transpose", body[name], perm=ir.AttrInt64s("perm", [0, 2, 3, 1]))
     channels = body.slice(body("Shape", body[name]), body.constant([1]), body.constant([2]), 0)
     return body("Reshape", last, body("Concat", body.constant([-1]), channels, axis=0))
@@ -215,7 +216,7 @@ def _squared_factor(count: ir.Value, body: Body) -> ir.Value:
 
 
 def _highest(x: ir.Value, body: Body) -> ir.Value:
-    """The maximum over N, H, W, as [1, C, 1, 1]. (ReduceMax has its axes in another place from opset 18 on.)"""
+    """Give the maximum over N, H, W, as [1, C, 1, 1]. (ReduceMax has its axes in another place from opset 18 on.)"""
     of_sample = body("GlobalMaxPool", x)
     return body("GlobalMaxPool", body("Transpose", of_sample, perm=ir.AttrInt64s("perm", [2, 1, 0, 3])))
 

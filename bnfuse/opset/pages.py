@@ -247,7 +247,7 @@ a convolution's gradient), so that any runtime that knows these executes it. The
 
 
 def render() -> str:
-    """The page as text."""
+    """Give the page as text."""
     return "\n".join(_sections())
 
 
@@ -285,7 +285,7 @@ def _steps(
 
 
 def step_attributes(name: str) -> tuple[str, ...]:
-    """The attributes that a step brings: those that the smallest operator with it has beyond its core's."""
+    """Give the attributes that a step brings: those that the smallest operator with it has beyond its core's."""
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
     if name in ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized"):

@@ -26,7 +26,7 @@ SUMMED = (0, 2, 3)  # N, H, W
 
 
 def run(op: OpSpec | PlainOp, operands: Operands, attributes: Attributes) -> dict[str, Array]:
-    """The results of an operator by name, from its operands by name."""
+    """Give the results of an operator by name, from its operands by name."""
     if isinstance(op, PlainOp):
         values = PLAIN[op.name](operands, attributes)
         return dict(zip(op.results, values, strict=True))
@@ -77,11 +77,12 @@ def _prologue_step(step: str, x: Array, operands: Operands, attributes: Attribut
 
 
 def activation(kind: str, z: Array, attributes: Attributes) -> Array:
+    """Compute an activation of z."""
     return formula(ACTIVATIONS[kind].value, attributes, z=z)
 
 
 def activation_grad(kind: str, dx: Array, z: Array, attributes: Attributes) -> Array:
-    """The gradient at z, from the gradient dx at activation(z)."""
+    """Give the gradient at z, from the gradient dx at activation(z)."""
     return formula(GRADIENTS[kind].gradient, attributes, z=z, d=dx)
 
 
@@ -92,6 +93,7 @@ def formula(expression: Expression, attributes: Attributes, **variables: Array) 
 
 
 def sigmoid(z: Array) -> Array:
+    """Compute 1/(1 + e**-z) without overflow."""
     return 0.5 * (1 + np.tanh(0.5 * z))
 
 
@@ -145,7 +147,7 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
 
 
 def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes) -> Array:
-    """The gradient at what the core read."""
+    """Give the gradient at what the core read."""
     if op.core in CONV_GRADS:
         return conv_grad_input(dy, operands["x"].shape, operands["weight"], attributes)
     if op.core == "MaxPoolGrad":
@@ -159,7 +161,7 @@ def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes
 
 
 def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: Attributes) -> dict[str, Array]:
-    """The epilogue of a gradient: dx, and the reductions of BatchNorms over it."""
+    """Give the epilogue of a gradient: dx, and the reductions of BatchNorms over it."""
     results = {}
     other = 0
     for step in op.epilogue:
@@ -182,7 +184,7 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
 
 
 def reduce(dz: Array, x: Array, mean: Array, inv_std: Array) -> tuple[Array, Array]:
-    """dbeta = sum dz and dgamma = sum dz*(x - mean)*inv_std, over N, H, W."""
+    """Sum: dbeta = sum dz and dgamma = sum dz*(x - mean)*inv_std, over N, H, W."""
     normalised = (x - per_channel(mean)) * per_channel(inv_std)
     return dz.sum(axis=SUMMED), (dz * normalised).sum(axis=SUMMED)
 
@@ -199,11 +201,13 @@ def conv(x: Array, weight: Array, attributes: Attributes) -> Array:
 
 
 def conv_grad_weight(dy: Array, x: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
+    """Compute the gradient at the weight, of `shape` OIHW."""
     columns, _ = _columns(x, attributes)
     return (_by_group(dy, attributes) @ columns.swapaxes(-1, -2)).sum(axis=0).reshape(shape)
 
 
 def conv_grad_input(dy: Array, shape: tuple[int, ...], weight: Array, attributes: Attributes) -> Array:
+    """Compute the gradient at the input, of `shape` NCHW."""
     group = attributes["group"]
     kernels = weight.reshape(group, weight.shape[0] // group, -1)
     columns = kernels.swapaxes(-1, -2) @ _by_group(dy, attributes)  # [N, group, C/group * kernel, pixels]
@@ -212,7 +216,7 @@ def conv_grad_input(dy: Array, shape: tuple[int, ...], weight: Array, attributes
 
 
 def _columns(x: Array, attributes: Attributes) -> tuple[Array, tuple[int, int]]:
-    """x unfolded to [N, group, C/group * kernel, output pixels], and the output's height and width."""
+    """Unfold x to [N, group, C/group * kernel, output pixels]; gives the output's height and width too."""
     found = windows(x, attributes)
     n, _, h, w = found.shape[:4]
     return found.transpose(0, 1, 4, 5, 2, 3).reshape(n, attributes["group"], -1, h * w), (h, w)
@@ -234,7 +238,7 @@ def window_counts(extent: tuple[int, ...], attributes: Attributes) -> tuple[int,
 
 
 def windows(x: Array, attributes: Attributes, fill: float = 0) -> Array:
-    """A read-only view [N, C, OH, OW, KH, KW] of the padded x."""
+    """Give a read-only view [N, C, OH, OW, KH, KW] of the padded x."""
     out = window_counts(x.shape[2:], attributes)
     padded = _pad(x, _overhangs(x.shape[2:], attributes), attributes, fill)
     n, c, h, w = padded.strides
@@ -248,7 +252,7 @@ def windows(x: Array, attributes: Attributes, fill: float = 0) -> Array:
 
 
 def fold(found: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
-    """The adjoint of `windows`: sums [N, C, OH, OW, KH, KW] into a map of `shape`."""
+    """Give the adjoint of `windows`: sums [N, C, OH, OW, KH, KW] into a map of `shape`."""
     out = (found.shape[2], found.shape[3])
     (stride_h, stride_w), (dilation_h, dilation_w) = attributes["strides"], _dilations(attributes)
     padded = _pad(np.zeros(shape, found.dtype), _overhangs(shape[2:], attributes), attributes, 0)
@@ -279,7 +283,7 @@ def _pad(x: Array, overhang: list[int], attributes: Attributes, fill: float) -> 
 
 
 def max_pool(x: Array, attributes: Attributes) -> tuple[Array, Array]:
-    """The maxima, and the flat NCHW index in x of each (the first of equal ones)."""
+    """Give the maxima, and the flat NCHW index in x of each (the first of equal ones)."""
     found = windows(x, attributes, fill=-np.inf)
     found = found.reshape(*found.shape[:4], -1)
     places = windows(np.arange(x.size, dtype=np.int64).reshape(x.shape), attributes, fill=-1)
@@ -292,16 +296,19 @@ def max_pool(x: Array, attributes: Attributes) -> tuple[Array, Array]:
 
 
 def max_pool_grad(dy: Array, indices: Array, shape: tuple[int, ...]) -> Array:
+    """Add dy up at the flat indices of the maxima, into a map of `shape`."""
     dx = np.zeros(shape, dy.dtype)
     np.add.at(dx.reshape(-1), indices.reshape(-1), dy.reshape(-1))
     return dx
 
 
 def average_pool(x: Array, attributes: Attributes) -> Array:
+    """Compute the averages over windows."""
     return windows(x, attributes).sum(axis=(4, 5)) / _window_elements(x.shape[2:], attributes).astype(x.dtype)
 
 
 def average_pool_grad(dy: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
+    """Share each dy out over its window, into a map of `shape`."""
     share = dy / _window_elements(shape[2:], attributes).astype(dy.dtype)
     return fold(np.broadcast_to(share[..., None, None], (*dy.shape, *attributes["kernel_shape"])), shape, attributes)
 

@@ -34,7 +34,7 @@ def moments(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def box(offset: Array, attributes: Attributes) -> Index:
-    """The elements of a box as an index into a map: all channels."""
+    """Give the elements of a box as an index into a map: all channels."""
     n, h, w = (slice(int(o), int(o) + size) for o, size in zip(offset, attributes["extent"], strict=True))
     return (n, slice(None), h, w)
 
@@ -161,7 +161,7 @@ def _l1_grad_input(operands: Operands, _: Attributes) -> tuple[Array]:
 
 
 def range_factor(count: int) -> float:
-    """c = 1/(2*sqrt(2*ln(count))): the deviation that a range of `count` normal values stands for; 0 for one value."""
+    """Give c = 1/(2*sqrt(2*ln(count))), the deviation that a range of `count` normal values stands for; 0 for one."""
     return 1 / (2 * math.sqrt(2 * math.log(count))) if count > 1 else 0.0
 
 

@@ -58,7 +58,7 @@ def register_for(model: onnx.ModelProto) -> None:
 
 
 def check_model(model: onnx.ModelProto) -> None:
-    """onnx's full check, strict shape inference included. Raises BnfuseError with what it says, in one line."""
+    """Run onnx's full check, strict shape inference included. Raises BnfuseError with what it says, in one line."""
     register_for(model)
     try:
         onnx.checker.check_model(without_state(model), full_check=True)
@@ -67,7 +67,7 @@ def check_model(model: onnx.ModelProto) -> None:
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model with the shape of every tensor that can be told.
+    """Give a copy of the model with the shape of every tensor that can be told.
 
     The gradient of a pool and SplitTraining have no operand that tells the shape of their results; it is taken from
     the pool or the ConcatTraining that they belong to. What follows from it is inferred again, until nothing is new.
@@ -90,7 +90,7 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def without_state(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without the initial values of graph inputs: large, and no matter to shapes."""
+    """Give a copy without the initial values of graph inputs: large, and no matter to shapes."""
     inputs = {value.name for value in model.graph.input}
     copy = onnx.ModelProto()
     for field, value in model.ListFields():
@@ -114,7 +114,7 @@ def _assign(message: Any, name: str, value: Any) -> None:
 
 
 def own_schema(op: OpSpec | PlainOp) -> Schema:
-    """The schema of an `ai.bnfuse` operator: every operand, result and attribute is required."""
+    """Give the schema of an `ai.bnfuse` operator: every operand, result and attribute is required."""
 
     def infer(context: Any) -> None:
         attributes = {name: attribute_of(context, name, None) for name in op.attributes}
@@ -143,6 +143,7 @@ def _own_kind(name: str) -> str:
 
 
 def training_schema(op: TrainingOp) -> Schema:
+    """Make the schema of one of onnxruntime's training operators."""
     inputs = [_parameter(text) for text in op.inputs.split()]
     outputs = [_parameter(text) for text in op.outputs.split()]
     used = sorted({parameter.type_str for parameter in (*inputs, *outputs)})
@@ -218,7 +219,7 @@ def _partners(
 
 
 def _average_pool_input(node: onnx.NodeProto, graph: onnx.GraphProto, types: dict[str, onnx.TypeProto]) -> list[str]:
-    """The input of the pool with the gradient's attributes and shape; of several, all must agree."""
+    """Give the input of the pool with the gradient's attributes and shape; of several, all must agree."""
     shape = dims_of(types.get(node.input[0]))
     pools = [
         pool
@@ -233,7 +234,7 @@ def _average_pool_input(node: onnx.NodeProto, graph: onnx.GraphProto, types: dic
 
 
 def _is_average_pool(node: onnx.NodeProto) -> bool:
-    """The standard operator, or one of ours around it: both read x first and give y first."""
+    """Give the standard operator, or one of ours around it: both read x first and give y first."""
     if node.domain == DOMAIN:
         op = find(node.op_type)
         return isinstance(op, OpSpec) and op.core == "AveragePool"
@@ -241,7 +242,7 @@ def _is_average_pool(node: onnx.NodeProto) -> bool:
 
 
 def _window(pool: onnx.NodeProto) -> dict[str, Any]:
-    """What sets the size of a pool's result."""
+    """Tell what sets the size of a pool's result."""
     defaults = {"strides": [1, 1], "pads": [0, 0, 0, 0], "ceil_mode": 0, "auto_pad": b"NOTSET", "kernel_shape": []}
     given = {attr.name: onnx.helper.get_attribute_value(attr) for attr in pool.attribute}
     return {name: given.get(name, default) for name, default in defaults.items()}

@@ -17,7 +17,7 @@ Attributes = Mapping[str, Any]
 
 
 def result_shapes(op: OpSpec | PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
-    """The shape of every result, by name."""
+    """Give the shape of every result, by name."""
     if isinstance(op, PlainOp):
         return _plain(op, shapes, attributes)
     found = (_backward if op.is_gradient else _forward)(op, shapes, attributes)
@@ -25,12 +25,12 @@ def result_shapes(op: OpSpec | PlainOp, shapes: Mapping[str, Shape], attributes:
 
 
 def channels(shape: Shape) -> Shape:
-    """The shape of a coefficient of a map: (C,)."""
+    """Give the shape of a coefficient of a map: (C,)."""
     return (shape[1],) if shape else (None,)
 
 
 def window_shape(x: Shape, out_channels: Dim, attributes: Attributes) -> Shape:
-    """What a convolution or a pool makes of x."""
+    """Tell what a convolution or a pool makes of x."""
     if x is None:
         return None
     height, width = x[2:]

@@ -108,10 +108,12 @@ class OpSpec:
 
     @property
     def name(self) -> str:
+        """Give the name: the steps in their order."""
         return "".join((*self.prologue, self.core, *self.epilogue))
 
     @property
     def is_gradient(self) -> bool:
+        """Tell whether the core is a backward one."""
         return self.core in BACKWARD_CORES
 
     @property
@@ -231,7 +233,7 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
 
 
 def parse(name: str) -> OpSpec | None:
-    """The operator of this name, or None where the name is not composed of steps."""
+    """Give the operator of this name, or None where the name is not composed of steps."""
     steps = parse_steps(name)
     return OpSpec(*steps) if steps else None
 
@@ -349,7 +351,7 @@ INTEGERS = ("indices", "offset", "points")  # operands and results that are int6
 
 
 def find(name: str) -> OpSpec | PlainOp | None:
-    """The operator of this name, composed of steps or plain."""
+    """Give the operator of this name, composed of steps or plain."""
     return PLAIN_OPS.get(name) or parse(name)
 
 
@@ -358,5 +360,5 @@ _FLOATS = ("min", "max", "alpha", "epsilon", "momentum", "weight")
 
 
 def attribute_type(name: str) -> str:
-    """The ONNX type of an attribute: INTS, FLOAT or INT."""
+    """Give the ONNX type of an attribute: INTS, FLOAT or INT."""
     return "INTS" if name in _LISTS else "FLOAT" if name in _FLOATS else "INT"

@@ -87,7 +87,7 @@ def touched_shape(op: OpSpec | PlainOp | None, name: str, shape: Shape, node: ir
 
 
 def channels_touched(op: OpSpec | PlainOp | None, name: str, node: ir.Node) -> tuple[int, int] | None:
-    """The range of channels that a step of a composed operator reads of this operand; None where it reads them all."""
+    """Give the range of channels that a step of a composed operator reads of an operand; None for all of them."""
     steps = (*op.prologue, *op.epilogue) if isinstance(op, OpSpec) else ()
     for operand, step, bounds in (
         ("dy", "Slice", ("grad_start", "grad_stop")),
@@ -100,7 +100,7 @@ def channels_touched(op: OpSpec | PlainOp | None, name: str, node: ir.Node) -> t
 
 
 def _sample(op: PlainOp, name: str, shape: Shape, node: ir.Node) -> Shape:
-    """What operators of a sample touch of a map: dx is acc, changed in place."""
+    """Tell what operators of a sample touch of a map: dx is acc, changed in place."""
     if op.name in ("SampledStatistics", "AddSampled"):
         samples, height, width = node.attributes["extent"].as_ints()
         return (samples, shape[1], height, width)

@@ -29,6 +29,8 @@ _LOSS = "reduction:STRING ignore_index:INT output_type:INT"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOp:
+    """One of onnxruntime's training operators: operands, results, attributes as text; a rule for each result's type."""
+
     name: str
     inputs: str
     outputs: str
@@ -48,11 +50,12 @@ def batch_norm_constants(node: ir.Node) -> dict[str, float]:
 
 
 def tensor(kind: int, shape: tuple[int | str | None, ...] | None) -> Type:
+    """Make the type of a tensor; the shape is None where the rank is unknown."""
     return onnx.helper.make_tensor_type_proto(kind, shape)
 
 
 def dims_of(kind: Type | None) -> tuple[int | str | None, ...] | None:
-    """The shape of a type, None where the rank is unknown."""
+    """Give the shape of a type, None where the rank is unknown."""
     if kind is None or not kind.tensor_type.HasField("shape"):
         return None
     return tuple(
@@ -61,7 +64,7 @@ def dims_of(kind: Type | None) -> tuple[int | str | None, ...] | None:
 
 
 def attribute_of(context: Any, name: str, default: Any) -> Any:
-    """An attribute of the node. Lists as tuples, text as str."""
+    """Give an attribute of the node. Lists as tuples, text as str."""
     found = context.get_attribute(name)
     if found is None:
         return default
@@ -70,7 +73,7 @@ def attribute_of(context: Any, name: str, default: Any) -> Any:
 
 
 def _shape_operand(operand: int, gradient: int) -> Rule:
-    """The shape is the value of an operand (computed by Shape), the element type that of the gradient."""
+    """Give the shape is the value of an operand (computed by Shape), the element type that of the gradient."""
 
     def rule(context: Any) -> Type:
         value = context.get_input_data(operand)
@@ -112,7 +115,7 @@ def _lengths(context: Any) -> Type:
 
 
 def _unknown_like(operand: int) -> Rule:
-    """The element type alone: the shape is told by the partner in the forward graph."""
+    """Give the element type alone: the shape is told by the partner in the forward graph."""
     return lambda context: tensor(context.get_input_type(operand).tensor_type.elem_type, None)
 
 
@@ -149,7 +152,7 @@ def _broadcast(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...] | None
 
 
 def _elementwise_grad(name: str, forward: str, attributes: str = "") -> TrainingOp:
-    """dX = dY * f(X or Y)."""
+    """Describe dX = dY * f(X or Y)."""
     return TrainingOp(name, f"dY:T {forward}:T", "dX:T", (1,), attributes)
 
 
