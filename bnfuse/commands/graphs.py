@@ -12,6 +12,7 @@ import typer
 from bnfuse.commands import options
 from bnfuse.commands.output import Progress, require_text_writable, show, show_json, to_json, write_text
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.files import require_apart
 from bnfuse.core.text import Section, count, number, scaled
 
 if TYPE_CHECKING:
@@ -128,7 +129,6 @@ def build(
     bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
     """
     from bnfuse.build.named import build_file
-    from bnfuse.core.files import require_apart
 
     if Path(source).is_file():
         require_apart(source, output)
@@ -256,7 +256,6 @@ def rewrite(
     bnfuse rewrite train.onnx -o fused.onnx --local-bn 4 --sample bn+vdn:1
     """
     from bnfuse import api
-    from bnfuse.core.files import require_apart
 
     require_text_writable(output)
     if report:
@@ -336,7 +335,6 @@ def diff(
     bnfuse diff train.onnx other.onnx --exit-code
     """
     from bnfuse import api
-    from bnfuse.core.files import require_apart
     from bnfuse.diffing.page import diff_page
     from bnfuse.graph.training_graph import open_graph
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bnfuse.core.errors import one_line
+from bnfuse.core.files import require_writable, write_atomically
 from bnfuse.core.text import Section, join
 
 
@@ -64,7 +65,6 @@ def finite(value: Any) -> Any:
 def write_text(path: Path, text: str) -> None:
     """Write all of the text and a line end, or leave what was there before; through links, of which some lead to no
     file."""
-    from bnfuse.core.files import write_atomically
 
     is_special = path.exists() and not path.is_file()
     write_atomically(path if is_special else path.resolve(), f"{text}\n".encode())
@@ -72,7 +72,6 @@ def write_text(path: Path, text: str) -> None:
 
 def require_text_writable(path: Path) -> None:
     """Raise, before the work, where `write_text` could not write there."""
-    from bnfuse.core.files import require_writable
 
     if path.is_dir() or path.is_file() or not path.exists():
         require_writable(path.resolve())

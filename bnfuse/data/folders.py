@@ -245,8 +245,8 @@ def is_hidden(name: str) -> bool:
 def read_all(
     folder: Path, files: Sequence[Path], read: Callable[[Path], Picture], remarks: Tally, skipped: Tally | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 or float32 [N, C, H, W], and which files are in it, as a mask: all, or with `skipped` those that can be
-    read. They must be of one size as `read` gives them."""
+    """Read uint8 or float32 [N, C, H, W], and which files are in it, as a mask: all, or with `skipped` those that can
+    be read. They must be of one size as `read` gives them."""
     kept = np.ones(len(files), bool)
     x: np.ndarray | None = None
     count = 0

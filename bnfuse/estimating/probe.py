@@ -25,9 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.files import write_atomically
+from bnfuse.core.processors import bounded_threads, physical_cores
 from bnfuse.core.progress import Progress, quiet
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.hardware import HOST, MIB, Hardware
+from bnfuse.measuring import idle, limits
+from bnfuse.measuring.machine import cpu_model
 
 if TYPE_CHECKING:
     from bnfuse.measuring.limits import Limits
@@ -86,9 +90,7 @@ def host(*, fresh: bool = False, threads: int | None = None, progress: Progress 
 
 
 def describe(threads: int | None) -> dict[str, Any]:
-    """Tell what tells one machine from another."""
-    from bnfuse.core.processors import bounded_threads, physical_cores
-    from bnfuse.measuring.machine import cpu_model
+    """Describe what tells one machine from another."""
 
     cores = physical_cores()
     return {
@@ -120,11 +122,8 @@ def about(machine: dict[str, Any]) -> str:
 
 def measure(threads: int, progress: Progress) -> Measured:
     """Measure this machine in a process of its own."""
-    from bnfuse.measuring import idle
-    from bnfuse.measuring.limits import measured_limits
-
     quiet = idle.wait_for_idle(PATIENCE, progress)
-    return measured(measured_limits(threads, WORKING_SETS), quiet.others)
+    return measured(limits.measured_limits(threads, WORKING_SETS), quiet.others)
 
 
 def measured(limits: Limits, others: float | None = None) -> Measured:
@@ -159,7 +158,7 @@ def remembered(machine: dict[str, Any]) -> Path | None:
 
 
 def read(path: Path, machine: dict[str, Any]) -> Measured | None:
-    """Tell what is remembered of this machine; nothing where the file is not there, or is not whole."""
+    """Read what is remembered of this machine; nothing where the file is not there, or is not whole."""
     try:
         fields = json.loads(path.read_text())
         if fields.pop("machine") != machine:
@@ -176,7 +175,6 @@ def read(path: Path, machine: dict[str, Any]) -> Measured | None:
 def write(path: Path, machine: dict[str, Any], found: Measured) -> None:
     """Remember what was measured. That is a convenience: where the folder cannot be written, the machine is measured
     again next time."""
-    from bnfuse.core.files import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

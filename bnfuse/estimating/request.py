@@ -16,24 +16,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bnfuse.build.zoo import is_network
+from bnfuse.analysis.executed import require_fixed_shapes
+from bnfuse.build.zoo import is_network, network_named
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.figures import require_plotting, save_figure
 from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.progress import Progress, bar_of, quiet
+from bnfuse.estimating import figures, plots
 from bnfuse.estimating.assumptions import Assumptions
 from bnfuse.estimating.compare import Comparison
 from bnfuse.estimating.estimate import estimate
 from bnfuse.estimating.hardware import MIB, Hardware
 from bnfuse.estimating.layerwise import Passes
 from bnfuse.estimating.options import Request
+from bnfuse.estimating.parallel import plot as parallel_plot
+from bnfuse.estimating.parallel.scaling import Scaling, network, scale
 from bnfuse.estimating.quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops
+from bnfuse.estimating.reram import plot as reram_plot
 from bnfuse.estimating.reram.assumptions import ReramAssumptions, is_stack
+from bnfuse.estimating.reram.pipeline import Pipeline, pipeline
 from bnfuse.estimating.result import Estimate
+from bnfuse.estimating.reuse import reuse
+from bnfuse.estimating.roofline import Roofline, roofline
 from bnfuse.estimating.settings import settle
 from bnfuse.estimating.source import behaviour_of, hardware_of, workloads
 from bnfuse.estimating.sweep import Sweep, parse_sweep, sweep
 from bnfuse.estimating.unread import refuse_unread
 from bnfuse.estimating.workload import Workload
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import entry_of
 
 CACHES = tuple(MIB << k for k in range(3, 11))  # of which reuse is told: 8 MB to 1 GB
@@ -46,8 +56,6 @@ def answer(request: Request, progress: Progress = quiet) -> Any:
         raise BnfuseError(f"--{' and --'.join(request.kinds)} ask for different things: give one of them")
     refuse_unread(request)
     if request.plot is not None:
-        from bnfuse.core.figures import require_plotting
-
         require_plotting(request.plot)
         require_apart(request.source, request.plot)
         require_writable(request.plot)
@@ -90,7 +98,6 @@ def swept(request: Request, progress: Progress) -> Sweep:
 
 def reused(request: Request, progress: Progress) -> Any:
     """Tell where bytes are reused."""
-    from bnfuse.estimating.reuse import reuse
 
     machine, _, passes = machine_of(request, progress)
     return reuse(one(request, passes), sorted({*CACHES, machine.cache}))
@@ -98,7 +105,6 @@ def reused(request: Request, progress: Progress) -> Any:
 
 def roofs(request: Request, progress: Progress) -> Any:
     """Tell what the layers attain under the roof."""
-    from bnfuse.estimating.roofline import roofline
 
     machine, assumptions, passes = machine_of(request, progress)
     return roofline(one(request, passes), machine, assumptions)
@@ -106,7 +112,6 @@ def roofs(request: Request, progress: Progress) -> Any:
 
 def scaled(request: Request, progress: Progress) -> Any:
     """Estimate data-parallel steps."""
-    from bnfuse.estimating.parallel.scaling import network, scale
 
     machine, assumptions, passes = machine_of(request, progress)
     by_name = is_network(request.source)
@@ -133,10 +138,6 @@ QUESTIONS: dict[str, Callable[[Request, Progress], Any]] = {
 
 def pipelined(request: Request, progress: Progress) -> Any:
     """Estimate the pipeline of a ReRAM/GPU stack."""
-    from bnfuse.analysis.executed import require_fixed_shapes
-    from bnfuse.build.zoo import network_named
-    from bnfuse.estimating.reram.pipeline import pipeline
-    from bnfuse.graph.training_graph import open_graph
 
     (assumptions,) = settle(request.assume, ReramAssumptions())
     graph: Any = network_named(request.source, dict(request.zoo))
@@ -194,13 +195,6 @@ def of_batch(request: Request, passes: Passes) -> Callable[[int], Workload]:
 
 def draw(found: Any, path: Path) -> None:
     """Write the picture of an answer."""
-    from bnfuse.core.figures import save_figure
-    from bnfuse.estimating import figures, plots
-    from bnfuse.estimating.parallel import plot as parallel_plot
-    from bnfuse.estimating.parallel.scaling import Scaling
-    from bnfuse.estimating.reram import plot as reram_plot
-    from bnfuse.estimating.reram.pipeline import Pipeline
-    from bnfuse.estimating.roofline import Roofline
 
     if isinstance(found, Estimate):
         plots.plot_estimate(found, path)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bnfuse.core.processors import physical_cores
 from bnfuse.measuring.idle import Quiet
 
 # threads spin between the operators of a run, as by default, and no longer than that: they would tax the next candidate
@@ -32,7 +33,6 @@ SPINNING = {
 def describe_machine(threads: int, baselines: Iterable[str], before: Quiet, during: float | None) -> dict[str, Any]:
     """Describe this machine. `before` is how the wait for an idle machine ended, `during` the cores that others had
     while we measured."""
-    from bnfuse.core.processors import physical_cores
     from bnfuse.runtime.targets.cpus import host_cpu
 
     return {

@@ -15,6 +15,8 @@ from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.runtime.program.optim import Optimizer, require_optimizer
 from bnfuse.searching.evaluation import Settings
 from bnfuse.searching.loop import evaluations_of, search
+from bnfuse.searching.plot import plot as draw
+from bnfuse.searching.plot import require_plotting
 from bnfuse.searching.quadratic import import_cvxpy
 from bnfuse.searching.result import SearchResult, model_name
 from bnfuse.searching.storage import open_log
@@ -61,8 +63,6 @@ def run_search(
 ) -> SearchResult:
     """Search. Everything that can be wrong is found out before the first training."""
     if plot is not None:
-        from bnfuse.searching.plot import require_plotting
-
         require_writable(plot)
         require_plotting(plot)
     if settings.method == "bo":
@@ -84,8 +84,6 @@ def run_search(
         history = search(space, training, settings, history=log.history, store=log.append, progress=progress)
     result = SearchResult(space, history, settings.tolerance, fingerprint, model_name(graph.name), recipe.keep_affine)
     if plot is not None:
-        from bnfuse.searching.plot import plot as draw
-
         draw(result, plot)
     return result
 

@@ -18,6 +18,7 @@ from bnfuse.training.history import Epoch, History, best_of, percent, without_ga
 from bnfuse.training.loading import Batch, Loader, prefetched
 from bnfuse.training.metrics import Metrics
 from bnfuse.training.options import Options
+from bnfuse.training.plotting import draw
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -55,8 +56,6 @@ def train_by(
         finally:
             step.lr = run.lr
     if options.plot is not None:
-        from bnfuse.training.plotting import draw
-
         draw(history, Path(options.plot), f"Training on {data.name}")
     return history
 

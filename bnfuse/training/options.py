@@ -11,6 +11,7 @@ from bnfuse.core.files import require_writable
 from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.training.augment import Augment, parse_augment
 from bnfuse.training.checkpoints import has_run, is_folder, make_folder
+from bnfuse.training.plotting import require_plotting
 from bnfuse.training.schedules import Schedule, parse_schedule
 
 Place = str | os.PathLike[str]
@@ -115,6 +116,4 @@ class Options:
         if self.log_every is not None and self.metrics is None:
             raise BnfuseError("--log-every writes lines into the file of --metrics: name one")
         if self.plot is not None:
-            from bnfuse.training.plotting import require_plotting
-
             require_plotting(Path(self.plot))

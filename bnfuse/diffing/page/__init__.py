@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from bnfuse.diffing.page.document import render
+from bnfuse.diffing.page.gather import gather
 from bnfuse.graph.training_graph import open_graph
 
 HARDWARE = ("h100", "rtx2080ti")  # estimates are for these
@@ -13,9 +15,7 @@ __all__ = ["HARDWARE", "diff_page", "rewrite_page"]
 
 
 def diff_page(before: Any, after: Any, *, hardware: tuple[str, ...] = HARDWARE, **signature: Any) -> str:
-    """Give the page of two training graphs: paths, or models in any form that `bnfuse.diff` takes."""
-    from bnfuse.diffing.page.document import render
-    from bnfuse.diffing.page.gather import gather
+    """Write the page of two training graphs: paths, or models in any form that `bnfuse.diff` takes."""
 
     first, second = open_graph(before, name="before", **signature), open_graph(after, name="after", **signature)
     return render(gather(first, second, hardware=hardware))
@@ -29,12 +29,10 @@ def rewrite_page(
     hardware: tuple[str, ...] = HARDWARE,
     **signature: Any,
 ) -> str:
-    """Give the same for what `bnfuse.rewrite` returned for `source`, with its report: refusals and their reasons.
+    """Write the same for what `bnfuse.rewrite` returned for `source`, with its report: refusals and their reasons.
 
     `output` is the file that the rewritten graph has gone to.
     """
-    from bnfuse.diffing.page.document import render
-    from bnfuse.diffing.page.gather import gather
 
     first = open_graph(source, name="before", **signature)
     second = open_graph(rewritten, name=os.fspath(output))
