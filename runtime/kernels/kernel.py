@@ -40,15 +40,16 @@ class MapType:
 
     @property
     def pixels(self) -> int:
+        """Count the pixels of all images: n*h*w."""
         return self.n * self.h * self.w
 
     @property
     def elements(self) -> int:
-        """Elements of the whole buffer."""
+        """Count the elements of the whole buffer."""
         return self.whole or self.pixels * self.stride
 
     def __repr__(self) -> str:
-        """All fields by name; `whole` where it says something."""
+        """Show all fields by name, `whole` where it says something."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "whole" or self.whole]
         return f"MapType({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
@@ -85,14 +86,17 @@ class Problem:
 
     @property
     def spec(self) -> OpSpec:
+        """Give the spec that the operator's name stands for."""
         spec = parse(self.op)
         assert spec is not None, self.op
         return spec
 
     def map(self, name: str) -> MapType:
+        """Give a map by its name in the spec; KeyError where the problem has none of that name."""
         return dict(self.maps)[name]
 
     def attribute(self, name: str) -> Any:
+        """Give an attribute's value, a list as a tuple; KeyError where the problem has none of that name."""
         return dict(self.attributes)[name]
 
 
@@ -127,5 +131,5 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Everything the generated code depends on, as text; the cache hashes it with the generators' sources."""
+        """Give everything the generated code depends on, as text; the cache hashes it with the generators' sources."""
         return f"{self.name} {self.problem!r} {self.target!r}" + (f" {self.plan!r}" if self.plan is not None else "")

@@ -29,11 +29,11 @@ class Kind:
         return self.function
 
     def generator(self, target: str) -> Callable[..., Kernel]:
-        """What makes the kernels of this kind for a target, by the name of its folder."""
+        """Give what makes the kernels of this kind for a target, by the name of its folder."""
         return getattr(self._module(target), self.function)  # type: ignore[no-any-return]
 
     def choices(self, target: str) -> Callable[..., tuple[Choice, ...]] | None:
-        """What tells all ways to make one; None where its module knows one way only."""
+        """Give what tells all ways to make one; None where its module knows one way only."""
         return getattr(self._module(target), "choices", None)
 
     def _module(self, target: str) -> object:

@@ -22,18 +22,20 @@ class Request:
 
     @property
     def target(self) -> Target:
+        """Find the target among the arguments."""
         return next(argument for argument in self.arguments if isinstance(argument, Target))
 
     def kernel(self) -> Kernel:
+        """Call the kind's generator; the kernel's code is made only by its `build`."""
         made = self.kind.generator(self.target.backend)(*self.arguments)
         assert isinstance(made, Kernel), self.kind
         return made
 
     def choices(self) -> tuple[Choice, ...]:
-        """All ways to make the kernel, that of the rule first; none where its generator knows one only."""
+        """List all ways to make the kernel, that of the rule first; none where its generator knows one only."""
         find = self.kind.choices(self.target.backend)
         return find(*self.arguments) if find is not None else ()
 
     def by(self, choice: Choice) -> Request:
-        """The request for one of the ways."""
+        """Give the request for one of the ways."""
         return Request(self.kind, (*self.arguments, choice.algorithm, choice.plan))

@@ -25,13 +25,15 @@ Emit = Callable[["Get", "Put"], None]
 class Get(Protocol):
     """The value of an operand for the channel at hand; of one with rows, that of a row."""
 
-    def __call__(self, param: str, row: int = 0) -> Expr: ...
+    def __call__(self, param: str, row: int = 0) -> Expr:
+        """Give the float32 element of operand `param`, in `row` where that has rows."""
 
 
 class Put(Protocol):
     """Store a result for the channel at hand; of one with rows, in a row."""
 
-    def __call__(self, param: str, value: Expr, row: int = 0) -> None: ...
+    def __call__(self, param: str, value: Expr, row: int = 0) -> None:
+        """Store float32 `value` as the element of result `param`, in `row` where that has rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Loop:
 
     @property
     def params(self) -> list[Param]:
+        """List the float32 operands, then the results. Operands in `ranges` take an offset, as maps do."""
         op = PLAIN_OPS[self.problem.op]
         operands = [Param(n, "in", self._elements(n), is_map=n in self.ranges) for n in op.operands]
         return operands + [Param(name, "out", self._elements(name)) for name in op.results]
@@ -58,9 +61,8 @@ class Loop:
 
 
 def finalize(channels: int, epsilon: float, momentum: float) -> Loop:
-    """scale, bias, mean, variance, running_mean, running_variance
-    -> a, b, inv_std, new_running_mean, new_running_variance.
-    """
+    """Describe BatchNormFinalize: scale, bias, mean, variance, running_mean, running_variance
+    -> a, b, inv_std, new_running_mean, new_running_variance."""
 
     def emit(get: Get, put: Put) -> None:
         inv_std = T.bind(f64(1.0) / tirx.sqrt(f64(get("variance")) + f64(epsilon)))
@@ -77,7 +79,7 @@ def finalize(channels: int, epsilon: float, momentum: float) -> Loop:
 
 
 def grad_terms(channels: int) -> Loop:
-    """dbeta, dgamma, a, inv_std -> beta_term, gamma_term."""
+    """Describe BatchNormGradTerms: dbeta, dgamma, a, inv_std -> beta_term, gamma_term."""
 
     def emit(get: Get, put: Put) -> None:
         put("beta_term", get("a") * get("dbeta"))
@@ -87,8 +89,9 @@ def grad_terms(channels: int) -> Loop:
 
 
 def grad_terms_accumulate(channels: int, total: int) -> Loop:
-    """dbeta, dgamma, a, inv_std, beta_acc, gamma_acc -> beta_term, gamma_term; the accumulators have `total` channels
-    and the offset (of the first channel read) of a map.
+    """Describe BatchNormGradTermsAccumulate: dbeta, dgamma, a, inv_std, beta_acc, gamma_acc -> beta_term, gamma_term.
+
+    The accumulators have `total` channels and the offset (of the first channel read) of a map.
     """
 
     def emit(get: Get, put: Put) -> None:
@@ -99,7 +102,10 @@ def grad_terms_accumulate(channels: int, total: int) -> Loop:
 
 
 def grad_finalize(channels: int, total: int, count: int) -> Loop:
-    """beta_term, gamma_term, mean -> q, w; the terms have `total` channels and the offset (`start`) of a map."""
+    """Describe BatchNormGradFinalize: beta_term, gamma_term, mean -> q, w, of a BN over `count` pixels.
+
+    The terms have `total` channels and the offset (`start`) of a map.
+    """
 
     def emit(get: Get, put: Put) -> None:
         q = T.bind(f64(0.0) - f64(get("gamma_term")) / f64(float(count)))
@@ -111,7 +117,10 @@ def grad_finalize(channels: int, total: int, count: int) -> Loop:
 
 
 def mix_statistics(channels: int, weight: float) -> Loop:
-    """mean, variance, mean_2, variance_2 -> mixed_mean, mixed_variance: weight*first + (1 - weight)*second."""
+    """Describe MixStatistics: mean, variance, mean_2, variance_2 -> mixed_mean, mixed_variance.
+
+    Each is weight*first + (1 - weight)*second.
+    """
 
     def emit(get: Get, put: Put) -> None:
         for name in ("mean", "variance"):
@@ -122,7 +131,10 @@ def mix_statistics(channels: int, weight: float) -> Loop:
 
 
 def sampled_grad_finalize(channels: int, count: int, weight: float) -> Loop:
-    """beta_term, gamma_term, mean -> q, w: the gradient of one part of a mixture."""
+    """Describe SampledGradFinalize: beta_term, gamma_term, mean -> q, w: the gradient of one part of a mixture.
+
+    The part has `count` pixels, and `weight` in the mixture.
+    """
 
     def emit(get: Get, put: Put) -> None:
         share = weight / count
@@ -135,7 +147,7 @@ def sampled_grad_finalize(channels: int, count: int, weight: float) -> Loop:
 
 
 def l1_grad_finalize(channels: int, count: int) -> Loop:
-    """beta_term, gamma_term, variance, sign_mean -> q, w."""
+    """Describe L1GradFinalize: beta_term, gamma_term, variance, sign_mean -> q, w, over `count` pixels."""
 
     def emit(get: Get, put: Put) -> None:
         deviation = tirx.sqrt(f64(get("variance")) * f64(math.pi / 2))
@@ -147,7 +159,10 @@ def l1_grad_finalize(channels: int, count: int) -> Loop:
 
 
 def range_grad_finalize(channels: int, count: int) -> Loop:
-    """beta_term, gamma_term, low, high, low_count, high_count -> q_low, q_high, w."""
+    """Describe RangeGradFinalize: beta_term, gamma_term, low, high, low_count, high_count -> q_low, q_high, w.
+
+    Its statistics are over `count` pixels.
+    """
 
     def emit(get: Get, put: Put) -> None:
         factor = range_factor(count)
@@ -161,8 +176,10 @@ def range_grad_finalize(channels: int, count: int) -> Loop:
 
 
 def local_finalize(channels: int, pitch: int, groups: int, epsilon: float, momentum: float) -> Loop:
-    """scale, bias [c], mean, variance [groups, pitch], running_mean, running_variance [c]
+    """Describe LocalFinalize: scale, bias [c], mean, variance [groups, pitch], running_mean, running_variance [c]
     -> a, b, inv_std [groups, pitch], new_running_mean, new_running_variance [c].
+
+    The running statistics follow the average of the groups.
     """
 
     def emit(get: Get, put: Put) -> None:
@@ -202,4 +219,5 @@ Member = tuple[str, tuple[Any, ...]]  # a name in LOOPS, and its arguments
 
 
 def param_name(name: str, member: int, members: Any) -> str:
+    """Name a parameter of operator number `member` of a launch: with that number where there are several."""
     return name if len(members) == 1 else f"{name}_{member}"

@@ -28,20 +28,29 @@ class GemmProblem:
 
     @property
     def bias_strides(self) -> tuple[int, int]:
-        """Elements of C between rows and between columns of y; 0 where it broadcasts."""
+        """Give the elements of C between rows and between columns of y; 0 where it broadcasts.
+
+        Raises BnfuseError where C does not broadcast to [m, n].
+        """
         rows, columns = ((1, 1) + (self.bias or ()))[-2:]
         if (rows, columns) not in {(r, c) for r in (1, self.m) for c in (1, self.n)}:
             raise BnfuseError(f"Gemm: C has the shape {self.bias}, which does not broadcast to [{self.m}, {self.n}]")
         return (columns if rows > 1 else 0), (1 if columns > 1 else 0)
 
     def at_a(self, row: Expr, k: Expr) -> Expr:
+        """Give the index of A[row, k] in its flat buffer."""
         return k * self.m + row if self.trans_a else row * self.k + k
 
     def at_b(self, k: Expr, column: Expr) -> Expr:
+        """Give the index of B[k, column] in its flat buffer."""
         return column * self.k + k if self.trans_b else k * self.n + column
 
 
 def gemm_params(problem: GemmProblem) -> tuple[Param, ...]:
+    """List a, b, [c] and y, flat float32; c only where beta is not 0.
+
+    Raises BnfuseError where a size is 0, a matrix has more elements than int32 can index, or C does not broadcast.
+    """
     largest = max(problem.m * problem.k, problem.k * problem.n, problem.m * problem.n)
     if min(problem.m, problem.n, problem.k) < 1 or largest >= INT32_LIMIT:
         raise BnfuseError(f"Gemm: [{problem.m}, {problem.k}] times [{problem.k}, {problem.n}] is empty or too large")

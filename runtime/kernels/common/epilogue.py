@@ -35,7 +35,7 @@ class Total:
 
     @property
     def factor(self) -> str | None:
-        """The per-channel vector by which the sum is multiplied."""
+        """Name the per-channel vector by which the sum is multiplied, if it is one of value*(x - mean)."""
         return None if self.suffix is None else f"inv_std{self.suffix}"
 
 
@@ -57,30 +57,32 @@ class EpiloguePlan:
 
     @property
     def spec(self) -> OpSpec:
+        """Give the spec of the problem's operator."""
         return self.problem.spec
 
     @property
     def result(self) -> str:
-        """The map that is written."""
+        """Name the map that is written."""
         return "dx" if self.spec.is_gradient else "y"
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """Gradients of activations."""
+        """List the steps that are gradients of activations."""
         return tuple(step for step in self.spec.epilogue if step in GRADIENTS)
 
     @property
     def statistics(self) -> bool:
+        """Tell whether mean and variance of y are taken."""
         return "Statistics" in self.spec.epilogue
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """The sums of a gradient."""
+        """List the sums of a gradient."""
         return totals_of(self.spec)
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """The maps that it reads, `dx` where it adds to what is there."""
+        """List the maps that it reads, `dx` where it adds to what is there."""
         if not self.spec.is_gradient:
             return ()
         names = ["other"] if "AddGradient" in self.spec.epilogue else []
@@ -90,7 +92,7 @@ class EpiloguePlan:
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """The per-channel vectors that it reads for each element (and not in the end, as inv_std)."""
+        """List the per-channel vectors that it reads for each element (and not in the end, as inv_std)."""
         if not self.spec.is_gradient:
             return ("bias",) if "Bias" in self.spec.epilogue else ()
         names = ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
@@ -103,7 +105,7 @@ class EpiloguePlan:
 
     @property
     def changes(self) -> bool:
-        """Whether `changed` does anything."""
+        """Tell whether `changed` does anything."""
         return bool(self.masks) or "AddGradient" in self.spec.epilogue
 
     def changed(self, d: Expr, load: Load, bind: Callable[[Expr], Expr] = lambda z: z) -> Expr:
@@ -120,7 +122,7 @@ class EpiloguePlan:
 
     @property
     def places(self) -> bool:
-        """Whether `placed` does anything."""
+        """Tell whether `placed` does anything."""
         return bool({"Scale", "Accumulate"} & {*self.spec.epilogue})
 
     def placed(self, d: Expr, load: Load) -> Expr:

@@ -38,27 +38,30 @@ class GenericProblem:
     attributes: tuple[tuple[str, Any], ...] = ()
 
     def attribute(self, name: str, default: Any = None) -> Any:
+        """Give an attribute's value, lists as tuples, or `default`."""
         return dict(self.attributes).get(name, default)
 
     def number(self, name: str, default: float) -> Any:
-        """An attribute that is one number, perhaps given as a tensor of one element."""
+        """Give an attribute that is one number, perhaps given as a tensor of one element."""
         value = self.attribute(name, default)
         return value[0] if isinstance(value, tuple) else value
 
     def shape(self, index: int = 0) -> Shape:
-        """Of an input."""
+        """Give the shape of an input."""
         return self.inputs[index][0]
 
     @property
     def out_shape(self) -> Shape:
+        """Give the shape of the first output."""
         return self.outputs[0][0]
 
     @property
     def out_dtype(self) -> str:
+        """Name the dtype of the first output."""
         return self.outputs[0][1]
 
     def axis(self, default: int) -> int:
-        """The attribute `axis` counted from the front, of the first input."""
+        """Give the attribute `axis` counted from the front, of the first input."""
         return int(self.attribute("axis", default)) % max(1, len(self.shape()))
 
 
@@ -81,22 +84,24 @@ class View:
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
+    """Count the elements from one place to the next along each axis of a dense tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def dense_view(shape: Shape) -> View:
+    """View a dense tensor over its own shape."""
     return View(row_major(shape))
 
 
 def broadcast_view(shape: Shape, space: Shape) -> View:
-    """A tensor of this shape, broadcast to the space by numpy's rule."""
+    """View a tensor of this shape, broadcast to the space by numpy's rule."""
     missing = len(space) - len(shape)
     own = row_major(shape)
     return View((0,) * missing + tuple(0 if size == 1 else s for size, s in zip(shape, own, strict=True)))
 
 
 def collapse(space: Shape, views: Sequence[View]) -> tuple[Shape, list[View]]:
-    """The same walk over as few axes as possible: no axes of size 1, no neighbours that every view walks as one."""
+    """Give the same walk over the fewest axes: none of size 1, no neighbours that every view walks as one."""
     kept = [i for i, size in enumerate(space) if size != 1]
     sizes: list[int] = []
     strides: list[list[int]] = [[] for _ in views]
@@ -118,7 +123,7 @@ _walk: contextvars.ContextVar[Nest | None] = contextvars.ContextVar("walk", defa
 
 @contextlib.contextmanager
 def nested_by(walk: Nest) -> Iterator[None]:
-    """Within the block, `nest` is what a code generator makes of a space, its views and `emit`."""
+    """Set, within the block, what `nest` does: a code generator's way to walk a space, its views and `emit`."""
     token = _walk.set(walk)
     try:
         yield
@@ -134,7 +139,7 @@ def nest(space: Shape, views: Sequence[View], emit: Callable[..., None]) -> None
 
 
 def starts_of(row: Expr, outer: Shape, views: Sequence[View]) -> list[Expr]:
-    """Where each view has the first element of a row."""
+    """Write where each view has the first element of a row, whose number counts over the axes `outer`."""
     starts: list[Expr] = [tirx.const(view.base, "int32") for view in views]
     for axis in reversed(range(len(outer))):
         place = row if axis == 0 else tirx.floormod(row, outer[axis])
@@ -144,14 +149,17 @@ def starts_of(row: Expr, outer: Shape, views: Sequence[View]) -> list[Expr]:
 
 
 def at_stride(base: Expr, place: Expr, stride: int) -> Expr:
+    """Write base + place*stride, int32; `base` alone where the stride is 0."""
     if stride == 0:
         return base if not isinstance(base, int) else tirx.const(base, "int32")
     return base + place * stride
 
 
 def dtype_of(x: Expr) -> str:
+    """Name the dtype of an expression."""
     return str(x.ty.dtype)
 
 
 def store(args: Buffers, name: str, index: Expr, value: Expr) -> None:
+    """Store a value at a flat index of the argument `name`."""
     T.buffer_store(args[name], value, [index])

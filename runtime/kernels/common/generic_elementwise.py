@@ -30,7 +30,10 @@ Attributes = Mapping[str, Any]
 
 
 def elementwise(formula: Callable[..., Expr]) -> Emit:
-    """`formula(attributes, *operands)` at each point of the first output."""
+    """Emit `formula(attributes, *operands)` at each point of the first output; operands broadcast.
+
+    To the attributes `dtype` is added, that of the first output.
+    """
 
     def emit(problem: GenericProblem, args: Buffers) -> None:
         space = problem.out_shape
@@ -47,71 +50,81 @@ def elementwise(formula: Callable[..., Expr]) -> Emit:
 
 
 def like(x: Expr, value: float) -> Expr:
-    """A constant of the dtype of x."""
+    """Write a constant of the dtype of x."""
     return tirx.const(value, dtype_of(x))
 
 
 def exp(x: Expr) -> Expr:
-    """For exponents that a formula keeps in the range of steps.exp, or whose extremes it does not tell apart."""
+    """Write e**x: for exponents that a formula keeps in the range of steps.exp, or whose extremes it does not tell
+    apart."""
     return steps.exp(x) if dtype_of(x) == "float32" else tirx.exp(x)
 
 
 def sigmoid(x: Expr) -> Expr:
+    """Write 1/(1 + e**-x)."""
     return like(x, 1.0) / (like(x, 1.0) + exp(like(x, 0.0) - x))
 
 
 def clamp(x: Expr, low: float, high: float) -> Expr:
+    """Write min(max(x, low), high), NaN where x is NaN."""
     return steps.minimum(steps.maximum(x, like(x, low)), like(x, high))
 
 
 def softplus(x: Expr) -> Expr:
-    """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)."""
+    """Write log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)."""
     return steps.maximum(x, like(x, 0.0)) + tirx.log1p(exp(like(x, 0.0) - tirx.abs(x)))
 
 
 def gelu_density(x: Expr) -> tuple[Expr, Expr]:
-    """Distribution function and density of the normal distribution."""
+    """Write distribution function and density of the normal distribution."""
     phi = like(x, 0.5) * (like(x, 1.0) + tirx.erf(x * like(x, math.sqrt(0.5))))
     return phi, tirx.exp(like(x, -0.5) * x * x) * like(x, 1 / math.sqrt(2 * math.pi))
 
 
 def divide(x: Expr, y: Expr) -> Expr:
+    """Write x/y; of integers the quotient rounded towards 0."""
     return x / y if dtype_of(x).startswith("float") else tirx.truncdiv(x, y)
 
 
 def cast(x: Expr, dtype: str) -> Expr:
+    """Write x as `dtype`; as a bool, whether it is not 0."""
     if dtype_of(x) == dtype:
         return x
     return x != like(x, 0) if dtype == "bool" else tirx.Cast(dtype, x)
 
 
 def hard_sigmoid(x: Expr, alpha: float, beta: float) -> Expr:
+    """Write alpha*x + beta clamped to [0, 1]."""
     return clamp(like(x, alpha) * x + like(x, beta), 0.0, 1.0)
 
 
 def select_negative(x: Expr, below: Expr, above: Expr) -> Expr:
+    """Write `below` where x < 0, else (and of NaN) `above`."""
     return tirx.Select(x < like(x, 0.0), below, above)
 
 
 def elu(x: Expr, alpha: float) -> Expr:
+    """Write alpha*(e**x - 1) where x < 0, else x."""
     return select_negative(x, like(x, alpha) * (exp(x) - like(x, 1.0)), x)
 
 
 def larger(x: Expr, y: Expr) -> Expr:
-    """The larger one, NaN if either is. (TVM takes `x != x` for false.)"""
+    """Write the larger one, NaN if either is. (TVM takes `x != x` for false.)"""
     return tirx.Select(tirx.Or(x > y, is_nan(x)), x, y)
 
 
 def smaller(x: Expr, y: Expr) -> Expr:
+    """Write the smaller one, NaN if either is."""
     return tirx.Select(tirx.Or(x < y, is_nan(x)), x, y)
 
 
 def is_nan(x: Expr) -> Expr:
+    """Write whether x is NaN; an integer never is."""
     return tirx.isnan(x) if dtype_of(x).startswith("float") else tirx.const(False, "bool")
 
 
 def clip(attributes: Attributes, x: Expr, *bounds: Expr) -> Expr:
-    """Bounds as attributes, or as operands: min, then max."""
+    """Write x between bounds, given as attributes or as operands: min, then max."""
     for name, bound, limit in zip(("min", "max"), (steps.maximum, steps.minimum), (0, 1), strict=True):
         if attributes.get(name) is not None:
             x = bound(x, like(x, attributes[name]))
@@ -121,17 +134,20 @@ def clip(attributes: Attributes, x: Expr, *bounds: Expr) -> Expr:
 
 
 def scaled(attributes: Attributes, x: Expr, scale: Expr) -> Expr:
+    """Write x*scale, or x/scale under the attribute `scale_down`, in the dtype of x."""
     scale = tirx.Cast(dtype_of(x), scale)
     return x / scale if attributes.get("scale_down", 0) else x * scale
 
 
 def quick_gelu_grad(attributes: Attributes, dy: Expr, x: Expr) -> Expr:
+    """Write dy times the derivative of x*sigmoid(alpha*x); alpha is 1.702 unless given."""
     alpha = like(x, attributes.get("alpha", 1.702))
     s = sigmoid(alpha * x)
     return dy * (s + alpha * x * s * (like(x, 1.0) - s))
 
 
 def gelu_grad(attributes: Attributes, dy: Expr, x: Expr) -> Expr:
+    """Write dy times the derivative of Gelu at x."""
     phi, density = gelu_density(x)
     return dy * (phi + x * density)
 
@@ -140,11 +156,13 @@ FAST_GELU = (math.sqrt(2 / math.pi), 0.044715)  # gelu(x) = x/2 * (1 + tanh(firs
 
 
 def fast_gelu(attributes: Attributes, x: Expr, *bias: Expr) -> Expr:
+    """Write Gelu by the formula of FAST_GELU, of x plus the bias if there is one."""
     x = x + bias[0] if bias else x
     return like(x, 0.5) * x * (like(x, 1.0) + _fast_gelu_tanh(x))
 
 
 def fast_gelu_grad(attributes: Attributes, dy: Expr, x: Expr, *bias: Expr) -> Expr:
+    """Write dy times the derivative of FastGelu at x, plus the bias if there is one."""
     x = x + bias[0] if bias else x
     t = _fast_gelu_tanh(x)
     slope = like(x, FAST_GELU[0]) * (like(x, 1.0) + like(x, 3 * FAST_GELU[1]) * x * x)
@@ -156,6 +174,8 @@ def _fast_gelu_tanh(x: Expr) -> Expr:
 
 
 def dropout_grad(attributes: Attributes, dy: Expr, mask: Expr) -> Expr:
+    """Write dy/(1 - ratio) where the mask has kept an element, else 0; ratio is 0.5 unless given, 0 outside of
+    training."""
     ratio, training = (
         value[0] if isinstance(value, tuple) else value
         for value in (attributes.get("ratio", 0.5), attributes.get("training_mode", 1))
@@ -166,10 +186,12 @@ def dropout_grad(attributes: Attributes, dy: Expr, mask: Expr) -> Expr:
 
 
 def fold(join: Callable[[Expr, Expr], Expr]) -> Callable[..., Expr]:
+    """Give a formula that joins its operands from left to right."""
     return lambda attributes, *values: functools.reduce(join, values)
 
 
 def mean(attributes: Attributes, *values: Expr) -> Expr:
+    """Write the mean of the operands."""
     return functools.reduce(lambda x, y: x + y, values) / like(values[0], float(len(values)))
 
 
@@ -252,6 +274,7 @@ RENAMED = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the same elements in
 
 
 def copy_elements(problem: GenericProblem, args: Buffers) -> None:
+    """Copy in0 to out0 in the order in which the elements lie."""
     view = dense_view(problem.out_shape)
     nest(problem.out_shape, [view, view], lambda out, place: store(args, "out0", out, args["in0"][place]))
 

@@ -31,10 +31,12 @@ def move(args: Buffers, space: Shape, source: tuple[str, View], result: tuple[st
 
 
 def fill(args: Buffers, name: str, shape: Shape, value: Any, dtype: str) -> None:
+    """Store a constant of `dtype` in every element of a dense tensor."""
     nest(shape, [dense_view(shape)], lambda at: store(args, name, at, tirx.const(value, dtype)))
 
 
 def transpose(problem: GenericProblem, args: Buffers) -> None:
+    """Permute the axes by the attribute `perm`, or reverse them."""
     shape = problem.shape()
     order = problem.attribute("perm") or tuple(reversed(range(len(shape))))
     strides = row_major(shape)
@@ -43,7 +45,7 @@ def transpose(problem: GenericProblem, args: Buffers) -> None:
 
 
 def sliced(problem: GenericProblem, shape: Shape) -> View:
-    """The part of a tensor that starts, ends, axes and steps select."""
+    """View the part of a tensor that starts, ends, axes and steps select."""
     starts, ends = problem.attribute("starts"), problem.attribute("ends")
     axes = problem.attribute("axes") or tuple(range(len(starts)))
     steps = problem.attribute("steps") or (1,) * len(starts)
@@ -57,18 +59,20 @@ def sliced(problem: GenericProblem, shape: Shape) -> View:
 
 
 def slice_(problem: GenericProblem, args: Buffers) -> None:
+    """Copy the part of in0 that starts, ends, axes and steps select."""
     view = sliced(problem, problem.shape())
     move(args, problem.out_shape, ("in0", view), ("out0", dense_view(problem.out_shape)))
 
 
 def slice_grad(problem: GenericProblem, args: Buffers) -> None:
-    """dy -> dx: zero but where the slice was."""
+    """Emit dy -> dx: zero but where the slice was."""
     fill(args, "out0", problem.out_shape, 0, problem.out_dtype)
     space, view = problem.shape(), sliced(problem, problem.out_shape)
     move(args, space, ("in0", dense_view(space)), ("out0", view))
 
 
 def concat(problem: GenericProblem, args: Buffers) -> None:
+    """Copy the inputs side by side along `axis`, 0 unless given."""
     axis, start = problem.axis(0), 0
     strides = row_major(problem.out_shape)
     for i, (shape, _) in enumerate(problem.inputs):
@@ -78,6 +82,7 @@ def concat(problem: GenericProblem, args: Buffers) -> None:
 
 
 def split(problem: GenericProblem, args: Buffers) -> None:
+    """Copy parts of in0 along `axis`, 0 unless given, to the outputs: as long as their shapes say."""
     axis, start = problem.axis(0), 0
     strides = row_major(problem.shape())
     for i, (shape, _) in enumerate(problem.outputs):
@@ -87,7 +92,7 @@ def split(problem: GenericProblem, args: Buffers) -> None:
 
 
 def pad(problem: GenericProblem, args: Buffers) -> None:
-    """Constant padding, where negative pads crop."""
+    """Pad with a constant, where negative pads crop. Raises BnfuseError for other modes."""
     if problem.attribute("mode", "constant") != "constant":
         raise BnfuseError(f"Pad: mode '{problem.attribute('mode')}' is not supported: pad with a constant")
     shape, out = problem.shape(), problem.out_shape
@@ -111,7 +116,7 @@ def _dot(places: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def tile(problem: GenericProblem, args: Buffers) -> None:
-    """Each axis is walked as (repeat, place): a repeat goes on in the result and nowhere in the operand."""
+    """Repeat each axis, walked as (repeat, place): a repeat goes on in the result and nowhere in the operand."""
     space, source, result = [], [], []
     shape, repeats = problem.shape(), problem.attribute("repeats")
     for size, repeat, read, written in zip(shape, repeats, row_major(shape), row_major(problem.out_shape), strict=True):
@@ -122,24 +127,25 @@ def tile(problem: GenericProblem, args: Buffers) -> None:
 
 
 def constant_of_shape(problem: GenericProblem, args: Buffers) -> None:
+    """Fill out0 with the attribute `value`, 0 unless given."""
     fill(args, "out0", problem.out_shape, problem.number("value", 0), problem.out_dtype)
 
 
 def gathered(problem: GenericProblem, args: Buffers, row: Expr) -> Expr:
-    """Where in the data a row of the result (its elements behind the axis) begins."""
+    """Write where in the data a row of the result (its elements behind the axis) begins."""
     _, length, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
     image, place = tirx.floordiv(row, count), tirx.floormod(row, count)
     return (image * length + gather_index(args["in1"][place], length)) * inner
 
 
 def gather_sizes(problem: GenericProblem, data: Shape, indices: Shape) -> tuple[int, int, int, int]:
-    """Elements before the axis, along it, behind it, and the number of indices."""
+    """Count the elements before the axis, along it, behind it, and the indices."""
     axis = int(problem.attribute("axis", 0)) % len(data)
     return math.prod(data[:axis]), data[axis], math.prod(data[axis + 1 :]), math.prod(indices)
 
 
 def gather_index(value: Expr, length: int) -> Expr:
-    """An index as ONNX has it, as one of the data."""
+    """Write an index as ONNX has it, as one of the data: int32, clamped to [0, length)."""
     zero, size = tirx.const(0, dtype_of(value)), tirx.const(length, dtype_of(value))
     value = tirx.Select(value < zero, value + size, value)
     return tirx.Cast("int32", tirx.Max(zero, tirx.Min(value, size - tirx.const(1, dtype_of(value)))))

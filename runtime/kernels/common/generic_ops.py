@@ -32,6 +32,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 
 
 def generic_params(problem: GenericProblem) -> tuple[Param, ...]:
+    """List in0, in1, ... and out0, out1, ..., dense.
+
+    Raises BnfuseError for an operator or a dtype that is not supported, for what is not constant but has to be, and for
+    tensors of more elements than int32 can index.
+    """
     _check(problem)
     inputs = [Param(f"in{i}", "in", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.inputs)]
     outputs = [Param(f"out{i}", "out", math.prod(shape), dtype) for i, (shape, dtype) in enumerate(problem.outputs)]
@@ -53,7 +58,7 @@ def _check(problem: GenericProblem) -> None:
 
 
 def dropout_key(problem: GenericProblem, seed: Expr, step: Expr) -> Expr:
-    """What is hashed besides the element, where Dropout keeps one.
+    """Write what is hashed besides the element, where Dropout keeps one: uint32.
 
     y = x/(1 - ratio) where a hash of (seed, step, node, element) says so, else 0. Attributes: ratio, training_mode (1
     unless given), node (a number that no other Dropout of the graph has).
@@ -65,6 +70,7 @@ def dropout_key(problem: GenericProblem, seed: Expr, step: Expr) -> Expr:
 
 
 def dropout_ratio(problem: GenericProblem) -> float:
+    """Give the share of elements that become 0: 0 outside of training. Raises BnfuseError if not in [0, 1]."""
     ratio = float(problem.number("ratio", 0.5)) if problem.number("training_mode", 1) else 0.0
     if not 0 <= ratio <= 1:
         raise BnfuseError(f"Dropout: ratio {ratio} is not between 0 and 1")
@@ -72,7 +78,7 @@ def dropout_ratio(problem: GenericProblem) -> float:
 
 
 def dropout_point(problem: GenericProblem, args: Buffers, key: Expr, at: Expr) -> None:
-    """Element `at` of y, and of the mask if there is one."""
+    """Write element `at` of y, and of the mask if there is one."""
     ratio = dropout_ratio(problem)
     scale = tirx.const(1 / (1 - ratio) if ratio < 1 else 0.0, "float32")
     # of 2**32 hashes, how many keep their element. An odd number: LLVM 22 compiles the comparison of a hash with one
@@ -90,7 +96,7 @@ def dropout_point(problem: GenericProblem, args: Buffers, key: Expr, at: Expr) -
 
 
 def mixed(x: Expr) -> Expr:
-    """A permutation of the 32-bit numbers in which each bit of the result depends on every bit of x."""
+    """Permute the 32-bit numbers: each bit of the result depends on every bit of x."""
     x = x ^ (x >> _u32(16))
     x = x * _u32(0x7FEB352D)
     x = x ^ (x >> _u32(15))

@@ -70,14 +70,17 @@ class Axes:
 
     @property
     def kept_count(self) -> int:
+        """Count the elements of the result."""
         return math.prod(size for size, _ in self.kept)
 
     @property
     def reduced_count(self) -> int:
+        """Count the elements that go into one of the result."""
         return math.prod(size for size, _ in self.reduced)
 
 
 def axes_of(shape: Shape, reduced: set[int]) -> Axes:
+    """Part the axes of a dense tensor into those that stay and those in `reduced`; axes of size 1 are left out."""
     merged: list[tuple[bool, int, int]] = []
     for axis, (size, stride) in enumerate(zip(shape, row_major(shape), strict=True)):
         if size == 1:
@@ -92,7 +95,7 @@ def axes_of(shape: Shape, reduced: set[int]) -> Axes:
 
 
 def place(index: Expr, axes: tuple[tuple[int, int], ...]) -> Expr:
-    """The element offset of a flat index over these axes."""
+    """Write the element offset of a flat index over these axes."""
     at: Expr = tirx.const(0, "int32")
     for position in reversed(range(len(axes))):
         size, stride = axes[position]
@@ -102,7 +105,7 @@ def place(index: Expr, axes: tuple[tuple[int, int], ...]) -> Expr:
 
 
 def reduced_axes(problem: GenericProblem) -> Axes:
-    """The axes of the operand of a reduction."""
+    """Part the axes of a reduction's operand by its attributes `axes` and `noop_with_empty_axes`."""
     shape, axes = problem.shape(), problem.attribute("axes")
     if axes is None or (len(axes) == 0 and not problem.attribute("noop_with_empty_axes", 0)):
         axes = range(len(shape))
@@ -110,6 +113,7 @@ def reduced_axes(problem: GenericProblem) -> Axes:
 
 
 def accumulator_of(folding: Folding, problem: GenericProblem) -> str:
+    """Name the dtype in which a reduction adds up: float64 for sums of floats, else that of the result."""
     return "float64" if folding.is_sum and problem.out_dtype.startswith("float") else problem.out_dtype
 
 
@@ -121,13 +125,14 @@ DIV_GRADS: tuple[Callable[[Expr, Expr, Expr], Expr], ...] = (
 
 
 def softmax_rows(problem: GenericProblem) -> Rows:
+    """Give the rows along the axis of a softmax, the last axis unless given."""
     shape = problem.shape()
     axis = problem.axis(-1)
     return Rows(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
 
 
 def softmax_row(problem: GenericProblem, target: Target, args: Any, rows: Any, logarithm: bool, at: At) -> None:
-    """One row of Softmax or LogSoftmax. `rows` walks along it (rows.py)."""
+    """Write one row of Softmax or LogSoftmax. `rows` walks along it (rows.py)."""
     x = args["in0"]
     top = rows.fold(target, "float32", float("-inf"), lambda top, k: steps.maximum(x[at(k)], top), tirx.Max)
     weight = lambda k: steps.exp(x[at(k)] - top)  # noqa: E731
@@ -141,7 +146,7 @@ def softmax_row(problem: GenericProblem, target: Target, args: Any, rows: Any, l
 
 
 def softmax_grad_row(problem: GenericProblem, target: Target, args: Any, rows: Any, logarithm: bool, at: At) -> None:
-    """One row of dy, y -> dx = y*(dy - sum dy*y), or dy - exp(y)*sum dy for the logarithm."""
+    """Write one row of dy, y -> dx = y*(dy - sum dy*y), or dy - exp(y)*sum dy for the logarithm."""
     dy, y = args["in0"], args["in1"]
 
     def term(at: Expr) -> Expr:

@@ -29,7 +29,7 @@ class Axis:
     behind: int = 0
 
     def offset(self, residue: int, tap: int) -> int | None:
-        """o - u for this tap at this residue; None where the tap meets no output."""
+        """Give o - u for this tap at this residue; None where the tap meets no output."""
         distance = residue + self.pad - tap * self.dilation
         return distance // self.stride if distance % self.stride == 0 else None
 
@@ -43,35 +43,37 @@ class Axis:
 
     @property
     def low(self) -> int:
-        """The smallest offset, at most 0."""
+        """Give the smallest offset, at most 0."""
         return min(self._offsets())
 
     @property
     def high(self) -> int:
-        """The largest offset, at least 0."""
+        """Give the largest offset, at least 0."""
         return max(self._offsets())
 
     @property
     def units(self) -> int:
-        """Values of u that cover the input, and the output as well."""
+        """Count the values of u that cover the input, and the output as well."""
         return max(-(-self.size // self.stride), self.out)
 
     @property
     def step(self) -> int:
-        """Inputs from one position of a read tile to the next: what no tap meets is left out where that is regular."""
+        """Count the inputs from one position of a read tile to the next: what no tap meets is left out where
+        regular."""
         return self.stride if self.kernel == 1 else 1
 
     @property
     def tile_stride(self) -> int:
-        """Positions of a read tile from one output to the next."""
+        """Count the positions of a read tile from one output to the next."""
         return self.stride // self.step
 
     def reach(self, count: int) -> int:
-        """Positions of a read tile that `count` neighbouring outputs take. Position i is input i*step - pad."""
+        """Count the positions of a read tile that `count` neighbouring outputs take. Position i is input i*step
+        - pad."""
         return (count - 1) * self.tile_stride + (self.kernel - 1) * self.dilation + 1
 
     def present(self, reach: int) -> tuple[int, int]:
-        """The first of `reach` positions, from output 0 on, that is an input and not padding; and how many are."""
+        """Give the first of `reach` positions, from output 0 on, that is an input and not padding; and how many are."""
         first = -(-self.pad // self.step)
         last = (self.size - 1 + self.pad) // self.step
         return first, max(0, min(reach, last + 1) - first)
@@ -90,11 +92,12 @@ class Convolution:
 
     @property
     def taps(self) -> int:
+        """Count the places of the kernel, over rows and columns."""
         return self.rows.kernel * self.columns.kernel
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether every output pixel reads the input pixel of the same number and no other."""
+        """Tell whether every output pixel reads the input pixel of the same number and no other."""
         return all(
             a.kernel == 1 and a.stride == 1 and a.pad == 0 and a.out == a.size for a in (self.rows, self.columns)
         )

@@ -42,19 +42,22 @@ class LossProblem:
 
     @property
     def rows(self) -> int:
+        """Count the rows, each of which has one label."""
         return self.n * self.inner
 
     @property
     def along_classes(self) -> Rows:
+        """Give the rows along the classes."""
         return Rows(self.n, self.classes, self.inner)
 
     @property
     def losses(self) -> int:
-        """Elements of the loss."""
+        """Count the elements of the loss."""
         return self.rows if self.reduction == "none" else 1
 
 
 def loss_params(problem: LossProblem) -> tuple[Param, ...]:
+    """List scores, labels, [weights] -> loss, log_prob; all float32 but the labels."""
     elements = problem.rows * problem.classes
     return (
         Param("scores", "in", elements),
@@ -65,6 +68,7 @@ def loss_params(problem: LossProblem) -> tuple[Param, ...]:
 
 
 def grad_params(problem: LossProblem) -> tuple[Param, ...]:
+    """List dloss, log_prob, labels, [weights] -> dscores; all float32 but the labels."""
     elements = problem.rows * problem.classes
     return (
         Param("dloss", "in", problem.losses),
@@ -80,7 +84,7 @@ def _label_params(problem: LossProblem) -> tuple[Param, ...]:
 
 
 def row_loss(problem: LossProblem, target: Target, args: Any, rows: Any, row: Expr, at: At) -> tuple[Expr, Expr]:
-    """Write a row's log_prob; its loss and its weight, as float64. `rows` walks along it (rows.py)."""
+    """Write a row's log_prob; give its loss and its weight, as float64. `rows` walks along it (rows.py)."""
     scores = args["scores"]
     top = rows.fold(target, "float32", float("-inf"), lambda top, c: steps.maximum(scores[at(c)], top), tirx.Max)
     total = rows.fold(target, "float64", 0.0, lambda total, c: total + f64(steps.exp(scores[at(c)] - top)), tirx.Add)
@@ -125,6 +129,6 @@ class Label:
         self.weight = weight if self.ignored is None else T.bind(tirx.Select(self.ignored, f64(0.0), weight))
 
     def when_used(self, value: Expr) -> Expr:
-        """The value, 0 where the label is ignored, NaN where it is no class."""
+        """Write the value, 0 where the label is ignored, NaN where it is no class."""
         value = tirx.Select(self.valid, value, f64(float("nan")))
         return value if self.ignored is None else tirx.Select(self.ignored, f64(0.0), value)

@@ -9,6 +9,8 @@ from bnfuse.runtime.kernels.kernel import MapType
 
 @dataclasses.dataclass(frozen=True)
 class CopyProblem:
+    """A copy of x to y: each a map, or the number of elements of a dense tensor. Fill has no x but a `value`."""
+
     op: str
     x: MapType | int
     y: MapType | int
@@ -18,5 +20,7 @@ class CopyProblem:
 
 @dataclasses.dataclass(frozen=True)
 class SumProblem:
+    """The sum of float32 maps of one size, each in a slot of its own."""
+
     xs: tuple[MapType, ...]
     y: MapType

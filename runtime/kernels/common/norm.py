@@ -24,5 +24,5 @@ Extent = tuple[int, int, int]  # samples, rows, columns
 
 
 def inside(place: Expr, last: int) -> Expr:
-    """An int64 coordinate as int32 from 0 to `last`. The session checks what it sends, but by the word of a file."""
+    """Clamp an int64 coordinate to [0, last], as int32. The session checks what it sends, but by the word of a file."""
     return tirx.Cast("int32", tirx.Max(tirx.const(0, "int64"), tirx.Min(place, tirx.const(last, "int64"))))

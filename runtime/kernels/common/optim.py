@@ -24,20 +24,25 @@ Buffers = Mapping[str, Any]  # by parameter name
 
 @dataclasses.dataclass(frozen=True)
 class UpdateProblem:
+    """An optimiser, SGD or AdamW, for so many parameters, with the constants of its formula."""
+
     op: str
     elements: int
     constants: tuple[tuple[str, float], ...]
 
     @property
     def blocks(self) -> int:
+        """Count the elements of the weight decay; the last may be that of fewer than 16 parameters."""
         return -(-self.elements // BLOCK)
 
 
 def sgd_problem(elements: int, momentum: float, nesterov: bool) -> UpdateProblem:
+    """Describe SGD; without momentum it has no state."""
     return UpdateProblem("SGD", elements, (("momentum", momentum), ("nesterov", float(nesterov))))
 
 
 def sgd_update(problem: UpdateProblem, buffers: Buffers, scalars: Sequence[Expr]) -> Update:
+    """Give SGD's update of one element. `scalars`: lr, float32."""
     constants, (lr,) = dict(problem.constants), scalars
 
     def update(i: Expr, decay: Expr) -> None:
@@ -56,18 +61,19 @@ def _momentum(buffer: Any, i: Expr, g: Expr, momentum: float, nesterov: bool) ->
 
 
 def adamw_problem(elements: int, betas: tuple[float, float], epsilon: float) -> UpdateProblem:
+    """Describe AdamW; `betas` are of its first and its second moment."""
     return UpdateProblem("AdamW", elements, (("beta1", betas[0]), ("beta2", betas[1]), ("epsilon", epsilon)))
 
 
 def adamw_factors(problem: UpdateProblem, lr: Expr, step: Expr) -> tuple[Expr, Expr]:
-    """lr/(1 - beta1^step) and 1/sqrt(1 - beta2^step)."""
+    """Write lr/(1 - beta1^step) and 1/sqrt(1 - beta2^step): float32, computed in float64."""
     constants = dict(problem.constants)
     rate = to_f32(f64(lr) / (f64(1.0) - tirx.pow(f64(constants["beta1"]), f64(step))))
     return rate, to_f32(f64(1.0) / tirx.sqrt(f64(1.0) - tirx.pow(f64(constants["beta2"]), f64(step))))
 
 
 def adamw_update(problem: UpdateProblem, buffers: Buffers, scalars: Sequence[Expr]) -> Update:
-    """`scalars`: lr and the two of `adamw_factors`."""
+    """Give AdamW's update of one element. `scalars`: lr and the two of `adamw_factors`, float32."""
     constants, (lr, rate, root) = dict(problem.constants), scalars
     w, g, m, v = (buffers[name] for name in ("parameters", "gradients", "first_moment", "second_moment"))
     beta1, beta2, epsilon = (constants[name] for name in ("beta1", "beta2", "epsilon"))
@@ -83,17 +89,19 @@ def adamw_update(problem: UpdateProblem, buffers: Buffers, scalars: Sequence[Exp
 
 
 def moments_of(problem: UpdateProblem) -> tuple[str, ...]:
-    """The optimiser's state."""
+    """Name the buffers of the optimiser's state."""
     if problem.op == "AdamW":
         return ("first_moment", "second_moment")
     return ("momentum",) if dict(problem.constants)["momentum"] else ()
 
 
 def scalars_of(problem: UpdateProblem) -> tuple[tuple[str, str], ...]:
+    """List the arguments behind the buffers: name and dtype."""
     return (("lr", "float32"), ("step", "int64"))[: 2 if problem.op == "AdamW" else 1]
 
 
 def update_params(problem: UpdateProblem) -> tuple[Param, ...]:
+    """List parameters (in place), gradients, decay [blocks] and the state (in place), flat float32."""
     return (
         Param("parameters", "inout", problem.elements),
         Param("gradients", "in", problem.elements),

@@ -21,7 +21,7 @@ OF_OUTPUT_GRADIENT = ("grad_p", "grad_q", "grad_w", "dbias")
 
 
 def unique_name(op: str, problem: Any, target: Target) -> str:
-    """A name no other kernel has, so that many kernels can be loaded into one module."""
+    """Make a name no other kernel has, so that many kernels can be loaded into one module."""
     digest = hashlib.sha1(f"{problem!r} {target!r}".encode(), usedforsecurity=False).hexdigest()
     return f"{op[:60]}_{digest[:12]}"
 
@@ -52,7 +52,7 @@ def _access(spec: OpSpec, name: str) -> Access:
 
 
 def _extent(problem: Problem, name: str, weight: tuple[int, str] | None) -> tuple[int, str]:
-    """Elements and dtype."""
+    """Give elements and dtype of a parameter."""
     maps = dict(problem.maps)
     if name in INTEGERS:
         return maps[name].elements, index_dtype(problem.attribute("kernel_shape"))

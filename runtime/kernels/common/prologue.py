@@ -44,23 +44,25 @@ class ProloguePlan:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """All that is read, in the order of the operator's operands."""
+        """List all that is read, in the order of the operator's operands."""
         return (self.source, *(name for step in self.steps for name in PROLOGUE_OPERANDS.get(step, ())))
 
     @property
     def maps(self) -> dict[str, MapType]:
-        """The maps that are read."""
+        """Give the maps that are read, by name."""
         return {name: self.known[name] for name in self.operands if name in self.known}
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """The per-channel vectors that are read."""
+        """List the per-channel vectors that are read."""
         return tuple(name for name in self.operands if name not in self.known)
 
     def ends_in(self, step: str) -> bool:
+        """Tell whether this is the last step."""
         return self.steps[-1:] == (step,)
 
     def without_last(self) -> ProloguePlan:
+        """Give the plan of all steps but the last."""
         return dataclasses.replace(self, steps=self.steps[:-1])
 
     def value(self, load: Load) -> Expr:

@@ -24,5 +24,5 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """Count the rows."""
         return self.n * self.inner

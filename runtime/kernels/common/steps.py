@@ -25,6 +25,7 @@ Load = Callable[[str, bool], Expr]  # (operand, whether it has one value per cha
 
 
 def f32(value: float) -> Expr:
+    """Write a float32 constant."""
     return tirx.const(value, "float32")
 
 
@@ -33,10 +34,12 @@ Wide = Callable[[float], Expr]
 
 
 def llvm_fma(x: Expr, y: Expr, z: Expr) -> Expr:
+    """Write x*y + z, rounded once, by LLVM's intrinsic for float32."""
     return tirx.call_llvm_pure_intrin("float32", "llvm.fma", x, y, z)
 
 
 def llvm_wide(value: float) -> Expr:
+    """Write a float64 constant as LLVM takes it."""
     return tirx.const(value, "float64")
 
 
@@ -45,7 +48,7 @@ _written: contextvars.ContextVar[tuple[Fused, Wide]] = contextvars.ContextVar("w
 
 @contextlib.contextmanager
 def fused_by(function: Fused, wide: Wide = llvm_wide) -> Iterator[None]:
-    """Within the block, `fma` and float64 constants are written as another code generator has them."""
+    """Have `fma` and float64 constants, within the block, written as another code generator has them."""
     token = _written.set((function, wide))
     try:
         yield
@@ -54,35 +57,37 @@ def fused_by(function: Fused, wide: Wide = llvm_wide) -> Iterator[None]:
 
 
 def fma(x: Expr, y: Expr, z: Expr) -> Expr:
-    """x*y + z, rounded once."""
+    """Write x*y + z, float32, rounded once."""
     return _written.get()[0](x, y, z)
 
 
 def wide(value: float) -> Expr:
-    """A float64 constant."""
+    """Write a float64 constant."""
     return _written.get()[1](value)
 
 
 def f64(value: Any) -> Expr:
+    """Write a number, or the value of an expression, as float64."""
     return wide(float(value)) if isinstance(value, int | float) else tirx.Cast("float64", value)
 
 
 def to_f32(value: Expr) -> Expr:
+    """Write a value rounded to float32."""
     return tirx.Cast("float32", value)
 
 
 def normalize(x: Expr, a: Expr, b: Expr) -> Expr:
-    """Normalize: a*x + b."""
+    """Write Normalize: a*x + b."""
     return fma(a, x, b)
 
 
 def batch_norm_grad(dy: Expr, p: Expr, u: Expr, q: Expr, w: Expr) -> Expr:
-    """BatchNormGrad: p*dy + q*u + w, the gradient at the input u of a BN."""
+    """Write BatchNormGrad: p*dy + q*u + w, the gradient at the input u of a BN."""
     return fma(p, dy, fma(q, u, w))
 
 
 def exp(x: Expr) -> Expr:
-    """e**x for x clamped to [-87, 88], where neither it nor its reciprocal leaves the normal floats; error ~1e-7.
+    """Write e**x for x clamped to [-87, 88], where neither it nor its reciprocal leaves the normal floats; error ~1e-7.
 
     x = n*ln 2 + r with |r| <= ln(2)/2, a Taylor polynomial of degree 7 in r, and n added to the exponent bits.
     """
@@ -98,21 +103,22 @@ def exp(x: Expr) -> Expr:
 
 
 def sigmoid(x: Expr) -> Expr:
+    """Write 1/(1 + e**-x), float32."""
     return f32(1.0) / (f32(1.0) + exp(f32(0.0) - x))
 
 
 def maximum(x: Expr, bound: Expr) -> Expr:
-    """max(x, bound), NaN where x is NaN: a run that has diverged must show it."""
+    """Write max(x, bound), NaN where x is NaN: a run that has diverged must show it."""
     return tirx.Select(x < bound, bound, x)
 
 
 def minimum(x: Expr, bound: Expr) -> Expr:
-    """min(x, bound), NaN where x is NaN."""
+    """Write min(x, bound), NaN where x is NaN."""
     return tirx.Select(x > bound, bound, x)
 
 
 def sign(x: Expr) -> Expr:
-    """-1, 0 or 1, and NaN of NaN."""
+    """Write -1, 0 or 1, and NaN of NaN."""
     one = tirx.Select(x > f32(0.0), f32(1.0), f32(-1.0))
     return tirx.Select(x == f32(0.0), f32(0.0), tirx.Select(x == x, one, x))
 

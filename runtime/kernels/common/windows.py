@@ -19,17 +19,17 @@ class WindowAxis(Axis):
     """The windows along height or width, as expressions."""
 
     def start(self, window: Expr) -> Expr:
-        """Position in x of the window's first element, negative in the padding."""
+        """Write the position in x of the window's first element, negative in the padding."""
         return window * self.stride - self.pad
 
     @property
     def never_cut(self) -> bool:
-        """Whether all windows lie inside x."""
+        """Tell whether all windows lie inside x."""
         last = (self.out - 1) * self.stride - self.pad + self.dilation * (self.kernel - 1)
         return self.pad <= 0 and last < self.size
 
     def inside(self, window: Expr) -> tuple[Expr, Expr]:
-        """The k whose positions lie in x: [first, stop)."""
+        """Write the k whose positions lie in x: [first, stop)."""
         if self.never_cut:
             return tirx.const(0, "int32"), tirx.const(self.kernel, "int32")
         start = self.start(window)
@@ -38,13 +38,13 @@ class WindowAxis(Axis):
         return first, stop
 
     def padded_elements(self, window: Expr) -> Expr:
-        """Elements that an average counts where padding counts: those beyond the padding (ceil_mode) do not."""
+        """Count what an average counts where padding counts: not what lies beyond the padding (ceil_mode)."""
         if (self.out - 1) * self.stride - self.pad + self.kernel <= self.size + self.behind:
             return tirx.const(self.kernel, "int32")
         return _at_most(self.size + self.behind - self.start(window), self.kernel)
 
     def covering(self, position: Expr) -> tuple[Expr, Expr]:
-        """The windows whose span covers a position of x: [first, stop). With a dilation they may still miss it."""
+        """Write which windows' span covers a position of x: [first, stop). With a dilation they may still miss it."""
         reach = self.dilation * (self.kernel - 1)
         first = _at_least(tirx.floordiv(position + self.pad - reach + self.stride - 1, self.stride), 0)
         stop = _at_most(tirx.floordiv(position + self.pad, self.stride) + 1, self.out)
@@ -62,11 +62,12 @@ class Windows:
 
     @property
     def positions(self) -> int:
+        """Count the positions of a window."""
         return self.rows.kernel * self.columns.kernel
 
     @property
     def index_dtype(self) -> str:
-        """Of a MaxPool's indices: row*kernel width + column."""
+        """Name the dtype of a MaxPool's indices: row*kernel width + column."""
         return index_dtype((self.rows.kernel, self.columns.kernel))
 
 
@@ -77,19 +78,19 @@ def windows_of(problem: Problem, y: str) -> Windows:
 
 
 def index_dtype(kernel_shape: tuple[int, int]) -> str:
-    """The dtype of the indices that a MaxPool kernel of this shape stores and its gradient reads."""
+    """Name the dtype of the indices that a MaxPool kernel of this shape stores and its gradient reads."""
     return "uint8" if kernel_shape[0] * kernel_shape[1] <= 256 else "int32"
 
 
 def source_pixel(windows: Windows, image: Expr, row: Expr, column: Expr, r: Expr, s: Expr) -> Expr:
-    """The pixel of x at position (r, s) of the window of y's (row, column)."""
+    """Write the pixel of x at position (r, s) of the window of y's (row, column)."""
     h = windows.rows.start(row) + r * windows.rows.dilation
     w = windows.columns.start(column) + s * windows.columns.dilation
     return (image * windows.x.h + h) * windows.x.w + w
 
 
 def weight_of(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Expr:
-    """What an average pool multiplies the sum of this window by: 1/elements."""
+    """Write what an average pool multiplies the sum of this window by: 1/elements."""
     if problem.attribute("count_include_pad"):
         elements = windows.rows.padded_elements(row) * windows.columns.padded_elements(column)
     else:
@@ -99,7 +100,7 @@ def weight_of(problem: Problem, windows: Windows, row: Expr, column: Expr) -> Ex
 
 
 def coordinates(pixel: Expr, kind: MapType) -> tuple[Expr, Expr, Expr]:
-    """Image, row and column of a pixel."""
+    """Write image, row and column of a pixel."""
     image, place = tirx.floordiv(pixel, kind.h * kind.w), tirx.floormod(pixel, kind.h * kind.w)
     return image, tirx.floordiv(place, kind.w), tirx.floormod(place, kind.w)
 
