@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 import re
@@ -21,6 +22,7 @@ from source_files import load
 HERE = Path(__file__).resolve().parent
 EMULATION_TOOLS = ("aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objcopy", "qemu-aarch64")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+TRACED = 2  # cases of a test that coverage is measured in: further ones run the same lines, and tracing takes time
 DESELECTED = pytest.StashKey[dict[str, int]]()
 
 
@@ -72,6 +74,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if item not in out]
             config.hook.pytest_deselected(items=out)
         counts[marker] = len(out)
+    if config.pluginmanager.hasplugin("_cov"):
+        leave_repeats_untraced(items)
+
+
+def leave_repeats_untraced(items: list[pytest.Item]) -> None:
+    """Mark what pytest-cov shall not follow: the cases of a test after the first ones."""
+    cases: dict[str, int] = collections.Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        if cases[test] > TRACED:
+            item.add_marker("no_cover")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
