@@ -80,9 +80,10 @@ def write_artifact(artifact: Artifact, path: pathlib.Path) -> None:
 
 
 def read_artifact(path: pathlib.Path, threads: int | None = None) -> Artifact:
-    """What a file holds. Refuses one for another kind of CPU, and one for another number of `threads` than asked for.
+    """Read what a file holds.
 
-    What is wrong with it shows in many ways: `reading` makes one line of each.
+    Refuses one for another kind of CPU, and one for another number of `threads` than asked for. What is wrong with it
+    shows in many ways: `reading` makes one line of each.
     """
     with zipfile.ZipFile(path) as file:
         return _read(file, str(path), threads)
@@ -90,7 +91,7 @@ def read_artifact(path: pathlib.Path, threads: int | None = None) -> Artifact:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[None]:
-    """Raises BnfuseError, one line that begins with the path, for whatever a file is found to lack in this context."""
+    """Raise BnfuseError, one line that begins with the path, for whatever a file is found to lack in this context."""
     try:
         yield
     except FileNotFoundError:
@@ -134,6 +135,7 @@ def _part(file: zipfile.ZipFile, manifest: Mapping[str, Any], part: str, initial
 
 
 def check_format(manifest: Mapping[str, Any], path: str) -> None:
+    """Raise BnfuseError for what is no step, and for one of another version."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BnfuseError(f"{path}: not a compiled step of bnfuse")
     if manifest["version"] != VERSION:

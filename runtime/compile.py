@@ -39,7 +39,7 @@ def compile_step(
     tune: bool = False,
     precision: str | None = None,
 ) -> Step:
-    """The compiled step of a training graph, rewritten or not.
+    """Compile the step of a training graph, rewritten or not.
 
     `target` is cpu, cpu:MCPU, cuda or cuda:ARCHITECTURE; for cuda `precision` is fp32, tf32, bf16 or fp16. Without an
     optimiser the step computes loss and gradients and changes only running statistics. `progress(done, total, kernel)`
@@ -70,7 +70,7 @@ def compile_step(
 
 
 def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | None) -> tuple[Lowered, Lowered]:
-    """The programs of training and of evaluation, the latter without launches where the graph has none."""
+    """Lower the programs of training and of evaluation, the latter without launches where the graph has none."""
     opset = graph.model.opset_imports.get("")
     if opset is None:
         raise BnfuseError(f"{graph.name}: imports no standard operators")

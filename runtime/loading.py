@@ -9,7 +9,7 @@ from bnfuse.runtime.session import Step
 
 
 def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
-    """The step of a file that `Step.export` wrote, ready to run. Refuses one for another kind of CPU.
+    """Load the step of a file that `Step.export` wrote, ready to run. Refuses one for another kind of CPU.
 
     One for a GPU loads everywhere, without TVM; where it finds no such GPU, running it is refused.
     """

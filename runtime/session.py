@@ -82,7 +82,7 @@ class Step(Exclusive):
         self._done_by = 0  # the thread that ran it
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A name that a step has, with a value in its range: a misspelt one would be set and never read."""
+        """Set a name that a step has to a value in its range: a misspelt one would be set and never read."""
         if name in RANGES:
             RANGES[name](name, value)
         elif not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or name in GIVEN):
@@ -102,10 +102,12 @@ class Step(Exclusive):
 
     @property
     def program(self) -> p.Program:
+        """The program of training."""
         return self._train.program
 
     @property
     def report(self) -> p.Report:
+        """What the planner of the training program did."""
         return self.program.report
 
     @property
@@ -151,7 +153,7 @@ class Step(Exclusive):
 
     @alone
     def forward(self, *inputs: Any) -> Any:
-        """The forward phase: loss, logits and new running statistics. State stays as it is."""
+        """Run the forward phase: loss, logits and new running statistics. State stays as it is."""
         self._take(inputs)
         self._run(("forward",))
         self._did("forward")
@@ -159,14 +161,14 @@ class Step(Exclusive):
 
     @alone
     def backward(self) -> None:
-        """The backward phase, after `forward`: all gradients."""
+        """Run the backward phase, after `forward`: all gradients."""
         self._follow("forward", "backward needs a forward before it, with no evaluate in between")
         self._run(("backward",))
         self._did("backward")
 
     @alone
     def update(self) -> None:
-        """The update phase, after `backward`: parameters, where there is an optimiser, and running statistics."""
+        """Run the update phase, after `backward`: parameters, where there is an optimiser, and running statistics."""
         self._follow("backward", "update needs a backward before it: it applies gradients once")
         self._run(("update",))
 
@@ -194,7 +196,7 @@ class Step(Exclusive):
         return self._train.profile(p.PHASES, self._scalars(p.PHASES))
 
     def _take(self, inputs: tuple[Any, ...]) -> None:
-        """The inputs of a step. What the last one computed is no longer to be built upon."""
+        """Take the inputs of a step. What the last one computed is no longer to be built upon."""
         self._done = None
         names = [name for name, _ in paired(self.inputs, inputs)]
         drawn = self._draws.changed(seed=self.seed, epoch=self.epoch, step=self.steps)
@@ -207,7 +209,7 @@ class Step(Exclusive):
             self.times[phase] = seconds
 
     def _loss(self) -> Any:
-        """A float; on the device an array of rank 0."""
+        """Give the loss: a float; on the device an array of rank 0."""
         found = self._train.result(self.program.outputs[self.program.signature["loss"]])
         return float(found.reshape(())) if isinstance(found, np.ndarray) else found.reshape(())
 
@@ -226,7 +228,7 @@ class Step(Exclusive):
         self._done, self._done_by = phase, threading.get_ident()
 
     def _scalars(self, phases: tuple[p.Phase, ...]) -> dict[p.Phase, Scalars]:
-        """What launches of the phases take. The update that begins is counted."""
+        """Give what launches of the phases take. The update that begins is counted."""
         found: dict[p.Phase, Scalars] = {}
         for phase in phases:
             self.steps += phase == "update"
@@ -292,18 +294,20 @@ class Step(Exclusive):
 
     @alone
     def device_output(self, name: str) -> DeviceArray:
-        """An output of the file where it lies on the GPU. The next step writes over it."""
+        """Give an output of the file where it lies on the GPU. The next step writes over it."""
         return self._on_device(self.program.outputs, name, "output")
 
     @alone
     def device_gradient(self, name: str) -> DeviceArray:
-        """The gradient of a parameter where it lies on the GPU, with fp16 times `loss_scale`. The next step writes over
-        it."""
+        """Give the gradient of a parameter where it lies on the GPU, with fp16 times `loss_scale`.
+
+        The next step writes over it.
+        """
         return self._on_device(self.program.gradients, name, "gradient of a parameter")
 
     @alone
     def device_state(self, name: str) -> DeviceArray:
-        """A parameter or a running statistic where it lies on the GPU. Steps update it in place."""
+        """Give a parameter or a running statistic where it lies on the GPU. Steps update it in place."""
         return self._on_device(self._state.tensors, name, "parameter or running statistic")
 
     def _on_device(self, tensors: Mapping[str, p.Tensor], name: str, kind: str) -> DeviceArray:
@@ -320,7 +324,7 @@ class Step(Exclusive):
     @stream.setter
     @alone
     def stream(self, stream: Any) -> None:
-        """An address, or a stream of torch, cupy or anything with `__cuda_stream__`. What was begun is waited for."""
+        """Set the stream, an address or one of torch, cupy or what has `__cuda_stream__`. Waits for what was begun."""
         self._train.on_device("stream").stream = stream
 
     @alone
@@ -352,7 +356,7 @@ class Step(Exclusive):
 
     @alone
     def not_finite(self) -> str | None:
-        """The first trained parameter, running statistic or moment of the optimiser that is not finite, by name."""
+        """Name the first parameter, running statistic or moment of the optimiser that is not finite, or None."""
         return self._state.not_finite()
 
     @alone
@@ -367,7 +371,7 @@ class Step(Exclusive):
 
     @alone
     def reset_optimizer(self) -> None:
-        """The optimiser as before the first step."""
+        """Set the optimiser back to before the first step."""
         self.steps = 0
         self._state.clear_moments()
 

@@ -57,12 +57,12 @@ class State:
             self._runner.memory.write(own[name], array)
 
     def clear_moments(self) -> None:
-        """The optimiser's moments as before the first step."""
+        """Set the optimiser's moments back to before the first step."""
         for storage, shape in self._moments.values():
             self._runner.memory.store(storage, np.zeros(shape, storage.dtype))
 
     def not_finite(self) -> str | None:
-        """The first trained parameter, running statistic or moment of the optimiser that is not finite, by name."""
+        """Name the first trained parameter, running statistic or moment of the optimiser that is not finite."""
         memory = self._runner.memory
         for name in (*self._program.signature["trainable"], *self._program.running):
             if not np.isfinite(memory.read(self.tensors[name])).all():
@@ -104,7 +104,7 @@ class State:
 
 
 def moments_of(program: p.Program, optimizer: Optimizer | None) -> dict[str, tuple[p.Storage, tuple[int, ...]]]:
-    """The optimiser's buffers, cut up by parameter: where each part lies, and its shape in the file."""
+    """Cut the optimiser's buffers up by parameter: where each part lies, and its shape in the file."""
     if optimizer is None or not optimizer.moments or p.OPTIMIZER not in program.regions:
         return {}
     size = program.regions[p.OPTIMIZER] // len(optimizer.moments)

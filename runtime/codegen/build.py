@@ -52,7 +52,7 @@ def objects(
 
 
 def compile_kernel(kernel: Kernel) -> bytes:
-    """The object code of one kernel. Raises BnfuseError, which names the kernel and its problem."""
+    """Compile one kernel to object code. Raises BnfuseError, which names the kernel and its problem."""
     try:
         with ENTRANCE:
             return backend_of(kernel.target).compile(kernel)
@@ -82,7 +82,7 @@ def _compile_all(tasks: Sequence[Task], cores: int) -> Iterable[tuple[str, str, 
 def _next_result(
     waiting: queue.SimpleQueue[Task], finished: queue.SimpleQueue[tuple[str, str, bytes] | Exception]
 ) -> tuple[str, str, bytes]:
-    """What a worker has finished; else compile a task that waits; where none does, wait for a worker."""
+    """Give what a worker has finished; else compile a task that waits; where none does, wait for a worker."""
     with contextlib.suppress(queue.Empty):
         return _result(finished.get_nowait())
     try:

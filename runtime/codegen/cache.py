@@ -48,6 +48,7 @@ def content_key(kernel: Kernel, made_by: Kind) -> str:
 
 @functools.cache
 def compiler_versions() -> str:
+    """Name the versions of what compiles kernels."""
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("apache-tvm", "apache-tvm-ffi"))
 
 
@@ -58,7 +59,7 @@ class Cache:
         self.folder = folder
 
     def read(self, key: str) -> bytes | None:
-        """The object code, or None where there is none or the entry is damaged."""
+        """Read the object code; None where there is none or the entry is damaged."""
         if self.folder is None:
             return None
         try:

@@ -41,7 +41,7 @@ class Sources:
         return digest.hexdigest()
 
     def closure(self, modules: Iterable[str]) -> set[str]:
-        """These modules and all that they import, directly or not."""
+        """Find these modules and all that they import, directly or not."""
         found: set[str] = set()
         left = list(modules)
         while left:
@@ -63,7 +63,7 @@ class Sources:
         return frozenset(found)
 
     def _file(self, module: str) -> tuple[bytes, frozenset[str]]:
-        """The digest of a module's source, and what it imports."""
+        """Give the digest of a module's source, and what it imports."""
         if module not in self._read:
             path = self._path(module)
             text = path.read_bytes() if path else b""
@@ -78,7 +78,7 @@ class Sources:
         return self._paths[module]
 
     def _modules(self, name: str) -> list[str]:
-        """The module, or all of a folder."""
+        """List the module, or all of a folder."""
         place = self.root.joinpath(*name.split(".")[1:])
         return [f"{name}.{path.stem}" for path in place.glob("*.py")] if place.is_dir() else [name]
 

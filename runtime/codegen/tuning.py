@@ -51,7 +51,10 @@ class Task:
         return hashlib.sha256(made.encode()).hexdigest()
 
     def candidate(self, choice: Choice) -> Request:
-        """The request for a choice; for the rule's own it is the plain one, whose kernel may have been compiled."""
+        """Make the request for a choice.
+
+        For the rule's own it is the plain one, whose kernel may have been compiled.
+        """
         return self.request if choice == self.choices[0] else self.request.by(choice)
 
 
@@ -63,7 +66,7 @@ class Memory:
         self.known: dict[str, str] = {}
 
     def choice(self, task: Task) -> Choice | None:
-        """The remembered choice, if there is one."""
+        """Give the remembered choice, or None."""
         name = self.known.get(task.key) or self._read(task.key)
         if name is None:
             return None
@@ -76,8 +79,10 @@ class Memory:
         self.keep(task.key, repr(choice), task.request.kernel().name, times)
 
     def keep(self, key: str, choice: str, kernel: str, seconds: Mapping[str, float]) -> None:
-        """The same from names: times may have been taken where no task can be made. `kernel` and `seconds` are for
-        readers. A folder that cannot be written to costs speed next time, nothing else."""
+        """Remember by names: times may have been taken where no task can be made.
+
+        `kernel` and `seconds` are for readers. A folder that cannot be written to costs speed next time, nothing else.
+        """
         self.known[key] = choice
         if self.folder is None:
             return
@@ -104,7 +109,7 @@ class Memory:
 
 
 def tasks_of(lowered: Lowered) -> dict[int, Task]:
-    """The kernels of a program that can be made in several ways, by their index."""
+    """Find the kernels of a program that can be made in several ways, by their index."""
     counts = Counter(launch.kernel for launch in lowered.program.launches)
     works = lowered.program.works
     found = {}
@@ -163,7 +168,7 @@ def tune(
 def winner(
     choices: tuple[Choice, ...], kernels: Sequence[Kernel], codes: Sequence[bytes], measure: Measure
 ) -> tuple[Choice, list[float]]:
-    """The fastest and the seconds of all. It has to win twice: on a busy machine luck is common, but not twice."""
+    """Find the fastest and the seconds of all. It has to win twice: on a busy machine luck is common, but not twice."""
     seconds = measure(kernels, codes)
     parts = [parts_of(choice) for choice in choices]
     found = fastest_parts(parts, seconds)
@@ -176,7 +181,7 @@ def winner(
 
 
 def parts_of(choice: Choice) -> tuple[Any, ...]:
-    """A plan that is a tuple has a plan for each of several stages, which know nothing of each other."""
+    """Divide a plan that is a tuple: it has a plan for each of several stages, which know nothing of each other."""
     return choice.plan if isinstance(choice.plan, tuple) else (choice,)
 
 
@@ -192,7 +197,7 @@ def fastest_parts(parts: Sequence[tuple[Any, ...]], seconds: Sequence[float]) ->
 
 
 def joined(choices: Sequence[Choice]) -> Choice:
-    """The choice that has its first part of the first of some choices, its second of the second, and so on."""
+    """Make the choice that has its first part of the first of some choices, its second of the second, and so on."""
     if len(choices) == 1:
         return choices[0]
     return Choice(choices[0].algorithm, tuple(choice.plan[place] for place, choice in enumerate(choices)))
@@ -206,6 +211,6 @@ def combinations(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 
 def best(choices: Sequence[Way], seconds: Sequence[float]) -> Way:
-    """The fastest; that of the rule, the first, where none is clearly faster."""
+    """Find the fastest; that of the rule, the first, where none is clearly faster."""
     index = min(range(len(choices)), key=lambda i: seconds[i])
     return choices[index] if seconds[index] < MARGIN * seconds[0] else choices[0]

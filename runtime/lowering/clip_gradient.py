@@ -22,8 +22,10 @@ class ClipGradient:
 
 
 def find_clip_gradient(node: ir.Node, constant: Constant) -> ClipGradient | None:
-    """The gradient of a Clip that ends in this Mul, if nothing else reads its parts. `constant` gives what
-    is known of a value."""
+    """Find the gradient of a Clip that ends in this Mul, if nothing else reads its parts.
+
+    `constant` gives what is known of a value.
+    """
     if node.op_type != "Mul" or node.domain:
         return None
     for dy, mask in (node.inputs, reversed(node.inputs)):
@@ -43,7 +45,7 @@ def find_clip_gradient(node: ir.Node, constant: Constant) -> ClipGradient | None
 
 
 def _only_read(value: ir.Value | None, *kinds: str) -> ir.Node | None:
-    """The node of one of these kinds that makes the value, if the value has a single reader."""
+    """Find the node of one of these kinds that makes the value, if the value has a single reader."""
     node = value.producer() if value is not None else None
     if node is None or node.op_type not in kinds or value is None or value.is_graph_output():
         return None

@@ -22,6 +22,7 @@ def lower_concat(low: Lowering, node: ir.Node) -> None:
 
 
 def place_concat(low: Lowering, node: ir.Node) -> None:
+    """Lower a concatenation: of channels it lies together already, of vectors or images it is put together."""
     value = node.outputs[0]
     if value in low.vector_slots.of:
         low.new_dense(value, low.type_of(value)[0])  # the parts lie in it already
@@ -46,7 +47,7 @@ def is_batch_concat(low: Lowering, node: ir.Node) -> bool:
 
 
 def concat_images(low: Lowering, node: ir.Node) -> None:
-    """Maps one behind the other: each is brought where it belongs, from the layout of the file if it has no other."""
+    """Put maps one behind the other: each is brought where it belongs, from the file's layout if it has no other."""
     values = [v for v in node.inputs if v is not None]
     images = [low.shape(v)[0] for v in values]
     y = low.new_map(node.outputs[0], (sum(images), *low.shape(values[0])[1:]))
@@ -75,6 +76,7 @@ def lower_split(low: Lowering, node: ir.Node) -> None:
 
 
 def split_sizes(low: Lowering, node: ir.Node, channels: int) -> list[int]:
+    """Find the channels of each part of a split. Raises BnfuseError where they are not known now."""
     lengths = optional(node, 1)
     if lengths is not None:
         known = low.constant(lengths)

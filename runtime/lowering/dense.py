@@ -17,7 +17,7 @@ from bnfuse.runtime.program import program as p
 
 
 def lower_gemm(low: Lowering, node: ir.Node) -> None:
-    """y = alpha * a * b + beta * c, of matrices."""
+    """Lower y = alpha * a * b + beta * c, of matrices."""
     a, b, *rest = node.inputs
     assert a is not None and b is not None
     c = rest[0] if rest and rest[0] is not None and rest[0].name else None
@@ -77,7 +77,7 @@ def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
 
 
 def loss_scale(low: Lowering) -> list[p.Argument]:
-    """The factor of all gradients between the loss and the optimiser, where small ones would else be lost."""
+    """Give the factor of all gradients between the loss and the optimiser, where small ones would else be lost."""
     return [p.Scalar("loss_scale")] if low.target.precision == "fp16" else []
 
 
@@ -90,6 +90,7 @@ def check_scaled(low: Lowering) -> None:
 def loss_problem(
     low: Lowering, node: ir.Node, scores: ir.Value, labels: ir.Value, weights: ir.Value | None
 ) -> LossProblem:
+    """Describe a cross-entropy over scores [N, classes, ...]; notes the label that it ignores."""
     given = attributes_of(node)
     n, classes, *inner = low.shape(scores)
     ignored = given.get("ignore_index")
@@ -99,7 +100,7 @@ def loss_problem(
         classes,
         math.prod(inner),
         given.get("reduction", "mean"),
-        np.dtype(low.form(labels).dtype).name,  # type: ignore[arg-type]
+        np.dtype(low.form(labels).dtype).name,
         weights is not None,
         ignored,
     )

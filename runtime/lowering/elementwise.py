@@ -17,6 +17,7 @@ FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 def lower_activation(low: Lowering, node: ir.Node) -> None:
+    """Lower an activation as a Pointwise of one step; what is not float32 is left to the generic kernels."""
     x, activation = low.operand(node, 0), ACTIVATIONS[node.op_type]
     if low.form(x).dtype != "float32":
         lower_generic(low, node)
@@ -26,7 +27,9 @@ def lower_activation(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_activation_grad(low: Lowering, node: ir.Node) -> None:
-    """The second operand is the activation's; of a Relu it may be the result, which has the same sign."""
+    """Lower an activation's gradient: its second operand is the activation's; of a Relu it may be the result,
+    which has the same sign.
+    """
     activation = GRADIENTS[node.op_type]
     operands = present(dy=low.operand(node, 0), x=low.operand(node, 1))
     spec = OpSpec((), "PointwiseGrad", (node.op_type,))
@@ -34,12 +37,13 @@ def lower_activation_grad(low: Lowering, node: ir.Node) -> None:
 
 
 def known_attributes(node: ir.Node, activation: Activation) -> dict[str, float]:
-    """The attributes of an activation, with those that the node leaves out."""
+    """Read the attributes of an activation, with those that the node leaves out."""
     given = attributes_of(node)
     return {name: given.get(name, default) for name, default in activation.defaults}
 
 
 def lower_clip(low: Lowering, node: ir.Node) -> None:
+    """Lower a Clip with constant bounds as a Pointwise of one step; any other is left to the generic kernels."""
     bounds = clip_bounds(low, node)
     x = low.operand(node, 0)
     if bounds is None or low.form(x).dtype != "float32":
@@ -72,7 +76,7 @@ def lower_add(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_mul(low: Lowering, node: ir.Node) -> None:
-    """Generic, unless it is the end of the gradient of a Clip."""
+    """Lower a product, generic unless it is the end of the gradient of a Clip."""
     found = low.clip_gradients.get(node)
     if found is None:
         lower_generic(low, node)

@@ -73,7 +73,7 @@ def supported() -> list[str]:
 
 
 def split_operands(low: Lowering, node: ir.Node) -> tuple[list[ir.Value], dict[str, Any]]:
-    """The operands that a kernel reads, and all that it must know when it is made, by name."""
+    """Divide a node's inputs into what a kernel reads and what it must know when it is made, by name."""
     attributes = {name: scalar_or_tuple(value) for name, value in attributes_of(node).items()}
     static = STATIC.get(node.op_type, {})
     operands = []
@@ -94,7 +94,7 @@ def split_operands(low: Lowering, node: ir.Node) -> tuple[list[ir.Value], dict[s
 
 
 def scalar_or_tuple(value: Any) -> Any:
-    """An attribute in a form that can be hashed and printed."""
+    """Bring an attribute into a form that can be hashed and printed."""
     if hasattr(value, "numpy"):
         value = value.numpy()
     if isinstance(value, np.ndarray):
@@ -128,12 +128,13 @@ def is_map(low: Lowering, value: ir.Value) -> bool:
 
 
 def fits_nhwc(low: Lowering, value: ir.Value) -> bool:
-    """Maps do; of a lower rank, what has but one axis that is not 1."""
+    """Tell whether a value can lie as a map: maps do; of a lower rank, what has but one axis that is not 1."""
     shape = low.shape(value)
     return len(shape) == 4 or sum(size != 1 for size in shape) <= 1
 
 
 def memory_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Give the NHWC shape of a tensor of rank 4 at most, filled up with axes of 1 in front."""
     return to_nhwc((1,) * (4 - len(shape)) + shape)
 
 
@@ -145,7 +146,7 @@ def lower_as_maps(
     types: Sequence[tuple[tuple[int, ...], str]],
     attributes: dict[str, Any],
 ) -> None:
-    """The same kernel over shapes as they lie in memory. A slot of a wider buffer is copied out, or into."""
+    """Launch the same kernel over shapes as they lie in memory. A slot of a wider buffer is copied out, or into."""
     if attributes.get("axes"):
         attributes["axes"] = tuple(NHWC_AXIS[axis % 4] for axis in attributes["axes"])
     attributes.pop("shape", None)
@@ -166,7 +167,7 @@ def lower_as_maps(
 
 
 def dense_map(low: Lowering, value: ir.Value) -> int:
-    """The storage of an operand in memory's order of axes."""
+    """Give the storage of an operand in memory's order of axes."""
     if len(low.shape(value)) != 4:
         return low.dense(value)
     ref = low.map(value)
@@ -182,6 +183,7 @@ def dense_map(low: Lowering, value: ir.Value) -> int:
 def launch(
     low: Lowering, node: ir.Node, ins: Sequence[Any], outs: Sequence[Any], attributes: Mapping[str, Any], refs: Any
 ) -> None:
+    """Launch the generic kernel of a node; attributes that are None are left out, drawn ones get their scalars."""
     known = tuple(sorted((name, value) for name, value in attributes.items() if value is not None))
     problem = GenericProblem(node.op_type, tuple(ins), tuple(outs), known)
     scalars = [p.Scalar(name) for name in SCALARS.get(node.op_type, ())]

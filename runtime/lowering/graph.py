@@ -59,8 +59,10 @@ def lower(
     sampling: Sampling = NOTHING,
     finish: Callable[[Lowering], None] | None = None,
 ) -> Lowered:
-    """The program of a training graph. `sampling` is what the file says of inputs that are drawn; `finish` adds the
-    launches of the update phase. `file` begins the message of whatever is refused.
+    """Lower a training graph to a program.
+
+    `sampling` is what the file says of inputs that are drawn; `finish` adds the launches of the update phase. `file`
+    begins the message of whatever is refused (BnfuseError).
     """
     try:
         return _lower(Lowering(graph, signature, target, opset), sampling, finish)
@@ -93,7 +95,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
 
 
 def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
-    """The nodes without those that become one launch together with a later one."""
+    """Leave out the nodes that become one launch together with a later one."""
     absorbed: set[ir.Node] = set()
     for node in nodes:
         if found := find_clip_gradient(node, low.constant):
@@ -103,6 +105,7 @@ def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
 
 
 def lower_node(low: Lowering, node: ir.Node) -> None:
+    """Lower one node, or fold it, and bring its results where else they are wanted."""
     low.node = node.name or node.op_type
     if not fold(low, node):
         lower_op(low, node)
@@ -112,7 +115,7 @@ def lower_node(low: Lowering, node: ir.Node) -> None:
 
 
 def check_shape(low: Lowering, node: ir.Node, value: ir.Value) -> None:
-    """What the file says of a result is what its operator gives: readers were made for the one or the other."""
+    """Raise BnfuseError where the file says another shape of a result than its operator gives: readers rely on both."""
     said = static_shape(value)
     if said is not None and value in low.forms and low.shape(value) != said:
         found = list(low.shape(value))
@@ -137,6 +140,7 @@ def copy_to_slots(low: Lowering, value: ir.Value) -> None:
 
 
 def lower_op(low: Lowering, node: ir.Node) -> None:
+    """Lower one node by its operator: ours, one that the source graph spells, or a generic one."""
     if node.domain == DOMAIN:
         lower_bnfuse(low, node)
     elif special := SOURCE_OPS.get((node.domain, node.op_type)):
@@ -149,7 +153,7 @@ def lower_op(low: Lowering, node: ir.Node) -> None:
 
 
 def ordered(graph: ir.Graph, signature: GraphSignature) -> list[ir.Node]:
-    """The nodes that outputs need, in the order of the file, all of the forward phase first."""
+    """List the nodes that outputs need, in the order of the file, all of the forward phase first."""
     needed = ancestors(list(graph.outputs))
     forward = forward_nodes(graph, signature)
     nodes = [node for node in graph if node in needed]
@@ -157,7 +161,7 @@ def ordered(graph: ir.Graph, signature: GraphSignature) -> list[ir.Node]:
 
 
 def forward_nodes(graph: ir.Graph, signature: GraphSignature) -> set[ir.Node]:
-    """What outputs other than gradients need."""
+    """Find what outputs other than gradients need."""
     gradients = set(signature.gradients.values())
     return ancestors([v for v in graph.outputs if v.name not in gradients])
 
@@ -222,7 +226,7 @@ def set_destinations(low: Lowering) -> None:
 
 
 def renamed_from(value: ir.Value) -> Iterable[ir.Value]:
-    """The value, and those that it is but for its name and shape, up to the one that a kernel writes."""
+    """List the value, and those that it is but for its name and shape, up to the one that a kernel writes."""
     while True:
         yield value
         node = value.producer()

@@ -28,7 +28,7 @@ from bnfuse.runtime.lowering.values import dtype_name
 def inference_graph(
     model: ir.Model, signature: GraphSignature, file: str | None = None
 ) -> tuple[ir.Graph, GraphSignature]:
-    """A new graph whose one output is the logits, and its roles. State inputs stay the same.
+    """Make a new graph whose one output is the logits, and its signature. State inputs stay the same.
 
     Raises where there is no such graph: the logits have no name, or something is drawn that belongs into them.
     """
@@ -68,7 +68,7 @@ def require_inference(graph: TrainingGraph) -> None:
 
 
 def leave_out(graph: ir.Graph, name: str) -> None:
-    """An input of what is drawn: no operator is left that needs its values, but perhaps zeros in their place."""
+    """Take out an input of what is drawn: no operator needs its values any more, but perhaps zeros in their place."""
     value = next(value for value in graph.inputs if value.name == name)
     graph.inputs.remove(value)
     shape = static_shape(value)

@@ -38,13 +38,13 @@ class MapRef:
     type: MapType
 
     def channels(self, start: int, stop: int) -> MapRef:
-        """The map of the channels [start, stop)."""
+        """Give the map of the channels [start, stop)."""
         assert 0 <= start < stop <= self.type.c, (start, stop, self)
         offset = self.offset + start
         return MapRef(self.storage, offset, realigned(dataclasses.replace(self.type, c=stop - start), offset))
 
     def images(self, start: int, stop: int) -> MapRef:
-        """The map of the images [start, stop)."""
+        """Give the map of the images [start, stop)."""
         assert 0 <= start < stop <= self.type.n, (start, stop, self)
         kind = dataclasses.replace(self.type, n=stop - start, whole=self.type.elements)
         offset = self.offset + start * self.type.h * self.type.w * self.type.stride
@@ -87,7 +87,7 @@ def assign_slots(nodes: Iterable[ir.Node]) -> Slots:
 
 
 def assign_vector_slots(nodes: Iterable[ir.Node]) -> Slots:
-    """The same for concatenations of per-channel vectors (statistics), where all parts start on a cache line."""
+    """Assign slots to concatenations of per-channel vectors (statistics), where all parts start on a cache line."""
     concats = {node.outputs[0]: vector_leaves(node.outputs[0]) for node in nodes if is_vector_concat(node)}
     return _assign({v: parts for v, parts in concats.items() if all(leaf.start % LINE == 0 for leaf in parts)})
 
@@ -119,7 +119,7 @@ def _is_vector(value: ir.Value) -> bool:
 
 
 def vector_leaves(value: ir.Value) -> tuple[Leaf, ...]:
-    """The vectors that a concatenation consists of, nested ones resolved, with their elements [start, stop)."""
+    """List the vectors that a concatenation consists of, nested ones resolved, with their elements [start, stop)."""
     found: list[Leaf] = []
     start, pending = 0, [value]
     while pending:
@@ -161,13 +161,13 @@ def _can_be_placed(value: ir.Value) -> bool:
 
 
 def to_nhwc(shape: Sequence[int]) -> tuple[int, ...]:
-    """A rank 4 shape of the file with its axes in memory's order."""
+    """Reorder a rank 4 shape of the file to memory's order of axes."""
     n, c, h, w = shape
     return n, h, w, c
 
 
 def map_type(shape: Sequence[int], dtype: str, target: Target) -> MapType:
-    """The map that fills its storage, for a tensor of the file. Only a GPU's kernels look at types and alignment."""
+    """Make the map that fills its storage, for a tensor of the file. Only a GPU's kernels look at its alignment."""
     n, c, h, w = shape
     if not target.has_typed_maps:
         return MapType(n, h, w, c, c)
@@ -175,13 +175,13 @@ def map_type(shape: Sequence[int], dtype: str, target: Target) -> MapType:
 
 
 def stored_dtype(shape: Sequence[int], dtype: str, target: Target) -> str:
-    """The type in which a tensor of the file lies in memory: maps of more than one pixel in that of the target."""
+    """Name the type in which a tensor of the file lies in memory: maps of more than one pixel in that of the target."""
     is_map = len(shape) == 4 and shape[2] * shape[3] > 1
     return target.map_dtype if is_map and dtype == "float32" else dtype
 
 
 def realigned(kind: MapType, offset: int) -> MapType:
-    """The type with the alignment that it has at an offset; without, if it had none before."""
+    """Give the type the alignment that it has at an offset; none, if it had none before."""
     if not kind.align:
         return kind
     return dataclasses.replace(kind, align=math.gcd(ALIGN, offset, kind.stride, kind.c))

@@ -26,7 +26,7 @@ Attributes = Mapping[str, Any]
 
 
 def each_group(low: Lowering, node: ir.Node, x: MapRef, attributes: Attributes) -> Iterator[tuple[int, int, int]]:
-    """Number of each group, and the images [start, stop) of it that count."""
+    """Give the number of each group, and the images [start, stop) of it that count."""
     samples = int(attributes["samples"])
     first, count = int(attributes.get("first", 0)), int(attributes.get("rows", samples))
     if samples < 1 or x.type.n % samples or first < 0 or count < 1 or first + count > samples:
@@ -37,6 +37,7 @@ def each_group(low: Lowering, node: ir.Node, x: MapRef, attributes: Attributes) 
 
 
 def local_statistics(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower LocalStatistics: a launch for each group, which writes its row of [groups, C]."""
     x = low.map(operands["x"])
     groups = list(each_group(low, node, x, attributes))
     found = {name: new_rows(low, results.get(name), len(groups), x.type.c) for name in ("mean", "variance")}
@@ -47,6 +48,7 @@ def local_statistics(low: Lowering, node: ir.Node, operands: Values, results: Va
 
 
 def local_finalize(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower LocalFinalize: coefficients [groups, C], and running statistics [C] from the mean over the groups."""
     groups, channels = low.shape(operands["mean"])
     matrices = ("mean", "variance", "a", "b", "inv_std")
     refs: dict[str, Ref] = {
@@ -62,6 +64,7 @@ def local_finalize(low: Lowering, node: ir.Node, operands: Values, results: Valu
 
 
 def local_normalize(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower LocalNormalize: a Pointwise over each group with its own a and b."""
     x = low.map(operands["x"])
     y = low.new_map(results.get("y"), low.shape(operands["x"]))
     factors = {name: rows(low, operands[name]) for name in ("a", "b")}
@@ -69,6 +72,7 @@ def local_normalize(low: Lowering, node: ir.Node, operands: Values, results: Val
 
 
 def local_scale(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower LocalScale: dz times each group's own a."""
     dz = low.map(operands["dz"])
     dx = low.new_map(results.get("dx"), low.shape(operands["dz"]))
     factors = {"acc_p": rows(low, operands["p"])}
@@ -83,7 +87,7 @@ def _map_groups(
     factors: Mapping[str, MapRef],
     attributes: Attributes,
 ) -> None:
-    """A Pointwise or PointwiseGrad over each group with its own coefficients."""
+    """Launch a Pointwise or PointwiseGrad over each group with its own coefficients."""
     kind = registry.POINTWISE_BACKWARD if spec.is_gradient else registry.POINTWISE_FORWARD
     for group, start, stop in each_group(low, node, next(iter(maps.values())), attributes):
         parts = {name: ref.images(start, stop) for name, ref in maps.items()}
@@ -93,6 +97,7 @@ def _map_groups(
 
 
 def local_grad_reduce(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower LocalGradReduce: dbeta and dgamma of each group, [groups, C]."""
     dz, x = low.map(operands["dz"]), low.map(operands["x"])
     groups = list(each_group(low, node, x, attributes))
     matrices = {name: rows(low, operands[name]) for name in ("mean", "inv_std")}

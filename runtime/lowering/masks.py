@@ -66,6 +66,7 @@ class Mask:
 
     @property
     def is_plain(self) -> bool:
+        """Tell whether what is kept stays as it is, without a factor."""
         return abs(self.scale - 1) < 1e-6
 
     def balances(self, scale: float) -> bool:
@@ -95,7 +96,7 @@ def without_masks(graph: ir.Graph, opset: int, file: str | None = None) -> None:
 
 
 def require_dropouts(walk: Walk, value: ir.Value | None, why: str, file: str | None) -> None:
-    """Raises unless a random value follows from Dropouts alone: those do nothing in inference, whatever reads them."""
+    """Raise BnfuseError unless a random value follows from Dropouts alone: those do nothing in inference."""
     source = next((node for node in walk.sources(value) if node.op_type not in DROPOUTS), None)
     if source is not None:
         what = f"draws at random what inference is not known to leave out ({why}): the network trains, but is not"
@@ -114,6 +115,7 @@ class Walk:
         self._quantiles: dict[ir.Value, np.ndarray | Unknown] = {}
 
     def visit(self, node: ir.Node) -> None:
+        """Follow what is drawn through one node: which of its results are random, and where masks meet data."""
         if draws(node) and node.op_type not in DROPOUTS:
             self._record(node)
             return
@@ -141,18 +143,18 @@ class Walk:
         return not node.domain and all(value in self.random or self.known(value) is not None for value in values)
 
     def ends(self, node: ir.Node) -> list[int]:
-        """The operands of a node that are random where its result is not, for it reads the data too."""
+        """List the operands of a node that are random where its result is not, for it reads the data too."""
         if node.outputs[0] in self.random or node.op_type in SHAPE_READERS:
             return []
         skipped = {TYPE_ONLY.get(node.op_type)} | ({0} if node.op_type in LIKE - {"Bernoulli"} else set())
         return [i for i, value in enumerate(node.inputs) if value in self.random and i not in skipped]
 
     def sources(self, value: ir.Value | None) -> list[ir.Node]:
-        """The nodes that draw what a random value follows from."""
+        """List the nodes that draw what a random value follows from."""
         return [] if value is None else self._sources.get(value, [])
 
     def known(self, value: ir.Value | None) -> np.ndarray | None:
-        """The value, if it follows from constants and shapes. Networks are deeper than Python's stack."""
+        """Evaluate a value, if it follows from constants and shapes. Networks are deeper than Python's stack."""
         stack = [] if value is None else [value]
         while stack:
             waiting = self._waiting(stack[-1])
@@ -164,7 +166,7 @@ class Walk:
         return None if value is None else self._known[value]
 
     def _waiting(self, value: ir.Value) -> list[ir.Value]:
-        """What is to be looked at before a value is."""
+        """List what is to be looked at before a value is."""
         node = value.producer()
         if value in self._known or node is None or node.domain or draws(node) or node.op_type in SHAPE_READERS:
             return []
@@ -190,7 +192,7 @@ class Walk:
     # -- laws --------------------------------------------------------------------------------------------------------
 
     def mask(self, value: ir.Value) -> Mask:
-        """The law of a random value, if it is that of a mask."""
+        """Find the law of a random value. Raises BnfuseError where it is not that of a mask."""
         if len(self.sources(value)) != 1:
             raise Unknown("it follows from several draws")
         values, counts = np.unique(self.over_quantiles(value).astype(np.float64), return_counts=True)
@@ -258,13 +260,13 @@ class Walk:
 
 
 def operands(node: ir.Node) -> list[ir.Value]:
-    """The inputs whose values are read."""
+    """List the inputs whose values are read."""
     skipped = TYPE_ONLY.get(node.op_type)
     return [value for index, value in enumerate(node.inputs) if value is not None and index != skipped]
 
 
 def drop(walk: Walk, node: ir.Node, index: int) -> None:
-    """What read the product of data and mask reads the data."""
+    """Let what read the product of data and mask read the data."""
     random, y = node.inputs[index], node.outputs[0]
     assert random is not None
     x = masked(walk, node, index)
@@ -286,7 +288,7 @@ def drop(walk: Walk, node: ir.Node, index: int) -> None:
 
 
 def masked(walk: Walk, node: ir.Node, index: int) -> ir.Value:
-    """What a node multiplies by the mask: Mul(x, mask), Where(mask, x, 0), Where(mask, 0, x)."""
+    """Find what a node multiplies by the mask: Mul(x, mask), Where(mask, x, 0), Where(mask, 0, x)."""
     if not node.domain and node.op_type == "Mul" and node.inputs[1 - index] is not None:
         return node.inputs[1 - index]  # type: ignore[return-value]
     if not node.domain and node.op_type == "Where" and index == 0:

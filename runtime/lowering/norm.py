@@ -23,15 +23,18 @@ BASELINE_SWEEPS = 2  # of a BatchNorm that no pass has touched: mean, then varia
 
 
 def batch_norm_statistics(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNormStatistics: mean and variance, [C] each, in one sweep."""
     statistics(low, operands["x"], new_vectors(low, results, low.shape(operands["x"])[1]), 1)
 
 
 def statistics(low: Lowering, x: ir.Value, refs: Mapping[str, Ref], sweeps: int) -> None:
+    """Launch the statistics of a map: one sweep for both, or two, mean and then variance."""
     ref = low.map(x)
     low.launch(registry.BATCH_NORM_STATISTICS, (ref.type, low.target, sweeps), {"x": ref, **refs})
 
 
 def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNormFinalize: coefficients and running statistics, [C] each; notes whose inv_std has which a."""
     channels = low.shape(operands["scale"])[0]
     refs = {**vectors(low, operands), **new_vectors(low, results, channels)}
     a = refs.setdefault("a", low.new_dense(None, (channels,)))
@@ -42,15 +45,17 @@ def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attrib
 
 
 def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping[str, Ref]) -> None:
+    """Launch the kernel that makes coefficients and running statistics, [C] each, of mean and variance."""
     coefficients(low, "finalize", (channels, float(attributes["epsilon"]), float(attributes["momentum"])), refs)
 
 
 def coefficients(low: Lowering, name: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref]) -> None:
-    """A per-channel operator (kernels/common/coefficients.py)."""
+    """Launch a per-channel operator (kernels/common/coefficients.py)."""
     low.launch(registry.COEFFICIENTS, (((name, arguments),), low.target), refs)
 
 
 def batch_norm_grad_reduce(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNormGradReduce: dbeta and dgamma, [C] each, in a sweep of their own."""
     dz, x = low.map(operands["dz"]), low.map(operands["x"])
     refs = {**vectors(low, {name: operands[name] for name in ("mean", "inv_std")}), "dz": dz, "x": x}
     new = new_vectors(low, results, x.type.c)
@@ -58,11 +63,13 @@ def batch_norm_grad_reduce(low: Lowering, operands: Values, results: Values, att
 
 
 def batch_norm_grad_terms(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNormGradTerms: a BatchNorm's shares of q and w, [C] or [groups, C] each."""
     length, refs = coefficient_rows(low, operands, results)
     coefficients(low, "grad_terms", (length,), refs)
 
 
 def batch_norm_grad_terms_accumulate(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNormGradTermsAccumulate: the same, added to channels [acc_start, acc_stop) of former shares."""
     start, stop = attributes["acc_start"], attributes["acc_stop"]
     refs = {**vectors(low, operands), **new_vectors(low, results, stop - start)}
     for name in ("beta_acc", "gamma_acc"):
@@ -72,6 +79,7 @@ def batch_norm_grad_terms_accumulate(low: Lowering, operands: Values, results: V
 
 
 def batch_norm_grad_finalize(low: Lowering, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNormGradFinalize: q and w of channels [start, stop) of the accumulated shares."""
     start, stop = attributes["start"], attributes["stop"]
     refs = {**vectors(low, operands), **new_vectors(low, results, stop - start)}
     for name in ("beta_term", "gamma_term"):
@@ -161,7 +169,7 @@ def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int
 
 
 def _intermediate(low: Lowering, node: ir.Node, name: str, channels: int) -> ir.Value:
-    """A vector that the file does not name."""
+    """Make a vector that the file does not name."""
     value = ir.Value(name=f"{node.name}/{name}")
     low.define(value, (channels,))
     return value

@@ -30,7 +30,7 @@ Attributes = Mapping[str, Any]
 
 
 def box_ref(low: Lowering, node: ir.Node, offset: ir.Value, x: MapRef, extent: tuple[int, int, int]) -> int:
-    """The storage of a box's offset. Kept in mind, or checked now: how far it may go without leaving the map."""
+    """Give the storage of a box's offset. Keeps in mind, or checks now, how far it may go without leaving the map."""
     sizes = (x.type.n, x.type.h, x.type.w)
     if len(extent) != 3 or min(extent) < 1 or any(e > size for e, size in zip(extent, sizes, strict=True)):
         raise low.error(node, f"samples {list(extent)} of a map of {list(sizes)}: choose a smaller sample")
@@ -39,7 +39,7 @@ def box_ref(low: Lowering, node: ir.Node, offset: ir.Value, x: MapRef, extent: t
 
 
 def points_ref(low: Lowering, node: ir.Node, points: ir.Value, x: MapRef) -> int:
-    """The storage of the points; the same of them."""
+    """Give the storage of the points; keeps in mind, or checks now, that they lie within the map."""
     count, pixels = math.prod(low.shape(points)), x.type.pixels
     if not 0 < count <= pixels:
         raise low.error(node, f"samples {count} points of a map of {pixels}: choose a smaller sample")
@@ -62,7 +62,7 @@ def _place(low: Lowering, node: ir.Node, value: ir.Value, limit: Box | Points) -
 
 
 def drawn(low: Lowering, said: Sampling) -> Sampling:
-    """What the session has to draw. `said` is what the file says of it, and is held against the maps.
+    """Say what the session has to draw. `said` is what the file says of it, and is held against the maps.
 
     An input of which nothing is said may lie wherever its map allows it.
     """
@@ -92,6 +92,7 @@ def _within(place: Box | Points, limit: Box | Points) -> bool:
 
 
 def sampled_statistics(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower SampledStatistics: mean and variance of a box, [C] each."""
     x, extent = low.map(operands["x"]), tuple(attributes["extent"])
     refs: dict[str, Ref] = {"x": x, "offset": box_ref(low, node, operands["offset"], x, extent)}
     refs |= new_vectors(low, results, x.type.c)
@@ -99,12 +100,14 @@ def sampled_statistics(low: Lowering, node: ir.Node, operands: Values, results: 
 
 
 def point_statistics(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower PointStatistics: mean and variance over points, [C] each."""
     x = low.map(operands["x"])
     refs = {"x": x, "points": points_ref(low, node, operands["points"], x), **new_vectors(low, results, x.type.c)}
     low.launch(registry.POINT_STATISTICS, (x.type, low.shape(operands["points"])[0], low.target), refs)
 
 
 def add_sampled(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower AddSampled: dx is acc, and acc + q*x + w in the box."""
     x, extent = low.map(operands["x"]), tuple(attributes["extent"])
     offset = box_ref(low, node, operands["offset"], x, extent)
     dx = updated(low, node, operands["acc"], results.get("dx"), [x])
@@ -114,6 +117,7 @@ def add_sampled(low: Lowering, node: ir.Node, operands: Values, results: Values,
 
 
 def add_at_points(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower AddAtPoints: dx is acc, and acc + q*x + w at the points."""
     x = low.map(operands["x"])
     points = points_ref(low, node, operands["points"], x)
     dx = updated(low, node, operands["acc"], results.get("dx"), [x])
@@ -123,6 +127,7 @@ def add_at_points(low: Lowering, node: ir.Node, operands: Values, results: Value
 
 
 def mix_statistics(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower MixStatistics: mean and variance of two parts by their weights, [C] or [groups, C] each."""
     length, refs = coefficient_rows(low, operands, results)
     coefficients(low, "mix_statistics", (length, float(attributes["weight"])), refs)
 
@@ -130,6 +135,7 @@ def mix_statistics(low: Lowering, node: ir.Node, operands: Values, results: Valu
 def sampled_grad_finalize(
     low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes
 ) -> None:
+    """Lower SampledGradFinalize: q and w of a part of the batch, [C] or [groups, C] each."""
     length, refs = coefficient_rows(low, operands, results)
     arguments = (length, int(attributes["count"]), float(attributes["weight"]))
     coefficients(low, "sampled_grad_finalize", arguments, refs)

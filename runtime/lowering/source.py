@@ -22,7 +22,7 @@ MICROSOFT = "com.microsoft"
 
 
 def lower_reshape(low: Lowering, node: ir.Node) -> None:
-    """The same elements in another shape: the same storage."""
+    """Lower a change of shape: the same elements in the same storage."""
     ((shape, _),) = low.output_types(node)
     source = low.operand(node, 0)
     if math.prod(shape) != math.prod(low.shape(source)):
@@ -33,6 +33,7 @@ def lower_reshape(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_identity(low: Lowering, node: ir.Node) -> None:
+    """Lower an Identity: the result is its operand."""
     low.alias(node.outputs[0], low.operand(node, 0))
 
 

@@ -78,7 +78,7 @@ class Lowering:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def storage(self, elements: int, dtype: str = "float32", region: str = p.ARENA, offset: int | None = None) -> int:
-        """A new storage. In a region other than the arena it lies behind the former one, or at `offset`."""
+        """Make a new storage. In a region other than the arena it lies behind the former one, or at `offset`."""
         if region == p.ARENA:
             place = 0
         else:
@@ -89,7 +89,7 @@ class Lowering:
         return len(self.storages) - 1
 
     def part(self, base: int, start: int, elements: int) -> int:
-        """A storage that is the elements from `start` on of another one, in the arena."""
+        """Make a storage that is the elements from `start` on of another one, in the arena."""
         held = self.storages[base]
         assert held.region == p.ARENA and start % LINE == 0 and start + elements <= held.elements, (held, start)
         index = self.storage(elements, held.dtype)
@@ -97,6 +97,7 @@ class Lowering:
         return index
 
     def constant_storage(self, array: np.ndarray) -> int:
+        """Make a storage that holds an array's elements from the start."""
         index = self.storage(array.size, array.dtype.name, p.CONSTANTS)
         self.initial[index] = np.ascontiguousarray(array).reshape(-1)
         return index
@@ -104,27 +105,29 @@ class Lowering:
     # -- operands ----------------------------------------------------------------------------------------------
 
     def operand(self, node: ir.Node, index: int) -> ir.Value:
-        """An input that the operator cannot do without."""
+        """Give an input that the operator cannot do without. Raises BnfuseError where it is left out."""
         value = node.inputs[index] if index < len(node.inputs) else None
         if value is None:
             raise self.error(node, f"lacks its operand {index + 1}: build the graph anew")
         return value
 
     def form(self, value: ir.Value) -> Form:
+        """Say where a value lies. Raises BnfuseError for one that nothing has written yet."""
         if value not in self.forms:
             what = f"reads '{value.name}', which nothing before it writes: build the graph anew"
             raise BnfuseError(f"node '{self.node}' {what}")
         return self.forms[value]
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
+        """Give the shape of a value, in the order of the file."""
         return self.form(value).shape
 
     def constant(self, value: ir.Value | None) -> np.ndarray | None:
-        """The value, if it is known now."""
+        """Give the value, if it is known now, or None."""
         return None if value is None or value not in self.forms else self.forms[value].constant
 
     def map(self, value: ir.Value) -> MapRef:
-        """The value as a feature map; a rank other than 4 as pixels of one row, its last axis the channels."""
+        """Give the value as a feature map; a rank other than 4 as pixels of one row, its last axis the channels."""
         form = self.form(value)
         if form.map is None:
             if len(form.shape) != 4:
@@ -134,7 +137,7 @@ class Lowering:
         return form.map
 
     def dense(self, value: ir.Value) -> int:
-        """The storage of the value in the layout of the file."""
+        """Give the storage of the value in the layout of the file."""
         form = self.form(value)
         if form.dense is None:
             form.dense = self._to_dense(value, form)
@@ -167,7 +170,7 @@ class Lowering:
     # -- results -----------------------------------------------------------------------------------------------
 
     def new_map(self, value: ir.Value | None, shape: tuple[int, ...], dtype: str = "float32") -> MapRef:
-        """A map for the value, in its slot if it has one; for None, memory that nobody will read.
+        """Make a map for the value, in its slot if it has one; for None, memory that nobody will read.
 
         A rank other than 4 gets a dense tensor, seen as rows.
         """
@@ -180,7 +183,7 @@ class Lowering:
         return ref
 
     def new_dense(self, value: ir.Value | None, shape: tuple[int, ...], dtype: str = "float32") -> int:
-        """A dense tensor for the value: where the output lies if it becomes one, else in the arena."""
+        """Make a dense tensor for the value: where the output lies if it becomes one, else in the arena."""
         elements = check_elements(value.name or "" if value is not None else self.node, shape)
         index = None if value is None else self.vector_slot(value, elements)
         if index is None and value is not None:
@@ -202,7 +205,7 @@ class Lowering:
         self.residents.setdefault(ref.storage, []).append((value, ref))
 
     def alias(self, value: ir.Value, source: ir.Value, shape: tuple[int, ...] | None = None) -> None:
-        """The value is its source, perhaps in another shape."""
+        """Let the value be its source, perhaps in another shape."""
         form = self.form(source)
         shape = form.shape if shape is None else shape
         if form.constant is not None:
@@ -217,6 +220,7 @@ class Lowering:
                 self.residents[form.map.storage].append((value, form.map))
 
     def set_constant(self, value: ir.Value, array: np.ndarray) -> None:
+        """Note the value of what is known now."""
         self.forms[value] = Form(array.shape, array.dtype.name, constant=array)
 
     def _slot_or_new(self, value: ir.Value | None, kind: MapType, dtype: str) -> MapRef:
@@ -230,7 +234,7 @@ class Lowering:
         return MapRef(self.storage(check_elements(self.node, shape), dtype), 0, kind)
 
     def root(self, value: ir.Value) -> MapRef:
-        """The buffer of a concatenation that has one."""
+        """Give the buffer of a concatenation that has one."""
         if value not in self.roots:
             shape, _ = self.type_of(value)
             kind, stored = self.map_type(shape), self.stored(shape)
@@ -239,11 +243,12 @@ class Lowering:
         return self.roots[value]
 
     def vector_slot(self, value: ir.Value, elements: int) -> int | None:
-        """The part of a concatenated vector that this one is, if it has a slot."""
+        """Give the part of a concatenated vector that this one is, if it has a slot."""
         slot = self.vector_slots.of.get(value)
         return None if slot is None else self.vector_part(slot, elements)
 
     def vector_part(self, slot: Slot, elements: int) -> int:
+        """Give the storage of a slot in its concatenated vector; makes the vector for the first one."""
         if slot.root not in self.vector_roots:
             self.vector_roots[slot.root] = self.storage(self.type_of(slot.root)[0][0])
         return self.part(self.vector_roots[slot.root], slot.start, elements)
@@ -251,7 +256,7 @@ class Lowering:
     # -- launches ----------------------------------------------------------------------------------------------
 
     def kernel(self, request: Request) -> Kernel:
-        """The kernel of a request. Where two kernels have the same code, the program has it once."""
+        """Make the kernel of a request. Where two kernels have the same code, the program has it once."""
         if request not in self.made:
             kernel = request.kernel()
             self.made[request] = kernel
@@ -307,15 +312,15 @@ class Lowering:
     # -- types -------------------------------------------------------------------------------------------------
 
     def stored(self, shape: tuple[int, ...], dtype: str = "float32") -> str:
-        """The type in which a tensor of the file lies in memory as a map."""
+        """Name the type in which a tensor of the file lies in memory as a map."""
         return stored_dtype(shape, dtype, self.target)
 
     def map_type(self, shape: tuple[int, ...], dtype: str = "float32") -> MapType:
-        """A tensor of rank 4 as a map that fills its storage."""
+        """Describe a tensor of rank 4 as a map that fills its storage."""
         return map_type(shape, dtype, self.target)
 
     def rows_type(self, shape: tuple[int, ...], dtype: str = "float32") -> MapType:
-        """A tensor of any rank as rows of its last axis."""
+        """Describe a tensor of any rank as rows of its last axis."""
         last = shape[-1] if shape else 1
         count = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
         return self.map_type((count, last, 1, 1), dtype)
@@ -338,11 +343,12 @@ class Lowering:
         return infer_outputs(node, [None if v is None else self.form(v) for v in node.inputs], self.opset)
 
     def error(self, node: ir.Node, what: str) -> BnfuseError:
+        """Make an error that names the node."""
         return at_node(node.name or "?", node.op_type, what)
 
 
 def unknown_type(value: ir.Value) -> str:
-    """What a value lacks whose shape or element type the graph does not say, and the remedy."""
+    """Say what a value lacks whose shape or element type the graph does not say, and the remedy."""
     if value.shape is not None and static_shape(value) is None:
         dims = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape]
         return f"has the shape {dims}, which is not fixed: build the graph with --batch"
@@ -360,4 +366,5 @@ def unfit(param: Param, held: p.Storage) -> str:
 
 
 def kind_shape(kind: MapType) -> tuple[int, int, int, int]:
+    """Give the sizes (N, H, W, C) of a map."""
     return kind.n, kind.h, kind.w, kind.c

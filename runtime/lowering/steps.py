@@ -82,7 +82,7 @@ def unread_operands(spec: OpSpec) -> set[str]:
 def problem(
     low: Lowering, spec: OpSpec, refs: Mapping[str, Ref], attributes: Mapping[str, Any], weight: tuple[int, ...]
 ) -> Problem:
-    """What the kernel is made for: of a Slice nothing is left but the type of dy."""
+    """Describe what the kernel is made for: of a Slice nothing is left but the type of dy."""
     seen = dataclasses.replace(spec, prologue=tuple(step for step in spec.prologue if step != "Slice"))
     names = dict.fromkeys((*spec.operands, *spec.results))
     maps = {name: ref.type for name in names if isinstance(ref := refs.get(name), MapRef)}
@@ -95,7 +95,7 @@ def problem(
 
 
 def indices_type(low: Lowering, y: MapType, attributes: Mapping[str, Any]) -> MapType:
-    """A MaxPool's indices where nobody reads them."""
+    """Describe a MaxPool's indices where nobody reads them."""
     return low.map_type((y.n, y.c, y.h, y.w), index_dtype(attributes["kernel_shape"]))
 
 
@@ -108,7 +108,7 @@ def channels(spec: OpSpec, result: str, weight: tuple[int, ...], refs: Mapping[s
 
 
 def gradient_shape(low: Lowering, spec: OpSpec, operands: Values, refs: Mapping[str, Ref]) -> tuple[int, ...]:
-    """dx is like x; where x is not read, like dy."""
+    """Give the shape of dx: that of x; where x is not read, that of dy."""
     if "x" in operands:
         return low.shape(operands["x"])
     dy = refs["dy"]
@@ -139,6 +139,7 @@ def forward_maps(
 def output_shape(
     spec: OpSpec, shape: tuple[int, ...], weight: tuple[int, ...], attributes: Mapping[str, Any]
 ) -> tuple[int, ...]:
+    """Give the shape [N, C, H, W] of y, from that of x."""
     if spec.core == "Pointwise":
         return shape
     n, c, *size = shape
@@ -175,7 +176,7 @@ def extent(size: int, window: int, stride: int, dilation: int, pads: tuple[int, 
 def accumulator(
     low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Mapping[str, Any], refs: dict[str, Ref]
 ) -> MapRef:
-    """The map that dx is added to: the channels of `acc` themselves, or a copy where what they hold is still needed."""
+    """Give the map that dx is added to: the channels of `acc` themselves, or a copy where they are still needed."""
     channels = attributes["acc_start"], attributes["acc_stop"]
     return updated(low, node, operands["acc"], results.get("dx"), refs.values(), channels)
 
@@ -188,7 +189,7 @@ def updated(
     read: Iterable[Ref],
     channels: tuple[int, int] | None = None,
 ) -> MapRef:
-    """The map `dx`, which begins as (channels of) `acc` and is updated in place by a kernel that also reads `read`."""
+    """Make the map `dx`, which begins as (channels of) `acc`; a kernel that also reads `read` updates it in place."""
     shape = low.shape(acc)
     target = low.map(acc)
     if channels is not None:
@@ -206,6 +207,7 @@ def updated(
 
 
 def meets(ref: Ref, target: MapRef) -> bool:
+    """Tell whether an operand shares elements with a map that is written."""
     return isinstance(ref, MapRef) and ref.storage == target.storage and ref.overlaps(target)
 
 
@@ -225,7 +227,7 @@ def still_needed(low: Lowering, node: ir.Node, target: MapRef) -> bool:
 
 
 def channels_read(use: Any, channels: int) -> tuple[int, int]:
-    """The channel range that one use of a map of so many channels reads."""
+    """Give the channel range that one use of a map of so many channels reads."""
     names = operand_names(use.node)
     name = names[use.idx] if use.idx < len(names) else ""
     attributes = use.node.attributes
@@ -237,7 +239,7 @@ def channels_read(use: Any, channels: int) -> tuple[int, int]:
 
 
 def operand_names(node: ir.Node) -> tuple[str, ...]:
-    """The operands' names of a node of this domain, in the order of its inputs; none for another's."""
+    """Name the operands of a node of this domain, in the order of its inputs; none for another's."""
     if node.domain != DOMAIN:
         return ()
     plain = PLAIN_OPS.get(node.op_type)

@@ -46,7 +46,7 @@ def update_phase(low: Lowering, optimizer: Optimizer) -> None:
 
 
 def decay_by_block(optimizer: Optimizer, own: dict[str, p.Storage], elements: int) -> np.ndarray:
-    """The weight decay of each block of parameters."""
+    """Give the weight decay of each block of parameters."""
     decay = np.zeros(elements // BLOCK, np.float32)
     for name, storage in own.items():
         if decays(optimizer, name):

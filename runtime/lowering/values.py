@@ -34,6 +34,7 @@ class Form:
 
 
 def dtype_name(value: ir.Value) -> str | None:
+    """Name the element type of a value as numpy does; None where the graph does not say it."""
     return None if value.dtype is None else np.dtype(value.dtype.numpy()).name
 
 

@@ -20,15 +20,17 @@ Values = Mapping[str, ir.Value]
 
 
 def vectors(low: Lowering, operands: Values) -> dict[str, Ref]:
+    """Give the storages of per-channel operands, by name."""
     return {name: low.dense(value) for name, value in operands.items()}
 
 
 def new_vectors(low: Lowering, results: Values, channels: int) -> dict[str, Ref]:
+    """Make a storage of `channels` float32 for each result, by name."""
     return {name: low.new_dense(value, (channels,)) for name, value in results.items()}
 
 
 def vector_range(low: Lowering, value: ir.Value, start: int) -> MapRef:
-    """A vector from `start` on, in the form in which kernels take offsets."""
+    """Give a vector from `start` on, in the form in which kernels take offsets."""
     total = low.shape(value)[0]
     return MapRef(low.dense(value), start, MapType(1, 1, 1, total, total))
 
@@ -39,12 +41,13 @@ def padded(channels: int) -> int:
 
 
 def rows_type(low: Lowering, groups: int, channels: int) -> MapType:
+    """Describe [groups, channels] float32 whose rows begin on cache lines."""
     kind = dataclasses.replace(low.map_type((groups, channels, 1, 1)), stride=padded(channels))
     return realigned(kind, 0)
 
 
 def new_rows(low: Lowering, value: ir.Value | None, groups: int, channels: int) -> MapRef:
-    """[groups, channels] float32 in the arena. It is dense as well where no row has to be filled up."""
+    """Make [groups, channels] float32 in the arena. It is dense as well where no row has to be filled up."""
     kind = rows_type(low, groups, channels)
     ref = MapRef(low.storage(kind.elements), 0, kind)
     if value is not None:
@@ -54,7 +57,7 @@ def new_rows(low: Lowering, value: ir.Value | None, groups: int, channels: int) 
 
 
 def rows(low: Lowering, value: ir.Value) -> MapRef:
-    """A value [groups, channels] with its rows on cache lines: copied where it lies otherwise."""
+    """Give a value [groups, channels] with its rows on cache lines: copied where it lies otherwise."""
     form = low.form(value)
     groups, channels = form.shape
     if form.map is None or low.storages[form.map.storage].region != p.ARENA:
@@ -68,7 +71,7 @@ def rows(low: Lowering, value: ir.Value) -> MapRef:
 
 
 def row(low: Lowering, matrix: MapRef, group: int) -> int:
-    """The storage that is one row."""
+    """Give the storage that is one row."""
     key = matrix.storage, group
     if key not in low.rows:
         low.rows[key] = low.part(matrix.storage, group * matrix.type.stride, matrix.type.c)
@@ -76,8 +79,10 @@ def row(low: Lowering, matrix: MapRef, group: int) -> int:
 
 
 def coefficient_rows(low: Lowering, operands: Values, results: Values) -> tuple[int, dict[str, Ref]]:
-    """What an operator takes that works on each coefficient alone: their number, the filling of rows counted, and
-    where operands and results lie. Coefficients are [C] or [groups, C]."""
+    """Give what an operator takes that works on each coefficient alone, [C] or [groups, C].
+
+    That is their number, the filling of rows counted, and where operands and results lie.
+    """
     shape = low.shape(next(iter(operands.values())))
     if len(shape) == 1:
         return shape[0], {**vectors(low, operands), **new_vectors(low, results, shape[0])}

@@ -23,14 +23,14 @@ FORMS = {"Conv": FORWARD, "ConvGrad": BACKWARD, "ConvGradInput": BACKWARD}
 
 
 def weight_ref(low: Lowering, core: str, value: ir.Value, group: int) -> Ref:
-    """The weight as the kernel of a convolution reads it."""
+    """Give the weight as the kernel of a convolution reads it."""
     if not low.target.packs_weights or core not in FORMS or not is_packed(low.shape(value)):
         return low.dense(value)
     return packed_weight(low, value, group, FORMS[core])
 
 
 def packed_weight(low: Lowering, value: ir.Value, group: int, form: str) -> int:
-    """The storage of a packed weight."""
+    """Give the storage of a packed weight."""
     source, shape = low.dense(value), low.shape(value)
     key = source, shape, group, form
     if key not in low.packed:
@@ -62,6 +62,7 @@ def pack_parameters(low: Lowering) -> None:
 
 
 def pack(low: Lowering, members: tuple[Member, ...], source: int, packed: int) -> None:
+    """Launch the kernel that packs weights, all of `members` at once."""
     arguments = members, low.storages[source].elements, low.storages[packed].elements, low.target
     refs: dict[str, Ref] = {"parameters": source, "packed": packed, "table": low.constant_storage(table_of(members))}
     low.launch(registry.PACK_WEIGHTS, arguments, refs)

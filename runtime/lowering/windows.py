@@ -21,7 +21,7 @@ INSTEAD_OF_1D = (
 
 
 def core_of(node: ir.Node) -> str:
-    """What a node computes, its steps aside."""
+    """Name what a node computes, its steps aside."""
     spec = parse(node.op_type) if node.domain == DOMAIN else None
     return spec.core if spec else node.op_type
 
@@ -47,9 +47,10 @@ def conv_attributes(low: Lowering, node: ir.Node, weight: tuple[int, ...], size:
 def explicit_pads(
     low: Lowering, node: ir.Node, given: Mapping[str, Any], window: Mapping[str, Any], size: tuple[int, ...]
 ) -> tuple[int, ...]:
+    """Resolve auto_pad to (top, left, bottom, right), for a map of `size` (height, width)."""
     kind = given.get("auto_pad", "NOTSET")
     if kind == "NOTSET":
-        return given.get("pads", (0, 0, 0, 0))
+        return tuple(given.get("pads", (0, 0, 0, 0)))
     if kind == "VALID":
         return (0, 0, 0, 0)
     before, after = [], []
@@ -64,6 +65,7 @@ def explicit_pads(
 
 
 def lower_conv(low: Lowering, node: ir.Node) -> None:
+    """Lower a convolution, with or without a bias."""
     x, weight, bias = low.operand(node, 0), low.operand(node, 1), optional(node, 2)
     attributes = conv_attributes(low, node, low.shape(weight), low.shape(x)[2:])
     spec = OpSpec((), "Conv", ("Bias",) if bias is not None else ())
@@ -71,6 +73,7 @@ def lower_conv(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_conv_grad(low: Lowering, node: ir.Node) -> None:
+    """Lower a convolution's gradient: those of its parts that somebody wants."""
     dy, x, weight = (low.operand(node, i) for i in range(3))
     dx, dweight, dbias = (result(node, i) for i in range(3))
     attributes = conv_attributes(low, node, low.shape(weight), low.shape(x)[2:])
@@ -90,6 +93,7 @@ def lower_conv_grad(low: Lowering, node: ir.Node) -> None:
 
 
 def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict[str, Any]:
+    """Read a pooling's window, pads resolved. Raises BnfuseError for what no kernel takes."""
     given = attributes_of(node)
     if len(given["kernel_shape"]) != 2:
         what = f"has the window {list(given['kernel_shape'])}: only poolings of 2 dimensions are compiled"
@@ -113,6 +117,7 @@ def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict
 
 
 def lower_max_pool(low: Lowering, node: ir.Node) -> None:
+    """Lower a max pooling, with its indices where somebody wants them."""
     x = low.operand(node, 0)
     attributes = pool_attributes(low, node, low.shape(x)[2:])
     results = present(y=result(node, 0), indices=result(node, 1))
@@ -120,19 +125,21 @@ def lower_max_pool(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_average_pool(low: Lowering, node: ir.Node) -> None:
+    """Lower an average pooling."""
     x = low.operand(node, 0)
     attributes = pool_attributes(low, node, low.shape(x)[2:])
     composed(low, node, OpSpec((), "AveragePool"), present(x=x), present(y=result(node, 0)), attributes)
 
 
 def lower_global_average_pool(low: Lowering, node: ir.Node) -> None:
+    """Lower a pooling to one pixel."""
     composed(
         low, node, OpSpec((), "GlobalAveragePool"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {}
     )
 
 
 def lower_max_pool_grad(low: Lowering, node: ir.Node) -> None:
-    """The indices name the forward operator, and that its input, whose shape dx has."""
+    """Lower a max pooling's gradient: its indices name the forward operator, and that its input, whose shape dx has."""
     dy, indices = low.operand(node, 0), low.operand(node, 1)
     forward = indices.producer()
     if forward is None or core_of(forward) != "MaxPool":
@@ -141,7 +148,10 @@ def lower_max_pool_grad(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_average_pool_grad(low: Lowering, node: ir.Node) -> None:
-    """The operator does not name its partner: any AveragePool that has the same window and shapes stands for it."""
+    """Lower an average pooling's gradient.
+
+    Any AveragePool that has the same window and shapes stands for its partner: the operator does not name it.
+    """
     dy = low.operand(node, 0)
     for forward in low.order:
         if _is_partner(low, node, forward, low.shape(dy)):

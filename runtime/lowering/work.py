@@ -36,6 +36,7 @@ TIMES = {"in": 1, "out": 1, "inout": 2}
 
 
 def work_of(kernel: Kernel) -> Work:
+    """Count what one launch of a kernel does."""
     problem = kernel.problem
     kind, op = kind_of(problem), op_of(kernel)
     maps = maps_of(problem)
@@ -48,7 +49,7 @@ def work_of(kernel: Kernel) -> Work:
 
 
 def maps_of(problem: Any) -> dict[str, MapType]:
-    """The feature maps of a problem by the names of its kernel's parameters."""
+    """Find the feature maps of a problem by the names of its kernel's parameters."""
     if isinstance(maps := getattr(problem, "maps", None), tuple):
         return dict(maps)
     found = {}
@@ -74,14 +75,16 @@ def sampled_pixels(problem: Any) -> int | None:
 
 def sweeps_of(problem: Any) -> int:
     """Two for the statistics of a BatchNorm that no pass has touched: mean, then variance."""
-    return constants_of(problem).get("sweeps", 1)
+    return int(constants_of(problem).get("sweeps", 1))
 
 
 def constants_of(problem: Any) -> dict[str, Any]:
+    """Give the constants of a problem by name; none where it has no such field."""
     return dict(found) if isinstance(found := getattr(problem, "constants", None), tuple) else {}
 
 
 def bytes_of(param: Param, maps: dict[str, MapType], sampled: int | None = None) -> int:
+    """Count the bytes that a launch moves for one parameter; of a map `sampled` pixels, where that is given."""
     kind = maps.get(param.name) if param.is_map else None
     elements = (sampled or kind.pixels) * kind.c if kind else param.elements
     return TIMES[param.access] * elements * np.dtype(param.dtype).itemsize
@@ -94,6 +97,7 @@ def only_shape_of_x(problem: Problem) -> bool:
 
 
 def flops_of(problem: Any) -> int:
+    """Count the floating point operations: of products and convolutions, none of what is elementwise."""
     if isinstance(problem, GemmProblem):
         return 2 * problem.m * problem.n * problem.k
     if isinstance(problem, Problem) and problem.weight:
@@ -105,7 +109,7 @@ def flops_of(problem: Any) -> int:
 
 
 def kind_of(problem: Any) -> str:
-    """The family of kernels: a convolution with its window, else the core, else what the problem is of."""
+    """Name the family of kernels: a convolution with its window, else the core, else what the problem is of."""
     if isinstance(problem, Problem):
         core = problem.spec.core
         if not problem.weight:
@@ -120,6 +124,7 @@ def kind_of(problem: Any) -> str:
 
 
 def op_of(kernel: Kernel) -> str:
+    """Name the operator that a kernel computes."""
     problem = kernel.problem
     for name in ("op", "op_type"):
         if isinstance(found := getattr(problem, name, None), str):

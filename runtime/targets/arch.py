@@ -43,7 +43,7 @@ def check(arch: str) -> None:
 
 
 def best_for(device: str) -> str:
-    """The newest of our architectures whose code the device runs."""
+    """Choose the newest of our architectures whose code the device runs."""
     fitting = [arch for arch in MULTIPROCESSORS if runs_on(arch, device)]
     if not fitting:
         raise BnfuseError(f"the GPU is {device}; code can be made for {', '.join(MULTIPROCESSORS)}")

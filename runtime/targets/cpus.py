@@ -29,7 +29,7 @@ COMPUTING = re.compile(
 
 
 def _ask(name: str) -> Any:
-    """A function of TVM's."""
+    """Get a function of TVM's."""
     return import_tvm().get_global_func(name)
 
 
@@ -56,7 +56,7 @@ def cpus_of(triple: str) -> frozenset[str]:
 
 @functools.cache
 def triple_of(mcpu: str) -> str:
-    """The LLVM triple of code for this CPU: "" (the host's own) where the host's architecture has it."""
+    """Name the LLVM triple of code for this CPU: "" (the host's own) where the host's architecture has it."""
     return next((triple for triple in ("", *CROSS_TRIPLES) if mcpu in cpus_of(triple)), "")
 
 
@@ -71,7 +71,7 @@ def _llvm(triple: str, **options: object) -> tvm.target.Target:
 
 @functools.cache
 def features_of(mcpu: str) -> tuple[str, ...]:
-    """The instruction sets (of the computing kind) that LLVM uses for this CPU."""
+    """Name the instruction sets (of the computing kind) that LLVM uses for this CPU."""
     return tuple(sorted(name for name in _all_features(mcpu) if COMPUTING.match(name)))
 
 
@@ -82,7 +82,7 @@ def _all_features(mcpu: str) -> frozenset[str]:
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """What the processor that we run on really has, as LLVM names it.
+    """Name what the processor that we run on really has, as LLVM does.
 
     Of an Arm processor LLVM asks the operating system, which does not name everything that its model is known to have.
     """
@@ -102,6 +102,7 @@ def lanes_of(features: tuple[str, ...]) -> int:
 
 
 def is_arm(mcpu: str) -> bool:
+    """Tell whether a CPU is an Arm one."""
     return "neon" in features_of(mcpu)
 
 

@@ -44,7 +44,7 @@ class CpuTarget:
         return f"{self.threads} threads"
 
     def to_data(self) -> dict[str, Any]:
-        """A form that JSON takes."""
+        """Give a form that JSON takes."""
         fields = {"mcpu": self.mcpu, "lanes": self.lanes, "threads": self.threads}
         return {"kind": self.kind, **fields, "precision": self.precision}
 
@@ -85,7 +85,7 @@ class CudaTarget:
         return f"GPU {self.architecture}"
 
     def to_data(self) -> dict[str, Any]:
-        """A form that JSON takes: the names are a CPU's, by which files of version 1 have both."""
+        """Give a form that JSON takes: the names are a CPU's, by which files of version 1 have both."""
         fields = {"mcpu": self.architecture, "lanes": arch.WARP, "threads": self.multiprocessors}
         return {"kind": self.kind, **fields, "precision": self.precision}
 
@@ -94,7 +94,7 @@ Target = CpuTarget | CudaTarget
 
 
 def target_of(data: Mapping[str, Any]) -> Target:
-    """The inverse of `to_data`. Raises ValueError for a kind that there is not."""
+    """Read what `to_data` gave. Raises ValueError for a kind that there is not."""
     if data["kind"] == CpuTarget.kind:
         return CpuTarget(data["mcpu"], data["lanes"], data["threads"])
     if data["kind"] == CudaTarget.kind:

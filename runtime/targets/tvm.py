@@ -24,7 +24,7 @@ def import_tvm() -> Any:
 
 
 def torch_fault() -> str | None:
-    """What is wrong with an installed torch; None where nothing is, or where there is none."""
+    """Say what is wrong with an installed torch; None where nothing is, or where there is none."""
     try:
         torch = importlib.import_module("torch")
         return None if hasattr(torch, "Tensor") and hasattr(torch, "int8") else f"{place(torch)} lacks torch.Tensor"
@@ -35,4 +35,5 @@ def torch_fault() -> str | None:
 
 
 def place(module: Any) -> str:
+    """Say where a module lies."""
     return str(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "its folder"))
