@@ -24,9 +24,9 @@ from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
-CHANNELS = 128  # of a block that has one operator
-ONE_BLOCK = 1024  # threads of the block that has a whole group
-ROUNDS = 4  # of channels that it may take in a wave
+CHANNELS = 128  # of a block that has one operator: chosen by hand
+ONE_BLOCK = 1024  # threads of the block that has a whole group: the most that a block can have
+ROUNDS = 4  # of channels that it may take in a wave: chosen by hand
 
 # results, and the operands that may be the same buffers
 READERS: dict[str, tuple[str, ...]] = {
@@ -48,7 +48,7 @@ class CoefficientsProblem:
 
 
 def coefficients(members: tuple[Member, ...], target: CudaTarget) -> Kernel:
-    """The kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
+    """Make the kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
     params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]
     problem = CoefficientsProblem("_".join(loop.problem.op for loop in loops), members)
@@ -57,7 +57,7 @@ def coefficients(members: tuple[Member, ...], target: CudaTarget) -> Kernel:
 
 
 def waves_of(loops: Sequence[Loop]) -> list[list[int]]:
-    """Indices of operators, wave by wave."""
+    """Sort operators into waves: indices, wave by wave."""
     level: list[int] = []
     for i, loop in enumerate(loops):
         level.append(max((level[j] + 1 for j in range(i) if _may_read(loop, loops[j])), default=0))
@@ -93,7 +93,7 @@ def _one_block(name: str, params: Sequence[Param], loops: Sequence[Loop], waves:
 
 
 def _rounds(channels: int, threads: int, first: int, tid: Expr) -> list[tuple[Expr, bool]]:
-    """The channels of a thread, and whether it is known that they exist.
+    """List the channels of a thread, and whether it is known that they exist.
 
     The operators of a wave lie behind one another, so the second one starts with threads that the first left idle.
     """
@@ -119,7 +119,7 @@ def _spread(name: str, params: Sequence[Param], loops: Sequence[Loop], wave: lis
 
 
 def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, known: bool) -> None:
-    """One channel of a member, if it has it. `known`: it does."""
+    """Emit one channel of a member, if it has it. `known`: it does."""
     loop = loops[member]
     names: Mapping[str, str] = {p.name: param_name(p.name, member, loops) for p in loop.params}
 

@@ -52,7 +52,7 @@ template <class> struct is_floating_point;
 
 
 def compile_kernel(kernel: Kernel) -> bytes:
-    """The code of a kernel as it is kept (runtime/kernels/cuda/container.py)."""
+    """Compile a kernel to the code that is kept (container.py); BnfuseError as `compile_cuda`."""
     assert isinstance(kernel.target, CudaTarget)
     stages: Sequence[Stage] = kernel.build()
     arch = kernel.target.architecture
@@ -73,7 +73,7 @@ def compile_kernel(kernel: Kernel) -> bytes:
 
 
 def slots_of(kernel: Kernel) -> dict[str, tuple[int, int]]:
-    """Channels of the maps that a kernel works on, and of the buffers that they are slots of."""
+    """Give the maps that are slots of wider buffers, by name: their channels, and the buffer's."""
     maps = getattr(kernel.problem, "maps", ())
     named = {entry[0]: entry[1] for entry in maps if isinstance(entry, tuple) and isinstance(entry[1], MapType)}
     names = {param.name for param in kernel.params if param.is_map}
@@ -81,11 +81,12 @@ def slots_of(kernel: Kernel) -> dict[str, tuple[int, int]]:
 
 
 def symbol_of(stage: Stage) -> str:
+    """Name the device function that TVM makes of a stage."""
     return f"{stage.name}_kernel"
 
 
 def cuda_source(stages: Sequence[Stage], arch: str) -> str:
-    """The CUDA that TVM writes for some stages, as one source."""
+    """Let TVM write the CUDA of some stages for `arch` (sm_XX), as one source."""
     # the host part is made too, and thrown away: launches are data here
     target = tvm.target.Target(
         {
@@ -108,7 +109,7 @@ def cuda_source(stages: Sequence[Stage], arch: str) -> str:
 
 
 def signature(source: str, stage: Stage) -> list[str]:
-    """Names of a device function's parameters, in order."""
+    """List the names of a device function's parameters, in order."""
     found = re.search(rf"\b{symbol_of(stage)}\(([^)]*)\)", source)
     assert found, symbol_of(stage)
     names = [re.split(r"[\s*]+", part.strip())[-1] for part in found.group(1).split(",") if part.strip()]
@@ -117,7 +118,7 @@ def signature(source: str, stage: Stage) -> list[str]:
 
 @functools.cache
 def include_folders() -> tuple[str, ...]:
-    """Folders of NVIDIA's headers, as its PyPI packages have them, else as nvcc's installation has."""
+    """Find the folders of NVIDIA's headers: those of its PyPI packages, then those of nvcc's installation."""
     spec = importlib.util.find_spec("nvidia")
     homes = [pathlib.Path(p) for p in (spec.submodule_search_locations if spec else None) or ()]
     found = [str(p) for home in homes for p in (*home.glob("cu*/include"), *home.glob("cuda_runtime/include"))]
@@ -129,7 +130,7 @@ def include_folders() -> tuple[str, ...]:
 
 @functools.cache
 def compiler_version() -> str:
-    """What `compile_cuda` compiles with, and its version; "none" where there is no compiler."""
+    """Say what `compile_cuda` compiles with, and its version; "none" where there is no compiler."""
     with contextlib.suppress(ImportError, RuntimeError):  # the package, the library
         from cuda.bindings import nvrtc
 
@@ -143,7 +144,10 @@ def compiler_version() -> str:
 
 
 def compile_cuda(source: str, arch: str) -> tuple[bytes, str]:
-    """The cubin of a source, and what ptxas says about its resources."""
+    """Compile a source to a cubin for `arch` (sm_XX), with what ptxas says about its resources.
+
+    Raises BnfuseError where there is no compiler, or it does not compile the source.
+    """
     try:
         from cuda.bindings import nvrtc
     except ImportError:
@@ -206,7 +210,7 @@ def _by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:
 
 
 def resources(log: str) -> dict[str, dict[str, int]]:
-    """Registers, spilled bytes and stack of each function, from what ptxas says."""
+    """Read the registers, spilled bytes and bytes of stack of each function from what ptxas says."""
     found: dict[str, dict[str, int]] = {}
     name = ""
     for line in log.splitlines():

@@ -31,9 +31,12 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """`parameters` are names and types. `slots` has, for maps that may be a slot of a wider buffer, the channels and
+    """The code of a kernel: its stages, parameters, architecture (sm_XX) and cubin.
+
+    `parameters` are names and types. `slots` has, for maps that may be a slot of a wider buffer, the channels and
     the buffer's: launches on disjoint slots need not wait for each other. `resources` are what the compiler says of
-    registers and the like; nothing here reads them."""
+    registers and the like; nothing here reads them. ValueError where stages and parameters do not fit together.
+    """
 
     stages: tuple[Stage, ...]
     parameters: tuple[tuple[str, str], ...]
@@ -56,14 +59,14 @@ class Code:
 
 
 def pack(code: Code) -> bytes:
-    """As it is kept in caches and files."""
+    """Write code as it is kept in caches and files: a line of JSON, then the cubin."""
     header = {f.name: getattr(code, f.name) for f in dataclasses.fields(code) if f.name not in ("cubin", "stages")}
     header["stages"] = [dataclasses.asdict(stage) for stage in code.stages]
     return json.dumps(header, separators=(",", ":")).encode() + b"\n" + code.cubin
 
 
 def unpack(data: bytes, kernel: str) -> Code:
-    """The inverse of `pack`. `kernel` is what a message calls it."""
+    """Read what `pack` has written. BnfuseError where it is no such code: `kernel` is what the message calls it."""
     header, _, cubin = data.partition(b"\n")
     try:
         fields: dict[str, Any] = json.loads(header)

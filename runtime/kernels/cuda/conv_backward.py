@@ -35,11 +35,14 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 MERGE_THREADS = 256
-BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most
+BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most: chosen by hand
 
 
 def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
-    """All ways to do a problem that are worth measuring, that of the rule first: a plan for each of the two tiles."""
+    """List all ways to do a problem that are worth measuring, that of the rule first.
+
+    A choice has a plan for each of the two tiles.
+    """
     if not is_packed(problem.weight):
         return (Choice("depthwise"),)
     inputs = (
@@ -53,15 +56,21 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
 
 
 def wants_input(problem: Problem) -> bool:
+    """Tell whether dx is a result."""
     return "dx" in problem.spec.results
 
 
 def wants_weight(problem: Problem) -> bool:
+    """Tell whether dweight is a result."""
     return "dweight" in problem.spec.results
 
 
 def conv_backward(problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: Any = None) -> Kernel:
-    """The kernel of a convolution's gradients. `weight` is packed (weights.py), but for depthwise ones."""
+    """Make the kernel of a convolution's gradients. `weight` is packed (weights.py), but for depthwise ones.
+
+    `plan` is a pair of `choices`: that of dx's tile and that of dweight's, None where there is no such result.
+    BnfuseError where the operator is no convolution's gradient.
+    """
     spec = problem.spec
     if spec.core not in CONV_GRADS:
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
@@ -101,17 +110,20 @@ class Stages:
 
     @property
     def epilogue(self) -> Problem:
-        """The problem as the input gradient's epilogue sees it: the bias is not its business."""
+        """Give the problem as the input gradient's epilogue sees it: the bias is not its business."""
         return without(self.problem, "BiasGrad")
 
     @property
     def reductions(self) -> Reductions:
+        """Give what the input gradient's epilogue sums."""
         return Reductions.of(self.epilogue.spec)
 
     def taken(self, *names: str) -> list[Param]:
+        """Pick the parameters of these names, in the kernel's order."""
         return [param for param in self.params if param.name in names]
 
     def build(self, name: str) -> tuple[Stage, ...]:
+        """Build all stages of a kernel `name`: the weight's, the bias's, the input's."""
         stages: list[Stage] = []
         # the weight gradient reads dy and x, which the input gradient may share its accumulator's buffer with
         if self.weight is not None:
@@ -123,6 +135,7 @@ class Stages:
         return tuple(stages)
 
     def input_stages(self, name: str, tile: Tile) -> tuple[Stage, ...]:
+        """Build the stage of dx and, where dx has sums, the one that merges their partials."""
         operand = Operand(self.problem, True)
         spec = self.epilogue.spec
         names = {*operand.names, "weight", "dx", "partials", *EpiloguePlan(self.problem).maps}
@@ -137,6 +150,7 @@ class Stages:
         return (block.stage, *merge)
 
     def weight_stages(self, name: str, tile: WeightTile) -> tuple[Stage, ...]:
+        """Build the stage of dweight's shares, and the one that adds them."""
         gradient, source = Operand(self.problem, True), Operand(self.problem, False)
         taken = self.taken(*gradient.names, *source.names, "weight_partials")
         plan = tile.plan
@@ -149,6 +163,7 @@ class Stages:
 
     @property
     def bias_team(self) -> Team:
+        """Lay out a block of the bias's sweep: up to 64 vectors of channels side by side, up to 256 threads."""
         kinds = Operand(self.problem, True).maps.values()
         width = width_of(kinds)
         across = min(-(-self.problem.map("dy").c // width), 64)
@@ -156,11 +171,12 @@ class Stages:
 
     @property
     def bias_rows(self) -> int:
+        """Count the partial rows of dbias: up to BIAS_ROWS a multiprocessor, of 4 pixels a thread or more."""
         pixels = self.problem.map("dy").pixels
         return max(1, min(BIAS_ROWS * self.target.multiprocessors, pixels // (4 * self.bias_team.down)))
 
     def bias_stages(self, name: str) -> tuple[Stage, ...]:
-        """dbias, the sum of dy behind BatchNormGrad: a sweep of its own."""
+        """Build the sweep of dbias, the sum of dy behind BatchNormGrad, and the stage that merges its rows."""
         operand, team, rows = Operand(self.problem, True), self.bias_team, self.bias_rows
         kind = self.problem.map("dy")
         columns = -(-kind.c // (team.across * team.width))
@@ -207,7 +223,7 @@ class Stages:
 
 
 def without(problem: Problem, step: str) -> Problem:
-    """The problem with one step of its epilogue left out."""
+    """Leave one step out of a problem's epilogue."""
     spec = problem.spec
     if step not in spec.epilogue:
         return problem
@@ -218,7 +234,8 @@ def without(problem: Problem, step: str) -> Problem:
 def merge_weight(name: str, params: list[Param], tile: WeightTile) -> Stage:
     """Add the shares, rows of [tap][input] or flat ones, in their order, into OIHW."""
     c, flat = tile.correlation, tile.plan.read == "flat"
-    # a thread an element fills the GPU with large weights; of small ones several threads take shares each
+    # a thread an element fills the GPU with large weights; of small ones several threads take shares each (from how
+    # many threads on the GPU counts as filled was chosen by hand)
     lanes = 1
     while lanes < 32 and lanes * 2 <= tile.shares and tile.elements * lanes < 1 << 17:
         lanes *= 2

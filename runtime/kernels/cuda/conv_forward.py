@@ -22,7 +22,7 @@ STORE_THREADS = 256
 
 
 def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
-    """All ways to do a problem that are worth measuring, that of the rule first."""
+    """List all ways to do a problem that are worth measuring, that of the rule first."""
     if not is_packed(problem.weight):
         return (Choice("depthwise"),)
     return tuple(
@@ -34,7 +34,7 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
 def conv_forward(
     problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: TilePlan | None = None
 ) -> Kernel:
-    """The kernel of a forward convolution. `weight` is packed (weights.py), but for depthwise ones."""
+    """Make the kernel of a forward convolution. `weight` is packed (weights.py), but for depthwise ones."""
     if not is_packed(problem.weight):
         return depthwise_forward(problem, target)
     problem = with_groups_aligned(problem)
@@ -69,11 +69,12 @@ def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) 
 
 
 def shared_bytes(tile: Tile, reductions: Reductions) -> int:
+    """Count the bytes of shared memory of a tile's stage: the product's or, behind it, the sums'."""
     return max(tile.shared, reductions.shared_bytes(tile.team) if reductions else 0)
 
 
 def _stored(name: str, params: tuple[Param, ...], problem: Problem) -> tuple[Stage, ...]:
-    """StoreInput: the activated input in a sweep of its own, since tiles read it more than once or not at all."""
+    """Store the activated input in a sweep of its own, since tiles read it more than once or not at all."""
     if "StoreInput" not in problem.spec.epilogue:
         return ()
     operand, kind = Operand(problem, False), problem.map("stored")

@@ -17,6 +17,8 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 Read = Literal["gather", "halo", "flat"]
 
+# The lists of sizes below are the rule: what comes first is taken. For weight gradients their order, MANY and LARGE were
+# set by measurement (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
 MOST_TAPS = 32  # of a halo tile: a bit each
 WARPS = {(256, 64): (8, 1), (256, 32): (8, 1), (128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1)}
 WARPS |= {(64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}
@@ -28,19 +30,22 @@ PARTIAL_BYTES = 48 << 20  # of a weight gradient's shares, at most
 
 
 def read_of(c: Correlation, *, forward: bool) -> Read:
-    """How the source is read."""
+    """Choose how the source is read."""
     if forward and c.taps > 1 and 1 < c.inputs < VECTOR:
         return "flat"
     return "halo" if c.taps > 1 and c.taps <= MOST_TAPS and c.is_same else "gather"
 
 
 def with_fallback(read: Read) -> tuple[Read, ...]:
-    """The halo of a wide map may not fit into shared memory: gathering, which reads the same weights, always does."""
+    """List the ways to read that are tried, in order.
+
+    The halo of a wide map may not fit into shared memory: gathering, which reads the same weights, always does.
+    """
     return ("halo", "gather") if read == "halo" else (read,)
 
 
 def tile_plans(c: Correlation, operand: Operand, target: CudaTarget, *, forward: bool) -> Iterator[TilePlan]:
-    """Plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor."""
+    """Yield plans of the forward and the input gradient's tile, that of the rule first; all fit the multiprocessor."""
     seen: set[TilePlan] = set()
     for read in with_fallback(read_of(c, forward=forward)):
         if seen:
@@ -84,15 +89,16 @@ def _tiles(c: Correlation, pixels: int, outputs: int) -> int:
 
 
 def _plan(pixels: int, outputs: int, row_bytes: int, read: Read, ahead: int, warps: tuple[int, int]) -> TilePlan:
-    """Blocks beside each other as registers allow: a thread has that many accumulators, and some 60 more."""
+    """Let as many blocks lie beside each other as registers allow: a thread's accumulators, and some 60 more."""
     threads = warps[0] * warps[1] * WARP
     accumulators = pixels * outputs // threads
+    # 60, and 80 where two operands have prologues: estimates, chosen by hand
     blocks = max(1, min(4, REGISTERS // (threads * (accumulators + 60))))
     return TilePlan(pixels, outputs, row_bytes, warps, read, blocks, ahead)
 
 
 def weight_plans(c: Correlation, problem: Problem, target: CudaTarget) -> Iterator[WeightPlan]:
-    """Plans of the weight gradient's tile, that of the rule first."""
+    """Yield plans of the weight gradient's tile, that of the rule first; all fit the multiprocessor."""
     seen: set[WeightPlan] = set()
     for read in with_fallback(read_of(c, forward=True)):
         if seen:
@@ -141,7 +147,10 @@ def _weight_plans(c: Correlation, target: CudaTarget, read: Read) -> Iterator[We
 
 
 def with_splits(c: Correlation, target: CudaTarget, plan: WeightPlan, waves: int) -> WeightPlan:
-    """As many shares of the pixels as make `waves` blocks for each multiprocessor, if there are enough pixels."""
+    """Cut the pixels into as many shares as make `waves` blocks for each multiprocessor.
+
+    There are fewer where pixels do not suffice, or shares would take more than PARTIAL_BYTES.
+    """
     tile = WeightTile(c, plan, target.precision, False, (0, 0))
     outputs, inputs = tile.tiles
     blocks = outputs * inputs * tile.tap_blocks * c.groups

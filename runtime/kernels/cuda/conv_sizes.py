@@ -25,10 +25,12 @@ class TilePlan:
 
     @property
     def halo(self) -> bool:
+        """Tell whether the source is read with a halo."""
         return self.read == "halo"
 
     @property
     def threads(self) -> int:
+        """Count the threads of a block."""
         return self.warps[0] * self.warps[1] * d.WARP
 
 
@@ -44,110 +46,124 @@ class Tile:
 
     @property
     def channels(self) -> int:
-        """Source channels of a chunk."""
+        """Count the source channels of a chunk."""
         return self.plan.row_bytes // element_size(self.precision)
 
     @property
     def depth(self) -> int:
-        """Channels of a group, or the elements of all rows of the window where taps and channels are one axis."""
+        """Count the channels of a group, or the elements of a whole window where taps and channels are one axis."""
         c = self.correlation
         return c.vertical.window * c.flat_row if self.plan.read == "flat" else c.inputs
 
     @property
     def chunks(self) -> int:
+        """Count the chunks that `depth` is cut into."""
         return -(-self.depth // self.channels)
 
     @property
     def taps(self) -> int:
-        """Taps that one chunk in shared memory serves."""
+        """Count the taps that one chunk in shared memory serves."""
         return self.correlation.taps if self.plan.halo else 1
 
     @property
     def source_rows(self) -> int:
+        """Count the rows of the source in shared memory: the tile's pixels, and those of its halo."""
         return self.plan.pixels + (2 * self.correlation.halo if self.plan.halo else 0)
 
     @property
     def source_bytes(self) -> int:
+        """Count the bytes of the source in one buffer of shared memory."""
         return self.source_rows * self.plan.row_bytes
 
     @property
     def weight_bytes(self) -> int:
+        """Count the bytes of the weights in one buffer of shared memory."""
         return self.taps * self.plan.outputs * self.plan.row_bytes
 
     @property
     def steps(self) -> int:
-        """At most; a phase may have fewer."""
+        """Count the steps of a block, at most; a phase may have fewer."""
         return self.chunks * (self.correlation.taps if self.plan.read == "gather" else 1)
 
     @property
     def ahead(self) -> int:
+        """Count the steps whose copies are on their way at a time."""
         return min(self.plan.ahead if self.ring else 1, self.steps)
 
     @property
     def buffers(self) -> int:
-        """Of shared memory: one is read while `ahead` are filled."""
+        """Count the buffers of shared memory: one is read while `ahead` are filled."""
         return min(self.ahead + 1, self.steps)
 
     @property
     def passes(self) -> int:
-        """Vectors of a step that a thread brings."""
+        """Count the vectors of a step that a thread brings."""
         return -(-self.source_rows // (self.plan.threads // chunks_of(self.plan.row_bytes)))
 
     @property
     def own_bytes(self) -> int:
-        """Of the places that threads have for themselves, for one map and step."""
+        """Count the bytes of the places that threads have for themselves, for one map and step."""
         return self.passes * self.plan.threads * d.VECTOR_BYTES
 
     @property
     def own_at(self) -> int:
-        """Where those are: [step][further map][pass][thread]."""
+        """Give the byte offset of those places in shared memory: [step][further map][pass][thread]."""
         return self.buffers * (self.source_bytes + self.weight_bytes)
 
     @property
     def zeros_at(self) -> int:
-        """Where the row of zeros is."""
+        """Give the byte offset of the row of zeros in shared memory."""
         return self.own_at + (self.ahead * self.further * self.own_bytes if self.ring else 0)
 
     @property
     def leading(self) -> int:
-        """Floats between rows of the accumulators in shared memory: 8 more than a multiple of 32 avoids conflicts."""
+        """Count the floats between rows of the accumulators in shared memory.
+
+        8 more than a multiple of 32 avoids conflicts.
+        """
         return self.plan.outputs + 8
 
     @property
     def shared(self) -> int:
+        """Count the bytes of shared memory: the operands' or, in their place behind the product, the accumulators'."""
         operands = self.zeros_at + (self.plan.row_bytes if self.plan.halo else 0)
         return max(operands, self.plan.pixels * self.leading * 4)
 
     @property
     def team(self) -> Team:
-        """How the threads share the result."""
+        """Lay out the threads over the result: vectors of channels side by side, then pixels."""
         width = vector_width(self.precision)
         across = self.plan.outputs // width
         return Team(across, self.plan.threads // across, width)
 
     @property
     def pixel_tiles(self) -> int:
+        """Count the tiles along the pixels of a phase."""
         return -(-self.correlation.rows // self.plan.pixels)
 
     @property
     def output_tiles(self) -> int:
+        """Count the tiles along the output channels of a group."""
         return -(-self.correlation.outputs // self.plan.outputs)
 
     @property
     def rows_of_partials(self) -> int:
+        """Count the rows of partials, one for each tile of the pixels of each phase."""
         return self.correlation.phases * self.pixel_tiles
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """Give the grid in blocks: of neighbours, tiles of outputs differ first, then groups, pixels, phases."""
         c = self.correlation
         return c.phases * self.pixel_tiles * self.output_tiles * c.groups, 1, 1
 
     @property
     def packed_row(self) -> int:
-        """Elements of one tap of a packed weight's row (or of all taps where they are one axis)."""
+        """Count the elements of one tap of a packed weight's row (or of all taps where they are one axis)."""
         return -(-self.depth // 8) * 8
 
 
 def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) -> Tile:
+    """Size the tile of a plan. Vectors are copied asynchronously where the operand allows (operand.py)."""
     ring = plan.read != "flat" and can_ring(operand, precision)
     return Tile(c, plan, precision, ring, len(operand.maps) - 1)

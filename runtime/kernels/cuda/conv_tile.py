@@ -39,11 +39,11 @@ from bnfuse.runtime.kernels.cuda.vector import ForwardEpilogue, epilogue_of
 from bnfuse.runtime.kernels.kernel import Problem
 
 FAR = -(1 << 20)  # a coordinate outside of every map
-PASSES = 4  # pixels whose epilogue's operands a thread has on their way at a time
+PASSES = 4  # pixels whose epilogue's operands a thread has on their way at a time: chosen by hand
 
 
 def emit(block: Block, tile: Tile, operand: Operand, problem: Problem) -> None:
-    """The whole stage; the epilogue is that of `problem`."""
+    """Emit the whole stage; the epilogue is that of `problem`."""
     Emitter(block, tile, operand).run(problem)
 
 
@@ -75,6 +75,7 @@ class Emitter:
         self.warp_output = T.bind(block.warp % plan.warps[1])
 
     def run(self, problem: Problem) -> None:
+        """Emit the loop over the steps, then the epilogue of `problem`."""
         with T.serial(0, self.fragments[0] * self.fragments[1] * 4, unroll=True) as i:
             d.put(self.acc, i, T.float32(0))
         steps: Expr = self.tile.chunks
@@ -106,10 +107,11 @@ class Emitter:
 
     @property
     def every_phase_has_taps(self) -> bool:
+        """Tell whether no phase is without taps, so that every block has a first step."""
         return all(p.count for axis in (self.c.vertical, self.c.horizontal) for p in axis.phases)
 
     def phase_value(self, vertical: Axis, horizontal: Axis, of: Callable[[Any, Any], int]) -> Expr:
-        """A number that depends on the block's phase."""
+        """Select, by the block's phase, a number that `of` makes of the phases of both axes."""
         numbers = [of(v, h) for v in vertical.phases for h in horizontal.phases]
         found: Expr = numbers[-1]
         for i, number in reversed(list(enumerate(numbers[:-1]))):
@@ -119,7 +121,7 @@ class Emitter:
         return found
 
     def destination(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
-        """Image, row and column of a destination pixel of the phase, and whether there is such a pixel.
+        """Find image, row and column of a destination pixel of the phase, and whether there is such a pixel.
 
         Row and column are those before `scale` and phase.
         """
@@ -128,7 +130,7 @@ class Emitter:
         return image, rest // h.rows, rest % h.rows, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
 
     def destination_pixel(self, row: Expr) -> tuple[Expr, Expr]:
-        """The pixel's index in the destination map, and whether it exists."""
+        """Find the pixel's index in the destination map, and whether it exists."""
         v, h = self.c.vertical, self.c.horizontal
         if v.scale == 1 and h.scale == 1:
             return row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
@@ -147,13 +149,15 @@ class Emitter:
     # -- shared memory ---------------------------------------------------------------------------------------------
 
     def source_at(self, side: Expr) -> Expr:
+        """Give the byte offset of the source in buffer `side` of shared memory."""
         return side * self.tile.source_bytes
 
     def weight_at(self, side: Expr) -> Expr:
+        """Give the byte offset of the weights in buffer `side` of shared memory."""
         return self.tile.buffers * self.tile.source_bytes + side * self.tile.weight_bytes
 
     def chunk_at(self, row: Expr, chunk: Expr) -> Expr:
-        """Byte offset of a 16-byte chunk of a row."""
+        """Give the byte offset of a 16-byte chunk of a row, counted from the first row."""
         return row * self.plan.row_bytes + swizzled(row, chunk, self.chunk_lanes) * d.VECTOR_BYTES
 
     # -- filling ---------------------------------------------------------------------------------------------------
@@ -177,13 +181,13 @@ class Emitter:
         d.unrolled(self.fragments[0], rows)
 
     def tap_distance(self, tap: int) -> tuple[int, int]:
-        """Rows and columns from a destination pixel to the source pixel of a tap (`same` axes)."""
+        """Count the rows and columns from a destination pixel to the source pixel of a tap (`same` axes)."""
         v, h = self.c.vertical, self.c.horizontal
         # taps are numbered as in the window: towards the input, later ones are further up and left
         return v.phases[0].base + tap // h.window * v.step, h.phases[0].base + tap % h.window * h.step
 
     def prepare_gather(self) -> None:
-        """For each pass: the image's first source pixel, and the source row and column of the first tap."""
+        """Keep for each pass the image's first source pixel, and the source row and column of the first tap."""
         if self.c.is_pointwise:
             return
         v, h = self.c.vertical, self.c.horizontal
@@ -221,12 +225,17 @@ class Emitter:
         self.fetch(step, chunk, lambda i: self.gathered_pixel(i, down * v.step, right * h.step))
 
     def halo_pixel(self, i: Expr) -> tuple[Expr, Expr]:
+        """Find the source pixel of pass `i` of a halo tile, and whether map and tile have it."""
         row = self.source_row + i * self.stride
         pixel = T.bind(self.first - self.c.halo + row)
         inside = d.within(pixel, self.c.rows)
         return pixel, d.all_of(inside, d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0))
 
     def gathered_pixel(self, i: Expr, down: Expr, right: Expr) -> tuple[Expr, Expr]:
+        """Find the source pixel of pass `i` and a tap, and whether map and tile have it.
+
+        The tap is `down` rows and `right` columns from the first one.
+        """
         v, h = self.c.vertical, self.c.horizontal
         row = self.source_row + i * self.stride
         own = d.below(row, self.plan.pixels, self.plan.pixels % self.stride == 0)
@@ -237,20 +246,23 @@ class Emitter:
         return self.images[i] + y * h.source + x, d.all_of(own, d.within(y, v.source), d.within(x, h.source))
 
     def flat_elements(self, chunk: Expr, i: Expr) -> Callable[[int], tuple[Expr, Expr, Expr]]:
-        """Of each element of a flat vector a pixel, the channel counted from it, and whether it lies in the image."""
+        """Find for each element of a flat vector a pixel, the channel from there, and whether it is in the image."""
         first = T.bind(chunk * self.tile.channels + self.source_lane * self.loader.width)
         row = self.source_row + i * self.stride
         own = d.below(row, self.plan.pixels, self.plan.pixels % self.stride == 0)
         return flat_elements(self.flat, first, self.images[i], self.ys[i], self.xs[i], own, self.group)
 
     def channel_of(self, chunk: Expr) -> tuple[Expr, Expr | None]:
-        """First channel (of the whole map) that this thread brings of a chunk, and how many of its group are left."""
+        """Find the first channel that this thread brings of a chunk, and how many of its group are left (None: enough).
+
+        The channel is counted in the whole map.
+        """
         inner = chunk * self.tile.channels + self.source_lane * self.loader.width
         whole = self.c.inputs % self.tile.channels == 0
         return self.group * self.c.inputs + inner, None if whole else self.c.inputs - inner
 
     def slot(self, step: Expr, i: Expr) -> Slot:
-        """Where pass `i` of a step goes."""
+        """Find the places in shared memory that pass `i` of a step goes to."""
         place = self.source_at(step % self.tile.buffers) + self.chunk_at(
             self.source_row + i * self.stride, self.source_lane
         )
@@ -259,11 +271,12 @@ class Emitter:
         return Slot(place, base + (i * self.plan.threads + self.block.tid) * d.VECTOR_BYTES, tile.own_bytes)
 
     def own_row(self, i: Expr) -> Expr:
-        """Whether pass `i` has a row of the tile for this thread."""
+        """Tell whether pass `i` has a row of the tile for this thread."""
         row = self.source_row + i * self.stride
         return d.below(row, self.tile.source_rows, self.tile.source_rows % self.stride == 0)
 
     def fetch(self, step: Expr, chunk: Expr, pixel_of: Callable[[Expr], tuple[Expr, Expr]]) -> None:
+        """Start bringing the source of a step; `pixel_of(i)` is the pixel of pass i, and whether it exists."""
         channel, left = self.channel_of(chunk)
         channel = T.bind(channel)
         left = None if left is None else T.bind(left)
@@ -305,7 +318,7 @@ class Emitter:
         self.block.each(tile.taps * self.plan.outputs * per_row, one)
 
     def finish(self, step: Expr, side: Expr) -> None:
-        """The prologue of what has been fetched, into shared memory."""
+        """Take what has been fetched through the prologue, into shared memory."""
         if self.plan.read == "flat":
             self.finish_flat(step, side)
             return
@@ -340,6 +353,7 @@ class Emitter:
         d.unrolled(self.passes, one)
 
     def finish_flat(self, step: Expr, side: Expr) -> None:
+        """Take a flat step through the prologue: elements of a vector differ in channel, and repeat by tap."""
         first = T.bind(step * self.tile.channels + self.source_lane * self.loader.width)
         inputs = self.c.inputs
         self.loader.load_flat_coefficients(lambda j: self.group * inputs + (first % self.c.flat_row + j) % inputs)
@@ -362,10 +376,11 @@ class Emitter:
     # -- multiplying -----------------------------------------------------------------------------------------------
 
     def fragment_row(self, i: Expr) -> Expr:
-        """The tile's row whose address this lane gives for the i-th 16 rows of its warp."""
+        """Find the tile's row whose address this lane gives for the i-th 16 rows of its warp."""
         return self.warp_pixel * (self.plan.pixels // self.plan.warps[0]) + i * 16 + self.block.lane % 16
 
     def multiply(self, side: Expr) -> None:
+        """Add the products of buffer `side` to the accumulators, for all its taps and channels."""
         source = T.bind(self.shared.address + tirx.Cast("uint32", self.source_at(side)))
         weight = T.bind(self.shared.address + tirx.Cast("uint32", self.weight_at(side)))
         steps = self.plan.row_bytes // d.STEP_BYTES
@@ -397,11 +412,11 @@ class Emitter:
             tap_of(tap, tap)
 
     def address(self, row: Expr, k: Expr) -> Expr:
-        """Of the chunk that this lane gives to ldmatrix for a row of the source."""
+        """Give the byte offset (uint32) of the chunk that this lane gives to ldmatrix for a row of the source."""
         return tirx.Cast("uint32", self.chunk_at(row, k * 2 + self.block.lane // 16))
 
     def products(self, k: Expr, weight: Expr, source: Callable[[Expr], Expr], a: Buffer, b: Buffer) -> None:
-        """One step of 32 bytes along the channels: all fragments of this warp."""
+        """Multiply one step of 32 bytes along the channels: all fragments of this warp."""
         lane = self.block.lane
         d.unrolled(self.fragments[0], lambda i: d.ldmatrix(a, i * 4, source(i)))
         precision = self.tile.precision
@@ -435,7 +450,7 @@ class Emitter:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def close(self, problem: Problem) -> None:
-        """Accumulators into shared memory, then vectors of channels through the epilogue."""
+        """Put the accumulators into shared memory, then take vectors of channels through the epilogue."""
         plan, lane, leading, team = self.plan, self.block.lane, self.tile.leading, self.tile.team
         floats = self.shared.view("float32")
 

@@ -43,29 +43,29 @@ class Axis:
 
     @property
     def rows(self) -> int:
-        """Destination indices of the largest phase."""
+        """Count the destination indices of the largest phase."""
         return -(-self.destination // self.scale)
 
     @property
     def is_same(self) -> bool:
-        """Whether source and destination have the same pixels, so that a tap is a constant distance."""
+        """Tell whether source and destination have the same pixels, so that a tap is a constant distance."""
         return self.scale == 1 and self.mult == 1 and self.destination == self.source
 
     @property
     def reach(self) -> int:
-        """How far the taps of a `same` axis reach to either side."""
+        """Count the pixels that the taps of a `same` axis reach to either side."""
         phase = self.phases[0]
         return max(abs(phase.base), abs(phase.base + (phase.count - 1) * self.step))
 
 
 def forward_axis(axis: geometry.Axis) -> Axis:
-    """From the input to the output of a convolution."""
+    """Describe an axis from the input to the output of a convolution."""
     taps = (Phase(0, axis.kernel, -axis.pad),)
     return Axis(axis.out, axis.size, axis.kernel, 1, axis.stride, axis.dilation, 1, taps)
 
 
 def gradient_axis(axis: geometry.Axis) -> Axis:
-    """Towards the input: destination is the forward convolution's input, source its output."""
+    """Describe an axis towards the input: destination is the forward convolution's input, source its output."""
     stride, dilation, window = axis.stride, axis.dilation, axis.kernel
     common = math.gcd(stride, dilation)
     tap_step, step = stride // common, -(dilation // common)
@@ -93,40 +93,43 @@ class Correlation:
 
     @property
     def taps(self) -> int:
+        """Count the taps of the window."""
         return self.vertical.window * self.horizontal.window
 
     @property
     def flat_row(self) -> int:
-        """Elements of a row of the window, taps and channels as one axis, filled up to eights (weights.py)."""
+        """Count the elements of a window's row, taps and channels as one axis, filled up to eights (weights.py)."""
         return -(-self.horizontal.window * self.inputs // 8) * 8
 
     @property
     def phases(self) -> int:
+        """Count the phases, those of both axes combined."""
         return len(self.vertical.phases) * len(self.horizontal.phases)
 
     @property
     def rows(self) -> int:
-        """Destination pixels of a phase, in order of image, row, column."""
+        """Count the destination pixels of the largest phase; their order is image, row, column."""
         return self.images * self.vertical.rows * self.horizontal.rows
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether destination and source pixels are the same and there is one tap."""
+        """Tell whether destination and source pixels are the same and there is one tap."""
         one = all(p == Phase(0, 1, 0) for axis in (self.vertical, self.horizontal) for p in axis.phases)
         return self.taps == 1 and one and self.vertical.is_same and self.horizontal.is_same
 
     @property
     def is_same(self) -> bool:
+        """Tell whether source and destination have the same pixels along both axes."""
         return self.vertical.is_same and self.horizontal.is_same
 
     @property
     def halo(self) -> int:
-        """Pixels before the first and behind the last of a run of destination pixels that its taps reach."""
+        """Count the pixels that taps reach before the first, and behind the last, of a run of destination pixels."""
         return self.vertical.reach * self.horizontal.source + self.horizontal.reach
 
 
 def with_groups_aligned(problem: Problem) -> Problem:
-    """The problem with maps whose `align` holds at the first channel of every group, too."""
+    """Give a problem maps whose `align` holds at the first channel of every group, too."""
     outputs, per_group, *_ = problem.weight
     group = problem.attribute("group")
     sides = dict.fromkeys(OUTPUT_MAPS, outputs // group)
@@ -149,16 +152,17 @@ class FlatView:
 
     @staticmethod
     def of(correlation: Correlation, x: MapType) -> FlatView:
+        """View the windows of a correlation over its source, the map `x`."""
         return FlatView(correlation, x.stride == x.c and correlation.groups == 1 and correlation.horizontal.step == 1)
 
 
 def forward_correlation(problem: Problem) -> Correlation:
-    """The convolution of a problem; of a gradient's what the weight gradient sums over."""
+    """Describe the convolution of a problem; of a gradient's what the weight gradient sums over."""
     c = convolution_of(problem)
     return Correlation(c.n, forward_axis(c.rows), forward_axis(c.columns), c.groups, c.cout, c.cin)
 
 
 def gradient_correlation(problem: Problem) -> Correlation:
-    """Towards the input of a gradient's problem."""
+    """Describe the convolution towards the input of a gradient's problem."""
     c = convolution_of(problem)
     return Correlation(c.n, gradient_axis(c.rows), gradient_axis(c.columns), c.groups, c.cin, c.cout)

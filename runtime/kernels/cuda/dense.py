@@ -57,7 +57,9 @@ from bnfuse.runtime.targets.target import CudaTarget
 DEPTH = 32  # of k, of a tile in shared memory
 STEP = 16  # of k, that a warp takes at a time
 MERGE_THREADS = 256
-FIRST_STEPS, MERGE_WORDS = 3, 12_000  # what the first copies and the second launch cost, as copies
+# what the first copies (steps) and the second launch (words) cost, as copies: chosen by hand, as is what `choose_tiles`
+# takes a word of partial sums for
+FIRST_STEPS, MERGE_WORDS = 3, 12_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +75,21 @@ class Tiles:
 
     @property
     def threads(self) -> int:
+        """Count the threads of a block."""
         return WARP * (self.rows // self.warp_rows) * (self.columns // self.warp_columns)
 
     @property
     def words(self) -> int:
-        """Of shared memory, of one tile of A and one of B."""
+        """Count the words of shared memory of one tile of A and one of B."""
         return (self.rows + self.columns) * DEPTH
 
     @property
     def shared(self) -> int:
+        """Count the bytes of shared memory of all that is buffered."""
         return 4 * self.words * self.ahead
 
 
-SHAPES = (
+SHAPES = (  # chosen by hand
     Tiles(128, 128, 64, 32),
     Tiles(64, 128, 32, 32),
     Tiles(128, 64, 32, 32),
@@ -96,12 +100,12 @@ SHAPES = (
 
 
 def steps_of(problem: GemmProblem) -> int:
-    """Tiles of k."""
+    """Count the tiles of k."""
     return -(-problem.k // DEPTH)
 
 
 def choose_tiles(problem: GemmProblem, target: CudaTarget) -> Tiles:
-    """The tiles with the least estimated time.
+    """Choose the tiles with the least estimated time.
 
     A block takes as long as its copies: (rows + columns) words for each of k, and the first ones are waited for. A
     multiprocessor does its blocks one after the other. Shares of k cost another launch and the partial sums' way.
@@ -125,7 +129,7 @@ def choose_tiles(problem: GemmProblem, target: CudaTarget) -> Tiles:
 
 
 def gemm(problem: GemmProblem, target: CudaTarget) -> Kernel:
-    """a, b, [c] -> y; scratch: partials [shares][m][n], where k is shared."""
+    """Make the kernel: a, b, [c] -> y, float32; scratch: partials [shares][m][n], where k is shared."""
     params = gemm_params(problem)
     tiles = choose_tiles(problem, target)
     if tiles.shares > 1:
@@ -154,16 +158,16 @@ class Operand:
 
     @property
     def line(self) -> int:
-        """Words of a line of the tile in shared memory: a line is one row's 32 of k, or one k's rows."""
+        """Count the words of a line of the tile in shared memory: a line is one row's 32 of k, or one k's rows."""
         return DEPTH if self.along_k else self.tile
 
     @property
     def access(self) -> int:
-        """Words of one copy: what the operand's lines in memory, which have this length, are multiples of."""
+        """Count the words of one copy, 1, 2 or 4: the operand's lines in memory are multiples of them."""
         return math.gcd(self.k if self.along_k else self.size, 4)
 
     def place(self, index: Expr, k: Expr) -> Expr:
-        """Word of the tile where element (index, k) lies. Four of k, or eight of index, stay together."""
+        """Find the word of the tile where element (index, k) lies. Four of k, or eight of index, stay together."""
         if self.along_k:
             return index * DEPTH + tirx.bitwise_xor(k, tirx.bitwise_and(index, 1) * 16)
         return k * self.tile + tirx.bitwise_xor(index, tirx.bitwise_and(k // 4, 3) * 8)
@@ -190,7 +194,7 @@ class Operand:
         block.each(self.tile * DEPTH // width, piece)
 
     def read(self, view: Buffer, buffer: Expr, index: Expr, k: Expr, into: Buffer, at: int) -> None:
-        """Elements (index, k .. k+3) of the tile, into four registers. k is a multiple of four."""
+        """Read elements (index, k .. k+3) of the tile into four registers. k is a multiple of four."""
         base = buffer + self.first_word
         if self.along_k:
             T.buffer_store(into, view[T.ramp(base + self.place(index, k), 1, 4)], [T.ramp(at, 1, 4)])
@@ -262,7 +266,7 @@ class _Product:
                 self._product(a, own, 4 * ((i // 16) * len(b) + j))
 
     def _fragment(self, operand: Operand, buffer: Expr, indices: list[Expr], k: Expr) -> list[Buffer]:
-        """Words for the tensor cores, of two rows of A or one column of B: [values], or [high, low] at fp32.
+        """Make words for the tensor cores of two rows of A or one column of B: [values], or [high, low] at fp32.
 
         For a 16-bit type one product takes all 16 of k, else two take 8 each.
         """
@@ -323,7 +327,7 @@ Finish = Callable[[Expr, Expr, Expr], Expr]  # (row, column, sum) -> what y has 
 
 
 def finishing(problem: GemmProblem, block: Block) -> Finish:
-    """alpha*sum + beta*C."""
+    """Make the function that gives alpha*sum + beta*C at (row, column); alpha*sum where there is no C."""
 
     def finish(row: Expr, column: Expr, value: Expr) -> Expr:
         if "c" not in block:
@@ -369,7 +373,7 @@ def _put_pair(
 
 
 def _merge(name: str, problem: GemmProblem, tiles: Tiles, params: list[Param]) -> Stage:
-    """partials, [c] -> y: the shares of k are added up in order, a thread for up to four columns."""
+    """Merge partials, [c] -> y: the shares of k are added up in order, a thread for up to four columns."""
     width = math.gcd(problem.n, 4)
     total = problem.m * problem.n // width
     with stage(name, params, grid=(-(-total // MERGE_THREADS), 1, 1), threads=MERGE_THREADS) as block:

@@ -25,6 +25,7 @@ class WeightPlan:
 
     @property
     def threads(self) -> int:
+        """Count the threads of a block."""
         return self.warps[0] * self.warps[1] * d.WARP
 
 
@@ -40,55 +41,66 @@ class WeightTile:
 
     @property
     def ahead(self) -> int:
+        """Count the steps whose copies are on their way at a time."""
         return min(self.plan.ahead if self.ring else 1, self.share)
 
     @property
     def taps(self) -> int:
-        """Taps that a block serves."""
+        """Count the taps that a block serves."""
         return self.correlation.taps if self.plan.read == "halo" else 1
 
     @property
     def tap_blocks(self) -> int:
+        """Count the blocks that share a tile's taps: one for each tap where x is gathered."""
         return self.correlation.taps if self.plan.read == "gather" else 1
 
     @property
     def depth(self) -> int:
-        """Columns of the weight gradient that tiles of `inputs` cut up."""
+        """Count the columns of the weight gradient that tiles of `inputs` cut up."""
         c = self.correlation
         return c.vertical.window * c.flat_row if self.plan.read == "flat" else c.inputs
 
     @property
     def halo(self) -> int:
+        """Count the pixels that taps reach before and behind a chunk; 0 where x is not read with a halo."""
         return self.correlation.halo if self.plan.read == "halo" else 0
 
     @property
     def source_rows(self) -> int:
+        """Count the rows of x in shared memory: the pixels of a chunk, and those of its halo."""
         return self.plan.pixels + 2 * self.halo
 
     @property
     def gradient_row(self) -> int:
-        """Bytes of a row of dy in shared memory."""
+        """Count the bytes of a row of dy in shared memory."""
         return self.plan.outputs * element_size(self.precision)
 
     @property
     def source_row(self) -> int:
+        """Count the bytes of a row of x in shared memory."""
         return self.plan.inputs * element_size(self.precision)
 
     @property
     def gradient_bytes(self) -> int:
+        """Count the bytes of dy in one buffer of shared memory."""
         return self.plan.pixels * self.gradient_row
 
     @property
     def source_bytes(self) -> int:
+        """Count the bytes of x in one buffer of shared memory."""
         return self.source_rows * self.source_row
 
     @property
     def buffers(self) -> int:
+        """Count the buffers of shared memory: one is read while `ahead` are filled."""
         return min(self.ahead + 1, self.share)
 
     @property
     def own_bytes(self) -> tuple[int, int]:
-        """Of the places that threads have for themselves, for a map of dy's and of x's operand, in one step."""
+        """Count the bytes of the places that threads have for themselves, for one map and step.
+
+        They are those of a map of dy's operand, and of one of x's.
+        """
         sizes = (self.plan.pixels, self.gradient_row), (self.source_rows, self.source_row)
         return tuple(  # type: ignore[return-value]
             -(-rows // (self.plan.threads // chunks_of(row))) * self.plan.threads * d.VECTOR_BYTES
@@ -97,56 +109,62 @@ class WeightTile:
 
     @property
     def own_at(self) -> int:
-        """Where those are: [step]([further map of dy] [further map of x])[pass][thread]."""
+        """Give the byte offset of those: [step]([further map of dy] [further map of x])[pass][thread]."""
         return self.buffers * (self.gradient_bytes + self.source_bytes)
 
     @property
     def own_step(self) -> int:
+        """Count the bytes of those places for one step."""
         return sum(count * size for count, size in zip(self.further, self.own_bytes, strict=True)) if self.ring else 0
 
     @property
     def zeros_at(self) -> int:
+        """Give the byte offset of the row of zeros in shared memory."""
         return self.own_at + self.ahead * self.own_step
 
     @property
     def shared(self) -> int:
+        """Count the bytes of shared memory."""
         return self.zeros_at + (self.source_row if self.plan.read == "halo" else 0)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Along outputs and inputs of a group."""
+        """Count the tiles along outputs and inputs of a group."""
         return -(-self.correlation.outputs // self.plan.outputs), -(-self.depth // self.plan.inputs)
 
     @property
     def steps(self) -> int:
-        """Chunks of pixels, all of them."""
+        """Count the chunks of pixels, all of them."""
         return -(-self.correlation.rows // self.plan.pixels)
 
     @property
     def share(self) -> int:
-        """Chunks of a block; the last share may have fewer."""
+        """Count the chunks of a block; the last share may have fewer."""
         return -(-self.steps // self.plan.splits)
 
     @property
     def shares(self) -> int:
+        """Count the shares of the pixels, none of which is empty."""
         return -(-self.steps // self.share)
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """Give the grid in blocks: of neighbours, tiles of inputs differ first, then taps, outputs, groups, shares."""
         outputs, inputs = self.tiles
         return outputs * inputs * self.tap_blocks * self.correlation.groups * self.shares, 1, 1
 
     @property
     def row(self) -> int:
-        """Elements of a share's row, that of an output channel: [tap][input], or flat."""
+        """Count the elements of a share's row, that of an output channel: [tap][input], or flat."""
         return self.depth if self.plan.read == "flat" else self.correlation.taps * self.depth
 
     @property
     def elements(self) -> int:
-        """Of a share."""
+        """Count the elements of a share."""
         return self.correlation.groups * self.correlation.outputs * self.row
 
 
 def weight_tile_of(c: Correlation, plan: WeightPlan, precision: str, gradient: Operand, source: Operand) -> WeightTile:
+    """Size the tile of a plan. Vectors are copied asynchronously where both operands allow (operand.py)."""
     ring = plan.read != "flat" and can_ring(gradient, precision) and can_ring(source, precision)
     return WeightTile(c, plan, precision, ring, (len(gradient.maps) - 1, len(source.maps) - 1))

@@ -58,6 +58,7 @@ class WeightEmitter:
         self.warp_input = T.bind(block.warp % plan.warps[1])
 
     def run(self) -> None:
+        """Emit the loop over the chunks of the block's share, then the store of its partials."""
         with T.serial(0, self.fragments[0] * self.columns * 4, unroll=True) as i:
             d.put(self.acc, i, T.float32(0))
         if self.plan.read == "halo":
@@ -86,13 +87,18 @@ class WeightEmitter:
     # -- filling ---------------------------------------------------------------------------------------------------
 
     def gradient_place(self) -> tuple[Expr, Expr | None]:
+        """Find the first channel of dy that this thread brings, and how many of its group are left."""
         return place_of(self.first_output, self.gradient, self.group, self.c.outputs, self.plan.outputs)
 
     def source_place(self) -> tuple[Expr, Expr | None]:
+        """Find the first channel of x that this thread brings, and how many of its group are left."""
         return place_of(self.first_input, self.source, self.group, self.c.inputs, self.plan.inputs)
 
     def slots(self, turn: Expr, base: Expr, rows: Rows, before: int) -> Callable[[Expr], Slot]:
-        """Where the passes of the block's step `turn` go: in the tile at `base`; own places behind `before` bytes."""
+        """Make the function that finds the places of the passes of the block's step `turn`.
+
+        They are in the tile at byte `base`; own places lie behind `before` bytes of the step's.
+        """
         own = self.tile.own_at + turn % self.tile.ahead * self.tile.own_step + before
         apart = rows.passes * self.plan.threads * d.VECTOR_BYTES
 
@@ -103,9 +109,11 @@ class WeightEmitter:
         return slot
 
     def gradient_slots(self, turn: Expr) -> Callable[[Expr], Slot]:
+        """Make the function that finds the places of dy's passes of the block's step `turn`."""
         return self.slots(turn, turn % self.tile.buffers * self.tile.gradient_bytes, self.gradient, 0)
 
     def source_slots(self, turn: Expr) -> Callable[[Expr], Slot]:
+        """Make the function that finds the places of x's passes of the block's step `turn`."""
         base = self.tile.buffers * self.tile.gradient_bytes + turn % self.tile.buffers * self.tile.source_bytes
         return self.slots(turn, base, self.source, self.tile.further[0] * self.tile.own_bytes[0])
 
@@ -129,13 +137,17 @@ class WeightEmitter:
             self.source.fetch(source_slots, lambda row: self.gathered(pixel + row), *self.source_place())
 
     def coordinates(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
-        """First source pixel of the image, source row and column of the first tap, whether there is such a pixel."""
+        """Find the image's first source pixel, and the source row and column of the first tap, of a pixel of dy.
+
+        The last value is whether there is such a pixel.
+        """
         v, h = self.c.vertical, self.c.horizontal
         image, rest = T.bind(row // (v.rows * h.rows)), T.bind(row % (v.rows * h.rows))
         y, x = rest // h.rows * v.mult + v.phases[0].base, rest % h.rows * h.mult + h.phases[0].base
         return image * (v.source * h.source), y, x, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
 
     def gathered(self, row: Expr) -> tuple[Expr, Expr]:
+        """Find the source pixel of pixel `row` of dy and the block's tap, and whether it exists."""
         if self.c.is_pointwise:
             return row, d.below(row, self.c.rows, self.c.rows % self.plan.pixels == 0)
         v, h = self.c.vertical, self.c.horizontal
@@ -145,12 +157,13 @@ class WeightEmitter:
         return image + y * h.source + x, d.all_of(valid, d.within(y, v.source), d.within(x, h.source))
 
     def flat_elements(self, row: Expr, own: Expr) -> Callable[[int], tuple[Expr, Expr, Expr]]:
+        """Find the elements that this thread brings of the flat row of pixel `row` (operand.py)."""
         image, y, x, valid = self.coordinates(row)
         first = T.bind(self.first_input + self.source.lane * self.source.width)
         return flat_elements(self.flat, first, image, y, x, d.all_of(own, valid), self.group)
 
     def finish(self, step: Expr, turn: Expr, side: Expr) -> None:
-        """Both prologues, into shared memory."""
+        """Take what has been fetched through both prologues, into shared memory."""
         pixel = T.bind(step * self.plan.pixels)
         exact = self.c.rows % self.plan.pixels == 0
         needs = exact or not self.gradient.loader.operand.vectors  # zeros stay zeros where nothing is added
@@ -172,7 +185,7 @@ class WeightEmitter:
         self.source.finish(self.store, self.source_slots(turn), self.c.inputs, *self.source_place(), inside)
 
     def place(self, row: Expr, chunk: Expr, row_bytes: int) -> Expr:
-        """Byte offset of a chunk of a row: so that what a warp reads at once lies in different banks."""
+        """Give the byte offset of a chunk of a row: so that what a warp reads at once lies in different banks."""
         chunks = chunks_of(row_bytes)
         if self.narrow:
             return row * row_bytes + swizzled(row, chunk, chunks) * d.VECTOR_BYTES
@@ -182,6 +195,7 @@ class WeightEmitter:
     # -- multiplying -----------------------------------------------------------------------------------------------
 
     def multiply(self, step: Expr, side: Expr) -> None:
+        """Add the products of the pixels of buffer `side` to the accumulators, for all taps of the block."""
         gradient = T.bind(side * self.tile.gradient_bytes)
         source = T.bind(self.tile.buffers * self.tile.gradient_bytes + side * self.tile.source_bytes)
         deep = 16 if self.narrow else 8  # pixels of one product
@@ -218,17 +232,19 @@ class WeightEmitter:
                 d.unrolled(self.fragments[1] // 2, pair)
 
     def distance(self, tap: int) -> int:
+        """Count the rows of x in shared memory from that of a pixel's number to that of a tap; 0 without a halo."""
         if self.plan.read != "halo":
             return 0
         down, right = self.tap_distance(tap)
         return self.tile.halo + down * self.c.horizontal.source + right
 
     def tap_distance(self, tap: int) -> tuple[int, int]:
+        """Count the rows and columns from a pixel of dy to the source pixel of a tap (`same` axes)."""
         v, h = self.c.vertical, self.c.horizontal
         return v.phases[0].base + tap // h.window * v.step, h.phases[0].base + tap % h.window * h.step
 
     def masks(self, step: Expr, first: Expr) -> list[Buffer]:
-        """Which taps of the pixels that this lane addresses lie in the image: bits, for each of its pixels."""
+        """Find which taps of the pixels that this lane addresses lie in the image: bits, for each of its pixels."""
         if self.plan.read != "halo":
             return []
         v, h = self.c.vertical, self.c.horizontal
@@ -248,11 +264,11 @@ class WeightEmitter:
         return found
 
     def narrow_row(self, first: Expr) -> Expr:
-        """The pixel whose row this lane gives to ldmatrix for x."""
+        """Find the pixel whose row this lane gives to ldmatrix for x."""
         return first + self.block.lane // 8 % 2 * 8 + self.block.lane % 8
 
     def read_gradient(self, a: Buffer, i: Expr, base: Expr, first: Expr) -> None:
-        """A fragment of dy, transposed: 16 output channels by the pixels of one product."""
+        """Read a fragment of dy, transposed: 16 output channels by the pixels of one product."""
         lane, row_bytes = self.block.lane, self.tile.gradient_row
         channel = self.warp_output * (self.plan.outputs // self.plan.warps[0]) + i * 16
         if self.narrow:
@@ -267,7 +283,7 @@ class WeightEmitter:
     def read_source(
         self, b: Buffer, j: Expr, base: Expr, first: Expr, tap: int, distance: int, inside: list[Buffer]
     ) -> None:
-        """Two fragments of x: the pixels of one product, seen through a tap, by 16 input channels."""
+        """Read two fragments of x: the pixels of one product, seen through a tap, by 16 input channels."""
         lane, row_bytes = self.block.lane, self.tile.source_row
         channel = self.warp_input * (self.plan.inputs // self.plan.warps[1]) + j * 16
         bit = T.uint32(1 << tap)
@@ -288,7 +304,7 @@ class WeightEmitter:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Accumulators to partials [share][output][tap][input]."""
+        """Write the accumulators to partials [share][output][tap][input]."""
         c, plan, lane = self.c, self.plan, self.block.lane
         partials = self.block["weight_partials"]
         taps, depth = (1, self.tile.depth) if plan.read == "flat" else (c.taps, c.inputs)
@@ -321,7 +337,7 @@ class WeightEmitter:
 
 
 def place_of(first: Expr, rows: Rows, group: Expr, total: int, tile: int) -> tuple[Expr, Expr | None]:
-    """The first channel (of the whole map) that this thread brings, and how many of its group are left."""
+    """Find the first channel (of the whole map) that this thread brings, and how many of its group are left."""
     inner = T.bind(first + rows.lane * rows.width)
     return T.bind(group * total + inner), None if total % tile == 0 else T.bind(total - inner)
 
@@ -351,13 +367,15 @@ class Rows:
 
     @property
     def width(self) -> int:
+        """Count the channels of a vector."""
         return self.loader.width
 
     def row(self, i: Expr) -> Expr:
+        """Find the row that pass `i` brings in this thread."""
         return self.first + i * self.stride
 
     def own(self, i: Expr) -> Expr:
-        """Whether the pass has a row for this thread."""
+        """Tell whether the pass has a row for this thread."""
         return d.below(self.row(i), self.rows, self.rows % self.stride == 0)
 
     def fetch(
@@ -367,6 +385,8 @@ class Rows:
         channel: Expr,
         left: Expr | None,
     ) -> None:
+        """Start bringing all rows; `pixel_of(row)` is a row's pixel, and whether it exists."""
+
         def one(i: Expr) -> None:
             pixel, valid = pixel_of(self.row(i))
             if self.ring:
@@ -377,7 +397,10 @@ class Rows:
         d.unrolled(self.passes, one)
 
     def fetch_flat(self, elements_of: Callable[[Expr, Expr], Callable[[int], tuple[Expr, Expr, Expr]]]) -> None:
-        """`elements_of(row, own)` gives the elements of the vector that this thread brings of a row."""
+        """Start bringing all rows of a flat source.
+
+        `elements_of(row, own)` gives the elements of the vector that this thread brings of a row.
+        """
         d.unrolled(self.passes, lambda i: self.loader.fetch_flat(i, elements_of(self.row(i), self.own(i))))
 
     def finish(
@@ -389,7 +412,7 @@ class Rows:
         left: Expr | None,
         inside: Inside | None,
     ) -> None:
-        """The prologue, into the tile; zeros where not `inside`."""
+        """Take the rows through the prologue, into the tile; zeros where not `inside`."""
         if self.ring and self.loader.is_plain:
             return  # it lies there, and zeros where there is padding
         self.loader.load_coefficients(channel, total % 4 == 0, left)
@@ -406,6 +429,7 @@ class Rows:
         d.unrolled(self.passes, lambda i: d.when(self.own(i), lambda: take(i)))
 
     def finish_flat(self, store: Buffer, base: Expr, place: Place, channel_of: Callable[[int], Expr]) -> None:
+        """Take flat rows through the prologue, to byte `base`; element j has the channel `channel_of(j)`."""
         self.loader.load_flat_coefficients(channel_of)
 
         def write(i: Expr) -> None:

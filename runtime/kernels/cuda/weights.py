@@ -41,7 +41,7 @@ from bnfuse.runtime.targets.target import CudaTarget
 FORWARD, BACKWARD = "forward", "backward"
 VECTOR = 8  # elements that a thread writes at a time; rows are filled up to a multiple of it
 THREADS = 256
-RUN = 4 * THREADS  # vectors of a block
+RUN = 4 * THREADS  # vectors of a block: chosen by hand
 LINE = 64  # elements: where a packed weight may start
 
 
@@ -57,10 +57,12 @@ class Member:
 
     @property
     def vectors(self) -> int:
+        """Count the vectors of the packed weight."""
         return packed_elements(self.weight, self.group, self.form) // VECTOR
 
     @property
     def blocks(self) -> int:
+        """Count the blocks that pack it."""
         return -(-self.vectors // RUN)
 
 
@@ -105,17 +107,20 @@ WIDTH = len(dataclasses.fields(Fields))
 
 
 def is_packed(weight: Sequence[int]) -> bool:
-    """Whether the kernels of a convolution read a packed weight: all do but those of one input channel a group."""
+    """Tell whether a convolution's kernels read a packed weight: all do but those of one input channel a group."""
     return weight[1] != 1
 
 
 def is_flat(weight: Sequence[int]) -> bool:
-    """Whether the forward kernel takes a row of taps with its channels as one axis: else most of a chunk were zeros."""
+    """Tell whether the forward kernel takes a row of taps with its channels as one axis.
+
+    It does where most of a chunk were zeros otherwise.
+    """
     return 1 < weight[1] < VECTOR and math.prod(weight[2:]) > 1
 
 
 def packed_elements(weight: Sequence[int], group: int, form: str) -> int:
-    """Elements of a packed OIHW weight, a multiple of eight."""
+    """Count the elements of a packed OIHW weight, a multiple of eight."""
     outputs, per_group, *window = weight
     if form == FORWARD and is_flat(weight):
         return outputs * window[0] * filled(per_group * window[1])
@@ -124,10 +129,12 @@ def packed_elements(weight: Sequence[int], group: int, form: str) -> int:
 
 
 def filled(channels: int) -> int:
+    """Fill a number of channels up to a multiple of eight."""
     return -(-channels // VECTOR) * VECTOR
 
 
 def fields_of(member: Member, first_block: int) -> Fields:
+    """Describe a member whose first block is `first_block`, as the table has it."""
     outputs, per_group, *window = member.weight
     taps, per_output = math.prod(window), outputs // member.group
     places = first_block, member.source, member.target, member.vectors
@@ -145,7 +152,7 @@ def fields_of(member: Member, first_block: int) -> Fields:
 
 
 def table(members: Sequence[Member]) -> np.ndarray:
-    """The constants that the kernel reads, int32: the fields of each member, then the member of each block."""
+    """Write the constants that the kernel reads, int32: the fields of each member, then the member of each block."""
     rows: list[int] = []
     owners: list[int] = []
     for index, member in enumerate(members):
@@ -155,7 +162,10 @@ def table(members: Sequence[Member]) -> np.ndarray:
 
 
 def pack_weights(members: tuple[Member, ...], source: int, packed: int, target: CudaTarget) -> Kernel:
-    """`parameters` (float32, `source` elements), `table` -> `packed` (`packed` elements of the maps' type)."""
+    """Make the kernel: `parameters`, `table` -> `packed`.
+
+    Parameters are float32, `source` elements; what is packed are `packed` elements of the maps' type.
+    """
     blocks = sum(member.blocks for member in members)
     problem = PackProblem("PackWeights", len(members), blocks, source, packed)
     params = (
@@ -181,7 +191,7 @@ def _stage(name: str, params: Sequence[Param], problem: PackProblem, target: Cud
 
 
 def _vector(block: Block, member: dict[str, Expr], vector: Expr, target: CudaTarget) -> None:
-    """Eight elements of one tap of one row."""
+    """Pack eight elements of one tap of one row."""
     slow, fast = T.bind(tirx.truncdiv(vector, member["fast"])), T.bind(tirx.truncmod(vector, member["fast"]))
     place = T.bind(tirx.Select(member["across"] == 1, fast, slow))  # row*taps + tap
     start = T.bind(tirx.Select(member["across"] == 1, slow, fast) * VECTOR)
