@@ -17,8 +17,8 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 Read = Literal["gather", "halo", "flat"]
 
-# The lists of sizes below are the rule: what comes first is taken. For weight gradients their order, MANY and LARGE were
-# set by measurement (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
+# The lists of sizes below are the rule: what comes first is taken. For weight gradients their order, MANY and LARGE
+# were set by measurement (benchmarks/gpu_kernels.py times all choices of a problem); the rest was chosen by hand.
 MOST_TAPS = 32  # of a halo tile: a bit each
 WARPS = {(256, 64): (8, 1), (256, 32): (8, 1), (128, 128): (4, 2), (128, 64): (4, 2), (128, 32): (4, 1)}
 WARPS |= {(64, 128): (2, 4), (64, 64): (2, 2), (64, 32): (2, 2)}

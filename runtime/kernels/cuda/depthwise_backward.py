@@ -59,10 +59,10 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 
 def depthwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
-    """dx and dweight of a convolution with a weight [O, 1, kh, kw], O a multiple of x's channels.
+    """Make the kernel of dx and dweight of a convolution whose weight is [O, 1, kh, kw], O a multiple of x's channels.
 
     Parameters as on a CPU (maps NHWC in their own types, weight and dweight float32 OIHW), then `partials` (sums of
-    dx) and `weight_partials` (dweight and the sum of dy) where there are such.
+    dx) and `weight_partials` (dweight and the sum of dy) where there are such. BnfuseError for another operator.
     """
     spec = problem.spec
     if spec.core not in CONV_GRADS or not is_depthwise(problem.weight, problem.attribute("group"), problem.map("x").c):
@@ -81,7 +81,7 @@ def depthwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
 
 
 def inlet_maps(problem: Problem) -> dict[str, MapType]:
-    """Maps that are read at an input: by the prologue of x and by the epilogue of dx."""
+    """Give, by name, the maps that are read at an input: by the prologue of x and by the epilogue of dx."""
     spec, known = problem.spec, dict(problem.maps)
     names = EpiloguePlan(problem).maps if spec.core != "ConvGradWeight" else ()
     if spec.core != "ConvGradInput":
@@ -90,7 +90,7 @@ def inlet_maps(problem: Problem) -> dict[str, MapType]:
 
 
 def work_of(problem: Problem) -> Work:
-    """The convolution as windows of dy over units of inputs."""
+    """Describe the convolution as windows of dy over units of inputs."""
     rows, columns = spatial_axes(problem)
     spec, x = problem.spec, problem.map("x")
     gradient, inlets = Operand(problem, gradient=True), inlet_maps(problem)
@@ -115,7 +115,7 @@ def work_of(problem: Problem) -> Work:
 
 
 def plan_of(problem: Problem, target: CudaTarget) -> Plan | None:
-    """How windows slide; None where they cannot."""
+    """Plan how windows slide; None where they cannot."""
     x, dy = problem.map("x"), problem.map("dy")
     if x.c != dy.c:
         return None
@@ -124,7 +124,7 @@ def plan_of(problem: Problem, target: CudaTarget) -> Plan | None:
 
 
 def plans_of(problem: Problem, target: CudaTarget) -> tuple[Plan, Plan]:
-    """Of the stage that sums dx, and of the one that sums dweight: the same where windows slide."""
+    """Plan the stage that sums dx, and the one that sums dweight: one plan where windows slide."""
     plan = plan_of(problem, target)
     if plan is not None:
         return plan, plan
@@ -267,16 +267,16 @@ class _Backward:
     # Which inputs there are
 
     def _inputs(self) -> list[tuple[int, int]]:
-        """Rows and columns of a unit."""
+        """List the rows and columns of a unit."""
         rows, columns = spatial_axes(self.problem)
         return list(product(range(rows.stride), range(columns.stride)))
 
     def _number(self, j: Expr, e: tuple[int, int]) -> Expr:
-        """Of an input among those that are loaded ahead."""
+        """Give the number of an input among those that are loaded ahead."""
         return (e[0] * self.plan.strip + j) * spatial_axes(self.problem)[1].stride + e[1]
 
     def _place(self, tile: Tile, row: Expr, j: Expr, e: tuple[int, int]) -> tuple[Expr, Expr]:
-        """Pixel of an input, and whether it exists."""
+        """Find the pixel of an input, and whether it exists."""
         rows, columns = spatial_axes(self.problem)
         x, plan, work = self.problem.map("x"), self.plan, self.work
         h, w = row * rows.stride + e[0], (tile.column + j) * columns.stride + e[1]
@@ -313,7 +313,7 @@ class _Backward:
         d.put(self.own_sums, at, self.own_sums[at] + value)
 
     def _input(self, pixel: Expr, j: Expr, e: tuple[int, int]) -> None:
-        """One input: y, the taps that reach an output from it, dx."""
+        """Do the work at one input: y, the taps that reach an output from it, dx."""
         rows, columns = spatial_axes(self.problem)
         plan = ProloguePlan.of_input(self.problem)
         self.inlets.unpack(self._number(j, e), self.values)

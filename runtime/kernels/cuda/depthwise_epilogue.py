@@ -12,18 +12,18 @@ from bnfuse.runtime.kernels.kernel import Problem
 
 
 def reductions_of(spec: OpSpec) -> Reductions:
-    """The sums of dx. That of dy goes with dweight: its channels are those of dy."""
+    """Give the sums of dx. That of dy goes with dweight: its channels are those of dy."""
     found = Reductions.of(spec)
     return dataclasses.replace(found, totals=tuple(total for total in found.totals if not total.of_bias))
 
 
 def own_taps(problem: Problem) -> int:
-    """Sums a channel of dy that make dweight."""
+    """Count the sums a channel of dy that make dweight."""
     return problem.weight[2] * problem.weight[3] if problem.spec.core != "ConvGradInput" else 0
 
 
 def quantities_of(problem: Problem) -> int:
-    """Sums a channel of dy: the taps of dweight, and dbias."""
+    """Count the sums a channel of dy: the taps of dweight, and dbias."""
     return own_taps(problem) + ("BiasGrad" in problem.spec.epilogue)
 
 

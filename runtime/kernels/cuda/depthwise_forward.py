@@ -63,9 +63,10 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 
 def depthwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
-    """y = the convolution of the prologue of x with a weight [O, 1, kh, kw], O a multiple of x's channels.
+    """Make the kernel: y = the convolution of the prologue of x with a weight [O, 1, kh, kw].
 
-    Parameters as on a CPU (maps NHWC in their own types, weight float32 OIHW), then `partials` where y has statistics.
+    O is a multiple of x's channels. Parameters as on a CPU (maps NHWC in their own types, weight float32 OIHW), then
+    `partials` where y has statistics. BnfuseError for another operator.
     """
     spec, x = problem.spec, problem.map("x")
     if spec.core != "Conv" or not is_depthwise(problem.weight, problem.attribute("group"), x.c):
@@ -80,7 +81,7 @@ def depthwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
 
 
 def work_of(problem: Problem) -> Work:
-    """The convolution as windows of inputs under outputs."""
+    """Describe the convolution as windows of inputs under outputs."""
     rows, columns = spatial_axes(problem)
     y, operand = problem.map("y"), Operand(problem, gradient=False)
     stored = len(operand.vectors) + (6 if "Statistics" in problem.spec.epilogue else 0)
@@ -103,6 +104,7 @@ def work_of(problem: Problem) -> Work:
 
 
 def plan_of(problem: Problem, work: Work, target: CudaTarget) -> Plan | None:
+    """Plan how windows slide, threads of one channel where several outputs share an input's; None where they cannot."""
     many = problem.map("y").c != problem.map("x").c
     size = d.size_of(problem.map("x").dtype)
     return (choose_single if many else choose_plan)(work, target, size)
@@ -181,7 +183,7 @@ class _Forward:
         return Operand(self.problem, gradient=False)
 
     def sweep(self, outputs: Callable[[_Forward], Callable[[Tile], None]]) -> None:
-        """All tiles of the thread, if it has any channels."""
+        """Visit all tiles of the thread, if it has any channels."""
 
         def run() -> None:
             each_tile(self.block, self.plan, self.work, outputs(self))
@@ -189,7 +191,7 @@ class _Forward:
         d.when(self.channels.is_any(self.plan, self.work.channels), run)
 
     def finish(self, tile: Tile, row: Expr, sums: Buffer, bias: Buffer | None) -> None:
-        """Bias, statistics and the store of the outputs side by side: `sums` [strip][lane]."""
+        """Finish the outputs side by side: bias, statistics and the store; `sums` [strip][lane]."""
         y, plan, count = self.problem.map("y"), self.plan, self.channels.count
         target = self.block.map("y", y)
         pixel = T.bind((tile.image * y.h + row) * y.w + tile.column)
@@ -216,7 +218,7 @@ class _Forward:
 
 
 def _slide(nest: _Forward) -> Callable[[Tile], None]:
-    """Outputs from windows in registers."""
+    """Sum up outputs from windows in registers."""
     work, plan, channels, block = nest.work, nest.plan, nest.channels, nest.block
     window = Window.make(block, nest.operand, (work.rows, work.columns), plan, nest.source)
     weights = nest.weights or Weights.in_registers(block, plan, channels, work.taps, work.channels)
@@ -244,7 +246,7 @@ def _slide(nest: _Forward) -> Callable[[Tile], None]:
 
 
 def _gather(nest: _Forward) -> Callable[[Tile], None]:
-    """Outputs one at a time, from memory."""
+    """Sum up outputs one at a time, from memory."""
     work, plan, block, x = nest.work, nest.plan, nest.block, nest.problem.map("x")
     source = Source.make(block, nest.operand, nest.source)
     bias = nest.channels.vector(block["bias"]) if "bias" in block else None
@@ -273,7 +275,7 @@ def _gather(nest: _Forward) -> Callable[[Tile], None]:
 
 
 def store_input_stage(name: str, problem: Problem, params: tuple[Param, ...]) -> Stage:
-    """`stored` <- the prologue of x, for the inputs that no output reads as well."""
+    """Build the stage: `stored` <- the prologue of x, for the inputs that no output reads as well."""
     x, stored, operand = problem.map("x"), problem.map("stored"), Operand(problem, gradient=False)
     lanes, threads = 4, 256
     vectors = -(-x.c // lanes)

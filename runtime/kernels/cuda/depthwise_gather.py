@@ -25,19 +25,19 @@ from bnfuse.runtime.kernels.kernel import MapType, Param, Problem
 
 
 def pixels_of(kind: MapType) -> Work:
-    """The pixels of a map as work: a unit is a pixel."""
+    """Describe the pixels of a map as work: a unit is a pixel."""
     rows, columns = Line(kind.h, kind.h, 0, 1, 1), Line(kind.w, kind.w, 0, 1, 1)
     return Work(kind.n, rows, columns, kind.c, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def each_pixel(tile: Tile, plan: Plan, kind: MapType, body: Callable[[Expr], None]) -> None:
-    """`body(row)` for the pixels of a tile one pixel wide."""
+    """Emit `body(row)` for the pixels of a tile one pixel wide."""
     with T.serial(0, tirx.Min(kind.h - tile.row, tirx.const(plan.rows, "int32"))) as r:
         body(T.bind(tile.row + r))
 
 
 def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) -> Stage:
-    """dx and the partials of its sums."""
+    """Build the stage of dx and the partials of its sums."""
     x, dx, dy = problem.map("x"), problem.map("dx"), problem.map("dy")
     rows, columns = spatial_axes(problem)
     work, team, repeat = pixels_of(x), team_of(plan), dy.c // x.c
@@ -89,7 +89,7 @@ def input_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) ->
 
 
 def weight_stage(name: str, problem: Problem, plan: Plan, params: list[Param]) -> Stage:
-    """The partials of dweight and dbias; a block of the third axis has one of them."""
+    """Build the stage of the partials of dweight and dbias; a block of the third axis has one of them."""
     x, dy = problem.map("x"), problem.map("dy")
     rows, columns = spatial_axes(problem)
     gradient, read = Operand(problem, gradient=True), Operand(problem, gradient=False)

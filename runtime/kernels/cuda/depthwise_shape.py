@@ -19,6 +19,7 @@ from bnfuse.runtime.kernels.kernel import MapType
 from bnfuse.runtime.targets.target import CudaTarget
 
 REGISTERS = 65536  # of a multiprocessor
+# Chosen by hand, like the numbers in the rules below: estimates that no script has fitted to measurements.
 MOST_REGISTERS = 220  # of a thread, as estimated: 255 are real
 MOST_THREADS = 192
 WIDEST_STRIP = 8
@@ -41,24 +42,26 @@ class Line:
 
     @property
     def fresh(self) -> int:
-        """Sources that the window of the next unit reads and that of this one does not."""
+        """Count the sources that the window of the next unit reads and that of this one does not."""
         return min(self.step, self.extent)
 
     @property
     def lead(self) -> int:
-        """Slides before the first window is whole."""
+        """Count the slides before the first window is whole."""
         return -(-self.extent // self.step) - 1
 
     def width(self, units: int) -> int:
-        """Sources under neighbouring units."""
+        """Count the sources under neighbouring units."""
         return (units - 1) * self.step + self.extent
 
 
 def forward_line(axis: Axis) -> Line:
+    """Cut up an axis of a forward convolution: units are outputs, sources inputs."""
     return Line(axis.out, axis.size, -axis.pad, (axis.kernel - 1) * axis.dilation + 1, axis.stride)
 
 
 def backward_line(axis: Axis) -> Line:
+    """Cut up an axis of a gradient: units are runs of `stride` inputs, sources outputs."""
     return Line(axis.units, axis.out, axis.low, axis.high - axis.low + 1, 1)
 
 
@@ -104,29 +107,32 @@ class Plan:
 
     @property
     def threads(self) -> int:
+        """Count the threads of a block."""
         return self.vectors * self.items
 
     def strips(self, work: Work) -> int:
+        """Count the strips of an image, from left to right."""
         return -(-work.columns.units // self.strip)
 
     def tiles(self, work: Work) -> int:
-        """Of an image, from top to bottom."""
+        """Count the tiles of a strip, from top to bottom."""
         return -(-work.rows.units // self.rows)
 
     def total(self, work: Work) -> int:
-        """Tiles of all images."""
+        """Count the tiles of all images."""
         return work.images * self.tiles(work) * self.strips(work)
 
     def rounds(self, work: Work) -> int:
+        """Count the tiles that a thread takes one after the other."""
         return -(-self.total(work) // (self.items * self.blocks))
 
     def chunks(self, work: Work) -> int:
-        """Blocks side by side for all channels."""
+        """Count the blocks side by side for all channels."""
         return -(-work.channels // (self.vectors * self.lanes))
 
 
 def registers_of(work: Work, lanes: int, strip: int, shared: bool) -> int:
-    """Registers of a thread, estimated."""
+    """Estimate the registers of a thread."""
     width = work.columns.width(strip)
     window = work.rows.extent * width + work.rows.fresh * width * work.raw
     weights = 0 if shared else work.taps
@@ -135,7 +141,7 @@ def registers_of(work: Work, lanes: int, strip: int, shared: bool) -> int:
 
 
 def instructions(work: Work, lanes: int, strip: int, shared: bool) -> float:
-    """Of a thread and a slide, estimated."""
+    """Estimate the instructions of a thread and a slide."""
     rows, width = work.rows, work.columns.width(strip)
     sources = rows.fresh * width * (LOAD + lanes * work.per_source)
     moves = (rows.extent - rows.fresh) * width * lanes
@@ -144,7 +150,7 @@ def instructions(work: Work, lanes: int, strip: int, shared: bool) -> float:
 
 
 def choose_plan(work: Work, target: CudaTarget, size: int) -> Plan | None:
-    """The plan that takes the fewest cycles by the estimates; None where nothing fits the registers.
+    """Choose the plan that takes the fewest cycles by the estimates; None where nothing fits the registers.
 
     Channels are of `size` bytes. A thread has at least 4 bytes of them where that fits.
     """
@@ -156,7 +162,7 @@ def choose_plan(work: Work, target: CudaTarget, size: int) -> Plan | None:
 
 
 def choose_single(work: Work, target: CudaTarget, size: int) -> Plan | None:
-    """The same for threads of one channel."""
+    """Choose the plan for threads of one channel; else as `choose_plan`."""
     found = min(_plans(work, target, (1,), 32 // size), key=lambda found: found[0], default=None)
     return found[1] if found else None
 
@@ -197,7 +203,7 @@ def _cost(work: Work, target: CudaTarget, plan: Plan) -> tuple[float, Plan]:
 
 
 def _block(vectors: int, sector: int) -> tuple[int, int]:
-    """Vectors of channels and tiles of a block: whole warps, whole sectors of memory, few idle threads."""
+    """Choose a block's vectors of channels and tiles: whole warps, whole sectors of memory, few idle threads."""
 
     def waste(choice: tuple[int, int]) -> tuple[float, int]:
         count, items = choice
@@ -211,7 +217,7 @@ def _block(vectors: int, sector: int) -> tuple[int, int]:
 
 
 def gathering_plan(work: Work, target: CudaTarget) -> Plan:
-    """A thread has one channel and one unit at a time, and keeps nothing from one to the next."""
+    """Plan threads of one channel and one unit at a time, which keep nothing from one to the next."""
     vectors, items = _block(work.channels, 16)
     plan = Plan(1, 1, -(-work.rows.units // min(4, work.rows.units)), vectors, items, 1, 1, False)
     blocks = min(-(-plan.total(work) // items), max(1, 8 * target.multiprocessors // plan.chunks(work)))
@@ -219,4 +225,5 @@ def gathering_plan(work: Work, target: CudaTarget) -> Plan:
 
 
 def words_per_channel(kind: MapType) -> float:
+    """Count the words that a channel takes as stored: half a word in 16-bit types."""
     return 0.5 if kind.dtype in ("bfloat16", "float16") else 1.0

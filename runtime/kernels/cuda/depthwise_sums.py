@@ -18,10 +18,11 @@ from bnfuse.runtime.kernels.cuda.device import Buffer, Expr, Stage
 from bnfuse.runtime.kernels.cuda.partials import COLUMNS, Columns, Moments, Team
 from bnfuse.runtime.kernels.kernel import Param
 
-LANES = 32  # rows that a merging block reads side by side
+LANES = 32  # rows that a merging block reads side by side: chosen by hand
 
 
 def zeroed(count: int) -> Buffer:
+    """Allocate float32 registers, filled with zeros."""
     held = d.registers(count)
     d.unrolled(count, lambda i: d.put(held, i, T.float32(0)))
     return held
@@ -41,6 +42,7 @@ def round_as_stored(values: Buffer, count: int, dtype: str) -> None:
 
 
 def team_of(plan: Plan) -> Team:
+    """Describe a block of a plan as a team: its tiles are lanes."""
     return Team(plan.vectors, plan.items, plan.lanes)
 
 
@@ -62,7 +64,7 @@ def add_value(moments: Moments, values: Buffer, at: int) -> None:
 
 
 def counted_row(moments: Moments, tid: Expr, shared: Buffer) -> Buffer:
-    """Lane 0 of the block gets [count, mean, M2][width] of all lanes."""
+    """Join [count, mean, M2][width] of all lanes into lane 0 of the block, and give it."""
     width = moments.width
     made, row = moments.join(tid, shared), d.registers(3 * width)
     for j in range(width):

@@ -40,20 +40,22 @@ class Channels:
 
     @staticmethod
     def of(block: Block, plan: Plan, channels: int) -> Channels:
+        """Deal the channels of a map out to the threads of a plan."""
         first = T.bind((block.y * plan.vectors + block.tid % plan.vectors) * plan.lanes)
         left = T.bind(channels - first)
         whole = channels % (plan.vectors * plan.lanes) == 0
         return Channels(first, plan.lanes, left if channels % plan.lanes else None, None if whole else left)
 
     def is_any(self, plan: Plan, channels: int) -> Expr:
-        """Whether the thread has any channel."""
+        """Tell whether the thread has any channel."""
         return d.below(self.first, channels, channels % (plan.vectors * plan.lanes) == 0)
 
     def each(self, body: Callable[[Expr], None]) -> None:
+        """Emit `body(j)` for the thread's channels, unrolled."""
         d.unrolled(self.count, body)
 
     def vector(self, source: Buffer) -> Buffer:
-        """Elements of a per-channel vector, in registers."""
+        """Load the thread's elements of a per-channel vector, into float32 registers."""
         held = d.registers(self.count)
         aligned = self.count % 4 == 0
         load_vector(source, self.first, self.count, held, aligned, self.left)
@@ -70,7 +72,7 @@ class Tile:
 
 
 def each_tile(block: Block, plan: Plan, work: Work, body: Callable[[Tile], None]) -> None:
-    """The tiles of a thread; neighbouring threads take neighbouring strips."""
+    """Emit `body(tile)` for the tiles of a thread; neighbouring threads take neighbouring strips."""
     total, strips, tiles = plan.total(work), plan.strips(work), plan.tiles(work)
 
     def one(number: Expr) -> None:
@@ -102,6 +104,7 @@ class Vectors:
 
     @staticmethod
     def make(block: Block, maps: dict[str, MapType], channels: Channels, count: int) -> Vectors:
+        """Allocate registers for `count` pixels of the maps."""
         width = channels.count
         raw = {name: d.registers(count * words_of(kind, width), "uint32") for name, kind in maps.items()}
         return Vectors(block, maps, channels, raw, {name: Lanes.of(width, kind) for name, kind in maps.items()})
@@ -124,13 +127,13 @@ class Vectors:
         d.when(valid, load, clear)
 
     def unpack(self, index: Expr, into: dict[str, Buffer]) -> None:
-        """Number `index` as float32."""
+        """Unpack number `index` to float32."""
         for name, kind in self.maps.items():
             unpack(self.raw[name], index, kind, self.channels.count, into[name])
 
 
 def unpack(raw: Buffer, index: Expr, kind: MapType, width: int, into: Buffer) -> None:
-    """`width` channels, stored as words from index*words on, as float32."""
+    """Unpack `width` channels, stored as words from index*words on, to float32."""
     count = words_of(kind, width)
     if count * 4 > width * d.size_of(kind.dtype):  # one channel of 16 bits: the word's high half is nothing
         pair = d.registers(2)
@@ -157,6 +160,7 @@ class Window:
 
     @staticmethod
     def make(block: Block, operand: Operand, lines: tuple[Line, Line], plan: Plan, channels: Channels) -> Window:
+        """Allocate a window that is all zeros, and load the per-channel vectors of its prologue."""
         rows, columns = lines
         width, count = columns.width(plan.strip), channels.count
         values = d.registers(rows.extent * width * count)
@@ -175,19 +179,20 @@ class Window:
 
     @property
     def width(self) -> int:
+        """Count the columns of the window."""
         return self.columns.width(self.plan.strip)
 
     def at(self, row: Expr, column: Expr) -> Expr:
-        """Where the channels of a source begin in `values`."""
+        """Find where the channels of a source begin in `values`."""
         return (row * self.width + column) * self.channels.count
 
     def _first_row(self, tile: Tile, number: Expr) -> Expr:
-        """The first source row that slide `number` of a tile brings."""
+        """Find the first source row that slide `number` of a tile brings."""
         rows = self.rows
         return (tile.row + number - rows.lead) * rows.step + (rows.first + rows.extent - rows.fresh)
 
     def _is_column(self, tile: Tile, column: int) -> Expr:
-        """Whether a column of the window is in the map."""
+        """Tell whether a column of the window is in the map."""
         line, strips = self.columns, -(-self.columns.units // self.plan.strip)
         low = line.first + column
         high = (strips - 1) * self.plan.strip * line.step + low
@@ -196,7 +201,7 @@ class Window:
         return d.within(tile.column * line.step + low, line.source)
 
     def sweep(self, tile: Tile, units: int, visit: Visit, ask: Ask | None = None) -> None:
-        """`visit(tile, row)` for the rows of units of a tile, with the window in place.
+        """Emit `visit(tile, row)` for the rows of units of a tile, with the window in place.
 
         `ask(tile, row, wanted)` may start loads for a visit: it is called before the slide that leads to it.
         """
@@ -240,7 +245,7 @@ class Window:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the prologue leaves zeros as they are."""
+        """Tell whether the prologue leaves zeros as they are."""
         if self.operand.gradient:
             return "BatchNormGrad" not in self.operand.problem.spec.prologue
         return not {*self.operand.problem.spec.prologue} - {"Relu", "Add", "BatchNormGrad"}
@@ -274,7 +279,7 @@ class Weights:
 
     @staticmethod
     def in_registers(block: Block, plan: Plan, channels: Channels, taps: int, total: int) -> Weights:
-        """From OIHW, here [channel][tap], of `total` channels."""
+        """Load the thread's weights from OIHW, here [channel][tap], of `total` channels."""
         held = d.registers(taps * plan.lanes)
         for j in range(plan.lanes):
 
@@ -287,7 +292,7 @@ class Weights:
 
     @staticmethod
     def in_shared(block: Block, plan: Plan, taps: int, total: int, memory: Buffer) -> Weights:
-        """The block's; ends with a barrier."""
+        """Load the block's weights from OIHW into shared memory (`memory`, float32); ends with a barrier."""
         row = plan.vectors * plan.lanes
         first = T.bind(block.y * row)
 
@@ -300,11 +305,12 @@ class Weights:
         return Weights(memory, row, T.bind(block.tid % plan.vectors * plan.lanes))
 
     def of(self, tap: Expr, j: Expr) -> Expr:
+        """Read the weight of a tap and of channel `j` of the thread."""
         return self.buffer[tap * self.row + self.start + j]
 
 
 def _inside(source: Buffer, at: Expr, channel: Expr, total: int, plan: Plan) -> Expr:
-    """source[at], or 0 where the channel does not exist."""
+    """Read source[at], or 0 where the channel does not exist."""
     if total % (plan.vectors * plan.lanes) == 0:
         return source[at]
     return tirx.if_then_else(channel < total, source[at], T.float32(0))
@@ -321,6 +327,7 @@ class Source:
 
     @staticmethod
     def make(block: Block, operand: Operand, channels: Channels) -> Source:
+        """Allocate registers for one pixel, and load the per-channel vectors of the prologue."""
         return Source(
             operand,
             Vectors.make(block, operand.maps, channels, 1),
@@ -329,7 +336,7 @@ class Source:
         )
 
     def values(self, pixel: Expr) -> Buffer:
-        """The channels of a pixel, in registers."""
+        """Load a pixel and give its channels, behind the prologue, in registers."""
         made = d.registers(self.ahead.channels.count)
         self.ahead.load(0, T.bind(pixel), True)
         self.ahead.unpack(0, self.unpacked)
@@ -337,7 +344,7 @@ class Source:
         return made
 
     def value(self, pixel: Expr) -> Expr:
-        """The same of a single channel."""
+        """Load a pixel of a single channel and give its value."""
         return self.values(pixel)[0]
 
     def _loader(self, j: Expr) -> steps.Load:
@@ -345,5 +352,5 @@ class Source:
 
 
 def is_depthwise(weight: tuple[int, ...], group: int, channels: int) -> bool:
-    """Whether every output channel of a convolution reads one input channel."""
+    """Tell whether every output channel of a convolution reads one input channel."""
     return len(weight) == 4 and weight[1] == 1 and group == channels and weight[0] % channels == 0

@@ -43,17 +43,17 @@ class Stage:
 
 
 def size_of(dtype: str) -> int:
-    """Bytes of an element."""
+    """Count the bytes of an element."""
     return SIZES.get(dtype, 4)
 
 
 def fma(x: Expr, y: Expr, z: Expr) -> Expr:
-    """x*y + z, rounded once."""
+    """Compute x*y + z, rounded once (float32)."""
     return tirx.call_pure_extern("float32", "__fmaf_rn", x, y, z)
 
 
 def wide(value: float) -> Expr:
-    """A float64 constant. TVM writes 15 decimals of them, so what needs more is given by its bits."""
+    """Make a float64 constant. TVM writes 15 decimals of them, so what needs more is given by its bits."""
     if not math.isfinite(value) or float(f"{value:.15f}") == value:
         return tirx.const(value, "float64")
     return tirx.reinterpret("float64", tirx.const(struct.unpack("<q", struct.pack("<d", value))[0], "int64"))
@@ -81,18 +81,21 @@ class Block:
         return name in self.buffers
 
     def map(self, name: str, kind: MapType) -> Map:
+        """Find the map among the arguments, with the offset of its slot."""
         return Map(self.buffers[name], self.offsets[name], kind)
 
     @property
     def lane(self) -> Expr:
+        """Give the thread's index in its warp."""
         return self.tid % WARP
 
     @property
     def warp(self) -> Expr:
+        """Give the index of the thread's warp in the block."""
         return self.tid // WARP
 
     def each(self, count: int, body: Callable[[Expr], None]) -> None:
-        """`body(i)` for i < count, dealt to the threads of the block."""
+        """Emit `body(i)` for i < count, dealt to the threads of the block."""
         rounds, rest = divmod(count, self.threads)
         if rounds == 1:
             body(self.tid)
@@ -112,7 +115,7 @@ class Map:
     type: MapType
 
     def at(self, pixel: Expr, channel: Expr) -> Expr:
-        """Index of channel `channel` of pixel `pixel` (counted over n, h, w) in `buffer`."""
+        """Find the index of channel `channel` of pixel `pixel` (counted over n, h, w) in `buffer`."""
         return self.offset + pixel * self.type.stride + channel
 
 
@@ -177,7 +180,7 @@ def when(condition: Expr, body: Callable[[], None], otherwise: Callable[[], None
 
 
 def all_of(*conditions: Expr) -> Expr:
-    """The conjunction of what is not known to be true."""
+    """Join conditions by and; True where all are known to hold, False where one is known not to."""
     left: list[Expr] = [c for c in conditions if c is not True]
     if any(c is False for c in left):
         return False
@@ -188,17 +191,17 @@ def all_of(*conditions: Expr) -> Expr:
 
 
 def below(value: Expr, bound: int, always: bool) -> Expr:
-    """value < bound, unless it is known to hold."""
+    """Compare value < bound, unless it is known to hold."""
     return True if always else value < bound
 
 
 def within(value: Expr, bound: int) -> Expr:
-    """0 <= value < bound."""
+    """Compare 0 <= value < bound."""
     return tirx.And(value >= 0, value < bound)
 
 
 def unrolled(count: int, body: Callable[[Any], None]) -> None:
-    """`body(i)` for i < count, in a loop that is unrolled."""
+    """Emit `body(i)` for i < count, in a loop that is unrolled."""
     if count == 1:
         body(0)
     elif count:
@@ -207,6 +210,7 @@ def unrolled(count: int, body: Callable[[Any], None]) -> None:
 
 
 def sync() -> None:
+    """Emit a barrier of the block."""
     T.evaluate(T.cuda.cta_sync())
 
 
@@ -214,11 +218,12 @@ def sync() -> None:
 
 
 def registers(count: int, dtype: str = "float32") -> Buffer:
-    """An array whose indices are constants once loops are unrolled: it lives in registers."""
+    """Allocate an array whose indices are constants once loops are unrolled: it lives in registers."""
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
 def put(buffer: Buffer, index: Expr, value: Expr) -> None:
+    """Store an element."""
     T.buffer_store(buffer, value, [index])
 
 
@@ -231,17 +236,18 @@ class Shared:
     address: Expr  # for PTX, uint32
 
     def view(self, dtype: str) -> Buffer:
-        """All of it as elements of a type; indices count those."""
+        """View all of it as elements of a type; indices count those."""
         return T.decl_buffer((self.bytes // size_of(dtype),), dtype, data=self.raw.data, scope="shared.dyn")
 
 
 def shared_memory(size: int) -> Shared:
+    """Declare the stage's dynamic shared memory, of `size` bytes."""
     raw = T.alloc_buffer((size,), "uint8", scope="shared.dyn", align=128)
     return Shared(raw, size, T.bind(T.cuda.cvta_generic_to_shared(raw.ptr_to([0]))))
 
 
 def words(buffer: Buffer, elements: int, dtype: str) -> Buffer:
-    """A buffer of the caller as 32-bit words."""
+    """View a buffer of the caller, `elements` of `dtype`, as 32-bit words."""
     return T.decl_buffer((elements * size_of(dtype) // 4,), "uint32", data=buffer.data)
 
 
@@ -249,16 +255,17 @@ def words(buffer: Buffer, elements: int, dtype: str) -> Buffer:
 
 
 def bits(value: Expr) -> Expr:
-    """The bits of a float32."""
+    """Read a float32 as its bits, uint32."""
     return tirx.reinterpret("uint32", value)
 
 
 def from_bits(word: Expr) -> Expr:
+    """Read a 32-bit word as a float32."""
     return tirx.reinterpret("float32", word)
 
 
 def unpack(word: Expr, dtype: str, into: Buffer, at: Expr) -> None:
-    """The elements of a 32-bit word as float32, in registers from `at` on."""
+    """Unpack the elements of a 32-bit word to float32, in registers from `at` on."""
     if dtype == "float32":
         put(into, at, from_bits(word))
     elif dtype == "bfloat16":
@@ -271,13 +278,13 @@ def unpack(word: Expr, dtype: str, into: Buffer, at: Expr) -> None:
 
 
 def pack(into: Buffer, at: Expr, low: Expr, high: Expr, dtype: str, *, relu: bool = False) -> None:
-    """Two float32 as one word of a 16-bit type; with `relu` what is below 0 is 0, and NaN stays."""
+    """Round two float32 to one word of a 16-bit type; with `relu` what is below 0 is 0, and NaN stays."""
     name = f"cvt.rn.{'relu.' if relu else ''}{'bf16x2' if dtype == 'bfloat16' else 'f16x2'}.f32"
     T.evaluate(T.ptx[name](into[at], high, low))
 
 
 def element(buffer: Buffer, index: Expr, dtype: str) -> Expr:
-    """One element of a map as float32."""
+    """Read one element of a map as float32."""
     if dtype == "float32":
         return buffer[index]
     if dtype == "bfloat16":
@@ -306,7 +313,7 @@ class Lanes:
 
     @staticmethod
     def of(count: int, *kinds: MapType) -> Lanes:
-        """`count` channels of maps, in accesses of up to 16 bytes that suit them all."""
+        """Split `count` channels of maps into accesses of up to 16 bytes that suit them all."""
         access = count
         for kind in kinds:
             widest = min(max(kind.align, 1), VECTOR_BYTES // size_of(kind.dtype))
@@ -352,6 +359,7 @@ def fetch(source: Map, index: Expr, lanes: Lanes, into: Buffer, at: Expr, left: 
 
 
 def zeros(into: Buffer, at: Expr, count: int) -> None:
+    """Clear `count` words of 32 bits from `at` on."""
     for i in range(count):
         put(into, at + i, T.uint32(0))
 
@@ -395,19 +403,22 @@ STEP_BYTES = 32  # of one operand's row in one product: 16 elements of 16 bits, 
 
 
 def ldmatrix(into: Buffer, at: Expr, address: Expr, *, transposed: bool = False) -> None:
-    """Four 8x8 tiles of 16-bit elements (or 8x4 of 32-bit ones): lane l gives the address of row l%8 of tile l//8."""
+    """Load four 8x8 tiles of 16-bit elements (or 8x4 of 32-bit ones) from shared memory.
+
+    Lane l gives the address of row l%8 of tile l//8.
+    """
     name = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"
     T.evaluate(T.ptx[name](*[into[at + i] for i in range(4)], address))
 
 
 def mma(precision: str, acc: Buffer, at: Expr, a: Buffer, a_at: Expr, b: Buffer, b_at: Expr) -> None:
-    """acc[at:at+4] += A (4 words) x B (2 words), 16 by 8."""
+    """Multiply A (4 words) by B (2 words), and add the 16x8 products: acc[at:at+4] += A x B."""
     d = [acc[at + i] for i in range(4)]
     T.evaluate(T.ptx[MMA[precision]](*d, *[a[a_at + i] for i in range(4)], *[b[b_at + i] for i in range(2)], *d))
 
 
 def split_in_place(words: Buffer, low: Buffer, i: Expr) -> None:
-    """A float32 word as two of TF32, both rounded: what it is nearest to stays, the rest goes to `low`.
+    """Split a float32 word into two of TF32, both rounded: what it is nearest to stays, the rest goes to `low`.
 
     Tensor cores cut off what TF32 has no bits for, always towards zero: errors that add up. Rounding does not.
     """
@@ -427,17 +438,20 @@ def copy_async(address: Expr, source: Any, size: int = VECTOR_BYTES, valid: Expr
 
 
 def commit() -> None:
+    """Close a group of background copies, to be waited for."""
     T.evaluate(T.ptx["cp.async.commit_group"]())
 
 
 def wait(pending: int = 0) -> None:
+    """Wait until no more than `pending` of this thread's latest groups of copies are under way."""
     T.evaluate(T.ptx["cp.async.wait_group"](pending))
 
 
 def shuffle_xor(value: Expr, mask: int) -> Expr:
+    """Read the value of the lane whose index differs in the bits of `mask`; the whole warp takes part."""
     return T.cuda.__shfl_xor_sync(T.uint32(0xFFFFFFFF), value, mask, WARP)
 
 
 def shared_limit(arch: str) -> int:
-    """Bytes of shared memory that a block can have."""
+    """Look up the bytes of shared memory that a block can have on `arch` (sm_XX)."""
     return {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_87": 163}.get(arch, 227) << 10

@@ -31,11 +31,11 @@ from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 256
-BLOCKS = 16  # for each multiprocessor, at most
+BLOCKS = 16  # for each multiprocessor, at most: chosen by hand
 
 
 def generic(problem: GenericProblem, target: CudaTarget) -> Kernel:
-    """in0, in1, ... -> out0, out1, ...; scalars: SCALARS; scratch: the partials of large reductions."""
+    """Make the kernel: in0, in1, ... -> out0, out1, ...; scalars: SCALARS; scratch: partials of large reductions."""
     params = generic_params(problem)
     scalars = tuple((name, "int64") for name in SCALARS.get(problem.op_type, ()))
     if _folds(problem):
@@ -71,7 +71,7 @@ def _stages(
 
 
 def _nothing(name: str, params: Sequence[Param]) -> Stage:
-    """A stage for tensors that have no elements."""
+    """Build a stage for tensors that have no elements."""
     with stage(name, params, grid=(1, 1, 1), threads=32) as block:
         T.evaluate(tirx.const(0, "int32"))
     return block.stage
@@ -93,18 +93,19 @@ class Nests:
         return any(param.name == name for param in self.params)
 
     def scalar(self, name: str) -> Expr:
+        """Read a run-time argument of the open stage, int64."""
         assert self.block is not None
         return self.block.scalars[name]
 
     def nest(self, space: Shape, views: Sequence[View], emit: Callable[..., None]) -> None:
-        """`emit(index of each view)` for every point of the space."""
+        """Make a stage of `emit(index of each view)` for every point of the space."""
         if math.prod(space) == 0:
             return
         space, views = collapse(space, views)
         self.flat(math.prod(space), lambda i: emit(*(T.bind(at) for at in starts_of(i, space, views))))
 
     def flat(self, count: int, emit: Callable[[Expr], None]) -> None:
-        """`emit(i)` for i < count."""
+        """Make a stage of `emit(i)` for i < count."""
         if count == 0:
             return
         blocks = min(-(-count // THREADS), BLOCKS * self.target.multiprocessors)
@@ -134,7 +135,7 @@ def _dropout(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
 
 
 def _gather(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
-    """data, indices -> y."""
+    """Emit data, indices -> y."""
     outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
 
     def point(at: Expr) -> None:
@@ -146,7 +147,10 @@ def _gather(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
 
 
 def _gather_grad(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
-    """indices, dy -> dx. A thread has a place before and behind the axis, and adds there what each index brings."""
+    """Emit indices, dy -> dx.
+
+    A thread has a place before and behind the axis, and adds there what each index brings.
+    """
     outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
     fill(nests, "out0", problem.out_shape, 0, problem.out_dtype)
 

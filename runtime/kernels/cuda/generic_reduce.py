@@ -37,7 +37,7 @@ from bnfuse.runtime.kernels.kernel import Param
 from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 128
-LEAST = 64  # elements that are worth a share of a thread, or two warps of a block
+LEAST = 64  # elements that are worth a share of a thread, or two warps of a block: chosen by hand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Fold:
     put: Callable[[Any, Expr, Expr], None]
 
     def shares(self, target: CudaTarget) -> int:
-        """Into how many parts the elements of a result are cut."""
+        """Count the parts that the elements of a result are cut into."""
         blocks = self.results if self.by_block else -(-self.results // THREADS)
         most = self.reduced // (LEAST * (THREADS if self.by_block else 1))
         return max(1, min(4 * target.multiprocessors // blocks, most))
 
 
 def fold_stages(name: str, fold: Fold, params: tuple[Param, ...], partials: str, target: CudaTarget) -> Iterator[Stage]:
-    """The stages of a fold. `partials` names the scratch that it needs where it has several shares."""
+    """Yield the stages of a fold. `partials` names the scratch that it needs where it has several shares."""
     shares = fold.shares(target)
     blocks = fold.results if fold.by_block else -(-fold.results // THREADS)
     with stage(name, params, grid=(blocks, shares, 1), threads=THREADS) as block:
@@ -89,7 +89,7 @@ def fold_stages(name: str, fold: Fold, params: tuple[Param, ...], partials: str,
 
 
 def _part(block: Block, fold: Fold, result: Expr, shares: int) -> Expr:
-    """What this thread, or its block, folds."""
+    """Fold what is this thread's, or its block's."""
     most = -(-fold.reduced // shares)
     first = T.bind(block.y * most) if shares > 1 else 0
     stop = T.bind(tirx.Min(first + most, fold.reduced)) if shares > 1 else fold.reduced
@@ -125,7 +125,7 @@ def _join(name: str, fold: Fold, params: tuple[Param, ...], partials: str, share
 
 
 def folds_of(problem: GenericProblem) -> list[Fold]:
-    """The folds that an operator is: none where its operand is empty."""
+    """List the folds that an operator is: none where its operand is empty."""
     if problem.op_type in FOLDINGS:
         return [_reduction(problem, FOLDINGS[problem.op_type])] if math.prod(problem.shape()) else []
     return _div_grad(problem)
@@ -146,7 +146,7 @@ def _reduction(problem: GenericProblem, folding: Folding) -> Fold:
 
 
 def _div_grad(problem: GenericProblem) -> list[Fold]:
-    """dy, a, b -> da, [db]: sums over the axes that a or b was broadcast along."""
+    """Describe dy, a, b -> da, [db]: sums over the axes that a or b was broadcast along."""
     space = problem.shape()
     if math.prod(space) == 0:
         return []
@@ -156,7 +156,7 @@ def _div_grad(problem: GenericProblem) -> list[Fold]:
 
 
 def _sum_to(out: str, shape: Shape, space: Shape, views: list[View], term: Callable[..., Expr]) -> Fold:
-    """out[i] = the sum of `term` over the points of the space that broadcasting maps to i."""
+    """Describe out[i] = the sum of `term` over the points of the space that broadcasting maps to i."""
     aligned = (1,) * (len(space) - len(shape)) + shape
     gone = [i for i, (size, whole) in enumerate(zip(aligned, space, strict=True)) if size != whole]
     kept = [i for i in range(len(space)) if i not in gone]
@@ -175,7 +175,7 @@ def _sum_to(out: str, shape: Shape, space: Shape, views: list[View], term: Calla
 
 
 def softmax_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: CudaTarget) -> Stage:
-    """Softmax, LogSoftmax or the gradient of one."""
+    """Build the stage of Softmax, LogSoftmax or the gradient of one."""
     row, logarithm = BY_ROWS[problem.op_type]
     rows = BlockRows.of(softmax_rows(problem))
     with stage(name, params, grid=rows.grid, threads=rows.threads) as block:

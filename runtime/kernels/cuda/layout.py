@@ -25,13 +25,13 @@ from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
 THREADS = 256
-TILE = 4096  # elements of a tile
-MOST_CHANNELS = 64
+TILE = 4096  # elements of a tile, and
+MOST_CHANNELS = 64  # of its channels at most: both chosen by hand
 FLOATS = ("float32", "bfloat16", "float16")
 
 
 def nchw_to_nhwc(y: MapType, target: CudaTarget, dtype: str = "float32") -> Kernel:
-    """x, dense [n, c, h, w] of `dtype` -> the map y."""
+    """Make the kernel: x, dense [n, c, h, w] of `dtype` -> the map y."""
     params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, y.dtype, is_map=True))
     problem = CopyProblem("NchwToNhwc", y.pixels * y.c, y, dtype)
 
@@ -49,7 +49,7 @@ def nchw_to_nhwc(y: MapType, target: CudaTarget, dtype: str = "float32") -> Kern
 
 
 def nhwc_to_nchw(x: MapType, target: CudaTarget, dtype: str = "float32") -> Kernel:
-    """The map x -> y, dense [n, c, h, w] of `dtype`."""
+    """Make the kernel: the map x -> y, dense [n, c, h, w] of `dtype`."""
     params = (Param("x", "in", x.elements, x.dtype, is_map=True), Param("y", "out", x.pixels * x.c, dtype))
     problem = CopyProblem("NhwcToNchw", x, x.pixels * x.c, dtype)
 
@@ -79,20 +79,22 @@ class Transposition:
 
     @property
     def area(self) -> int:
+        """Count the pixels of an image."""
         return self.kind.h * self.kind.w
 
     @property
     def runs(self) -> int:
-        """Tiles along the pixels of an image."""
+        """Count the tiles along the pixels of an image."""
         return -(-self.area // self.long)
 
     def place(self) -> None:
+        """Find the tile's image, first pixel and first channel."""
         self.image = T.bind(self.block.x // self.runs)
         self.first = T.bind(self.block.x % self.runs * self.long)  # pixel of the image
         self.channel = T.bind(self.block.y * self.wide) if self.kind.c > self.wide else 0
 
     def dense(self, move: Callable[[Expr, Expr], None]) -> None:
-        """`move(index in shared memory, index in NCHW)` for each element of the tile."""
+        """Emit `move(index in shared memory, index in NCHW)` for each element of the tile."""
 
         def one(k: Expr) -> None:
             c, p = T.bind(k // self.long), T.bind(k % self.long)
@@ -113,7 +115,11 @@ class Transposition:
         load: Callable[[Buffer, Expr, Expr], None] | None = None,
         store: Callable[[Buffer, Expr, Expr], None] | None = None,
     ) -> None:
-        """For each vector of channels of a pixel: `load` it into registers and shared memory, or the way back."""
+        """Visit each vector of channels of a pixel of the tile, NHWC.
+
+        `load(values, pixel, channel)` brings it into registers, from where it goes to shared memory; `store` is called
+        with what comes from there.
+        """
         vectors = self.wide // self.lanes.count
 
         def one(k: Expr) -> None:
@@ -175,7 +181,10 @@ def _transposition(
 
 
 def _each_unrolled(block: Block, count: int, body: Callable[[Expr], None]) -> None:
-    """`body(i)` for i < count, dealt to the threads; whole rounds are unrolled, so that their loads overlap."""
+    """Emit `body(i)` for i < count, dealt to the threads.
+
+    Whole rounds are unrolled, so that their loads overlap.
+    """
     rounds, rest = divmod(count, block.threads)
     d.unrolled(rounds, lambda i: body(T.bind(i * block.threads + block.tid)))
     if rest:
@@ -218,7 +227,7 @@ def _write(target: Map, index: Expr, lanes: Lanes, values: Buffer) -> None:
 
 
 def copy_map(x: MapType, y: MapType, target: CudaTarget, dtype: str = "float32") -> Kernel:
-    """The map x -> the map y, of the same size but perhaps in another slot or, of floats, of another type.
+    """Make the kernel: the map x -> the map y, of one size but perhaps in other slots or, of floats, of other types.
 
     `dtype` is the type of maps that are no floats.
     """
@@ -283,7 +292,7 @@ def _emit_elements(block: Block, sweep: Sweep, x: MapType, y: MapType) -> None:
 
 
 def copy(elements: int, target: CudaTarget, dtype: str = "float32") -> Kernel:
-    """x -> y, dense."""
+    """Make the kernel: x -> y, dense, `elements` of `dtype`."""
     params = (Param("x", "in", elements, dtype), Param("y", "out", elements, dtype))
     problem = CopyProblem("Copy", elements, elements, dtype)
     name = unique_name(problem.op, problem, target)
@@ -308,7 +317,7 @@ def copy(elements: int, target: CudaTarget, dtype: str = "float32") -> Kernel:
 
 
 def _emit_copy(block: Block, vectors: int, unroll: int) -> None:
-    """Whole vectors of 16 bytes."""
+    """Copy whole vectors of 16 bytes."""
     x, y = (T.decl_buffer((vectors * 4,), "uint32", data=block[name].data) for name in ("x", "y"))
     held = d.registers(4 * unroll, "uint32")
     base = T.bind(block.x * (THREADS * unroll) + block.tid)
