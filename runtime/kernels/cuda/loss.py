@@ -25,11 +25,14 @@ from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
 SUM_THREADS = 256
-SUM_ROWS = 4096  # of a block
+SUM_ROWS = 4096  # of a block: chosen by hand
 
 
 def softmax_loss(problem: LossProblem, target: CudaTarget) -> Kernel:
-    """scores, labels, [weights] -> loss, log_prob; scratch: row_losses, row_weights [rows], sums [2][blocks]."""
+    """Make the kernel: scores, labels, [weights] -> loss, log_prob.
+
+    Scratch, float64, unless the reduction is none: row_losses, row_weights [rows]; of several blocks sums [2][blocks].
+    """
     params = loss_params(problem)
     if problem.reduction != "none":
         params += tuple(Param(name, "out", problem.rows, "float64") for name in ("row_losses", "row_weights"))
@@ -40,7 +43,10 @@ def softmax_loss(problem: LossProblem, target: CudaTarget) -> Kernel:
 
 
 def softmax_loss_grad(problem: LossProblem, target: CudaTarget) -> Kernel:
-    """dloss, log_prob, labels, [weights] -> dscores; at fp16 loss_scale: float32; scratch: sums [blocks]."""
+    """Make the kernel: dloss, log_prob, labels, [weights] -> dscores; at fp16 with the scalar loss_scale: float32.
+
+    Scratch: sums [blocks] float64, where the mean has to add up weights.
+    """
     params, summed = grad_params(problem), _must_count(problem)
     if summed:
         params += (Param("sums", "out", _blocks(problem), "float64"),)
@@ -59,7 +65,7 @@ def _rows(problem: LossProblem) -> BlockRows:
 
 
 def _blocks(problem: LossProblem) -> int:
-    """Blocks that sum over rows."""
+    """Count the blocks that sum over rows."""
     return -(-problem.rows // SUM_ROWS)
 
 
@@ -129,7 +135,7 @@ def _row_losses(name: str, problem: LossProblem, target: CudaTarget, params: Seq
 
 
 def _sum(block: Block, problem: LossProblem, value: Callable[[Expr], Expr]) -> Expr:
-    """The float64 sum of `value(row)` over the rows of this block."""
+    """Add up `value(row)` over the rows of this block, in float64."""
     total = registers(1, "float64")
     put(total, 0, f64(0.0))
 
@@ -153,7 +159,7 @@ def _serial_sum(block: Block, count: int, first: int) -> Expr:
 
 
 def _count(name: str, problem: LossProblem, params: Sequence[Param]) -> Stage:
-    """labels, [weights] -> sums: the weights of each block's rows."""
+    """Add up labels, [weights] -> sums: the weights of each block's rows."""
     used = _named(params, "labels", "weights", "sums")
     with stage(name, used, grid=(_blocks(problem), 1, 1), threads=SUM_THREADS) as block:
         total = _sum(block, problem, lambda row: Label(problem, block, row).weight)

@@ -28,13 +28,13 @@ from bnfuse.runtime.kernels.cuda.vector import Reader, width_of
 from bnfuse.runtime.kernels.kernel import Access, Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
-MIN_BLOCKS = 4  # of a multiprocessor: left to itself, the assembler may keep six, and spills
+MIN_BLOCKS = 4  # of a multiprocessor, chosen by hand: left to itself, the assembler may keep six, and spills
 PLACES = ("offset", "points")  # operands that say where a sample lies
 Place = Callable[[Expr], Expr]  # which pixel of the maps a pixel of the sweep is
 
 
 def batch_norm_statistics(x: MapType, target: CudaTarget, sweeps: int = 1) -> Kernel:
-    """x -> mean, variance (biased), [c] float32.
+    """Make the kernel: x -> mean, variance (biased), [c] float32.
 
     `sweeps=2` reads the map twice, for the mean and then for the variance: the baseline that mvf improves on.
     """
@@ -72,7 +72,7 @@ def batch_norm_statistics(x: MapType, target: CudaTarget, sweeps: int = 1) -> Ke
 
 
 def batch_norm_grad_reduce(dz: MapType, x: MapType, target: CudaTarget) -> Kernel:
-    """dz, x, mean, inv_std -> dbeta, dgamma, [c] float32."""
+    """Make the kernel: dz, x, mean, inv_std -> dbeta, dgamma, [c] float32."""
     problem = NormProblem("BatchNormGradReduce", (("dz", dz), ("x", x)))
     sweep = Sweep.of(x.pixels, x.c, width_of([dz, x]), target, reads=2, sums=True)
     name, params = named(problem, target, sweep, 2)
@@ -102,7 +102,7 @@ def batch_norm_grad_reduce(dz: MapType, x: MapType, target: CudaTarget) -> Kerne
 def named(
     problem: NormProblem, target: CudaTarget, sweep: Sweep, quantities: int = 0, places: int = 0
 ) -> tuple[str, tuple[Param, ...]]:
-    """The kernel's name, and its parameters: those of the operator, and the partials where there are `quantities`.
+    """Name the kernel and list its parameters: the operator's, and the partials where there are `quantities`.
 
     `places` is the length of the int64 operand that says where a sample lies. A map that takes the place of an operand
     `acc` is updated in place, and `acc` is no parameter.
@@ -122,6 +122,7 @@ def named(
 
 
 def only(params: Sequence[Param], *names: str) -> list[Param]:
+    """Pick the parameters of these names, in the kernel's order."""
     return [param for param in params if param.name in names]
 
 
@@ -134,7 +135,7 @@ def swept(
     visit: Callable[[Expr], None],
     place: Place | None = None,
 ) -> None:
-    """`visit(pixel)` for each pixel, its channels in `reader`. `place` finds the sweep's pixels in the maps."""
+    """Emit `visit(pixel)` for each pixel, its channels in `reader`. `place` finds the sweep's pixels in the maps."""
     reader.open(channel, left, sweep.channels % 4 == 0)
     held = d.registers(sweep.unroll, "int32")
 
@@ -165,7 +166,7 @@ def write_sums(
     values: Buffer,
     result: str = "partials",
 ) -> None:
-    """The block's row of partials, by the threads of lane 0. A result of one row needs no partials."""
+    """Write the block's row of partials, by the threads of lane 0. A result of one row needs no partials."""
     team = sweep.team
 
     def store() -> None:
@@ -184,7 +185,7 @@ def statistics_stages(
     where: Callable[[Block], Place] | None = None,
     takes: Sequence[str] = (),
 ) -> tuple[Stage, ...]:
-    """mean and variance of the sweep's pixels, which `where` finds in x by the operands `takes`.
+    """Build the stages of mean and variance of the sweep's pixels, which `where` finds in x by the operands `takes`.
 
     Where the sweep is a single tile, its block writes them; else it leaves rows of partials, which are merged.
     """
@@ -198,7 +199,7 @@ def statistics_stages(
 def _moments_stage(
     name: str, params: Sequence[Param], sweep: Sweep, x: MapType, where: Callable[[Block], Place] | None
 ) -> Stage:
-    """The tiles' mean and M2 of x, or the mean and variance of the only one."""
+    """Build the stage of the tiles' mean and M2 of x, or of the mean and variance of the only one."""
     team, size, resident = sweep.team, sweep.team.statistics_bytes, 1 if sweep.tiles == 1 else MIN_BLOCKS
     with d.stage(name, params, grid=sweep.grid, threads=team.threads, shared=size, min_blocks=resident) as block:
         memory = d.shared_memory(size).view("float32")
@@ -228,7 +229,7 @@ def tile_sums(
     quantities: int,
     add: Callable[[Reader, Buffer], None],
 ) -> Stage:
-    """The tiles' sums of what `add` adds to registers [quantities][width] at a pixel."""
+    """Build the stage of the tiles' sums: `add` adds to registers [quantities][width] at a pixel."""
     team, size = sweep.team, sweep.team.sums_bytes(quantities)
     with d.stage(name, params, grid=sweep.grid, threads=team.threads, shared=size) as block:
         memory = d.shared_memory(size).view("float32")

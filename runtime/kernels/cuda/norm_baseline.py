@@ -29,10 +29,10 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 
 def l1_statistics(x: MapType, target: CudaTarget) -> Kernel:
-    """x -> mean, variance = pi/2*(mean |x - mean|)^2, sign_mean = mean sign(x - mean), [c] float32.
+    """Make the kernel: x -> mean, variance = pi/2*(mean |x - mean|)^2, sign_mean = mean sign(x - mean).
 
-    The signs are those that `l1_grad_input` finds with the mean as float32. What that rounds away is the mean gap; with
-    it the mean |gap| is that about the exact mean, but for what lies between the two.
+    Results are [c] float32. The signs are those that `l1_grad_input` finds with the mean as float32. What that rounds
+    away is the mean gap; with it the mean |gap| is that about the exact mean, but for what lies between the two.
     """
     problem = NormProblem("L1Statistics", (("x", x),))
     sweep = Sweep.of(x.pixels, x.c, width_of([x]), target, reads=1, sums=True)
@@ -73,7 +73,7 @@ def l1_statistics(x: MapType, target: CudaTarget) -> Kernel:
 
 
 def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CudaTarget) -> Kernel:
-    """dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
+    """Make the kernel: dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
 
     def value(load: steps.Load) -> Expr:
         side = steps.sign(T.bind(load("x", False) - load("mean", True)))
@@ -115,12 +115,15 @@ def _grad_input(
 
 # -- RBN -----------------------------------------------------------------------------------------------------------
 
-MIN_BLOCKS = 2  # of a multiprocessor: left to itself, the assembler keeps four, and spills
+MIN_BLOCKS = 2  # of a multiprocessor, chosen by hand: left to itself, the assembler keeps four, and spills
 PARTS = ("mean", "low", "high", "low_count", "high_count")  # of a row of partials
 
 
 def range_statistics(x: MapType, target: CudaTarget) -> Kernel:
-    """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
+    """Make the kernel: x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count.
+
+    Results are [c] float32.
+    """
     problem = NormProblem("RangeStatistics", (("x", x),))
     sweep = Sweep.of(x.pixels, x.c, width_of([x]), target, reads=1, sums=True)
     name, params = named(problem, target, sweep, len(PARTS))
@@ -145,7 +148,7 @@ class Extremes:
                 d.put(self.held, k * width + j, tirx.const(start, dtype))
 
     def take(self, j: int, low: Expr, high: Expr, low_count: Expr, high_count: Expr) -> None:
-        """Extremes of further values of channel j. NaN attains nothing."""
+        """Take in extremes of further values of channel j. NaN attains nothing."""
         for k, value, count in ((0, low, low_count), (1, high, high_count)):
             at, counted = k * self.width + j, (2 + k) * self.width + j
             value, own = T.bind(value), T.bind(self.held[at])
@@ -156,7 +159,7 @@ class Extremes:
 
 
 def _ranges_stage(name: str, params: Sequence[Param], sweep: Sweep, x: MapType) -> Stage:
-    """The tiles' PARTS. A thread sums x less the first pixel of its tile, so that a large mean costs nothing."""
+    """Build the stage of the tiles' PARTS. A thread sums x less its tile's first pixel: a large mean costs nothing."""
     team, width = sweep.team, sweep.team.width
     size = team.sums_bytes(len(PARTS))
     with d.stage(name, params, grid=sweep.grid, threads=team.threads, shared=size, min_blocks=MIN_BLOCKS) as block:
@@ -232,7 +235,10 @@ def _merge_ranges(name: str, params: Sequence[Param], sweep: Sweep) -> Stage:
 
 
 def range_grad_input(dz: MapType, x: MapType, dx: MapType, target: CudaTarget) -> Kernel:
-    """dz, x, low, high, p, q_low, q_high, w -> dx = p*dz + w, plus q_low where x = low, plus q_high where x = high."""
+    """Make the kernel: dz, x, low, high, p, q_low, q_high, w -> dx.
+
+    dx = p*dz + w, plus q_low where x = low, plus q_high where x = high.
+    """
 
     def value(load: steps.Load) -> Expr:
         x_j, none = load("x", False), T.float32(0)

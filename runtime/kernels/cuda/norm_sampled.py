@@ -38,27 +38,29 @@ class Sample:
 
     @property
     def operand(self) -> str:
+        """Name the operand that says where the sample lies."""
         return "offset" if self.extent else "points"
 
     @property
     def constant(self) -> tuple[str, Any]:
-        """What a problem says of it."""
+        """Give what a problem says of it, as name and value."""
         return ("extent", self.extent) if self.extent else ("count", self.points)
 
     @property
     def places(self) -> int:
-        """Elements of the operand."""
+        """Count the elements of the operand."""
         return 3 if self.extent else self.points
 
     @property
     def count(self) -> int:
+        """Count the pixels of the sample."""
         if self.extent is None:
             return self.points
         samples, rows, columns = self.extent
         return samples * rows * columns
 
     def where(self, block: Block) -> Place:
-        """The pixel of the map that is the i-th of the sample."""
+        """Make the function that finds the pixel of the map that is the i-th of the sample."""
         held = block[self.operand]
         if self.extent is None:
             return lambda i: inside(held[i], self.map.pixels - 1)
@@ -69,7 +71,10 @@ class Sample:
         return lambda i: first + self._along(i)
 
     def _along(self, i: Expr) -> Expr:
-        """From the first pixel of the box to the i-th, in the map's pixels. Nothing is negative: divisions truncate."""
+        """Count the map's pixels from the first pixel of the box to the i-th.
+
+        Nothing is negative: divisions truncate.
+        """
         assert self.extent is not None
         _, rows, columns = self.extent
         h, w = self.map.h, self.map.w
@@ -85,12 +90,12 @@ def _split(i: Expr, inner: int, stride: int, along: Callable[[Expr], Expr]) -> E
 
 
 def sampled_statistics(x: MapType, extent: Extent, target: CudaTarget) -> Kernel:
-    """x, offset (int64 [3]) -> mean, variance (biased) of the box, [c] float32."""
+    """Make the kernel: x, offset (int64 [3]) -> mean, variance (biased) of the box, [c] float32."""
     return _statistics("SampledStatistics", Sample(x, extent), target)
 
 
 def point_statistics(x: MapType, count: int, target: CudaTarget) -> Kernel:
-    """x, points (int64) -> mean, variance (biased) of the points, [c] float32."""
+    """Make the kernel: x, points (int64) -> mean, variance (biased) of the points, [c] float32."""
     return _statistics("PointStatistics", Sample(x, None, count), target)
 
 
@@ -107,12 +112,18 @@ def _statistics(op: str, sample: Sample, target: CudaTarget) -> Kernel:
 
 
 def add_sampled(x: MapType, dx: MapType, extent: Extent, target: CudaTarget) -> Kernel:
-    """x, q, w, offset (int64 [3]), dx -> dx + q*x + w in the box; nothing else of dx is read or written."""
+    """Make the kernel: x, q, w, offset (int64 [3]), dx -> dx + q*x + w in the box.
+
+    Nothing else of dx is read or written.
+    """
     return _add("AddSampled", Sample(x, extent), dx, target)
 
 
 def add_at_points(x: MapType, dx: MapType, count: int, target: CudaTarget) -> Kernel:
-    """x, q, w, points (int64, each at most once), dx -> dx + q*x + w at the points; nothing else is touched."""
+    """Make the kernel: x, q, w, points (int64, each at most once), dx -> dx + q*x + w at the points.
+
+    Nothing else of dx is read or written.
+    """
     return _add("AddAtPoints", Sample(x, None, count), dx, target)
 
 

@@ -36,29 +36,32 @@ class Operand:
 
     @property
     def plan(self) -> ProloguePlan:
+        """Describe the prologue: that of dy, or that of x."""
         return (ProloguePlan.of_gradient if self.gradient else ProloguePlan.of_input)(self.problem)
 
     @property
     def maps(self) -> dict[str, MapType]:
-        """The maps that are read, by name."""
+        """Give the maps that are read, by name."""
         return self.plan.maps
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """The per-channel vectors that are read."""
+        """Name the per-channel vectors that are read."""
         return self.plan.vectors
 
     @property
     def names(self) -> set[str]:
+        """Name all that is read, maps and vectors."""
         return {*self.plan.operands}
 
     @property
     def kind(self) -> MapType:
-        """The type of the map that the convolution works on."""
+        """Give the type of the map that the convolution works on."""
         return self.problem.map(self.plan.source)
 
     @property
     def ends_in_relu(self) -> bool:
+        """Tell whether the prologue's last step is a Relu."""
         return self.plan.ends_in("Relu")
 
     def value(self, load: steps.Load, *, but_relu: bool = False) -> Expr:
@@ -77,7 +80,7 @@ class Slot:
 
 
 def can_ring(operand: Operand, precision: str) -> bool:
-    """Whether vectors can be copied asynchronously: stored as tensor cores take them, 4 bytes or more a time."""
+    """Tell whether vectors can be copied asynchronously: stored as tensor cores take them, 4 bytes or more a time."""
     size = element_size(precision)
     kinds = operand.maps.values()
     lanes = Lanes.of(vector_width(precision), *kinds)
@@ -103,6 +106,7 @@ class Loader:
 
     @staticmethod
     def make(operand: Operand, block: Block, precision: str, passes: int, ring: d.Shared | None = None) -> Loader:
+        """Allocate the registers of an operand."""
         width = vector_width(precision)
         passes = 1 if ring else passes
         lanes = Lanes.of(width, *operand.maps.values())
@@ -123,13 +127,14 @@ class Loader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is copied needs nothing done to it."""
+        """Tell whether what is copied needs nothing done to it."""
         spec = self.operand.problem.spec
         steps_of = {"BatchNormGrad"} if self.operand.gradient else {*spec.prologue} - {"BatchNormGrad", "Slice"}
         return not steps_of & {*spec.prologue} and self.precision != "tf32"
 
     @property
     def width(self) -> int:
+        """Count the channels of a vector."""
         return self.lanes.count
 
     def copy(self, slot: Slot, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
@@ -148,7 +153,7 @@ class Loader:
                 d.copy_async(address, source.buffer.ptr_to([at]), access * size, there)
 
     def take(self, slot: Slot) -> Buffer:
-        """The prologue of what has been copied: four words to be put in its place."""
+        """Take what has been copied through the prologue: four words to be put in its place."""
         assert self.ring is not None
         store = self.ring.view("uint32")
         for n, name in enumerate(self.operand.maps):
@@ -173,7 +178,10 @@ class Loader:
         d.when(valid, load, clear)
 
     def fetch_flat(self, index: Expr, element_of: Callable[[int], tuple[Expr, Expr, Expr]]) -> None:
-        """The same where the elements of a vector are not neighbours: each has its own pixel, channel and validity."""
+        """Start loading pass `index` where the elements of a vector are not neighbours.
+
+        `element_of(j)` is the pixel and the channel of element j, and whether it exists; else it is zero.
+        """
         places = [element_of(j) for j in range(self.width)]
         mask: Expr = T.uint32(0)
         for j, (_, _, valid) in enumerate(places):
@@ -192,17 +200,18 @@ class Loader:
                 d.put(self.raw[name], index * words_of(kind, self.width) + word, found)
 
     def load_flat_coefficients(self, channel_of: Callable[[int], Expr]) -> None:
+        """Load the per-channel vectors for elements that have the channels `channel_of(j)`."""
         for name, held in self.coefficients.items():
             for j in range(self.width):
                 d.put(held, j, self.block[name][channel_of(j)])
 
     def load_coefficients(self, channel: Expr, aligned: bool, left: Expr | None) -> None:
-        """The per-channel vectors of the channels from `channel` on, for the passes that follow."""
+        """Load the per-channel vectors of the channels from `channel` on, for the passes that follow."""
         for name, held in self.coefficients.items():
             load_vector(self.block[name], channel, self.width, held, aligned, left)
 
     def finish(self, index: Expr, *, flat: bool = False) -> Buffer:
-        """Four words: what the tensor cores read of pass `index`."""
+        """Make the four words that the tensor cores read of pass `index`."""
         for name, kind in self.operand.maps.items():
             at = index * words_of(kind, self.width)
             unpack_words(self.raw[name], at, kind, self.width, self.unpacked[name])
@@ -222,21 +231,25 @@ class Loader:
 
 
 def vector_width(precision: str) -> int:
-    """Channels of 16 bytes as the tensor cores read them."""
+    """Count the channels of 16 bytes as the tensor cores read them."""
     return 8 if precision in ("bf16", "fp16") else 4
 
 
 def element_size(precision: str) -> int:
+    """Count the bytes of a channel as the tensor cores read it."""
     return 16 // vector_width(precision)
 
 
 def words_of(kind: MapType, width: int) -> int:
-    """Words of `width` channels as stored."""
+    """Count the words of `width` channels as stored."""
     return max(width * d.size_of(kind.dtype) // 4, 1)
 
 
 def round_words(precision: str, values: Buffer, into: Buffer, *, relu: bool = False) -> None:
-    """Float32 registers as the four words that go into a row of shared memory; with `relu` what is below 0 is 0."""
+    """Round float32 registers to the four words that go into a row of shared memory.
+
+    With `relu` what is below 0 is 0.
+    """
     for i in range(4):
         if precision in ("bf16", "fp16"):
             dtype = "bfloat16" if precision == "bf16" else "float16"
@@ -248,7 +261,10 @@ def round_words(precision: str, values: Buffer, into: Buffer, *, relu: bool = Fa
 
 
 def load_vector(source: Buffer, channel: Expr, width: int, into: Buffer, aligned: bool, left: Expr | None) -> None:
-    """`width` elements of a per-channel vector; zeros from `left` on. `aligned`: channel is a multiple of 4."""
+    """Load `width` elements of a per-channel vector; zeros from `left` on.
+
+    `aligned`: channel is a multiple of 4.
+    """
     step = 4 if aligned else 1
     for first in range(0, width, step):
 
@@ -271,11 +287,12 @@ def load_vector(source: Buffer, channel: Expr, width: int, into: Buffer, aligned
 
 
 def chunks_of(row_bytes: int) -> int:
+    """Count the 16-byte chunks of a row."""
     return row_bytes // d.VECTOR_BYTES
 
 
 def swizzled(row: Expr, chunk: Expr, chunks: int) -> Expr:
-    """Where in its row a 16-byte chunk lies, so that eight rows' equal chunks are in different banks."""
+    """Find where in its row a 16-byte chunk lies, so that eight rows' equal chunks are in different banks."""
     if chunks >= 8:
         return tirx.bitwise_xor(chunk, row % 8)
     if chunks == 4:
@@ -284,7 +301,7 @@ def swizzled(row: Expr, chunk: Expr, chunks: int) -> Expr:
 
 
 def unpack_words(words: Buffer, at: Expr, kind: MapType, width: int, into: Buffer) -> None:
-    """`width` channels of a map, from words as stored to float32."""
+    """Unpack `width` channels of a map, from words as stored to float32."""
     count = words_of(kind, width)
     for i in range(count):
         d.unpack(words[at + i], kind.dtype, into, i * width // count)
@@ -293,7 +310,10 @@ def unpack_words(words: Buffer, at: Expr, kind: MapType, width: int, into: Buffe
 def flat_elements(
     view: FlatView, first: Expr, image: Expr, y: Expr, x: Expr, own: Expr, group: Expr
 ) -> Callable[[int], tuple[Expr, Expr, Expr]]:
-    """The elements from `first` on of a flat row: `y` and `x` are those of its first tap, `image` its first pixel."""
+    """Find the elements from `first` on of a flat row: pixel, channel and whether there is such an element.
+
+    `y` and `x` are those of the row's first tap, `image` is its image's first pixel.
+    """
     v, h, inputs = view.correlation.vertical, view.correlation.horizontal, view.correlation.inputs
     row = T.bind(first // view.correlation.flat_row)
     start = T.bind(first % view.correlation.flat_row)

@@ -53,18 +53,22 @@ from bnfuse.runtime.targets.target import CudaTarget
 THREADS = 256
 WIDE = 4  # elements of an access
 EACH = 2 * WIDE  # elements of a thread in a turn; they share a weight decay
-BLOCKS = 8  # for each multiprocessor, at most
+BLOCKS = 8  # for each multiprocessor, at most: chosen by hand
 
 
 def sgd(elements: int, momentum: float, nesterov: bool, target: CudaTarget) -> Kernel:
-    """parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32; at fp16 loss_scale:
-    float32, and as results finite [1] int32 and scratch."""
+    """Make the kernel: parameters (in place), gradients, decay [elements/16], [momentum (in place)].
+
+    Scalars: lr: float32; at fp16 also loss_scale: float32, and as results finite [1] int32 and scratch.
+    """
     return _kernel(sgd_problem(elements, momentum, nesterov), target)
 
 
 def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CudaTarget) -> Kernel:
-    """parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place); lr: float32,
-    step: int64; at fp16 as `sgd`."""
+    """Make the kernel: parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place).
+
+    Scalars: lr: float32, step: int64; at fp16 as `sgd`.
+    """
     return _kernel(adamw_problem(elements, betas, epsilon), target)
 
 
@@ -85,11 +89,15 @@ def _kernel(problem: UpdateProblem, target: CudaTarget) -> Kernel:
 
 
 def blocks_of(problem: UpdateProblem, target: CudaTarget) -> int:
+    """Count the blocks that walk the buffers: up to BLOCKS for each multiprocessor."""
     return max(1, min(-(-problem.elements // (EACH * THREADS)), BLOCKS * target.multiprocessors))
 
 
 def _sweep(block: Block, elements: int, blocks: int, whole: object, single: object) -> None:
-    """`whole(first)` for each run of 8 elements, dealt to all threads, then `single(element)` for each of the rest."""
+    """Emit `whole(first)` for each run of 8 elements, then `single(element)` for each of the rest.
+
+    Both are dealt to all threads.
+    """
     runs, rest = divmod(elements, EACH)
     own = T.bind(block.x * THREADS + block.tid)
     threads = blocks * THREADS
@@ -116,7 +124,7 @@ def _store(target: Buffer, first: Expr, values: Buffer) -> None:
 
 
 def _find(name: str, problem: UpdateProblem, params: Sequence[Param], blocks: int) -> Stage:
-    """gradients -> found: 1 for a block that has met one that is not finite."""
+    """Emit gradients -> found: 1 for a block that has met one that is not finite."""
     used = [p for p in params if p.name in ("gradients", "found")]
     shared = 4 * THREADS // WARP
     with stage(name, used, grid=(blocks, 1, 1), threads=THREADS, shared=shared) as block:
@@ -139,13 +147,13 @@ def _find(name: str, problem: UpdateProblem, params: Sequence[Param], blocks: in
 
 
 def _unbounded(value: Expr) -> Expr:
-    """1 if the exponent's bits are all set, else 0."""
+    """Give 1 if the exponent's bits are all set, else 0."""
     exponent = tirx.bitwise_and(bits(value), T.uint32(0x7F800000))
     return tirx.Select(exponent == T.uint32(0x7F800000), T.int32(1), T.int32(0))
 
 
 def _any(block: Block, found: Buffer) -> Expr:
-    """The disjunction of `found[0]` over the block, for all its threads."""
+    """Join `found[0]` by or over the block, for all its threads."""
     warps = THREADS // WARP
     of_warps = T.alloc_buffer((warps,), "int32", scope="shared")
     for distance in (16, 8, 4, 2, 1):
@@ -191,7 +199,7 @@ def _update(
 
 
 def _scalars(block: Block, problem: UpdateProblem) -> list[Expr]:
-    """What the formula takes. AdamW's powers are float64 and slow: one thread of a block computes them."""
+    """Read what the formula takes. AdamW's powers are float64 and slow: one thread of a block computes them."""
     lr = block.scalars["lr"]
     if problem.op != "AdamW":
         return [lr]
@@ -211,7 +219,7 @@ def _formula(problem: UpdateProblem, buffers: dict[str, Buffer], scalars: list[E
 
 
 def _run(block: Block, problem: UpdateProblem, scalars: list[Expr], unscale: Expr | None, first: Expr) -> None:
-    """The update of 8 elements from `first` on, in registers."""
+    """Update 8 elements from `first` on, in registers."""
     state = ("parameters", *moments_of(problem))
     own = {name: registers(EACH) for name in ("gradients", *state)}
     for name, values in own.items():

@@ -23,8 +23,8 @@ from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Stage
 from bnfuse.runtime.kernels.kernel import Param
 
 COLUMNS = 8  # channels of a block that merges: 32 bytes of a row
-MOST_LANES = 128
-SIDE_BY_SIDE = 4  # rows whose loads are on their way at a time
+MOST_LANES = 128  # threads of one of its columns, at most, and
+SIDE_BY_SIDE = 4  # rows whose loads are on their way at a time: both chosen by hand
 
 # -- joining the threads of a tile ---------------------------------------------------------------------------------
 
@@ -39,23 +39,28 @@ class Team:
 
     @property
     def threads(self) -> int:
+        """Count the threads of the block."""
         return self.across * self.down
 
     def vector(self, tid: Expr) -> Expr:
+        """Find the vector of channels of a thread."""
         return tid % self.across if self.across < self.threads else tid
 
     def lane(self, tid: Expr) -> Expr:
+        """Find the lane of a thread: which of the `down` that share its vector it is."""
         return tid // self.across if self.down > 1 else 0
 
     def shared_bytes(self, floats: int) -> int:
-        """Shared memory in which threads with `floats` values each can join."""
+        """Count the bytes of shared memory in which threads with `floats` values each can join."""
         return (self.down + 1) // 2 * self.across * floats * 4
 
     def sums_bytes(self, quantities: int) -> int:
+        """Count the bytes of shared memory that `join_sums` needs."""
         return self.shared_bytes(quantities * self.width)
 
     @property
     def statistics_bytes(self) -> int:
+        """Count the bytes of shared memory that `Moments.join` needs: 3 floats a channel, and a count."""
         return self.shared_bytes(3 * self.width + 1)
 
 
@@ -63,7 +68,7 @@ Combine = Callable[[Callable[[int], Expr]], None]  # takes the partner's values 
 
 
 def join_lanes(team: Team, tid: Expr, shared: Buffer, own: Sequence[Expr], combine: Combine) -> None:
-    """Lane 0 gets what all lanes have. `own` are a thread's values; shared memory is free before and after."""
+    """Bring lane 0 what all lanes have. `own` are a thread's values; shared memory is free before and after."""
     lane, vector = team.lane(tid), team.vector(tid)
     active = team.down
     while active > 1:
@@ -85,7 +90,7 @@ def join_lanes(team: Team, tid: Expr, shared: Buffer, own: Sequence[Expr], combi
 
 
 def join_sums(team: Team, tid: Expr, shared: Buffer, sums: Buffer, quantities: int) -> None:
-    """Lane 0 gets the sums over the lanes of `sums`, float32 registers [quantities][width].
+    """Bring lane 0 the sums over the lanes of `sums`, float32 registers [quantities][width].
 
     `shared` is a float32 view of at least `team.sums_bytes(quantities)`. All threads of the block take part.
     """
@@ -111,6 +116,7 @@ class Moments:
         self.count = d.registers(1)
 
     def clear(self) -> None:
+        """Begin without pixels."""
         d.put(self.count, 0, T.float32(0))
         for held in (self.shift, self.first, self.second):
             for j in range(self.width):
@@ -127,7 +133,7 @@ class Moments:
         d.put(self.count, 0, self.count[0] + T.float32(1))
 
     def join(self, tid: Expr, shared: Buffer) -> Buffer:
-        """Lane 0 gets, in registers [2][width], mean and M2 of all lanes' pixels.
+        """Bring lane 0, in registers [2][width], mean and M2 of all lanes' pixels.
 
         `shared` is a float32 view of at least `team.statistics_bytes`. All threads of the block take part.
         """
@@ -171,6 +177,7 @@ class SharedMoments:
         self.sums = d.registers(2 * team.width)
 
     def clear(self) -> None:
+        """Begin without pixels."""
         for k in range(2 * self.width):
             d.put(self.sums, k, T.float32(0))
 
@@ -182,7 +189,7 @@ class SharedMoments:
             d.put(self.sums, self.width + j, d.fma(e, e, self.sums[self.width + j]))
 
     def join(self, tid: Expr, shared: Buffer) -> Buffer:
-        """As `Moments.join`."""
+        """Bring lane 0 mean and M2, as `Moments.join`."""
         join_sums(self.team, tid, shared, self.sums, 2)
         n = T.bind(tirx.Cast("float32", self.count))
         made = d.registers(2 * self.width)
@@ -195,7 +202,7 @@ class SharedMoments:
 
 
 def _not_negative(value: Expr) -> Expr:
-    """max(value, 0), but NaN stays."""
+    """Emit max(value, 0), but NaN stays."""
     value = T.bind(value)
     return tirx.Select(value < tirx.const(0, value.ty.dtype), tirx.const(0, value.ty.dtype), value)
 
@@ -231,7 +238,10 @@ def write_row(
 
 
 def partials_param(tiles: int, quantities: int, channels: int, access: str = "out", name: str = "partials") -> Param:
-    """The scratch buffer [tiles][quantities][channels] between the stages: "out" for the first, "in" for the second."""
+    """Describe the scratch buffer [tiles][quantities][channels] float32 between the stages.
+
+    Its access is "out" for the first, "in" for the second.
+    """
     return Param(name, access, tiles * quantities * channels)  # type: ignore[arg-type]
 
 
@@ -327,7 +337,7 @@ def merge_stage(
     values: int,
     emit: Callable[[Block, Columns], None],
 ) -> Stage:
-    """The stage of merging blocks, whose lanes join `values` float64 each."""
+    """Build the stage of merging blocks, whose lanes join `values` float64 each."""
     lanes = MOST_LANES
     while lanes > 4 and lanes * SIDE_BY_SIDE >= 2 * tiles:
         lanes //= 2
@@ -351,7 +361,7 @@ class Columns:
             self.held_channel = T.bind(tirx.Min(self.channel, tirx.const(channels - 1, "int32")))
 
     def sweep(self, partials: Buffer, quantities: int, add: Callable[[Expr, Callable[[int], Expr]], None]) -> None:
-        """`add(tile, values)` for each of this thread's rows; `values(q)` is float64."""
+        """Emit `add(tile, values)` for each of this thread's rows; `values(q)` is float64."""
         held = d.registers(SIDE_BY_SIDE * quantities)
 
         def visit(first: Expr, count: int) -> None:
@@ -375,7 +385,7 @@ class Columns:
             d.when(self.lane < rest, lambda: visit(rounds * self.lanes, 1))
 
     def join(self, sums: Buffer, count: int) -> None:
-        """Lane 0 gets the sums over the lanes of float64 registers."""
+        """Bring lane 0 the sums over the lanes of `count` float64 registers."""
 
         def combine(partner: Callable[[int], Expr]) -> None:
             for k in range(count):
@@ -384,10 +394,11 @@ class Columns:
         self.join_by([sums[k] for k in range(count)], combine)
 
     def join_by(self, own: Sequence[Expr], combine: Combine) -> None:
-        """Lane 0 gets what all lanes have: `own` are a thread's float64 registers, `combine` takes another's in."""
+        """Bring lane 0 what all lanes have: `own` are a thread's float64 registers, `combine` takes another's in."""
         tid = self.lane * COLUMNS + self.column
         join_lanes(Team(COLUMNS, self.lanes, 1), tid, self.shared, own, combine)
 
     def first_lane(self, store: Callable[[], None]) -> None:
+        """Emit `store` for the threads of lane 0 whose channel exists."""
         own = self.lane == 0
         d.when(own if self.channels % COLUMNS == 0 else tirx.And(own, self.channel < self.channels), store)

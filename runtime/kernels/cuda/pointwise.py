@@ -18,12 +18,12 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 
 def pointwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
-    """[Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], maps NHWC."""
+    """Make the kernel: [Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], NHWC."""
     return _map(problem, target, "y", Operand(problem, gradient=False))
 
 
 def pointwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
-    """[BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, in the order of the grammar."""
+    """Make the kernel: [BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, as in the grammar."""
     return _map(problem, target, "dx", Operand(problem, gradient=True))
 
 

@@ -38,17 +38,18 @@ from bnfuse.runtime.kernels.cuda.vector import Epilogue, Reader, Reductions, wid
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
-UNROLLED = 25  # taps of a window that are written out one by one
-FETCHED = 9  # vectors on their way at a time
+UNROLLED = 25  # taps of a window that are written out one by one: chosen by hand
+FETCHED = 9  # vectors on their way at a time: chosen by hand
 NO_UNROLL = 9  # maps read at a pixel: a thread takes one pixel at a time
 
 # -- forward -------------------------------------------------------------------------------------------------------
 
 
 def pool_forward(problem: Problem, target: CudaTarget) -> Kernel:
-    """[prologue] MaxPool|AveragePool|GlobalAveragePool [Bias][Statistics].
+    """Make the kernel: [prologue] MaxPool|AveragePool|GlobalAveragePool [Bias][Statistics].
 
     Indices of a MaxPool: position in the window, of the first of equal maxima, a map like y of its window's index type.
+    BnfuseError where the input is to be stored.
     """
     if "StoreInput" in problem.spec.epilogue:
         raise BnfuseError(f"{problem.op}: a pool reads its input more than once, so no kernel of it stores the input")
@@ -61,7 +62,7 @@ def pool_forward(problem: Problem, target: CudaTarget) -> Kernel:
 def _over_windows(
     problem: Problem, target: CudaTarget, windows: Windows, result: MapType, pool_of: type[_Forward] | type[_Backward]
 ) -> Kernel:
-    """A pool whose threads visit the pixels of its result one at a time."""
+    """Make a pool whose threads visit the pixels of its result one at a time."""
     sweep = operator_sweep(problem, target, result, NO_UNROLL)
 
     def emit(block: Block, epilogue: Epilogue) -> None:
@@ -94,7 +95,7 @@ class _Forward:
             self.indices = Indices(block, problem.map("indices"), windows, self.width)
 
     def visit(self, pixel: Expr) -> None:
-        """One pixel of y."""
+        """Compute one pixel of y."""
         w = self.windows
         image, row, column = (T.bind(at) for at in coordinates(pixel, w.y))
         start = float("-inf") if self.is_max else 0.0
@@ -138,7 +139,7 @@ class _Forward:
 
 
 def _reads(axis: WindowAxis, window: Expr, k: Expr) -> Expr:
-    """Whether the k-th position of a window lies in x."""
+    """Tell whether the k-th position of a window lies in x."""
     return True if axis.never_cut else d.within(axis.start(window) + k * axis.dilation, axis.size)
 
 
@@ -149,7 +150,10 @@ def _each_pair(
     fetch: Callable[[int, Expr, Expr], None],
     take: Callable[[int, Expr, Expr], None],
 ) -> None:
-    """`fetch(i, r, s)` and then `take(i, r, s)` for all pairs, in order, `at_a_time` fetched before they are taken."""
+    """Emit `fetch(i, r, s)` and then `take(i, r, s)` for all pairs, in order.
+
+    `at_a_time` are fetched before they are taken.
+    """
     if rows * columns > UNROLLED:
         with T.serial(0, rows) as r, T.serial(0, columns) as s:
             fetch(0, r, s)
@@ -175,7 +179,7 @@ class Indices:
         self.held = d.registers(passes * self.count, "uint32")
 
     def _each(self, pixel: Expr, channel: Expr, left: Expr | None, move: Callable[[int, Expr], None]) -> None:
-        """`move(register, index in elements)` for each register whose channels exist."""
+        """Emit `move(register, index in elements)` for each register whose channels exist."""
         step = self.per_word if self.whole else 1
         base = T.bind(self.map.at(pixel, channel))
         for k in range(self.count):
@@ -186,7 +190,7 @@ class Indices:
         return d.words(self.map.buffer, self.map.type.elements, self.map.type.dtype)
 
     def store(self, places: Buffer, pixel: Expr, channel: Expr, left: Expr | None) -> None:
-        """Store `width` int32 registers."""
+        """Store the indices of `width` channels of a pixel, int32 registers; none from `left` on."""
 
         def move(k: int, index: Expr) -> None:
             if not self.whole:
@@ -201,7 +205,7 @@ class Indices:
         self._each(pixel, channel, left, move)
 
     def fetch(self, index: int, pixel: Expr, channel: Expr, left: Expr | None, valid: Expr) -> None:
-        """Load those of a pixel, for pass `index`. What does not exist is 0."""
+        """Load the indices of a pixel, for pass `index`. What does not exist is 0."""
 
         def load() -> None:
             if left is not None:
@@ -219,7 +223,7 @@ class Indices:
         d.when(valid, load)
 
     def value(self, index: int, j: int) -> Expr:
-        """That of channel j, fetched as pass `index`, int32."""
+        """Read the index of channel j, fetched as pass `index`, int32."""
         if not self.whole or self.per_word == 1:
             return tirx.Cast("int32", self.held[index * self.count + j])
         word = self.held[index * self.count + j // self.per_word]
@@ -229,8 +233,8 @@ class Indices:
 # -- global forward ------------------------------------------------------------------------------------------------
 
 GLOBAL_THREADS = 256
-GLOBAL_ACROSS = 16
-GLOBAL_AT_A_TIME = 4
+GLOBAL_ACROSS = 16  # vectors of channels of a block: chosen by hand
+GLOBAL_AT_A_TIME = 4  # vectors on their way at a time: chosen by hand
 
 
 class Images(Sweep):
@@ -238,6 +242,7 @@ class Images(Sweep):
 
     @property
     def rows(self) -> int:
+        """Count the pixels of the result in a tile: one."""
         return 1
 
 
@@ -273,7 +278,7 @@ def _emit_global(block: Block, problem: Problem, sweep: Sweep, epilogue: Epilogu
         d.put(total, j, T.float32(0))
 
     def group(first: Expr, count: int) -> None:
-        """`count` pixels of each lane, from `first` on: their sum joins the total."""
+        """Add the sum of `count` pixels of each lane, from `first` on, to the total."""
         places = [first + i * team.down + lane for i in range(count)]
         valid = [d.below(place, area, area % (count * team.down) == 0) for place in places]
         valid = [v if left is None else d.all_of(v, left > 0) for v in valid]
@@ -309,8 +314,10 @@ def _emit_global(block: Block, problem: Problem, sweep: Sweep, epilogue: Epilogu
 
 
 def pool_backward(problem: Problem, target: CudaTarget) -> Kernel:
-    """[BatchNormGrad][Normalize][act] MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad [AddGradient][mask]
-    [Reduce][ReduceOther]*[Scale|Accumulate]. dx is that of the pool's input, at the resolution of x.
+    """Make the kernel of dx of a pool's input, at the resolution of x.
+
+    [BatchNormGrad][Normalize][act] MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad [AddGradient][mask]
+    [Reduce][ReduceOther]*[Scale|Accumulate]. BnfuseError where there is a BiasGrad.
     """
     if "BiasGrad" in problem.spec.epilogue:
         raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a PointwiseGradBiasGrad")
@@ -361,23 +368,24 @@ class Candidates:
 
     @property
     def count(self) -> int:
+        """Count the windows that may contain a position."""
         return min(self.axis.out, -(-(self.axis.dilation * (self.axis.kernel - 1) + 1) // self.axis.stride))
 
     def window(self, position: Expr, i: Expr) -> Expr:
-        """The i-th, in ascending order."""
+        """Find the i-th of them, in ascending order."""
         axis = self.axis
         last = tirx.Min(tirx.floordiv(position + axis.pad, axis.stride), tirx.const(axis.out - 1, "int32"))
         return last - (self.count - 1) + i
 
     def contains(self, position: Expr, window: Expr) -> Expr:
-        """Whether there is such a window and it has an element at the position."""
+        """Tell whether there is such a window and it has an element at the position."""
         axis = self.axis
         distance = position - axis.start(window)
         near = d.all_of(window >= 0, distance <= axis.dilation * (axis.kernel - 1))
         return near if axis.dilation == 1 else d.all_of(near, tirx.floormod(distance, axis.dilation) == 0)
 
     def place(self, position: Expr, window: Expr) -> Expr:
-        """Which element of the window that is."""
+        """Find which element of the window that is."""
         return tirx.floordiv(position - self.axis.start(window), self.axis.dilation)
 
 
@@ -401,7 +409,7 @@ class _Backward:
             self.indices = Indices(block, problem.map("indices"), windows, self.width, passes)
 
     def visit(self, pixel: Expr) -> None:
-        """One pixel of x."""
+        """Compute one pixel of dx."""
         w, rows, columns = self.windows, self.rows, self.columns
         image, h, x = (T.bind(at) for at in coordinates(pixel, w.x))
         self.epilogue.fetch(0, pixel)
@@ -427,7 +435,7 @@ class _Backward:
         self.epilogue.finish(0, self.total, pixel)
 
     def take(self, i: int, h: Expr, x: Expr, row: Expr, column: Expr) -> None:
-        """What the window at (row, column), fetched as pass i, gives to the pixel (h, x)."""
+        """Add what the window at (row, column), fetched as pass i, gives to the pixel (h, x)."""
         self.reader.unpack(i)
         if self.is_max:
             place = self.rows.place(h, row) * self.windows.columns.kernel + self.columns.place(x, column)

@@ -19,6 +19,7 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 Join = Callable[[Expr, Expr], Expr]
 
+# chosen by hand
 ALONE = 128  # threads of a block whose threads have a row each
 MOST = 256  # threads of a block that has one row
 EACH = 4  # elements of a row that are worth a thread
@@ -32,14 +33,17 @@ class BlockRows(Rows):
 
     @staticmethod
     def of(rows: Rows) -> BlockRows:
+        """Take rows to a block."""
         return BlockRows(rows.n, rows.length, rows.inner)
 
     @property
     def shared_by_block(self) -> bool:
+        """Tell whether a block has one row, and not each thread."""
         return self.inner == 1
 
     @property
     def threads(self) -> int:
+        """Count the threads of a block: ALONE, or one for EACH elements of its row, a power of two up to MOST."""
         if not self.shared_by_block:
             return ALONE
         threads = WARP
@@ -49,13 +53,15 @@ class BlockRows(Rows):
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """Give the grid in blocks."""
         return (self.count if self.shared_by_block else -(-self.count // ALONE), 1, 1)
 
     def within(self, block: Block) -> BlockRows:
+        """Give these rows inside a stage that is open."""
         return dataclasses.replace(self, block=block)
 
     def each(self, target: CudaTarget, emit: Callable[[Expr, At], None]) -> None:
-        """`emit(row, at)` for the row of this thread."""
+        """Emit `emit(row, at)` for the row of this thread."""
         assert self.block is not None
         if self.shared_by_block:
             row = self.block.x
@@ -70,7 +76,7 @@ class BlockRows(Rows):
         when(True if self.count % ALONE == 0 else row < self.count, own)
 
     def along(self, target: CudaTarget, emit: Callable[[Expr], None]) -> None:
-        """`emit(k)` for each position along the row that is this thread's."""
+        """Emit `emit(k)` for each position along the row that is this thread's."""
         assert self.block is not None
         if self.shared_by_block:
             self.block.each(self.length, emit)
@@ -79,7 +85,7 @@ class BlockRows(Rows):
                 emit(k)
 
     def once(self, emit: Callable[[], None]) -> None:
-        """`emit` by one thread of the row."""
+        """Emit `emit()` for one thread of the row."""
         assert self.block is not None
         when(self.block.tid == 0 if self.shared_by_block else True, emit)
 
@@ -93,7 +99,7 @@ class BlockRows(Rows):
 
 
 def join_threads(block: Block, value: Expr, dtype: str, join: Join) -> Expr:
-    """The join of a value over all threads of a block (a multiple of 32), for all of them."""
+    """Join a value over all threads of a block (a multiple of 32), for all of them."""
     own = registers(1, dtype)
     put(own, 0, value)
     for distance in (16, 8, 4, 2, 1):

@@ -14,11 +14,11 @@ from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
-AT_A_TIME = 4
+AT_A_TIME = 4  # maps of a pass: chosen by hand
 
 
 def sum_maps(xs: tuple[MapType, ...], y: MapType, target: CudaTarget) -> Kernel:
-    """x0, x1, ... -> y, maps of one size; sums are float32."""
+    """Make the kernel: x0, x1, ... -> y, maps of one size; sums are float32."""
     problem = SumProblem(xs, y)
     sources = {f"x{i}": x for i, x in enumerate(xs)}
     params = (

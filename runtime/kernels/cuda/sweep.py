@@ -25,6 +25,7 @@ from bnfuse.runtime.kernels.cuda.vector import Epilogue, Reductions, epilogue_of
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
+# chosen by hand, like those below
 THREADS = 256
 MOST_ACROSS = 128
 LONGEST = 128  # pixels whose float32 sum one thread makes
@@ -51,12 +52,12 @@ class Sweep:
 
     @staticmethod
     def of(pixels: int, channels: int, width: int, target: CudaTarget, *, reads: int, sums: bool) -> Sweep:
-        """`reads` is the number of maps read at a pixel."""
+        """Deal out pixels and channels, `width` at a time, where `reads` maps are read at a pixel."""
         vectors = -(-channels // width)
         columns = -(-vectors // MOST_ACROSS)
         across = -(-vectors // columns)
         down = max(1, THREADS // across)
-        unroll = {0: 1, 1: 4, 2: 4, 3: 2, 4: 2}.get(reads, 1)
+        unroll = {0: 1, 1: 4, 2: 4, 3: 2, 4: 2}.get(reads, 1)  # by maps read; chosen by hand
         while unroll > 1 and pixels * columns < down * unroll * target.multiprocessors:
             unroll //= 2
         groups = 1
@@ -67,7 +68,7 @@ class Sweep:
 
     @staticmethod
     def of_sample(pixels: int, channels: int, width: int, target: CudaTarget) -> Sweep:
-        """As `of` with one map and sums, where pixels are few or lie apart.
+        """Deal out as `of` with one map and sums, where pixels are few or lie apart.
 
         Up to some thousand pixels a tile has all of them and 64 bytes of each: blocks are as many as such slices, and
         there is nothing to merge. More pixels are cut into tiles that fill the multiprocessors twice.
@@ -88,24 +89,26 @@ class Sweep:
 
     @property
     def rows(self) -> int:
-        """Pixels of a tile."""
+        """Count the pixels of a tile."""
         return self.team.down * self.unroll * self.groups
 
     @property
     def tiles(self) -> int:
+        """Count the tiles along the pixels."""
         return -(-self.pixels // self.rows)
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """Give the grid in blocks: tiles, columns."""
         return self.tiles, self.columns, 1
 
     @property
     def merging(self) -> dict[str, int]:
-        """Arguments of the stage that merges the tiles."""
+        """Give the arguments of the stage that merges the tiles."""
         return {"tiles": self.tiles, "rows": self.rows, "total": self.pixels, "channels": self.channels}
 
     def channel(self, block: Block) -> tuple[Expr, Expr | None]:
-        """The thread's first channel, and how many are left from there on (None: its vector is whole)."""
+        """Find the thread's first channel, and how many are left from there on (None: its vector is whole)."""
         vector = self.team.vector(block.tid)
         if self.columns > 1:
             vector = block.y * self.team.across + vector
@@ -114,7 +117,7 @@ class Sweep:
         return channel, None if whole else T.bind(self.channels - channel)
 
     def holds(self, left: Expr | None) -> Expr:
-        """Whether the thread has a channel at all."""
+        """Tell whether the thread has a channel at all."""
         if left is not None and (self.columns * self.team.across - 1) * self.team.width >= self.channels:
             return T.bind(left > 0)
         return True
@@ -126,7 +129,7 @@ class Sweep:
         fetch: Callable[[int, Expr, Expr], None],
         finish: Callable[[int, Expr, Expr], None],
     ) -> None:
-        """The loops: `fetch(i, pixel, valid)` for each i of a group, then `finish(i, pixel, valid)`."""
+        """Emit the loops: `fetch(i, pixel, valid)` for each i of a group, then `finish(i, pixel, valid)`."""
         exact = self.pixels % self.rows == 0
         within = self.holds(left)
         lane = self.team.lane(block.tid)
@@ -159,7 +162,7 @@ def operator_kernel(
     *,
     shared: int = 0,
 ) -> Kernel:
-    """The kernel of an operator of steps. `emit(block, epilogue)` writes the tile, all but `epilogue.close`.
+    """Make the kernel of an operator of steps. `emit(block, epilogue)` writes the tile, all but `epilogue.close`.
 
     `shared` are the bytes of shared memory that `emit` uses, as `epilogue.shared`.
     """
@@ -182,7 +185,7 @@ def operator_kernel(
 
 
 def operator_sweep(problem: Problem, target: CudaTarget, result: MapType, reads: int) -> Sweep:
-    """The sweep over the pixels of an operator's result."""
+    """Deal out the pixels of an operator's result, where `reads` maps are read at a pixel."""
     width = width_of(kind for name, kind in problem.maps if name != "indices")
     sums = bool(Reductions.of(problem.spec))
     return Sweep.of(result.pixels, result.c, width, target, reads=reads, sums=sums)

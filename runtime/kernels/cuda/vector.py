@@ -29,7 +29,7 @@ from bnfuse.runtime.kernels.kernel import MapType, Param, Problem
 
 
 def width_of(kinds: Iterable[MapType]) -> int:
-    """Channels that a thread takes at a time: 16 bytes of the narrowest of the maps."""
+    """Count the channels that a thread takes at a time: 16 bytes of the narrowest of the maps."""
     return 8 if any(d.size_of(kind.dtype) == 2 for kind in kinds) else 4
 
 
@@ -47,9 +47,10 @@ class Reader:
         self.left: Expr | None = None
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool) -> None:
-        """This thread's channels are those from `channel` on, of which `left` exist (None: all).
+        """Load the per-channel vectors of this thread's channels.
 
-        `aligned`: `channel` and the number of channels are multiples of 4.
+        They are those from `channel` on, of which `left` exist (None: all). `aligned`: `channel` and the number of
+        channels are multiples of 4.
         """
         self.channel, self.left = channel, left
         for name, held in self.vectors.items():
@@ -67,17 +68,17 @@ class Reader:
         d.when(valid, load)
 
     def unpack(self, index: Expr) -> None:
-        """Pass `index` as float32, for `load`."""
+        """Unpack pass `index` to float32, for `load`."""
         for name, kind in self.kinds.items():
             unpack_words(self.raw[name], index * words_of(kind, self.width), kind, self.width, self.values[name])
 
     def load(self, j: int) -> steps.Load:
-        """The `load` of kernels/common/steps.py at channel j of the vector."""
+        """Give the `load` of kernels/common/steps.py at channel j of the vector."""
         return lambda name, is_vector: (self.vectors if is_vector else self.values)[name][j]
 
 
 def round_words(values: Buffer, kind: MapType, width: int, into: Buffer) -> None:
-    """`width` float32 as words as a map stores them."""
+    """Round `width` float32 to words as a map stores them."""
     if d.size_of(kind.dtype) == 4:
         for j in range(width):
             d.put(into, j, d.bits(values[j]))
@@ -113,12 +114,13 @@ class Writer:
         self.words = d.registers(words_of(kind, width), "uint32")
 
     def store(self, values: Buffer, pixel: Expr, channel: Expr, left: Expr | None) -> None:
+        """Round and store the channels of a pixel from `channel` on, float32 registers; none from `left` on."""
         round_words(values, self.kind, self.width, self.words)
         index = self.target.at(pixel, channel)
         store_words(self.target, index, Lanes.of(self.width, self.kind), self.words, left)
 
     def stored(self, into: Buffer) -> None:
-        """What has just been stored, as float32."""
+        """Read what has just been stored, as float32."""
         unpack_words(self.words, 0, self.kind, self.width, into)
 
 
@@ -134,6 +136,7 @@ class Reductions:
 
     @staticmethod
     def of(spec: OpSpec) -> Reductions:
+        """Find what an operator reduces."""
         return Reductions("Statistics" in spec.epilogue, totals_of(spec))
 
     def __bool__(self) -> bool:
@@ -141,28 +144,33 @@ class Reductions:
 
     @property
     def quantities(self) -> int:
+        """Count the floats of a channel in a row of partials: mean and M2, or a sum for each total."""
         return 2 if self.statistics else len(self.totals)
 
     @property
     def results(self) -> tuple[str, ...]:
+        """Name the results, [c] float32 each."""
         return ("mean", "variance") if self.statistics else tuple(r for total in self.totals for r in total.results)
 
     def shared_bytes(self, team: Team) -> int:
-        """Shared memory that `close` takes."""
+        """Count the bytes of shared memory that `close` takes."""
         return team.statistics_bytes if self.statistics else team.sums_bytes(self.quantities)
 
     def scratch(self, tiles: int, channels: int) -> tuple[Param, ...]:
-        """The parameter behind all others through which the stages talk, where there is something to reduce."""
+        """List the parameter behind all others through which the stages talk.
+
+        There is none where there is nothing to reduce.
+        """
         return (partials.partials_param(tiles, self.quantities, channels),) if self else ()
 
     def first_stage(self, params: Sequence[Param]) -> tuple[Param, ...]:
-        """Those of a kernel's parameters that its tiles take."""
+        """Pick those of a kernel's parameters that its tiles take."""
         return tuple(p for p in params if p.name not in self.results)
 
     def merge(
         self, name: str, params: Sequence[Param], *, tiles: int, rows: int, total: int, channels: int
     ) -> tuple[Stage, ...]:
-        """The stage that merges the rows of partials, where there are any: `total` pixels in tiles of `rows`."""
+        """Build the stage that merges the rows of partials, where there are any: `total` pixels in tiles of `rows`."""
         taken = [p for p in params if p.name == "partials" or p.name in self.results]
         if self.statistics:
             stage = partials.statistics_stage(name, taken, tiles=tiles, rows=rows, total=total, channels=channels)
@@ -194,7 +202,10 @@ class Epilogue:
         self.writer = Writer(block, self.plan.result, result, team.width)
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
-        """This thread's channels are those from `channel` on, `left` of which exist (None: all). Sums are cleared."""
+        """Begin with the channels from `channel` on, `left` of which exist (None: all). Sums are cleared.
+
+        `aligned`: `channel` and the number of channels are multiples of 4 (None: the latter decides).
+        """
         self.channel, self.left = channel, left
         self.aligned = self.channels % 4 == 0 if aligned is None else aligned
         self.reader.open(channel, left, self.aligned)
@@ -215,15 +226,16 @@ class Epilogue:
         d.when(valid, run)
 
     def visit(self, values: Buffer, pixel: Expr, valid: Expr = True) -> None:
-        """`fetch` and `finish` at one pixel."""
+        """Emit `fetch` and `finish` at one pixel."""
         self.fetch(0, pixel, valid)
         self.finish(0, values, pixel, valid)
 
     def steps(self, values: Buffer) -> None:
+        """Emit the steps of a vector, `values` (float32 registers) in place."""
         raise NotImplementedError
 
     def account(self, values: Buffer) -> None:
-        """What the reductions take of a vector that has just been stored."""
+        """Take what the reductions need of a vector that has just been stored: nothing by default."""
 
     def close(self, row: Expr) -> None:
         """Join the block's sums and write row `row` of the partials. All threads of the block take part."""
@@ -249,38 +261,43 @@ class Epilogue:
         d.when(True if self.team.down == 1 else lane == 0, write)
 
     def joined(self) -> Buffer:
+        """Join the block's sums: lane 0 has them in registers [quantities][width]."""
         raise NotImplementedError
 
     def scale(self, made: Buffer) -> None:
-        """Factors of the joined sums."""
+        """Multiply the joined sums by their factors; by default there are none."""
 
 
 class ForwardEpilogue(Epilogue):
     """[Bias][Statistics] and the store of y. The statistics are those of y as stored."""
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        """Begin as `Epilogue.open`, with moments of no pixels."""
         super().open(channel, left, aligned)
         if self.reductions:
             self.moments: partials.Moments | partials.SharedMoments = partials.Moments(self.team)
             self.moments.clear()
 
     def share(self, shift: Buffer, count: Expr) -> None:
-        """All threads of equal channels take their deviations from `shift`; the tile has `count` pixels."""
+        """Take deviations from `shift`, one for all threads of equal channels; the tile has `count` pixels."""
         if self.reductions:
             self.moments = partials.SharedMoments(self.team, shift, count)
             self.moments.clear()
 
     def steps(self, values: Buffer) -> None:
+        """Add the bias, if there is one."""
         if self.plan.vectors:
             for j in range(self.width):
                 d.put(values, j, self.plan.biased(values[j], self.reader.load(j)))
 
     def account(self, values: Buffer) -> None:
+        """Take the vector, rounded as it is stored, into the moments."""
         if self.reductions:
             self.writer.stored(values)
             self.moments.add(values)
 
     def joined(self) -> Buffer:
+        """Join the moments: mean and M2."""
         return self.moments.join(self.block.tid, self.shared)
 
 
@@ -291,6 +308,7 @@ class BackwardEpilogue(Epilogue):
     """
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
+        """Begin as `Epilogue.open`, with sums of zero."""
         super().open(channel, left, aligned)
         if self.reductions:
             self.sums = d.registers(self.reductions.quantities * self.width)
@@ -298,6 +316,7 @@ class BackwardEpilogue(Epilogue):
                 d.put(self.sums, k, T.float32(0))
 
     def steps(self, values: Buffer) -> None:
+        """Sum dy for a bias, add and mask the gradient, sum that, then scale or accumulate it."""
         for j in range(self.width):
             load = self.reader.load(j)
             self._add(values, j, of_bias=True)
@@ -317,10 +336,12 @@ class BackwardEpilogue(Epilogue):
                     d.put(self.sums, at, d.fma(values[j], total.centred(self.reader.load(j)), self.sums[at]))
 
     def joined(self) -> Buffer:
+        """Join the sums."""
         partials.join_sums(self.team, self.block.tid, self.shared, self.sums, self.reductions.quantities)
         return self.sums
 
     def scale(self, made: Buffer) -> None:
+        """Multiply the sums that have a factor by that per-channel vector."""
         factor = d.registers(self.width)
         for q, total in enumerate(self.reductions.totals):
             if total.factor is not None:
@@ -330,4 +351,5 @@ class BackwardEpilogue(Epilogue):
 
 
 def epilogue_of(problem: Problem) -> type[Epilogue]:
+    """Choose the class of a problem's epilogue."""
     return BackwardEpilogue if problem.spec.is_gradient else ForwardEpilogue
