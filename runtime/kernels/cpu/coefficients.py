@@ -32,11 +32,12 @@ class GroupProblem:
 
     @property
     def op(self) -> str:
+        """Join the members' names by `+`."""
         return "+".join(member.op for member in self.members)
 
 
 def coefficients(members: tuple[Member, ...], target: CpuTarget) -> Kernel:
-    """The kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
+    """Make the kernel of some operators, one after the other. With several, parameter x of member i is x_i."""
     loops = [LOOPS[name](*arguments) for name, arguments in members]
     params = [dataclasses.replace(p, name=param_name(p.name, i, loops)) for i, o in enumerate(loops) for p in o.params]
     problem = loops[0].problem if len(loops) == 1 else GroupProblem(tuple(loop.problem for loop in loops))
@@ -59,7 +60,7 @@ def _function(name: str, loops: list[Loop]) -> Any:
 
 
 def _length(loop: Loop, param: Param, length: Any, longer: Any) -> Any:
-    """Of a parameter's buffer: known to the code only where it has rows."""
+    """Give the elements of a parameter's buffer: known to the code only where it has rows."""
     return param.elements if param.name in loop.rows else longer if param.is_map else length
 
 

@@ -66,7 +66,7 @@ NAME = "conv_backward"
 
 
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
-    """The kernels that can make the gradients of a problem, the one of choice first."""
+    """List the kernels that can make the gradients of a problem, the one of choice first."""
     shape = conv_shape(problem, target.threads)
     if is_depthwise(shape, target):
         return ("depthwise",)
@@ -76,7 +76,7 @@ def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
 
 
 def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
-    """All ways to do a problem that are worth measuring, that of the rules first."""
+    """List all ways to do a problem that are worth measuring, that of the rules first."""
     possible = algorithms(problem, target)
     plans = alternatives(problem, target) if "direct" in possible else []
     return (*(Choice(name) for name in possible), *(Choice("direct", plan) for plan in plans))
@@ -85,9 +85,10 @@ def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
 def conv_backward(
     problem: Problem, target: CpuTarget, algorithm: str | None = None, plan: Plan | None = None
 ) -> Kernel:
-    """The kernel of a convolution's gradients; `algorithm` is one of `algorithms`, the first by default.
+    """Make the kernel of a convolution's gradients; `algorithm` is one of `algorithms`, the first by default.
 
-    `plan` is of the direct algorithm alone.
+    `plan` is of the direct algorithm alone. Raises BnfuseError where the operator is not the gradient of a convolution,
+    and for an algorithm that cannot do the shape.
     """
     spec = problem.spec
     if spec.core not in CONV_GRADS:
@@ -105,7 +106,7 @@ def conv_backward(
 
 
 def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
-    """The TIR function."""
+    """Make the TIR function of the direct algorithm, by the rule where there is no plan."""
     if plan is None:
         shape = conv_shape(problem, target.threads)
         plan = Plan(shape, choose_tiles(shape, target))
@@ -137,7 +138,7 @@ def _body(nest: Nest) -> None:
 
 
 def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
-    """A thread's share of the tiles."""
+    """Write a thread's share of the tiles."""
     grad = tir.workspace(nest.grad_size)
     read = tir.workspace(nest.read_size) if nest.wants_weight else None
     tir.zero(grad, 0, nest.grad_size, nest.tiles.lanes)

@@ -35,51 +35,57 @@ class Elements:
 
     @property
     def spec(self) -> OpSpec:
+        """Give the spec of the problem's operator."""
         return self.problem.spec
 
     @property
     def attributes(self) -> dict[str, Any]:
+        """Give the operator's attributes by name."""
         return dict(self.problem.attributes)
 
     @property
     def wants_input(self) -> bool:
+        """Tell whether dx is made."""
         return self.spec.core != "ConvGradWeight"
 
     @property
     def wants_weight(self) -> bool:
+        """Tell whether dweight is made."""
         return self.spec.core != "ConvGradInput"
 
     @property
     def channels(self) -> int:
-        """Input channels of all groups."""
+        """Count the input channels of all groups."""
         return self.problem.map("x").c
 
     @property
     def reductions(self) -> tuple[Total, ...]:
-        """What is summed over dx. The sum of dy is taken where dy is packed."""
+        """List what is summed over dx. The sum of dy is taken where dy is packed."""
         return tuple(total for total in totals_of(self.spec) if not total.of_bias)
 
     @property
     def sums_size(self) -> int:
-        """float64 sums of a thread: [reduction][channel]."""
+        """Count the float64 sums of a thread: [reduction][channel]."""
         return len(self.reductions) * self.channels
 
     def index(self, name: str, pixel: Expr, channel: Expr) -> Expr:
+        """Write where a channel of a pixel lies in the flat buffer of a map."""
         return self.offsets[name] + pixel * self.problem.map(name).stride + channel
 
     def load(self, name: str, pixel: Expr, channel: Expr) -> Expr:
-        """Element of a map."""
+        """Read an element of a map."""
         return self.arguments[name][self.index(name, pixel, channel)]
 
     def loader(self, pixel: Expr, channel: Expr) -> steps.Load:
+        """Give the `load` of kernels/common/steps.py at one pixel and channel."""
         return lambda name, is_vector: self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
 
     def gradient(self, pixel: Expr, channel: Expr) -> Expr:
-        """dy after its prologue."""
+        """Write dy after its prologue."""
         return ProloguePlan.of_gradient(self.problem).value(self.loader(pixel, channel))
 
     def activated(self, pixel: Expr, channel: Expr) -> Expr:
-        """What the convolution read."""
+        """Write what the convolution read."""
         return ProloguePlan.of_input(self.problem).value(self.loader(pixel, channel))
 
 
@@ -94,6 +100,7 @@ class Sums:
 
     @classmethod
     def zero(cls, elements: Elements, block: int, lanes: int) -> Sums:
+        """Begin with zeros, float32 [reduction][block], or without registers where nothing is summed."""
         size = len(elements.reductions) * block
         if not size:
             return cls(elements, block, lanes, None)
@@ -113,7 +120,7 @@ class Sums:
                 store(self.registers, slot, steps.fma(d, centred, self.registers[slot]))
 
     def flush(self, sums: Buffer, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
-        """Add to the thread's sums of the channels from `first`."""
+        """Add to the thread's sums of the channels from `first`; `widths` has the vectors' starts and widths."""
         for q in range(len(self.elements.reductions)):
             target = thread * self.elements.sums_size + q * self.elements.channels + first
             for start, width in widths.items():
@@ -129,7 +136,7 @@ def prefetch(buffer: Buffer, index: Expr, purpose: int) -> None:
 
 
 def chunks(count: int, lanes: int) -> dict[int, int]:
-    """`count` channels as vectors: start and width of each."""
+    """Cut `count` channels into vectors: start and width of each."""
     return {start: min(lanes, count - start) for start in range(0, count, lanes)}
 
 
@@ -145,7 +152,7 @@ def write_epilogue(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums:
 
 
 def epilogue_value(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: Where) -> Expr:
-    """Write the epilogue without the store: what dx has to be."""
+    """Write the epilogue without the store; give what dx has to be."""
     pixel, channel, inner = where
     plan, load = EpiloguePlan(elements.problem), elements.loader(pixel, channel)
     buffer, index = cell
@@ -155,7 +162,7 @@ def epilogue_value(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums:
 
 
 def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None:
-    """dbeta, dgamma and dbias from the threads' float64 sums."""
+    """Write dbeta, dgamma and dbias from the threads' float64 sums."""
     arguments = elements.arguments
     if bias is not None:
         _total(elements, bias, arguments["dbias"], elements.problem.map("dy").c, 0, None)
@@ -166,7 +173,7 @@ def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None
 
 
 def _total(elements: Elements, sums: Buffer, result: Buffer, size: int, q: int, factor: Buffer | None) -> None:
-    """A result as the sum over the threads' sums number q, times `factor`."""
+    """Write a result as the sum over the threads' sums number q, times `factor`."""
     channels = int(result.shape[0])
 
     def body(start: Expr, width: int) -> None:

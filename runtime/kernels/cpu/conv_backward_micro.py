@@ -39,7 +39,8 @@ class Place:
 
 
 def opaque(index: Expr) -> Expr:
-    """The same index, which TVM will not take apart again: else LLVM may keep one pointer a pixel in an inner loop."""
+    """Hide an index from TVM, which would take it apart again: then LLVM may keep one pointer a pixel in an
+    inner loop."""
     held = registers(1, "int32")
     store(held, 0, index)
     return held[0]
@@ -49,7 +50,7 @@ def opaque(index: Expr) -> Expr:
 
 
 def weight_gradient(nest: Nest, read: Buffer, grad: Buffer, partial: Buffer, place: Place) -> None:
-    """partial += read^T * grad over the tile's outputs, `taps` x `out_block` at a time."""
+    """Add read^T * grad over the tile's outputs to the thread's partial, `taps` x `out_block` at a time."""
     rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
     with (
         T.serial(0, nest.blocks) as block,
@@ -103,7 +104,7 @@ def _weight_micro(
 
 
 def bias_gradient(nest: Nest, grad: Buffer, bias: Buffer, place: Place) -> None:
-    """bias += the sum of dy over the tile's outputs: a row in float32, rows in float64."""
+    """Add the sum of dy over the tile's outputs to the thread's bias: a row in float32, rows in float64."""
     rows, columns, tiles, shape = nest.shape.rows, nest.shape.columns, nest.tiles, nest.shape
     base = (place.thread * shape.groups + place.group) * shape.cout
     with T.serial(0, tiles.images) as image, T.serial(0, tirx.Min(tiles.rows, rows.out - place.unit)) as h:
@@ -122,7 +123,7 @@ def bias_gradient(nest: Nest, grad: Buffer, bias: Buffer, place: Place) -> None:
 
 
 def input_gradient(nest: Nest, grad: Buffer, packed: Buffer, sums: Buffer | None, place: Place) -> None:
-    """dx of the tile: residue by residue, block by block, micro-tile by micro-tile."""
+    """Write dx of the tile: residue by residue, block by block, micro-tile by micro-tile."""
     rows, columns, tiles = nest.shape.rows, nest.shape.columns, nest.tiles
     width = -(-columns.size // columns.stride)
     with (
@@ -171,7 +172,7 @@ class _Micro:
         return ((n * tiles.micro_rows + i) * tiles.micro_columns + j) * tiles.block
 
     def pixel(self, n: Expr, i: Expr, j: Expr) -> Expr:
-        """Number of the input pixel in the map."""
+        """Write the number of the input pixel in the map."""
         rows, columns = self.nest.shape.rows, self.nest.shape.columns
         row = (self.place.unit + self.row + i) * rows.stride + self.row_residue
         column = (self.column + j) * columns.stride + self.column_residue
@@ -230,12 +231,13 @@ class _Micro:
         return self.place.scratch
 
     def finish(self, acc: Buffer, sums: Buffer | None) -> None:
-        """The epilogue, for the rows, columns and channels that exist."""
+        """Write the epilogue, for the rows, columns and channels that exist."""
         nest, finish_channels = self.nest, partial(self._finish_channels, acc, sums)
         tir.with_width(self.block, nest.tiles.block, nest.shape.cin, finish_channels)
 
     def _finish_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
-        """Pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over pixels."""
+        """Go pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over
+        pixels."""
         rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
         widths = {0: count} if count == tiles.block else chunks(count, tiles.lanes)
         first = T.bind(self.place.group * self.nest.shape.cin + self.block * tiles.block)
@@ -254,11 +256,11 @@ class _Micro:
 
 
 def _floor_offset(axis: Axis, residue: Expr, tap: Expr) -> Expr:
-    """Axis.offset for taps that meet the residue."""
+    """Write Axis.offset for taps that meet the residue."""
     distance = residue + axis.pad - tap * axis.dilation
     return distance if axis.stride == 1 else tirx.floordiv(distance, axis.stride)
 
 
 def _remaining(axis: Axis, residue: Expr, unit: Expr) -> Expr:
-    """Values of u from `unit` on that are inputs; may be negative."""
+    """Write how many values of u from `unit` on are inputs; may be negative."""
     return tirx.floordiv(axis.size - residue + axis.stride - 1, axis.stride) - unit

@@ -26,12 +26,14 @@ from bnfuse.runtime.kernels.cpu.conv_backward_shape import Tiles
 
 @contextmanager
 def when(condition: Expr) -> Iterator[None]:
+    """Write the block under a condition."""
     with T.If(condition), T.Then():
         yield
 
 
 @contextmanager
 def otherwise() -> Iterator[None]:
+    """Write the block for where the condition of the enclosing `T.If` does not hold."""
     with T.Else():
         yield
 
@@ -47,87 +49,98 @@ class Nest(Elements):
 
     @property
     def blocks(self) -> int:
-        """Blocks of input channels in a group; the last may be short."""
+        """Count the blocks of input channels in a group; the last may be short."""
         return -(-self.shape.cin // self.tiles.block)
 
     @property
     def out_pitch(self) -> int:
-        """Floats between pixels of the grad tile: whole blocks, and not a multiple of what would crowd a cache set."""
+        """Count the floats between pixels of the grad tile: whole blocks, and no multiple that would crowd a
+        cache set."""
         padded = -(-self.shape.cout // self.tiles.out_block) * self.tiles.out_block
-        return padded + 16 if padded >= 128 else padded
+        return padded + 16 if padded >= 128 else padded  # chosen by hand
 
     @property
     def out_padded(self) -> int:
+        """Count the output channels of a group in whole blocks."""
         return -(-self.shape.cout // self.tiles.out_block) * self.tiles.out_block
 
     @property
     def read_width(self) -> int:
-        """Channels of a block of the read tile. A lone block is as wide as it has channels."""
+        """Count the channels of a block of the read tile. A lone block is as wide as it has channels."""
         return self.shape.cin if self.blocks == 1 else self.tiles.block
 
     # The packed weights
 
     @property
     def packed_block(self) -> int:
+        """Count the floats of a packed block: [R][S][Cout][block]."""
         return self.shape.taps * self.shape.cout * self.tiles.block
 
     @property
     def packed_size(self) -> int:
+        """Count the floats of the packed weights of all groups."""
         return self.shape.groups * self.blocks * self.packed_block
 
     # The partial dweight
 
     @property
     def is_dense(self) -> bool:
-        """Whether the channels that a row of the kernel reads lie side by side, so that (s, channel) is one index."""
+        """Tell whether the channels that a row of the kernel reads lie side by side, so that (s, channel) is
+        one index."""
         return self.blocks == 1 and self.shape.columns.dilation == 1
 
     @property
     def weight_columns(self) -> int:
+        """Give the S' of the partial: 1 where (s, channel) is one index."""
         return 1 if self.is_dense else self.shape.columns.kernel
 
     @property
     def weight_taps(self) -> int:
-        """Positions per (block, row, column) of the partial, before rounding."""
+        """Count the positions per (block, row, column) of the partial, before rounding."""
         return self.shape.columns.kernel * self.read_width if self.is_dense else self.read_width
 
     @property
     def weight_groups(self) -> int:
+        """Count the groups of `taps` positions per (block, row, column); the last is filled up."""
         return -(-self.weight_taps // self.tiles.taps)
 
     @property
     def partial_row(self) -> int:
-        """Floats per (block, row, column)."""
+        """Count the floats per (block, row, column) of the partial."""
         return self.weight_groups * self.tiles.taps * self.out_padded
 
     @property
     def partial_group(self) -> int:
+        """Count the floats of a group's partial."""
         return self.blocks * self.shape.rows.kernel * self.weight_columns * self.partial_row
 
     @property
     def partial_size(self) -> int:
+        """Count the floats of a thread's partial."""
         return self.shape.groups * self.partial_group
 
     # The tiles
 
     @property
     def tile_rows(self) -> int:
-        """Row tiles of an image."""
+        """Count the row tiles of an image."""
         return -(-self.shape.rows.units // self.tiles.rows)
 
     @property
     def items(self) -> int:
+        """Count the tiles that the threads share."""
         return self.shape.n // self.tiles.images * self.tile_rows
 
     @property
     def grad_rows(self) -> int:
-        """Rows of the grad tile, with its borders and with what the last micro-tile overhangs."""
+        """Count the rows of the grad tile, with its borders and with what the last micro-tile overhangs."""
         axis = self.shape.rows
         micro = -(-self.tiles.rows // self.tiles.micro_rows) * self.tiles.micro_rows
         return micro + axis.high - axis.low
 
     @property
     def grad_columns(self) -> int:
+        """Count the columns of the grad tile, with its borders and with what the last micro-tile overhangs."""
         axis = self.shape.columns
         most = -(-axis.size // axis.stride)
         micro = -(-most // self.tiles.micro_columns) * self.tiles.micro_columns
@@ -135,29 +148,36 @@ class Nest(Elements):
 
     @property
     def grad_size(self) -> int:
+        """Count the floats of the grad tile, of all its images."""
         return self.tiles.images * self.grad_rows * self.grad_columns * self.out_pitch
 
     @property
     def micro_size(self) -> int:
+        """Count the floats of a micro-tile of dx."""
         tiles = self.tiles
         return tiles.micro_images * tiles.micro_rows * tiles.micro_columns * tiles.block
 
     @property
     def read_rows(self) -> int:
+        """Count the rows of the read tile: what a tile's outputs take."""
         return self.shape.rows.reach(self.tiles.rows)
 
     @property
     def read_columns(self) -> int:
+        """Count the columns of the read tile, the padding among them."""
         return self.shape.columns.reach(self.shape.columns.out)
 
     @property
     def read_block(self) -> int:
+        """Count the floats of a block of the read tile, of all its images."""
         return self.tiles.images * self.read_rows * self.read_columns * self.read_width
 
     @property
     def read_size(self) -> int:
+        """Count the floats of the read tile."""
         return self.blocks * self.read_block + self.tiles.taps  # the last group of taps reads beyond the end
 
 
 def inside(value: Expr, size: int) -> Expr:
+    """Write whether 0 <= value < size."""
     return tirx.And(value >= 0, value < size)

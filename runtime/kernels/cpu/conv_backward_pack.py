@@ -15,7 +15,7 @@ from bnfuse.runtime.kernels.cpu.tir import store, zero
 
 
 def pack_weights(nest: Nest, packed: Buffer) -> None:
-    """OIHW to [g][Cin/block][R][S][Cout][block]; the channels that fill up the last block are zeros."""
+    """Pack OIHW to [g][Cin/block][R][S][Cout][block]; the channels that fill up the last block are zeros."""
     shape, block = nest.shape, nest.tiles.block
     weight = nest.arguments["weight"]
     with T.parallel(0, nest.threads) as thread:
@@ -34,7 +34,7 @@ def pack_weights(nest: Nest, packed: Buffer) -> None:
 
 
 def pack_grad(nest: Nest, grad: Buffer, group: Expr, image: Expr, unit: Expr) -> None:
-    """dy of a tile whose first image is `image` and first row `unit`, after its prologue.
+    """Pack dy of a tile whose first image is `image` and first row `unit`, after its prologue.
 
     Columns of the border are zeros from the start and never written; rows of it are not always the same.
     """
@@ -61,12 +61,12 @@ def _grad_pixel(nest: Nest, grad: Buffer, at: Expr, pixel: Expr, group: Expr) ->
 
 
 def over_channels(count: int, lanes: int, body: Callable[[Expr], None]) -> None:
-    """`body(channel)` for every channel, in whole vectors and one short one."""
+    """Call `body(channel)` for every channel, in whole vectors and one short one."""
     tir.vectors(count, lanes, lambda start, width: tir.elementwise(width, lambda j: body(start + j)))
 
 
 def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) -> None:
-    """x of the rows that the tile's outputs read, after its prologue."""
+    """Pack x of the rows that the tile's outputs read, after its prologue."""
     rows, columns, width = nest.shape.rows, nest.shape.columns, nest.read_width
     whole, rest = divmod(nest.shape.cin, width)
     with T.serial(0, nest.tiles.images) as i, T.serial(0, nest.read_rows) as r:
@@ -81,7 +81,7 @@ def pack_read(nest: Nest, read: Buffer, group: Expr, image: Expr, unit: Expr) ->
 
 
 def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, start: Expr, count: int, row: Expr) -> None:
-    """A row of one block: `count` channels from `start`. The columns of the padding are zeros from the start."""
+    """Pack a row of one block: `count` channels from `start`. The columns of the padding are zeros from the start."""
     columns, width, lanes = nest.shape.columns, nest.read_width, nest.tiles.lanes
     left, middle = columns.present(nest.read_columns)
     with T.If(inside(row, nest.shape.rows.size)):
@@ -100,9 +100,9 @@ def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, star
 
 
 def unpack_weight_gradient(nest: Nest, partial: Buffer) -> None:
-    """dweight (OIHW) as the sum of the threads' partials. 16 input channels at a time, so that lines are reused."""
+    """Write dweight (OIHW): the sum of the threads' partials, 16 input channels at a time, so that lines are reused."""
     shape, width = nest.shape, nest.read_width
-    chunk = min(16, width)
+    chunk = min(16, width)  # a cache line of them, chosen by hand
     chunks = -(-shape.cin // chunk)
     dweight = nest.arguments["dweight"]
     with T.parallel(0, nest.threads) as thread:

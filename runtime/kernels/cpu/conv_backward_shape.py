@@ -13,11 +13,15 @@ from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.cpus import vector_registers
 from bnfuse.runtime.targets.target import CpuTarget
 
+# The cost rule, all chosen by hand; what it comes to is measured by benchmarks/conv_kernels_backward.py
 PIXELS = 448  # upper bound of the output pixels in a tile of a k x k convolution
 FLAT_PIXELS = 128  # the same for 1x1 convolutions, whose rows are cut at will
 GRAD_BYTES = 720 * 1024  # the grad tile is swept for every block: it must stay in a second-level cache of 1 MB
 TILE_BYTES = 1400 * 1024  # both tiles together; the read tile is swept once
 TILE_OVERHEAD = 12  # what a tile costs beyond its pixels, in pixels: the partial dweight is loaded and stored
+HALO = 0.2  # what packing a row of the grad tile's border costs, in rows
+LEAST_PIXELS = 4  # a micro-tile of fewer pixels takes as long as one of so many
+MICRO_OVERHEAD = 0.6  # what a micro-tile costs beyond its pixels, in pixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +53,20 @@ class Plan:
 
 
 def conv_shape(problem: Problem, threads: int) -> Convolution:
-    """The shape of a problem; a pointwise convolution has its pixels regrouped into rows of a convenient length."""
+    """Give the shape of a problem; a pointwise convolution has its pixels regrouped into rows of a convenient
+    length."""
     return conv_shapes(problem, threads)[0]
 
 
 def conv_shapes(problem: Problem, threads: int) -> list[Convolution]:
-    """The ways to see a problem, the best first: a pointwise convolution has its pixels regrouped into rows."""
+    """List the ways to see a problem, the best first: a pointwise convolution has its pixels regrouped into rows."""
     shape = convolution_of(problem)
     return _regrouped(shape, threads) if shape.is_pointwise else [shape]
 
 
 def _regrouped(shape: Convolution, threads: int) -> list[Convolution]:
-    """Rows of a length that whole micro-tiles of 14 pixels fill and that share out evenly; each row is then a tile."""
+    """Cut pixels into rows that whole micro-tiles of 14 pixels fill and that share out evenly; each row is then
+    a tile."""
     pixels = shape.n * shape.rows.size * shape.columns.size
 
     def cost(width: int) -> tuple[int, int]:
@@ -80,7 +86,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def alternatives(problem: Problem, target: CpuTarget) -> list[Plan]:
-    """Plans that may beat that of the rule where it misjudges: other lengths of rows, and the next sizes of a tile."""
+    """List plans that may beat the rule's where it misjudges: other lengths of rows, and the next sizes of a tile."""
     shape, *others = conv_shapes(problem, target.threads)
     plans = [Plan(other, choose_tiles(other, target)) for other in others[:2]]
     sizes = _ranked_sizes(shape, target)[1:3]
@@ -88,12 +94,13 @@ def alternatives(problem: Problem, target: CpuTarget) -> list[Plan]:
 
 
 def choose_tiles(shape: Convolution, target: CpuTarget) -> Tiles:
-    """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
+    """Choose tiles for a shape on a target whose vectors have `target.lanes` lanes."""
     return _tiles_of_size(shape, target, _ranked_sizes(shape, target)[0])
 
 
 def _tiles_of_size(shape: Convolution, target: CpuTarget, size: tuple[int, int], vectors: int = 2) -> Tiles:
-    """`size`: images and rows."""
+    """Give the tiles of `size`, images and rows."""
+    # the accumulators: 28 or 16 of 32 vector registers, 12 of 16
     pixels, taps = (14, 8) if vector_registers(target) == 32 else (6, 6)
     lanes = target.lanes
     block = lanes * (vectors if shape.cin > lanes else 1)
@@ -106,7 +113,7 @@ def _tiles_of_size(shape: Convolution, target: CpuTarget, size: tuple[int, int],
 
 
 def _ranked_sizes(shape: Convolution, target: CpuTarget) -> list[tuple[int, int]]:
-    """Images and rows in a tile: few halos, little dweight traffic, even shares, and both tiles in cache."""
+    """Rank images and rows in a tile: few halos, little dweight traffic, even shares, and both tiles in cache."""
     axis, width = shape.rows, shape.columns.units
     limit = FLAT_PIXELS if shape.is_pointwise else PIXELS
     choices = [(1, rows) for rows in range(1, axis.units + 1)]
@@ -119,7 +126,7 @@ def _ranked_sizes(shape: Convolution, target: CpuTarget) -> list[tuple[int, int]
         images, rows = choice
         items = shape.n // images * -(-axis.units // rows)
         busiest = -(-items // target.threads)
-        halo = 0.2 * (axis.high - axis.low) * images
+        halo = HALO * (axis.high - axis.low) * images
         return busiest * (images * rows + halo + TILE_OVERHEAD / width)
 
     return sorted(fitting, key=cost)
@@ -132,11 +139,11 @@ def _fits(shape: Convolution, images: int, rows: int) -> bool:
 
 
 def _micro(rows: int, width: int, pixels: int) -> tuple[int, int]:
-    """Rows and columns of a micro-tile of at most `pixels`, with the least wasted work."""
+    """Choose rows and columns of a micro-tile of at most `pixels`, with the least wasted work."""
 
     def cost(choice: tuple[int, int]) -> tuple[float, int]:
         r, c = choice
-        return -(-rows // r) * -(-width // c) * (max(r * c, 4) + 0.6), r
+        return -(-rows // r) * -(-width // c) * (max(r * c, LEAST_PIXELS) + MICRO_OVERHEAD), r
 
     choices = [(r, c) for r in range(1, rows + 1) for c in range(1, min(width, pixels // r) + 1) if r * c <= pixels]
     return min(choices, key=cost)

@@ -68,7 +68,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
-    """The algorithms that can do a convolution, the one that the cost rule chooses first."""
+    """List the algorithms that can do a convolution, the one that the cost rule chooses first."""
     shape = conv_shape(problem)
     if not winograd_forward.takes(shape):
         return ("direct",)
@@ -76,7 +76,7 @@ def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
 
 
 def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
-    """All ways to do a problem that are worth measuring, that of the rules first."""
+    """List all ways to do a problem that are worth measuring, that of the rules first."""
     able = algorithms(problem, target)
     shape = conv_shape(problem)
     plans = [] if shape.is_depthwise else alternatives(flatten(shape), target)
@@ -86,9 +86,10 @@ def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
 def conv_forward(
     problem: Problem, target: CpuTarget, algorithm: str | None = None, plan: Tiles | None = None
 ) -> Kernel:
-    """The kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics.
+    """Make the kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics.
 
-    `algorithm` is one of `algorithms`, the first by default; `plan` has the tiles of the direct one.
+    `algorithm` is one of `algorithms`, the first by default; `plan` has the tiles of the direct one. Raises BnfuseError
+    for an algorithm that cannot do the convolution.
     """
     able = algorithms(problem, target)
     chosen = algorithm or able[0]
@@ -109,7 +110,7 @@ def conv_forward(
 def nest(
     problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape, algorithm: str, plan: Tiles | None
 ) -> ForwardNest:
-    """The loop nest of an algorithm for a shape."""
+    """Give the loop nest of an algorithm for a shape; `plan` is of the direct one alone."""
     if algorithm == "winograd":
         return WinogradNest(problem, target, arguments, shape, choose_winograd_tiles(shape, target))
     if shape.is_depthwise:
@@ -145,21 +146,23 @@ class ConvNest(ForwardNest):
 
     @property
     def packed_weights(self) -> int:
+        """Count the floats of the packed weights of all groups."""
         return self.shape.groups * self.out_blocks * self.shape.group_cin * self.taps * self.width
 
     def weight_block(self, group: Expr, block: Expr, in_block: Expr) -> Expr:
-        """Where the packed weights of a group, an output block and an input block start."""
+        """Write where the packed weights of a group, an output block and an input block start."""
         size = self.shape.group_cin * self.taps * self.width
         return (group * self.out_blocks + block) * size + in_block * (self.tiles.channels * self.taps * self.width)
 
     def block_channels(self, in_block: Expr) -> Expr:
-        """Input channels of a block that one output reads."""
+        """Count the input channels of a block that one output reads."""
         if self.in_blocks == 1:
             return self.shape.group_cin
         return at_most(self.tiles.channels, self.shape.cin - in_block * self.tiles.channels)
 
     def pack_weights(self, thread: Expr) -> None:
-        """OIHW to the layout of the module's docstring; a thread takes some (group, output block, input channel)s."""
+        """Pack OIHW to the layout of the module's docstring; a thread takes some (group, output block, input
+        channel)s."""
         shape, channels = self.shape, self.shape.group_cin
         first, count = share(shape.groups * self.out_blocks * channels, self.target.threads, thread)
         with T.serial(0, count) as i:
@@ -176,7 +179,7 @@ class ConvNest(ForwardNest):
                 self.with_output_width(block, functools.partial(self.pack_weight_row, source + tap, target))
 
     def pack_weight_row(self, source: Expr, target: Expr, width: int) -> None:
-        """One row of `self.width` output channels, of which `width` exist."""
+        """Pack one row of `self.width` output channels, of which `width` exist."""
         weight, stride = self.arguments["weight"], self.shape.group_cin * self.taps
         for start, part in cut(width, self.lanes):
             values = weight[span(source + start * stride, part, stride)]
@@ -186,7 +189,7 @@ class ConvNest(ForwardNest):
     # Tiles
 
     def work(self, thread: Expr) -> None:
-        """All tiles of a thread."""
+        """Write all tiles of a thread."""
         shape, tiles = self.shape, self.tiles
         self.tile = PackedTile(shape, tiles.images, tiles.rows, tiles.row_stride, self.lanes)
         if self.in_blocks > 1:
@@ -196,7 +199,7 @@ class ConvNest(ForwardNest):
                 self.sweep(place, in_block)
 
     def sweep(self, place: Place, in_block: Expr) -> None:
-        """One block of input channels of a tile: pack it, then multiply it with every block of weights."""
+        """Do one block of input channels of a tile: pack it, then multiply it with every block of weights."""
         self.tile.pack(place, self.stores_in_passing, functools.partial(self.pack_pixel, in_block))
         with loop(self.shape.groups) as group, loop(self.out_blocks) as block:
             part = Part(group, block, in_block)
@@ -204,7 +207,7 @@ class ConvNest(ForwardNest):
                 self.micro_tile(place, part, micro)
 
     def pack_pixel(self, in_block: Expr, index: Expr, pixel: Expr, stored: bool) -> None:
-        """The block's channels of one pixel."""
+        """Pack the block's channels of one pixel."""
         channels = self.tiles.channels
 
         def pack(channel: Expr, width: int) -> None:
@@ -216,6 +219,7 @@ class ConvNest(ForwardNest):
     # Micro tiles
 
     def micro_tile(self, place: Place, part: Part, micro: MicroTile) -> None:
+        """Do one micro tile with one part of the weights: to y with the last input block, else to the sums."""
         accumulators = registers(micro.pixels * self.width)
         self.prefetch_output(place, part, micro)
         self.start(place, part, micro, accumulators)
@@ -238,7 +242,7 @@ class ConvNest(ForwardNest):
                 prefetch_write(self.y.buffer, self.y.at(pixel, channel))
 
     def start(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
-        """Zero, or what the input blocks before this one left."""
+        """Begin with zero, or with what the input blocks before this one left."""
 
         def clear() -> None:
             for index, _ in self.spilled(part, micro):
@@ -255,7 +259,7 @@ class ConvNest(ForwardNest):
                     store(accumulators, index, self.sums[spilled])
 
     def spilled(self, part: Part, micro: MicroTile) -> Iterator[tuple[Expr, Expr]]:
-        """The vectors of the accumulators, and where each waits between two blocks of input channels."""
+        """List the vectors of the accumulators, and where each waits between two blocks of input channels."""
         rows, columns = self.tiles.rows, self.shape.ow
         first = (micro.image.start * rows + micro.row.start) * columns + micro.column.start
         first = part.block * (self.tiles.images * rows * columns) + first
@@ -265,7 +269,7 @@ class ConvNest(ForwardNest):
                 yield span(p * self.width + v * self.lanes, self.lanes), span(index, self.lanes)
 
     def multiply(self, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
-        """accumulators += pixels * weights, over the window and a block of input channels."""
+        """Add pixels * weights to the accumulators, over the window and a block of input channels."""
         shape, tile = self.shape, self.tile
         corner = T.bind(tile.corner(micro) + (part.group * shape.group_cin if self.grouped else 0))
         weights = T.bind(self.weight_block(part.group, part.block, part.in_block))
@@ -282,7 +286,7 @@ class ConvNest(ForwardNest):
                     store(accumulators, index, accumulators[index] + product)
 
     def finish(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
-        """Bias, statistics, y."""
+        """Write bias, statistics, y."""
         shape = self.shape
         pixels = place.output_pixels(micro, shape)
 

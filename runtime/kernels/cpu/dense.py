@@ -30,12 +30,13 @@ from bnfuse.runtime.kernels.cpu.sweep import Args, prim_func, vectors
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets.target import CpuTarget
 
+# Blocks of k, and the accumulators (28 and 24 of 32 vector registers): chosen by hand
 OUTER_K, OUTER_ROWS, OUTER_VECTORS = 64, 14, 2
 DOT_K, DOT_ROWS, DOT_COLUMNS = 2048, 4, 6
 
 
 def gemm(problem: GemmProblem, target: CpuTarget) -> Kernel:
-    """a, b, [c] -> y."""
+    """Make the kernel a, b, [c] -> y, flat float32. Raises BnfuseError as `gemm_params` does."""
     params = gemm_params(problem)
     name = unique_name("Gemm", problem, target)
     nest = Dots if problem.trans_b and not problem.trans_a else OuterProducts
@@ -51,7 +52,7 @@ class Block:
 
 
 def blocks(count: int, size: int, first: Expr = 0, last: Expr | None = None) -> Iterator[Block]:
-    """`for block in blocks(...):` emits the loop over whole blocks (of which [first, last) only), then the rest."""
+    """Emit the loop over whole blocks (of which [first, last) only), then the rest, by `for block in blocks(...):`."""
     whole = count // size
     if whole:
         stop = whole if last is None else last
@@ -88,7 +89,7 @@ class _Nest:
             self._share(by_columns, lambda: iter([Block(tirx.const(whole * size, "int32"), count % size)]))
 
     def _share(self, by_columns: bool, own: Callable[[], Iterator[Block]]) -> None:
-        """The part of y that one thread makes: `own` are its blocks of columns or of rows."""
+        """Make the part of y that one thread makes: `own` are its blocks of columns or of rows."""
         problem = self.problem
 
         def each_tile() -> Iterator[tuple[Block, Block]]:
@@ -112,7 +113,7 @@ class _Nest:
         raise NotImplementedError
 
     def _start(self, rows: Block, columns: Block) -> None:
-        """y <- beta*C, before the first block of k adds to it."""
+        """Store beta*C in y, before the first block of k adds to it."""
         with T.serial(0, rows.size) as i:
             for vector in vectors(columns.size, self.target.lanes):
                 with vector.each() as j:
@@ -142,6 +143,7 @@ class OuterProducts(_Nest):
         super().__init__(problem, target)
 
     def tile(self, rows: Block, columns: Block, depth: Block) -> None:
+        """Add to a tile of y the outer products of one block of k."""
         problem, lanes = self.problem, self.target.lanes
         pieces = [(v, min(lanes, columns.size - v)) for v in range(0, columns.size, lanes)]
         sums = tir.registers(rows.size * columns.size)
@@ -170,6 +172,7 @@ class Dots(_Nest):
     rows, columns, depth = DOT_ROWS, DOT_COLUMNS, DOT_K
 
     def tile(self, rows: Block, columns: Block, depth: Block) -> None:
+        """Add to a tile of y the dot products along one block of k."""
         lanes = self.target.lanes
         tile = [(r, c) for r in range(rows.size) for c in range(columns.size)]
         sums = tir.registers(len(tile) * lanes)
@@ -188,7 +191,7 @@ class Dots(_Nest):
 
 
 def _across(sums: Any, start: int, lanes: int) -> Expr:
-    """The sum of `lanes` elements, pairwise."""
+    """Add up `lanes` elements, pairwise."""
     parts = [sums[start + j] for j in range(lanes)]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]

@@ -52,7 +52,8 @@ from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
 NAME = "depthwise_backward"
-TILE_BYTES = 400 * 1024  # the grad tile
+# Chosen by hand; what they come to is measured by benchmarks/conv_kernels_backward.py
+TILE_BYTES = 400 * 1024  # the grad tile, in the second-level cache
 VECTORS = 64  # of a channel block, at most: rows of whole pixels are read and written fastest
 STRIP_PIXELS = 56  # of u, at least: the sums of a strip are loaded and stored once a strip
 
@@ -70,15 +71,16 @@ class DepthwiseTiles:
 
 
 def is_depthwise(shape: Convolution, target: CpuTarget) -> bool:
-    """Whether this module's kernel takes a shape: one channel in, one out, and a row of the kernel in registers."""
+    """Tell whether this kernel takes a shape: one channel in, one out, and a row of the kernel in registers."""
     return shape.groups > 1 and shape.cin == shape.cout == 1 and shape.columns.kernel <= _tap_limit(target)
 
 
 def _tap_limit(target: CpuTarget) -> int:
-    return 12 if target.lanes == 8 else 25
+    return 12 if target.lanes == 8 else 25  # of 16 and 32 vector registers, chosen by hand
 
 
 def choose_tiles(shape: Convolution, target: CpuTarget) -> DepthwiseTiles:
+    """Choose the largest even row tiles whose grad tile fits, strips of them, and even blocks of channels."""
     vectors = -(-shape.groups // target.lanes)
     block = target.lanes * -(-vectors // -(-vectors // VECTORS))
     rows, columns = shape.rows, shape.columns
@@ -98,7 +100,7 @@ def choose_tiles(shape: Convolution, target: CpuTarget) -> DepthwiseTiles:
 
 
 def depthwise_backward(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Kernel:
-    """The kernel of a depthwise convolution's gradients. `conv_backward` has checked the problem."""
+    """Make the kernel of a depthwise convolution's gradients. `conv_backward` has checked the problem."""
     return Kernel(NAME, problem, target, params, partial(_build, problem, target, shape, params))
 
 
@@ -173,12 +175,12 @@ class _Depthwise(Elements):
 
     @property
     def grad_plane(self) -> int:
-        """Floats of a vector's part of the grad tile: [vector][row][column][lanes]."""
+        """Count the floats of a vector's part of the grad tile: [vector][row][column][lanes]."""
         return self.grad_rows * self.grad_columns * self.tiles.lanes
 
     @property
     def is_streamed(self) -> bool:
-        """Whether dx goes past the caches. One that is read first (Accumulate) is in them anyway."""
+        """Tell whether dx goes past the caches. One that is read first (Accumulate) is in them anyway."""
         if not self.wants_input or "Accumulate" in self.spec.epilogue:
             return False
         return stream.is_streamed(self.problem.map("dx"), self.tiles.lanes)
@@ -221,7 +223,7 @@ class _Depthwise(Elements):
         finish(self, space.get("sums"), space.get("bias"))
 
     def _pack_weights(self, packed: Buffer) -> None:
-        """OIHW, here [channel][tap], to [tap][channel]."""
+        """Pack OIHW, here [channel][tap], to [tap][channel]."""
         weight = self.arguments["weight"]
         with T.serial(0, self.taps) as tap, T.serial(0, self.channels) as channel:
             store(packed, tap * self.padded + channel, weight[channel * self.taps + tap])
@@ -235,13 +237,13 @@ class _Depthwise(Elements):
             store(self.arguments["dweight"], channel * self.taps + tap, total)
 
     def _vectors(self, item: _Item, body: Callable[[Expr, int], None]) -> None:
-        """`body(start, width)` for the vectors of a block of channels; `start` counts from the block's first."""
+        """Call `body(start, width)` for the vectors of a block of channels; `start` counts from the block's first."""
         block_vectors(item.block, self.tiles.block, self.channels, self.tiles.lanes, body)
 
     # The gradients of the outputs
 
     def _pack_grad(self, item: _Item, grad: Buffer) -> None:
-        """Zeros stay where no output is, but for rows, which the tile before may have filled."""
+        """Pack dy. Zeros stay where no output is, but for rows, which the tile before may have filled."""
         rows, columns, lanes = self.shape.rows, self.shape.columns, self.tiles.lanes
         with T.serial(0, self.grad_rows) as r:
             row = T.bind(item.unit + r + rows.low)
@@ -261,16 +263,16 @@ class _Depthwise(Elements):
                     tir.zero(grad, at, self.grad_columns * lanes, lanes)
 
     def _plane(self, start: Expr) -> Expr:
-        """Where the part of the grad tile of the vector of channels from `start` on begins."""
+        """Write where the part of the grad tile of the vector of channels from `start` on begins."""
         return start * (self.grad_plane // self.tiles.lanes)
 
     def _grad_at(self, row: Expr, column: Expr) -> Expr:
-        """Where output (row, column) of the tile starts in a vector's part of the grad tile."""
+        """Write where output (row, column) of the tile starts in a vector's part of the grad tile."""
         rows, columns = self.shape.rows, self.shape.columns
         return ((row - rows.low) * self.grad_columns + column - columns.low) * self.tiles.lanes
 
     def _bias(self, item: _Item, grad: Buffer, bias: Buffer) -> None:
-        """A float32 sum for each row of outputs, added in float64."""
+        """Take a float32 sum for each row of outputs, added in float64."""
 
         def rows(start: Expr, width: int) -> None:
             lanes = span(0, width)
@@ -287,7 +289,7 @@ class _Depthwise(Elements):
     # The inputs
 
     def _strip(self, item: _Item, grad: Buffer, space: dict[str, Buffer], strip: Expr) -> None:
-        """All inputs of the rows of u from `strip` on."""
+        """Visit all inputs of the rows of u from `strip` on."""
         if not self.wants_weight:
             passes = [range(0)]
         else:
@@ -325,7 +327,7 @@ class _Depthwise(Elements):
             sums.flush(space.get("sums"), item.thread, channel, {0: width})
 
     def _row(self, item: _Item, grad: Buffer, vector: _Vector, row: Expr) -> None:
-        """The inputs of row `row` of u in the tile; at the end of the map some residues or all may lack."""
+        """Visit the inputs of row `row` of u in the tile; at the end of the map some residues or all may lack."""
         axis, tiles = self.shape.rows, self.tiles
         whole, rest = divmod(axis.size, axis.stride)
         unit = T.bind(item.unit + row)
@@ -352,7 +354,7 @@ class _Depthwise(Elements):
     def _inputs(
         self, item: _Item, grad: Buffer, vector: _Vector, place: tuple[Expr, Expr], residues: tuple[int, int]
     ) -> None:
-        """The inputs that belong to one u of rows and of columns."""
+        """Visit the inputs that belong to one u of rows and of columns."""
         rows, columns = self.shape.rows, self.shape.columns
         corner = (item.unit + place[0]) * rows.stride, place[1] * columns.stride
         pixel = T.bind((item.image * rows.size + corner[0]) * columns.size + corner[1])

@@ -49,6 +49,8 @@ from bnfuse.runtime.kernels.cpu.tir import (
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
+TILES_OF_A_THREAD = 2  # at least, of a batch, so that shares come out even; chosen by hand
+
 
 @dataclasses.dataclass(frozen=True)
 class DepthwiseTiles:
@@ -60,12 +62,12 @@ class DepthwiseTiles:
 
 
 def choose_depthwise_tiles(shape: ConvShape, target: CpuTarget) -> DepthwiseTiles:
-    """The tallest tile that fits, of all channels if two rows of them do, and short enough to keep all threads busy."""
+    """Choose the tallest tile that fits, of all channels if two rows of them do, and short enough for all threads."""
     unit = target.lanes * shape.group_cout
     channels = shape.cout
     while channels > unit and _bytes(shape, min(2, shape.oh), channels) > TILE_BYTES:
         channels = math.ceil(channels / 2 / unit) * unit
-    wanted = math.ceil(2 * target.threads / shape.n)  # tiles of an image
+    wanted = math.ceil(TILES_OF_A_THREAD * target.threads / shape.n)  # tiles of an image
     rows = max(1, math.ceil(shape.oh / wanted))
     while rows > 1 and _bytes(shape, rows, channels) > TILE_BYTES:
         rows -= 1
@@ -86,6 +88,7 @@ class DepthwiseNest(ForwardNest):
         self.is_streamed = stream.is_streamed(problem.map("y"), target.lanes)
 
     def emit(self) -> None:
+        """Write the function's body; a large y goes past the caches."""
         if not self.is_streamed:
             super().emit()
             return
@@ -94,10 +97,11 @@ class DepthwiseNest(ForwardNest):
 
     @property
     def packed_weights(self) -> int:
+        """Count the floats of the packed weights: [r][s][output channel]."""
         return self.shape.r * self.shape.s * self.shape.cout
 
     def pack_weights(self, thread: Expr) -> None:
-        """[channel][r][s] to [r][s][channel]."""
+        """Pack [channel][r][s] to [r][s][channel]; a thread takes some (r, s)s."""
         taps = self.shape.r * self.shape.s
         first, count = share(taps, self.target.threads, thread)
         with T.serial(0, count) as i:
@@ -110,6 +114,7 @@ class DepthwiseNest(ForwardNest):
             vectors(self.shape.cout, self.lanes, body)
 
     def work(self, thread: Expr) -> None:
+        """Write all tiles of a thread."""
         shape, tiles = self.shape, self.tiles
         stride = math.ceil(tiles.channels / self.lanes) * self.lanes
         self.tile = PackedTile(shape, 1, tiles.rows, stride, self.lanes)
@@ -120,7 +125,7 @@ class DepthwiseNest(ForwardNest):
             stream.fence()
 
     def sweep(self, place: Place, block: Expr) -> None:
-        """One block of output channels of a tile."""
+        """Do one block of output channels of a tile."""
         shape, channels, repeat = self.shape, self.tiles.channels, self.shape.group_cout
         first = T.bind(block * channels) if self.blocks > 1 else 0
 
@@ -137,7 +142,7 @@ class DepthwiseNest(ForwardNest):
             block_vectors(block, channels, shape.cout, self.lanes, body)
 
     def micro_tile(self, place: Place, micro: MicroTile, first: Expr, channel: Expr, width: int) -> None:
-        """The columns of a micro tile in the `width` output channels from first + channel on."""
+        """Do the columns of a micro tile in the `width` output channels from first + channel on."""
         shape, tile = self.shape, self.tile
         accumulators = registers(micro.pixels * self.lanes)
         slots = [span(p * self.lanes, width) for p in range(micro.pixels)]

@@ -20,10 +20,11 @@ class Entry:
     arguments: Arguments
 
     def map(self, name: str) -> MapRef:
+        """Give a map by its name in the spec: its buffer, its offset and its type."""
         return self.arguments.map(name, self.problem.map(name))
 
     def value(self, pixel: Expr, channel: Expr) -> Expr:
-        """What the core reads at this pixel and channel: a scalar expression, to be used in a vectorised loop."""
+        """Write what the core reads at this pixel and channel: a scalar expression, to be used in a vectorised loop."""
 
         def load(name: str, is_vector: bool) -> Expr:
             if is_vector:
@@ -49,7 +50,7 @@ class Entry:
             elementwise(width, lambda j: store(ref.buffer, ref.at(pixel, channel + j), tile[index + j * repeat]))
 
     def store_all(self, thread: Expr, target: CpuTarget) -> None:
-        """The map `stored` in a sweep of its own: for kernels that do not read every input pixel, or not once."""
+        """Store the map `stored` in a sweep of its own: for kernels that do not read every input pixel, or not once."""
         ref, kind = self.map("stored"), self.problem.map("x")
         first, count = share(kind.pixels, target.threads, thread)
         with T.serial(0, count) as i:

@@ -31,18 +31,19 @@ class ForwardNest:
 
     @property
     def packed_weights(self) -> int:
-        """Elements of the packed weights."""
+        """Count the floats of the packed weights."""
         raise NotImplementedError
 
     def pack_weights(self, thread: Expr) -> None:
-        """A thread's share of the packed weights, into `self.weights`."""
+        """Pack a thread's share of the weights into `self.weights`."""
         raise NotImplementedError
 
     def work(self, thread: Expr) -> None:
-        """A thread's share of the tiles."""
+        """Write a thread's share of the tiles."""
         raise NotImplementedError
 
     def emit(self) -> None:
+        """Write the function's body: all weights, then all tiles, then the threads' statistics."""
         shape, threads = self.shape, self.target.threads
         self.weights = workspace(self.packed_weights)
         statistics = "Statistics" in self.epilogue

@@ -20,7 +20,7 @@ OWN: dict[str, Emit] = {**generic_gather.OPS, **generic_reduce.OPS}
 
 
 def generic(problem: GenericProblem, target: CpuTarget) -> Kernel:
-    """in0, in1, ... -> out0, out1, ..."""
+    """Make the kernel in0, in1, ... -> out0, out1, ... Raises BnfuseError as `generic_params` does."""
     params = generic_params(problem)
     name = unique_name(problem.op_type, problem, target)
     return Kernel(name, problem, target, params, lambda: _build(name, params, problem, target))

@@ -19,7 +19,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def gather(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-    """data, indices -> y. Indices beyond the data are clamped to it."""
+    """Emit data, indices -> y. Indices beyond the data are clamped to it."""
     outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
 
     def row(at: Expr) -> None:
@@ -30,7 +30,7 @@ def gather(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
 
 
 def gather_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-    """indices, dy -> dx. The threads share what lies before the axis, or nothing: an index may come twice."""
+    """Emit indices, dy -> dx. The threads share what lies before the axis, or nothing: an index may come twice."""
     outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
     fill(args, "out0", problem.out_shape, 0, problem.out_dtype)
 

@@ -22,7 +22,7 @@ Emit = Callable[[GenericProblem, CpuTarget, Args], None]
 
 
 def walk_of(target: CpuTarget) -> Nest:
-    """The nest of a target, for `nested_by`."""
+    """Give the nest of a target, for `nested_by`."""
 
     def walk(space: Shape, views: Sequence[View], emit: Callable[..., None]) -> None:
         if math.prod(space) == 0:
@@ -53,7 +53,7 @@ def _rows(space: Shape, views: Sequence[View], target: CpuTarget, emit: Callable
 
 
 def parallel_rows(count: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
-    """`emit(row)` for each of `count` rows, dealt to the threads."""
+    """Emit `emit(row)` for each of `count` rows, dealt to the threads."""
     threads = min(target.threads, count)
     with T.parallel(0, threads) as thread:
         first, own = tir.share(count, threads, thread)

@@ -43,6 +43,8 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def reduction(folding: Folding) -> Emit:
+    """Give what emits a reduction, in one of the two forms of the module's docstring."""
+
     def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
         shape, split, accumulator = problem.shape(), reduced_axes(problem), accumulator_of(folding, problem)
 
@@ -68,7 +70,7 @@ Put = Callable[[Expr, Expr], None]
 
 
 def _columns(axes: Axes, folding: Folding, dtype: str, target: CpuTarget, take: Take, put: Put) -> None:
-    """The last axis stays: a vector of it at a time, over all that is reduced."""
+    """Reduce where the last axis stays: a vector of it at a time, over all that is reduced."""
     *outer, (inner, _) = axes.kept
     count = axes.kept_count // inner
 
@@ -101,7 +103,7 @@ def _each(items: Any, emit: Callable[[Any], None]) -> None:
 
 
 def _rows(axes: Axes, folding: Folding, dtype: str, target: CpuTarget, take: Take, put: Put) -> None:
-    """The last axis goes: vectors of it, joined lane by lane, then across."""
+    """Reduce where the last axis goes: vectors of it, joined lane by lane, then across."""
     *outer, (inner, _) = axes.reduced or ((1, 1),)
     count, lanes = math.prod(size for size, _ in outer), target.lanes
 
@@ -123,7 +125,7 @@ def _rows(axes: Axes, folding: Folding, dtype: str, target: CpuTarget, take: Tak
 
 
 def div_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-    """dy, a, b -> da = sum dy/b, [db = -sum dy*a/b^2]; the sums are over the axes that a or b was broadcast along."""
+    """Emit dy, a, b -> da = sum dy/b, [db = -sum dy*a/b^2], summed over the axes that a or b was broadcast along."""
     (space, _), (a_shape, _), (b_shape, _) = problem.inputs
     a_view, b_view, dy_view = broadcast_view(a_shape, space), broadcast_view(b_shape, space), dense_view(space)
     if math.prod(space) == 0:
@@ -145,7 +147,7 @@ def _sum_to(
     out: str,
     term: Callable[[Expr, Expr, Expr], Expr],
 ) -> None:
-    """out[i] = the sum of `term` over the points of the space that broadcasting maps to i."""
+    """Store in out[i] the sum of `term` over the points of the space that broadcasting maps to i."""
     aligned = (1,) * (len(space) - len(shape)) + shape
     gone = [i for i, (size, whole) in enumerate(zip(aligned, space, strict=True)) if size != whole]
     count = math.prod(space[i] for i in gone)
@@ -175,6 +177,8 @@ def _sum_to(
 
 
 def by_rows(row: Row, logarithm: bool) -> Emit:
+    """Give what emits a softmax or its gradient, row by row."""
+
     def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
         rows = ThreadRows.of(softmax_rows(problem))
         rows.each(target, lambda index, at: row(problem, target, args, rows, logarithm, at))

@@ -15,6 +15,9 @@ from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, prim_func, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CpuTarget
 
+# vectors for each thread: a parallel region costs as much as 4096 elements (of vectors of 16); chosen by hand
+WORTH_A_THREAD = 256
+
 
 def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
     """x, dense [n, c, h, w] -> the map y."""
@@ -83,7 +86,7 @@ def flat(elements: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None
     lanes = target.lanes
     whole = elements // lanes
     if whole:
-        threads = min(target.threads, max(1, whole // 256))  # a parallel region costs as much as 4096 elements
+        threads = min(target.threads, max(1, whole // WORTH_A_THREAD))
         with T.parallel(0, threads) as thread:
             first, count = tir.share(whole, threads, thread)
             with T.serial(0, count) as i, T.vectorized(0, lanes) as j:
