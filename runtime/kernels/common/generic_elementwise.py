@@ -55,8 +55,7 @@ def like(x: Expr, value: float) -> Expr:
 
 
 def exp(x: Expr) -> Expr:
-    """Write e**x: for exponents that a formula keeps in the range of steps.exp, or whose extremes it does not tell
-    apart."""
+    """Write e**x, for a formula that keeps x in the range of steps.exp, or does not tell its extremes apart."""
     return steps.exp(x) if dtype_of(x) == "float32" else tirx.exp(x)
 
 
@@ -174,8 +173,7 @@ def _fast_gelu_tanh(x: Expr) -> Expr:
 
 
 def dropout_grad(attributes: Attributes, dy: Expr, mask: Expr) -> Expr:
-    """Write dy/(1 - ratio) where the mask has kept an element, else 0; ratio is 0.5 unless given, 0 outside of
-    training."""
+    """Write dy/(1 - ratio) where the mask is set, else 0; ratio is 0.5 unless given, 0 outside of training."""
     ratio, training = (
         value[0] if isinstance(value, tuple) else value
         for value in (attributes.get("ratio", 0.5), attributes.get("training_mode", 1))

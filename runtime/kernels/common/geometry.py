@@ -58,8 +58,10 @@ class Axis:
 
     @property
     def step(self) -> int:
-        """Count the inputs from one position of a read tile to the next: what no tap meets is left out where
-        regular."""
+        """Count the inputs from one position of a read tile to the next.
+
+        What no tap meets is left out where that is regular.
+        """
         return self.stride if self.kernel == 1 else 1
 
     @property
@@ -68,8 +70,10 @@ class Axis:
         return self.stride // self.step
 
     def reach(self, count: int) -> int:
-        """Count the positions of a read tile that `count` neighbouring outputs take. Position i is input i*step
-        - pad."""
+        """Count the positions of a read tile that `count` neighbouring outputs take.
+
+        Position i is input i*step - pad.
+        """
         return (count - 1) * self.tile_stride + (self.kernel - 1) * self.dilation + 1
 
     def present(self, reach: int) -> tuple[int, int]:

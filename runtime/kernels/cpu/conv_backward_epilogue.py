@@ -144,8 +144,10 @@ Where = tuple[Expr, Expr, Expr]  # pixel, channel, place of the channel in its b
 
 
 def write_epilogue(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: Where) -> None:
-    """Write the epilogue of one element: d lies in `cell` = (buffer, index). The buffer is written, so that d is
-    computed once."""
+    """Write the epilogue of one element and store dx; d lies in `cell` = (buffer, index).
+
+    The buffer is written, so that d is computed once.
+    """
     pixel, channel, _ = where
     last = epilogue_value(elements, d, cell, sums, where)
     store(elements.arguments["dx"], elements.index("dx", pixel, channel), last)

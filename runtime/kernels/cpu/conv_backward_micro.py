@@ -39,8 +39,7 @@ class Place:
 
 
 def opaque(index: Expr) -> Expr:
-    """Hide an index from TVM, which would take it apart again: then LLVM may keep one pointer a pixel in an
-    inner loop."""
+    """Give the same index, which TVM will not take apart again: else LLVM may keep many pointers in an inner loop."""
     held = registers(1, "int32")
     store(held, 0, index)
     return held[0]
@@ -236,8 +235,7 @@ class _Micro:
         tir.with_width(self.block, nest.tiles.block, nest.shape.cin, finish_channels)
 
     def _finish_channels(self, acc: Buffer, sums: Buffer | None, count: int) -> None:
-        """Go pixel by pixel, all `count` channels of one at a time: too much for LLVM to unroll the loop over
-        pixels."""
+        """Go pixel by pixel, all `count` channels of one: too much for LLVM to unroll the loop over pixels."""
         rows, columns, tiles = self.nest.shape.rows, self.nest.shape.columns, self.nest.tiles
         widths = {0: count} if count == tiles.block else chunks(count, tiles.lanes)
         first = T.bind(self.place.group * self.nest.shape.cin + self.block * tiles.block)

@@ -54,8 +54,7 @@ class Nest(Elements):
 
     @property
     def out_pitch(self) -> int:
-        """Count the floats between pixels of the grad tile: whole blocks, and no multiple that would crowd a
-        cache set."""
+        """Count the floats between pixels of the grad tile: whole blocks, no multiple of what crowds a cache set."""
         padded = -(-self.shape.cout // self.tiles.out_block) * self.tiles.out_block
         return padded + 16 if padded >= 128 else padded  # chosen by hand
 
@@ -85,8 +84,7 @@ class Nest(Elements):
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether the channels that a row of the kernel reads lie side by side, so that (s, channel) is
-        one index."""
+        """Tell whether (s, channel) is one index: the channels that a row of the kernel reads lie side by side."""
         return self.blocks == 1 and self.shape.columns.dilation == 1
 
     @property

@@ -22,6 +22,8 @@ TILE_OVERHEAD = 12  # what a tile costs beyond its pixels, in pixels: the partia
 HALO = 0.2  # what packing a row of the grad tile's border costs, in rows
 LEAST_PIXELS = 4  # a micro-tile of fewer pixels takes as long as one of so many
 MICRO_OVERHEAD = 0.6  # what a micro-tile costs beyond its pixels, in pixels
+WIDE_PIXELS, NARROW_PIXELS = 14, 6  # of a micro-tile with 32 and with 16 vector registers: two accumulators each
+WIDE_TAPS, NARROW_TAPS = 8, 6  # the same of dweight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +55,7 @@ class Plan:
 
 
 def conv_shape(problem: Problem, threads: int) -> Convolution:
-    """Give the shape of a problem; a pointwise convolution has its pixels regrouped into rows of a convenient
-    length."""
+    """Give the shape of a problem; a pointwise convolution's pixels are regrouped into rows of a convenient length."""
     return conv_shapes(problem, threads)[0]
 
 
@@ -65,13 +66,12 @@ def conv_shapes(problem: Problem, threads: int) -> list[Convolution]:
 
 
 def _regrouped(shape: Convolution, threads: int) -> list[Convolution]:
-    """Cut pixels into rows that whole micro-tiles of 14 pixels fill and that share out evenly; each row is then
-    a tile."""
+    """Cut pixels into rows that whole micro-tiles of 14 fill and that share out evenly; each row is then a tile."""
     pixels = shape.n * shape.rows.size * shape.columns.size
 
     def cost(width: int) -> tuple[int, int]:
         busiest = -(-(pixels // width) // threads)
-        return busiest * (-(-width // 14) * 14 + TILE_OVERHEAD), -width
+        return busiest * (-(-width // WIDE_PIXELS) * WIDE_PIXELS + TILE_OVERHEAD), -width
 
     def rows_of(width: int) -> Convolution:
         count = pixels // width
@@ -100,8 +100,7 @@ def choose_tiles(shape: Convolution, target: CpuTarget) -> Tiles:
 
 def _tiles_of_size(shape: Convolution, target: CpuTarget, size: tuple[int, int], vectors: int = 2) -> Tiles:
     """Give the tiles of `size`, images and rows."""
-    # the accumulators: 28 or 16 of 32 vector registers, 12 of 16
-    pixels, taps = (14, 8) if vector_registers(target) == 32 else (6, 6)
+    pixels, taps = (WIDE_PIXELS, WIDE_TAPS) if vector_registers(target) == 32 else (NARROW_PIXELS, NARROW_TAPS)
     lanes = target.lanes
     block = lanes * (vectors if shape.cin > lanes else 1)
     out_block = lanes * (vectors if shape.cout > lanes else 1)

@@ -161,8 +161,7 @@ class ConvNest(ForwardNest):
         return at_most(self.tiles.channels, self.shape.cin - in_block * self.tiles.channels)
 
     def pack_weights(self, thread: Expr) -> None:
-        """Pack OIHW to the layout of the module's docstring; a thread takes some (group, output block, input
-        channel)s."""
+        """Pack OIHW to the module's layout; a thread takes some (group, output block, input channel)s."""
         shape, channels = self.shape, self.shape.group_cin
         first, count = share(shape.groups * self.out_blocks * channels, self.target.threads, thread)
         with T.serial(0, count) as i:

@@ -20,7 +20,7 @@ WORTH_A_THREAD = 256
 
 
 def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """x, dense [n, c, h, w] -> the map y."""
+    """Make the kernel x, dense [n, c, h, w] -> the map y."""
     params = (Param("x", "in", y.pixels * y.c, dtype), Param("y", "out", y.elements, dtype, is_map=True))
     problem = CopyProblem("NchwToNhwc", y.pixels * y.c, y, dtype)
 
@@ -32,7 +32,7 @@ def nchw_to_nhwc(y: MapType, target: CpuTarget, dtype: str = "float32") -> Kerne
 
 
 def nhwc_to_nchw(x: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """The map x -> y, dense [n, c, h, w]."""
+    """Make the kernel of the map x -> y, dense [n, c, h, w]."""
     params = (Param("x", "in", x.elements, dtype, is_map=True), Param("y", "out", x.pixels * x.c, dtype))
     problem = CopyProblem("NhwcToNchw", x, x.pixels * x.c, dtype)
 
@@ -43,7 +43,7 @@ def nhwc_to_nchw(x: MapType, target: CpuTarget, dtype: str = "float32") -> Kerne
 
 
 def copy_map(x: MapType, y: MapType, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """The map x -> the map y, of the same size but perhaps in another slot."""
+    """Make the kernel of the map x -> the map y, of the same size but perhaps in another slot."""
     params = (
         Param("x", "in", x.elements, dtype, is_map=True),
         Param("y", "out", y.elements, dtype, is_map=True),
@@ -60,7 +60,7 @@ def copy_map(x: MapType, y: MapType, target: CpuTarget, dtype: str = "float32") 
 
 
 def copy(elements: int, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """x -> y, dense."""
+    """Make the kernel x -> y, dense, `elements` of each."""
     params = (Param("x", "in", elements, dtype), Param("y", "out", elements, dtype))
     problem = CopyProblem("Copy", elements, elements, dtype)
 
@@ -71,7 +71,7 @@ def copy(elements: int, target: CpuTarget, dtype: str = "float32") -> Kernel:
 
 
 def fill(elements: int, value: float, target: CpuTarget, dtype: str = "float32") -> Kernel:
-    """-> y, every element of which is `value`."""
+    """Make the kernel -> y, dense, every element of which is `value`."""
     params = (Param("y", "out", elements, dtype),)
     problem = CopyProblem("Fill", 0, elements, dtype, value)
 
@@ -82,7 +82,7 @@ def fill(elements: int, value: float, target: CpuTarget, dtype: str = "float32")
 
 
 def flat(elements: int, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
-    """`emit(i)` for every i in [0, elements): vectorised, the vectors dealt to the threads in runs."""
+    """Emit `emit(i)` for every i in [0, elements): vectorised, the vectors dealt to the threads in runs."""
     lanes = target.lanes
     whole = elements // lanes
     if whole:
@@ -100,7 +100,7 @@ Move = Callable[[Args, Expr, Expr, Expr], None]  # (args, index in NCHW, pixel, 
 
 
 def _by_channels(args: Args, kind: MapType, target: CpuTarget, move: Move) -> None:
-    """Vectors of channels: as many streams are read from NCHW, and whole lines are written to NHWC."""
+    """Move vectors of channels: as many streams are read from NCHW, and whole lines are written to NHWC."""
     area, blocks = kind.h * kind.w, -(-kind.c // target.lanes)
     last = tirx.const(kind.c - target.lanes, "int32")  # the last block is moved back: it repeats some channels
 
@@ -115,7 +115,7 @@ def _by_channels(args: Args, kind: MapType, target: CpuTarget, move: Move) -> No
 
 
 def _by_pixels(args: Args, kind: MapType, target: CpuTarget, move: Move) -> None:
-    """Vectors of pixels, one channel after the other: for writing to NCHW, and for few channels."""
+    """Move vectors of pixels, one channel after the other: for writing to NCHW, and for few channels."""
     area = kind.h * kind.w
     width = min(area, target.lanes)
     blocks = -(-area // width)

@@ -24,14 +24,14 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def softmax_loss(problem: LossProblem, target: CpuTarget) -> Kernel:
-    """scores, labels, [weights] -> loss, log_prob."""
+    """Make the kernel scores, labels, [weights] -> loss, log_prob; all float32 but the labels."""
     return _kernel(
         "SoftmaxCrossEntropyLoss", problem, target, loss_params(problem), lambda args: _emit_loss(problem, target, args)
     )
 
 
 def softmax_loss_grad(problem: LossProblem, target: CpuTarget) -> Kernel:
-    """dloss, log_prob, labels, [weights] -> dscores."""
+    """Make the kernel dloss, log_prob, labels, [weights] -> dscores; all float32 but the labels."""
     params = grad_params(problem)
     return _kernel(
         "SoftmaxCrossEntropyLossGrad", problem, target, params, lambda args: _emit_grad(problem, target, args)

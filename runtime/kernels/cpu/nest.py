@@ -34,10 +34,11 @@ class MicroTile:
 
     @property
     def pixels(self) -> int:
+        """Count the output pixels."""
         return self.image.size * self.row.size * self.column.size
 
     def places(self) -> Iterator[tuple[int, int, int]]:
-        """Image, row and column of each pixel, from the first pixel on."""
+        """List image, row and column of each pixel, from the first pixel on."""
         return itertools.product(range(self.image.size), range(self.row.size), range(self.column.size))
 
 
@@ -54,7 +55,7 @@ class Place:
     last_row: Expr
 
     def output_pixels(self, micro: MicroTile, shape: ConvShape) -> list[Expr]:
-        """The pixels of a micro tile, as the output map counts them."""
+        """Write the pixels of a micro tile, as the output map counts them."""
         image, row = self.image + micro.image.start, self.row + micro.row.start
         first = (image * shape.oh + row) * shape.ow + micro.column.start
         return [first + ((i * shape.oh + h) * shape.ow + w) for i, h, w in micro.places()]
@@ -62,7 +63,7 @@ class Place:
 
 @contextlib.contextmanager
 def loop(extent: int) -> Iterator[Expr]:
-    """A serial loop, or none where it would run once."""
+    """Write a serial loop, or none where it would run once."""
     if extent == 1:
         yield 0
     else:
@@ -71,7 +72,7 @@ def loop(extent: int) -> Iterator[Expr]:
 
 
 def places(shape: ConvShape, images: int, rows: int, threads: int, thread: Expr) -> Iterator[Place]:
-    """A loop over the tiles (`images` x `rows`) of a thread's static share."""
+    """Write the loop over the tiles (`images` x `rows`) of a thread's static share."""
     row_tiles = math.ceil(shape.oh / rows)
     first, count = share(math.ceil(shape.n / images) * row_tiles, threads, thread)
     with T.serial(0, count) as i:
@@ -81,7 +82,7 @@ def places(shape: ConvShape, images: int, rows: int, threads: int, thread: Expr)
 
 
 def stretch(index: Expr, size: int, total: int) -> tuple[Expr, Expr, Expr]:
-    """Start and length of piece `index` when `total` is cut into pieces of `size`, and whether it is the last."""
+    """Give start and length of piece `index` when `total` is cut into pieces of `size`, and whether it is the last."""
     if size >= total:
         return 0, total, True
     start = index * size
@@ -89,7 +90,7 @@ def stretch(index: Expr, size: int, total: int) -> tuple[Expr, Expr, Expr]:
 
 
 def micro_tiles(place: Place, shape: ConvShape, sizes: tuple[int, int, int]) -> Iterator[MicroTile]:
-    """Loops over the micro tiles of a tile; whole ones and tails are separate pieces of code, of static size."""
+    """Write loops over the micro tiles of a tile; whole ones and tails are separate pieces of code, of static size."""
     images, rows, columns = sizes
     for image in windows(place.images, shape.n, images, place.last_image):
         for row in windows(place.rows, shape.oh, rows, place.last_row):
@@ -98,9 +99,9 @@ def micro_tiles(place: Place, shape: ConvShape, sizes: tuple[int, int, int]) -> 
 
 
 def windows(length: Expr, total: int, size: int, last: Expr) -> Iterator[Window]:
-    """Loops over windows of `size` in a stretch of `length` of a tile; the tile that is `last` has the tail of `total`.
+    """Write loops over windows of `size` in a stretch of `length` of a tile.
 
-    A tile is a whole number of windows, unless it is the only one.
+    The tile that is `last` has the tail of `total`. A tile is a whole number of windows, unless it is the only one.
     """
     count = length // size
     if isinstance(count, int) and count == 1:
@@ -117,7 +118,7 @@ def windows(length: Expr, total: int, size: int, last: Expr) -> Iterator[Window]
 
 
 def cut(width: int, lanes: int) -> Iterator[tuple[int, int]]:
-    """Start and width of the vectors that make up `width` channels."""
+    """List start and width of the vectors that make up `width` channels."""
     for start in range(0, width, lanes):
         yield start, min(lanes, width - start)
 
@@ -138,7 +139,7 @@ def block_vectors(index: Expr, block: int, total: int, lanes: int, body: Callabl
 
 
 def covers_input(shape: ConvShape) -> bool:
-    """Whether the tiles, one below the other, pack every input pixel, each in rows that one tile can call its own."""
+    """Tell whether the tiles together pack every input pixel, each in rows that one tile can call its own."""
     reach_h, reach_w = (shape.r - 1) * shape.dilation_h + 1, (shape.s - 1) * shape.dilation_w + 1
     rows = (shape.oh - 1) * shape.stride_h + reach_h - shape.top
     columns = (shape.ow - 1) * shape.stride_w + reach_w - shape.left
@@ -162,18 +163,20 @@ class PackedTile:
         self._clear_border()
 
     def at(self, image: Expr, row: Expr, column: Expr) -> Expr:
-        """Where the packed pixel under an output pixel (the top left of its window) starts."""
+        """Write where the packed pixel under an output pixel (the top left of its window) starts."""
         packed = (image * self.rows + row * self.shape.step_h) * self.columns + column * self.shape.step_w
         return packed * self.row_stride
 
     def corner(self, micro: MicroTile) -> Expr:
+        """Write where the packed pixel under the first pixel of a micro tile starts."""
         return self.at(micro.image.start, micro.row.start, micro.column.start)
 
     def offsets(self, micro: MicroTile) -> list[int]:
+        """Count the elements from the first pixel's packed pixel to that of each pixel of a micro tile."""
         return [self.at(*place) for place in micro.places()]
 
     def tap(self, r: Expr, s: Expr) -> Expr:
-        """From the top left of a window to its position (r, s)."""
+        """Count the elements from the top left of a window to its position (r, s)."""
         return (r * self.shape.dilation_h * self.columns + s * self.shape.dilation_w) * self.row_stride
 
     def pack(self, place: Place, stored: bool, pack_pixel: PackPixel) -> None:

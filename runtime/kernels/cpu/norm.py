@@ -21,7 +21,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def batch_norm_statistics(x: MapType, target: CpuTarget, sweeps: int = 1) -> Kernel:
-    """x -> mean, variance (biased), [c] float32.
+    """Make the kernel x -> mean, variance (biased), [c] float32.
 
     `sweeps=2` reads the map twice, for the mean and then for the variance: the baseline that mvf improves on.
     """
@@ -72,7 +72,7 @@ def _emit_two_sweeps(x: MapType, target: CpuTarget) -> Callable[[Args], None]:
 
 
 def batch_norm_grad_reduce(dz: MapType, x: MapType, target: CpuTarget) -> Kernel:
-    """dz, x, mean, inv_std -> dbeta, dgamma, [c] float32."""
+    """Make the kernel dz, x, mean, inv_std -> dbeta, dgamma, [c] float32."""
 
     def emit(args: Args) -> None:
         dbeta = Sum(lambda c, total: T.buffer_store(args["dbeta"], to_f32(total), [c]))
@@ -91,6 +91,7 @@ def batch_norm_grad_reduce(dz: MapType, x: MapType, target: CpuTarget) -> Kernel
 
 
 def map_sweep(problem: NormProblem, target: CpuTarget, channels: int, emit: Callable[[Args], None]) -> Kernel:
+    """Make the kernel of a plain operator: what is no map of the problem is a float32 vector of `channels`."""
     op, maps = PLAIN_OPS[problem.op], dict(problem.maps)
     params = tuple(
         Param(

@@ -24,9 +24,10 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def l1_statistics(x: MapType, target: CpuTarget) -> Kernel:
-    """x -> mean, variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean), [c] float32.
+    """Make the kernel x -> mean, variance, sign_mean, [c] float32.
 
-    The signs are those that `l1_grad_input` finds with the mean as float32; deviations also know what that rounds away.
+    variance = pi/2 * (mean of |x - mean|)^2, sign_mean = mean of sign(x - mean). The signs are those that
+    `l1_grad_input` finds with the mean as float32; deviations also know what that rounds away.
     """
 
     def emit(args: Args) -> None:
@@ -61,7 +62,7 @@ def l1_statistics(x: MapType, target: CpuTarget) -> Kernel:
 
 
 def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Kernel:
-    """dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
+    """Make the kernel dz, x, mean, p, q, w -> dx = p*dz + q*sign(x - mean) + w."""
 
     def emit(args: Args) -> None:
         def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
@@ -77,7 +78,10 @@ def l1_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Ke
 
 
 def range_statistics(x: MapType, target: CpuTarget) -> Kernel:
-    """x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32."""
+    """Make the kernel x -> mean, variance = ((high - low)*c)^2, low, high, low_count, high_count, [c] float32.
+
+    The factor c is `range_factor` of the map's pixels.
+    """
 
     def emit(args: Args) -> None:
         moments = Moments(lambda c, mean, _: T.buffer_store(args["mean"], to_f32(mean), [c]))
@@ -109,12 +113,14 @@ class Extremes:
         self.args = args
 
     def before_threads(self, shares: Sequence[int], channels: int, lanes: int) -> None:
+        """Allocate a least and a greatest value (float32) and their counts (int32) per thread and channel."""
         self.shares, self.channels, self.lanes = shares, channels, lanes
         size = len(shares) * channels
         self.values = {name: tir.workspace(size) for name in ("low", "high")}
         self.counts = {name: tir.workspace(size, "int32") for name in ("low", "high")}
 
     def begin_thread(self, thread: Expr) -> None:
+        """Begin at infinity and minus infinity, met no times."""
         self.base = thread * self.channels
         for vector in vectors(self.channels, self.lanes):
             for name, start in (("low", math.inf), ("high", -math.inf)):
@@ -124,9 +130,10 @@ class Extremes:
                     T.buffer_store(self.counts[name], tirx.const(0, "int32"), [at])
 
     def begin_tile(self) -> None:
-        pass
+        """Do nothing: extremes are exact over any number of pixels."""
 
     def add(self, channel: Expr, value: Expr) -> None:
+        """Take one value in."""
         at = self.base + channel
         for name in ("low", "high"):
             held, count = self.values[name][at], self.counts[name][at]
@@ -136,9 +143,10 @@ class Extremes:
             T.buffer_store(self.values[name], _extreme(name, value, held), [at])
 
     def end_tile(self, tile: Tile) -> None:
-        pass
+        """Do nothing."""
 
     def after_threads(self) -> None:
+        """Store the threads' common extremes, and how often all of them met these."""
         for vector in vectors(self.channels, self.lanes):
             with vector.each() as j:
                 for name in ("low", "high"):
@@ -162,7 +170,10 @@ def _extreme(name: str, a: Expr, b: Expr) -> Expr:
 
 
 def range_grad_input(dz: MapType, x: MapType, dx: MapType, target: CpuTarget) -> Kernel:
-    """dz, x, low, high, p, q_low, q_high, w -> dx = p*dz + w, plus q_low where x = low, plus q_high where x = high."""
+    """Make the kernel dz, x, low, high, p, q_low, q_high, w -> dx.
+
+    dx = p*dz + w, plus q_low where x = low, plus q_high where x = high.
+    """
 
     def emit(args: Args) -> None:
         def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:

@@ -24,29 +24,38 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 Pixel = Callable[[Args, Expr], Expr]  # the pixel of the map that is the i-th of the sample
 
-SHARE = 1 << 13  # elements that are worth a thread
+SHARE = 1 << 13  # elements that are worth a thread; chosen by hand
 
 
 def sampled_statistics(x: MapType, extent: Extent, target: CpuTarget) -> Kernel:
-    """x, offset (int64 [3]: sample, row, column) -> mean, variance (biased) of the box, [c] float32."""
+    """Make the kernel x, offset (int64 [3]: sample, row, column) -> mean, variance (biased) of the box, [c] float32."""
     problem = NormProblem("SampledStatistics", (("x", x),), (("extent", extent),))
     return _statistics(problem, x, _box(x, extent), target)
 
 
 def point_statistics(x: MapType, count: int, target: CpuTarget) -> Kernel:
-    """x, points (int64 [count]: flat indices into n, h, w) -> mean, variance (biased) of the points, [c] float32."""
+    """Make the kernel x, points (int64 [count]) -> mean, variance (biased) of the points, [c] float32.
+
+    Points are flat indices into n, h, w.
+    """
     problem = NormProblem("PointStatistics", (("x", x),), (("count", count),))
     return _statistics(problem, x, _points(x, count), target)
 
 
 def add_sampled(x: MapType, dx: MapType, extent: Extent, target: CpuTarget) -> Kernel:
-    """x, q, w, offset (int64 [3]), dx updated in place: dx + q*x + w in the box. `acc` is no parameter."""
+    """Make the kernel x, q, w, offset (int64 [3]), dx updated in place: dx + q*x + w in the box.
+
+    `acc` is no parameter.
+    """
     problem = NormProblem("AddSampled", (("x", x), ("dx", dx)), (("extent", extent),))
     return _addition(problem, x, dx, _box(x, extent), target)
 
 
 def add_at_points(x: MapType, dx: MapType, count: int, target: CpuTarget) -> Kernel:
-    """x, q, w, points (int64 [count]), dx updated in place: dx + q*x + w at the points. `acc` is no parameter."""
+    """Make the kernel x, q, w, points (int64 [count]), dx updated in place: dx + q*x + w at the points.
+
+    `acc` is no parameter.
+    """
     problem = NormProblem("AddAtPoints", (("x", x), ("dx", dx)), (("count", count),))
     return _addition(problem, x, dx, _points(x, count), target)
 
@@ -64,7 +73,7 @@ class Sample:
 
 
 def _box(x: MapType, extent: Extent) -> Sample:
-    """Sample by sample, row by row. Whole rows, and whole samples, are one run of pixels."""
+    """Visit sample by sample, row by row. Whole rows, and whole samples, are one run of pixels."""
     samples, rows, columns = extent
 
     def begin(args: Args) -> Callable[[Expr], Expr]:
@@ -141,7 +150,7 @@ def _addition(problem: NormProblem, x: MapType, dx: MapType, sample: Sample, tar
 
 
 def _few_threads(target: CpuTarget, elements: int) -> CpuTarget:
-    """The target with as many threads as the work is worth."""
+    """Give the target with as many threads as the work is worth."""
     return dataclasses.replace(target, threads=max(1, min(target.threads, elements // SHARE)))
 
 

@@ -32,7 +32,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Kernel:
-    """parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32.
+    """Make SGD's kernel: parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32.
 
     g <- g + decay*w;  v <- momentum*v + g;  w <- w - lr*v, or with Nesterov  w - lr*(g + momentum*v).
     """
@@ -40,8 +40,9 @@ def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Ke
 
 
 def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget) -> Kernel:
-    """parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place); lr: float32,
-    step: int64.
+    """Make AdamW's kernel; lr: float32, step: int64.
+
+    parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place).
 
     w <- w*(1 - lr*decay);  m <- m + (1 - beta1)*(g - m);  v <- beta2*v + (1 - beta2)*g*g;
     w <- w - lr/(1 - beta1^step) * m/(sqrt(v)/sqrt(1 - beta2^step) + epsilon).
@@ -68,7 +69,7 @@ def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
 
 
 def _sweep(problem: UpdateProblem, target: CpuTarget, args: tir.Arguments, update: Update) -> None:
-    """`update(element, decay)` for all elements, block by block."""
+    """Emit `update(element, decay)` for all elements, block by block."""
 
     def block(index: Expr, width: int) -> None:
         decay = T.bind(args["decay"][index])

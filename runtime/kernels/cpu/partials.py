@@ -27,12 +27,15 @@ class Partials:
 
     @staticmethod
     def allocate(channels: int, threads: int, lanes: int) -> Partials:
+        """Allocate the sums, float64; `clear` sets them to 0."""
         return Partials(workspace(threads * 2 * channels, "float64"), channels, threads, lanes)
 
     def at(self, thread: Expr, moment: int, channel: Expr) -> Expr:
+        """Write where a sum of a channel lies: `moment` is 0 for y, 1 for y^2."""
         return (thread * 2 + moment) * self.channels + channel
 
     def clear(self, thread: Expr) -> None:
+        """Set a thread's sums to 0."""
         zero(self.buffer, self.at(thread, 0, 0), 2 * self.channels, self.lanes)
 
     def add(self, thread: Expr, channel: Expr, values: Sequence[Expr], width: int) -> None:
@@ -63,7 +66,7 @@ class Partials:
 
 
 def moments(values: Sequence[Expr], width: int) -> tuple[Expr, Expr]:
-    """The float64 sums over `values` of y and of y^2, lane by lane."""
+    """Add up y and y^2 of the vectors `values`, lane by lane, as float64."""
     total = T.bind(_sum(values))
     mean = T.bind(total * splat(1 / len(values), width))
     deviations = T.bind(_sum([(value - mean) * (value - mean) for value in values]))
@@ -72,7 +75,7 @@ def moments(values: Sequence[Expr], width: int) -> tuple[Expr, Expr]:
 
 
 def _sum(values: Sequence[Expr]) -> Expr:
-    """The sum as a balanced tree: its depth is the latency."""
+    """Add up as a balanced tree: its depth is the latency."""
     if len(values) == 1:
         return values[0]
     half = len(values) // 2

@@ -19,7 +19,10 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def pointwise_forward(problem: Problem, target: CpuTarget) -> Kernel:
-    """[Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], maps [pixels, c] float32."""
+    """Make the kernel of a sweep: what it reads and stores are maps [pixels, c], float32.
+
+    [Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics].
+    """
     y, prologue = problem.map("y"), ProloguePlan.of_input(problem)
 
     def emit(args: Args) -> None:
@@ -39,7 +42,10 @@ def pointwise_forward(problem: Problem, target: CpuTarget) -> Kernel:
 
 
 def pointwise_backward(problem: Problem, target: CpuTarget) -> Kernel:
-    """[BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, in the order of the grammar."""
+    """Make the kernel of a backward sweep, the steps in the order of the grammar.
+
+    [BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it.
+    """
     dx, prologue = problem.map("dx"), ProloguePlan.of_gradient(problem)
 
     def emit(args: Args) -> None:
@@ -61,6 +67,7 @@ class ForwardEpilogue:
         self.reductions = [Moments(self._finish)] if self.plan.statistics else []
 
     def store(self, pixel: Expr, channel: Expr, value: Expr, is_first: Expr) -> None:
+        """Store an element of y, and take it into the statistics as it is stored."""
         self.args.write("y", pixel, channel, self.plan.biased(value, self.args.loader(pixel, channel)))
         for moments in self.reductions:
             moments.add(channel, self.args.read("y", pixel, channel), is_first)
@@ -87,7 +94,7 @@ class BackwardEpilogue:
         return finish
 
     def store(self, pixel: Expr, vector: Vector, gradient: Callable[[Expr], Expr]) -> None:
-        """`gradient(j)` is what the core made of dy, for lane j."""
+        """Store a vector of dx and add to its sums; `gradient(j)` is what the core made of dy, for lane j."""
         value = vector.local()
         with vector.each() as j:
             channel = vector.base + j

@@ -25,16 +25,17 @@ from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, map_kernel, sweep
 from bnfuse.runtime.kernels.kernel import Kernel, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
-SIDE_BY_SIDE = 4  # vectors that go through a window's loops together
+SIDE_BY_SIDE = 4  # vectors that go through a window's loops together; chosen by hand
 
 
 # Forward
 
 
 def pool_forward(problem: Problem, target: CpuTarget) -> Kernel:
-    """[prologue] MaxPool|AveragePool|GlobalAveragePool [Bias][Statistics].
+    """Make the kernel of [prologue] MaxPool|AveragePool|GlobalAveragePool [Bias][Statistics].
 
     Indices of a MaxPool: position in the window, of the first of equal maxima, dtype `index_dtype`, a map like y.
+    Raises BnfuseError for StoreInput.
     """
     core = problem.spec.core
     if "StoreInput" in problem.spec.epilogue:
@@ -130,7 +131,7 @@ def _global_forward(problem: Problem, target: CpuTarget) -> Kernel:
 
 
 def _activated(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr:
-    """The pool's input at a pixel of x, after the prologue."""
+    """Write the pool's input at a pixel of x, after the prologue."""
     return ProloguePlan.of_input(problem).value(args.loader(pixel, channel))
 
 
@@ -138,8 +139,10 @@ def _activated(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr
 
 
 def pool_backward(problem: Problem, target: CpuTarget) -> Kernel:
-    """[BatchNormGrad][Normalize][act] MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad [AddGradient][mask]
-    [Reduce][ReduceOther]*[Scale|Accumulate]. dx is that of the pool's input, at the resolution of x.
+    """Make the kernel of a pool's gradient. dx is that of the pool's input, at the resolution of x.
+
+    [BatchNormGrad][Normalize][act] MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad [AddGradient][mask]
+    [Reduce][ReduceOther]*[Scale|Accumulate]. Raises BnfuseError for BiasGrad.
     """
     if "BiasGrad" in problem.spec.epilogue:
         raise BnfuseError(f"{problem.op}: a pool has no bias; sum its dy by a PointwiseGradBiasGrad")
@@ -165,7 +168,7 @@ def pool_backward(problem: Problem, target: CpuTarget) -> Kernel:
 
 
 def _gathered(problem: Problem, windows: Windows, args: Args, pixel: Expr, vector: Vector) -> Any:
-    """Registers with what the windows over this pixel of x give it."""
+    """Gather in registers what the windows over this pixel of x give it."""
     image, h, w = coordinates(pixel, windows.x)
     total = vector.local()
     with vector.each() as j:
@@ -192,7 +195,7 @@ def _share(
     window: Expr,
     channel: Expr,
 ) -> Expr:
-    """What one window gives to its element at `place`."""
+    """Write what one window gives to its element at `place`."""
     dy = _dy(problem, args, window, channel)
     if problem.spec.core == "MaxPoolGrad":
         index = tirx.Cast("int32", args.read("indices", window, channel))
@@ -201,7 +204,7 @@ def _share(
 
 
 def _reached(windows: Windows, r: Expr, s: Expr) -> Any:
-    """A block that runs if a window with holes has an element at distance (r, s) from its first one."""
+    """Open a block that runs if a window with holes has an element at distance (r, s) from its first one."""
     conditions = [
         tirx.floormod(distance, axis.dilation) == 0
         for distance, axis in ((r, windows.rows), (s, windows.columns))
@@ -233,6 +236,6 @@ def _dy(problem: Problem, args: Args, pixel: Expr, channel: Expr) -> Expr:
 
 
 def _span(first: Expr, stop: Expr) -> Any:
-    """`for k in _span(first, stop):` emits the loop over [first, stop)."""
+    """Emit the loop over [first, stop), by `for k in _span(first, stop):`."""
     with T.serial(0, stop - first) as k:
         yield first + k

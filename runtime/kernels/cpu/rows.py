@@ -24,10 +24,11 @@ class ThreadRows(Rows):
 
     @staticmethod
     def of(rows: Rows) -> ThreadRows:
+        """Take over the sizes of rows."""
         return ThreadRows(rows.n, rows.length, rows.inner)
 
     def each(self, target: CpuTarget, emit: Callable[[Expr, At], None]) -> None:
-        """`emit(row, at)` for each row."""
+        """Emit `emit(row, at)` for each row."""
         threads = min(target.threads, self.count)
         with T.parallel(0, threads) as thread:
             first, count = tir.share(self.count, threads, thread)
@@ -38,7 +39,7 @@ class ThreadRows(Rows):
                 emit(row, lambda k: base + k * self.inner)
 
     def along(self, target: CpuTarget, emit: Callable[[Expr], None]) -> None:
-        """`emit(k)` for each position along the row."""
+        """Emit `emit(k)` for each position along the row."""
         for vector in vectors(self.length, target.lanes):
             with vector.each() as j:
                 emit(vector.base + j)

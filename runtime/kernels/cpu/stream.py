@@ -19,7 +19,7 @@ from bnfuse.runtime.kernels.cpu.tir import Buffer, Expr
 from bnfuse.runtime.kernels.kernel import MapType
 
 FLOAT_BYTES = 4
-STREAMED_BYTES = 16 << 20  # smaller maps may be in the next launch's reach
+STREAMED_BYTES = 16 << 20  # smaller maps may be in the next launch's reach; chosen by hand
 X86_LANES = (8, 16)  # AVX2 and AVX-512: only there do vectors have these
 
 CODE = """
@@ -40,14 +40,14 @@ through:
 
 
 def is_streamed(kind: MapType, lanes: int) -> bool:
-    """Whether whole vectors of a map that a kernel writes should go past the caches."""
+    """Tell whether whole vectors of a map that a kernel writes should go past the caches."""
     size = FLOAT_BYTES * kind.pixels * kind.c
     return lanes in X86_LANES and kind.stride % lanes == 0 and size >= STREAMED_BYTES
 
 
 @contextmanager
 def streaming(lanes: int) -> Iterator[None]:
-    """Inside of it, `stream` can be used. To be opened right inside of the function."""
+    """Let `stream` be used within the block, which is to be opened right inside of the function."""
     size = FLOAT_BYTES * lanes
     with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", CODE.format(lanes=lanes, size=size, mask=size - 1)):
         yield
@@ -59,4 +59,5 @@ def stream(buffer: Buffer, index: Expr, value: Expr, lanes: int) -> None:
 
 
 def fence() -> None:
+    """Put the stores past the caches before everything after it."""
     T.evaluate(T.call_llvm_intrin("void", "llvm.x86.sse.sfence"))

@@ -11,7 +11,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 
 def sum_maps(xs: tuple[MapType, ...], y: MapType, target: CpuTarget) -> Kernel:
-    """x0, x1, ... -> y, float32 maps of one size."""
+    """Make the kernel x0, x1, ... -> y, float32 maps of one size."""
     problem = SumProblem(xs, y)
     maps = {**{f"x{i}": x for i, x in enumerate(xs)}, "y": y}
     params = tuple(

@@ -27,7 +27,7 @@ from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
-TILE = 16  # pixels whose float32 sums are few enough to be good to ~1e-6
+TILE = 16  # pixels whose float32 sums are few enough to be good to ~1e-6; chosen by hand
 
 
 class Args:
@@ -44,18 +44,20 @@ class Args:
         return name in self.arguments
 
     def read(self, name: str, pixel: Expr, channel: Expr) -> Expr:
+        """Read the element of a map at a pixel and channel."""
         return self[name][self.maps[name].at(pixel, channel)]
 
     def write(self, name: str, pixel: Expr, channel: Expr, value: Expr) -> None:
+        """Store the element of a map at a pixel and channel."""
         T.buffer_store(self[name], value, [self.maps[name].at(pixel, channel)])
 
     def loader(self, pixel: Expr, channel: Expr) -> Load:
-        """The `load` of kernels/common/steps.py at one pixel and channel."""
+        """Give the `load` of kernels/common/steps.py at one pixel and channel."""
         return lambda name, is_vector: self[name][channel] if is_vector else self.read(name, pixel, channel)
 
 
 def prim_func(name: str, params: Sequence[Param], maps: Mapping[str, MapType], emit: Callable[[Args], None]) -> Any:
-    """A TIR function with these parameters, whose body `emit` writes."""
+    """Make a TIR function with these parameters, whose body `emit` writes."""
     with tir.function(name, params) as arguments:
         emit(Args(arguments, maps))
     return arguments.result
@@ -66,7 +68,7 @@ def map_kernel(
     target: CpuTarget,
     emit: Callable[[Args], None],
 ) -> Kernel:
-    """The kernel of an operator of steps."""
+    """Make the kernel of an operator of steps."""
     params = operator_params(problem)
     name = unique_name(problem.op, problem, target)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, dict(problem.maps), emit))
@@ -80,16 +82,16 @@ class Vector:
     lanes: int
 
     def each(self) -> Any:
-        """`with vector.each() as j:` a vectorised loop over the lanes."""
+        """Write a vectorised loop over the lanes, by `with vector.each() as j:`."""
         return T.vectorized(0, self.lanes)
 
     def local(self, dtype: str = "float32") -> Any:
-        """A register for one value per lane."""
+        """Give a register for one value per lane."""
         return tir.registers(self.lanes, dtype)
 
 
 def vectors(channels: int, lanes: int) -> Iterator[Vector]:
-    """`for vector in vectors(c, lanes):` emits the loop over whole vectors, then the shorter one that is left."""
+    """Emit the loop over whole vectors, then the shorter one that is left, by `for vector in vectors(c, lanes):`."""
     whole = channels // lanes
     if whole == 1:
         yield Vector(tirx.const(0, "int32"), lanes)
@@ -112,11 +114,20 @@ class Tile:
 class Reduction(Protocol):
     """Something per channel over all pixels. The methods emit code, in this order, at the places their names say."""
 
-    def before_threads(self, shares: Sequence[int], channels: int, lanes: int) -> None: ...
-    def begin_thread(self, thread: Expr) -> None: ...
-    def begin_tile(self) -> None: ...
-    def end_tile(self, tile: Tile) -> None: ...
-    def after_threads(self) -> None: ...
+    def before_threads(self, shares: Sequence[int], channels: int, lanes: int) -> None:
+        """Allocate what all threads' sums need; `shares` has the pixels of each thread."""
+
+    def begin_thread(self, thread: Expr) -> None:
+        """Begin a thread's sums."""
+
+    def begin_tile(self) -> None:
+        """Begin the sums of 16 pixels."""
+
+    def end_tile(self, tile: Tile) -> None:
+        """Join the tile's sums to the thread's."""
+
+    def after_threads(self) -> None:
+        """Join the threads' sums and store the results."""
 
 
 class Sum:
@@ -126,25 +137,32 @@ class Sum:
         self.finish = finish
 
     def before_threads(self, shares: Sequence[int], channels: int, lanes: int) -> None:
+        """Allocate a float64 sum per thread and channel."""
         self.shares, self.channels, self.lanes = shares, channels, lanes
         self.partial = tir.workspace(len(shares) * channels, "float64")
 
     def begin_thread(self, thread: Expr) -> None:
+        """Begin with 0; a tile's sums are float32, the thread's own."""
         self.base = thread * self.channels
         self.tile = tir.workspace(self.channels)
         self._each(lambda c: T.buffer_store(self.partial, f64(0.0), [self.base + c]))
 
     def begin_tile(self) -> None:
+        """Set the tile's sums to 0."""
         self._each(lambda c: T.buffer_store(self.tile, tirx.const(0.0, "float32"), [c]))
 
     def add(self, channel: Expr, value: Expr) -> None:
+        """Take one value in."""
         T.buffer_store(self.tile, self.tile[channel] + value, [channel])
 
     def end_tile(self, tile: Tile) -> None:
+        """Add the tile's sums to the thread's."""
         at = lambda c: self.base + c  # noqa: E731
         self._each(lambda c: T.buffer_store(self.partial, self.partial[at(c)] + f64(self.tile[c]), [at(c)]))
 
     def after_threads(self) -> None:
+        """Add up the threads' sums and `finish` each channel."""
+
         def total(c: Expr) -> Expr:
             value = self.partial[c]
             for thread in range(1, len(self.shares)):
@@ -172,11 +190,13 @@ class Moments:
         self.finish = finish  # (channel, float64 mean, float64 variance)
 
     def before_threads(self, shares: Sequence[int], channels: int, lanes: int) -> None:
+        """Allocate a float64 mean and M2 per thread and channel."""
         self.shares, self.channels, self.lanes = shares, channels, lanes
         self.mean = tir.workspace(len(shares) * channels, "float64")
         self.m2 = tir.workspace(len(shares) * channels, "float64")
 
     def begin_thread(self, thread: Expr) -> None:
+        """Begin with 0; a tile's shift and sums are float32, the thread's own."""
         self.base = thread * self.channels
         self.shift = tir.workspace(self.channels)
         self.sum = tir.workspace(self.channels)
@@ -187,6 +207,7 @@ class Moments:
                 T.buffer_store(self.m2, f64(0.0), [self.base + vector.base + j])
 
     def begin_tile(self) -> None:
+        """Set the tile's sums to 0; its shift comes with its first value."""
         for vector in vectors(self.channels, self.lanes):
             with vector.each() as j:
                 T.buffer_store(self.sum, tirx.const(0.0, "float32"), [vector.base + j])
@@ -200,6 +221,7 @@ class Moments:
         T.buffer_store(self.squares, self.squares[channel] + d * d, [channel])
 
     def end_tile(self, tile: Tile) -> None:
+        """Merge the tile's mean and M2 into the thread's."""
         weight = T.bind(tile.count / (tile.before + tile.count))
         cross = T.bind(tile.before * weight)
         for vector in vectors(self.channels, self.lanes):
@@ -212,6 +234,7 @@ class Moments:
                 T.buffer_store(self.mean, self.mean[self.base + c] + delta * weight, [self.base + c])
 
     def after_threads(self) -> None:
+        """Merge the threads' means and M2s and `finish` each channel."""
         mean = tir.registers(self.lanes, "float64")
         m2 = tir.registers(self.lanes, "float64")
         for vector in vectors(self.channels, self.lanes):
@@ -240,19 +263,21 @@ class Shares:
 
     @property
     def tile(self) -> int:
+        """Count the pixels of a tile: 16, or fewer where a thread has fewer."""
         return min(TILE, -(-self.pixels // self.threads))
 
     @property
     def tiles(self) -> int:
+        """Count the tiles of all threads."""
         return -(-self.pixels // self.tile)
 
     def bound(self, thread: Any) -> Any:
-        """First tile of a thread: an int of an int, an expression of an expression."""
+        """Give the first tile of a thread: an int of an int, an expression of an expression."""
         return thread * self.tiles // self.threads
 
     @property
     def counts(self) -> list[int]:
-        """Pixels of each thread."""
+        """Count the pixels of each thread."""
         ends = [min(self.bound(t) * self.tile, self.pixels) for t in range(self.threads + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 

@@ -16,11 +16,16 @@ from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.cpus import vector_registers
 from bnfuse.runtime.targets.target import CpuTarget
 
+# The cost rule, all chosen by hand; what it comes to is measured by benchmarks/conv_kernels.py
 TILE_BYTES = 384 << 10  # the second-level cache has at least 1 MiB on servers
 WEIGHT_BYTES = 192 << 10  # of packed weights that one micro tile sweeps
 FLAT_PIXELS = 56  # most pixels of a tile of a 1x1 convolution
-TILE_ROWS = 32
+TILE_ROWS = 32  # most rows of a tile of any other
 FLAT_CHANNELS = 640  # a 1x1 convolution of more input channels reduces in blocks
+FLAT_BLOCK = 512  # of at most so many
+FLOAT_BYTES = 4
+PACK_DIRECT = 4  # cycles to pack a vector of a pixel
+WEIGHT_RATE = 24  # bytes of weights that a cycle sweeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,50 +51,58 @@ class ConvShape:
 
     @property
     def group_cin(self) -> int:
+        """Count the input channels of a group."""
         return self.cin // self.groups
 
     @property
     def group_cout(self) -> int:
+        """Count the output channels of a group."""
         return self.cout // self.groups
 
     @property
     def is_depthwise(self) -> bool:
+        """Tell whether every group has one input channel (and there are several groups)."""
         return self.groups == self.cin and self.groups > 1
 
     @property
     def flops(self) -> int:
+        """Count the floating-point operations of the direct algorithm, two a multiplication."""
         return 2 * self.n * self.oh * self.ow * self.cout * self.group_cin * self.r * self.s
 
     # The packed tile leaves out the rows and columns that a window of one row or column steps over.
 
     @property
     def pack_step_h(self) -> int:
-        """Input rows from one row of the packed tile to the next."""
+        """Count the input rows from one row of the packed tile to the next."""
         return self.stride_h if self.r == 1 else 1
 
     @property
     def pack_step_w(self) -> int:
+        """Count the input columns from one column of the packed tile to the next."""
         return self.stride_w if self.s == 1 else 1
 
     @property
     def step_h(self) -> int:
-        """Packed rows from one output row to the next."""
+        """Count the packed rows from one output row to the next."""
         return 1 if self.r == 1 else self.stride_h
 
     @property
     def step_w(self) -> int:
+        """Count the packed columns from one output column to the next."""
         return 1 if self.s == 1 else self.stride_w
 
     def packed_rows(self, rows: int) -> int:
-        """Rows of the packed tile under `rows` rows of output."""
+        """Count the rows of the packed tile under `rows` rows of output."""
         return (rows - 1) * self.step_h + (self.r - 1) * self.dilation_h + 1
 
     @property
     def packed_columns(self) -> int:
+        """Count the columns of the packed tile, which is under all columns of output."""
         return (self.ow - 1) * self.step_w + (self.s - 1) * self.dilation_w + 1
 
 
 def conv_shape(problem: Problem) -> ConvShape:
+    """Give the shape of a convolution's problem."""
     c = convolution_of(problem)
     v, h = c.rows, c.columns
     cin, cout = c.cin * c.groups, c.cout * c.groups
@@ -100,7 +113,7 @@ def conv_shape(problem: Problem) -> ConvShape:
 
 
 def flatten(shape: ConvShape) -> ConvShape:
-    """A convolution that looks at single pixels works on a list of them: one image, one column, n*h*w rows."""
+    """See a convolution that looks at single pixels as one of a list of them: one image, one column, n*h*w rows."""
     pointwise = (shape.r, shape.s, shape.stride_h, shape.stride_w, shape.top, shape.left) == (1, 1, 1, 1, 0, 0)
     if not pointwise or (shape.oh, shape.ow) != (shape.h, shape.w):
         return shape
@@ -123,30 +136,32 @@ class Tiles:
 
     @property
     def micro(self) -> tuple[int, int, int]:
+        """Give images, rows and columns of the micro tile."""
         return self.micro_images, self.micro_rows, self.micro_columns
 
 
 def micro_pixels(vectors: int, target: CpuTarget) -> int:
-    """Most pixels of a micro tile: accumulators, one row of weights and two registers for pixels must fit."""
+    """Give the most pixels of a micro tile: accumulators, one row of weights and two registers for pixels must fit."""
     return (vector_registers(target) - vectors - 2) // vectors
 
 
 def balanced(total: int, most: int) -> int:
-    """The size, at most `most`, of the pieces when `total` is cut into as few and as even pieces as it goes."""
+    """Give the size, at most `most`, of the pieces when `total` is cut into as few and as even pieces as it goes."""
     return math.ceil(total / math.ceil(total / most))
 
 
 def choose_vectors(cout: int, target: CpuTarget) -> int:
-    """Vectors of output channels in a micro tile: two, where one or three do not waste fewer lanes.
+    """Choose the vectors of output channels in a micro tile: two, where one or three do not waste fewer lanes.
 
     Two read the fewest operands per multiplication (14 + 2 loads for 28); one and three cost about a tenth more.
     """
+    # what a multiplication costs, 1 with two vectors; chosen by hand
     penalty = {1: 1.12, 2: 1.0, 3: 1.08}
     return min(penalty, key=lambda v: math.ceil(cout / (v * target.lanes)) * v * penalty[v])
 
 
 def micro_tile(shape: ConvShape, most: int) -> tuple[int, int, int]:
-    """Images, rows and columns of a micro tile of at most `most` pixels: whole rows and images where they are small."""
+    """Choose images, rows and columns of a micro tile of at most `most` pixels: whole rows and images where small."""
     if shape.ow * 2 > most:
         return 1, 1, balanced(shape.ow, most)
     rows = most // shape.ow
@@ -156,13 +171,13 @@ def micro_tile(shape: ConvShape, most: int) -> tuple[int, int, int]:
 
 
 def reduction_block(shape: ConvShape, vectors: int, target: CpuTarget) -> int:
-    """Input channels per sweep. A block's weights for one micro tile and its pixels must stay in cache together."""
+    """Choose the input channels of a sweep: their weights for one micro tile and their pixels share the cache."""
     if shape.groups > 1:
         return shape.cin
     if shape.r * shape.s == 1:
-        most = 512 if shape.cin > FLAT_CHANNELS else shape.cin
+        most = FLAT_BLOCK if shape.cin > FLAT_CHANNELS else shape.cin
     else:
-        most = WEIGHT_BYTES // (4 * shape.r * shape.s * vectors * target.lanes)
+        most = WEIGHT_BYTES // (FLOAT_BYTES * shape.r * shape.s * vectors * target.lanes)
     most = max(most // target.lanes, 2) * target.lanes
     if shape.cin <= most:
         return shape.cin
@@ -171,18 +186,23 @@ def reduction_block(shape: ConvShape, vectors: int, target: CpuTarget) -> int:
 
 
 def row_stride(shape: ConvShape, channels: int, target: CpuTarget) -> int:
-    """One vector more than the channels: strides of whole pages would fall on a few lines of the first-level cache."""
+    """Give one vector more than the channels, in elements.
+
+    Strides of whole pages would fall on a few lines of the first-level cache. Fewer channels than lanes lie side by
+    side.
+    """
     if channels < target.lanes:
         return channels
     return math.ceil(channels / target.lanes) * target.lanes + target.lanes
 
 
 def choose_tiles(shape: ConvShape, target: CpuTarget) -> Tiles:
+    """Choose the cheapest tiles by the cost rule."""
     return ranked_tiles(shape, target)[0]
 
 
 def ranked_tiles(shape: ConvShape, target: CpuTarget, vectors: int | None = None) -> list[Tiles]:
-    """All tiles that fit the cache for one number of vectors (that of the rule by default), the cheapest first."""
+    """Rank all tiles that fit the cache for one number of vectors (that of the rule by default), the cheapest first."""
     vectors = vectors or choose_vectors(shape.group_cout, target)
     micro = micro_tile(shape, micro_pixels(vectors, target))
     channels = reduction_block(shape, vectors, target)
@@ -193,7 +213,7 @@ def ranked_tiles(shape: ConvShape, target: CpuTarget, vectors: int | None = None
 
 
 def alternatives(shape: ConvShape, target: CpuTarget) -> list[Tiles]:
-    """Tiles that may beat those of the rule where it misjudges: the next in its order, and other numbers of vectors."""
+    """List tiles that may beat the rule's where it misjudges: the next in its order, and other numbers of vectors."""
     ranked = ranked_tiles(shape, target)
     most = math.ceil(shape.group_cout / target.lanes)
     others = [v for v in (1, 2, 3) if v != ranked[0].vectors and v <= most]
@@ -201,7 +221,7 @@ def alternatives(shape: ConvShape, target: CpuTarget) -> list[Tiles]:
 
 
 def _blocks(shape: ConvShape, micro: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
-    """Images and rows of possible tiles, the smallest first: rows of one image, then several whole images.
+    """List images and rows of possible tiles, the smallest first: rows of one image, then several whole images.
 
     A tile is a whole number of micro tiles, or all rows (images) there are.
     """
@@ -217,23 +237,23 @@ def _blocks(shape: ConvShape, micro: tuple[int, int, int]) -> Iterator[tuple[int
 
 
 def tile_bytes(shape: ConvShape, tiles: Tiles) -> int:
-    """Bytes that a tile keeps in cache: its input and, at half their size, the sums between blocks of channels.
+    """Count the bytes that a tile keeps in cache: its input and half of the sums between blocks of channels.
 
     The sums are swept once a block, with the weights; the input is swept for every vector of output channels.
     """
     packed = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns * tiles.row_stride
     if tiles.channels >= shape.cin:
-        return 4 * packed
-    return 4 * packed + 2 * tiles.images * tiles.rows * shape.ow * shape.cout
+        return FLOAT_BYTES * packed
+    return FLOAT_BYTES * packed + 2 * tiles.images * tiles.rows * shape.ow * shape.cout
 
 
 def cost(shape: ConvShape, tiles: Tiles, target: CpuTarget) -> float:
-    """Estimated cycles of the busiest thread: multiplications, packing, and the sweep over the weights of each tile."""
+    """Estimate the busiest thread's cycles: multiplications, packing, and the sweep over the weights of each tile."""
     count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
     width = tiles.vectors * target.lanes
     blocks = math.ceil(shape.group_cout / width) * shape.groups
     taps = shape.group_cin * shape.r * shape.s
     multiply = tiles.images * tiles.rows * shape.ow * taps * blocks * tiles.vectors / 2
-    pack = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns * shape.cin * 4 / target.lanes
-    weights = blocks * taps * width * 4 / 24
+    pack = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns * shape.cin * PACK_DIRECT / target.lanes
+    weights = blocks * taps * width * FLOAT_BYTES / WEIGHT_RATE
     return math.ceil(count / target.threads) * (multiply + pack + weights)

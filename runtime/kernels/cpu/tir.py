@@ -33,10 +33,11 @@ class MapRef:
     type: MapType
 
     def at(self, pixel: Expr, channel: Expr) -> Expr:
-        """Index of channel `channel` of pixel `pixel` (counted over n, h, w) in `buffer`."""
+        """Write the index of channel `channel` of pixel `pixel` (counted over n, h, w) in `buffer`."""
         return self.offset + pixel * self.type.stride + channel
 
     def pixel(self, n: Expr, h: Expr, w: Expr) -> Expr:
+        """Write the number of a pixel, counted over n, h, w."""
         return (n * self.type.h + h) * self.type.w + w
 
 
@@ -55,6 +56,7 @@ class Arguments:
         return name in self.buffers
 
     def map(self, name: str, kind: MapType) -> MapRef:
+        """Give a map of this type with its buffer and its offset; KeyError where no parameter has that name."""
         return MapRef(self.buffers[name], self.offsets[name], kind)
 
 
@@ -76,22 +78,23 @@ def function(name: str, params: Sequence[Param], *, may_alias: bool = False) -> 
 
 
 def span(start: Expr, width: int, stride: int = 1) -> Expr:
-    """The index of `width` elements from `start` on, as a vector index (a plain one where width is 1)."""
+    """Give the index of `width` elements from `start` on, as a vector index (a plain one where width is 1)."""
     return start if width == 1 else T.ramp(start, stride, width)
 
 
 def splat(value: float, width: int, dtype: str = "float32") -> Expr:
-    """A constant in every lane."""
+    """Write a constant in every lane."""
     constant = tirx.const(value, dtype)
     return constant if width == 1 else T.broadcast(constant, width)
 
 
 def widen(value: Expr, width: int) -> Expr:
-    """A float32 vector as float64."""
+    """Write a float32 vector as float64."""
     return tirx.Cast("float64" if width == 1 else f"float64x{width}", value)
 
 
 def store(buffer: Buffer, index: Expr, value: Expr) -> None:
+    """Store a value, or a vector of them, at a flat index."""
     T.buffer_store(buffer, value, [index])
 
 
@@ -114,8 +117,7 @@ def vectors(count: int, lanes: int, body: Callable[[Expr, int], None]) -> None:
 
 
 def with_width(block: Expr, size: int, total: int, body: Callable[[int], None]) -> None:
-    """Call `body` with the elements of block `block`, where `total` are cut up into blocks of `size`: the last may have
-    fewer."""
+    """Call `body` with the elements of block `block`; `total` are cut into blocks of `size`, the last perhaps short."""
     whole, rest = divmod(total, size)
     if not rest:
         body(size)
@@ -144,17 +146,17 @@ def zero(buffer: Buffer, start: Expr, count: int, lanes: int) -> None:
 
 
 def workspace(elements: int, dtype: str = "float32") -> Buffer:
-    """Memory for the rest of the enclosing block: shared outside of a parallel loop, a thread's own inside."""
+    """Allocate memory for the rest of the enclosing block: shared outside of a parallel loop, a thread's own inside."""
     return T.alloc_buffer((elements,), dtype)
 
 
 def registers(elements: int, dtype: str = "float32") -> Buffer:
-    """A small array on the stack, which LLVM keeps in registers if all its indices are constants."""
+    """Allocate a small array on the stack, which LLVM keeps in registers if all its indices are constants."""
     return T.alloc_buffer((elements,), dtype, scope="local", annotations={"disable_lower_builtin": True})
 
 
 def share(items: int, threads: int, thread: Expr) -> tuple[Expr, Expr]:
-    """First index and count of a thread's static share of `items`; shares differ by at most one."""
+    """Give first index and count of a thread's static share of `items`; shares differ by at most one."""
     if items % threads == 0:
         return thread * (items // threads), items // threads
     first = thread * items // threads
@@ -162,11 +164,14 @@ def share(items: int, threads: int, thread: Expr) -> tuple[Expr, Expr]:
 
 
 def at_most(value: Expr, bound: Expr) -> Expr:
+    """Give the smaller one: an int of ints."""
     return tirx.Min(value, bound) if not (isinstance(value, int) and isinstance(bound, int)) else min(value, bound)
 
 
 def compile_function(function: Any, target: CpuTarget) -> Any:
-    """The executable of a PrimFunc. Storage rewrite is off: it would turn `registers` into heap memory (and there is
-    nothing for it to share)."""
+    """Compile a PrimFunc to an executable.
+
+    Storage rewrite is off: it would turn `registers` into heap memory (and there is nothing for it to share).
+    """
     with tvm.transform.PassContext(opt_level=3, config={"tirx.disable_storage_rewrite": True}):
         return tvm.compile(function, target=cpus.llvm_target(target.mcpu, **{"kind": target.kind, "opt-level": 3}))

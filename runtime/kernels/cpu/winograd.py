@@ -37,6 +37,7 @@ def _matrix(*rows: str) -> Matrix:
 
 
 def transposed(matrix: Matrix) -> Matrix:
+    """Give the transpose of a matrix."""
     return tuple(zip(*matrix, strict=True))
 
 
@@ -46,48 +47,48 @@ A_T = _matrix("1 1 1 0", "0 1 -1 -1")
 
 
 def input_transform(patch: Block, bind: Bind) -> Block:
-    """B^T d B: 4x4 to 4x4."""
+    """Write B^T d B: 4x4 to 4x4."""
     return sandwich(B_T, patch, bind)
 
 
 def weight_transform(window: Block, bind: Bind) -> Block:
-    """G g G^T: 3x3 to 4x4."""
+    """Write G g G^T: 3x3 to 4x4."""
     return sandwich(G, window, bind)
 
 
 def output_transform(products: Block, bind: Bind) -> Block:
-    """A^T m A: 4x4 to 2x2."""
+    """Write A^T m A: 4x4 to 2x2."""
     return sandwich(A_T, products, bind)
 
 
 def output_gradient_transform(dy: Block, bind: Bind) -> Block:
-    """A dy A^T: 2x2 to 4x4."""
+    """Write A dy A^T: 2x2 to 4x4."""
     return sandwich(transposed(A_T), dy, bind)
 
 
 def weight_gradient_transform(products: Block, bind: Bind) -> Block:
-    """G^T m G: 4x4 to 3x3."""
+    """Write G^T m G: 4x4 to 3x3."""
     return sandwich(transposed(G), products, bind)
 
 
 def input_gradient_transform(products: Block, bind: Bind) -> Block:
-    """B m B^T: 4x4 to 4x4, to be added to what the neighbouring patches give."""
+    """Write B m B^T: 4x4 to 4x4, to be added to what the neighbouring patches give."""
     return sandwich(transposed(B_T), products, bind)
 
 
 def sandwich(matrix: Matrix, block: Block, bind: Bind) -> list[list[Any]]:
-    """matrix * block * matrix^T."""
+    """Write matrix * block * matrix^T."""
     columns = [apply(matrix, column, bind) for column in zip(*block, strict=True)]
     return [apply(matrix, row, bind) for row in zip(*columns, strict=True)]
 
 
 def apply(matrix: Matrix, values: Sequence[Any], bind: Bind) -> list[Any]:
-    """matrix * values."""
+    """Write matrix * values."""
     return [_combine(row, values, bind) for row in matrix]
 
 
 def _combine(row: Sequence[Fraction], values: Sequence[Any], bind: Bind) -> Any:
-    """The sum of row[i]*values[i]: terms of one size are added up before they are scaled."""
+    """Write the sum of row[i]*values[i]: terms of one size are added up before they are scaled."""
     total = None
     for size in sorted({abs(factor) for factor in row if factor}, reverse=True):
         terms = [(factor > 0, value) for factor, value in zip(row, values, strict=True) if abs(factor) == size]
@@ -98,7 +99,7 @@ def _combine(row: Sequence[Fraction], values: Sequence[Any], bind: Bind) -> Any:
 
 
 def _signed_sum(terms: list[tuple[bool, Any]]) -> Any:
-    """The terms added up or, where not `True`, taken away; one to be added comes first, if there is one."""
+    """Write the terms added up or, where not `True`, taken away; one to be added comes first, if there is one."""
     (positive, total), *rest = sorted(terms, key=lambda term: not term[0])
     if not positive:
         total = total * -1.0
@@ -108,12 +109,12 @@ def _signed_sum(terms: list[tuple[bool, Any]]) -> Any:
 
 
 def load_block(buffer: Buffer, size: int, index: Callable[[int, int], Expr], width: int, stride: int = 1) -> Block:
-    """size x size vectors of `width` elements, each from `index(row, column)` on, `stride` apart."""
+    """Read size x size vectors of `width` elements, each from `index(row, column)` on, `stride` apart."""
     return [[T.bind(buffer[span(index(i, j), width, stride)]) for j in range(size)] for i in range(size)]
 
 
 def store_places(buffer: Buffer, values: Block, start: Expr, apart: int, width: int) -> None:
-    """The 4 x 4 vectors of a transformed patch, `apart` elements from one place to the next."""
+    """Store the 4 x 4 vectors of a transformed patch, `apart` elements from one place to the next."""
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             store(buffer, span(start + (i * PATCH + j) * apart, width), value)

@@ -57,12 +57,12 @@ NAME = "winograd_backward"
 
 
 def winograd_backward(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Kernel:
-    """The kernel of a 3x3 convolution's gradients. `conv_backward` has checked the problem."""
+    """Make the kernel of a 3x3 convolution's gradients. `conv_backward` has checked the problem."""
     return Kernel(NAME, problem, target, params, partial(build, problem, target, shape, params))
 
 
 def build(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple[Param, ...]) -> Any:
-    """The TIR function."""
+    """Make the TIR function."""
     with tir.function(NAME, params) as arguments:
         tiles = choose_tiles(shape, target)
         _body(WinogradNest(problem, target.threads, arguments.buffers, arguments.offsets, shape, tiles))
@@ -101,7 +101,7 @@ def _chunks(
     bias: Buffer | None,
     thread: Expr,
 ) -> None:
-    """A thread's share of the chunks."""
+    """Write a thread's share of the chunks."""
     sizes, lanes = nest.tiles, nest.tiles.lanes
     grad = _zeros(nest.grad_size, lanes)
     read = inputs = outputs = windows = products = None

@@ -35,7 +35,7 @@ def weight_products(
     tiles: Expr,
     is_first: Expr,
 ) -> None:
-    """partial += inputs^T * outputs, place by place; the first chunk of a thread stores."""
+    """Add inputs^T * outputs to the thread's partial, place by place; the first chunk of a thread stores."""
     sizes, width = nest.tiles, nest.tiles.out_block
     with (
         T.serial(0, PLACES) as place,
@@ -84,7 +84,7 @@ def input_gradient(
     first_block: Expr,
     tiles: Expr,
 ) -> None:
-    """dx of the chunk for the blocks of input channels from `first_block` on: some micro-tiles at a time."""
+    """Write dx of the chunk for the blocks of input channels from `first_block` on: some micro-tiles at a time."""
     micro, together = nest.tiles.micro, nest.tiles.together
     present = nest.present(first_block)
     micros = (tiles + micro - 1) // micro
@@ -103,7 +103,7 @@ def input_gradient(
 
 
 def _pixel(nest: WinogradNest, place: Place, tile: Expr) -> tuple[Expr, Expr, Expr]:
-    """Number of a tile's first pixel in the map of x, its row and its column."""
+    """Write the number of a tile's first pixel in the map of x, its row and its column."""
     rows, columns = nest.shape.rows, nest.shape.columns
     image, row, column = nest.place_of(tile)
     row, column = T.bind(place.unit + row * OUT), T.bind(column * OUT)
@@ -132,7 +132,7 @@ def _multiply(
     number: Expr,
     group: Expr,
 ) -> None:
-    """products = windows * weights for one place, block and micro-tile, over the output channels, in registers."""
+    """Write windows * weights for one place, block and micro-tile, over the output channels, in registers."""
     sizes, width = nest.tiles, nest.tiles.block
     acc = registers(sizes.micro * width)
     for i in range(sizes.micro):
@@ -161,7 +161,7 @@ def _finish_tiles(
     group: Expr,
     count: Expr,
 ) -> None:
-    """The epilogue of a micro-tile, for the channels that exist."""
+    """Write the epilogue of a micro-tile, for the channels that exist."""
     source = T.bind((slot * nest.products_tiles + group * nest.tiles.micro) * nest.tiles.block)
 
     def channels(width: int) -> None:
@@ -181,7 +181,7 @@ def _finish_channels(
     count: Expr,
     width: int,
 ) -> None:
-    """Tile by tile: A^T m A into the scratch, then pixel by pixel out of it."""
+    """Go tile by tile: A^T m A into the scratch, then pixel by pixel out of it."""
     sizes, rows, columns = nest.tiles, nest.shape.rows, nest.shape.columns
     widths = {0: width} if width == sizes.block else chunks(width, sizes.lanes)
     first = T.bind(block * sizes.block)

@@ -35,36 +35,37 @@ class WinogradNest(Nest):
 
     @property
     def tile_columns(self) -> int:
+        """Count the tiles of a row of tiles, which cover dx and dy."""
         return grid(self.shape.columns)
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of tiles in each image of a chunk."""
+        """Count the rows of tiles in each image of a chunk."""
         return self.tiles.rows // OUT
 
     @property
     def count(self) -> int:
-        """Tiles of a chunk."""
+        """Count the tiles of a chunk."""
         return self.tiles.images * self.chunk_rows * self.tile_columns
 
     @property
     def whole_count(self) -> int:
-        """The same in whole micro-tiles."""
+        """Count the tiles of a chunk in whole micro-tiles."""
         return -(-self.count // self.tiles.micro) * self.tiles.micro
 
     def active_rows(self, unit: Expr) -> Expr:
-        """Rows of tiles in the chunk whose first row of pixels is `unit`: the last of an image may have fewer."""
+        """Count the rows of tiles in the chunk whose first row of pixels is `unit`: an image's last may lack some."""
         rows = grid(self.shape.rows)
         if rows % self.chunk_rows == 0:
             return self.chunk_rows
         return tirx.Min(self.chunk_rows, rows - unit // OUT)
 
     def active(self, unit: Expr) -> Expr:
-        """Tiles of the chunk."""
+        """Count the tiles of the chunk whose first row of pixels is `unit`."""
         return self.active_rows(unit) * (self.tiles.images * self.tile_columns)
 
     def place_of(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
-        """Image, row and column of a tile inside its chunk."""
+        """Write image, row and column of a tile inside its chunk."""
         row = tile // self.tile_columns
         return row // self.chunk_rows, row % self.chunk_rows, tile % self.tile_columns
 
@@ -72,73 +73,88 @@ class WinogradNest(Nest):
 
     @property
     def tile_rows(self) -> int:
+        """Count the chunks from the top of an image to its bottom."""
         return -(-grid(self.shape.rows) // self.chunk_rows)
 
     @property
     def grad_rows(self) -> int:
+        """Count the rows of pixels of the grad tile, with its borders."""
         return self.tiles.rows + self.shape.rows.high - self.shape.rows.low
 
     @property
     def grad_columns(self) -> int:
+        """Count the columns of pixels of the grad tile, with its borders."""
         return OUT * self.tile_columns + self.shape.columns.high - self.shape.columns.low
 
     @property
     def read_rows(self) -> int:
+        """Count the rows of pixels of the read tile: its patches overlap."""
         return self.tiles.rows + PATCH - OUT
 
     @property
     def read_columns(self) -> int:
+        """Count the columns of pixels of the read tile."""
         return OUT * self.tile_columns + PATCH - OUT
 
     @property
     def read_size(self) -> int:
+        """Count the floats of the read tile, of all blocks of input channels."""
         return self.blocks * self.read_block
 
     # What is transformed
 
     @property
     def weights_place(self) -> int:
+        """Count the floats from one place of `weights` to the next."""
         return self.blocks * self.shape.cout * self.tiles.block + APART
 
     @property
     def weights_size(self) -> int:
+        """Count the floats of `weights`."""
         return PLACES * self.weights_place
 
     @property
     def partial_place(self) -> int:
+        """Count the floats from one place of `partial` to the next."""
         return self.blocks * self.tiles.block * self.out_padded + APART
 
     @property
     def partial_size(self) -> int:
+        """Count the floats of a thread's `partial`."""
         return PLACES * self.partial_place
 
     @property
     def inputs_place(self) -> int:
+        """Count the floats from one place of `inputs` to the next."""
         return self.tiles.in_blocks * self.count * self.tiles.block + APART
 
     @property
     def outputs_place(self) -> int:
+        """Count the floats from one place of `outputs` to the next."""
         return self.count * self.out_padded + APART
 
     @property
     def windows_place(self) -> int:
+        """Count the floats from one place of `windows` to the next; the last micro-tile may overhang."""
         return self.whole_count * self.out_pitch + APART
 
     @property
     def products_tiles(self) -> int:
+        """Count the tiles whose products wait for their inverse transform."""
         return self.tiles.together * self.tiles.micro
 
     @property
     def products_place(self) -> int:
+        """Count the floats from one place of `products` to the next."""
         return self.tiles.in_blocks * self.products_tiles * self.tiles.block + APART
 
     @property
     def rounds(self) -> int:
-        """How often `in_blocks` blocks are taken."""
+        """Count how often `in_blocks` blocks are taken."""
         return -(-self.blocks // self.tiles.in_blocks)
 
     def present(self, block: Expr) -> Expr:
-        """Blocks of input channels from `block` on that are taken together."""
+        """Count the blocks of input channels from `block` on that are taken together."""
         if self.blocks % self.tiles.in_blocks == 0:
             return self.tiles.in_blocks
         return tirx.Min(self.tiles.in_blocks, self.blocks - block)

@@ -9,16 +9,28 @@ from __future__ import annotations
 import dataclasses
 
 from bnfuse.runtime.kernels.common.geometry import Axis, Convolution
-from bnfuse.runtime.kernels.cpu.conv_backward_shape import Tiles
+from bnfuse.runtime.kernels.cpu.conv_backward_shape import (
+    LEAST_PIXELS,
+    MICRO_OVERHEAD,
+    NARROW_PIXELS,
+    WIDE_PIXELS,
+    Tiles,
+)
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles as choose_direct_tiles
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
 from bnfuse.runtime.targets.cpus import vector_registers
 from bnfuse.runtime.targets.target import CpuTarget
 
 KERNEL = 3
-TILES = 128  # of a chunk, at most
+TILES = 128  # of a chunk, at most; chosen by hand
+
+# Measured (docs/decisions.md, D13); benchmarks/conv_kernels_backward.py times both algorithms
 WEIGHT_TILES = 12  # whose multiplications take as long as the transforms of the weights and of their gradient
 FEW_WEIGHTS = 512 * 1024  # bytes of all transformed weights that every micro-tile may read anew
+
+# The cost of a chunk, chosen by hand
+HALO = 0.15  # what the border of an image of a chunk costs, in rows of tiles
+CHUNK_OVERHEAD = 6  # what a chunk costs beyond its tiles, in tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +47,12 @@ class WinogradTiles(Tiles):
 
 
 def is_possible(shape: Convolution) -> bool:
-    """3 x 3, without stride, dilation and groups; any padding."""
+    """Tell whether the algorithm can do a shape: 3 x 3, without stride, dilation and groups; any padding."""
     return shape.groups == 1 and all(a.kernel == 3 and a.stride == a.dilation == 1 for a in (shape.rows, shape.columns))
 
 
 def is_faster(shape: Convolution, target: CpuTarget) -> bool:
-    """Whether fewer multiplications are left once the tiles overhang odd maps and the weights are transformed.
+    """Tell whether fewer multiplications are left once the tiles overhang odd maps and the weights are transformed.
 
     Measured at 30 shapes, the rule is wrong where it costs 0.01 ms. Channels that do not fill a vector are transformed
     and multiplied all the same.
@@ -53,17 +65,17 @@ def is_faster(shape: Convolution, target: CpuTarget) -> bool:
 
 
 def grid(axis: Axis) -> int:
-    """Tiles that cover the input and the output along an axis."""
+    """Count the tiles that cover the input and the output along an axis."""
     return -(-axis.units // OUT)
 
 
 def choose_tiles(shape: Convolution, target: CpuTarget) -> WinogradTiles:
-    """Tiles for a shape on a target whose vectors have `target.lanes` lanes."""
+    """Choose tiles for a shape on a target whose vectors have `target.lanes` lanes."""
     direct = choose_direct_tiles(shape, target)
     images, rows = _chunk(shape, target)
     count = images * rows * grid(shape.columns)
-    pixels = 14 if vector_registers(target) == 32 else 6
-    micro = min(range(1, pixels + 1), key=lambda m: (-(-count // m) * (max(m, 4) + 0.6), -m))
+    pixels = WIDE_PIXELS if vector_registers(target) == 32 else NARROW_PIXELS
+    micro = min(range(1, pixels + 1), key=lambda m: (-(-count // m) * (max(m, LEAST_PIXELS) + MICRO_OVERHEAD), -m))
     taps = max(t for t in range(1, direct.taps + 1) if direct.block % t == 0)
     chosen = dataclasses.replace(
         direct, images=images, rows=OUT * rows, micro_images=1, micro_rows=OUT, micro_columns=OUT, taps=taps
@@ -79,7 +91,7 @@ def choose_tiles(shape: Convolution, target: CpuTarget) -> WinogradTiles:
 
 
 def _chunk(shape: Convolution, target: CpuTarget) -> tuple[int, int]:
-    """Images and rows of tiles in a chunk: few halos, little dweight traffic, even shares."""
+    """Choose images and rows of tiles in a chunk: few halos, little dweight traffic, even shares."""
     height, width = grid(shape.rows), grid(shape.columns)
     choices = [(1, rows) for rows in range(1, height + 1)]
     choices += [(images, height) for images in range(2, shape.n + 1) if shape.n % images == 0]
@@ -89,6 +101,6 @@ def _chunk(shape: Convolution, target: CpuTarget) -> tuple[int, int]:
         images, rows = choice
         items = shape.n // images * -(-height // rows)
         busiest = -(-items // target.threads)
-        return busiest * (images * rows + 0.15 * images + 6 / width)
+        return busiest * (images * rows + HALO * images + CHUNK_OVERHEAD / width)
 
     return min(fitting, key=cost)

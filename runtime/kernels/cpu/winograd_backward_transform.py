@@ -25,6 +25,7 @@ from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import KERNEL
 
 TAPS = KERNEL * KERNEL
+# Chosen by hand
 GATHERED = 16  # input channels that dweight takes at a time, so that its lines are reused,
 SCATTERED = 64  # and output channels, so that the partials are read in runs
 
@@ -33,7 +34,7 @@ SCATTERED = 64  # and output channels, so that the partials are read in runs
 
 
 def transform_weights(nest: WinogradNest, weights: Buffer) -> None:
-    """G w' G^T of the rotated weights. The channels that fill up the last block are zeros."""
+    """Write G w' G^T of the rotated weights. The channels that fill up the last block are zeros."""
     shape, block, lanes = nest.shape, nest.tiles.block, nest.tiles.lanes
     weight = nest.arguments["weight"]
     with T.parallel(0, nest.threads) as thread:
@@ -61,7 +62,7 @@ def transform_weights(nest: WinogradNest, weights: Buffer) -> None:
 
 
 def unpack_weight_gradient(nest: WinogradNest, partial: Buffer) -> None:
-    """dweight (OIHW): G^T P G of the sum P of the threads' partials."""
+    """Write dweight (OIHW): G^T P G of the sum P of the threads' partials."""
     shape, lanes = nest.shape, nest.tiles.lanes
     chunk, width = min(GATHERED, nest.tiles.block), min(SCATTERED, nest.out_padded)
     chunks, stripes = -(-shape.cin // chunk), -(-shape.cout // width)
@@ -85,7 +86,7 @@ def unpack_weight_gradient(nest: WinogradNest, partial: Buffer) -> None:
 
 
 def _weight_gradient(nest: WinogradNest, partial: Buffer, source: Expr) -> list[Expr]:
-    """The 9 taps for one input channel and a vector of output channels, which lie at `source` in each place."""
+    """Write the 9 taps for one input channel and a vector of output channels, which lie at `source` in each place."""
 
     def total(row: int, column: int) -> Expr:
         at = source + (row * PATCH + column) * nest.partial_place
@@ -100,7 +101,7 @@ def _weight_gradient(nest: WinogradNest, partial: Buffer, source: Expr) -> list[
 
 
 def each_tile(nest: WinogradNest, rows: Expr, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-    """`body(image, row, column, tile)` for the tiles of a chunk, which has `rows` rows of them in each image."""
+    """Call `body(image, row, column, tile)` for the tiles of a chunk, which has `rows` rows of them in each image."""
     with (
         T.serial(0, nest.tiles.images) as image,
         T.serial(0, rows) as row,
@@ -110,7 +111,7 @@ def each_tile(nest: WinogradNest, rows: Expr, body: Callable[[Expr, Expr, Expr, 
 
 
 def transform_read(nest: WinogradNest, read: Buffer, inputs: Buffer, block: Expr, slot: Expr, rows: Expr) -> None:
-    """B^T x B of a block of input channels, into its slot of the `in_blocks` that are taken together."""
+    """Write B^T x B of a block of input channels, into its slot of the `in_blocks` that are taken together."""
     width, apart = nest.read_width, nest.inputs_place
 
     def tile(image: Expr, row: Expr, column: Expr, number: Expr) -> None:
@@ -133,7 +134,7 @@ def transform_read(nest: WinogradNest, read: Buffer, inputs: Buffer, block: Expr
 def transform_grad(
     nest: WinogradNest, grad: Buffer, outputs: Buffer | None, windows: Buffer | None, rows: Expr
 ) -> None:
-    """A dy A^T of the tiles, and B^T dy B of the windows that their dx reads."""
+    """Write A dy A^T of the tiles, and B^T dy B of the windows that their dx reads."""
     lows = nest.shape.rows.low, nest.shape.columns.low
     offsets = nest.shape.rows.pad - PATCH + OUT, nest.shape.columns.pad - PATCH + OUT
     pitch = nest.out_pitch

@@ -44,6 +44,7 @@ from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
 from bnfuse.runtime.kernels.cpu.nest import PackedTile, Place, cut, loop, places
 from bnfuse.runtime.kernels.cpu.partials import moments
 from bnfuse.runtime.kernels.cpu.tiles import (
+    PACK_DIRECT,
     ConvShape,
     Tiles,
     balanced,
@@ -80,17 +81,20 @@ from bnfuse.runtime.kernels.cpu.winograd import (
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
+# Chosen by hand
 TILE_BYTES = 448 << 10  # of packed input
 NEAR_BYTES = 512 << 10  # of transformed weights that stay in the second-level cache, and of patches beside them
 FAR_BYTES = 1152 << 10  # of patches, where the weights come from afar: once for each block of squares
 
-# Cycles, measured with 16 lanes; a multiplication of two vectors is half a cycle
+# Cycles with 16 lanes, fitted to 26 layers' times (docs/decisions.md, D12; benchmarks/conv_kernels.py measures both
+# algorithms); a multiplication of two vectors is half a cycle
 PACK = 14  # a vector of a packed pixel
 TRANSFORM = 58  # a vector of a patch
 FINISH = 40  # a vector of a square's outputs
 WEIGHT = 80  # to transform the windows of a vector of output channels and an input channel, more than to pack them
 NEAR, FAR = 1 / 64, 1 / 24  # a byte of weights, each time
 COLD, COLD_BYTES = 1, 4 << 20  # a byte of weights beyond so many, once: all threads wait for one memory
+MARGIN = 0.95  # of the direct kernel's cycles, which it has to stay below; chosen by hand
 
 LINE = 16  # floats of a cache line
 
@@ -98,21 +102,21 @@ Leave = Callable[[Sequence[Expr], Sequence[Expr]], None]  # (pixels of y, their 
 
 
 def takes(shape: ConvShape) -> bool:
-    """Whether the algorithm can do it."""
+    """Tell whether the algorithm can do a convolution: 3x3, without stride, dilation and groups; any padding."""
     window = (shape.r, shape.s, shape.stride_h, shape.stride_w, shape.dilation_h, shape.dilation_w)
     return window == (3, 3, 1, 1, 1, 1) and shape.groups == 1
 
 
 def wins(shape: ConvShape, target: CpuTarget) -> bool:
-    """Whether it is estimated to be the faster one."""
+    """Tell whether the algorithm is estimated to be faster than the direct one."""
     direct = choose_tiles(shape, target)
-    return winograd_cost(shape, choose_winograd_tiles(shape, target), target) < 0.95 * direct_cost(
+    return winograd_cost(shape, choose_winograd_tiles(shape, target), target) < MARGIN * direct_cost(
         shape, direct, target
     )
 
 
 def whole_squares(shape: ConvShape) -> ConvShape:
-    """The same convolution with sizes of y rounded up to what whole squares cover."""
+    """Round the sizes of y up to what whole squares cover."""
     return dataclasses.replace(shape, oh=math.ceil(shape.oh / OUT) * OUT, ow=math.ceil(shape.ow / OUT) * OUT)
 
 
@@ -128,19 +132,21 @@ class WinogradTiles:
     pitch: int  # elements between pixels of the packed tile, and between squares of the transformed patches
 
     def packed_bytes(self, even: ConvShape) -> int:
+        """Count the bytes of the packed tile."""
         return 4 * self.images * even.packed_rows(self.rows) * even.packed_columns * self.pitch
 
     def squares(self, even: ConvShape) -> int:
-        """Squares of a packed tile."""
+        """Count the squares of a packed tile."""
         return self.images * self.rows * even.ow // OUT**2
 
     @property
     def patch_bytes(self) -> int:
+        """Count the bytes of a block's transformed patches."""
         return 4 * PLACES * self.block * self.pitch
 
 
 def choose_winograd_tiles(shape: ConvShape, target: CpuTarget) -> WinogradTiles:
-    """The cheapest of those that fit."""
+    """Choose the cheapest of the tiles that fit."""
     even = whole_squares(shape)
     sizes = [(1, rows) for rows in range(OUT, even.oh + 1, OUT)] + [
         (images, even.oh) for images in range(2, even.n + 1)
@@ -151,7 +157,7 @@ def choose_winograd_tiles(shape: ConvShape, target: CpuTarget) -> WinogradTiles:
 
 
 def _tiles(shape: ConvShape, target: CpuTarget, images: int, rows: int) -> WinogradTiles:
-    """The largest blocks of squares that the cache has room for, all of one size, in micro tiles of one size."""
+    """Give the largest blocks of squares that the cache has room for, all of one size, in micro tiles of one size."""
     vectors = choose_vectors(shape.cout, target)
     pitch = math.ceil(shape.cin / target.lanes) * target.lanes + target.lanes
     most = (NEAR_BYTES if weight_bytes(shape) <= NEAR_BYTES else FAR_BYTES) // (4 * PLACES * pitch)
@@ -161,12 +167,12 @@ def _tiles(shape: ConvShape, target: CpuTarget, images: int, rows: int) -> Winog
 
 
 def weight_bytes(shape: ConvShape) -> int:
-    """Bytes of the transformed weights."""
+    """Count the bytes of the transformed weights."""
     return 4 * PLACES * shape.cin * shape.cout
 
 
 def winograd_cost(shape: ConvShape, tiles: WinogradTiles, target: CpuTarget) -> float:
-    """Estimated cycles of the busiest thread."""
+    """Estimate the cycles of the busiest thread."""
     even = whole_squares(shape)
     inputs, outputs = math.ceil(shape.cin / target.lanes), math.ceil(shape.cout / target.lanes / tiles.vectors)
     outputs *= tiles.vectors
@@ -182,15 +188,15 @@ def winograd_cost(shape: ConvShape, tiles: WinogradTiles, target: CpuTarget) -> 
 
 
 def direct_cost(shape: ConvShape, tiles: Tiles, target: CpuTarget) -> float:
-    """The same for the direct algorithm."""
+    """Estimate the cycles of the busiest thread for the direct algorithm."""
     count = math.ceil(shape.n / tiles.images) * math.ceil(shape.oh / tiles.rows)
     packed = tiles.images * shape.packed_rows(tiles.rows) * shape.packed_columns
-    more = packed * math.ceil(shape.cin / target.lanes) * (PACK - 4)  # `cost` counts 4
+    more = packed * math.ceil(shape.cin / target.lanes) * (PACK - PACK_DIRECT)  # `cost` counts that
     return cost(shape, tiles, target) + math.ceil(count / target.threads) * more
 
 
 def odd_lines(elements: int) -> int:
-    """At least so many elements, an odd number of cache lines: 16 such strides meet 16 sets of a cache."""
+    """Round up to an odd number of cache lines, in elements: 16 such strides meet 16 sets of a cache."""
     return (math.ceil(elements / LINE) | 1) * LINE
 
 
@@ -212,10 +218,11 @@ class WinogradNest(ForwardNest):
 
     @property
     def packed_weights(self) -> int:
+        """Count the floats of the transformed weights."""
         return self.out_blocks * PLACES * self.weight_stride
 
     def pack_weights(self, thread: Expr) -> None:
-        """A thread takes some (output block, input channel)s."""
+        """Transform a thread's share of the weights, some (output block, input channel)s."""
         shape = self.shape
         first, count = share(self.out_blocks * shape.cin, self.target.threads, thread)
         with T.serial(0, count) as i:
@@ -226,7 +233,7 @@ class WinogradNest(ForwardNest):
             self.with_output_width(block, functools.partial(self.pack_weight, source, target))
 
     def pack_weight(self, source: Expr, target: Expr, width: int) -> None:
-        """The transformed windows of `self.width` output channels, of which `width` exist."""
+        """Transform the windows of `self.width` output channels, of which `width` exist."""
         weight, stride = self.arguments["weight"], self.shape.cin * 9
         for start, part in cut(width, self.lanes):
             first = source + start * stride
@@ -238,7 +245,7 @@ class WinogradNest(ForwardNest):
     # Tiles
 
     def work(self, thread: Expr) -> None:
-        """All tiles of a thread."""
+        """Write all tiles of a thread."""
         tiles, even = self.tiles, self.even
         self.tile = PackedTile(even, tiles.images, tiles.rows, tiles.pitch, self.lanes)
         self.patches = workspace(PLACES * self.patch_stride)
@@ -255,7 +262,7 @@ class WinogradNest(ForwardNest):
                     self.finish(place, first, count, out_block)
 
     def pack_pixel(self, index: Expr, pixel: Expr, stored: bool) -> None:
-        """All channels of one pixel."""
+        """Pack all channels of one pixel."""
 
         def pack(channel: Expr, width: int) -> None:
             self.entry.pack(self.tile.buffer, index + channel, pixel, channel, width, stored)
@@ -263,7 +270,7 @@ class WinogradNest(ForwardNest):
         vectors(self.shape.cin, self.lanes, pack)
 
     def square(self, number: Expr) -> tuple[Expr, Expr, Expr]:
-        """Image of a square of the tile, and row and column of its first output."""
+        """Write the image of a square of the tile, and row and column of its first output."""
         columns = self.even.ow // OUT
         each = self.tiles.rows // OUT * columns
         if self.tiles.images == 1:
@@ -273,7 +280,7 @@ class WinogradNest(ForwardNest):
         return image, T.bind(inside // columns * OUT), T.bind(inside % columns * OUT)
 
     def transform_input(self, place: Place, first: Expr, count: Expr) -> None:
-        """The patches of `count` squares, whole vectors: past the last channel they hold what nothing reads."""
+        """Transform the patches of `count` squares in whole vectors: past the last channel is what nothing reads."""
         tile, pitch = self.tile, self.tiles.pitch
         with T.serial(0, count) as i:
             corner = T.bind(tile.at(*self.square(first + i)))
@@ -285,7 +292,7 @@ class WinogradNest(ForwardNest):
     # Products
 
     def multiply(self, place: Place, first: Expr, count: Expr, block: Expr) -> None:
-        """M = V * U for a block of squares and a block of output channels."""
+        """Write M = V * U for a block of squares and a block of output channels."""
         micro = self.tiles.micro
         with T.serial(0, PLACES) as number, T.serial(0, (count + (micro - 1)) // micro) as m:
             self.prefetch_output(place, first + m * micro, number, block)
@@ -298,12 +305,12 @@ class WinogradNest(ForwardNest):
                 store(self.products, span(target + offset, self.lanes), accumulators[index])
 
     def accumulators(self) -> list[tuple[Expr, int]]:
-        """The vectors of the accumulators, and where each begins."""
+        """List the vectors of the accumulators, and where each begins."""
         starts = range(0, self.tiles.micro * self.width, self.lanes)
         return [(span(start, self.lanes), start) for start in starts]
 
     def micro_tile(self, number: Expr, m: Expr, block: Expr, accumulators: Buffer) -> None:
-        """accumulators += patches * weights, over the input channels."""
+        """Add patches * weights to the accumulators, over the input channels."""
         pitch = self.tiles.pitch
         patches = T.bind(number * self.patch_stride + m * (self.tiles.micro * pitch))
         weights = T.bind((block * PLACES + number) * self.weight_stride)
@@ -325,11 +332,11 @@ class WinogradNest(ForwardNest):
     # Outputs
 
     def output_pixel(self, place: Place, image: Expr, row: Expr, column: Expr) -> Expr:
-        """The first pixel of a square, as the output map counts them."""
+        """Write the first pixel of a square, as the output map counts them."""
         return ((place.image + image) * self.shape.oh + place.row + row) * self.shape.ow + column
 
     def finish(self, place: Place, first: Expr, count: Expr, block: Expr) -> None:
-        """Transform, bias, statistics, y."""
+        """Write the inverse transform, bias, statistics, y."""
 
         def body(width: int) -> None:
             for start, lanes in cut(width, self.lanes):
@@ -355,7 +362,7 @@ class WinogradNest(ForwardNest):
         self.with_output_width(block, body)
 
     def outputs(self, source: Expr, channel: Expr, lanes: int) -> Block:
-        """The two by two outputs of a square: vectors of channels."""
+        """Write the two by two outputs of a square: vectors of channels."""
         at = T.bind(source)
         products = load_block(self.products, PATCH, lambda i, j: at + (i * PATCH + j) * self.product_stride, lanes)
         outputs = output_transform(products, T.bind)
