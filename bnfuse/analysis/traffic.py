@@ -11,7 +11,7 @@ import dataclasses
 
 import onnx_ir as ir
 
-from bnfuse.analysis.ancestors import ancestors
+from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.analysis.provenance import CONCATS
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import static_shape
@@ -50,7 +50,7 @@ class Traffic:
 
 def graph_traffic(graph: TrainingGraph) -> Traffic:
     """Sum the feature-map traffic of all nodes of the forward and of the backward graph."""
-    forward = forward_nodes(graph)
+    forward = forward_nodes(graph.model.graph, graph.signature)
     flows = {True: Flow(), False: Flow()}
     for node in graph.model.graph:
         read, written = node_maps(node, graph)
@@ -71,9 +71,3 @@ def flow_of(node: ir.Node, touched: Touched) -> Flow:
     if node.op_type in VIEWS and node.domain != DOMAIN:
         return Flow(size, len(touched), size, len(touched))
     return Flow(size, len(touched))
-
-
-def forward_nodes(graph: TrainingGraph) -> set[ir.Node]:
-    """Find the ancestors of the loss, the logits and the running statistics; all other nodes are the backward pass."""
-    wanted = {graph.signature.loss, graph.signature.logits, *graph.signature.running.values()}
-    return ancestors(value for value in graph.model.graph.outputs if value.name in wanted)

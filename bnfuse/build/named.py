@@ -13,7 +13,7 @@ from bnfuse.models import MODELS, SHAPE_ONLY, build_forward, entry_of
 
 
 def build_model(source: str, *, zoo: dict[str, Any] | None = None, **options: Any) -> Built:
-    """Give the training graph of a network of the zoo, or of the file `source`.
+    """Build the training graph of a network of the zoo, or of the file `source`.
 
     `zoo` has batch, image, channels, classes, seed and metaparameters; of these a file takes batch and seed.
     """

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.analysis.executed import executed, require_fixed_shapes
 from bnfuse.analysis.match import label
 from bnfuse.analysis.owners import layer_name, owners
-from bnfuse.analysis.traffic import forward_nodes
 from bnfuse.estimating.assumptions import check_choice
 from bnfuse.estimating.node_costs import Costs, costs_of
 from bnfuse.estimating.options import Optimizer, Order
@@ -51,7 +51,7 @@ def training_workload(
     require_fixed_shapes(graph)
     nodes, constants = executed(graph.model.graph)
     builder = _Builder(graph, Places(nodes, views=views), constants)
-    forward = forward_nodes(graph)
+    forward = forward_nodes(graph.model.graph, graph.signature)
     network = [node for node in nodes if node in forward]
     layer_of = owners((node for node in nodes if node not in forward), network) | {node: node for node in network}
     absorbed = absorbed_by_clip(nodes)

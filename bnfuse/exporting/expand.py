@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import ancestors
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.constants import evaluate
 from bnfuse.opset import reference
@@ -62,7 +63,8 @@ class Expansion:
 
     def run(self) -> None:
         """Write the nodes that the output depends on."""
-        for node in needed(self.graph):
+        needed = ancestors(self.graph.outputs)  # statistics of batches are none of them
+        for node in [node for node in self.graph if node in needed]:
             if all(value is None or value in self.constants for value in node.inputs):
                 self._fold(node)
             elif node.domain == DOMAIN:
@@ -335,18 +337,6 @@ class Expansion:
     def _unknown(self, node: ir.Node) -> BnfuseError:
         what = "has no standard form for inference: export the graph as built, before it is rewritten"
         return at_node(node.name or "", f"{node.domain}::{node.op_type}", what, file=self.file)
-
-
-def needed(graph: ir.Graph) -> list[ir.Node]:
-    """List the nodes that the outputs depend on, in their order; statistics of batches are none of them."""
-    waiting = [value.producer() for value in graph.outputs]
-    found: set[ir.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [value.producer() for value in node.inputs if value is not None]
-    return [node for node in graph if node in found]
 
 
 def base_name(node: ir.Node) -> str:

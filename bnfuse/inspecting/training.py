@@ -13,11 +13,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.analysis.ancestors import ancestors
+from bnfuse.analysis.ancestors import ancestors, forward_nodes
 from bnfuse.analysis.executed import require_fixed_shapes
 from bnfuse.analysis.match import label
 from bnfuse.analysis.owners import owners
-from bnfuse.analysis.traffic import forward_nodes, node_maps
+from bnfuse.analysis.traffic import node_maps
 from bnfuse.analysis.work import POOLS, batch_norm_part, core_of, flops
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import declared_shape, describe, elements, size_in_bytes
@@ -30,7 +30,7 @@ def inspect_graph(graph: TrainingGraph) -> Inspection:
     """Count a training graph. Raises BnfuseError where a size is not known."""
     require_fixed_shapes(graph)
     model, signature = graph.model, graph.signature
-    forward = forward_nodes(graph)
+    forward = forward_nodes(graph.model.graph, graph.signature)
     layers = [node for node in model.graph if node in forward]
     later = [node for node in model.graph if node not in forward]
     backward = backward_flops(later, layers, {*signature.trainable})

@@ -7,13 +7,14 @@ infinite element has no finite mean), and the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.spec import parse
@@ -61,7 +62,8 @@ def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str 
         return "the batch of images itself"
     model = ir.from_proto(onnx.ModelProto.FromString(step.model))
     signature = signature_of(model)
-    forward = list(forward_nodes(model, signature))
+    needed = forward_nodes(model.graph, signature)
+    forward = [node for node in model.graph if node in needed]
     state: Arrays = {}
     bad: Set[str] = set()
     if isinstance(step.target, CpuTarget):
@@ -96,19 +98,6 @@ def first_of(forward: list[ir.Node], state: Arrays, bad: Set[str], signature: Gr
             if name in bad:
                 return f"'{name}', which {described(node)} gives"
     return None
-
-
-def forward_nodes(model: ir.Model, signature: GraphSignature) -> Iterator[ir.Node]:
-    """List the nodes that the loss, the logits and the running statistics depend on, in their order."""
-    wanted = {signature.loss, signature.logits, *signature.running.values()}
-    waiting = [value.producer() for value in model.graph.outputs if value.name in wanted]
-    needed: set[ir.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in needed:
-            needed.add(node)
-            waiting += [value.producer() for value in node.inputs if value is not None]
-    yield from (node for node in model.graph if node in needed)
 
 
 def described(node: ir.Node) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from bnfuse.analysis import match
-from bnfuse.analysis.traffic import flow_of, forward_nodes, node_maps
+from bnfuse.analysis.ancestors import forward_nodes
+from bnfuse.analysis.traffic import flow_of, node_maps
 from bnfuse.graph.training_graph import TrainingGraph
 
 
@@ -56,7 +57,7 @@ class Node:
 def nodes_of(graph: TrainingGraph) -> tuple[Node, ...]:
     """Describe the nodes of a graph, in their order."""
     order = {node: i for i, node in enumerate(graph.model.graph)}
-    forward = forward_nodes(graph)
+    forward = forward_nodes(graph.model.graph, graph.signature)
     keys = unique_keys(match.label(node) for node in order)
     return tuple(node_of(node, key, node in forward, order, graph) for node, key in zip(order, keys, strict=True))
 

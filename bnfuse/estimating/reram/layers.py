@@ -9,7 +9,7 @@ from typing import Any
 import onnx_graphsurgeon as gs
 import onnx_ir as ir
 
-from bnfuse.analysis.traffic import forward_nodes
+from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import static_shape
@@ -83,7 +83,9 @@ def network_of(source: gs.Graph | TrainingGraph, remove: Selection | None = None
     `remove` takes BatchNorms out, as `bnfuse rewrite --remove` does.
     """
     model = source.model if isinstance(source, TrainingGraph) else skeleton(source)
-    forward = forward_nodes(source) if isinstance(source, TrainingGraph) else set(model.graph)
+    forward = (
+        forward_nodes(source.model.graph, source.signature) if isinstance(source, TrainingGraph) else set(model.graph)
+    )
     gone = {norm.node for norm in select(model, remove)} if remove is not None else set()
     layers: list[Matrix | Norm] = []
     for node in model.graph:

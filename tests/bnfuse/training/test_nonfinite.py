@@ -13,6 +13,7 @@ import bnfuse
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.runtime import SGD
+from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.training import replay, train_step
 from bnfuse.training.checkpoints import read_saved
 
@@ -63,7 +64,7 @@ def test_without_onnxruntime_running_statistics_tell(error, plain_step, data, mo
 def test_on_a_gpu_the_update_has_run_and_statistics_tell(plain_step, data):
     """The whole step in one call, as there; parameters are not asked, for all of them are spoilt."""
     step = spoilt(plain_step(), "conv2/weight", 3e38)
-    step.target = dataclasses.replace(step.target, kind="cuda")
+    step.target = CudaTarget("sm_90", 132)
     with pytest.raises(BnfuseError, match=r"'conv2/bn/(mean|var)' as the batch leaves it.*node 'conv2/bn'"):
         train_step(step, data, epochs=1, normalise=True)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.targets.target import CpuTarget
+from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.training import Options, data_for, evaluate_step, train_step
 from bnfuse.training.feeding import evaluate_data, fed_statistics
 from bnfuse.training.history import Epoch, History, best_of, without_gain
@@ -172,14 +171,8 @@ def test_the_epoch_moves_the_samples(new_step, data):
     assert seen == [(4, 1), (4, 2)]
 
 
-class InOneGraph(CpuTarget):
-    """A CPU that is taken for a GPU, whose launches are one graph."""
-
-    is_one_graph = True
-
-
 def test_a_step_in_one_call_as_on_a_gpu_trains_alike(new_step, data):
     step = new_step()
-    step.target = InOneGraph(*dataclasses.astuple(step.target))
+    step.target = CudaTarget("sm_90", 132)
     whole, apart = (train_step(s, data, epochs=2, augment="flip") for s in (step, new_step()))
     assert [(e.loss, e.accuracy) for e in whole.epochs] == [(e.loss, e.accuracy) for e in apart.epochs]
