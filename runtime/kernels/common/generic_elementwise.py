@@ -75,7 +75,7 @@ def softplus(x: Expr) -> Expr:
 
 
 def gelu_density(x: Expr) -> tuple[Expr, Expr]:
-    """Write distribution function and density of the normal distribution."""
+    """Write distribution function and density of the normal distribution at x."""
     phi = like(x, 0.5) * (like(x, 1.0) + tirx.erf(x * like(x, math.sqrt(0.5))))
     return phi, tirx.exp(like(x, -0.5) * x * x) * like(x, 1 / math.sqrt(2 * math.pi))
 

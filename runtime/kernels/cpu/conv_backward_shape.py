@@ -132,6 +132,7 @@ def _ranked_sizes(shape: Convolution, target: CpuTarget) -> list[tuple[int, int]
 
 
 def _fits(shape: Convolution, images: int, rows: int) -> bool:
+    # borders and pitch of the grad tile by their usual sizes (conv_backward_nest.py has the exact ones)
     grad = (rows + shape.rows.high - shape.rows.low) * (shape.columns.units + 2) * (shape.cout + 16)
     read = shape.rows.reach(rows) * shape.columns.reach(shape.columns.out) * shape.cin
     return 4 * images * grad <= GRAD_BYTES and 4 * images * (grad + read) <= TILE_BYTES

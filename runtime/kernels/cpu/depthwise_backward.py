@@ -80,7 +80,8 @@ def _tap_limit(target: CpuTarget) -> int:
 
 
 def choose_tiles(shape: Convolution, target: CpuTarget) -> DepthwiseTiles:
-    """Choose the largest even row tiles whose grad tile fits, strips of them, and even blocks of channels."""
+    """Choose the tallest row tiles whose grad tile fits, strips of them, and blocks of channels, each of equal
+    sizes."""
     vectors = -(-shape.groups // target.lanes)
     block = target.lanes * -(-vectors // -(-vectors // VECTORS))
     rows, columns = shape.rows, shape.columns

@@ -143,7 +143,7 @@ class Extremes:
             T.buffer_store(self.values[name], _extreme(name, value, held), [at])
 
     def end_tile(self, tile: Tile) -> None:
-        """Do nothing."""
+        """Do nothing: `add` has kept the thread's extremes."""
 
     def after_threads(self) -> None:
         """Store the threads' common extremes, and how often all of them met these."""

@@ -121,7 +121,7 @@ class Reduction(Protocol):
         """Begin a thread's sums."""
 
     def begin_tile(self) -> None:
-        """Begin the sums of 16 pixels."""
+        """Begin the sums of a tile, at most 16 pixels."""
 
     def end_tile(self, tile: Tile) -> None:
         """Join the tile's sums to the thread's."""
