@@ -80,8 +80,7 @@ def _tap_limit(target: CpuTarget) -> int:
 
 
 def choose_tiles(shape: Convolution, target: CpuTarget) -> DepthwiseTiles:
-    """Choose the tallest row tiles whose grad tile fits, strips of them, and blocks of channels, each of equal
-    sizes."""
+    """Choose the tallest row tiles whose grad tile fits, strips of them, and blocks of channels, all cut evenly."""
     vectors = -(-shape.groups // target.lanes)
     block = target.lanes * -(-vectors // -(-vectors // VECTORS))
     rows, columns = shape.rows, shape.columns
