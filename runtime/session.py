@@ -319,7 +319,7 @@ class Step(Exclusive):
     @alone
     def stream(self) -> int:
         """The address of the CUDA stream that the step runs on: one of its own, until another is set."""
-        return self._train.on_device("stream").stream
+        return int(self._train.on_device("stream").stream)
 
     @stream.setter
     @alone

@@ -64,7 +64,8 @@ class State:
     def not_finite(self) -> str | None:
         """Name the first trained parameter, running statistic or moment of the optimiser that is not finite."""
         memory = self._runner.memory
-        for name in (*self._program.signature["trainable"], *self._program.running):
+        trained: list[str] = self._program.signature["trainable"]
+        for name in (*trained, *self._program.running):
             if not np.isfinite(memory.read(self.tensors[name])).all():
                 return name
         for name, (storage, _) in self._moments.items():

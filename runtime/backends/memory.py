@@ -66,7 +66,8 @@ class Memory(Store):
         return self.flat(tensor.storage).reshape(tensor.shape)
 
     def load(self, storage: Storage) -> np.ndarray:
-        return self.view(storage).copy()
+        copied: np.ndarray = self.view(storage).copy()
+        return copied
 
     def store(self, storage: Storage, values: np.ndarray) -> None:
         np.copyto(self.view(storage).reshape(values.shape), values, casting="same_kind")

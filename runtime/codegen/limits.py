@@ -85,7 +85,7 @@ def rate(request: Request, target: CpuTarget, of: str) -> float:
     kernel = request.kernel()
     library = Library([kernel.name], objects([request], Cache(default_folder())))
     arguments = random_arguments(kernel)
-    seconds = launch(target.threads, lambda: shortest(lambda: library.functions[0](*arguments)))
+    seconds: float = launch(target.threads, lambda: shortest(lambda: library.functions[0](*arguments)))
     return float(getattr(work_of(kernel), of)) / seconds
 
 

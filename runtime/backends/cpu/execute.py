@@ -21,7 +21,7 @@ def aligned(shape: Any, dtype: str = "float32", fill: float | None = None) -> np
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
-    array = raw[start : start + size].view(dtype).reshape(shape)
+    array: np.ndarray = raw[start : start + size].view(dtype).reshape(shape)
     if fill is not None:
         array[...] = fill
     return array
@@ -36,7 +36,8 @@ def aligned_copy(values: np.ndarray) -> np.ndarray:
 def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
     assert isinstance(kernel.target, CpuTarget)
     start_threads(kernel.target.threads)
-    return tir.compile_function(kernel.build(), kernel.target)[kernel.name]
+    function: Callable[..., Any] = tir.compile_function(kernel.build(), kernel.target)[kernel.name]
+    return function
 
 
 def call(
@@ -138,5 +139,6 @@ def _check_outside(name: str, kind: MapType, offset: int, before: np.ndarray, af
 def _result(flat: np.ndarray, shape: tuple[int, ...], kind: MapType | None, offset: int) -> np.ndarray:
     if kind is None:
         return flat.reshape(shape)
-    slot = flat.reshape(kind.n, kind.h, kind.w, kind.stride)[..., offset : offset + kind.c]
-    return slot.transpose(0, 3, 1, 2)
+    slot: np.ndarray = flat.reshape(kind.n, kind.h, kind.w, kind.stride)[..., offset : offset + kind.c]
+    result: np.ndarray = slot.transpose(0, 3, 1, 2)
+    return result

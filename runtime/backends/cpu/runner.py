@@ -124,7 +124,8 @@ class CpuRunner:
         return found
 
     def result(self, tensor: p.Tensor) -> np.ndarray:
-        return self.memory.array(tensor).copy()
+        copied: np.ndarray = self.memory.array(tensor).copy()
+        return copied
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
         return as_numpy(array, what)

@@ -177,16 +177,19 @@ class _Held:
 _held: dict[int, _Held] = {}
 
 
-@DELETER
-def _delete(managed: Any) -> None:
+def _forget(managed: Any) -> None:
+    """A consumer is done with a tensor of ours."""
     _held.pop(ctypes.addressof(managed.contents), None)
 
 
-@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-def _drop_capsule(capsule: int) -> None:
+def _forget_capsule(capsule: int) -> None:
     """Nobody took the tensor out of the capsule. It is passed as an address: the capsule is about to die."""
     if _raw_is_valid(capsule, NAME):
         _held.pop(_raw_pointer(capsule, NAME), None)
+
+
+_delete = DELETER(_forget)
+_drop_capsule = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_forget_capsule)
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

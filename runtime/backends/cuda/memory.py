@@ -110,7 +110,8 @@ def to_host(driver: Driver, view: View, stream: Stream) -> np.ndarray:
         driver.copy_out(flat.ctypes.data, view.address, flat.nbytes, stream)
         driver.synchronize(stream)
     strides = [stride * view.dtype.itemsize for stride in view.strides]
-    return np.lib.stride_tricks.as_strided(flat, view.shape, strides).copy()
+    copied: np.ndarray = np.lib.stride_tricks.as_strided(flat, view.shape, strides).copy()
+    return copied
 
 
 def release(driver: Driver, address: int) -> None:
