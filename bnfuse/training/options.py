@@ -20,27 +20,33 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run is to do. `check` raises where something is impossible, before anybody waits for a compilation.
+    """What a training is to do. `check` says what of it is impossible, before anybody waits for a compilation.
 
-    save_to   a folder, which gets last.safetensors and best.safetensors, or a file NAME.safetensors for the state after
-              each epoch
-    resume    a folder, whose run goes on, bit by bit; "auto" or True, the run in `save_to` if there is one, else a new
-              one; a file, whose state a new run starts from
+    epochs, seed        passes over the training data; the seed of everything that is drawn
+    schedule, warm_up   cosine, constant, step:30,60,80@0.1 or poly:2, behind so many epochs of linear climb
+    augment             none, flip, pad-crop:4, or flip,pad-crop:4
+    eval_every          epochs between evaluations; `patience`: the run ends after so many without a gain
+    save_to             a folder for last.safetensors and best.safetensors, every `checkpoint_every` steps and every
+                        epoch; or a file NAME.safetensors for the state after each epoch
+    resume              a folder, whose run goes on, bit by bit; "auto" or True, the run in `save_to` if there is one,
+                        else a new one; a file, whose state a new run starts from
+    metrics, log_every  a file of JSON lines: one an epoch, and one every so many steps
+    plot                a file for the curves
     """
 
     epochs: int
     seed: int = 0
-    schedule: str | Schedule = "cosine"  # or constant, step:30,60,80@0.1, poly:2
-    warm_up: float = 0.0  # epochs of linear climb to the first rate
-    augment: str | Augment | None = "none"  # or flip, pad-crop:4, flip,pad-crop:4
-    eval_every: int = 1  # epochs
-    checkpoint_every: int | None = None  # steps; a folder gets one each epoch too
+    schedule: str | Schedule = "cosine"
+    warm_up: float = 0.0
+    augment: str | Augment | None = "none"
+    eval_every: int = 1
+    checkpoint_every: int | None = None
     save_to: Place | None = None
     resume: Place | bool | None = None
-    metrics: Place | None = None  # a file of JSON lines, one an epoch
-    log_every: int | None = None  # steps between further lines of metrics
-    plot: Place | None = None  # a picture of the curves
-    patience: int | None = None  # evaluations without a gain after which the run ends
+    metrics: Place | None = None
+    log_every: int | None = None
+    plot: Place | None = None
+    patience: int | None = None
 
     @property
     def rates(self) -> Schedule:
