@@ -106,6 +106,7 @@ class Workers:
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels of tests are kept in a folder that the workers share and later runs find, which is not the user's own."""
     os.environ.setdefault("BNFUSE_CACHE", str(config.rootpath / ".pytest_cache" / "kernels"))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads would spin where other workers compute
     config.pluginmanager.register(Workers())
     config.pluginmanager.register(SlowestFirst())
     config.option.loadscopereorder = False  # of pytest-xdist: it would begin with the files of the most tests

@@ -120,7 +120,7 @@ def feeds_for(model: onnx.ModelProto, seed: int = 1) -> Feeds:
 def run(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
     """All outputs through onnxruntime, which updates running statistics in the arrays it is given: hence the copies."""
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(None, {k: v.copy() for k, v in feeds.items()}), strict=True))
