@@ -417,7 +417,7 @@ def search(
 
     iterations   trainings in all, 20 by default, all placements with method exhaustive; the first keeps every BatchNorm
     initial      random placements after the first, 4 by default
-    method       bo, the Bayesian optimisation of papers/002; random, annealing, exhaustive: baselines
+    method       bo, the Bayesian optimisation of [Joardar22]; random, annealing, exhaustive: baselines
     lambdas      accuracy that a BatchNorm must be worth; several take turns
     tolerance    how far below the accuracy with all BatchNorms is good enough
     cost         count, or bytes: of the maps that a BatchNorm sweeps

@@ -1,6 +1,8 @@
 """From a graph to what it has learned: what can be wrong is looked at first, then it is compiled and trained.
 
-history = train_graph(open_graph("fused.onnx"), "digits", Options(epochs=10))
+    history = train_graph(open_graph("fused.onnx"), "digits", Options(epochs=10))
+
+`run_graph` runs some steps, of a graph or of a step that is compiled already.
 """
 
 from __future__ import annotations
