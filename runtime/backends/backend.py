@@ -21,37 +21,40 @@ class Backend(Protocol[Kind]):
     """Everything that a target of this kind needs. Its kernels are in the folder of the same name."""
 
     def resolve(self, model: str = "", threads: int | None = None, precision: str | None = None) -> Kind:
-        """The target of a processor, of the one here if its name is empty. Raises BnfuseError for what cannot be."""
+        """Resolve the target of a processor, the one here if it has no name. Raises BnfuseError for what cannot be."""
 
     def require_compiler(self) -> None:
         """Raise BnfuseError where kernels cannot be compiled: one line before any work."""
 
     def compile(self, kernel: Kernel) -> bytes:
-        """The object code of a kernel."""
+        """Compile a kernel to object code."""
 
     def versions(self, target: Kind) -> tuple[str, ...]:
-        """What the code depends on beside the kernel and the sources that make it, as texts."""
+        """Name what the code depends on beside the kernel and the sources that make it, as texts."""
 
     def features(self, target: Kind) -> tuple[str, ...]:
-        """The instruction sets that the code uses, as a file of a step names them."""
+        """Name the instruction sets that the code uses, as a file of a step does."""
 
     def check(self, target: Kind, features: tuple[str, ...], threads: int | None) -> None:
         """Raise BnfuseError where code that was compiled elsewhere is not for this machine, nor for so many threads."""
 
     def runner(self, compiled: Compiled, target: Kind, beside: Any = None) -> Runner:
-        """A program in memory. It shares what both have with the one `beside` it: state and working memory."""
+        """Load a program into memory.
+
+        It shares what both have with the one `beside` it: state and working memory.
+        """
 
     def measure(self, target: Kind) -> Measure:
-        """What measures kernels on this machine. Raises BnfuseError where they do not run here."""
+        """Give what measures kernels on this machine. Raises BnfuseError where they do not run here."""
 
 
 def backend_of(target: CpuTarget | CudaTarget) -> Backend[Any]:
-    """The backend of a target."""
+    """Give the backend of a target."""
     return backend_named(target.backend)
 
 
 def backend_named(name: str) -> Backend[Any]:
-    """The backend of a kind: cpu or cuda. Raises KeyError for another name."""
+    """Give the backend of a kind: cpu or cuda. Raises KeyError for another name."""
     if name == CudaTarget.backend:
         from bnfuse.runtime.backends.cuda.backend import CudaBackend
 

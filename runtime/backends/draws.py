@@ -21,7 +21,7 @@ PerChannel = float | Sequence[float]
 
 
 def sampling_of(program: p.Program) -> Sampling:
-    """What the inputs of a program draw."""
+    """Read what the inputs of a program draw."""
     return Sampling.from_json(program.sampling) if program.sampling else NOTHING
 
 
@@ -45,10 +45,12 @@ class Draws:
 
     @property
     def virtual_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation of virtual samples, for all channels or for each."""
         return self._statistics
 
     @virtual_statistics.setter
     def virtual_statistics(self, given: tuple[PerChannel, PerChannel]) -> None:
+        """Set them, or raise BnfuseError for what is no such pair."""
         try:
             mean, std = (np.atleast_1d(np.asarray(values, np.float32)) for values in given)
         except (TypeError, ValueError):
@@ -69,7 +71,7 @@ class Draws:
         self.fixed = checked
 
     def changed(self, *, seed: int, epoch: int, step: int) -> dict[str, np.ndarray]:
-        """The inputs whose values are others than those that were sent."""
+        """Draw the inputs whose values are others than those that were sent."""
         found: dict[str, np.ndarray] = {}
         wanted: dict[str, Any] = {
             **dict.fromkeys(self.sampling.places, ("places", seed, epoch)),
@@ -94,7 +96,7 @@ class Draws:
         return found
 
     def sent(self) -> None:
-        """What `changed` gave last is in the step's memory."""
+        """Note that what `changed` gave last is in the step's memory."""
         self._sent |= self._pending
 
     def _forget(self, names: Iterable[str]) -> None:

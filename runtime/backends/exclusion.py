@@ -23,7 +23,7 @@ class Exclusive:
 
 
 def alone(method: Method) -> Method:
-    """A method that waits until no other thread is in one of the object's."""
+    """Make a method wait until no other thread is in one of the object's."""
 
     @functools.wraps(method)
     def guarded(self: Exclusive, *arguments: Any, **named: Any) -> Any:
@@ -37,7 +37,7 @@ _all: weakref.WeakSet[Exclusive] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """A thread that would not leave in time (launching.py) does not exist in the child, and its lock is no lock."""
+    """Give the child locks of its own: a thread that would not leave in time (launching.py) does not exist in it."""
     for one in list(_all):
         one._lock = threading.RLock()
 

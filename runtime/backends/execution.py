@@ -43,30 +43,35 @@ class Runner(Protocol):
     program: p.Program
 
     @property
-    def memory(self) -> Store: ...
+    def memory(self) -> Store:
+        """What the regions of the program hold."""
 
     def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> dict[str, np.ndarray]:
         """Take the inputs, checked against the types of the file. Gives those that lie on the host, by name."""
 
     def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
-        """Some phases in their order; the seconds of each where they are known. The update phase ends with new
-        running statistics in the place of the old ones."""
+        """Run some phases in their order; gives the seconds of each where they are known.
+
+        The update phase ends with new running statistics in the place of the old ones.
+        """
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
-        """The same, each launch timed."""
+        """Run some phases, each launch timed."""
 
     def result(self, tensor: p.Tensor) -> Any:
-        """A tensor as it is now, which later runs leave alone: of numpy, or on the device if an input of the last
-        `feed` was there."""
+        """Give a tensor as it is now, which later runs leave alone.
+
+        It is of numpy, or on the device if an input of the last `feed` was there.
+        """
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
-        """An array of any kind as numpy's. `what` is what messages call it."""
+        """Take an array of any kind as numpy's. `what` is what messages call it."""
 
     def synchronize(self) -> None:
         """Wait until everything is done that was begun."""
 
     def on_device(self, what: str) -> OnDevice:
-        """What a runner on a GPU has besides. Raises for one on a CPU, which lacks `what`."""
+        """Give what a runner on a GPU has besides. Raises BnfuseError for one on a CPU, which lacks `what`."""
 
 
 class OnDevice(Protocol):
@@ -75,7 +80,7 @@ class OnDevice(Protocol):
     stream: Any  # an address; anything with `__cuda_stream__` can be set
 
     def array(self, tensor: p.Tensor) -> DeviceArray:
-        """A tensor where it lies on the device."""
+        """Give a tensor where it lies on the device."""
 
 
 def shared_regions(regions: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def check_input(name: str, tensor: p.Tensor, shape: tuple[int, ...], dtype: np.d
 
 
 def as_numpy(array: Any, what: str) -> np.ndarray:
-    """A numpy array of anything that is one or speaks DLPack. `what` is what messages call it."""
+    """Take anything that is a numpy array or speaks DLPack as numpy's. `what` is what messages call it."""
     if isinstance(array, np.ndarray):
         return array
     try:

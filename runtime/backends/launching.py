@@ -75,6 +75,7 @@ class Entrance:
             self._changed.wait_for(lambda: self._inside.keys() <= {me}, end - time.monotonic())
 
     def open(self) -> None:
+        """Let threads in again."""
         with self._changed:
             self._closed_by = None
             self._changed.notify_all()
@@ -95,17 +96,19 @@ class Job:
         self.done.acquire()
 
     def run(self) -> None:
+        """Do the work and keep its result, or its error."""
         try:
             self.result = self.work()
         except BaseException as error:
             self.error = error
 
     def end(self) -> None:
+        """Let the one that waits go on."""
         self.is_done = True
         self.done.release()
 
     def wait(self) -> Any:
-        """The result, or its error. Ctrl-C is heeded when the work is done: it cannot be left half done."""
+        """Wait for the result, or its error. Ctrl-C is heeded when the work is done: it cannot be left half done."""
         interrupted: BaseException | None = None
         while not self.is_done:
             try:
@@ -129,6 +132,7 @@ class Launcher:
         threading.Thread(target=self._serve, name="bnfuse-launcher", daemon=True).start()
 
     def give(self, job: Job) -> None:
+        """Hand the thread a job."""
         self._job = job
         self._wake.release()
 
@@ -152,6 +156,8 @@ class Launcher:
 
 
 def failing(error: Exception) -> Callable[[], Any]:
+    """Make work that raises BnfuseError: the threads of a step could not be started."""
+
     def work() -> Any:
         raise BnfuseError(
             f"the threads of a step cannot be started ({first_line(error)}): compile it for fewer, or allow this "
@@ -165,7 +171,7 @@ _idle: list[Launcher] = []
 
 
 def launch(threads: int, work: Callable[[], Any]) -> Any:
-    """What `work` gives, run on a launcher whose kernels run on so many threads; raises what it raises."""
+    """Run `work` on a launcher whose kernels run on so many threads; gives what it gives, raises what it raises."""
     job = Job(threads, work)
     try:
         launcher = _idle.pop()

@@ -20,14 +20,14 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def load(self, storage: Storage) -> np.ndarray:
-        """A copy of the elements of a storage, flat."""
+        """Copy the elements of a storage, flat."""
 
     @abc.abstractmethod
     def store(self, storage: Storage, values: np.ndarray) -> None:
         """Replace the elements of a storage; the values are cast to its type, in the order of C."""
 
     def read(self, tensor: Tensor) -> np.ndarray:
-        """A copy of a tensor of the file."""
+        """Copy a tensor of the file."""
         found = self.load(self.program.storages[tensor.storage]).reshape(tensor.shape)
         return found.astype(tensor.dtype, copy=False)
 
@@ -54,26 +54,29 @@ class Memory(Store):
                 self.flat(index)[:] = value
 
     def view(self, storage: Storage) -> np.ndarray:
-        """The elements of a storage."""
+        """View the elements of a storage."""
         return self.regions[storage.region][storage.offset : storage.offset + storage.bytes].view(storage.dtype)
 
     def flat(self, index: int) -> np.ndarray:
-        """The elements of a storage of the program."""
+        """View the elements of a storage of the program."""
         return self.view(self.program.storages[index])
 
     def array(self, tensor: Tensor) -> np.ndarray:
-        """A tensor of the file, as a view."""
+        """View a tensor of the file."""
         return self.flat(tensor.storage).reshape(tensor.shape)
 
     def load(self, storage: Storage) -> np.ndarray:
+        """Copy the elements of a storage, flat."""
         copied: np.ndarray = self.view(storage).copy()
         return copied
 
     def store(self, storage: Storage, values: np.ndarray) -> None:
+        """Write the elements of a storage."""
         np.copyto(self.view(storage).reshape(values.shape), values, casting="same_kind")
 
     @property
     def bytes(self) -> int:
+        """Size of all regions in bytes."""
         return sum(block.nbytes for block in self.regions.values())
 
 

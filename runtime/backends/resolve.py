@@ -8,7 +8,7 @@ from bnfuse.runtime.targets.target import Target
 
 
 def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: str | None = None) -> Target:
-    """The target of `cpu`, `cpu:MCPU` (an LLVM CPU name), `cuda` or `cuda:ARCHITECTURE`.
+    """Resolve `cpu`, `cpu:MCPU` (an LLVM CPU name), `cuda` or `cuda:ARCHITECTURE` to a target.
 
     Threads are of a CPU and default to the physical cores; for this machine they are no more than its processors. The
     precision is of a GPU and defaults to fp32.

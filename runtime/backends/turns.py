@@ -11,7 +11,7 @@ SECONDS = 0.2  # of measuring a problem, after which no further round is begun
 
 
 def shortest_times(runs: Sequence[Callable[[], float]]) -> list[float]:
-    """The shortest of the seconds that each run gives.
+    """Find the shortest of the seconds that each run gives.
 
     What is hopeless after the rounds that all get is not run again: one round alone may have met another process.
     """

@@ -42,7 +42,7 @@ class CpuBackend:
         """TVM brings its own."""
 
     def compile(self, kernel: Kernel) -> bytes:
-        """An object file, whose symbol is the kernel's name."""
+        """Compile an object file, whose symbol is the kernel's name."""
         from bnfuse.runtime.kernels.cpu.tir import compile_function
 
         assert isinstance(kernel.target, CpuTarget)
@@ -53,13 +53,15 @@ class CpuBackend:
             return path.read_bytes()
 
     def versions(self, target: CpuTarget) -> tuple[str, ...]:
+        """Name the LLVM triple and the instruction sets of the code."""
         return cpus.triple_of(target.mcpu), *cpus.features_of(target.mcpu)
 
     def features(self, target: CpuTarget) -> tuple[str, ...]:
+        """Name the instruction sets that the code uses."""
         return cpus.features_of(target.mcpu)
 
     def check(self, target: CpuTarget, features: tuple[str, ...], threads: int | None) -> None:
-        """Does this processor have what the code uses, and is the work cut up for these threads?"""
+        """Raise BnfuseError unless this processor has what the code uses, and the work is cut up for these threads."""
         if missing := cpus.missing_features(features):
             raise BnfuseError(
                 f"was compiled for {target.mcpu}; this CPU lacks {', '.join(missing[:4])}: compile the model here"
@@ -68,11 +70,13 @@ class CpuBackend:
             raise BnfuseError(f"was compiled for {target.threads} threads, not {threads}: compile the model again")
 
     def runner(self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None) -> CpuRunner:
+        """Load a program into memory, with what it shares with the one `beside` it."""
         from bnfuse.runtime.backends.cpu.runner import CpuRunner
 
         return CpuRunner(compiled, target, beside)
 
     def measure(self, target: CpuTarget) -> Measure:
+        """Give what measures kernels here. Raises BnfuseError where this CPU lacks an instruction set of theirs."""
         if missing := cpus.missing_features(cpus.features_of(target.mcpu)):
             raise BnfuseError(
                 f"cannot tune for {target.mcpu}: this CPU lacks {', '.join(missing[:4])}: tune on one of those"

@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 
 def aligned(shape: Any, dtype: str = "float32", fill: float | None = None) -> np.ndarray:
-    """An uninitialised (or filled) dense array that TVM takes without a copy."""
+    """Make an uninitialised (or filled) dense array that TVM takes without a copy."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -28,12 +28,14 @@ def aligned(shape: Any, dtype: str = "float32", fill: float | None = None) -> np
 
 
 def aligned_copy(values: np.ndarray) -> np.ndarray:
+    """Copy an array into one that TVM takes without a copy."""
     array = aligned(values.shape, str(values.dtype))
     array[...] = values
     return array
 
 
 def compile_kernel(kernel: Kernel) -> Callable[..., Any]:
+    """Compile one kernel to a function that runs at once, with as many threads as its target has."""
     assert isinstance(kernel.target, CpuTarget)
     start_threads(kernel.target.threads)
     function: Callable[..., Any] = tir.compile_function(kernel.build(), kernel.target)[kernel.name]

@@ -43,7 +43,7 @@ class CpuRunner:
             self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.PHASES}
 
     def _call(self, launch: p.Launch) -> tuple[Any, list[Any], list[tuple[int, str]]]:
-        """Function, arguments, and which of them have to be filled in when the step runs."""
+        """Give function, arguments, and which of them have to be filled in when the step runs."""
         arguments: list[Any] = []
         late = []
         for argument in launch.arguments:
@@ -55,7 +55,7 @@ class CpuRunner:
         return self.library.functions[launch.kernel], arguments, late
 
     def _tensor(self, storage: int) -> Any:
-        """A storage as kernels take it; no copy."""
+        """Wrap a storage as kernels take it; no copy."""
         if storage not in self._tensors:
             self._tensors[storage] = tvm.runtime.from_dlpack(self.memory.flat(storage))
         return self._tensors[storage]
@@ -81,7 +81,7 @@ class CpuRunner:
         return seconds
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
-        """The same, each launch timed."""
+        """Run some phases, each launch timed."""
         self._check_cpu()
         return list(launch(self.threads, functools.partial(self._profile, phases, scalars)))
 
@@ -124,16 +124,19 @@ class CpuRunner:
         return found
 
     def result(self, tensor: p.Tensor) -> np.ndarray:
+        """Copy a tensor as it is now."""
         copied: np.ndarray = self.memory.array(tensor).copy()
         return copied
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
+        """Take an array of any kind as numpy's. `what` is what messages call it."""
         return as_numpy(array, what)
 
     def synchronize(self) -> None:
         """`run` returns when everything is done."""
 
     def on_device(self, what: str) -> Any:
+        """Raise BnfuseError: a step on the CPU has nothing on a device."""
         raise BnfuseError(f"a step on the CPU has no {what}: compile it for cuda")
 
 

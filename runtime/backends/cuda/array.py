@@ -45,17 +45,18 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """The same elements; none of the sizes is left to be found out."""
+        """Give the same elements in another shape; none of the sizes is left to be found out."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if math.prod(sizes) != math.prod(self.shape):
             raise ValueError(f"{list(self.shape)} has not the elements of {list(sizes)}")
         return DeviceArray(self._queue, self.address, sizes, self.dtype.name, self._owner, self._readers)
 
     def numpy(self) -> np.ndarray:
-        """A copy on the host. Waits for what the step has begun."""
+        """Copy to the host. Waits for what the step has begun."""
         found = np.empty(self.shape, self.dtype)
         driver = self._queue.driver
         with driver.active():
@@ -72,7 +73,7 @@ class DeviceArray:
         return float(self.numpy().reshape(()))
 
     def item(self) -> float:
-        """The one element."""
+        """Copy the one element to the host."""
         return float(self)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -86,8 +87,11 @@ class DeviceArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule. `stream`, the consumer's, waits for the step; -1 says that the consumer sees to that, None is the
-        default stream."""
+        """Make a capsule.
+
+        `stream`, the consumer's, waits for the step; -1 says that the consumer sees to that, None is the default
+        stream.
+        """
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError("an array on a GPU is given where it is, without a copy")
         if stream != -1:

@@ -43,30 +43,32 @@ class CudaBackend:
             raise BnfuseError(f"there is no CUDA compiler: {REMEDY}")
 
     def compile(self, kernel: Kernel) -> bytes:
-        """A header and a cubin (kernels/cuda/container.py)."""
+        """Compile a header and a cubin (kernels/cuda/container.py)."""
         from bnfuse.runtime.kernels.cuda.compile import compile_kernel
 
         return compile_kernel(kernel)
 
     def versions(self, target: CudaTarget) -> tuple[str, ...]:
-        """The compiler's version, as far as there is one: what is cached can be used without."""
+        """Name the compiler's version, as far as there is one: what is cached can be used without."""
         return (compiler(),)
 
     def features(self, target: CudaTarget) -> tuple[str, ...]:
-        """A cubin is of its architecture: that says all."""
+        """Name no features: a cubin is of its architecture, and that says all."""
         return ()
 
     def check(self, target: CudaTarget, features: tuple[str, ...], threads: int | None) -> None:
-        """It loads everywhere, and is refused where it is to run and there is no such GPU."""
+        """Accept code for any GPU: it loads everywhere, and is refused where it is to run and there is no such GPU."""
         if threads is not None:
             raise BnfuseError("was compiled for a GPU, which takes no number of threads: leave it out")
 
     def runner(self, compiled: Compiled, target: CudaTarget, beside: CudaRunner | None = None) -> CudaRunner:
+        """Load a program, with what it shares with the one `beside` it. It takes the GPU's memory when it runs."""
         from bnfuse.runtime.backends.cuda.runner import CudaRunner
 
         return CudaRunner(compiled, target, beside)
 
     def measure(self, target: CudaTarget) -> Measure:
+        """Give what measures kernels on the GPU here. Raises BnfuseError where there is none of the architecture."""
         from bnfuse.runtime.backends.cuda import driver, measure
 
         wanted = target.architecture
@@ -82,7 +84,7 @@ class CudaBackend:
 
 @functools.cache
 def compiler() -> str:
-    """The version of what compiles CUDA."""
+    """Name the version of what compiles CUDA."""
     from bnfuse.runtime.kernels.cuda.compile import compiler_version
 
     return compiler_version()

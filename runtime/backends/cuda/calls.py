@@ -42,7 +42,7 @@ class Modules:
         weakref.finalize(self, unload, queue, self._modules)
 
     def functions(self, kernel: str, code: Code) -> list[Handle]:
-        """The device kernels of a kernel's stages."""
+        """Give the device kernels of a kernel's stages."""
         if code.cubin not in self._modules:
             self._modules[code.cubin] = self.driver.load(code.cubin, code.arch, kernel)
         module = self._modules[code.cubin]
@@ -50,7 +50,7 @@ class Modules:
 
 
 def unpacked(program: p.Program, codes: Sequence[bytes]) -> list[Code]:
-    """The code of each kernel, seen to fit the launches."""
+    """Unpack the code of each kernel, seen to fit the launches."""
     found = [container.unpack(code, name) for name, code in zip(program.kernels, codes, strict=True)]
     for launch in program.launches:
         parameters = found[launch.kernel].parameters
@@ -106,6 +106,7 @@ class Calls:
             arguments.set(index, value)
 
     def set_scalars(self, phase: p.Phase, scalars: Scalars) -> None:
+        """Set the scalars that launches of a phase take, by name."""
         for arguments, index, name in self._scalars[phase]:
             arguments.set(index, scalars[name])
 

@@ -25,9 +25,11 @@ class Slot:
     stride: int
 
     def is_apart_from(self, other: Slot) -> bool:
+        """Tell whether both are channels of one buffer and share none."""
         return self.stride == other.stride and (self.stop <= other.start or other.stop <= self.start)
 
     def covers(self, other: Slot) -> bool:
+        """Tell whether the other's channels are all among these."""
         return self.stride == other.stride and self.start <= other.start and other.stop <= self.stop
 
 
@@ -64,7 +66,7 @@ class _Segment:
 def accesses_of(
     arguments: Mapping[str, p.Argument], taken: Sequence[str], storages: Sequence[p.Storage], slots: Slots
 ) -> list[Access]:
-    """What a stage of a launch touches: of the launch's `arguments` by name those `taken`.
+    """List what a stage of a launch touches: of the launch's `arguments` by name those `taken`.
 
     What one stage of a kernel writes another one may read: a result counts as read, too. `slots` are the kernel's
     channels of maps.
@@ -81,7 +83,10 @@ def accesses_of(
 
 
 def slot_of(channels: tuple[int, int] | None, offset: p.Argument | None) -> Slot | None:
-    """The channels of a map's buffer that a launch touches, None for all of it. `channels`: the map's, the buffer's."""
+    """Give the channels of a map's buffer that a launch touches, None for all of it.
+
+    `channels`: the map's, the buffer's.
+    """
     if channels is None or not isinstance(offset, int):
         return None
     count, stride = channels
@@ -117,7 +122,7 @@ class _Region:
         self._segments: list[_Segment] = [_Segment()]
 
     def before(self, access: Access) -> set[int]:
-        """Launches that have to be done."""
+        """Find the launches that have to be done."""
         found: set[int] = set()
         for segment in self._between(access):
             met = segment.writers + (segment.readers if access.writes else [])
@@ -141,7 +146,7 @@ class _Region:
         return self._segments[first:last]
 
     def _cut(self, at: int) -> int:
-        """The index of the segment that starts at this byte; one is made where there is none."""
+        """Find the index of the segment that starts at this byte; one is made where there is none."""
         index = bisect.bisect_left(self._starts, at)
         if index == len(self._starts) or self._starts[index] != at:
             former = self._segments[index - 1]

@@ -23,14 +23,20 @@ CODES = {"i": INT, "u": UINT, "f": FLOAT, "b": BOOL}
 
 
 class DLDevice(ctypes.Structure):
+    """DLPack's struct of a device: its type and its number."""
+
     _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
 
 
 class DLDataType(ctypes.Structure):
+    """DLPack's struct of an element type: its kind, bits, and lanes of a vector."""
+
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
 class DLTensor(ctypes.Structure):
+    """DLPack's struct of a tensor; strides count elements, and are NULL for the order of C."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device", DLDevice),
@@ -43,7 +49,7 @@ class DLTensor(ctypes.Structure):
 
 
 class DLManagedTensor(ctypes.Structure):
-    pass
+    """DLPack's struct of a tensor with what to call when its consumer is done."""
 
 
 DELETER = ctypes.CFUNCTYPE(None, ctypes.POINTER(DLManagedTensor))
@@ -103,8 +109,11 @@ def is_on_device(array: Any) -> bool:
 
 
 def view_of(array: Any, stream: int, order: Callable[[int, int], None]) -> View:
-    """An array on a GPU. What produces it is ordered before whatever `stream` is given from now on: by the producer,
-    or, where all that it offers is the array interface, by `order(its stream, ours)`."""
+    """View an array on a GPU.
+
+    What produces it is ordered before whatever `stream` is given from now on: by the producer, or, where all that it
+    offers is the array interface, by `order(its stream, ours)`.
+    """
     if hasattr(array, "__dlpack__"):
         return from_capsule(array.__dlpack__(stream=stream or LEGACY_STREAM))
     return _from_interface(array, stream, order)
@@ -148,7 +157,7 @@ def _from_interface(array: Any, stream: int, order: Callable[[int, int], None]) 
 
 
 def to_capsule(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, owner: Any) -> Any:
-    """A DLPack capsule over device memory in the order of C. `owner` lives as long as anyone has the tensor."""
+    """Make a DLPack capsule over device memory in the order of C. `owner` lives as long as anyone has the tensor."""
     held = _Held(address, shape, dtype, device, owner)
     _held[held.address] = held
     return _new(held.address, NAME, ctypes.cast(_drop_capsule, ctypes.c_void_p))
@@ -178,7 +187,7 @@ _held: dict[int, _Held] = {}
 
 
 def _forget(managed: Any) -> None:
-    """A consumer is done with a tensor of ours."""
+    """Let a tensor of ours go: its consumer is done with it."""
     _held.pop(ctypes.addressof(managed.contents), None)
 
 
@@ -198,7 +207,7 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dtype_of(found: DLDataType) -> np.dtype[Any]:
-    """numpy's type."""
+    """Give numpy's type."""
     if found.lanes == 1 and found.code == BFLOAT and found.bits == 16:
         return np.dtype("bfloat16")
     kinds = {code: kind for kind, code in CODES.items()}

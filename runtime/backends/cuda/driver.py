@@ -56,6 +56,7 @@ class Arguments:
 
     @property
     def address(self) -> int:
+        """Give the address of the array of pointers that a launch takes."""
         return ctypes.addressof(self._pointers)
 
 
@@ -80,12 +81,12 @@ def bindings() -> Any:
 
 
 def open_driver() -> Driver:
-    """The driver of the thread's current GPU, else of the first one. Raises where there is none."""
+    """Open the driver of the thread's current GPU, else of the first one. Raises BnfuseError where there is none."""
     return _driver(_ordinal())
 
 
 def device_architecture() -> str | None:
-    """The architecture of the GPU, None where there is no GPU, no driver or no package to reach it."""
+    """Name the architecture of the GPU; None where there is no GPU, no driver or no package to reach it."""
     try:
         return open_driver().architecture
     except BnfuseError:
@@ -98,7 +99,7 @@ def _driver(ordinal: int) -> Driver:
 
 
 def _ordinal() -> int:
-    """The device of the current context."""
+    """Give the number of the current context's device."""
     cu = bindings()
     try:
         _start(cu)
@@ -124,7 +125,7 @@ def _start(cu: Any) -> None:
 
 
 def _unusable(error: RuntimeError) -> BnfuseError:
-    """The bindings raise when the driver's library, or a function in it, is not found."""
+    """Make the error of bindings that raise when the driver's library, or a function in it, is not found."""
     what = (str(error).splitlines() or ["unknown"])[0]
     if "dlopen" in what or "load" in what.lower():
         return BnfuseError(
@@ -152,7 +153,7 @@ class Driver:
     # -- errors ------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the bindings returns behind its error code."""
+        """Call a function of the bindings and give what it returns behind its error code."""
         error, *found = self._try(name, *arguments)
         if int(error) != 0:
             self._fail(name, error)
@@ -171,6 +172,7 @@ class Driver:
 
     @property
     def name_or_number(self) -> str:
+        """Name the GPU as messages do."""
         return getattr(self, "name", f"device {self.ordinal}")
 
     def _attribute(self, attribute: Any) -> int:
@@ -193,7 +195,7 @@ class Driver:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def allocate(self, size: int, what: str) -> int:
-        """The address of fresh memory. `what` is what a message calls it."""
+        """Allocate memory and give its address. `what` is what a message calls it."""
         error, *found = self._try("cuMemAlloc", max(size, 1))
         if int(error) == 0:
             return int(found[0])
@@ -211,9 +213,11 @@ class Driver:
         return int(free), int(total)
 
     def free(self, address: int) -> None:
+        """Free memory that `allocate` gave."""
         self._call("cuMemFree", address)
 
     def zero(self, address: int, size: int, stream: Stream) -> None:
+        """Enqueue the zeroing of so many bytes."""
         self._call("cuMemsetD8Async", address, 0, size, stream)
 
     def copy_in(self, target: int, source: int, size: int, stream: Stream) -> None:
@@ -225,6 +229,7 @@ class Driver:
         self._call("cuMemcpyDtoHAsync", target, source, size, stream)
 
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
+        """Enqueue a copy of so many bytes within the device."""
         self._call("cuMemcpyDtoDAsync", target, source, size, stream)
 
     def allocate_host(self, size: int) -> int:
@@ -232,49 +237,57 @@ class Driver:
         return int(self._call("cuMemAllocHost", max(size, 1)))
 
     def free_host(self, address: int) -> None:
+        """Free pinned memory of the host."""
         self._call("cuMemFreeHost", address)
 
     # -- streams and events ------------------------------------------------------------------------------------
 
     def new_stream(self) -> Stream:
-        """A stream that the legacy default stream does not wait for."""
+        """Make a stream that the legacy default stream does not wait for."""
         return int(self._call("cuStreamCreate", int(self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
     def destroy_stream(self, stream: Stream) -> None:
+        """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
     def synchronize(self, stream: Stream) -> None:
+        """Wait until all that is on the stream is done."""
         self._call("cuStreamSynchronize", stream)
 
     def new_event(self, timing: bool = False) -> Handle:
+        """Make an event, one that can be timed if asked for."""
         flags = self.cu.CUevent_flags
         return self._call("cuEventCreate", int(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING))
 
     def destroy_event(self, event: Handle) -> None:
+        """Destroy an event."""
         self._call("cuEventDestroy", event)
 
     def record(self, event: Handle, stream: Stream) -> None:
+        """Record an event behind what is on the stream by now."""
         self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: Stream, event: Handle) -> None:
-        """What is enqueued on the stream from now on waits for the event."""
+        """Let what is enqueued on the stream from now on wait for the event."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def wait_for(self, event: Handle) -> None:
-        """The host waits."""
+        """Let the host wait for an event."""
         self._call("cuEventSynchronize", event)
 
     def is_done(self, event: Handle) -> bool:
+        """Tell whether what an event was recorded behind is done."""
         (error,) = self._try("cuEventQuery", event)
         if int(error) and error.name != "CUDA_ERROR_NOT_READY":
             self._fail("cuEventQuery", error)
         return int(error) == 0
 
     def seconds(self, start: Handle, end: Handle) -> float:
+        """Give the time between two events that have been, in seconds."""
         return float(self._call("cuEventElapsedTime", start, end)) / 1000
 
     def order(self, before: Stream, after: Stream) -> None:
-        """What is enqueued on `after` from now on waits for what is on `before` by now."""
+        """Let what is enqueued on `after` from now on wait for what is on `before` by now."""
         if before == after:
             return
         event = self.new_event()
@@ -285,7 +298,7 @@ class Driver:
     # -- code --------------------------------------------------------------------------------------------------
 
     def load(self, cubin: bytes, built: str, kernel: str) -> Handle:
-        """The module of a cubin made for the architecture `built`."""
+        """Load the module of a cubin made for the architecture `built`."""
         self.check_architecture(built)
         error, *found = self._try("cuModuleLoadData", cubin)
         if int(error) == 0:
@@ -309,10 +322,11 @@ class Driver:
             )
 
     def unload(self, module: Handle) -> None:
+        """Unload a module."""
         self._call("cuModuleUnload", module)
 
     def function(self, module: Handle, symbol: str, shared: int) -> Handle:
-        """A device kernel that may use `shared` bytes of dynamic shared memory."""
+        """Give a device kernel that may use `shared` bytes of dynamic shared memory."""
         error, *found = self._try("cuModuleGetFunction", module, symbol.encode())
         if int(error) != 0:
             raise BnfuseError(f"there is no device kernel '{symbol}' in its code ({error.name}): compile again")
@@ -327,6 +341,7 @@ class Driver:
         return found[0]
 
     def launch(self, call: Call, stream: Stream) -> None:
+        """Enqueue one launch of a device kernel."""
         self._call(
             "cuLaunchKernel",
             call.function,
@@ -343,17 +358,19 @@ class Driver:
     # -- graphs ------------------------------------------------------------------------------------------------
 
     def new_graph(self) -> Handle:
+        """Make an empty graph."""
         return self._call("cuGraphCreate", 0)
 
     def destroy_graph(self, graph: Handle) -> None:
+        """Destroy a graph."""
         self._call("cuGraphDestroy", graph)
 
     def add_kernel(self, graph: Handle, after: Sequence[Handle], call: Call) -> Handle:
-        """A node that runs when those of `after` are done."""
+        """Add a node that runs when those of `after` are done."""
         return self._call("cuGraphAddKernelNode", graph, list(after), len(after), self._node(call))
 
     def add_copy(self, graph: Handle, after: Sequence[Handle], target: int, source: int, size: int) -> Handle:
-        """A copy from device memory to device memory."""
+        """Add a copy from device memory to device memory."""
         kind = self.cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
         node = self.cu.CUDA_MEMCPY3D()
         node.srcMemoryType, node.srcDevice = kind, source
@@ -362,9 +379,11 @@ class Driver:
         return self._call("cuGraphAddMemcpyNode", graph, list(after), len(after), node, self.context)
 
     def instantiate(self, graph: Handle) -> Handle:
+        """Make a graph executable."""
         return self._call("cuGraphInstantiate", graph, 0)
 
     def destroy_executable(self, executable: Handle) -> None:
+        """Destroy what `instantiate` made."""
         self._call("cuGraphExecDestroy", executable)
 
     def update_kernel(self, executable: Handle, node: Handle, call: Call) -> None:
@@ -372,6 +391,7 @@ class Driver:
         self._call("cuGraphExecKernelNodeSetParams", executable, node, self._node(call))
 
     def launch_graph(self, executable: Handle, stream: Stream) -> None:
+        """Enqueue one run of an executable graph."""
         self._call("cuGraphLaunch", executable, stream)
 
     def _node(self, call: Call) -> Any:

@@ -37,6 +37,7 @@ class Graph:
         return node
 
     def launch(self, stream: Stream) -> None:
+        """Enqueue the graph, with scalars as they are now."""
         for index, (node, call) in enumerate(self._late):
             if call.arguments.version != self._versions[index]:
                 self._driver.update_kernel(self._executable, node, call)
@@ -45,6 +46,7 @@ class Graph:
 
 
 def release(driver: Driver, graph: Handle, executable: Handle) -> None:
+    """Destroy a graph and what was made of it, in whatever thread the last reference goes."""
     with contextlib.suppress(BnfuseError), driver.active():
         driver.destroy_executable(executable)
         driver.destroy_graph(graph)

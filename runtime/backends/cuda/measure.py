@@ -34,7 +34,7 @@ def fastest_times(kernels: Sequence[Kernel], codes: Sequence[bytes]) -> list[flo
 
 
 def times_of(parameters: Sequence[Sequence[Param]], codes: Sequence[Code], driver: Driver) -> list[float]:
-    """The same for codes, each with the buffers that it takes: those of one name are one, as large as the largest."""
+    """Time codes, each with the buffers that it takes: those of one name are one, as large as the largest."""
     with driver.active(), contextlib.ExitStack() as held:
         stream = driver.new_stream()
         let_go(held, driver.destroy_stream, stream)
@@ -50,7 +50,7 @@ def times_of(parameters: Sequence[Sequence[Param]], codes: Sequence[Code], drive
 
 
 def timer(driver: Driver, graph: Handle, events: tuple[Handle, Handle], stream: Stream) -> Callable[[], float]:
-    """A function that runs a graph and gives the seconds of one of its launches."""
+    """Make a function that runs a graph and gives the seconds of one of its launches."""
     start, end = events
 
     def run() -> float:
@@ -100,7 +100,7 @@ def repeat(driver: Driver, block: np.ndarray, address: int, size: int, stream: S
 
 
 def graph_of(driver: Driver, code: Code, addresses: dict[str, int], held: contextlib.ExitStack) -> Handle:
-    """An executable graph of some launches, each stage behind the one before."""
+    """Make an executable graph of some launches, each stage behind the one before."""
     module = driver.load(code.cubin, code.arch, code.stages[0].symbol)
     let_go(held, driver.unload, module)
     calls = calls_of(driver, module, code, addresses)
@@ -115,7 +115,7 @@ def graph_of(driver: Driver, code: Code, addresses: dict[str, int], held: contex
 
 
 def calls_of(driver: Driver, module: Handle, code: Code, addresses: dict[str, int]) -> list[Call]:
-    """The stages with their arguments. Maps begin at their buffers' beginnings, scalars are zero."""
+    """List the stages with their arguments. Maps begin at their buffers' beginnings, scalars are zero."""
     kinds = dict(code.parameters)
     calls = []
     for stage in code.stages:

@@ -45,9 +45,11 @@ class DeviceMemory(Store):
             self.store(program.storages[index], value)
 
     def address(self, storage: Storage) -> int:
+        """Give the address of a storage."""
         return self.regions[storage.region].address + storage.offset
 
     def load(self, storage: Storage) -> np.ndarray:
+        """Copy a storage to the host, flat."""
         found = np.empty(storage.elements, storage.dtype)
         with self.driver.active():
             self.driver.copy_out(found.ctypes.data, self.address(storage), found.nbytes, self.queue.stream)
@@ -55,6 +57,7 @@ class DeviceMemory(Store):
         return found
 
     def store(self, storage: Storage, values: np.ndarray) -> None:
+        """Copy values into a storage, once those who were handed results are done with them."""
         given = np.empty(storage.elements, storage.dtype)
         np.copyto(given.reshape(values.shape), values, casting="same_kind")
         with self.driver.active():
@@ -92,6 +95,7 @@ class Results:
         weakref.finalize(self, release_all, queue.driver, self._free)
 
     def take(self, size: int) -> int:
+        """Give the address of so many bytes for a result: free ones, or new ones."""
         found = self._free.setdefault(size, [])
         return found.pop() if found else self.queue.driver.allocate(size, "a result")
 
@@ -104,7 +108,7 @@ class Results:
 
 
 def to_host(driver: Driver, view: View, stream: Stream) -> np.ndarray:
-    """A copy of an array of the device, whatever its strides are."""
+    """Copy an array of the device to the host, whatever its strides are."""
     flat = np.empty(view.span, view.dtype)
     if flat.size:
         driver.copy_out(flat.ctypes.data, view.address, flat.nbytes, stream)
@@ -115,16 +119,19 @@ def to_host(driver: Driver, view: View, stream: Stream) -> np.ndarray:
 
 
 def release(driver: Driver, address: int) -> None:
+    """Free memory, in whatever thread the last reference goes."""
     with contextlib.suppress(BnfuseError), driver.active():
         driver.free(address)
 
 
 def release_all(driver: Driver, addresses: dict[int, list[int]]) -> None:
+    """Free memory by sizes, in whatever thread the last reference goes."""
     for found in addresses.values():
         for address in found:
             release(driver, address)
 
 
 def release_host(driver: Driver, address: int) -> None:
+    """Free pinned memory, in whatever thread the last reference goes."""
     with contextlib.suppress(BnfuseError), driver.active():
         driver.free_host(address)

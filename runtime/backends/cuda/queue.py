@@ -34,7 +34,7 @@ class Queue:
         self.stream = chosen
 
     def wait_for_readers(self) -> None:
-        """What comes now waits for those who were handed results."""
+        """Let what comes now wait for those who were handed results."""
         for stream in self.readers:
             self.driver.order(stream, self.stream)
         self.readers.clear()
@@ -51,7 +51,7 @@ class Queue:
 
 
 def address_of(stream: Any) -> Stream:
-    """The address of a stream in any form; torch, cupy and CUDA's own packages each have their attribute."""
+    """Give the address of a stream in any form; torch, cupy and CUDA's own packages each have their attribute."""
     if isinstance(stream, bool) or stream is None:
         raise BnfuseError(f"{stream} is no CUDA stream: give its address, or a stream of torch or cupy")
     found = stream
@@ -70,6 +70,7 @@ def address_of(stream: Any) -> Stream:
 
 
 def release_stream(driver: Driver, stream: Stream) -> None:
+    """Destroy a stream once it is done, in whatever thread the last reference goes."""
     with contextlib.suppress(BnfuseError), driver.active():
         driver.synchronize(stream)
         driver.destroy_stream(stream)

@@ -61,6 +61,7 @@ class CudaRunner:
 
     @property
     def memory(self) -> Store:
+        """The regions of the program: on the host until the step first runs, then on the GPU."""
         return self._host if self._host is not None else self.device.memory
 
     def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -95,21 +96,25 @@ class CudaRunner:
         return self.device.copy_of(tensor) if self.device.is_fed_from_device else self.memory.read(tensor)
 
     def array(self, tensor: p.Tensor) -> DeviceArray:
-        """A tensor where it lies on the device."""
+        """Give a tensor where it lies on the device."""
         return self.device.array(tensor)
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
+        """Copy an array of any kind to numpy's. `what` is what messages call it."""
         return self.device.to_host(array, what) if dlpack.is_on_device(array) else as_numpy(array, what)
 
     def on_device(self, what: str) -> CudaRunner:
+        """Give itself: it is on a device."""
         return self
 
     @property
     def stream(self) -> Stream:
+        """Address of the CUDA stream that the step runs on."""
         return self.device.queue.stream
 
     @stream.setter
     def stream(self, stream: Any) -> None:
+        """Set the stream, in any form that `address_of` takes. Waits for what was begun."""
         self.device.queue.use(stream)
 
     def synchronize(self) -> None:
@@ -168,7 +173,7 @@ class Device:
         self._staging[name].send(values, self.memory.address(storage), self.queue.stream)
 
     def view(self, array: Any, what: str) -> dlpack.View:
-        """An array of the device, ready when our stream gets to it."""
+        """View an array of the device, ready when our stream gets to it."""
         try:
             view = dlpack.view_of(array, self.queue.stream, self.driver.order)
         except (BufferError, RuntimeError, TypeError, ValueError, KeyError) as error:
@@ -188,12 +193,14 @@ class Device:
         return view.dtype == np.dtype(kind) and view.is_contiguous and view.address % p.ALIGNMENT == 0
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
+        """Copy an array of the device to the host. `what` is what messages call it."""
         with self.driver.active():
             return to_host(self.driver, self.view(array, what), self.queue.stream)
 
     # -- running -----------------------------------------------------------------------------------------------
 
     def run(self, phases: tuple[p.Phase, ...], scalars: Mapping[p.Phase, Scalars]) -> None:
+        """Enqueue some phases as one graph."""
         with self.driver.active():
             self._prepare(phases, scalars)
             if phases not in self._graphs:
@@ -203,6 +210,7 @@ class Device:
                 self.queue.hold(self._inputs)
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[tuple[Task, float]]:
+        """Run some phases launch by launch; gives the seconds of each."""
         with self.driver.active():
             self._prepare(phases, scalars)
             tasks = self.calls.of(phases)
@@ -231,10 +239,12 @@ class Device:
     # -- results -----------------------------------------------------------------------------------------------
 
     def array(self, tensor: p.Tensor) -> DeviceArray:
+        """Give a tensor where it lies; the next step writes over it."""
         storage = self.program.storages[tensor.storage]
         return DeviceArray(self.queue, self.memory.address(storage), tensor.shape, storage.dtype, self.memory)
 
     def copy_of(self, tensor: p.Tensor) -> DeviceArray:
+        """Copy a tensor on the device, where later runs leave it alone."""
         storage = self.program.storages[tensor.storage]
         with self.driver.active():
             return DeviceArray.copy_of(self.results, self.memory.address(storage), tensor.shape, storage.dtype)
