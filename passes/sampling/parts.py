@@ -17,7 +17,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.sampling import MAX_INDEX, MAX_POINTS, Box, Points
 from bnfuse.passes.sampling.spec import LayerSample
 
-ASPECT = 0.2  # how much a rectangle's aspect counts beside its area, both as logarithms of ratios (docs/decisions.md, D20)
+ASPECT = 0.2  # how much a rectangle's aspect counts beside its area, both as logarithms (docs/decisions.md, D20)
 
 
 @dataclasses.dataclass(frozen=True)
