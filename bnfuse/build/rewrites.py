@@ -4,7 +4,6 @@
     Selu, Celu            by Elu
     HardSigmoid(x; a, b)  HardSigmoid((6a)*x + 6(b - 1/2))                     (that of 1/6, 1/2 has a definition)
     PRelu(x, s)           Relu(x) - s*Relu(-x)
-    Softsign(x)           x / (1 + |x|)
     GlobalMaxPool         MaxPool over the whole map
     ReduceMax             axes as an operand (opset 18), keepdims = 1, Squeeze where the file had 0
     Bernoulli(p)          Cast(RandomUniformLike(p) < p), where p is not one number that is known
@@ -111,12 +110,6 @@ def prelu(write: Writer) -> None:
     write.add("Sub", [write.add("Relu", [x]), write.add("Mul", [below, slope])], last=True)
 
 
-def softsign(write: Writer) -> None:
-    """Write Softsign as x / (1 + |x|)."""
-    x = write.node.input[0]
-    write.add("Div", [x, write.add("Add", [write.add("Abs", [x]), write.number("one", 1.0)])], last=True)
-
-
 def global_max_pool(write: Writer) -> None:
     """Write GlobalMaxPool as a MaxPool whose window is the whole image."""
     shape = write.forward.shapes()[write.node.input[0]] or []
@@ -181,7 +174,6 @@ REWRITES: dict[str, Callable[[Writer], None]] = {
     "PRelu": prelu,
     "ReduceMax": reduce_max,
     "Selu": selu,
-    "Softsign": softsign,
 }
 
 

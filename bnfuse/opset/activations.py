@@ -10,7 +10,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from bnfuse.opset.expressions import Expression, attribute, clamp, derivative, fma, relu, sigmoid, variable, where
+from bnfuse.opset.expressions import (
+    Expression,
+    absolute,
+    attribute,
+    clamp,
+    derivative,
+    fma,
+    relu,
+    sigmoid,
+    variable,
+    where,
+)
 
 Z = variable("z")  # what the activation reads
 D = variable("d")  # the gradient at its result
@@ -57,6 +68,7 @@ class Activation:
 
 _ALPHA = attribute("alpha")
 _S = sigmoid(_ALPHA * Z)
+_Y = 1.0 + absolute(Z)
 _LARGEST = 3.4028234663852886e38  # of float32
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -94,6 +106,14 @@ ACTIVATIONS: dict[str, Activation] = {
             domain=MICROSOFT,
             defaults=(("alpha", 1.702),),
             built=True,
+        ),
+        Activation(
+            "Softsign",
+            Z / _Y,
+            "x <- x/(1 + |x|)",
+            # The derived slope, (1 - |z|/(1 + |z|))/(1 + |z|), cancels where |z| is large.
+            stated_gradient=D / (_Y * _Y),
+            stated_formula="dx <- dx/(1 + |z|)^2",
         ),
     )
 }

@@ -50,6 +50,7 @@ NAMES = (
     "SlicePointwiseGradAccumulate",
     "NormalizePointwiseGradReluGradReduce",
     "PointwiseGradAddGradientScale",
+    "NormalizeSoftsignConvGradSoftsignGradReduce",
     *PLAIN_OPS,
 )
 
