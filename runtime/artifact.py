@@ -1,4 +1,6 @@
-"""`step.bnf`: a compiled step in one file, a zip of
+"""The format of `step.bnf`: a compiled step in one file.
+
+It is a zip of
 
     manifest.json        format version, target, the CPU features its code uses, optimiser, both programs
     code/<hash>.o        object code of the kernels; for a GPU a header and a cubin (cuda/container.py)

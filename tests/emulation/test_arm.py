@@ -129,7 +129,7 @@ def calls() -> Iterator[Call]:
     pool = load(RUNTIME / "test_pool.py")
     for case in (*pool.MAX, *pool.AVERAGE, *pool.GLOBAL, *pool.MAX_GRAD, *pool.AVERAGE_GRAD):
         yield Call("pool", "test_equals_the_reference", case)
-    maps = load(RUNTIME / "test_map.py")
+    maps = load(RUNTIME / "test_pointwise.py")
     for case in (*maps.FORWARD, *maps.BACKWARD):
         yield Call("map", "test_equals_the_reference", case)
     yield Call("norm", "test_statistics", (2, 1e3))
