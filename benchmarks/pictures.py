@@ -142,7 +142,7 @@ def _stages() -> Iterator[str]:
     names = (("removal", "BNs go"), ("sampling", "part of the batch"), ("dialect", "one form"), ("fission", "halves"))
     names += (("fusion", "into neighbours"), ("concat", "across Concats"))
     rooms = [Box("room", 28 + 118 * i, 236, 104, name, about) for i, (name, about) in enumerate(names)]
-    rewritten = Box("file", 756, 236, 178, "rewritten file", "fused.onnx, runs anywhere")
+    rewritten = Box("file", 756, 236, 178, "rewritten file", "fused.onnx, functions inside")
     yield from (box.svg() for box in (*rooms, rewritten))
     yield from (arrow(a.right, b.left) for a, b in zip(rooms, [*rooms[1:], rewritten], strict=True))
     yield arrow(rooms[5].bottom, (670, 297), (552, 297), rooms[4].bottom)

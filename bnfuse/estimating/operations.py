@@ -12,6 +12,7 @@ import onnx_graphsurgeon as gs
 
 from bnfuse.estimating.workload import DENSE_TYPES
 from bnfuse.models.count import node_flops
+from bnfuse.opset.activations import ACTIVATIONS
 
 TYPES = {
     "Gemm": "Dense",
@@ -19,8 +20,7 @@ TYPES = {
     "Einsum": "MatMul",
     "BatchNormalization": "BatchNorm",
     "LayerNormalization": "LayerNorm",
-    "Relu": "Activation",
-    "Clip": "Activation",
+    **dict.fromkeys(ACTIVATIONS, "Activation"),
     "Sigmoid": "Activation",
     "Tanh": "Activation",
     "Gelu": "Activation",

@@ -178,7 +178,12 @@ class Expansion:
         return self._activation(activation, x, given, node)
 
     def _activation(self, activation: Activation, x: str, given: Mapping[str, float], node: ir.Node) -> str:
-        """Give an activation by its formula. Numbers come behind maps, and none is multiplied by 1."""
+        """Write an activation: as the standard operator that it is, or by its formula.
+
+        Numbers come behind maps, and none is multiplied by 1.
+        """
+        if not activation.domain and not given:
+            return self._once(activation.name, [x], node)
 
         def leaf(part: Expression) -> str | float:
             if part.operation == "variable":

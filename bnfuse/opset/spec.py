@@ -356,9 +356,10 @@ def find(name: str) -> OpSpec | PlainOp | None:
 
 
 _LISTS = ("dilations", "extent", "kernel_shape", "pads", "strides")
-_FLOATS = ("min", "max", "alpha", "epsilon", "momentum", "weight")
+_FLOATS = ("epsilon", "momentum", "weight")
 
 
 def attribute_type(name: str) -> str:
     """Give the ONNX type of an attribute: INTS, FLOAT or INT."""
-    return "INTS" if name in _LISTS else "FLOAT" if name in _FLOATS else "INT"
+    is_float = name in _FLOATS or any(name in each.attributes for each in ACTIVATIONS.values())
+    return "INTS" if name in _LISTS else "FLOAT" if is_float else "INT"

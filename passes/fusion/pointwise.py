@@ -26,7 +26,7 @@ from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 
 class ReluConvFusion(ir.passes.InPlacePass):
-    """Move the ReLU alone, into convolutions alone: RCF (papers/000, section 3.2)."""
+    """Move the ReLU alone, into convolutions alone: RCF ([Jung19], section 3.2)."""
 
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
@@ -67,7 +67,7 @@ def _is_mask(node: ir.Node) -> bool:
 
 
 class PointwiseFusion(ir.passes.InPlacePass):
-    """Move normalise halves and what follows them into whatever reads them: BNFF forward (papers/000, section 3.2)."""
+    """Move normalise halves and what follows them into whatever reads them: BNFF forward ([Jung19], section 3.2)."""
 
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""

@@ -1,6 +1,12 @@
 """Operators around a Pointwise, and shapes (NCHW) to try them on: those of every kernel that computes them."""
 
+from bnfuse.opset.activations import ACTIVATIONS
+
+# of all activations: their defaults, but bounds that values reach
+ATTRIBUTES = {**dict(given for each in ACTIVATIONS.values() for given in each.defaults), "min": -0.5, "max": 0.75}
+
 FORWARD = [
+    *((f"Normalize{name}Pointwise", (2, 5, 3, 3)) for name in ACTIVATIONS),
     ("Pointwise", (2, 37, 3, 5)),
     ("NormalizePointwise", (1, 16, 7, 3)),
     ("ReluPointwiseStatistics", (2, 3, 5, 7)),
@@ -11,6 +17,7 @@ FORWARD = [
     ("ReluAddNormalizedReluPointwise", (1, 1, 1, 1)),
 ]
 BACKWARD = [
+    *((f"NormalizePointwiseGrad{name}GradReduce", (2, 5, 3, 3)) for name in ACTIVATIONS),
     ("PointwiseGrad", (1, 1, 1, 1)),
     ("BatchNormGradPointwiseGrad", (2, 20, 3, 5)),
     ("PointwiseGradReluGrad", (2, 16, 3, 5)),

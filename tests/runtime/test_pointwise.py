@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pointwise_case import BACKWARD, FORWARD
+from pointwise_case import ATTRIBUTES, BACKWARD, FORWARD
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
@@ -12,7 +12,6 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.pointwise import pointwise_backward, pointwise_forward
 
 TARGET = resolve("cpu", 2)
-ATTRIBUTES = {"min": -0.5, "max": 0.75, "alpha": 1.702}
 
 
 def operands_of(op, shape, rng, stop=None):

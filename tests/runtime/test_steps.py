@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pointwise_case import ATTRIBUTES
 
 from bnfuse.opset import reference, spec
 from bnfuse.opset.activations import ACTIVATIONS
@@ -14,7 +15,6 @@ from bnfuse.runtime.kernels.cpu.layout import flat
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
 
 TARGET = resolve("cpu", 1)
-ATTRIBUTES = {"min": -0.5, "max": 1.25, "alpha": 1.702}
 
 
 def evaluate(expression, **operands):

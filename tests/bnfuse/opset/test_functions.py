@@ -50,7 +50,7 @@ NAMES = (
     "SlicePointwiseGradAccumulate",
     "NormalizePointwiseGradReluGradReduce",
     "PointwiseGradAddGradientScale",
-    "NormalizeSoftsignConvGradSoftsignGradReduce",
+    *(f"Normalize{name}ConvGrad{name}GradReduce" for name in ACTIVATIONS),
     *PLAIN_OPS,
 )
 

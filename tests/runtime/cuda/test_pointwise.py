@@ -13,7 +13,6 @@ from bnfuse.opset import reference, spec
 from bnfuse.runtime.kernels.cuda.pointwise import pointwise_backward, pointwise_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
-ATTRIBUTES = {"min": -0.5, "max": 0.75, "alpha": 1.702}
 TOLERANCE = {"fp32": 2e-6, "bf16": 2**-8, "fp16": 2**-11}
 REDUCED = ("mean", "variance", "dbeta", "dgamma", "dbias")
 
@@ -37,7 +36,7 @@ def check(name, shape, precision="fp32", slots=None, seed=0, dtypes=None):
     op, target = spec.parse(name), cuda_kernels.gpu(precision)
     rng = np.random.default_rng(seed)
     operands = operands_of(op, shape, rng, target.map_dtype)
-    attributes = {a: ATTRIBUTES[a] for a in op.attributes if a in ATTRIBUTES}
+    attributes = {a: pointwise_case.ATTRIBUTES[a] for a in op.attributes if a in pointwise_case.ATTRIBUTES}
     if "grad_start" in op.attributes:
         attributes |= {"grad_start": 3, "grad_stop": 3 + shape[1]}
     if "acc_start" in op.attributes:
@@ -123,7 +122,7 @@ def large(name, dtype, c=256, align=8):
     """The kernel of an operator on maps of 64 images of 56 by 56."""
     op, kind = spec.parse(name), MapType(64, 56, 56, c, c, dtype, align)
     maps = tuple((n, kind) for n in (*op.operands, *op.results) if is_map(n) and n != "acc")
-    attributes = tuple((a, ATTRIBUTES[a]) for a in op.attributes if a in ATTRIBUTES)
+    attributes = tuple((a, pointwise_case.ATTRIBUTES[a]) for a in op.attributes if a in pointwise_case.ATTRIBUTES)
     return pointwise_backward if op.is_gradient else pointwise_forward, Problem(name, maps, attributes)
 
 
