@@ -48,3 +48,11 @@ def docs(session: nox.Session) -> None:
     session.install(".[docs]")
     quiet = {"NO_MKDOCS_2_WARNING": "1"}  # of a version to come
     session.run("mkdocs", "build", "--strict", "--site-dir", session.create_tmp(), env=quiet)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Measure how much of the package the tests run: those that need torch too, on all processors."""
+    session.install(".[test,docs,bench]")
+    session.run("pytest", "-q", "-rs", "-n", "auto", "--dist", "loadfile", "--cov", "--cov-report=")
+    session.run("coverage", "report", "--sort=cover", "--skip-covered")
