@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from bnfuse.core.windows import resolved_pads
 from bnfuse.graph.protos import attributes, fresh, remove_attributes, set_attribute
 
 from .graph import Forward
-from .pools import window_pads
 
 WINDOWED = ("Conv", "MaxPool", "AveragePool")
 
@@ -29,7 +29,7 @@ def explicit_windows(forward: Forward) -> None:
         rank = len(kernel)
         strides = given.get("strides") or [1] * rank
         dilations = given.get("dilations") or [1] * rank
-        pads = window_pads({**given, "kernel_shape": kernel}, (shapes[node.input[0]] or [])[2:])
+        pads = resolved_pads({**given, "kernel_shape": kernel}, (shapes[node.input[0]] or [])[2:])
         for name, value in (("kernel_shape", kernel), ("strides", strides), ("pads", pads)):
             set_attribute(node, name, list(value))
         if node.op_type == "AveragePool":  # its dilations came with opset 19; a window of one element has none

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import onnx
 
-from bnfuse.core.windows import POOLS, axes_of, is_miscounted, why_not
+from bnfuse.core.windows import POOLS, axes_of, is_miscounted, resolved_pads, why_not
 from bnfuse.graph.protos import attributes, remove_attributes, set_attribute, shapes_of, without_large_values
 
 from .graph import Forward
@@ -45,7 +45,7 @@ def _inferred(forward: Forward) -> dict[str, list[int] | None]:
 
 def _settle(forward: Forward, node: onnx.NodeProto, sizes: list[int]) -> bool:
     """Whether the node had to be changed."""
-    set_attribute(node, "pads", window_pads(attributes(node), sizes))
+    set_attribute(node, "pads", list(resolved_pads(attributes(node), sizes)))
     remove_attributes(node, {"auto_pad"})
     given = attributes(node)
     axes = axes_of(given, sizes)
@@ -77,7 +77,7 @@ def _settle(forward: Forward, node: onnx.NodeProto, sizes: list[int]) -> bool:
 
 def fault_of(node: onnx.NodeProto, sizes: list[int]) -> str | None:
     """Tell why a pooling of maps of these sizes cannot be trained: onnxruntime would give NaN, or not load the file."""
-    given = {**attributes(node), "pads": window_pads(attributes(node), sizes)}
+    given = {**attributes(node), "pads": list(resolved_pads(attributes(node), sizes))}
     axes = axes_of(given, sizes)
     if given.get("storage_order"):
         return "has storage_order=1: its gradient takes indices by rows. Set it to 0."
@@ -91,23 +91,3 @@ def fault_of(node: onnx.NodeProto, sizes: list[int]) -> str | None:
     if node.op_type == "AveragePool" and any(axis.dilation != 1 and axis.kernel > 1 for axis in axes):
         return "averages a window with dilations: there is no gradient of it here. Write it as a Conv."
     return None
-
-
-def window_pads(given: dict, sizes: list[int]) -> list[int]:
-    """List the padding of a convolution or pooling with its kernel_shape: begins, then ends. auto_pad is resolved."""
-    kernel = given["kernel_shape"]
-    rank = len(kernel)
-    strides, dilations = given.get("strides") or [1] * rank, given.get("dilations") or [1] * rank
-    mode = given.get("auto_pad", b"NOTSET")
-    if mode in (b"SAME_UPPER", b"SAME_LOWER"):
-        before, after = [], []
-        for size, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
-            windows = -(-size // stride)
-            total = max((windows - 1) * stride + (k - 1) * dilation + 1 - size, 0)
-            small, large = total // 2, total - total // 2
-            before.append(small if mode == b"SAME_UPPER" else large)
-            after.append(large if mode == b"SAME_UPPER" else small)
-        return before + after
-    if mode == b"VALID":
-        return [0] * (2 * rank)
-    return list(given.get("pads") or [0] * (2 * rank))

@@ -91,5 +91,26 @@ def is_miscounted(attributes: Mapping[str, Any], sizes: Sequence[int]) -> bool:
     return any(axis.count(ceil) != axis.count_of_onnxruntime(ceil) for axis in axes_of(attributes, sizes))
 
 
+def resolved_pads(given: Mapping[str, Any], sizes: Sequence[int]) -> tuple[int, ...]:
+    """List the padding of a convolution or pooling with its kernel_shape: begins, then ends. auto_pad is resolved."""
+    kernel = given["kernel_shape"]
+    rank = len(kernel)
+    strides, dilations = given.get("strides") or [1] * rank, given.get("dilations") or [1] * rank
+    mode = given.get("auto_pad") or "NOTSET"
+    mode = mode.decode() if isinstance(mode, bytes) else mode
+    if mode in ("SAME_UPPER", "SAME_LOWER"):
+        before, after = [], []
+        for size, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+            windows = -(-size // stride)
+            total = max((windows - 1) * stride + (k - 1) * dilation + 1 - size, 0)
+            small, large = total // 2, total - total // 2
+            before.append(small if mode == "SAME_UPPER" else large)
+            after.append(large if mode == "SAME_UPPER" else small)
+        return (*before, *after)
+    if mode == "VALID":
+        return (0,) * (2 * rank)
+    return tuple(given.get("pads") or (0,) * (2 * rank))
+
+
 def _by(axes: Sequence[Axis], what: str) -> str:
     return "x".join(str(getattr(axis, what)) for axis in axes)

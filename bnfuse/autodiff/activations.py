@@ -1,0 +1,50 @@
+"""Activations: each of the table has one gradient operator, made of its formula (bnfuse/opset/activations.py)."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnfuse.autodiff.emitter import Gradient
+from bnfuse.autodiff.rules import Rule, rule
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import OpSpec, find
+
+
+def own_pointwise(node: ir.Node) -> Rule | None:
+    """Give the rule of an activation that is an operator of ours (`QuickGeluPointwise`); None for any other."""
+    spec = find(node.op_type)
+    if isinstance(spec, OpSpec) and spec.core == "Pointwise" and len(spec.prologue) == 1 and not spec.epilogue:
+        return _tabled if spec.prologue[0] in ACTIVATIONS else None
+    return None
+
+
+def _tabled(g: Gradient) -> list[ir.Value | None]:
+    """Emit the PointwiseGrad of an activation of the table, with the attributes of the node or their defaults."""
+    name = g.node.op_type.removesuffix("Pointwise")
+    activation = ACTIVATIONS[name]
+    given = {key: float(g.attribute(key, default)) for key, default in activation.defaults}
+    return [g.own(OpSpec((), "PointwiseGrad", (f"{name}Grad",)), {"dy": g.dy, "x": g.x}, given)["dx"]]
+
+
+@rule("Clip")
+def clip(g: Gradient) -> list[ir.Value | None]:
+    """Let through what lies within the bounds; bounds that are computed are operands like the rest."""
+    bounds = [g.optional(place) for place in (1, 2)]
+    known = [g.known(bound) for bound in bounds]
+    activation = ACTIVATIONS["Clip"]
+    if all(bound is None or value is not None for bound, value in zip(bounds, known, strict=True)):
+        given = dict(activation.defaults)
+        for key, value in zip(given, known, strict=True):
+            given[key] = given[key] if value is None else float(value.item())
+        return [g.own(OpSpec((), "PointwiseGrad", ("ClipGrad",)), {"dy": g.dy, "x": g.x}, given)["dx"]]
+    zero, gradient, sums = g.number(0.0, g.x), g.dy, []
+    for bound, beyond in zip(bounds, ("Less", "Greater"), strict=True):
+        outside = g.op(beyond, g.x, bound) if bound is not None else None
+        sums.append(None if outside is None or bound is None else g.fit(g.where(outside, g.dy, zero), bound))
+        gradient = gradient if outside is None else g.where(outside, zero, gradient)
+    return [gradient, *sums]
+
+
+for _name, _activation in ACTIVATIONS.items():
+    if _name != "Clip" and not _activation.domain:  # a standard operator of this name
+        rule(_name)(_tabled)

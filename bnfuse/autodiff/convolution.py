@@ -1,0 +1,86 @@
+"""Conv and ConvTranspose, which are each other's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from bnfuse.autodiff.emitter import Gradient
+from bnfuse.autodiff.rules import rule
+from bnfuse.core.windows import resolved_pads
+from bnfuse.opset.spec import OpSpec
+
+Contributions = Sequence[ir.Value | None]
+
+
+@rule("Conv")
+def conv(g: Gradient) -> Contributions:
+    """Emit one ConvGrad for what is wanted: both gradients in one node where both are, and the bias's with them."""
+    x, weight = g.x, g.operand(1)
+    bias = g.optional(2) is not None and g.wants(2)
+    dx, dweight = g.wants(0), g.wants(1)
+    attributes = window_of(g, g.shape(x)[2:], g.shape(weight)[2:])
+    if not dx and not dweight:
+        return None, None, channel_sum(g, g.dy)
+    core = "ConvGrad" if dx and dweight else "ConvGradInput" if dx else "ConvGradWeight"
+    spec = OpSpec((), core, ("BiasGrad",) if bias else ())
+    made = g.own(spec, {"dy": g.dy, "x": x, "weight": weight}, attributes)
+    return made.get("dx"), made.get("dweight"), made.get("dbias")
+
+
+@rule("ConvTranspose")
+def conv_transpose(g: Gradient) -> Contributions:
+    """Emit dx = Conv(dy) with the same weight; the weight's gradient is that of this Conv, whose result's is x."""
+    x, weight = g.x, g.operand(1)
+    kernel = g.shape(weight)[2:]
+    window = transposed_window(g, g.shape(x)[2:], g.shape(g.y)[2:], kernel)
+    names = ("dilations", "group", "kernel_shape", "pads", "strides")
+    dx = g.op("Conv", g.dy, weight, **{name: window[name] for name in names}) if g.wants(0) else None
+    dweight = None
+    if g.wants(1):
+        spec = OpSpec((), "ConvGradWeight")
+        dweight = g.own(spec, {"dy": x, "x": g.dy, "weight": weight}, window)["dweight"]
+    dbias = channel_sum(g, g.dy) if g.optional(2) is not None and g.wants(2) else None
+    return dx, dweight, dbias
+
+
+def channel_sum(g: Gradient, dy: ir.Value) -> ir.Value:
+    """Emit the sum over all axes but the channels'."""
+    return g.sum(dy, [axis for axis in range(g.rank(g.y)) if axis != 1])
+
+
+def window_of(g: Gradient, extent: Sequence[int], kernel: Sequence[int]) -> dict[str, Any]:
+    """Give the attributes of a convolution over a map of this extent, with all defaults and auto_pad written out."""
+    rank = len(kernel)
+    strides = g.attribute("strides", (1,) * rank)
+    dilations = g.attribute("dilations", (1,) * rank)
+    given = {"strides": strides, "dilations": dilations, "kernel_shape": tuple(kernel)}
+    given |= {"pads": g.attribute("pads", None), "auto_pad": g.attribute("auto_pad", "NOTSET")}
+    pads = resolved_pads(given, extent)
+    return {**given, "pads": pads, "group": g.attribute("group", 1)}
+
+
+def transposed_window(g: Gradient, x: Sequence[int], y: Sequence[int], kernel: Sequence[int]) -> dict[str, Any]:
+    """Give the attributes of the Conv whose input gradient a ConvTranspose is; pads follow from both extents."""
+    rank = len(kernel)
+    strides = g.attribute("strides", (1,) * rank)
+    dilations = g.attribute("dilations", (1,) * rank)
+    extra = g.attribute("output_padding", (0,) * rank)
+    auto, pads = g.attribute("auto_pad", "NOTSET"), g.attribute("pads", (0,) * (2 * rank))
+    if auto not in ("NOTSET", "VALID") or "output_shape" in g.node.attributes:
+        begins, ends = [], []
+        for axis in range(rank):
+            total = strides[axis] * (x[axis] - 1) + extra[axis] + (kernel[axis] - 1) * dilations[axis] + 1 - y[axis]
+            small, large = total // 2, total - total // 2
+            begins.append(large if auto == "SAME_LOWER" else small)
+            ends.append(small if auto == "SAME_LOWER" else large)
+        pads = (*begins, *ends)
+    return {
+        "strides": strides,
+        "dilations": dilations,
+        "kernel_shape": tuple(kernel),
+        "pads": tuple(pads),
+        "group": g.attribute("group", 1),
+    }

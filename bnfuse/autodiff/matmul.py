@@ -1,0 +1,1 @@
+"""Rules of a family that has none yet."""
