@@ -17,6 +17,7 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.body import Body, reference
 from bnfuse.opset.functions_sampling import SAMPLING
+from bnfuse.opset.functions_whole import WHOLE, running
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     CONV_ATTRIBUTES,
@@ -289,13 +290,7 @@ def _finalize(body: Body) -> tuple[ir.Value, ...]:
     inv_std = body.power(body("Add", body["variance"], body.attribute("epsilon")), -0.5)
     a = body("Mul", body["scale"], inv_std)
     b = body("Sub", body["bias"], body("Mul", body["mean"], a))
-    return a, b, inv_std, _running("mean", body), _running("variance", body)
-
-
-def _running(name: str, body: Body) -> ir.Value:
-    momentum = body.attribute("momentum")
-    batch = body("Mul", body[name], body("Sub", body.constant(1.0), momentum))
-    return body("Add", body("Mul", body[f"running_{name}"], momentum), batch)
+    return a, b, inv_std, *(running(name, body[name], body) for name in ("mean", "variance"))
 
 
 def _terms(body: Body) -> tuple[ir.Value, ir.Value]:
@@ -327,5 +322,6 @@ PLAIN = {
     "BatchNormGradTerms": _terms,
     "BatchNormGradTermsAccumulate": _terms_accumulate,
     "BatchNormGradFinalize": _grad_finalize,
+    **WHOLE,
     **SAMPLING,
 }

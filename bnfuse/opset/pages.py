@@ -14,6 +14,7 @@ from bnfuse.opset.spec import (
     EPILOGUE_RESULTS,
     FORWARD_CORES,
     INTEGERS,
+    LABELS,
     PLAIN_OPS,
     PROLOGUE_OPERANDS,
     VERSION,
@@ -135,6 +136,25 @@ PLAIN = {
     ),
 }
 
+WHOLE = {
+    "BatchNorm": Text(
+        "y = (x - mean)*inv_std*scale + bias; inv_std = 1/sqrt(variance + epsilon); "
+        "new_running = running*momentum + batch*(1 - momentum)",
+        "A BatchNorm in training, with the mean and the variance of each channel of x. The variance is biased, in the "
+        "running statistics too.",
+    ),
+    "BatchNormGrad": Text(
+        "dbias = sum of dy; dscale = sum of dy*(x - mean)*inv_std; "
+        "dx = scale*inv_std*(dy - dbias/count - (x - mean)*inv_std*dscale/count)",
+        "Its gradients; mean and inv_std are its results, count the elements of a channel.",
+    ),
+    "SoftmaxCrossEntropyGrad": Text(
+        "dscores = (exp(log_prob) - onehot(labels))*dlosses",
+        "The gradient of each row's cross-entropy, along axis 1: mean or sum, weights and an ignored label are in "
+        "dlosses. A label that is no class has no one in its row: with dlosses of 0 its dscores are 0.",
+    ),
+}
+
 SAMPLED = {
     "SampledStatistics": Text(
         "mean, variance = those of x[n0 : n0 + n, :, h0 : h0 + h, w0 : w0 + w]; (n0, h0, w0) = offset; "
@@ -211,6 +231,7 @@ BASELINES = {
 }
 
 PLAIN_SECTIONS = {
+    "Operators of training graphs before any pass": WHOLE,
     "Operators that are not composed of steps": PLAIN,
     "Statistics of a sample": SAMPLED,
     "Statistics of groups": LOCAL,
@@ -239,7 +260,8 @@ The inputs of a node are, in order: dy and a MaxPool's indices (gradients only),
 prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight, then the results of the
 epilogue's steps. Maps (x, y, dy, dx, skip, other, acc, stored, grad_x, x_i) are float32 [N, C, H, W], indices int64,
 weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are float32 [C], or [G, C] for G
-groups of samples. Every attribute is required.
+groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of any rank from 2 on. Every
+attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators (`com.microsoft` ConvGrad where there is
 a convolution's gradient), so that any runtime that knows these executes it. The functions need opset 13 or later.
@@ -260,7 +282,8 @@ def _sections() -> Iterator[str]:
         yield f"## {title}\n"
         for name, text in texts.items():
             op = PLAIN_OPS[name]
-            yield _entry(name, text, op.operands, op.results, op.attributes, grouped=texts is LOCAL)
+            grouped, any_rank = texts is LOCAL, texts is WHOLE
+            yield _entry(name, text, op.operands, op.results, op.attributes, grouped=grouped, any_rank=any_rank)
 
 
 def _cores() -> Iterator[str]:
@@ -302,6 +325,7 @@ def _entry(
     attributes: Iterable[str],
     *,
     grouped: bool = False,
+    any_rank: bool = False,
 ) -> str:
     lines = [
         f"### {name}\n",
@@ -311,21 +335,25 @@ def _entry(
         "",
     ]
     for title, names in (("Operands", operands), ("Results", results)):
-        if listed := ", ".join(f"`{shown}` {shape_of(shown, grouped=grouped)}" for shown in names):
+        if listed := ", ".join(f"`{shown}` {shape_of(shown, grouped=grouped, any_rank=any_rank)}" for shown in names):
             lines.append(f"- {title}: {listed}")
     if listed := ", ".join(f"`{shown}` ({attribute_type(shown)})" for shown in attributes):
         lines.append(f"- Attributes: {listed}")
     return "\n".join(lines).rstrip() + "\n"
 
 
-MAPS = ("x", "y", "dy", "dx", "dz", "skip", "other", "acc", "stored", "grad_x", "x_i")
+MAPS = ("x", "y", "dy", "dx", "dz", "skip", "other", "acc", "stored", "grad_x", "x_i", "log_prob", "dscores")
 
 
 WIDE = ("scale", "bias", "running_mean", "running_variance", "new_running_mean", "new_running_variance")
 
 
-def shape_of(name: str, *, grouped: bool = False) -> str:
+def shape_of(name: str, *, grouped: bool = False, any_rank: bool = False) -> str:
     """How the page writes a tensor's shape; coefficients of groups are [G, C]."""
+    if name in LABELS:
+        return "[N, ...] int64 or int32"
+    if name == "dlosses":
+        return "[N, ...]"
     if name in ("weight", "dweight"):
         return "[M, C/group, kH, kW]"
     if name == "indices":
@@ -333,7 +361,7 @@ def shape_of(name: str, *, grouped: bool = False) -> str:
     if name in INTEGERS:
         return "[3] int64" if name == "offset" else "[points] int64"
     if name in MAPS:
-        return "[N, C, H, W]"
+        return "[N, C, ...]" if any_rank else "[N, C, H, W]"
     return "[G, C]" if grouped and name not in WIDE else "[C]"
 
 

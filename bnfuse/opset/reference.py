@@ -16,6 +16,7 @@ from bnfuse.core.windows import axes_of
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.reference_sampling import SAMPLING
+from bnfuse.opset.reference_whole import WHOLE, running
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
 
 Array = np.ndarray
@@ -330,13 +331,10 @@ def _window_elements(extent: tuple[int, ...], attributes: Attributes) -> Array:
 
 
 def _finalize(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
-    mean, variance, momentum = operands["mean"], operands["variance"], attributes["momentum"]
-    inv_std = 1 / np.sqrt(variance + attributes["epsilon"])
+    inv_std = 1 / np.sqrt(operands["variance"] + attributes["epsilon"])
     a = operands["scale"] * inv_std
-    running = (
-        operands[f"running_{name}"] * momentum + operands[name] * (1 - momentum) for name in ("mean", "variance")
-    )
-    return a, operands["bias"] - mean * a, inv_std, *running
+    new = (running(operands, name, operands[name], attributes) for name in ("mean", "variance"))
+    return a, operands["bias"] - operands["mean"] * a, inv_std, *new
 
 
 def _terms(operands: Operands) -> tuple[Array, Array]:
@@ -363,5 +361,6 @@ PLAIN: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {
     "BatchNormGradTerms": lambda operands, _: _terms(operands),
     "BatchNormGradTermsAccumulate": _terms_accumulate,
     "BatchNormGradFinalize": _grad_finalize,
+    **WHOLE,
     **SAMPLING,
 }

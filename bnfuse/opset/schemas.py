@@ -15,7 +15,7 @@ import onnx
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.shapes import result_shapes
-from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp, attribute_type, find
+from bnfuse.opset.spec import DOMAIN, INTEGERS, LABELS, VERSION, OpSpec, PlainOp, attribute_type, find
 from bnfuse.opset.training_ops import TRAINING_OPS, Rule, TrainingOp, attribute_of, dims_of, tensor
 
 Schema = onnx.defs.OpSchema
@@ -128,6 +128,7 @@ def own_schema(op: OpSpec | PlainOp) -> Schema:
         VERSION,
         inputs=[Parameter(name, _own_kind(name)) for name in op.operands],
         outputs=[Parameter(name, _own_kind(name)) for name in op.results],
+        type_constraints=[("J", KINDS["J"], "")] if {*LABELS} & {*op.operands} else [],
         attributes=[_attribute(name, attribute_type(name), required=True) for name in op.attributes],
     )
     schema.set_type_and_shape_inference_function(infer)
@@ -139,7 +140,7 @@ def _element(name: str) -> int:
 
 
 def _own_kind(name: str) -> str:
-    return "tensor(int64)" if name in INTEGERS else "tensor(float)"
+    return "J" if name in LABELS else "tensor(int64)" if name in INTEGERS else "tensor(float)"
 
 
 def training_schema(op: TrainingOp) -> Schema:

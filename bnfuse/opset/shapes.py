@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnfuse.opset.reference import window_counts
-from bnfuse.opset.spec import OpSpec, PlainOp
+from bnfuse.opset.spec import WHOLE_OPS, OpSpec, PlainOp
 
 Dim = int | str | None
 Shape = tuple[Dim, ...] | None
@@ -41,6 +41,9 @@ def window_shape(x: Shape, out_channels: Dim, attributes: Attributes) -> Shape:
 
 def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
     """Results are maps like the one that is changed, or coefficients: of x's channels, or like those that come in."""
+    if op in WHOLE_OPS:
+        like = {"y": "x", "dx": "x", "dscores": "log_prob"}
+        return {name: shapes[like[name]] if name in like else channels(shapes["x"]) for name in op.results}
     if op.results in (("dx",), ("y",)):
         map_ = shapes[next(name for name in ("acc", "dz", "x") if name in op.operands)]
         return dict.fromkeys(op.results, map_)

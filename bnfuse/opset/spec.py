@@ -240,13 +240,30 @@ def parse(name: str) -> OpSpec | None:
 
 @dataclasses.dataclass(frozen=True)
 class PlainOp:
-    """An operator not composed of steps: the halves of a BN that work on maps alone or on coefficients alone."""
+    """An operator not composed of steps: a whole BN, or a half of one on maps alone or on coefficients alone."""
 
     name: str
     operands: tuple[str, ...]
     results: tuple[str, ...]
     attributes: tuple[str, ...] = ()
 
+
+# What the training graph of a network has before any pass, beside standard operators and the cores alone. x, y, dy and
+# dx are [N, C, ...] of any rank from 2 on, log_prob and dscores too; labels and dlosses are [N, ...] without C.
+WHOLE_OPS = (
+    # y = (x - mean)*inv_std*scale + bias, with the mean and the biased variance of each channel of x;
+    # new_running = running*momentum + batch*(1 - momentum)
+    PlainOp(
+        "BatchNorm",
+        ("x", "scale", "bias", "running_mean", "running_variance"),
+        ("y", "new_running_mean", "new_running_variance", "mean", "inv_std"),
+        ("epsilon", "momentum"),
+    ),
+    # its gradients; mean and inv_std are its results
+    PlainOp("BatchNormGrad", ("dy", "x", "scale", "mean", "inv_std"), ("dx", "dscale", "dbias")),
+    # dscores = (exp(log_prob) - onehot(labels))*dlosses; a label that is no class has no one in its row
+    PlainOp("SoftmaxCrossEntropyGrad", ("dlosses", "log_prob", "labels"), ("dscores",)),
+)
 
 # Statistics from a sample ([Chen18]; docs/maths.md). A box is the elements from `offset` = (sample, row, column)
 # on, int64 [3], over `extent` = (samples, rows, columns) of every channel. Points are flat indices into N, H, W, int64,
@@ -341,6 +358,7 @@ PLAIN_OPS: dict[str, PlainOp] = {
         ),
         # q = -gamma_term[start:stop]/count, w = -beta_term[start:stop]/count - q*mean; count = N*H*W, an integer
         PlainOp("BatchNormGradFinalize", ("beta_term", "gamma_term", "mean"), ("q", "w"), ("count", "start", "stop")),
+        *WHOLE_OPS,
         *SAMPLING_OPS,
         *LOCAL_OPS,
         *BASELINE_OPS,
@@ -348,6 +366,7 @@ PLAIN_OPS: dict[str, PlainOp] = {
 }
 
 INTEGERS = ("indices", "offset", "points")  # operands and results that are int64
+LABELS = ("labels",)  # operands that are int64 or int32
 
 
 def find(name: str) -> OpSpec | PlainOp | None:

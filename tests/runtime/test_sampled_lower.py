@@ -12,7 +12,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.sampling import NOTHING, Box, Points, Sampling
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset import reference
-from bnfuse.opset.spec import PLAIN_OPS, attribute_type
+from bnfuse.opset.spec import BASELINE_OPS, LOCAL_OPS, PLAIN_OPS, SAMPLING_OPS, attribute_type
 from bnfuse.runtime.backends.cpu.runner import CpuRunner
 from bnfuse.runtime.backends.draws import sampling_of
 from bnfuse.runtime.backends.execution import Compiled
@@ -86,7 +86,7 @@ ATTRIBUTES = {
 }
 GROUPED = ("MixStatistics", "SampledGradFinalize", "BatchNormGradTerms")  # of a group or of the batch
 CASES = [
-    *((name, False, channels) for name in PLAIN_OPS if not name.startswith("BatchNorm") for channels in (21, 16)),
+    *((op.name, False, channels) for op in (*SAMPLING_OPS, *LOCAL_OPS, *BASELINE_OPS) for channels in (21, 16)),
     *((name, True, channels) for name in GROUPED for channels in (21, 16)),
 ]
 

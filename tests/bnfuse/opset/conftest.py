@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from bnfuse.opset import reference
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import CONV_GRADS, DOMAIN, INTEGERS, OpSpec, PlainOp, find
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, WHOLE_OPS, OpSpec, PlainOp, find
 
 CONV = {"dilations": [1, 1], "group": 1, "kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1]}
 POOL = {
@@ -28,7 +28,7 @@ POOL = {
 
 @dataclasses.dataclass
 class Case:
-    """An operator, float32 operands (int64 indices), and attributes."""
+    """An operator, float32 operands (indices and labels are integers), and attributes."""
 
     op: OpSpec | PlainOp
     operands: dict[str, np.ndarray]
@@ -48,8 +48,8 @@ class Case:
         graph = helper.make_graph(
             [node],
             "one_node",
-            [_value(name, value.shape, dynamic) for name, value in self.operands.items()],
-            [_value(name, results[name].shape, True) for name in self.op.results],
+            [_value(name, value, dynamic) for name, value in self.operands.items()],
+            [_value(name, results[name], True) for name in self.op.results],
         )
         imports = [
             helper.make_opsetid("", opset),
@@ -70,12 +70,14 @@ class Case:
 
 
 def _as(dtype, value: np.ndarray) -> np.ndarray:
-    return value if value.dtype == np.int64 else value.astype(dtype)
+    return value if np.issubdtype(value.dtype, np.integer) else value.astype(dtype)
 
 
-def _value(name: str, shape: tuple[int, ...], dynamic: bool) -> onnx.ValueInfoProto:
-    dims = [f"{name}_{axis}" for axis in range(len(shape))] if dynamic else list(shape)
-    return helper.make_tensor_value_info(name, TensorProto.INT64 if name in INTEGERS else TensorProto.FLOAT, dims)
+def _value(name: str, value: np.ndarray, dynamic: bool) -> onnx.ValueInfoProto:
+    dims = [f"{name}_{axis}" for axis in range(value.ndim)] if dynamic else list(value.shape)
+    is_integer = np.issubdtype(value.dtype, np.integer)
+    kind = helper.np_dtype_to_tensor_dtype(value.dtype) if is_integer else TensorProto.FLOAT
+    return helper.make_tensor_value_info(name, kind, dims)
 
 
 def make_case(
@@ -85,6 +87,8 @@ def make_case(
     op = find(name)
     assert op is not None, name
     rng = np.random.default_rng(seed)
+    if op in WHOLE_OPS:
+        return _whole_case(op, rng, shape)
     if isinstance(op, PlainOp):
         return _plain_case(op, rng, shape)
     window = {**CONV, **(conv or {})} if op.core == "Conv" or op.core in CONV_GRADS else {**POOL, **(pool or {})}
@@ -111,6 +115,27 @@ def make_case(
     return Case(
         op, {key: _as(np.float32, value) for key, value in operands.items()}, {k: own[k] for k in op.attributes}
     )
+
+
+def _whole_case(op: PlainOp, rng: np.random.Generator, shape: tuple[int, ...]) -> Case:
+    """Maps of any rank; one label is no class, with a dloss of 0."""
+    rows = (shape[0], *shape[2:])
+    shapes = {**dict.fromkeys(("x", "dy"), shape), "dlosses": rows}
+    given = {
+        name: rng.normal(size=shapes.get(name, (shape[1],)))
+        for name in op.operands
+        if name not in ("log_prob", "labels")
+    }
+    if "running_variance" in given:
+        given["running_variance"] = np.abs(given["running_variance"])
+    if "labels" in op.operands:
+        scores = rng.normal(size=shape)
+        given["log_prob"] = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        given["labels"] = rng.integers(shape[1], size=rows)
+        given["labels"].flat[0], given["dlosses"].flat[0] = -100, 0
+    operands = {name: _as(np.float32, given[name]) for name in op.operands}
+    attributes = {"epsilon": 1e-3, "momentum": 0.9}
+    return Case(op, operands, {name: attributes[name] for name in op.attributes})
 
 
 def _plain_case(op: PlainOp, rng: np.random.Generator, shape) -> Case:

@@ -21,6 +21,7 @@ from bnfuse.opset.spec import (
     LOCAL_OPS,
     PLAIN_OPS,
     SAMPLING_OPS,
+    WHOLE_OPS,
     parse,
 )
 
@@ -179,6 +180,33 @@ def test_samples_of_odd_shapes(case, assert_close, name, shape, seed):
 def test_sampled_statistics_in_other_opsets_and_of_unknown_shapes(name, opset, dynamic, case, assert_close):
     it = case(name)
     assert_close(it.run_body(opset, dynamic=dynamic), it.expected())
+
+
+RANKS = [(5, 3), (3, 4, 7), (2, 3, 4, 5), (2, 3, 2, 3, 4), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", RANKS, ids=str)
+@pytest.mark.parametrize("op", WHOLE_OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("opset, dynamic", [(13, True), (17, False), (21, True)])
+def test_whole_operators_take_maps_of_any_rank(op, shape, opset, dynamic, case, assert_close):
+    it = case(op.name, shape=shape)
+    assert_close(it.run_body(opset, dynamic=dynamic), it.expected())
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+@pytest.mark.parametrize("label", [-100, -1, 6, 2**31 - 1])
+def test_row_of_a_label_that_is_no_class_is_zero_where_its_loss_does_not_count(kind, label, case):
+    it = case("SoftmaxCrossEntropyGrad", shape=(4, 6))
+    it.operands["labels"] = it.operands["labels"].astype(kind)
+    it.operands["labels"][2], it.operands["dlosses"][2] = label, 0
+    dscores = it.run_body()["dscores"]
+    assert not dscores[2].any() and np.isfinite(dscores).all() and dscores[1].any()
+
+
+def test_whole_batch_norm_survives_a_mean_of_a_thousand_standard_deviations(case, assert_close):
+    it = case("BatchNorm", shape=(8, 3, 40, 40))
+    it.operands["x"] += np.float32(1000)
+    assert_close(it.run_body(), it.expected(), 1e-4)
 
 
 def test_nothing_but_the_sample_changes(case):

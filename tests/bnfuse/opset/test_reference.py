@@ -193,6 +193,41 @@ def test_split_batch_norm_is_batch_norm(problem):
     assert np.linalg.norm(dx - x.grad.numpy()) <= loose * max(np.linalg.norm(x.grad.numpy()), np.linalg.norm(dy))
 
 
+@pytest.mark.parametrize("shape", [(6, 3), (3, 4, 5), (2, 3, 4, 5), (2, 3, 2, 3, 2)], ids=str)
+def test_whole_batch_norm_of_any_rank_and_its_gradient(shape):
+    x, scale, bias = leaf(RNG.normal(size=shape)), leaf(RNG.normal(size=shape[1])), leaf(RNG.normal(size=shape[1]))
+    running = RNG.random((2, shape[1]))
+    tracked = [torch.tensor(values) for values in running]
+    y = torch.nn.functional.batch_norm(x, *tracked, scale, bias, training=True, momentum=0.25, eps=1e-3)
+    dy = RNG.normal(size=shape)
+    y.backward(torch.tensor(dy))
+    operands = {name: value.detach().numpy() for name, value in (("x", x), ("scale", scale), ("bias", bias))}
+    state = dict(zip(("running_mean", "running_variance"), running, strict=True))
+    results = run(PLAIN_OPS["BatchNorm"], {**operands, **state}, {"epsilon": 1e-3, "momentum": 0.75})
+    assert_equal(results["y"], y)
+    assert_equal(results["new_running_mean"], tracked[0])
+    variance = operands["x"].var(axis=(0, *range(2, len(shape))))  # biased, where torch's running one is not
+    np.testing.assert_allclose(results["new_running_variance"], 0.75 * running[1] + 0.25 * variance)
+    saved = {name: results[name] for name in ("mean", "inv_std")}
+    gradients = run(PLAIN_OPS["BatchNormGrad"], {"dy": dy, **operands, **saved}, {})
+    for name, value in (("dx", x), ("dscale", scale), ("dbias", bias)):
+        assert_equal(gradients[name], value.grad)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (3, 4, 5), (2, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_gradient_of_a_weighted_cross_entropy_that_ignores_a_label(shape, kind):
+    scores, weights = leaf(RNG.normal(size=shape)), RNG.random(shape[1])
+    labels = RNG.integers(shape[1], size=(shape[0], *shape[2:]))
+    labels.flat[1] = -100
+    loss = torch.nn.functional.cross_entropy(scores, torch.tensor(labels), torch.tensor(weights), ignore_index=-100)
+    loss.backward()
+    of_rows = np.where(labels == -100, 0, weights[labels % shape[1]])
+    log_prob = torch.log_softmax(scores.detach(), 1).numpy()
+    operands = {"dlosses": of_rows / of_rows.sum(), "log_prob": log_prob, "labels": labels.astype(kind)}
+    assert_equal(run(PLAIN_OPS["SoftmaxCrossEntropyGrad"], operands, {})["dscores"], scores.grad)
+
+
 def test_batch_norms_that_share_channels_accumulate_one_gradient():
     """Two BNs of different epsilon over ranges of one map and a reader that is no BN: one buffer of gradients.
 

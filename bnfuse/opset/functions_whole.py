@@ -1,0 +1,93 @@
+"""Bodies of the operators that a training graph has before any pass, a part of `functions.py`.
+
+Maps are [N, C, ...] of any rank from 2 on: inside a body they are [N, C, the rest].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from bnfuse.opset.body import Body
+
+FLOAT, INT64 = int(ir.DataType.FLOAT), int(ir.DataType.INT64)
+SUMMED = (0, 2)  # all but the channels of [N, C, the rest]
+
+
+def folded(x: ir.Value, body: Body) -> ir.Value:
+    """Give a map as [N, C, the rest]."""
+    return body("Reshape", x, body.constant([0, 0, -1]))
+
+
+def unfolded(x: ir.Value, like: ir.Value, body: Body) -> ir.Value:
+    """Give [N, C, the rest] the shape of another map."""
+    return body("Reshape", x, body("Shape", like))
+
+
+def column(vector: ir.Value, body: Body) -> ir.Value:
+    """Give [C] as [1, C, 1]."""
+    return body("Reshape", vector, body.constant([1, -1, 1]))
+
+
+def summed(x: ir.Value, body: Body) -> ir.Value:
+    """Sum [N, C, the rest] to [C]."""
+    return body("ReduceSum", x, body.constant(SUMMED), keepdims=0)
+
+
+def elements(x: ir.Value, vector: ir.Value, body: Body) -> ir.Value:
+    """Count the elements of a channel, as a float; `vector` has one value a channel."""
+    return body("Cast", body("Div", body("Size", x), body("Size", vector)), to=FLOAT)
+
+
+def running(name: str, batch: ir.Value, body: Body) -> ir.Value:
+    """Give the running statistic `name` after the step, from that of the batch."""
+    momentum = body.attribute("momentum")
+    added = body("Mul", batch, body("Sub", body.constant(1.0), momentum))
+    return body("Add", body("Mul", body[f"running_{name}"], momentum), added)
+
+
+def _batch_norm(body: Body) -> tuple[ir.Value, ...]:
+    """Two passes over x: a difference of raw sums would cancel where |mean| is large."""
+    x = folded(body["x"], body)
+    count = elements(x, body["scale"], body)
+    mean = body("Div", summed(x, body), count)
+    centred = body("Sub", x, column(mean, body))
+    variance = body("Div", summed(body("Mul", centred, centred), body), count)
+    inv_std = body.power(body("Add", variance, body.attribute("epsilon")), -0.5)
+    scaled = body("Mul", centred, column(body("Mul", body["scale"], inv_std), body))
+    y = unfolded(body("Add", scaled, column(body["bias"], body)), body["x"], body)
+    return y, running("mean", mean, body), running("variance", variance, body), mean, inv_std
+
+
+def _batch_norm_grad(body: Body) -> tuple[ir.Value, ...]:
+    """Compute dx = scale*inv_std*(dy - mean of dy - normalised*mean of dy*normalised)."""
+    x, dy = folded(body["x"], body), folded(body["dy"], body)
+    centred = body("Sub", x, column(body["mean"], body))
+    normalised = body("Mul", centred, column(body["inv_std"], body))
+    dbias, dscale = summed(dy, body), summed(body("Mul", dy, normalised), body)
+    count = elements(x, body["scale"], body)
+    shares = [column(body("Div", total, count), body) for total in (dbias, dscale)]
+    own = body("Sub", body("Sub", dy, shares[0]), body("Mul", normalised, shares[1]))
+    dx = body("Mul", own, column(body("Mul", body["scale"], body["inv_std"]), body))
+    return unfolded(dx, body["x"], body), dscale, dbias
+
+
+def _softmax_cross_entropy_grad(body: Body) -> tuple[ir.Value, ...]:
+    """Labels are compared with the classes: OneHot would count negative ones from the end."""
+    rows = body.constant([0, 1, -1])
+    labels, dlosses = (body("Reshape", body[name], rows) for name in ("labels", "dlosses"))
+    count = body.slice(body("Shape", body["log_prob"]), body.constant([1]), body.constant([2]), axis=0)
+    first, step = (body("Squeeze", body.constant([value]), body.constant([0])) for value in (0, 1))
+    classes = column(body("Range", first, body("Squeeze", count, body.constant([0])), step), body)
+    own = body("Cast", body("Equal", body("Cast", labels, to=INT64), classes), to=FLOAT)
+    probabilities = body("Exp", folded(body["log_prob"], body))
+    dscores = body("Mul", body("Sub", probabilities, own), dlosses)
+    return (unfolded(dscores, body["log_prob"], body),)
+
+
+WHOLE: dict[str, Callable[[Body], tuple[ir.Value, ...]]] = {
+    "BatchNorm": _batch_norm,
+    "BatchNormGrad": _batch_norm_grad,
+    "SoftmaxCrossEntropyGrad": _softmax_cross_entropy_grad,
+}

@@ -1,0 +1,62 @@
+"""What the operators compute that a training graph has before any pass, in numpy.
+
+As `reference.py`, of which this is a part, but maps are [N, C, ...] of any rank from 2 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+Operands = Mapping[str, Array]
+Attributes = Mapping[str, Any]
+
+
+def others(x: Array) -> tuple[int, ...]:
+    """List the axes of a map without that of its channels."""
+    return (0, *range(2, x.ndim))
+
+
+def column(values: Array, like: Array) -> Array:
+    """Give [C] as [1, C, 1, ...], of the rank of a map."""
+    return values.reshape(1, -1, *(1,) * (like.ndim - 2))
+
+
+def running(operands: Operands, name: str, batch: Array, attributes: Attributes) -> Array:
+    """Give the running statistic `name` after the step, from that of the batch."""
+    momentum = attributes["momentum"]
+    return operands[f"running_{name}"] * momentum + batch * (1 - momentum)
+
+
+def _batch_norm(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
+    x = operands["x"]
+    mean, variance = x.mean(axis=others(x)), x.var(axis=others(x))
+    inv_std = 1 / np.sqrt(variance + attributes["epsilon"])
+    y = (x - column(mean, x)) * column(operands["scale"] * inv_std, x) + column(operands["bias"], x)
+    new = (running(operands, name, batch, attributes) for name, batch in (("mean", mean), ("variance", variance)))
+    return y, *new, mean, inv_std
+
+
+def _batch_norm_grad(operands: Operands, _: Attributes) -> tuple[Array, ...]:
+    dy, x, inv_std = operands["dy"], operands["x"], operands["inv_std"]
+    normalised = (x - column(operands["mean"], x)) * column(inv_std, x)
+    dbias, dscale = dy.sum(axis=others(x)), (dy * normalised).sum(axis=others(x))
+    count = x.size // x.shape[1]
+    own = dy - column(dbias / count, x) - normalised * column(dscale / count, x)
+    return column(operands["scale"] * inv_std, x) * own, dscale, dbias
+
+
+def _softmax_cross_entropy_grad(operands: Operands, _: Attributes) -> tuple[Array]:
+    log_prob, labels = operands["log_prob"], operands["labels"]
+    own = np.expand_dims(labels, 1) == column(np.arange(log_prob.shape[1]), log_prob)
+    return ((np.exp(log_prob) - own) * np.expand_dims(operands["dlosses"], 1),)
+
+
+WHOLE: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {
+    "BatchNorm": _batch_norm,
+    "BatchNormGrad": _batch_norm_grad,
+    "SoftmaxCrossEntropyGrad": _softmax_cross_entropy_grad,
+}
