@@ -1,0 +1,208 @@
+"""Networks that nobody here wrote, pushed through: export, build, rewrite, verify in onnxruntime, compile, run.
+
+    python benchmarks/coverage.py [NAME...] [--group timm] [--exporter dynamo|script] [--stages build,rewrite,verify]
+                                  [--folder DIR] [--again] [--share 0.97]
+
+The networks of benchmarks/networks: families of torchvision and timm, and ones written by hand. Weights are random and
+nothing is downloaded. Each stage of each network runs in a child process of its own (a crash or a hang is that
+network's alone), and what it found is a line of `FOLDER/EXPORTER.jsonl`; networks that are listed there are not run
+again without --again. Ends with a table of stages and the refusals; the exit status is 1 where fewer than the share
+come through all stages.
+
+Needs torch, onnxscript, torchvision and timm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import fnmatch
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import networks
+
+STAGES = ("export", "build", "rewrite", "verify", "compile", "run")
+OPTIONAL = ("run",)  # not among the stages that are run unasked
+
+
+def export(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+    """Write the forward file as the README says (dynamo), or by the exporter before that (script)."""
+    import torch
+
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    network = networks.NETWORKS[name]
+    module, inputs = network.make().train(), network.inputs()
+    path = str(folder / f"{name}.onnx")
+    if exporter == "dynamo":
+        torch.onnx.export(module, inputs, path, dynamo=True, optimize=False, verbose=False)
+    else:
+        mode = torch.onnx.TrainingMode.TRAINING
+        torch.onnx.export(module, inputs, path, dynamo=False, training=mode, do_constant_folding=False)
+    norms = sum(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    return {"batch_norm_modules": norms}
+
+
+def build(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+    """Build the training file; with several outputs the first is what the loss reads."""
+    import bnfuse
+    from bnfuse.build import build as build_file
+
+    network = networks.NETWORKS[name]
+    path = folder / f"{name}.onnx"
+    first = bnfuse.load(path).graph.outputs[0].name
+    built = build_file(path, loss=network.loss, train_bn=exporter == "dynamo", logits=first)
+    bnfuse.save(built.model, folder / f"{name}.train.onnx")
+    return {"nodes": len(built.model.graph.node), "notes": built.notes}
+
+
+def rewrite(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+    """Rewrite at the highest level."""
+    import bnfuse
+
+    done = bnfuse.rewrite(folder / f"{name}.train.onnx", level="icf")
+    bnfuse.save(done.model, folder / f"{name}.fused.onnx")
+    report = done.report.to_json()
+    reasons = collections.Counter(f"{each['half']}: {each['reason']}" for each in report["unfused"])
+    unfused = len({each["node"] for each in report["unfused"]})
+    return {"batch_norms": report["batch_norms"], "unfused": unfused, "reasons": reasons.most_common()}
+
+
+def verify(name: str, folder: Path, exporter: str, runtime: str = "ort") -> dict[str, Any]:
+    """Compare the two files, run by onnxruntime."""
+    import bnfuse
+
+    found = bnfuse.verify(folder / f"{name}.train.onnx", folder / f"{name}.fused.onnx", runtime=runtime, threads=2)
+    result = {"equal": bool(found.equal), "worst": [found.worst.tensor, found.worst.error, found.worst.tolerance]}
+    if not found.equal:
+        raise AssertionError(f"not equal: {result['worst']}")
+    return result
+
+
+def compile_step(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+    """Compile the rewritten file for this processor."""
+    import bnfuse
+
+    step = bnfuse.compile(folder / f"{name}.fused.onnx", threads=2)
+    return {"launches": step.program.report.launches if hasattr(step, "program") else None}
+
+
+def run(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+    """Compare the two files, compiled."""
+    return verify(name, folder, exporter, "tvm")
+
+
+DOING = dict(zip(STAGES, (export, build, rewrite, verify, compile_step, run), strict=True))
+
+
+def child(stage: str, name: str, folder: Path, exporter: str, pipe: Connection) -> None:
+    from bnfuse.core.errors import BnfuseError
+
+    started = time.time()
+    try:
+        found = DOING[stage](name, folder, exporter)
+        pipe.send({"ok": True, "seconds": round(time.time() - started, 1), **found})
+    except BnfuseError as error:
+        pipe.send({"ok": False, "kind": "refused", "error": " ".join(str(error).split())})
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        pipe.send({"ok": False, "kind": "error", "error": text, "trace": traceback.format_exc()[-2000:]})
+
+
+def staged(stage: str, name: str, folder: Path, exporter: str, limit: float) -> dict[str, Any]:
+    """Run one stage in a child process."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(stage, name, folder, exporter, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(limit):
+            process.kill()
+            return {"ok": False, "kind": "timeout", "error": f"more than {limit:.0f} s"}
+        return ours.recv()
+    except EOFError:
+        process.join()
+        return {"ok": False, "kind": "crash", "error": f"the process died with {process.exitcode}"}
+    finally:
+        process.join()
+
+
+def push(name: str, stages: list[str], folder: Path, exporter: str, limit: float, again: bool) -> dict[str, Any]:
+    """Push one network as far as it comes. Files that are there from an earlier export are taken."""
+    found: dict[str, Any] = {"name": name}
+    for stage in stages:
+        if stage == "export" and not again and (folder / f"{name}.onnx").exists():
+            found[stage] = {"ok": True, "kept": True}
+            continue
+        found[stage] = staged(stage, name, folder, exporter, limit)
+        if not found[stage]["ok"]:
+            break
+    return found
+
+
+def last(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The last stage that was tried, and what came of it."""
+    stage = [stage for stage in STAGES if stage in found][-1]
+    return stage, found[stage]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=["*"], metavar="NAME", help="networks, globs too (all)")
+    parser.add_argument("--group", help="torchvision, segmentation, timm or handwritten")
+    parser.add_argument("--exporter", choices=("dynamo", "script"), default="dynamo")
+    parser.add_argument("--stages", default=",".join(stage for stage in STAGES if stage not in OPTIONAL))
+    parser.add_argument("--folder", type=Path, default=Path(".coverage-networks"))
+    parser.add_argument("--limit", type=float, default=600, help="seconds of a stage")
+    parser.add_argument("--share", type=float, default=0.97)
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    folder = options.folder / options.exporter
+    folder.mkdir(parents=True, exist_ok=True)
+    log = options.folder / f"{options.exporter}.jsonl"
+    before = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    known = {} if options.again else {entry["name"]: entry for entry in before}
+    stages = options.stages.split(",")
+    chosen = [
+        name
+        for name, network in networks.NETWORKS.items()
+        if any(fnmatch.fnmatch(name, glob) for glob in options.names) and options.group in (None, network.group)
+    ]
+    for name in chosen:
+        if name not in known:
+            known[name] = push(name, stages, folder, options.exporter, options.limit, options.again)
+            with log.open("a") as file:
+                file.write(json.dumps(known[name]) + "\n")
+            stage, result = last(known[name])
+            print(
+                f"{name:28} {stage:8} {'ok' if result['ok'] else result['kind'] + ': ' + result['error']}", flush=True
+            )
+    return report([known[name] for name in chosen], stages, options.share)
+
+
+def report(found: list[dict[str, Any]], stages: list[str], share: float) -> int:
+    """Print how many came through each stage, and why others did not."""
+    exported = [entry for entry in found if entry.get("export", {"ok": True})["ok"]]
+    print(f"\n{len(exported)} of {len(found)} networks export")
+    for stage in (stage for stage in stages if stage != "export"):
+        print(f"  {stage:8} {sum(entry.get(stage, {}).get('ok', False) for entry in exported)} of {len(exported)}")
+    norms = sum(entry.get("rewrite", {}).get("batch_norms", 0) for entry in exported)
+    print(f"  BatchNorms that keep a half: {sum(e.get('rewrite', {}).get('unfused', 0) for e in exported)} of {norms}")
+    through = [entry for entry in exported if last(entry)[1]["ok"]]
+    for entry in (entry for entry in exported if entry not in through):
+        stage, result = last(entry)
+        print(f"  {entry['name']}: {stage}, {result['kind']}: {result['error'][:300]}")
+    return 0 if exported and len(through) >= share * len(exported) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
