@@ -94,7 +94,7 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
         return touched if node.op_type in BATCH_NORM_OPS else []
     op = find(node.op_type)
     if isinstance(op, PlainOp):
-        return touched
+        return touched if op.name != "SoftmaxCrossEntropyGrad" else []
     if op is None:
         return []
     if op.core in ("Pointwise", "PointwiseGrad") and BATCH_NORM_STEPS & {*op.prologue, *op.epilogue} and not adds(op):

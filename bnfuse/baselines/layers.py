@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.baselines.writer import Convert, Writer, attribute, present, torch_pads
+from bnfuse.opset.spec import DOMAIN
 
 
 def window(w: Writer, node: ir.Node, kernel: list[int]) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def batch_norm(w: Writer, node: ir.Node) -> Any:
     """Write a BatchNorm: ONNX's momentum is the share of the old value, torch's that of the new one."""
     _, scale, bias, mean, variance = node.inputs[:5]
     shape = w.shape(node, node.inputs[0])
-    training = bool(attribute(node, "training_mode", 0))
+    training = node.domain == DOMAIN or bool(attribute(node, "training_mode", 0))
     rank = max(1, len(shape) - 2)
     if rank > 3:
         raise w.error(node, f"has {rank} spatial dimensions: torch has 1 to 3")
@@ -212,6 +213,7 @@ def dropout(w: Writer, node: ir.Node) -> Any:
 
 LAYERS: dict[str, Callable[[Writer, ir.Node], Any]] = {
     "AveragePool": average_pool,
+    "BatchNorm": batch_norm,
     "BatchNormInternal": batch_norm,
     "BatchNormalization": batch_norm,
     "Celu": activation("CELU", alpha=1.0),

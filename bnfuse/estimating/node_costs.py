@@ -15,7 +15,7 @@ from bnfuse.analysis.work import flops as dense_flops
 from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec, PlainOp
+from bnfuse.opset.spec import ACTIVATION_GRADS, WHOLE_OPS, OpSpec, PlainOp
 from bnfuse.opset.traffic import RESHAPES
 
 # operations for each element of the map that the step works on (see operations.ELEMENTWISE for BatchNorm in all)
@@ -71,6 +71,7 @@ GRADIENT_TYPES = {
     "Scale": "Mul",
     **dict.fromkeys(RESHAPES, "Copy"),
 }
+WHOLE_NAMES = {"BatchNormInternal": "BatchNorm", "BatchNormalizationGrad": "BatchNormGrad"}  # as ours are named
 COPIES = ("Concat", "Copy", "Embedding")  # they compute nothing
 
 
@@ -90,6 +91,8 @@ def costs_of(node: ir.Node, op: OpSpec | PlainOp | None) -> Costs:
         dense = "Conv" in op.core
         kind = conv_type(node, node.inputs[op.operands.index("weight")]) if dense else composed_type(op)
         return Costs(kind, dense_flops(node) + step_flops(node, op))
+    if op in WHOLE_OPS:
+        return whole_costs(node.op_type, node)
     if isinstance(op, PlainOp):
         return Costs("BatchNorm", plain_flops(node, op))
     return source_costs(node)
@@ -132,6 +135,16 @@ def step_flops(node: ir.Node, op: OpSpec) -> int:
     return total
 
 
+def whole_costs(kind: str, node: ir.Node) -> Costs:
+    """Give the costs of a whole BatchNorm, of its gradient, and of the gradient of the cross-entropy."""
+    forward, backward = ELEMENTWISE["BatchNorm"]
+    if kind == "BatchNorm":
+        return Costs("BatchNorm", forward * elements_of(node.inputs[0]), BASELINE_SWEEPS + 1, (0,))
+    if kind == "BatchNormGrad":
+        return Costs("BatchNorm", backward * elements_of(node.inputs[0]), 2, (0, 1))
+    return Costs("Loss", ELEMENTWISE["Loss"][1] * elements_of(node.inputs[1]))
+
+
 def plain_flops(node: ir.Node, op: PlainOp) -> int:
     """Count operations by the map that is read, or by the entries of the coefficients."""
     maps = [v for v in node.inputs if v is not None and len(dims(v)) >= 4]
@@ -154,10 +167,8 @@ def source_costs(node: ir.Node) -> Costs:
     if dense := dense_flops(node):
         return Costs(type_, dense)
     size = math.prod(dims(node.outputs[0])) if node.outputs[0].name else 0
-    if kind == "BatchNormInternal":
-        return Costs(type_, ELEMENTWISE["BatchNorm"][0] * size, BASELINE_SWEEPS + 1, (0,))
-    if kind == "BatchNormalizationGrad":
-        return Costs(type_, ELEMENTWISE["BatchNorm"][1] * elements_of(node.inputs[0]), 2, (0, 1))
+    if kind in WHOLE_NAMES:
+        return whole_costs(WHOLE_NAMES[kind], node)
     if type_ in COPIES:
         return Costs(type_, 0)
     if type_ == "Pool":

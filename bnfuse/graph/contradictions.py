@@ -22,7 +22,8 @@ Shapes = Mapping[str, Sequence[int]]  # of values whose shape is static
 DIFFERS = re.compile(
     r"\(op_type:(?P<op>[^,)]*), node name: (?P<name>.*?)\): (?:\[\w+\] )?(?P<what>[^\n]*\bdiffers?\b[^\n]*)"
 )
-OPERANDS = {1: "the map", 2: "the scale", 3: "the mean"}  # of BatchNormalizationGrad
+BATCH_NORMS = ("BatchNorm", "BatchNormInternal")
+OPERANDS = {1: "the map", 2: "the scale", 3: "the mean"}  # of the gradient of a BatchNorm
 
 
 def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str, list[int]]:
@@ -91,7 +92,7 @@ def _batch_norm_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto],
 
 def _batch_norm(makers: Mapping[str, onnx.NodeProto], names: Sequence[str]) -> onnx.NodeProto | None:
     found = (makers.get(name) for name in reversed(names))
-    return next((node for node in found if node is not None and node.op_type == "BatchNormInternal"), None)
+    return next((node for node in found if node is not None and node.op_type in BATCH_NORMS), None)
 
 
 def _batch_norm_forward(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
@@ -192,8 +193,8 @@ def _matrix_product(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], 
 
 
 TRAINING_CHECKS = {
-    "BatchNormInternal": _batch_norm_forward,
-    "BatchNormalizationGrad": _batch_norm_grad,
+    **dict.fromkeys(BATCH_NORMS, _batch_norm_forward),
+    **dict.fromkeys(("BatchNormGrad", "BatchNormalizationGrad"), _batch_norm_grad),
     "ConvGrad": _conv_grad,
     "SplitTraining": _split,
     "ReluGrad": _like_operand,

@@ -29,7 +29,7 @@ from bnfuse.graph.wellformed import check_wiring
 FILE_KEY = "bnfuse.file"
 MAX_ELEMENTS = 1 << 33  # of one tensor; beyond it the file is damaged or hostile
 MAX_BYTES = 1 << 34  # of the file itself
-RUNNING_OPERANDS = {"BatchNormInternal": (3, 5), "BatchNormFinalize": (4, 6)}
+RUNNING_OPERANDS = {"BatchNorm": (3, 5), "BatchNormInternal": (3, 5), "BatchNormFinalize": (4, 6)}
 COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 PACKED = {"UINT4": 2, "INT4": 2, "FLOAT4E2M1": 2, "UINT2": 4, "INT2": 4}  # kinds with several elements a byte
 ZIP = b"PK\x03\x04"

@@ -14,8 +14,12 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError
 
 METADATA_KEY = "bnfuse.roles"
-BATCH_NORMS = ("BatchNormInternal", "BatchNormalization", "BatchNormFinalize")
-PARAMETERS = {"Conv": (1, 2), "Gemm": (1, 2), "BatchNormInternal": (1, 2, 3, 4), "PRelu": (1,)}
+BATCH_NORMS = ("BatchNorm", "BatchNormInternal", "BatchNormalization", "BatchNormFinalize")
+PARAMETERS = {
+    **dict.fromkeys(("Conv", "Gemm"), (1, 2)),
+    **dict.fromkeys(("BatchNorm", "BatchNormInternal"), (1, 2, 3, 4)),
+    "PRelu": (1,),
+}
 LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLossInternal")
 
 

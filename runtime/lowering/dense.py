@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +16,8 @@ from bnfuse.runtime.kernels.common.loss import LossProblem
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.values import attributes_of
 from bnfuse.runtime.program import program as p
+
+Values = Mapping[str, ir.Value]
 
 
 def lower_gemm(low: Lowering, node: ir.Node) -> None:
@@ -72,6 +76,21 @@ def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
     if weights is not None:
         refs["weights"] = low.dense(weights)
     refs["dscores"] = low.new_dense(node.outputs[0], low.shape(log_prob))
+    low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs, loss_scale(low))
+    low.is_loss_scaled = True
+
+
+def lower_cross_entropy_grad(
+    low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Mapping[str, Any]
+) -> None:
+    """Lower SoftmaxCrossEntropyGrad: log_prob [N, classes, ...], labels and dlosses [N, ...] -> dscores."""
+    shape = low.shape(operands["log_prob"])
+    n, classes, *inner = shape
+    kind = np.dtype(low.form(operands["labels"]).dtype).name
+    problem = LossProblem(n, classes, math.prod(inner), "none", kind, gaps=True)
+    names = {"dloss": "dlosses", "log_prob": "log_prob", "labels": "labels"}
+    refs: dict[str, Ref] = {name: low.dense(operands[theirs]) for name, theirs in names.items()}
+    refs["dscores"] = low.new_dense(results["dscores"], shape)
     low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs, loss_scale(low))
     low.is_loss_scaled = True
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse
 from bnfuse.runtime.lowering import local as lower_local
 from bnfuse.runtime.lowering import sampled as lower_sampled
+from bnfuse.runtime.lowering.dense import lower_cross_entropy_grad
 from bnfuse.runtime.lowering.norm import (
+    batch_norm,
     batch_norm_finalize,
+    batch_norm_grad,
     batch_norm_grad_finalize,
     batch_norm_grad_reduce,
     batch_norm_grad_terms,
     batch_norm_grad_terms_accumulate,
     batch_norm_statistics,
 )
+from bnfuse.runtime.lowering.operands import named_values
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.steps import composed
 from bnfuse.runtime.lowering.values import attributes_of
@@ -29,7 +31,10 @@ PLAIN = {
     "BatchNormGradTermsAccumulate": batch_norm_grad_terms_accumulate,
     "BatchNormGradFinalize": batch_norm_grad_finalize,
 }
-SAMPLED = {
+WITH_NODE = {
+    "BatchNorm": batch_norm,
+    "BatchNormGrad": batch_norm_grad,
+    "SoftmaxCrossEntropyGrad": lower_cross_entropy_grad,
     "SampledStatistics": lower_sampled.sampled_statistics,
     "PointStatistics": lower_sampled.point_statistics,
     "MixStatistics": lower_sampled.mix_statistics,
@@ -54,9 +59,9 @@ SAMPLED = {
 def lower_bnfuse(low: Lowering, node: ir.Node) -> None:
     """One node of the domain, composed of steps or plain."""
     if plain := PLAIN_OPS.get(node.op_type):
-        operands, results = named(node.inputs, plain.operands), named(node.outputs, plain.results)
-        if node.op_type in SAMPLED:
-            SAMPLED[node.op_type](low, node, operands, results, attributes_of(node))
+        operands, results = named_values(node, plain)
+        if node.op_type in WITH_NODE:
+            WITH_NODE[node.op_type](low, node, operands, results, attributes_of(node))
         else:
             PLAIN[node.op_type](low, operands, results, attributes_of(node))
         return
@@ -68,9 +73,4 @@ def lower_bnfuse(low: Lowering, node: ir.Node) -> None:
     missing = [name for name in spec.attributes if name not in node.attributes]
     if missing:
         raise low.error(node, f"lacks the attribute {missing[0]}: rewrite the source graph with this version of bnfuse")
-    composed(low, node, spec, named(node.inputs, spec.operands), named(node.outputs, spec.results), attributes_of(node))
-
-
-def named(values: Sequence[ir.Value | None], names: Sequence[str]) -> dict[str, ir.Value]:
-    """Values by operand name, those that are left out left out."""
-    return {name: v for name, v in zip(names, values, strict=False) if v is not None and v.name}
+    composed(low, node, spec, *named_values(node, spec), attributes_of(node))

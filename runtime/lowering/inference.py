@@ -1,15 +1,16 @@
 """The graph that evaluates a trained network, cut out of its training graph.
 
 Statistics come from the running averages, dropout and random masks (masks.py) do nothing, and only the logits are
-wanted. Every level of rewriting is served, because statistics reach the maps through `BatchNormFinalize` or
-`BatchNormInternal` alone. Operators keep their form, `Statistics` that nobody reads included, so that no kernel is
-needed that training has not.
+wanted. Every level of rewriting is served, because statistics reach the maps through `BatchNormFinalize` or a whole
+`BatchNorm` (`BatchNormInternal`) alone. Operators keep their form, `Statistics` that nobody reads included, so that no
+kernel is needed that training has not.
 For the same reason virtual samples stay where they are, as zeros: to the running statistics no row matters to another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import onnx_ir as ir
@@ -48,7 +49,7 @@ def inference_graph(
         elif node.op_type == "BatchNormFinalize" and node.domain == DOMAIN:
             node.replace_input_with(2, node.inputs[4])
             node.replace_input_with(3, node.inputs[5])
-        elif node.op_type == "BatchNormInternal":
+        elif node.op_type == "BatchNormInternal" or (node.op_type == "BatchNorm" and node.domain == DOMAIN):
             normalize_by_running(graph, node)
         elif node.op_type == "Dropout":
             source = node.inputs[0]
@@ -102,8 +103,12 @@ def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
-    """Replace the use of a BatchNormInternal's map by that of a NormalizePointwise with the running statistics."""
+    """Replace the use of a BatchNorm's map by that of a NormalizePointwise with the running statistics.
+
+    Maps of other ranks than 2 and 4 are taken to rank 4 and back, as training lowers them.
+    """
     x, scale, bias, mean, variance = node.inputs[:5]
+    assert x is not None
     attributes = [ir.AttrFloat32(name, value) for name, value in batch_norm_constants(node).items()]
     finalize = ir.Node(
         DOMAIN,
@@ -113,10 +118,25 @@ def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
         num_outputs=5,
         name=node.name,
     )
-    normalize = ir.Node(DOMAIN, "NormalizePointwise", [x, *finalize.outputs[:2]], num_outputs=1, name=node.name)
-    y = node.outputs[0]
-    for index, value in enumerate((*finalize.outputs, *normalize.outputs)):
+    y, shape = node.outputs[0], static_shape(x)
+    new = [finalize]
+    if shape is None or len(shape) in (2, 4):
+        new.append(ir.Node(DOMAIN, "NormalizePointwise", [x, *finalize.outputs[:2]], num_outputs=1, name=node.name))
+    else:
+        new.append(reshape(graph, x, (*shape[:2], math.prod(shape[2:]), 1), f"{node.name}/map"))
+        operands = [new[-1].outputs[0], *finalize.outputs[:2]]
+        new.append(ir.Node(DOMAIN, "NormalizePointwise", operands, num_outputs=1, name=node.name))
+        new.append(reshape(graph, new[-1].outputs[0], shape, f"{node.name}/unmap"))
+    for index, value in enumerate(value for each in new for value in each.outputs):
         value.name = f"{y.name}/inference_{index}"
-    normalize.outputs[0].shape, normalize.outputs[0].type = y.shape, y.type
-    graph.insert_after(node, [finalize, normalize])
-    put_in_place(y, normalize.outputs[0])
+    result = new[-1].outputs[0]
+    result.shape, result.type = y.shape, y.type
+    graph.insert_after(node, new)
+    put_in_place(y, result)
+
+
+def reshape(graph: ir.Graph, value: ir.Value, shape: tuple[int, ...], name: str) -> ir.Node:
+    """Make a Reshape to a shape that is known now."""
+    to = ir.Value(name=f"{name}/shape", const_value=ir.tensor(np.array(shape, np.int64), name=f"{name}/shape"))
+    graph.register_initializer(to)
+    return ir.Node("", "Reshape", [value, to], num_outputs=1, name=name)

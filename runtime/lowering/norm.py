@@ -1,4 +1,4 @@
-"""Lowering of the halves of a BatchNorm, and of the source graph's whole ones."""
+"""Lowering of the halves of a BatchNorm, and of whole ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.generic import GenericProblem
+from bnfuse.runtime.lowering.operands import named_values
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.steps import composed
 from bnfuse.runtime.lowering.vectors import coefficient_rows, new_vectors, vector_range, vectors
@@ -88,72 +89,92 @@ def batch_norm_grad_finalize(low: Lowering, operands: Values, results: Values, a
     coefficients(low, "grad_finalize", arguments, refs)
 
 
-# -- the source graph's operators ----------------------------------------------------------------------------------
+# -- whole ones, of training graphs before any pass ----------------------------------------------------------------
 
 
-def batch_norm_source(low: Lowering, node: ir.Node) -> None:
-    """BatchNormInternal: x, scale, bias, running_mean, running_variance -> y, the new ones, mean, inv_std."""
-    x, scale, bias, running_mean, running_variance = (low.operand(node, i) for i in range(5))
-    y, new_mean, new_variance, mean, inv_std = (v if v.name else None for v in node.outputs)
-    channels = low.shape(scale)[0]
-    if len(low.shape(x)) not in (2, 4):
-        raise low.error(
-            node,
-            f"normalises a tensor of rank {len(low.shape(x))}: only maps and matrices are compiled. Reshape "
-            "it to a map of 4 axes in front of it, and back.",
-        )
+def batch_norm(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNorm of a map [N, C, ...]: two sweeps of statistics, coefficients, and a NormalizePointwise."""
+    channels = low.shape(operands["scale"])[0]
 
-    def vector(value: ir.Value | None) -> int:
-        return low.new_dense(value, (channels,))
+    def vector(name: str | None = None) -> int:
+        return low.new_dense(results.get(name) if name else None, (channels,))
 
-    batch = {"mean": vector(mean), "variance": vector(None)}
+    x = as_map(low, node, operands["x"])
+    batch = {"mean": vector("mean"), "variance": vector()}
     statistics(low, x, batch, BASELINE_SWEEPS)
-    a, b = vector(None), vector(None)
+    a, b = vector(), vector()
     refs: dict[str, Ref] = {
         **batch,
         "a": a,
         "b": b,
-        "scale": low.dense(scale),
-        "bias": low.dense(bias),
-        "running_mean": low.dense(running_mean),
-        "running_variance": low.dense(running_variance),
-        "inv_std": vector(inv_std),
-        "new_running_mean": vector(new_mean),
-        "new_running_variance": vector(new_variance),
+        **vectors(low, {name: operands[name] for name in ("scale", "bias", "running_mean", "running_variance")}),
+        **{name: vector(name) for name in ("inv_std", "new_running_mean", "new_running_variance")},
     }
-    finalize(low, channels, batch_norm_constants(node), refs)
-    if inv_std is not None:
-        low.normalizing[inv_std] = a
-    assert y is not None
-    normalized = ir.Value(name=f"{y.name}/a"), ir.Value(name=f"{y.name}/b")
-    for value, storage in zip(normalized, (a, b), strict=True):
-        low.define(value, (channels,))
+    finalize(low, channels, attributes, refs)
+    if "inv_std" in results:
+        low.normalizing[results["inv_std"]] = a
+    if "y" not in results:
+        return
+    normalized = {name: _intermediate(low, node, name, channels) for name in ("a", "b")}
+    for value, storage in zip(normalized.values(), (a, b), strict=True):
         low.forms[value].dense = storage
-    operands = {"x": x, "a": normalized[0], "b": normalized[1]}
-    composed(low, node, OpSpec(("Normalize",), "Pointwise"), operands, {"y": y}, {})
+    with_result(
+        low, OpSpec(("Normalize",), "Pointwise"), node, {"x": x, **normalized}, "y", results["y"], operands["x"]
+    )
 
 
-def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
-    """BatchNormalizationGrad: dy, x, scale, mean, inv_std -> dx, dscale, dbias: sums, coefficients, a sweep."""
-    dy, x, scale, mean, inv_std = (low.operand(node, i) for i in range(5))
-    dx, dscale, dbias = (v if v.name else None for v in node.outputs)
+def batch_norm_grad(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:
+    """Lower BatchNormGrad of a map [N, C, ...]: sums, coefficients, a sweep."""
+    dy, x = (as_map(low, node, operands[name]) for name in ("dy", "x"))
+    scale, mean, inv_std = (operands[name] for name in ("scale", "mean", "inv_std"))
     channels = low.shape(scale)[0]
     made = {
         name: _intermediate(low, node, name, channels)
         for name in ("dbeta", "dgamma", "a", "beta_term", "gamma_term", "q", "w")
     }
     low.forms[made["a"]].dense = normalizing_factor(low, scale, inv_std)
-    sums = {"dbeta": dbias or made["dbeta"], "dgamma": dscale or made["dgamma"]}
+    sums = {"dbeta": results.get("dbias", made["dbeta"]), "dgamma": results.get("dscale", made["dgamma"])}
     batch_norm_grad_reduce(low, {"dz": dy, "x": x, "mean": mean, "inv_std": inv_std}, sums, {})
-    if dx is None:
+    if "dx" not in results:
         return
     terms = {name: made[name] for name in ("beta_term", "gamma_term")}
     batch_norm_grad_terms(low, {**sums, "a": made["a"], "inv_std": inv_std}, terms, {})
     count = math.prod(low.shape(x)) // channels
     qw = {name: made[name] for name in ("q", "w")}
     batch_norm_grad_finalize(low, {**terms, "mean": mean}, qw, {"count": count, "start": 0, "stop": channels})
-    operands = {"dy": dy, "grad_x": x, "grad_p": made["a"], "grad_q": made["q"], "grad_w": made["w"]}
-    composed(low, node, OpSpec(("BatchNormGrad",), "PointwiseGrad"), operands, {"dx": dx}, {})
+    read = {"dy": dy, "grad_x": x, "grad_p": made["a"], "grad_q": made["q"], "grad_w": made["w"]}
+    with_result(low, OpSpec(("BatchNormGrad",), "PointwiseGrad"), node, read, "dx", results["dx"], operands["x"])
+
+
+def as_map(low: Lowering, node: ir.Node, value: ir.Value) -> ir.Value:
+    """Give a tensor [N, C, ...] as the map or matrix that kernels take: of another rank as [N, C, the rest, 1]."""
+    shape = low.shape(value)
+    if len(shape) in (2, 4):
+        return value
+    made = ir.Value(name=f"{node.name}/{value.name}")
+    low.alias(made, value, (*shape[:2], math.prod(shape[2:]), 1))
+    return made
+
+
+def with_result(
+    low: Lowering, spec: OpSpec, node: ir.Node, operands: Values, name: str, result: ir.Value, like: ir.Value
+) -> None:
+    """Launch an operator whose one result has the shape of `like`, which `as_map` may have changed."""
+    shape = low.shape(like)
+    made = result if len(shape) in (2, 4) else ir.Value(name=f"{node.name}/{result.name}")
+    composed(low, node, spec, operands, {name: made}, {})
+    if made is not result:
+        low.alias(result, made, shape)
+
+
+def batch_norm_source(low: Lowering, node: ir.Node) -> None:
+    """Lower BatchNormInternal of com.microsoft: BatchNorm, whose constants may be left out."""
+    batch_norm(low, node, *named_values(node, PLAIN_OPS["BatchNorm"]), batch_norm_constants(node))
+
+
+def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
+    """Lower BatchNormalizationGrad of com.microsoft: BatchNormGrad."""
+    batch_norm_grad(low, node, *named_values(node, PLAIN_OPS["BatchNormGrad"]), {})
 
 
 def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int:

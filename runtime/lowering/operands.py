@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
+
+from bnfuse.opset.spec import OpSpec, PlainOp
 
 
 def optional(node: ir.Node, index: int) -> ir.Value | None:
@@ -14,6 +18,16 @@ def result(node: ir.Node, index: int) -> ir.Value | None:
     """Give an output that somebody wants, or None."""
     value = node.outputs[index] if index < len(node.outputs) else None
     return value if value is not None and value.name else None
+
+
+def named_values(node: ir.Node, op: OpSpec | PlainOp) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
+    """Give operands and results by the operator's names for them."""
+    return named(node.inputs, op.operands), named(node.outputs, op.results)
+
+
+def named(values: Sequence[ir.Value | None], names: Sequence[str]) -> dict[str, ir.Value]:
+    """Values by operand name, those that are left out left out."""
+    return {name: v for name, v in zip(names, values, strict=False) if v is not None and v.name}
 
 
 def present(**values: ir.Value | None) -> dict[str, ir.Value]:

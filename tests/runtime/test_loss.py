@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from loss_case import reference
+from loss_case import gaps_case, gaps_gradient, reference
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.cpu import execute
@@ -58,6 +58,13 @@ def test_a_label_that_is_no_class_shows_as_nan():
     for label in (3, -1, 2**40):
         found = execute.call(softmax_loss(problem, TARGET), {"scores": scores, "labels": np.array([0, label])})
         assert np.isnan(found["loss"]).all()
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_with_gaps_the_row_of_a_label_that_is_no_class_has_no_one(kind):
+    problem = LossProblem(4, 3, 2, "none", label_dtype=np.dtype(kind).name, gaps=True)
+    found = execute.call(softmax_loss_grad(problem, TARGET), gaps_case(kind))["dscores"]
+    np.testing.assert_allclose(found, gaps_gradient(kind), rtol=1e-6, atol=1e-7)
 
 
 def test_labels_of_another_dtype_are_refused():

@@ -12,6 +12,8 @@ import pytest
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.signature import GraphSignature
+from bnfuse.opset import reference
+from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.runtime.backends.cpu.runner import CpuRunner
 from bnfuse.runtime.backends.execution import Compiled
 from bnfuse.runtime.backends.resolve import resolve
@@ -118,6 +120,42 @@ def test_a_batch_norm_that_leaves_out_its_constants_has_the_defaults():
     expected = 0.9 * feeds["m"] + 0.1 * feeds["x"].mean((0, 2, 3))
     assert np.allclose(short["m2"], expected, atol=1e-6)
     assert all((short[name] == full[name]).all() for name in ("y", "m2"))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 5, 7), (2, 5, 3, 4), (2, 5, 2, 3, 2)], ids=str)
+@pytest.mark.parametrize("name", ["BatchNorm", "BatchNormGrad", "SoftmaxCrossEntropyGrad"])
+def test_operators_before_any_pass_take_maps_of_any_rank(name, shape):
+    op, operands = PLAIN_OPS[name], whole_operands(name, shape)
+    attributes = {key: {"epsilon": 1e-3, "momentum": 0.75}[key] for key in op.attributes}
+    wanted = reference.run(
+        op, {k: v.astype(np.float64) if v.dtype.kind == "f" else v for k, v in operands.items()}, attributes
+    )
+    typed = [f"{'float' if v.dtype.kind == 'f' else v.dtype.name}{list(v.shape)} {k}" for k, v in operands.items()]
+    results = [f"float{list(v.shape)} {k}" for k, v in wanted.items()]
+    given = ", ".join(f"{key} = {value}" for key, value in attributes.items())
+    body = f"{', '.join(op.results)} = ai.bnfuse.{name} {f'<{given}>' if given else ''} ({', '.join(op.operands)})"
+    found = run(lowered(f"({', '.join(typed)}) => ({', '.join(results)})", body), **operands)
+    for result, value in wanted.items():
+        np.testing.assert_allclose(found[result], value, rtol=1e-5, atol=2e-6 * np.abs(value).max(), err_msg=result)
+
+
+def whole_operands(name: str, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    maps = {key: numbers(*shape, seed=seed) for seed, key in enumerate(("x", "dy", "log_prob"))}
+    rows = (shape[0], *shape[2:])
+    labels = np.random.default_rng(0).integers(shape[1], size=rows).astype(np.int32)
+    labels.flat[0] = -100
+    drawn = {**maps, "labels": labels, "dlosses": numbers(*rows)}
+    vectors = {key: numbers(shape[1], seed=seed) ** 2 for seed, key in enumerate(PLAIN_OPS[name].operands)}
+    return {key: drawn.get(key, vectors[key]) for key in PLAIN_OPS[name].operands}
+
+
+def test_a_batch_norm_whose_map_nobody_wants_gives_its_statistics():
+    signature = "(float[4,3,2,2] x, float[3] s, float[3] b, float[3] m, float[3] v) => (float[3] m2)"
+    made = lowered(signature, ", m2, , , = ai.bnfuse.BatchNorm <epsilon = 0.001, momentum = 0.75> (x, s, b, m, v)")
+    feeds = {"x": numbers(4, 3, 2, 2)} | {name: numbers(3, seed=i) ** 2 for i, name in enumerate("sbmv", 1)}
+    expected = 0.75 * feeds["m"] + 0.25 * feeds["x"].mean((0, 2, 3))
+    np.testing.assert_allclose(run(made, **feeds)["m2"], expected, rtol=1e-5)
+    assert not any("Normalize" in name for name in kernels(made.program))
 
 
 # -- layout --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,10 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class LossProblem:
-    """`inner` is the product of the dimensions behind the classes, 1 for plain classification."""
+    """`inner` is the product of the dimensions behind the classes, 1 for plain classification.
+
+    With `gaps` a label may be no class: then the gradient's row has no one in it, where it would else be NaN.
+    """
 
     n: int
     classes: int
@@ -33,6 +36,7 @@ class LossProblem:
     label_dtype: str = "int64"
     weighted: bool = False
     ignore_index: int | None = None
+    gaps: bool = False
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
@@ -106,10 +110,12 @@ def row_gradient(
     scale = label.weight * f64(args["dloss"][row if problem.reduction == "none" else 0])
     if not isinstance(factor, float):
         scale = scale * f64(factor)
-    scale = T.bind(to_f32(label.when_used(scale if count is None else scale / count)))
+    scale = scale if count is None else scale / count
+    scale = T.bind(to_f32(scale if problem.gaps else label.when_used(scale)))
 
     def gradient(c: Expr) -> None:
-        own = tirx.Select(c == label.index, f32(1.0), f32(0.0))
+        is_own = tirx.And(label.valid, c == label.index) if problem.gaps else c == label.index
+        own = tirx.Select(is_own, f32(1.0), f32(0.0))
         T.buffer_store(args["dscores"], (steps.exp(args["log_prob"][at(c)]) - own) * scale, [at(c)])
 
     rows.along(target, gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import pytest
 
 import bnfuse
@@ -9,9 +10,11 @@ from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.analysis.owners import layer_name
 from bnfuse.analysis.traffic import graph_traffic
 from bnfuse.build.named import build_model
+from bnfuse.estimating.node_costs import costs_of
 from bnfuse.estimating.training import covered, training_workload
 from bnfuse.estimating.workload import Layer, Workload
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.opset.spec import find
 from bnfuse.passes import LEVELS
 
 BATCH, IMAGE = 2, 16
@@ -53,6 +56,22 @@ def map_bytes(graph: TrainingGraph, workload: Workload) -> int:
     }
     accesses = [a for each in workload.layers for a in each.accesses]
     return sum(a.bytes for a in accesses if workload.tensors[a.tensor].name in wide)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("BatchNorm", "BatchNormInternal"), ("BatchNormGrad", "BatchNormalizationGrad")]
+)
+def test_a_whole_batch_norm_costs_what_it_does_in_other_domains(ours, theirs):
+    maps = [ir.Value(name=name, shape=ir.Shape((2, 3, 4, 4))) for name in ("x", "dy")]
+    vectors = [ir.Value(name=name, shape=ir.Shape((3,))) for name in "abcd"]
+    operands = [maps[0], *vectors] if ours == "BatchNorm" else [*maps[::-1], *vectors[:3]]
+    costs = []
+    for domain, name in (("ai.bnfuse", ours), ("com.microsoft", theirs)):
+        node = ir.Node(domain, name, operands, num_outputs=5 if ours == "BatchNorm" else 3, name="n")
+        node.outputs[0].name, node.outputs[0].shape = "result", maps[0].shape
+        costs.append(costs_of(node, find(name) if domain == "ai.bnfuse" else None))
+    assert costs[0] == costs[1]
+    assert costs[0].type == "BatchNorm" and costs[0].flops and costs[0].swept
 
 
 @pytest.mark.parametrize("level", LEVELS)

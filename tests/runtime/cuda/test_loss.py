@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
-from loss_case import reference
+from loss_case import gaps_case, gaps_gradient, reference
 
 from bnfuse.runtime.kernels.common.loss import LossProblem
 from bnfuse.runtime.kernels.cuda import loss as cuda_loss
@@ -68,6 +68,16 @@ def test_a_label_that_is_no_class_reads_nothing_and_shows_as_nan(label):
     assert np.isnan(found["loss"]).all()
     operands |= {"dloss": np.ones(1, np.float32), "log_prob": found["log_prob"]}
     assert np.isnan(run_kernel(softmax_loss_grad(problem, gpu()), operands)["dscores"][3:]).all()
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_with_gaps_the_row_of_a_label_that_is_no_class_has_no_one(kind, precision):
+    problem = LossProblem(4, 3, 2, "none", label_dtype=np.dtype(kind).name, gaps=True)
+    scalars = {"loss_scale": 128.0} if precision == "fp16" else {}
+    found = run_kernel(softmax_loss_grad(problem, gpu(precision)), gaps_case(kind), scalars=scalars)["dscores"]
+    expected = gaps_gradient(kind) * scalars.get("loss_scale", 1.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
