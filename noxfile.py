@@ -1,6 +1,6 @@
 """The checks of `.ci/run`, each in an environment of its own: `nox -s lint types`, `nox -s tests-3.12 -- tests/passes`.
 
-Python 3.13 is not among the versions: onnxruntime-training-cpu, which builds gradient graphs, has no wheel for it.
+On Python 3.13 the tests run beside plain onnxruntime, on the others beside onnxruntime-training-cpu (docs/install.md).
 """
 
 import nox
@@ -10,7 +10,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests", "docs"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
-VERSIONS = ["3.10", "3.11", "3.12"]
+VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 
 
 def requirements(*names: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.util
 import os
 import re
@@ -18,6 +19,9 @@ import onnx_ir as ir
 import pytest
 from slowest_first import SlowestFirst
 from source_files import load
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.ort.library import training_library
 
 HERE = Path(__file__).resolve().parent
 EMULATION_TOOLS = ("aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objcopy", "qemu-aarch64")
@@ -36,6 +40,16 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, CHROMIUM)), None)
 
 
+@functools.cache
+def builds_gradients() -> bool:
+    """Whether the installed onnxruntime is the one that trains."""
+    try:
+        training_library("this")
+    except BnfuseError:
+        return False
+    return True
+
+
 def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
     """By marker: whether its tests run, and what to say where they do not."""
     tools = all(shutil.which(tool) for tool in EMULATION_TOOLS)
@@ -44,6 +58,10 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
         "torch": (
             importlib.util.find_spec("torch") is not None,
             "need torch, which is not installed (pip install torch)",
+        ),
+        "ort_training": (
+            builds_gradients(),
+            "need onnxruntime-training-cpu, which is not installed and has no wheels for Python 3.13 (docs/install.md)",
         ),
         "emulation": (
             tools and asked,

@@ -89,6 +89,8 @@ def fill_from_checkpoint(model: ir.Model, path: str | os.PathLike[str]) -> None:
     try:
         with borrowed() as process:
             _, stored = process.ask("checkpoint", {"path": str(Path(path).resolve()), "names": names})
+    except BnfuseError as error:  # onnxruntime is not there, or not the one that reads checkpoints
+        raise BnfuseError(f"{file}: {error}") from None
     except OrtError:
         raise BnfuseError(f"{file}: is damaged or cut short: onnxruntime cannot read the checkpoint") from None
     found = 0

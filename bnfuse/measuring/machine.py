@@ -12,6 +12,7 @@ from typing import Any
 
 from bnfuse.core.processors import physical_cores
 from bnfuse.measuring.idle import Quiet
+from bnfuse.ort.library import installed
 
 # threads spin between the operators of a run, as by default, and no longer than that: they would tax the next candidate
 ORT_SPINNING = {"session.intra_op.allow_spinning": "1", "session.force_spinning_stop": "1"}
@@ -20,7 +21,6 @@ PACKAGES = {
     "bnfuse": "bnfuse",
     "tvm": "apache-tvm",
     "onnx": "onnx",
-    "onnxruntime": "onnxruntime-training-cpu",
     "torch": "torch",
     "numpy": "numpy",
 }
@@ -93,4 +93,6 @@ def versions() -> dict[str, str]:
     for name, package in PACKAGES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(package)
+    if ort := installed():
+        found["onnxruntime"] = " or ".join(ort.values())  # one has overwritten the other
     return found

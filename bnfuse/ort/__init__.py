@@ -4,5 +4,5 @@ process.py     our end: starts the process, asks, and says in one line how it en
 child.py       its end: sessions, gradient graphs, checkpoints
 frames.py      what goes between them: JSON and arrays
 library.py     the installed package, or one line that says what is wrong with it
-gradients.py   gradients that it lacks
+gradients.py   gradients of the training build, a second oracle, and those that it lacks
 """

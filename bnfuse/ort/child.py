@@ -52,7 +52,7 @@ class Server:
         from bnfuse.ort.gradients import register_gradients
 
         register_gradients()
-        library, names = training_library(), set(wanted)
+        library, names = training_library("a gradient of onnxruntime's"), set(wanted)
         options = library.SessionOptions()
         options.log_severity_level = 3
         optimised = library.get_optimized_model(arrays["model"].tobytes(), names, options)
@@ -62,7 +62,7 @@ class Server:
 
     def checkpoint(self, arrays: Arrays, *, path: str, names: Sequence[str]) -> Result:
         """Give the values that a checkpoint has of parameters of these names."""
-        state, found = training_library().load_checkpoint(path), {}
+        state, found = training_library("reading it").load_checkpoint(path), {}
         for name in names:
             try:
                 found[name] = np.array(state.get_parameter(name).data.numpy())

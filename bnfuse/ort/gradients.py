@@ -79,7 +79,7 @@ DEFINITIONS: dict[str, list[Step]] = {
 @functools.cache
 def register_gradients() -> None:
     """Make the definitions known to onnxruntime, once in a process."""
-    library = training_library()
+    library = training_library("a gradient of onnxruntime's")
     for op, steps in DEFINITIONS.items():
         library.register_gradient_definition(f"::{op}", [_definition(library, step) for step in steps])
 

@@ -196,7 +196,7 @@ class Walk:
         if len(self.sources(value)) != 1:
             raise Unknown("it follows from several draws")
         values, counts = np.unique(self.over_quantiles(value).astype(np.float64), return_counts=True)
-        scale, keep = float(values[-1]), float(counts[-1]) / counts.sum()
+        scale, keep = float(values[-1]), float(counts[-1]) / float(counts.sum())
         if len(values) > 2 or not np.isfinite(values).all() or (len(values) == 2 and values[0] != 0) or scale == 0:
             raise Unknown("it is no mask of 0 and one other value")
         found = Mask(scale, keep)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import numpy as np
 import onnx
 import pytest
@@ -13,7 +10,6 @@ from onnx import TensorProto, helper
 from bnfuse.build import build
 from bnfuse.core.errors import BnfuseError
 from bnfuse.models import build_forward
-from bnfuse.ort import library as ort
 
 
 def message_of(model: onnx.ModelProto, **options) -> str:
@@ -245,25 +241,6 @@ def test_opset_that_does_not_convert(after_conv):
     model.graph.node.append(helper.make_node("Upsample", ["y"], ["u"], name="up", mode="nearest", height_scale=2.0))
     model.graph.output[0].name = "u"
     assert "Export it with opset 14 to 21" in message_of(model)
-
-
-@pytest.mark.parametrize("rivals", [[], ["onnxruntime"]])
-def test_onnxruntime_without_training(monkeypatch, rivals):
-    bare = types.ModuleType("onnxruntime.capi._pybind_state")
-    monkeypatch.setitem(sys.modules, "onnxruntime.capi._pybind_state", bare)
-    monkeypatch.setattr(ort, "_installed_rivals", lambda: rivals)
-    with pytest.raises(BnfuseError) as caught:
-        ort.training_library()
-    text = str(caught.value)
-    assert text.startswith("the installed onnxruntime cannot build gradients.") and "\n" not in text
-    assert "onnxruntime-training-cpu==1.19.2" in text
-    assert ("pip uninstall -y onnxruntime" in text) == bool(rivals)
-
-
-def test_onnxruntime_that_does_not_load(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime.capi._pybind_state", None)
-    with pytest.raises(BnfuseError, match=r"^onnxruntime does not load .* Install it: pip install --force-reinstall"):
-        ort.training_library()
 
 
 def mean_to_a_number(after_conv) -> onnx.ModelProto:

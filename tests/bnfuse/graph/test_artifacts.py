@@ -28,10 +28,11 @@ def training() -> onnx.ModelProto:
 
 
 @pytest.mark.torch
+@pytest.mark.ort_training
 def test_torch_and_onnxruntime_training_can_still_be_imported_afterwards():
     code = """
 from bnfuse.ort import library as ort
-ort.training_library()
+ort.training_library("this")
 import torch
 from onnxruntime.training import artifacts
 torch.zeros(1)
@@ -60,6 +61,7 @@ artifacts.generate_artifacts(model, requires_grad=train, frozen_params=running,
 
 
 @pytest.mark.torch
+@pytest.mark.ort_training
 def test_graph_and_checkpoint_of_generate_artifacts_load(artifacts, training):
     model = io.load(artifacts / "training_model.onnx", checkpoint=artifacts / "checkpoint")
     graph = open_graph(model)
@@ -73,6 +75,7 @@ def test_graph_and_checkpoint_of_generate_artifacts_load(artifacts, training):
 
 
 @pytest.mark.torch
+@pytest.mark.ort_training
 def test_generate_artifacts_graph_gives_the_same_results(artifacts, training):
     import onnxruntime
 
@@ -91,6 +94,7 @@ def test_generate_artifacts_graph_gives_the_same_results(artifacts, training):
 
 
 @pytest.mark.torch
+@pytest.mark.ort_training
 def test_generate_artifacts_graph_without_its_checkpoint(artifacts):
     path = artifacts / "training_model.onnx"
     with pytest.raises(BnfuseError, match=f"^{path}: input 'stem/conv/weight' has no initial value. Pass --checkpoint"):
@@ -98,6 +102,7 @@ def test_generate_artifacts_graph_without_its_checkpoint(artifacts):
 
 
 @pytest.mark.torch
+@pytest.mark.ort_training
 def test_checkpoints_that_are_none(artifacts, tmp_path, training):
     graph, good = artifacts / "training_model.onnx", (artifacts / "checkpoint").read_bytes()
     for content in (b"", b"no", good[:8], good[:100], good[: len(good) // 2], good[:-10], b"\0\0\0\0ODTC" + good[8:90]):
@@ -112,6 +117,7 @@ def test_checkpoints_that_are_none(artifacts, tmp_path, training):
 
 
 @pytest.mark.torch
+@pytest.mark.ort_training
 def test_generate_artifacts_graph_and_checkpoint_on_the_command_line(artifacts, tmp_path, capsys):
     from bnfuse.cli import main
 
