@@ -92,6 +92,9 @@ def without_dropout(model: ir.Model) -> ir.Model:
         dtype = ratio.dtype if ratio is not None and ratio.dtype is not None else ir.DataType.FLOAT
         if dtype not in zeros:
             zeros[dtype] = zero(dtype, copy.graph)
+        for reader, place in list(ratio.uses()) if ratio is not None else ():
+            if reader.op_type == "Sub" and place == 1:  # 1 - ratio, by which its gradient is divided
+                reader.replace_input_with(place, zeros[dtype])
         node.replace_input_with(position, zeros[dtype])
     return copy
 

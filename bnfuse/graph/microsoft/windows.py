@@ -119,8 +119,9 @@ def _scattered(source: Source, dy: ir.Value, indices: ir.Value, x: ir.Value) -> 
     zeros = source.constant(np.zeros(total, source.dtype(dy).numpy()), "zeros")
     everything = source.ints([-1], "everything")
     count = [int(np.prod(source.sizes(dy)))]
-    flat = [source.op("Reshape", value, everything, shape=count) for value in (indices, dy)]
-    added = source.op("ScatterElements", zeros, *flat, shape=[total], axis=0, reduction="add")
+    places = source.op("Reshape", indices, everything, shape=count, dtype=ir.DataType.INT64)
+    values = source.op("Reshape", dy, everything, shape=count)
+    added = source.op("ScatterElements", zeros, places, values, shape=[total], axis=0, reduction="add")
     return source.op("Reshape", added, source.ints(source.sizes(x), "shape"), shape=source.sizes(x))
 
 
@@ -172,7 +173,7 @@ def global_average_pool_grad(source: Source) -> bool:
         return False
     expand = readers[0]
     shape = expand.inputs[1].producer() if expand.inputs[1] is not None else None
-    x = shape.inputs[0] if shape is not None and shape.op_type == "Shape" and not shape.attributes else None
+    x = shape.inputs[0] if shape is not None and is_whole_shape(shape) else None
     dy, factor = source.operand(0), source.known(source.operand(1))
     if x is None or factor is None or not source.attribute("scale_down", 0) or expand.inputs[0] is not scaled:
         return False
@@ -189,6 +190,11 @@ def global_average_pool_grad(source: Source) -> bool:
     if shape is not None and not any(value.uses() or value.is_graph_output() for value in shape.outputs):
         source.graph.remove(shape, safe=True)
     return True
+
+
+def is_whole_shape(node: ir.Node) -> bool:
+    """Tell whether a node gives all dimensions of its operand."""
+    return node.op_type == "Shape" and not attribute_of(node, "start", 0) and "end" not in node.attributes
 
 
 CONVERSIONS = {
