@@ -493,6 +493,7 @@ OPERATORS: dict[str, Operator] = {
     "PRelu": simple(lambda x, slope: x.where(x > 0, slope * x)),
     "QuickGelu": lambda e, x, a, o: x[0] * e.torch.sigmoid(a.get("alpha", 1.702) * x[0]),
     "QuickGeluGrad": quick_gelu_grad,
+    "Range": lambda e, x, a, o: e.torch.arange(x[0].item(), x[1].item(), x[2].item(), dtype=x[0].dtype),
     "Reciprocal": simple(lambda x: 1 / x),
     "ReduceMax": reduce("amax"),
     "ReduceMean": reduce("mean"),
