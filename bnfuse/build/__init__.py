@@ -15,8 +15,9 @@ import onnx
 from bnfuse.core.ranges import check_whole
 from bnfuse.graph.shapes import complete_shapes
 
+from .decompose import decompose
 from .forward import read_forward
-from .repair import repair
+from .repair import make_canonical, repair
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
 from .traps import check_forward, choose_logits
 from .uncompiled import note_uncompiled
@@ -75,8 +76,10 @@ def build(
         allow_folded_bn=allow_folded_bn,
     )
     check_forward(forward)
+    variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze)
+    decompose(forward, found.constants, frozenset(variables.all))
+    make_canonical(forward)
     note_uncompiled(forward)
-    variables = choose_variables(forward, found.constants, found.fixed, train, freeze)
     added = add_loss(forward, loss, found.logits)
     built = gradient_graph(forward, variables, added)
     model = finish(built, forward, variables, added)

@@ -97,41 +97,6 @@ def explicit_transpose(forward: Forward) -> None:
             set_attribute(node, "perm", list(reversed(range(rank))))
 
 
-def split_of_sequence(forward: Forward) -> None:
-    """Turn SplitToSequence of which only items at constant places are read, as torch's exporter writes chunk, into
-    Split."""
-    known, shapes, consumers = forward.initializers(), forward.shapes(), forward.consumers()
-    gone: list[onnx.NodeProto] = []
-    for node in forward.graph.node:
-        if node.op_type != "SplitToSequence" or len(node.input) < 2 or node.input[1] not in known:
-            continue
-        shape, given, readers = shapes.get(node.input[0]), attributes(node), consumers.get(node.output[0], [])
-        items = [reader for reader in readers if reader.op_type == "SequenceAt" and reader.input[1] in known]
-        if shape is None or len(items) < len(readers) or node.output[0] in forward.output_names():
-            continue
-        axis = given.get("axis", 0) % len(shape)
-        sizes = numpy_helper.to_array(known[node.input[1]])
-        if sizes.ndim == 0:
-            whole, rest = divmod(shape[axis], int(sizes))
-            sizes = np.array([int(sizes)] * whole + [rest] * bool(rest))
-        taken = forward.names()
-        outputs = [fresh(f"{node.name}/{index}", taken) for index in range(len(sizes))]
-        places = [int(numpy_helper.to_array(known[item.input[1]]).item()) % len(outputs) for item in items]
-        if len(set(places)) < len(places):
-            continue
-        for item, place in zip(items, places, strict=True):
-            outputs[place] = item.output[0]
-        lengths = fresh(f"{node.name}/lengths", taken)
-        forward.set_initializer(lengths, sizes.astype(np.int64))
-        node.op_type = "Split"
-        del node.input[1:], node.output[:], node.attribute[:]
-        node.input.append(lengths)
-        node.output.extend(outputs)
-        set_attribute(node, "axis", axis)
-        gone += items
-    forward.remove_nodes(gone)
-
-
 def flatten_of_reshape(forward: Forward) -> None:
     """Turn Reshape of a map to [batch, rest] into Flatten."""
     shapes = forward.shapes()

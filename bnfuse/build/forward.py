@@ -25,6 +25,7 @@ from bnfuse.graph.protos import (
     attributes,
     element_count,
     fresh,
+    remove_attributes,
     static_shape,
     typed_values,
     without_large_values,
@@ -33,10 +34,11 @@ from bnfuse.graph.signature import METADATA_KEY
 from bnfuse.graph.wellformed import check_functions
 from bnfuse.opset.result_size import result_elements
 
-from .canonical import fit_reshapes_to_batch, split_of_sequence
+from .canonical import fit_reshapes_to_batch
 from .graph import Forward
 from .old_batch_norms import TRAINING_MODE
 from .pools import POOLS, fault_of, settle_ceil
+from .sequences import resolve_sequences
 
 OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
 IR_VERSIONS = (8, 10)
@@ -140,9 +142,11 @@ class Constants:
 
     names: set[str] = dataclasses.field(default_factory=set)
     placeholders: set[str] = dataclasses.field(default_factory=set)
+    variables: frozenset[str] = frozenset()  # initializers that are not folded: what they are is not settled here
 
     def __or__(self, other: Constants) -> Constants:
-        return Constants(self.names | other.names, self.placeholders | other.placeholders)
+        variables = self.variables | other.variables
+        return Constants(self.names | other.names, self.placeholders | other.placeholders, variables)
 
     def adopt(self, copies: dict[str, str]) -> None:
         """Count copies among what their sources are; `copies` maps each copy to its source."""
@@ -159,7 +163,8 @@ def fold_constants(forward: Forward, constants: Constants | None = None, *, shap
     found = Constants()
     known = set(constants.names) if constants else set()
     standing_in = set(constants.placeholders) if constants else set()
-    values = forward.initializers()
+    kept = constants.variables if constants else frozenset()
+    values = {name: tensor for name, tensor in forward.initializers().items() if name not in kept}
     types = element_types(forward.graph)
     sizes = forward.shapes() if shapes else {}
     gone = []
@@ -255,14 +260,17 @@ def element_types(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def convert_opset(forward: Forward) -> None:
-    """Convert opsets that the gradient builder does not take, or that lack training BNs, and the IR version."""
+    """Convert opsets below those that the gradient builder takes, or that lack training BNs, and the IR version.
+
+    Newer opsets are brought down when their operators are decomposed.
+    """
     versions = {opset.domain or "": opset.version for opset in forward.model.opset_import}
     if "" not in versions:
         versions[""] = versions.get("ai.onnx", 1)
     version = versions[""]
     forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
     oldest = TRAINING_MODE if any(node.op_type == "BatchNormalization" for node in forward.graph.node) else OLDEST
-    if not oldest <= version <= NEWEST:
+    if version < oldest:
         convert_to(forward, version, TARGET)
 
 
@@ -304,7 +312,7 @@ def settle_shapes(forward: Forward, constants: Constants) -> Constants:
         adopt_shapes(forward)
         before = len(forward.graph.node)
         constants |= fold_constants(forward, constants, shapes=True)
-        split_of_sequence(forward)
+        resolve_sequences(forward)
         if len(forward.graph.node) == before:
             break
     require_static_results(forward)
@@ -326,10 +334,13 @@ def adopt_shapes(forward: Forward) -> None:
     for value in graph.output:
         kind = value.type.tensor_type.elem_type
         value.CopyFrom(helper.make_tensor_value_info(value.name, kind, None))
+    light = without_large_values(forward.model)
+    for node in light.graph.node:
+        if node.op_type == "GroupNormalization":  # onnx infers nothing of it
+            node.op_type = "InstanceNormalization"
+            remove_attributes(node, {"num_groups", "stash_type"})
     try:
-        light = onnx.shape_inference.infer_shapes(
-            without_large_values(forward.model), check_type=True, strict_mode=True, data_prop=True
-        )
+        light = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:
         raise forward.error(f"its shapes do not fit together: {' '.join(str(error).split())[:300]}") from None
     del graph.value_info[:], graph.output[:]

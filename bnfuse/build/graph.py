@@ -100,6 +100,17 @@ class Forward:
         del self.graph.node[:]
         self.graph.node.extend(kept)
 
+    def remove_dead_nodes(self) -> None:
+        """Remove nodes that no output depends on: they would ask for gradients that nobody needs."""
+        needed, dead = self.output_names(), []
+        for node in reversed(list(self.graph.node)):
+            if needed.intersection(node.output):
+                needed.update(node.input)
+            else:
+                dead.append(node)
+        self.remove_nodes(dead)
+        self.remove_unread_initializers()
+
     def remove_unread_initializers(self) -> None:
         """Take out the initializers that nothing reads."""
         read = {name for node in self.graph.node for name in node.input} | self.output_names()

@@ -27,12 +27,11 @@ from .canonical import (
     flatten_of_reshape,
 )
 from .folded import refuse_lost_batch_norms, warn_of_lost_dropout
-from .forward import check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
+from .forward import Constants, check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
 from .graph import Forward
 from .initial_values import fill
 from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms
-from .rewrites import layer_norm_biases, layer_norm_results, rewrite_operators
 from .traps import check_operators, refuse_own_loss
 from .variables import fixed_by_exporter, fixed_by_form
 from .written_out import join_written_out
@@ -42,7 +41,7 @@ from .written_out import join_written_out
 class Repaired:
     """Initializers that were Constant nodes, those of them that stay as they are, and the name of the logits."""
 
-    constants: set[str]
+    constants: Constants
     fixed: set[str]
     logits: str
 
@@ -71,27 +70,30 @@ def repair(
     convert_opset(forward)
     train_batch_norms(forward, trained, train_bn=train_bn)
     constants |= fold_constants(forward)  # what the converter added
-    remove_dead_nodes(forward)
+    forward.remove_dead_nodes()
     check_operators(forward)
     constants = settle_shapes(forward, constants)
-    fixed |= fixed_by_form(forward, constants.names) | layer_norm_biases(forward)
+    fixed |= fixed_by_form(forward, constants.names)
     check_valid(forward)
     drop_zero_bias(forward, constants.names)
     merge_affine(forward, constants.placeholders, fixed)
     fill(forward, constants.placeholders, fixed, init, seed)
     join_written_out(forward)
-    rewrite_operators(forward)
-    infer_shapes(forward)
-    for step in STEPS:
-        step(forward)
+    make_canonical(forward)
     if loss == "cross-entropy":
         logits = flatten_logits(forward, logits)
-    remove_dead_nodes(forward)
     infer_shapes(forward)
-    return Repaired(constants.names, fixed, logits)
+    return Repaired(constants, fixed, logits)
 
 
-STEPS = (layer_norm_results, explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
+STEPS = (explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
+
+
+def make_canonical(forward: Forward) -> None:
+    """Bring the nodes to the one spelling (canonical.py); shapes must be known."""
+    for step in STEPS:
+        step(forward)
+    forward.remove_dead_nodes()
 
 
 def keep_output(forward: Forward, logits: str) -> None:
@@ -101,7 +103,7 @@ def keep_output(forward: Forward, logits: str) -> None:
     for value in others:
         forward.graph.output.remove(value)
     before = set(forward.consumers())
-    remove_dead_nodes(forward)
+    forward.remove_dead_nodes()
     left = before - set(forward.consumers())
     unread = [value for value in forward.graph.input if value.name in left]
     for value in unread:
@@ -159,18 +161,6 @@ def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
     names = [name or fresh(default, taken) for name, default in zip(given, defaults, strict=True)]
     del node.output[:]
     node.output.extend([y, *names])
-
-
-def remove_dead_nodes(forward: Forward) -> None:
-    """Remove nodes that no output depends on: they would ask for gradients that nobody needs."""
-    needed, dead = forward.output_names(), []
-    for node in reversed(list(forward.graph.node)):
-        if needed.intersection(node.output):
-            needed.update(node.input)
-        else:
-            dead.append(node)
-    forward.remove_nodes(dead)
-    forward.remove_unread_initializers()
 
 
 def drop_zero_bias(forward: Forward, constants: set[str]) -> None:

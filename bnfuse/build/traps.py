@@ -31,7 +31,6 @@ WITHOUT_LOSS = (
 )
 Shapes = dict[str, list[int] | None]
 FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-NO_GRADIENT = ("GroupNormalization", "GRU", "InstanceNormalization", "LRN", "LSTM", "RNN")
 NO_KERNEL = {"ConvTranspose": "ConvTransposeGrad", "Resize": "ResizeGrad", "Upsample": "ResizeGrad"}
 
 
@@ -91,8 +90,6 @@ def check_operators(forward: Forward) -> None:
         if lost is not None:
             raise forward.error_at(node, f"reads '{lost}', which nothing before it computes: the graph is damaged.")
         known.update(node.output)
-        if node.op_type in NO_GRADIENT:
-            raise forward.error_at(node, f"has no gradient. {supported()}")
 
 
 def check_batch_norm(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:

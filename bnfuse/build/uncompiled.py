@@ -26,8 +26,6 @@ def without_kernel(node: onnx.NodeProto, shapes: Shapes) -> str | None:
     """Tell what a node is that no kernel computes, or None."""
     if node.domain not in ("", "ai.onnx"):
         return None
-    if node.op_type == "LayerNormalization":
-        return "over the last axes"
     ranks = [len(shapes.get(name) or []) for name in node.input]
     if node.op_type in WINDOWED and ranks[0] != 4:
         return f"of maps of rank {ranks[0]}"

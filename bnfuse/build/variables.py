@@ -24,9 +24,15 @@ ALWAYS = {  # operand positions that hold a parameter wherever a constant stands
     "Gemm": (0, 1, 2),
     "MatMul": (0, 1),
     "BatchNormalization": (1, 2),
+    "Einsum": (0, 1),
+    "GRU": (1, 2, 3),
+    "GroupNormalization": (1, 2),
     "InstanceNormalization": (1, 2),
+    "LSTM": (1, 2, 3, 7),
     "LayerNormalization": (1, 2),
     "PRelu": (1,),
+    "RMSNormalization": (1,),
+    "RNN": (1, 2, 3),
 }
 ELEMENTWISE = (
     "Add",

@@ -1,0 +1,143 @@
+"""Normalisations, by what they are made of.
+
+    InstanceNormalization    mean and variance a channel and sample: GlobalAveragePool
+    GroupNormalization       the same, averaged over the channels of a group and spread over them again
+    torch's GroupNorm        Reshape -> InstanceNormalization -> Reshape is read as the GroupNormalization that it is
+    LayerNormalization, RMSNormalization, MeanVarianceNormalization    ReduceMean over their axes
+    LRN                      the mean of squares over neighbouring channels: AveragePool
+    LpNormalization          ReduceSum over its axis
+
+Maps stay maps: statistics are one number a sample and channel, [N, C, 1, ...].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .writer import Writer
+
+
+def instance_normalization(write: Writer) -> None:
+    """Write InstanceNormalization of any rank >= 3."""
+    x = write.node.input[0]
+    shape = write.shape(x)
+    y = _grouped(write, x, shape, shape[1], float(write.given.get("epsilon", 1e-5)))
+    write.give(_affine(write, y, [shape[1], *[1] * (len(shape) - 2)]))
+
+
+def group_normalization(write: Writer) -> None:
+    """Write GroupNormalization; its scale is one a group in opset 18 to 20, one a channel since."""
+    x = write.node.input[0]
+    shape, groups = write.shape(x), int(write.given["num_groups"])
+    y = _grouped(write, x, shape, groups, float(write.given.get("epsilon", 1e-5)))
+    if write.shape(write.node.input[1])[0] == shape[1]:
+        write.give(_affine(write, y, [shape[1], *[1] * (len(shape) - 2)]))
+        return
+    for op, operand in zip(("Mul", "Add"), write.node.input[1:3], strict=True):
+        spread = write.add("Expand", [write.reshape(operand, [groups, 1]), _lengths(write, shape, groups)])
+        y = write.add(op, [y, write.reshape(spread, [shape[1], *[1] * (len(shape) - 2)])])
+    write.give(y)
+
+
+def _lengths(write: Writer, shape: list[int], groups: int) -> str:
+    return write.ints("groups", [groups, shape[1] // groups])
+
+
+def _grouped(write: Writer, x: str, shape: list[int], groups: int, epsilon: float) -> str:
+    """(x - mean) / sqrt(variance + epsilon) over the channels of each group and all pixels of a sample."""
+
+    def mean(value: str) -> str:
+        rank = len(shape)
+        if rank == 4:
+            value = write.add("GlobalAveragePool", [value])
+        elif rank > 2:
+            value = write.reduce("ReduceMean", value, range(2, rank))
+        if groups == shape[1]:
+            return value
+        members = [shape[0], groups, shape[1] // groups]
+        value = write.reduce("ReduceMean", write.add("Reshape", [value, write.ints("members", members)]), [2])
+        value = write.add("Expand", [value, write.ints("members", members)])
+        return write.reshape(value, [*shape[:2], *[1] * (rank - 2)])
+
+    return _standardised(write, x, mean, epsilon)
+
+
+def _standardised(write: Writer, x: str, mean: Callable[[str], str], epsilon: float, *, centred: bool = True) -> str:
+    if centred:
+        x = write.add("Sub", [x, mean(x)])
+    return write.add("Mul", [x, _inverse_deviation(write, mean(write.add("Mul", [x, x])), epsilon)])
+
+
+def _inverse_deviation(write: Writer, variance: str, epsilon: float) -> str:
+    deviation = write.add("Sqrt", [write.add("Add", [variance, write.number("epsilon", epsilon)])])
+    return write.add("Div", [write.number("one", 1.0), deviation])
+
+
+def _affine(write: Writer, y: str, shape: list[int]) -> str:
+    """Multiply by the second operand and add the third; a constant 1 or 0, as of affine=False, is left out."""
+    for op, index, neutral in (("Mul", 1, 1.0), ("Add", 2, 0.0)):
+        operand = write.operand(index)
+        if operand and not write.is_all(operand, neutral):
+            y = write.add(op, [y, write.reshape(operand, shape)])
+    return y
+
+
+def layer_normalization(write: Writer) -> None:
+    """Write LayerNormalization over its last axes, with its mean and inverse deviation where they are read."""
+    x = write.node.input[0]
+    rank = len(write.shape(x))
+    axes = range(int(write.given.get("axis", -1)) % rank, rank)
+    mean = write.reduce("ReduceMean", x, axes)
+    centred = write.add("Sub", [x, mean])
+    variance = write.reduce("ReduceMean", write.add("Mul", [centred, centred]), axes)
+    inverse = _inverse_deviation(write, variance, float(write.given.get("epsilon", 1e-5)))
+    write.give(_affine(write, write.add("Mul", [centred, inverse]), write.shape(write.node.input[1])))
+    for index, name in ((1, mean), (2, inverse)):
+        if write.has_result(index):
+            write.give(name, index)
+
+
+def rms_normalization(write: Writer) -> None:
+    """Write RMSNormalization (opset 23) over its last axes."""
+    x = write.node.input[0]
+    rank = len(write.shape(x))
+    axes = range(int(write.given.get("axis", -1)) % rank, rank)
+    epsilon = float(write.given.get("epsilon", 1e-5))
+    y = _standardised(write, x, lambda value: write.reduce("ReduceMean", value, axes), epsilon, centred=False)
+    write.give(_affine(write, y, write.shape(write.node.input[1])))
+
+
+def mean_variance_normalization(write: Writer) -> None:
+    """Write MeanVarianceNormalization: (x - mean) / (deviation + 1e-9)."""
+    x = write.node.input[0]
+    axes = [axis % len(write.shape(x)) for axis in write.given.get("axes", [0, 2, 3])]
+    centred = write.add("Sub", [x, write.reduce("ReduceMean", x, axes)])
+    deviation = write.add("Sqrt", [write.reduce("ReduceMean", write.add("Mul", [centred, centred]), axes)])
+    write.add("Div", [centred, write.add("Add", [deviation, write.number("epsilon", 1e-9)])], last=True)
+
+
+def local_response_normalization(write: Writer) -> None:
+    """Write LRN as x / (bias + alpha*mean)^beta, where the mean is that of squares over `size` channels."""
+    x = write.node.input[0]
+    shape, size = write.shape(x), int(write.given["size"])
+    squares = write.reshape(write.add("Mul", [x, x]), [shape[0], 1, shape[1], math.prod(shape[2:])])
+    before, after = (size - 1) // 2, size // 2
+    window: dict[str, Any] = {"kernel_shape": [size, 1], "strides": [1, 1], "pads": [before, 0, after, 0]}
+    mean = write.reshape(write.add("AveragePool", [squares], count_include_pad=1, **window), shape)
+    scaled = write.add("Mul", [mean, write.number("alpha", float(write.given.get("alpha", 1e-4)))])
+    base = write.add("Add", [scaled, write.number("bias", float(write.given.get("bias", 1.0)))])
+    power = write.add("Pow", [base, write.number("beta", float(write.given.get("beta", 0.75)))])
+    write.add("Div", [x, power], last=True)
+
+
+def lp_normalization(write: Writer) -> None:
+    """Write LpNormalization as x over the norm along its axis."""
+    x = write.node.input[0]
+    axes = [int(write.given.get("axis", -1)) % len(write.shape(x))]
+    if int(write.given.get("p", 2)) == 1:
+        norm = write.reduce("ReduceSum", write.add("Abs", [x]), axes)
+    else:
+        norm = write.add("Sqrt", [write.reduce("ReduceSum", write.add("Mul", [x, x]), axes)])
+    write.add("Div", [x, norm], last=True)

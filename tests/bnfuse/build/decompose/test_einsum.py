@@ -1,0 +1,71 @@
+"""Einsum is Transpose, Mul and MatMul."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from decomposed import by_reference, check_same, floats, model_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+from bnfuse.core.errors import BnfuseError
+
+SIZES = dict(zip("abcdef", (2, 3, 4, 5, 6, 2), strict=True))
+EQUATIONS = (
+    *(
+        "bhqd,bhkd->bhqk",
+        "bhqk,bhkd->bhqd",
+        "bchw,bc->bchw",
+        "ij,jk",
+        "ij->ji",
+        "ij->j",
+        "ij->",
+        "i,j->ij",
+        "bij,bjk->bik",
+    ),
+    *(
+        "...ij,...jk->...ik",
+        "...i,i->...",
+        "b...,b->...b",
+        "i,i->",
+        "bn,anm,bm->ba",
+        "...",
+        "ij,kj->ik",
+        "abc,cd,db->a",
+    ),
+)
+
+
+def run(equation: str, shapes: list[list[int]]) -> None:
+    feeds = {f"x{i}": floats(*shape, seed=i) for i, shape in enumerate(shapes)}
+    node = helper.make_node("Einsum", [*feeds], ["y"], equation=equation)
+    check_same(model_of([node], feeds), feeds, before=by_reference, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_equations(equation):
+    sizes = {label: 2 + index % 4 for index, label in enumerate(sorted(set(equation) - set(".,->")))}
+    parts = equation.partition("->")[0].replace("...", "?").split(",")
+    run(equation, [[d for c in part for d in ([3, 2] if c == "?" else [sizes[c]])] for part in parts])
+
+
+@given(data=st.data(), count=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_any_equation_without_diagonals(data, count):
+    labels = st.lists(st.sampled_from("abcdef"), unique=True, min_size=1, max_size=4)
+    terms = [data.draw(labels) for _ in range(count)]
+    every = sorted({label for term in terms for label in term})
+    result = data.draw(st.lists(st.sampled_from(every), unique=True, max_size=4))
+    equation = ",".join(map("".join, terms)) + "->" + "".join(result)
+    run(equation, [[SIZES[label] for label in term] for term in terms])
+
+
+def test_axes_of_one_broadcast():
+    run("...ij,...jk->...ik", [[2, 1, 3, 4], [1, 5, 4, 2]])
+
+
+def test_a_diagonal_is_refused():
+    model = model_of([helper.make_node("Einsum", ["x"], ["y"], name="e", equation="ii->i")], {"x": floats(3, 3)})
+    with pytest.raises(BnfuseError, match=r"^node 'e' \(Einsum\) takes a diagonal \('ii' has a label twice\)"):
+        check_same(model, {"x": np.ones((3, 3), np.float32)})

@@ -1,0 +1,85 @@
+"""Small forward models, and what they compute before and after decomposition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from bnfuse.build.decompose import DECOMPOSITIONS, decompose
+from bnfuse.build.forward import fold_constants, read_forward, settle_shapes
+from bnfuse.build.repair import make_canonical
+
+KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
+
+
+def floats(*shape: int, seed: int = 0, low: float = -1.0, high: float = 1.0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(low, high, shape).astype(np.float32)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def model_of(
+    nodes: Sequence[onnx.NodeProto],
+    feeds: dict[str, np.ndarray],
+    values: dict[str, np.ndarray] | None = None,
+    *,
+    outputs: Sequence[str] = ("y",),
+    opset: int = 21,
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(name, KINDS[v.dtype], v.shape) for name, v in feeds.items()],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(v, name) for name, v in (values or {}).items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def after(model: onnx.ModelProto, variables: Sequence[str] = ()) -> onnx.ModelProto:
+    """The model without the operators that are written by others."""
+    forward = read_forward(model)
+    constants = settle_shapes(forward, fold_constants(forward))
+    make_canonical(forward)
+    decompose(forward, constants, frozenset(variables))
+    make_canonical(forward)
+    onnx.checker.check_model(forward.model, full_check=True)
+    return forward.model
+
+
+def by_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def by_reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return ReferenceEvaluator(model).run(None, feeds)
+
+
+def check_same(
+    model: onnx.ModelProto,
+    feeds: dict[str, np.ndarray],
+    *,
+    variables: Sequence[str] = (),
+    before=by_onnxruntime,
+    gone: Sequence[str] | None = None,
+    tolerance: float = 2e-6,
+) -> onnx.ModelProto:
+    """Both compute the same, and the operators `gone` (of the model, those with a decomposition) are gone."""
+    made = after(model, variables)
+    left = {node.op_type for node in made.graph.node}
+    for op in gone if gone is not None else {n.op_type for n in model.graph.node} & {*DECOMPOSITIONS}:
+        assert op not in left
+    for expected, found in zip(before(model, feeds), by_onnxruntime(made, feeds), strict=True):
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
+    return made
