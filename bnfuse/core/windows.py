@@ -112,5 +112,40 @@ def resolved_pads(given: Mapping[str, Any], sizes: Sequence[int]) -> tuple[int, 
     return tuple(given.get("pads") or (0,) * (2 * rank))
 
 
+def transposed_pads(
+    attributes: Mapping[str, Any],
+    sizes: Sequence[int],
+    output_shape: Sequence[int] | None = None,
+    output_padding: Sequence[int] = (0, 0),
+    auto_pad: str = "NOTSET",
+) -> tuple[int, ...]:
+    """Give the pads of a transposed convolution of maps of these sizes, all befores, then all behinds.
+
+    `attributes` has its explicit pads, which auto_pad or an output_shape replace.
+    """
+    rank = len(sizes)
+    if output_shape is None and auto_pad == "NOTSET":
+        return tuple(attributes["pads"])
+    if output_shape is None and auto_pad == "VALID":
+        return (0,) * (2 * rank)
+    strides = attributes["strides"]
+    wanted = [sizes[i] * strides[i] for i in range(rank)] if output_shape is None else [*output_shape][-rank:]
+    unpadded = transposed_size({**attributes, "pads": (0,) * (2 * rank)}, sizes, output_padding)
+    totals = [max(0, full - out) for full, out in zip(unpadded, wanted, strict=True)]
+    smaller, larger = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    return (*smaller, *larger) if auto_pad == "SAME_UPPER" else (*larger, *smaller)
+
+
+def transposed_size(
+    attributes: Mapping[str, Any], sizes: Sequence[int], output_padding: Sequence[int] = (0, 0)
+) -> tuple[int, ...]:
+    """Give the sizes of the maps that a transposed convolution makes of maps of these sizes; its pads are explicit."""
+    axes = axes_of(attributes, sizes)
+    return tuple(
+        (axis.size - 1) * axis.stride + axis.reach + more - axis.before - axis.after
+        for axis, more in zip(axes, output_padding, strict=True)
+    )
+
+
 def _by(axes: Sequence[Axis], what: str) -> str:
     return "x".join(str(getattr(axis, what)) for axis in axes)

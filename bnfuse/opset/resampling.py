@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.windows import axes_of
 
 Matrices = dict[int, npt.NDArray[np.float32]]  # axis -> [out, in]
 FloatArray = npt.NDArray[np.float32]
@@ -165,6 +166,24 @@ def pad_matrices(mode: str, pads: Sequence[int], axes: Sequence[int] | None, sha
         raise BnfuseError(f"has {len(pads)} pads for {len(axes)} axes in mode '{mode}': give two for each axis")
     pairs = zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True)
     return {axis: pad_matrix(mode, shape[axis], before, after) for axis, before, after in pairs if before or after}
+
+
+def mean_matrices(window: Mapping[str, Any], shape: Sequence[int]) -> Matrices:
+    """Give the matrix [out, in], float32, of each axis of an AveragePool of [N, C, ...]: the mean of its windows.
+
+    `window` has its attributes, pads made explicit. A window of more axes is the product of those along each.
+    """
+    ceil, padding_counts = bool(window.get("ceil_mode")), bool(window.get("count_include_pad"))
+    found: Matrices = {}
+    for number, axis in enumerate(axes_of(window, shape[2:]), 2):
+        taps = np.arange(axis.count(ceil))[:, None] * axis.stride + np.arange(axis.kernel) * axis.dilation
+        inside = (taps >= axis.before) & (taps < axis.before + axis.size)
+        counted = taps < axis.before + axis.size + axis.after if padding_counts else inside
+        matrix = np.zeros((len(taps), axis.size), F32)
+        rows, places = np.nonzero(inside)
+        matrix[rows, taps[rows, places] - axis.before] = (1 / counted.sum(1))[rows]
+        found[number] = matrix
+    return found
 
 
 # -- one axis ------------------------------------------------------------------------------------------------------

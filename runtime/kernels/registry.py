@@ -50,6 +50,7 @@ POINTWISE_BACKWARD = Kind("pointwise", "pointwise_backward")
 POOL_FORWARD = Kind("pool", "pool_forward")
 POOL_BACKWARD = Kind("pool", "pool_backward")
 SUM_MAPS = Kind("sum_maps", "sum_maps")
+TAPS = Kind("taps", "taps")
 GENERIC = Kind("generic", "generic")
 
 GEMM = Kind("dense", "gemm")

@@ -1,9 +1,9 @@
-"""Lowering of the classifier and the loss."""
+"""Lowering of matrix products and of the loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.common.dense import GemmProblem
+from bnfuse.runtime.kernels.common.dense import BatchAxis, GemmProblem, batch_axes
 from bnfuse.runtime.kernels.common.loss import LossProblem
+from bnfuse.runtime.lowering.sparse import lower_sparse
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.values import attributes_of
 from bnfuse.runtime.program import program as p
@@ -35,21 +36,70 @@ def lower_gemm(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_matmul(low: Lowering, node: ir.Node) -> None:
-    """Of two matrices a Gemm."""
-    a, b = node.inputs
-    assert a is not None and b is not None
-    if len(low.shape(a)) != 2 or len(low.shape(b)) != 2:
-        what = f"multiplies ranks {len(low.shape(a))} and {len(low.shape(b))}: only matrices are compiled"
-        raise low.error(node, f"{what}. Reshape its operands to matrices in front of it, and its result back.")
-    (rows, inner), (_, columns) = low.shape(a), low.shape(b)
-    _gemm(low, node, GemmProblem(rows, columns, inner), a, b, None)
+    """Lower a product of operands of any ranks, by numpy's rule; by a sparse constant as few taps."""
+    (a, trans_a), (b, trans_b) = (_untransposed(low, low.operand(node, i)) for i in range(2))
+    shape_a, shape_b = _seen(low.shape(a), trans_a), _seen(low.shape(b), trans_b)
+    if not shape_a or not shape_b:
+        raise low.error(node, "multiplies a scalar: build the graph anew")
+    if lower_sparse(low, node, (a, trans_a), (b, trans_b)):
+        return
+    whole_a = (1, *shape_a) if len(shape_a) == 1 else shape_a
+    whole_b = (*shape_b, 1) if len(shape_b) == 1 else shape_b
+    (*batch_a, rows, inner), (*batch_b, inner_b, columns) = whole_a, whole_b
+    try:
+        batch = batch_axes(batch_a, batch_b)
+    except BnfuseError as error:
+        raise low.error(node, f"{error}: build the graph anew") from None
+    if inner != inner_b:
+        raise low.error(node, f"multiplies {list(shape_a)} by {list(shape_b)}, which do not fit: build the graph anew")
+    shape = (*np.broadcast_shapes(tuple(batch_a), tuple(batch_b)), *shape_a[-2:-1], *shape_b[-1:][: len(shape_b) - 1])
+    if is_of_one_matrix(batch) and not trans_a:
+        rows, batch = rows * batch[0].size, ()
+    _gemm(low, node, GemmProblem(rows, columns, inner, trans_a, trans_b, batch=batch), a, b, None, shape)
 
 
-def _gemm(low: Lowering, node: ir.Node, problem: GemmProblem, a: ir.Value, b: ir.Value, c: ir.Value | None) -> None:
+def is_of_one_matrix(batch: Sequence[BatchAxis]) -> bool:
+    """Tell whether all products have the same B, and one A behind the other: then that is one product."""
+    return len(batch) == 1 and (batch[0].a, batch[0].b) == (1, 0)
+
+
+def _untransposed(low: Lowering, value: ir.Value) -> tuple[ir.Value, bool]:
+    """Give the matrices that lie in memory, and whether they are meant with their last axes exchanged."""
+    source = low.exchanged.get(value)
+    return (value, False) if source is None else (source, True)
+
+
+def _seen(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+
+
+def exchanges_last_axes(node: ir.Node) -> bool:
+    """Tell whether a node is a Transpose of matrices that MatMuls alone read: they take them as they lie."""
+    if (node.domain, node.op_type) != ("", "Transpose"):
+        return False
+    given, value = attributes_of(node).get("perm"), node.outputs[0]
+    source = node.inputs[0]
+    rank = len(given) if given else len(source.shape) if source is not None and source.shape is not None else 0
+    order = tuple(given) if given else (1, 0)
+    if rank < 2 or (not given and rank != 2) or order != (*range(rank - 2), rank - 1, rank - 2):
+        return False
+    readers = [use.node for use in value.uses()]
+    return not value.is_graph_output() and all((n.domain, n.op_type) == ("", "MatMul") for n in readers)
+
+
+def _gemm(
+    low: Lowering,
+    node: ir.Node,
+    problem: GemmProblem,
+    a: ir.Value,
+    b: ir.Value,
+    c: ir.Value | None,
+    shape: tuple[int, ...] | None = None,
+) -> None:
     refs: dict[str, Ref] = {"a": low.dense(a), "b": low.dense(b)}
     if c is not None:
         refs["c"] = low.dense(c)
-    refs["y"] = low.new_dense(node.outputs[0], (problem.m, problem.n))
+    refs["y"] = low.new_dense(node.outputs[0], (problem.m, problem.n) if shape is None else shape)
     low.launch(registry.GEMM, (problem, low.target), refs)
 
 

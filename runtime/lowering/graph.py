@@ -25,7 +25,7 @@ from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.clip_gradient import find_clip_gradient
-from bnfuse.runtime.lowering.dense import check_scaled
+from bnfuse.runtime.lowering.dense import check_scaled, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
@@ -101,6 +101,9 @@ def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
         if found := find_clip_gradient(node, low.constant):
             low.clip_gradients[node] = found
             absorbed |= set(found.nodes)
+        elif exchanges_last_axes(node):
+            low.exchanged[node.outputs[0]] = low.operand(node, 0)
+            absorbed.add(node)
     return [node for node in nodes if node not in absorbed]
 
 

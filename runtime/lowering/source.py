@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.traffic import RESHAPES
-from bnfuse.runtime.lowering import concat, dense, elementwise, norm, windows
+from bnfuse.runtime.lowering import concat, dense, elementwise, norm, sparse, windows
 from bnfuse.runtime.lowering.generic import lower_sum
 from bnfuse.runtime.lowering.state import Lowering
 
@@ -42,6 +42,7 @@ Lower = Callable[[Lowering, ir.Node], None]
 SOURCE_OPS: dict[tuple[str, str], Lower] = {
     ("", "Conv"): windows.lower_conv,
     (MICROSOFT, "ConvGrad"): windows.lower_conv_grad,
+    ("", "ConvTranspose"): windows.lower_conv_transpose,
     ("", "MaxPool"): windows.lower_max_pool,
     ("", "MaxPoolGrad"): windows.lower_max_pool_grad,
     ("", "AveragePool"): windows.lower_average_pool,
@@ -61,6 +62,9 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     ("", "Identity"): lower_identity,
     (MICROSOFT, "BatchNormInternal"): norm.batch_norm_source,
     (MICROSOFT, "BatchNormalizationGrad"): norm.batch_norm_grad_source,
+    ("", "Resize"): sparse.lower_resize,
+    ("", "Upsample"): sparse.lower_resize,
+    ("", "Pad"): sparse.lower_pad,
     ("", "Gemm"): dense.lower_gemm,
     ("", "MatMul"): dense.lower_matmul,
     ("", "SoftmaxCrossEntropyLoss"): dense.lower_softmax_loss,

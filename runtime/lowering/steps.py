@@ -31,6 +31,7 @@ KINDS = {
     **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), registry.POOL_FORWARD),
     **dict.fromkeys(POOL_GRADS, registry.POOL_BACKWARD),
 }
+OF_DY = {"Slice", "BatchNormGrad"}  # steps that do not work on x
 MAP_OPERANDS = ("x", "skip", "dy", "grad_x", "other", "indices")
 RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
 
@@ -76,7 +77,8 @@ def composed(
 def unread_operands(spec: OpSpec) -> set[str]:
     """Operands that the kernel does not get, or gets for their shape alone and must not keep alive."""
     reads_x = {*ACTIVATION_GRADS, "Reduce"} & {*spec.epilogue}
-    return {"acc"} | ({"x"} if spec.core in POOL_GRADS and not reads_x else set())
+    alone = spec.core in POOL_GRADS or (spec.core == "ConvGradInput" and not {*spec.prologue} - OF_DY)
+    return {"acc"} | ({"x"} if alone and not reads_x else set())
 
 
 def problem(

@@ -7,12 +7,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.core.windows import why_not
+from bnfuse.core.windows import transposed_pads, transposed_size, why_not
 from bnfuse.opset.spec import DOMAIN, OpSpec, parse
+from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.lowering.operands import optional, present, result
-from bnfuse.runtime.lowering.state import Lowering
-from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.sparse import lower_mean
+from bnfuse.runtime.lowering.state import Lowering, Ref
+from bnfuse.runtime.lowering.steps import composed, problem
 from bnfuse.runtime.lowering.values import attributes_of
+from bnfuse.runtime.lowering.weights import weight_ref
 
 IN_ONNXRUNTIME = "The file runs in onnxruntime."
 INSTEAD_OF_1D = (
@@ -72,6 +75,39 @@ def lower_conv(low: Lowering, node: ir.Node) -> None:
     composed(low, node, spec, present(x=x, weight=weight, bias=bias), present(y=result(node, 0)), attributes)
 
 
+def lower_conv_transpose(low: Lowering, node: ir.Node) -> None:
+    """Lower a transposed convolution: what is the gradient of the input to the convolution the other way.
+
+    x is that convolution's dy, and y its dx; both have one weight. A bias is added by a sweep of its own.
+    """
+    x, weight, bias = low.operand(node, 0), low.operand(node, 1), optional(node, 2)
+    kernel, (n, channels, *size) = low.shape(weight), low.shape(x)
+    if len(kernel) != 4:
+        conv_attributes(low, node, kernel, ())  # which refuses it
+    given = attributes_of(node)
+    window = {
+        "dilations": given.get("dilations", (1, 1)),
+        "group": given.get("group", 1),
+        "kernel_shape": kernel[2:],
+        "pads": given.get("pads", (0, 0, 0, 0)),
+        "strides": given.get("strides", (1, 1)),
+    }
+    wanted = given.get("output_shape"), given.get("output_padding", (0, 0)), given.get("auto_pad", "NOTSET")
+    window["pads"] = transposed_pads(window, size, *wanted)
+    out = transposed_size(window, size, wanted[1]) if wanted[0] is None else tuple(wanted[0])[-2:]
+    if channels != kernel[0] or channels % window["group"] or min(out) < 1:
+        raise low.error(node, f"of {list(low.shape(x))} by {list(kernel)} gives maps of {list(out)}: correct the file")
+    shape = (n, kernel[1] * window["group"], *out)
+    spec, y = OpSpec((), "ConvGradInput"), result(node, 0)
+    refs: dict[str, Ref] = {"dy": low.map(x), "weight": weight_ref(low, spec.core, weight, window["group"])}
+    refs["dx"] = refs["x"] = low.new_map(y if bias is None else None, shape)  # x is not read
+    low.launch(registry.CONV_BACKWARD, (problem(low, spec, refs, window, kernel), low.target), refs)
+    if bias is not None:
+        spec = OpSpec((), "Pointwise", ("Bias",))
+        refs = {"x": refs["dx"], "bias": low.dense(bias), "y": low.new_map(y, shape)}
+        low.launch(registry.POINTWISE_FORWARD, (problem(low, spec, refs, {}, ()), low.target), refs)
+
+
 def lower_conv_grad(low: Lowering, node: ir.Node) -> None:
     """Lower a convolution's gradient: those of its parts that somebody wants."""
     dy, x, weight = (low.operand(node, i) for i in range(3))
@@ -107,8 +143,6 @@ def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict
         "ceil_mode": given.get("ceil_mode", 0),
     }
     if core_of(node) == "AveragePool":
-        if window.pop("dilations") != (1, 1):
-            raise low.error(node, "has dilations: an average over a dilated window is not supported")
         window["count_include_pad"] = given.get("count_include_pad", 0)
     window["pads"] = explicit_pads(low, node, given, window, size)
     if reason := why_not(window, size):
@@ -128,6 +162,9 @@ def lower_average_pool(low: Lowering, node: ir.Node) -> None:
     """Lower an average pooling."""
     x = low.operand(node, 0)
     attributes = pool_attributes(low, node, low.shape(x)[2:])
+    if attributes["dilations"] != (1, 1):
+        lower_mean(low, node, x, attributes)
+        return
     composed(low, node, OpSpec((), "AveragePool"), present(x=x), present(y=result(node, 0)), attributes)
 
 
@@ -166,7 +203,7 @@ def _is_partner(low: Lowering, node: ir.Node, forward: ir.Node, shape: tuple[int
     if core_of(forward) != "AveragePool":
         return False
     ours, theirs = attributes_of(node), attributes_of(forward)
-    defaults = {"kernel_shape": (), "strides": (1, 1), "pads": (0, 0, 0, 0)}
+    defaults = {"kernel_shape": (), "strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1)}
     same = all(ours.get(name, default) == theirs.get(name, default) for name, default in defaults.items())
     x = forward.inputs[0]
     given = node.outputs[0].shape

@@ -15,18 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS
+from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common.dense import GemmProblem
 from bnfuse.runtime.kernels.common.loss import LossProblem
 from bnfuse.runtime.kernels.common.maps import CopyProblem
 from bnfuse.runtime.kernels.common.optim import UpdateProblem
+from bnfuse.runtime.kernels.common.taps import TapsProblem
 from bnfuse.runtime.kernels.cuda.weights import PackProblem
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
+from bnfuse.runtime.lowering.steps import unread_operands
 from bnfuse.runtime.program.program import Work
 
 SCRATCH = ("found", "sums")
 NAMES = (
     (GemmProblem, "Gemm"),
+    (TapsProblem, "taps"),
     (LossProblem, "loss"),
     (UpdateProblem, "update"),
     (CopyProblem, "copy"),
@@ -91,15 +94,14 @@ def bytes_of(param: Param, maps: dict[str, MapType], sampled: int | None = None)
 
 
 def only_shape_of_x(problem: Problem) -> bool:
-    """Whether x is an operand for its shape alone: the gradient of a pooling that neither masks nor reduces."""
-    spec = problem.spec
-    return spec.core.endswith("PoolGrad") and not {*ACTIVATION_GRADS, "Reduce"} & {*spec.epilogue}
+    """Whether x is an operand for its shape alone: a gradient of the input that neither masks nor reduces."""
+    return "x" in unread_operands(problem.spec)
 
 
 def flops_of(problem: Any) -> int:
     """Count the floating point operations: of products and convolutions, none of what is elementwise."""
     if isinstance(problem, GemmProblem):
-        return 2 * problem.m * problem.n * problem.k
+        return 2 * problem.count * problem.m * problem.n * problem.k
     if isinstance(problem, Problem) and problem.weight:
         spec = problem.spec
         output = problem.map("dy" if spec.is_gradient else "y")
@@ -135,7 +137,8 @@ def op_of(kernel: Kernel) -> str:
 def shape_of(problem: Any, kernel: Kernel) -> str:
     """16x56x56x64 -> 128, stride 2: batch, height, width, channels, and what a convolution makes of them."""
     if isinstance(problem, GemmProblem):
-        return f"{problem.m}x{problem.k} by {problem.k}x{problem.n}"
+        times = f"{problem.count} of " if problem.batch else ""
+        return f"{times}{problem.m}x{problem.k} by {problem.k}x{problem.n}"
     maps = maps_of(problem)
     kind = next((maps[name] for name in ("x", "dx", "dy", "y", "dz") if name in maps), None) or next(
         iter(maps.values()), None

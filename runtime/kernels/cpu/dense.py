@@ -1,4 +1,4 @@
-"""Gemm and two-dimensional MatMul:  y = alpha * A * B + beta * C  in float32, any sizes, A or B stored transposed.
+"""Gemm and MatMul:  y = alpha * A * B + beta * C  in float32, any sizes, A or B stored transposed, one or a batch.
 
 B as [k, n] (or both transposed): outer products. The threads share the columns.
 
@@ -11,6 +11,7 @@ B as [n, k], the weight of a classifier: A and B run along k, so dot products ne
         for 16 k:                                           4 vectors of A times 6 of B
 
 Both add into y after each block of k. Where the columns are fewer than the threads need, the rows are shared instead.
+Of a batch each thread has whole products, unless there are too few: then all threads share one after the other.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class _Nest:
     rows: int
     columns: int
     depth: int
+    start_a: Expr = 0  # of the product at work
+    start_b: Expr = 0
+    start_y: Expr = 0
 
     def __init__(self, problem: GemmProblem, target: CpuTarget) -> None:
         self.problem, self.target = problem, target
@@ -75,12 +79,31 @@ class _Nest:
 
     def emit(self, args: Args) -> None:
         self.args = args
+        count, threads = self.problem.count, self.target.threads
+        if count == 1:
+            self._product(0, threads)
+        elif count >= 2 * threads or count % threads == 0:
+            with T.parallel(0, threads) as thread:
+                first, own = tir.share(count, threads, thread)
+                with T.serial(0, own) as i:
+                    self._product(first + i, 1)
+        else:
+            with T.serial(0, count) as i:
+                self._product(i, threads)
+
+    def _product(self, number: Expr, threads: int) -> None:
+        """Make one product, shared by so many threads."""
         problem = self.problem
-        by_columns = problem.n // self.columns >= self.target.threads or problem.n >= problem.m
+        if problem.batch:
+            self.start_a, self.start_b, self.start_y = problem.starts(number)
+        by_columns = problem.n // self.columns >= threads or problem.n >= problem.m
         count, size = (problem.n, self.columns) if by_columns else (problem.m, self.rows)
         whole = count // size
+        if threads == 1:
+            self._share(by_columns, lambda: blocks(count, size))
+            return
         if whole:
-            threads = min(self.target.threads, whole)
+            threads = min(threads, whole)
             with T.parallel(0, threads) as thread:
                 first = T.bind(thread * whole // threads)
                 last = T.bind((thread + 1) * whole // threads)
@@ -118,11 +141,22 @@ class _Nest:
             for vector in vectors(columns.size, self.target.lanes):
                 with vector.each() as j:
                     row, column = rows.start + i, columns.start + vector.base + j
-                    T.buffer_store(self.args["y"], self._bias(row, column), [row * self.problem.n + column])
+                    T.buffer_store(self.args["y"], self._bias(row, column), [self._at_y(row, column)])
+
+    def a(self, row: Expr, k: Expr) -> Expr:
+        """Read A[row, k] of the product."""
+        return self.args["a"][self.start_a + self.problem.at_a(row, k)]
+
+    def b(self, k: Expr, column: Expr) -> Expr:
+        """Read B[k, column] of the product."""
+        return self.args["b"][self.start_b + self.problem.at_b(k, column)]
+
+    def _at_y(self, row: Expr, column: Expr) -> Expr:
+        return self.start_y + row * self.problem.n + column
 
     def put(self, row: Expr, column: Expr, value: Expr) -> None:
         """Take alpha*value into y."""
-        at = row * self.problem.n + column
+        at = self._at_y(row, column)
         before = self._bias(row, column) if self.one_pass else self.args["y"][at]
         T.buffer_store(self.args["y"], fma(f32(self.problem.alpha), value, before), [at])
 
@@ -144,7 +178,7 @@ class OuterProducts(_Nest):
 
     def tile(self, rows: Block, columns: Block, depth: Block) -> None:
         """Add to a tile of y the outer products of one block of k."""
-        problem, lanes = self.problem, self.target.lanes
+        lanes = self.target.lanes
         pieces = [(v, min(lanes, columns.size - v)) for v in range(0, columns.size, lanes)]
         sums = tir.registers(rows.size * columns.size)
         for r in range(rows.size):
@@ -157,8 +191,7 @@ class OuterProducts(_Nest):
                 for v, width in pieces:
                     with T.vectorized(0, width) as j:
                         at = r * columns.size + v + j
-                        a = self.args["a"][problem.at_a(rows.start + r, k)]
-                        b = self.args["b"][problem.at_b(k, columns.start + v + j)]
+                        a, b = self.a(rows.start + r, k), self.b(k, columns.start + v + j)
                         T.buffer_store(sums, fma(a, b, sums[at]), [at])
         for r in range(rows.size):
             for v, width in pieces:
@@ -183,8 +216,7 @@ class Dots(_Nest):
             for i, (r, c) in enumerate(tile):
                 with vector.each() as j:
                     k = depth.start + vector.base + j
-                    a = self.args["a"][self.problem.at_a(rows.start + r, k)]
-                    b = self.args["b"][self.problem.at_b(k, columns.start + c)]
+                    a, b = self.a(rows.start + r, k), self.b(k, columns.start + c)
                     T.buffer_store(sums, fma(a, b, sums[i * lanes + j]), [i * lanes + j])
         for i, (r, c) in enumerate(tile):
             self.put(rows.start + r, columns.start + c, _across(sums, i * lanes, lanes))

@@ -1,4 +1,4 @@
-"""Gemm on tensor cores:  y = alpha * A * B + beta * C,  float32 in memory, A or B stored transposed.
+"""Gemm on tensor cores:  y = alpha * A * B + beta * C,  float32 in memory, A or B stored transposed, one or a batch.
 
     block: a tile of rows x columns of y, and a share of k where the tiles alone would not fill the GPU
         for 32 of k:               copied to shared memory in the background, 3 or 4 steps ahead
@@ -110,18 +110,18 @@ def choose_tiles(problem: GemmProblem, target: CudaTarget) -> Tiles:
     A block takes as long as its copies: (rows + columns) words for each of k, and the first ones are waited for. A
     multiprocessor does its blocks one after the other. Shares of k cost another launch and the partial sums' way.
     """
-    steps = steps_of(problem)
+    steps, results = steps_of(problem), problem.elements[2]
     best: tuple[float, Tiles] | None = None
     for shape in SHAPES:
         ahead = max(2, min(4, steps + 1, shared_limit(target.architecture) // (4 * shape.words)))
-        tiles = -(-problem.m // shape.rows) * -(-problem.n // shape.columns)
+        tiles = problem.count * -(-problem.m // shape.rows) * -(-problem.n // shape.columns)
         for shares in range(1, min(64, max(1, steps // 4)) + 1):
-            if shares > 1 and shares * problem.m * problem.n >= INT32_LIMIT:
+            if shares > 1 and shares * results >= INT32_LIMIT:
                 break
             words = (-(-steps // shares) + FIRST_STEPS) * shape.words + shape.rows * shape.columns
             time: float = -(-tiles * shares // target.multiprocessors) * words
             if shares > 1:
-                time += 3 * shares * problem.m * problem.n / target.multiprocessors + MERGE_WORDS
+                time += 3 * shares * results / target.multiprocessors + MERGE_WORDS
             if best is None or time < best[0]:
                 best = time, dataclasses.replace(shape, shares=shares, ahead=ahead)
     assert best is not None
@@ -133,7 +133,7 @@ def gemm(problem: GemmProblem, target: CudaTarget) -> Kernel:
     params = gemm_params(problem)
     tiles = choose_tiles(problem, target)
     if tiles.shares > 1:
-        params += (Param("partials", "out", tiles.shares * problem.m * problem.n),)
+        params += (Param("partials", "out", tiles.shares * problem.elements[2]),)
     name = unique_name("Gemm", problem, target)
 
     def build() -> tuple[Stage, ...]:
@@ -172,8 +172,11 @@ class Operand:
             return index * DEPTH + tirx.bitwise_xor(k, tirx.bitwise_and(index, 1) * 16)
         return k * self.tile + tirx.bitwise_xor(index, tirx.bitwise_and(k // 4, 3) * 8)
 
-    def load(self, block: Block, shared: Shared, buffer: Expr, start: Expr, step: Expr, stop: Expr) -> None:
-        """Begin to copy the tile of rows from `start` on and the `step`-th 32 of k. `buffer`: the tile's first word."""
+    def load(self, block: Block, shared: Shared, matrix: Expr, buffer: Expr, start: Expr, step: Expr) -> None:
+        """Begin to copy the tile of rows from `start` on and the `step`-th 32 of k.
+
+        `matrix` is the first element of the operand's matrix, `buffer` the tile's first word.
+        """
         width = self.access
         per_line = self.line // width
 
@@ -186,8 +189,7 @@ class Operand:
             exists = all_of(
                 True if self.size % self.tile == 0 else row < self.size, True if self.k % DEPTH == 0 else depth < self.k
             )
-            if stop is not None:
-                exists = all_of(exists, step < stop)
+            at = matrix + at
             at = at if exists is True else tirx.Select(exists, at, 0)
             copy_async(address, block[self.name].ptr_to([at]), 4 * width, exists)
 
@@ -208,13 +210,14 @@ class _Product:
 
     def __init__(self, problem: GemmProblem, target: CudaTarget, tiles: Tiles) -> None:
         self.problem, self.tiles, self.precision = problem, tiles, target.precision
+        self.down = -(-problem.m // tiles.rows)  # tiles along the rows
         self.a = Operand("a", problem.m, problem.k, tiles.rows, not problem.trans_a, 0)
         self.b = Operand("b", problem.n, problem.k, tiles.columns, problem.trans_b, tiles.rows * DEPTH)
 
     def stage(self, name: str, params: Any) -> Stage:
         problem, tiles = self.problem, self.tiles
         # neighbouring blocks share the columns' tile, which is the larger operand as a rule
-        grid = (-(-problem.m // tiles.rows), -(-problem.n // tiles.columns), tiles.shares)
+        grid = (problem.count * self.down, -(-problem.n // tiles.columns), tiles.shares)
         with stage(name, params, grid=grid, threads=tiles.threads, shared=tiles.shared, min_blocks=1) as block:
             self._emit(block)
         return block.stage
@@ -223,6 +226,11 @@ class _Product:
         tiles, steps = self.tiles, steps_of(self.problem)
         self.block, self.shared = block, shared_memory(tiles.shared)
         self.view = self.shared.view("float32")
+        self.tile, self.start_a, self.start_b, self.start_y = block.x, 0, 0, 0
+        if self.problem.batch:
+            number = T.bind(block.x // self.down)
+            self.tile = T.bind(block.x % self.down)
+            self.start_a, self.start_b, self.start_y = (T.bind(at) for at in self.problem.starts(number))
         first = T.bind(block.z * steps // tiles.shares) if tiles.shares > 1 else 0
         stop = T.bind((block.z + 1) * steps // tiles.shares) if tiles.shares > 1 else steps
         warps = tiles.columns // tiles.warp_columns
@@ -249,8 +257,9 @@ class _Product:
 
         def load() -> None:
             start = buffer * self.tiles.words
-            self.a.load(self.block, self.shared, start, self.block.x * self.tiles.rows, step, None)
-            self.b.load(self.block, self.shared, start, self.block.y * self.tiles.columns, step, None)
+            block, shared = self.block, self.shared
+            self.a.load(block, shared, self.start_a, start, self.tile * self.tiles.rows, step)
+            self.b.load(block, shared, self.start_b, start, block.y * self.tiles.columns, step)
 
         when(step < stop, load)
         commit()
@@ -309,12 +318,12 @@ class _Product:
         problem, tiles, block = self.problem, self.tiles, self.block
         shared_k = tiles.shares > 1
         target = block["partials" if shared_k else "y"]
-        start = block.z * (problem.m * problem.n) if shared_k else 0
+        start = self.start_y + (block.z * problem.elements[2] if shared_k else 0)
         finish: Finish = (lambda row, column, value: value) if shared_k else finishing(problem, block)
         columns = tiles.warp_columns // 8
         for i in range(0, tiles.warp_rows, 16):
             for half in range(2):
-                row = T.bind(block.x * tiles.rows + self.row + (i + 8 * half))
+                row = T.bind(self.tile * tiles.rows + self.row + (i + 8 * half))
                 for j in range(columns):
                     # lane t of four has columns 2t and 2t+1
                     base = block.y * tiles.columns + self.column - block.lane // 4 + block.lane % 4 * 2 + 8 * j
@@ -375,7 +384,8 @@ def _put_pair(
 def _merge(name: str, problem: GemmProblem, tiles: Tiles, params: list[Param]) -> Stage:
     """Merge partials, [c] -> y: the shares of k are added up in order, a thread for up to four columns."""
     width = math.gcd(problem.n, 4)
-    total = problem.m * problem.n // width
+    results = problem.elements[2]
+    total = results // width
     with stage(name, params, grid=(-(-total // MERGE_THREADS), 1, 1), threads=MERGE_THREADS) as block:
         own = T.bind(block.x * MERGE_THREADS + block.tid)
         span = (lambda at: at) if width == 1 else (lambda at: T.ramp(at, 1, width))
@@ -385,7 +395,7 @@ def _merge(name: str, problem: GemmProblem, tiles: Tiles, params: list[Param]) -
             first = T.bind(own * width)
             T.buffer_store(sums, block["partials"][span(first)], [span(0)])
             with T.serial(1, tiles.shares, unroll=tiles.shares <= 16) as share:
-                T.buffer_store(part, block["partials"][span(share * (problem.m * problem.n) + first)], [span(0)])
+                T.buffer_store(part, block["partials"][span(share * results + first)], [span(0)])
                 for i in range(width):
                     put(sums, i, sums[i] + part[i])
             row = T.bind(first // problem.n)

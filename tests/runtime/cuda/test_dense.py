@@ -1,14 +1,16 @@
 """Gemm on tensor cores, interpreted, against numpy in float64 on operands rounded to the precision's type."""
 
 import dataclasses
+import pathlib
 
 import ml_dtypes
 import numpy as np
 import pytest
+import source_files
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.common.dense import GemmProblem
+from bnfuse.runtime.kernels.common.dense import GemmProblem, batch_axes
 from bnfuse.runtime.kernels.cuda import dense
 from bnfuse.runtime.kernels.cuda.dense import SHAPES, choose_tiles, gemm, steps_of
 from bnfuse.runtime.targets.target import CudaTarget
@@ -64,6 +66,22 @@ def test_every_tile(shape, shares, precision, monkeypatch):
     check(GemmProblem(shape.rows, shape.columns + 1, 132, trans_b=True), precision)
 
 
+on_cpu = source_files.load(pathlib.Path(__file__).parents[1] / "test_dense.py")
+
+
+@pytest.mark.parametrize(("trans_a", "trans_b"), [(False, False), (True, True)])
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize(("a", "b"), on_cpu.SHAPES)
+def test_batches_equal_numpy(a, b, trans_a, trans_b, shares, monkeypatch):
+    monkeypatch.setattr(dense, "choose_tiles", lambda *_: dataclasses.replace(SHAPES[4], shares=shares, ahead=2))
+    x, y = (np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate((a, b)))
+    wanted = np.matmul(x.astype(np.float64), y)
+    problem = GemmProblem(a[-2], b[-1], a[-1], trans_a, trans_b, batch=batch_axes(a[:-2], b[:-2]))
+    given = {"a": x.swapaxes(-1, -2) if trans_a else x, "b": y.swapaxes(-1, -2) if trans_b else y}
+    found = run_kernel(gemm(problem, gpu("fp32", multiprocessors=2)), given)["y"]
+    assert np.abs(found.reshape(wanted.shape) - wanted).max() <= 3e-6 * np.abs(wanted).max()
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
 @pytest.mark.parametrize(
     "problem",
@@ -87,5 +105,9 @@ def test_a_bias_that_does_not_broadcast_is_refused():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiles_without_spills(arch, precision):
     target = CudaTarget(arch, 108, precision)
-    for problem in (GemmProblem(64, 4096, 2508, trans_b=True, bias=(4096,)), GemmProblem(4096, 2508, 64, trans_a=True)):
+    for problem in (
+        GemmProblem(64, 4096, 2508, trans_b=True, bias=(4096,)),
+        GemmProblem(4096, 2508, 64, trans_a=True),
+        GemmProblem(49, 49, 32, trans_b=True, batch=batch_axes((64, 4), (4,))),
+    ):
         assert_no_spills(gemm(problem, target))
