@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, pushed through: export, build, rewrite, verify in onnxruntime, compile, run.
+"""Networks that nobody here wrote, pushed through: export, build, rewrite, verify, compile.
 
     python benchmarks/coverage.py [NAME...] [--group timm] [--exporter dynamo|script] [--stages build,rewrite,verify]
                                   [--folder DIR] [--again] [--share 0.97]
@@ -9,6 +9,9 @@ network's alone), and what it found is a line of `FOLDER/EXPORTER.jsonl`; networ
 again without --again. Ends with a table of stages and the refusals; the exit status is 1 where fewer than the share
 come through all stages.
 
+`verify` compares in onnxruntime. Two stages run when asked for: `run` compares compiled files, `exact` a compiled step
+with the torch module in float64.
+
 Needs torch, onnxscript, torchvision and timm.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import fnmatch
 import json
 import multiprocessing
@@ -29,8 +33,10 @@ from typing import Any
 
 import networks
 
-STAGES = ("export", "build", "rewrite", "verify", "compile", "run")
-OPTIONAL = ("run",)  # not among the stages that are run unasked
+STAGES = ("export", "build", "rewrite", "verify", "compile", "run", "exact")
+OPTIONAL = ("run", "exact")  # not among the stages that are run unasked
+ROUNDING = 1e-5
+ROUNDINGS_OF_TORCH = 5.0  # how much larger than torch's own float32 errors ours may be
 
 
 def export(name: str, folder: Path, exporter: str) -> dict[str, Any]:
@@ -101,7 +107,97 @@ def run(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     return verify(name, folder, exporter, "tvm")
 
 
-DOING = dict(zip(STAGES, (export, build, rewrite, verify, compile_step, run), strict=True))
+def exact(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+    """Compare a compiled step with the module itself in float64, beside torch's own float32.
+
+    Errors are of all gradients together, and of all running statistics. Dropout is off on both sides.
+    """
+    import numpy as np
+    import torch
+
+    import bnfuse
+
+    network = networks.NETWORKS[name]
+    torch.manual_seed(0)
+    module, inputs = without_dropout(network.make().train()), network.inputs()
+    path = folder / f"{name}.exact.onnx"
+    torch.onnx.export(copy.deepcopy(module), inputs, str(path), dynamo=True, optimize=False, verbose=False)
+    first = bnfuse.load(path).graph.outputs[0].name
+    training = bnfuse.build_training_graph(path, loss=network.loss, train_bn=True, logits=first)
+    step = bnfuse.compile(bnfuse.rewrite(training, level="icf"), threads=2)
+    labels = network.labels(module, inputs)
+    loss = float(step(*(each.numpy() for each in inputs), labels.numpy()))
+    gradients = {key.removesuffix("_grad"): np.asarray(value) for key, value in step.gradients().items()}
+    state = step.state_dict()
+    truth, single = (
+        step_of_torch(module, inputs, labels, network.loss, kind) for kind in (torch.float64, torch.float32)
+    )
+    missing = sorted(set(truth["gradients"]) - set(gradients))
+    if missing:
+        raise AssertionError(f"no gradient of {missing[:3]}")
+    found = {
+        "loss": [abs(each - truth["loss"]) / abs(truth["loss"]) for each in (loss, single["loss"])],
+        "gradients": [distance(each, truth["gradients"]) for each in (gradients, single["gradients"])],
+        "statistics": [distance(each, truth["statistics"]) for each in (state, single["statistics"])],
+    }
+    for what, (ours, theirs) in found.items():
+        if ours > max(ROUNDING, ROUNDINGS_OF_TORCH * theirs):
+            raise AssertionError(f"{what}: off by {ours:.1e}, torch's float32 by {theirs:.1e}")
+    return found
+
+
+def without_dropout(module: Any) -> Any:
+    """Set the rates of all dropouts to 0."""
+    import torch
+
+    for part in module.modules():
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.momentum is None:
+            part.momentum = 0.1
+    return module
+
+
+def step_of_torch(module: Any, inputs: tuple[Any, ...], labels: Any, loss: str, kind: Any) -> dict[str, Any]:
+    """Loss, gradients and new running statistics, the variance as ONNX counts it (biased)."""
+    import torch
+
+    module = copy.deepcopy(module).to(kind)
+    counts: dict[str, int] = {}
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    norms = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.track_running_stats and part.training
+    }
+    for name, part in norms.items():
+        part.register_forward_hook(
+            lambda _, __, y, name=name: counts.__setitem__(name, y.numel() // y.shape[1])  # elements of a channel
+        )
+    given = module(*(each.to(kind) for each in inputs))
+    scores = given[0] if isinstance(given, tuple) else given
+    function = torch.nn.functional.cross_entropy if loss == "cross-entropy" else torch.nn.functional.mse_loss
+    value = function(scores, labels if loss == "cross-entropy" else labels.to(kind))
+    value.backward()
+    statistics = {}
+    for name, part in norms.items():
+        kept = before[f"{name}.running_var"] * (1 - part.momentum)
+        biased = kept + (part.running_var - kept) * (counts[name] - 1) / counts[name]
+        statistics |= {f"{name}.running_mean": part.running_mean.numpy(), f"{name}.running_var": biased.numpy()}
+    gradients = {name: each.grad.numpy() for name, each in module.named_parameters() if each.grad is not None}
+    return {"loss": float(value), "gradients": gradients, "statistics": statistics}
+
+
+def distance(ours: dict[str, Any], truth: dict[str, Any]) -> float:
+    """Of all of them together, relative to the true ones; 0 where there are none."""
+    import numpy as np
+
+    error = sum(float(np.sum((np.asarray(ours[key], np.float64) - value) ** 2)) for key, value in truth.items())
+    size = sum(float(np.sum(np.square(value))) for value in truth.values())
+    return (error / size) ** 0.5 if size else 0.0
+
+
+DOING = dict(zip(STAGES, (export, build, rewrite, verify, compile_step, run, exact), strict=True))
 
 
 def child(stage: str, name: str, folder: Path, exporter: str, pipe: Connection) -> None:

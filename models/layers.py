@@ -16,7 +16,7 @@ from bnfuse.core.errors import BnfuseError, at_node
 
 from .initial import kaiming
 
-OPSET = 17
+OPSET = 18
 IR_VERSION = 8
 EPSILON = 1e-5
 MOMENTUM = 0.9  # of the old value, as ONNX counts it

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -32,6 +33,17 @@ class Network:
 
         generator = torch.Generator().manual_seed(1)
         return tuple(torch.randn(*shape, generator=generator) for shape in self.shapes)
+
+    def labels(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Draw labels that fit the (first) output, the same each time."""
+        import torch
+
+        given = copy.deepcopy(module)(*inputs)
+        scores = given[0] if isinstance(given, tuple) else given
+        generator = torch.Generator().manual_seed(2)
+        if self.loss == "cross-entropy":
+            return torch.randint(0, scores.shape[1], (scores.shape[0], *scores.shape[2:]), generator=generator)
+        return torch.randn(*scores.shape, generator=generator)
 
 
 NETWORKS: dict[str, Network] = {

@@ -7,6 +7,6 @@ gradients of `ai.bnfuse` where a kernel computes them in one sweep. What has no 
 """
 
 from .engine import differentiate
-from .rules import has_gradient
+from .rules import differentiable
 
-__all__ = ["differentiate", "has_gradient"]
+__all__ = ["differentiable", "differentiate"]

@@ -168,6 +168,11 @@ class Gradient:
             raise self.error(f"lacks its operand {place + 1}: export it anew.")
         return value
 
+    @property
+    def operands(self) -> list[ir.Value]:
+        """All operands, of a node whose list of them has none left out."""
+        return [self.operand(place) for place in range(len(self.node.inputs))]
+
     def optional(self, place: int) -> ir.Value | None:
         """Give an operand, None where the node leaves it out."""
         return self.node.inputs[place] if place < len(self.node.inputs) else None
@@ -183,6 +188,16 @@ class Gradient:
     def wants(self, place: int) -> bool:
         """Tell whether the gradient of an operand is needed."""
         return place < len(self._wanted) and self._wanted[place]
+
+    def result(self, place: int, shape: Sequence[int], dtype: ir.DataType, what: str) -> ir.Value:
+        """Give a result of the node that its gradient reads; where the node leaves it out, it gives it from now on."""
+        if len(self.node.outputs) <= place:
+            self.node.resize_outputs(place + 1)
+        value = self.node.outputs[place]
+        if not value.name:
+            value.name = self.emitter.fresh(f"{self.node.name}/{what}")
+        value.shape, value.type = value.shape or ir.Shape(shape), value.type or ir.TensorType(dtype)
+        return value
 
     def attribute(self, name: str, default: Any) -> Any:
         """Give an attribute; lists as tuples."""

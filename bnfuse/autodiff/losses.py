@@ -1,1 +1,73 @@
-"""Rules of a family that has none yet."""
+"""Losses over classes; all others are made of elementwise operators and reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from bnfuse.autodiff.emitter import Gradient
+from bnfuse.autodiff.rules import rule
+from bnfuse.opset.spec import PLAIN_OPS
+
+Contributions = Sequence[ir.Value | None]
+
+
+@rule("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy(g: Gradient) -> Contributions:
+    """Emit (softmax - one-hot)*share, each label's share of dy by the reduction, and what arrives at log_prob."""
+    labels = g.operand(1)
+    log_prob = g.result(1, g.shape(g.x), g.dtype(g.x), "log_prob")
+    found: ir.Value | None = None
+    if g.gradients[0] is not None:
+        operands = {"dlosses": shares(g), "log_prob": log_prob, "labels": labels}
+        found = g.own(PLAIN_OPS["SoftmaxCrossEntropyGrad"], operands)["dscores"]
+    given = g.gradients[1] if len(g.gradients) > 1 else None
+    if given is not None:
+        total = g.sum(given, [1], keepdims=True)
+        more = g.sub(given, g.mul(g.op("Exp", log_prob), total))
+        found = more if found is None else g.add(found, more)
+    return [found]
+
+
+@rule("NegativeLogLikelihoodLoss")
+def negative_log_likelihood(g: Gradient) -> Contributions:
+    """Emit -share at each label, 0 elsewhere."""
+    labels, shape = g.operand(1), g.shape(g.x)
+    known = counted(g, labels)
+    if known is not None:
+        labels = g.where(known, labels, g.array(0, g.dtype(labels).numpy(), "zero"))
+    label = g.op("Unsqueeze", g.op("Cast", labels, to=int(ir.DataType.INT64)), g.ints([1]))
+    update = g.neg(g.op("Unsqueeze", shares(g), g.ints([1])))
+    zeros = g.emitter.zeros(shape, g.dtype(g.x), f"{g.node.name}/grad/zeros")
+    return [g.op("ScatterElements", zeros, label, update, axis=1, reduction="add")]
+
+
+def counted(g: Gradient, labels: ir.Value) -> ir.Value | None:
+    """Emit which labels are not ignored; None where all count."""
+    if "ignore_index" not in g.node.attributes:
+        return None
+    dtype = (labels.dtype or ir.DataType.INT64).numpy()
+    return g.op("Not", g.op("Equal", labels, g.array(g.attribute("ignore_index", 0), dtype, "ignored")))
+
+
+def shares(g: Gradient) -> ir.Value:
+    """Emit the gradient at each label's own loss, [N, ...]: dy times its weight, over their sum for a mean."""
+    labels, weights = g.operand(1), g.optional(2)
+    shape, reduction = g.shape(labels), g.attribute("reduction", "mean")
+    known, own = counted(g, labels), None
+    if weights is not None:
+        if known is not None:
+            labels = g.where(known, labels, g.array(0, g.dtype(labels).numpy(), "zero"))
+        own = g.op("Gather", weights, labels, axis=0)
+    if known is not None:
+        counts = g.op("Cast", known, to=int(g.dtype(g.x)))
+        own = counts if own is None else g.mul(own, counts)
+    if reduction == "mean":
+        if own is None:
+            return g.expand(g.mul(g.dy, g.number(1.0 / max(math.prod(shape), 1), g.dy)), shape)
+        return g.mul(own, g.div(g.dy, g.op("ReduceSum", own, keepdims=0)))
+    if own is None:
+        return g.dy if reduction == "none" else g.expand(g.dy, shape)
+    return g.mul(own, g.dy)

@@ -1,1 +1,51 @@
-"""Rules of a family that has none yet."""
+"""BatchNorms: whole ones of ours, that train, and frozen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from bnfuse.autodiff.emitter import Gradient
+from bnfuse.autodiff.rules import rule
+from bnfuse.opset.spec import PLAIN_OPS
+
+Contributions = Sequence[ir.Value | None]
+RESULTS = ("dx", "dscale", "dbias")  # of BatchNormGrad, in the order of the BatchNorm's operands
+
+
+@rule("ai.bnfuse::BatchNorm")
+def batch_norm(g: Gradient) -> Contributions:
+    """Emit the BatchNormGrad with what is wanted of it."""
+    if any(given is not None for given in g.gradients[1:]):
+        raise g.error("has statistics that the loss depends on: they have no gradient here.")
+    wanted = [name for place, name in enumerate(RESULTS) if g.wants(place)]
+    operands = {"dy": g.dy, "x": g.x, "scale": g.operand(1)}
+    operands |= {"mean": g.node.outputs[3], "inv_std": g.node.outputs[4]}
+    made = g.own(PLAIN_OPS["BatchNormGrad"], operands, {}, wanted)
+    return [made[name] for name in RESULTS]
+
+
+@rule("BatchNormalization")
+def frozen_batch_norm(g: Gradient) -> Contributions:
+    """Of y = (x - mean)*inv_std*scale + bias by running statistics: an affine map by channel."""
+    if g.attribute("training_mode", 0):
+        raise g.error("trains: its gradient is that of ai.bnfuse::BatchNorm.")
+    x, scale, mean, variance = (g.operand(place) for place in (0, 1, 3, 4))
+    channels, rank = g.shape(scale)[0], g.rank(x)
+    aligned = (channels, *[1] * (rank - 2))
+    deviation = g.op("Sqrt", g.add(variance, g.number(g.attribute("epsilon", 1e-5), variance)))
+    dx = g.mul(g.dy, g.reshape(g.div(scale, deviation), aligned))
+    axes = [axis for axis in range(rank) if axis != 1]
+    centred = g.sub(x, g.reshape(mean, aligned))
+    dscale = g.div(g.sum(g.mul(g.dy, centred), axes), deviation)
+    return dx, dscale, g.sum(g.dy, axes)
+
+
+@rule("ai.bnfuse::NormalizePointwise")
+def affine(g: Gradient) -> Contributions:
+    """Of y = a*x + b by channel."""
+    a = g.operand(1)
+    axes = [axis for axis in range(g.rank(g.x)) if axis != 1]
+    aligned = (g.shape(a)[0], *[1] * (g.rank(g.x) - 2))
+    return g.mul(g.dy, g.reshape(a, aligned)), g.sum(g.mul(g.dy, g.x), axes), g.sum(g.dy, axes)

@@ -91,6 +91,6 @@ def is_flat(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx") and node.op_type in FLAT
 
 
-def has_gradient(operator: str) -> bool:
-    """Tell whether a standard operator can be differentiated, or has a gradient of zero."""
-    return operator in rules() or operator in FLAT
+def differentiable() -> list[str]:
+    """List the standard operators that can be differentiated, those whose gradient is zero among them."""
+    return sorted({*(name for name in rules() if "::" not in name), *FLAT})

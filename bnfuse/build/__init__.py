@@ -1,4 +1,4 @@
-"""From a forward graph to a training file, through onnxruntime-training's C interface and without torch.
+"""From a forward graph to a training file, without torch and without onnxruntime.
 
 built = build("forward.onnx", batch=16)      # .model, .notes
 model = build_training_graph("forward.onnx")  # the model alone
@@ -17,13 +17,14 @@ from bnfuse.graph.shapes import complete_shapes
 
 from .decompose import decompose
 from .forward import read_forward
+from .losses import Term, parse_loss
 from .repair import make_canonical, repair
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
-from .traps import check_forward, choose_logits
+from .traps import check_forward, choose_outputs
 from .uncompiled import note_uncompiled
 from .variables import choose_variables
 
-__all__ = ["NOTES_KEY", "Built", "build", "build_training_graph"]
+__all__ = ["NOTES_KEY", "Built", "Term", "build", "build_training_graph"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Built:
 def build(
     source: onnx.ModelProto | str | Path,
     *,
-    loss: str = "cross-entropy",
+    loss: str | Sequence[Term] = "cross-entropy",
     batch: int | None = None,
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
@@ -51,7 +52,9 @@ def build(
 ) -> Built:
     """Make the training file of a forward model (docs/training-file.md).
 
-    loss      cross-entropy (int64 labels) or mse (float32 labels of the output's shape)
+    loss      what docs/training-file.md lists, as text or as terms: cross-entropy (int64 labels), mse (float32 labels
+              of the output's shape), "cross-entropy@main + 0.4*cross-entropy@aux", none (the gradients of the
+              outputs are inputs), ...
     batch     fixes the first dimension of every data input
     train     globs of the parameters to train; freeze takes some of them away. Constants that were no parameters of
               the network (affine=False, buffers) train only where a glob other than * matches them
@@ -65,12 +68,13 @@ def build(
     """
     check_whole("seed", seed)
     forward = read_forward(source, file=file, batch=batch)
-    chosen = choose_logits(forward, logits)
+    terms = parse_loss(loss) if isinstance(loss, str) else tuple(loss)
+    chosen = choose_outputs(forward, terms, logits)
     found = repair(
         forward,
         train_bn=train_bn,
-        loss=loss,
-        logits=chosen,
+        terms=terms,
+        outputs=chosen,
         seed=seed,
         init=init,
         allow_folded_bn=allow_folded_bn,
@@ -80,9 +84,9 @@ def build(
     decompose(forward, found.constants, frozenset(variables.all))
     make_canonical(forward)
     note_uncompiled(forward)
-    added = add_loss(forward, loss, found.logits)
-    built = gradient_graph(forward, variables, added)
-    model = finish(built, forward, variables, added)
+    ends = add_loss(forward, terms, found.outputs)
+    built = gradient_graph(forward, variables, ends)
+    model = finish(built, forward, variables, ends)
     complete_shapes(model, forward.file)
     return Built(model, tuple(forward.notes), tuple(forward.warnings))
 
@@ -90,7 +94,7 @@ def build(
 def build_training_graph(
     source: onnx.ModelProto | str | Path,
     *,
-    loss: str = "cross-entropy",
+    loss: str | Sequence[Term] = "cross-entropy",
     batch: int | None = None,
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),

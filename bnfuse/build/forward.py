@@ -40,7 +40,8 @@ from .old_batch_norms import TRAINING_MODE
 from .pools import POOLS, fault_of, settle_ceil
 from .sequences import resolve_sequences
 
-OLDEST, NEWEST, TARGET = 13, 21, 17  # opsets that the gradient builder takes, and what others are converted to
+OLDEST, NEWEST, TARGET = 18, 21, 18  # opsets that gradients are made in, and what others are converted to
+SAME = 13  # from here on converted operators are what they were, but for where their axes stand
 IR_VERSIONS = (8, 10)
 REARRANGING = (
     "Cast",
@@ -260,7 +261,7 @@ def element_types(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def convert_opset(forward: Forward) -> None:
-    """Convert opsets below those that the gradient builder takes, or that lack training BNs, and the IR version.
+    """Convert opsets below those that gradients are made in, and the IR version.
 
     Newer opsets are brought down when their operators are decomposed.
     """
@@ -269,8 +270,7 @@ def convert_opset(forward: Forward) -> None:
         versions[""] = versions.get("ai.onnx", 1)
     version = versions[""]
     forward.model.ir_version = min(max(forward.model.ir_version, IR_VERSIONS[0]), IR_VERSIONS[1])
-    oldest = TRAINING_MODE if any(node.op_type == "BatchNormalization" for node in forward.graph.node) else OLDEST
-    if version < oldest:
+    if version < OLDEST:
         convert_to(forward, version, TARGET)
 
 
@@ -293,7 +293,8 @@ def convert_to(forward: Forward, version: int, target: int) -> None:
         ) from None
     adopt_graph(forward.model, light)
     name_nodes(forward)
-    forward.note(f"converted from opset {version} to {target}")
+    if version < SAME:
+        forward.note(f"converted from opset {version} to {target}")
 
 
 def check_valid(forward: Forward) -> None:

@@ -9,7 +9,7 @@ before the conversion to a newer one, what depends on shapes after their inferen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -30,6 +30,8 @@ from .folded import refuse_lost_batch_norms, warn_of_lost_dropout
 from .forward import Constants, check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
 from .graph import Forward
 from .initial_values import fill
+from .losses import LOSSES, Term
+from .losses.formulas import LossKind
 from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms
 from .traps import check_operators, refuse_own_loss
@@ -39,33 +41,33 @@ from .written_out import join_written_out
 
 @dataclasses.dataclass(frozen=True)
 class Repaired:
-    """Initializers that were Constant nodes, those of them that stay as they are, and the name of the logits."""
+    """Initializers that were Constant nodes, those of them that stay as they are, and the outputs' names now."""
 
     constants: Constants
     fixed: set[str]
-    logits: str
+    outputs: tuple[str, ...]
 
 
 def repair(
     forward: Forward,
     *,
     train_bn: bool,
-    loss: str,
-    logits: str,
+    terms: Sequence[Term],
+    outputs: Sequence[str],
     seed: int,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
 ) -> Repaired:
     """Make all repairs."""
-    keep_output(forward, logits)
-    refuse_own_loss(forward, logits)
+    keep_outputs(forward, outputs)
+    if terms:
+        refuse_own_loss(forward, outputs)
     refuse_lost_batch_norms(forward, allowed=allow_folded_bn)
     warn_of_lost_dropout(forward)
     constants = fold_constants(forward)
     constants.adopt(separate_merged(forward))
     fixed = fixed_by_exporter(forward)
-    if loss == "cross-entropy":
-        logits = drop_softmax(forward, logits)
+    outputs = renamed(outputs, terms, lambda name, kind: drop_activation(forward, name, kind.activation))
     trained = simplify_old_batch_norms(forward)
     convert_opset(forward)
     train_batch_norms(forward, trained, train_bn=train_bn)
@@ -80,10 +82,9 @@ def repair(
     fill(forward, constants.placeholders, fixed, init, seed)
     join_written_out(forward)
     make_canonical(forward)
-    if loss == "cross-entropy":
-        logits = flatten_logits(forward, logits)
+    outputs = renamed(outputs, terms, lambda name, kind: flatten_logits(forward, name) if kind.classes else name)
     infer_shapes(forward)
-    return Repaired(constants, fixed, logits)
+    return Repaired(constants, fixed, outputs)
 
 
 STEPS = (explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
@@ -96,10 +97,19 @@ def make_canonical(forward: Forward) -> None:
     forward.remove_dead_nodes()
 
 
-def keep_output(forward: Forward, logits: str) -> None:
-    """Take out all outputs but the one that the loss reads, and the inputs that only those read: a training file has no
+def renamed(outputs: Sequence[str], terms: Sequence[Term], change: Callable[[str, LossKind], str]) -> tuple[str, ...]:
+    """Give the outputs as `change` leaves them, each changed once, by the first term that reads it."""
+    found = {name: name for name in outputs}
+    for term, name in zip(terms, outputs, strict=False):
+        if found[name] == name:
+            found[name] = change(name, LOSSES[term.kind])
+    return tuple(found[name] for name in outputs)
+
+
+def keep_outputs(forward: Forward, outputs: Sequence[str]) -> None:
+    """Take out all outputs but those that the loss reads, and the inputs that only those read: a training file has no
     place for them."""
-    others = [value for value in forward.graph.output if value.name != logits]
+    others = [value for value in forward.graph.output if value.name not in outputs]
     for value in others:
         forward.graph.output.remove(value)
     before = set(forward.consumers())
@@ -110,20 +120,19 @@ def keep_output(forward: Forward, logits: str) -> None:
         forward.graph.input.remove(value)
     if others:
         gone = ", ".join(value.name for value in (*others, *unread))
-        forward.note(f"left out {gone}: the loss reads {logits} alone")
+        forward.note(f"left out {gone}: the loss reads {some(list(dict.fromkeys(outputs)))} alone")
 
 
-def drop_softmax(forward: Forward, logits: str) -> str:
-    """Take out a softmax before cross-entropy, which takes logits: it has the softmax in it, and a LogSoftmax before it
-    changes nothing."""
+def drop_activation(forward: Forward, logits: str, activations: Sequence[str]) -> str:
+    """Take out an activation that the loss has in it, a softmax before cross-entropy; a LogSoftmax changes nothing."""
     node = forward.producers().get(logits)
-    if node is None or node.op_type not in ("Softmax", "LogSoftmax") or forward.consumers().get(logits):
+    if node is None or node.op_type not in activations or forward.consumers().get(logits):
         return logits
     forward.remove_nodes([node])
     for value in forward.graph.output:
         if value.name == logits:
             value.name = node.input[0]
-    forward.note(f"dropped the final {node.op_type} '{node.name}': cross-entropy takes logits")
+    forward.note(f"dropped the final {node.op_type} '{node.name}': the loss takes logits")
     return node.input[0]
 
 

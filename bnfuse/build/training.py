@@ -2,28 +2,30 @@
 
     data, labels, parameters, running statistics  ->  loss, logits, <parameter>_grad, new running statistics
 
-The gradients are onnxruntime-training's, through its C interface. It wants the parameters as graph inputs without
-values; the values come back afterwards as initializers of the same name.
+The gradients are of bnfuse.autodiff. Parameters are inputs with an initializer of the same name, put there at the end:
+values are large.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper
 
-from bnfuse.core.errors import BnfuseError
-from bnfuse.graph.protos import attributes, fresh, set_attribute
+from bnfuse.autodiff import differentiate
+from bnfuse.graph.protos import attributes, fresh, set_attribute, typed_values
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature
-from bnfuse.ort.process import OrtError, borrowed
+from bnfuse.opset.functions import add_functions
+from bnfuse.opset.spec import DOMAIN, VERSION
+from bnfuse.opset.training_ops import BATCH_NORM_DEFAULTS
 
-from .activations import put_stand_ins, take_stand_ins
 from .graph import Forward
-from .traps import WITHOUT_LOSS, builder_error
+from .losses import LOSSES, Formula, Term
+from .traps import WITHOUT_LOSS
 
 NOTES_KEY = "bnfuse.notes"
 
@@ -43,130 +45,104 @@ class Variables:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """Names of what `add_loss` added."""
+class Ends:
+    """What the graph ends in: a loss with its labels, or else inputs that hold the gradients of outputs."""
 
-    loss: str
-    labels: str
-    logits: str
+    outputs: tuple[str, ...]  # of the network, that the loss reads, or whose gradients come in
+    loss: str | None = None
+    labels: tuple[str, ...] = ()
+    gradients: dict[str, str] = dataclasses.field(default_factory=dict)  # output -> the input with its gradient
 
 
-def add_loss(forward: Forward, kind: str, logits: str) -> Loss:
-    """Append the loss over `logits` and its labels input; the loss becomes the first graph output.
+def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) -> Ends:
+    """Append the weighted sum of the terms, each over its output, and an input with the labels of each.
 
-    cross-entropy: logits [N, K, ...] float32, labels [N, ...] int64, mean over all labels.
-    mse: logits of any shape, labels of the same shape float32, mean over all elements.
+    The loss becomes the first graph output. Without terms each output gets an input of its own shape, which holds the
+    gradient of a loss that somebody else computes.
     """
-    taken = forward.names()
-    labels, loss = fresh("labels", taken), fresh("loss", taken)
-    prefix = fresh("loss", {node.name for node in forward.graph.node})  # of the names of nodes, which are other names
-    shape = forward.shapes()[logits]
-    assert shape is not None
-    if kind == "cross-entropy":
-        if len(shape) < 2:
-            raise forward.error(
-                f"output '{logits}' has shape {shape}: cross-entropy needs [batch, classes, ...]. {WITHOUT_LOSS}"
-            )
-        log_prob = fresh("log_prob", taken)
-        nodes = [
-            helper.make_node(
-                "SoftmaxCrossEntropyLoss", [logits, labels], [loss, log_prob], name=prefix, reduction="mean"
-            )
-        ]
-        value = helper.make_tensor_value_info(labels, TensorProto.INT64, [shape[0], *shape[2:]])
-    elif kind == "mse":
-        difference, square = fresh("loss/difference", taken), fresh("loss/square", taken)
-        nodes = [
-            helper.make_node("Sub", [logits, labels], [difference], name=f"{prefix}/sub"),
-            helper.make_node("Mul", [difference, difference], [square], name=f"{prefix}/mul"),
-            helper.make_node("ReduceMean", [square], [loss], name=f"{prefix}/mean", keepdims=0),
-        ]
-        value = helper.make_tensor_value_info(labels, TensorProto.FLOAT, shape)
-    else:
-        raise BnfuseError(f"loss '{kind}' is unknown: it is cross-entropy or mse")
-    forward.graph.node.extend(nodes)
-    forward.graph.input.append(value)
+    taken = forward.names() | {node.name for node in forward.graph.node}
+
+    def unused(base: str) -> str:
+        name = fresh(base, taken)
+        taken.add(name)
+        return name
+
+    shapes = forward.shapes()
+    if not terms:
+        gradients = {name: unused(f"{name}_grad") for name in outputs}
+        for name, gradient in gradients.items():
+            forward.graph.input.append(helper.make_tensor_value_info(gradient, TensorProto.FLOAT, shapes[name]))
+        return Ends(tuple(outputs), gradients=gradients)
+    parts, labels = [], []
+    loss = unused("loss")
+    for term, output in zip(terms, outputs, strict=True):
+        kind, shape = LOSSES[term.kind], shapes[output] or []
+        if kind.classes and len(shape) < 2:
+            what = f"output '{output}' has shape {shape}: {term.kind} needs [batch, classes, ...]. {WITHOUT_LOSS}"
+            raise forward.error(what)
+        labels.append(unused("labels" if len(terms) == 1 else f"labels_{output}"))
+        forward.graph.input.append(helper.make_tensor_value_info(labels[-1], *kind.label_type(shape)))
+        formula = Formula(loss if len(terms) == 1 else f"{loss}/{output}", unused, shape)
+        value = kind.formula(formula, output, labels[-1], term.options)
+        parts.append(value if term.weight == 1.0 else formula("Mul", value, formula.constant(term.weight)))
+        forward.graph.node.extend(formula.nodes)
+        forward.graph.initializer.extend(formula.constants)
+    if len(parts) > 1:
+        forward.graph.node.append(helper.make_node("Sum", parts, [loss], name=loss))
+    else:  # the node that gives it is the loss
+        last = next(node for node in forward.graph.node if parts[0] in node.output)
+        last.name, last.output[list(last.output).index(parts[0])] = loss, loss
     forward.graph.output.insert(0, helper.make_tensor_value_info(loss, TensorProto.FLOAT, []))
-    return Loss(loss, labels, logits)
+    return Ends(tuple(dict.fromkeys(outputs)), loss, tuple(labels))
 
 
-def gradient_graph(forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
+def gradient_graph(forward: Forward, variables: Variables, ends: Ends) -> onnx.ModelProto:
     """Give the training graph without values: variables are plain inputs, outputs in the file's order."""
-    model = without_values(forward.model, variables)
-    tell_draws_apart(model.graph)
-    replaced = put_stand_ins(model)
+    bare = without_values(forward.model, variables)
+    own_batch_norms(bare)
     for output in variables.running.values():
-        model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
-    try:
-        built = differentiated(model, variables.trainable, loss.loss)
-    except OrtError as error:
-        if "Duplicate definition" not in str(error):
-            raise builder_error(forward, error) from None
-        built = differentiated_whole(forward, model, variables, loss.loss)
-    order = [*(value.name for value in model.graph.output), *(f"{name}_grad" for name in variables.trainable)]
-    outputs = {value.name: value for value in built.graph.output}
-    del built.graph.output[:]
-    built.graph.output.extend(outputs[name] for name in order)
+        bare.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
+    model = ir.from_proto(bare)
+    inputs = {value.name: value for value in model.graph.inputs}
+    seeds = {ends.loss: None} if ends.loss else {output: inputs[name] for output, name in ends.gradients.items()}
+    gradients = differentiate(model, variables.trainable, seeds, file=forward.file)
+    model.graph.outputs.extend(gradients[name] for name in variables.trainable)
+    add_functions(model)
+    built = ir.to_proto(model)
     prune(built.graph)
-    take_stand_ins(built, replaced)
-    give_seeds_back(built.graph, forward.graph)
     return built
 
 
-def tell_draws_apart(graph: onnx.GraphProto) -> None:
-    """Tell two Bernoulli of one probability apart: onnxruntime takes them for the same, and would let both have one
-    mask."""
-    for index, node in enumerate(graph.node):
-        if node.op_type == "Bernoulli":
-            set_attribute(node, "seed", float(index))
-
-
-def give_seeds_back(built: onnx.GraphProto, source: onnx.GraphProto) -> None:
-    """Give each Bernoulli the seed of the file, or none: with a seed of its own it draws the same in each session."""
-    given = {node.output[0]: attributes(node).get("seed") for node in source.node if node.op_type == "Bernoulli"}
-    for node in built.node:
-        if node.op_type == "Bernoulli":
-            kept = [attribute for attribute in node.attribute if attribute.name != "seed"]
-            del node.attribute[:]
-            node.attribute.extend(kept)
-            if (seed := given.get(node.output[0])) is not None:
-                set_attribute(node, "seed", seed)
-
-
-def differentiated(model: onnx.ModelProto, wanted: Iterable[str], loss: str) -> onnx.ModelProto:
-    """Give onnxruntime's graph with the gradients of the `wanted` inputs. Raises OrtError."""
-    with borrowed() as process:
-        data = np.frombuffer(model.SerializeToString(), np.uint8)
-        _, found = process.ask("gradients", {"wanted": sorted(wanted), "loss": loss}, {"model": data})
-    return onnx.load_from_string(found["model"].tobytes())
-
-
-def differentiated_whole(forward: Forward, model: onnx.ModelProto, variables: Variables, loss: str) -> onnx.ModelProto:
-    """Give the gradients of the frozen parameters and of the data too.
-
-    The builder names the gradients of a tensor that needs none, but is split off several Concats, all alike. Where
-    everything trains, no tensor needs none; what is not wanted is pruned afterwards.
-    """
-    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
-    data = [value.name for value in forward.graph.input if kinds[value.name] == TensorProto.FLOAT]
-    try:
-        return differentiated(model, (*variables.trainable, *variables.frozen, *data), loss)
-    except OrtError as error:
-        raise builder_error(forward, error) from None
+def own_batch_norms(model: onnx.ModelProto) -> None:
+    """Make every training BatchNormalization an `ai.bnfuse::BatchNorm`, which also gives mean and inverse deviation."""
+    taken = {name for node in model.graph.node for name in (*node.input, *node.output)}
+    types = {value.name: value for value in typed_values(model.graph)}
+    for node in model.graph.node:
+        given = attributes(node)
+        if node.op_type != "BatchNormalization" or not given.get("training_mode"):
+            continue
+        scale = types[node.input[1]].type
+        for what in ("batch_mean", "inv_std"):
+            name = fresh(f"{node.name}/{what}", taken)
+            taken.add(name)
+            node.output.append(name)
+            model.graph.value_info.add(name=name).type.CopyFrom(scale)
+        node.op_type, node.domain = "BatchNorm", DOMAIN
+        del node.attribute[:]
+        for name, default in BATCH_NORM_DEFAULTS.items():
+            set_attribute(node, name, float(given.get(name, default)))
+    if any(node.domain == DOMAIN for node in model.graph.node):
+        model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
 
 
 def prune(graph: onnx.GraphProto) -> None:
-    """Remove nodes that no output needs, and the weight gradients of convolutions that none needs."""
+    """Remove nodes and constants that no output needs, and the types of what is not there."""
     needed = {value.name for value in graph.output}
     kept = []
     for node in reversed(list(graph.node)):
         if needed.intersection(node.output):
             needed.update(node.input)
             kept.append(node)
-            if node.op_type == "ConvGrad":
-                outputs = [name if name in needed else "" for name in node.output]
-                del node.output[:]
-                node.output.extend(outputs)
     del graph.node[:]
     graph.node.extend(reversed(kept))
     typed = {value.name for value in graph.output}
@@ -194,24 +170,25 @@ def without_values(model: onnx.ModelProto, variables: Variables) -> onnx.ModelPr
     return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
-def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss: Loss) -> onnx.ModelProto:
+def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, ends: Ends) -> onnx.ModelProto:
     """Give the training file its names, shapes, values and metadata."""
-    restore_names(built, forward)
-    order_inputs(built, forward, variables, loss)
+    order_inputs(built, forward, variables)
     names = set(variables.all)
     built.graph.initializer.extend(tensor for tensor in forward.graph.initializer if tensor.name in names)
     prune_opsets(built)
     built.producer_name, built.producer_version = "bnfuse", ""
     built.graph.name = forward.graph.name or "training"
+    given = {*ends.labels, *ends.gradients.values()}
     signature = GraphSignature(
-        data=tuple(value.name for value in forward.graph.input if value.name != loss.labels),
-        labels=(loss.labels,),
+        data=tuple(value.name for value in forward.graph.input if value.name not in given),
+        labels=ends.labels,
         trainable=variables.trainable,
         frozen=variables.frozen,
         running=dict(variables.running),
         gradients={name: f"{name}_grad" for name in variables.trainable},
-        loss=loss.loss,
-        logits=loss.logits,
+        loss=ends.loss,
+        logits=ends.outputs[0],
+        output_gradients=dict(ends.gradients),
     )
     set_metadata(built, METADATA_KEY, signature.to_json())
     if forward.notes:
@@ -219,40 +196,7 @@ def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, loss:
     return built
 
 
-def restore_names(built: onnx.ModelProto, forward: Forward) -> None:
-    """Give forward nodes their own names back; what onnxruntime added is named after its node."""
-    own = {node.output[0]: node.name for node in forward.graph.node}
-    renamed: dict[str, str] = {}
-    for node in built.graph.node:
-        if node.output[0] not in own:
-            continue
-        node.name = own[node.output[0]]
-        node.doc_string = ""
-        if node.op_type == "BatchNormInternal":
-            renamed[node.output[3]] = f"{node.name}/batch_mean"
-            renamed[node.output[4]] = f"{node.name}/inv_std"
-        elif node.op_type == "ConcatTraining" and len(node.output) > 1:
-            renamed[node.output[1]] = f"{node.name}/lengths"
-    rename_tensors(built.graph, renamed)
-
-
-def rename_tensors(graph: onnx.GraphProto, renamed: dict[str, str]) -> None:
-    """Rename tensors wherever they are read or written; names that are taken get a number."""
-    taken = {name for node in graph.node for name in (*node.input, *node.output)}
-    final = {}
-    for old, new in renamed.items():
-        final[old] = fresh(new, taken)
-        taken.add(final[old])
-    for node in graph.node:
-        for names in (node.input, node.output):
-            for index, name in enumerate(names):
-                if name in final:
-                    names[index] = final[name]
-    for value in graph.value_info:
-        value.name = final.get(value.name, value.name)
-
-
-def order_inputs(built: onnx.ModelProto, forward: Forward, variables: Variables, loss: Loss) -> None:
+def order_inputs(built: onnx.ModelProto, forward: Forward, variables: Variables) -> None:
     """Order the inputs: data, labels, trainable, frozen, running. A variable that the graph reads nowhere is still an
     input."""
     inputs = {value.name: value for value in built.graph.input}

@@ -1,37 +1,27 @@
-"""What onnxruntime-training gets wrong in silence, or fails at without saying where: refused here, in one line.
-
-Each check says what happens without it.
-"""
+"""What would train wrongly in silence, or fail without saying where: refused here, in one line."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
 import onnx
 from onnx import TensorProto
 
-from bnfuse.core.errors import BnfuseError
+from bnfuse.autodiff import differentiable
 from bnfuse.core.windows import POOLS
 from bnfuse.graph.protos import attributes, element_count, static_shape
 from bnfuse.graph.signature import LOSSES
 
 from .graph import Forward
+from .losses import Term
 from .pools import fault_of
 
-SUPPORTED = (
-    "Abs Add And AveragePool BatchNormalization Cast Celu Clip Concat Conv Cos Div Dropout Elu Equal Erf "
-    "Exp Expand Flatten Gather Gelu Gemm GlobalAveragePool GlobalMaxPool HardSigmoid HardSwish Identity "
-    "LayerNormalization LeakyRelu Log LogSoftmax MatMul Max MaxPool Min Mish Mul Neg PRelu Pad Pow "
-    "ReduceMax ReduceMean ReduceSum Relu Reshape Selu Sigmoid Sin Slice Softmax Softplus Softsign Split "
-    "Sqrt Squeeze Sub Sum Tanh Transpose Unsqueeze Where "
-)
 WITHOUT_LOSS = (
     "build adds the loss (--loss): export the network without it, so that its output is what the loss reads, or name "
     "that output (--logits NAME)."
 )
 Shapes = dict[str, list[int] | None]
 FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-NO_KERNEL = {"ConvTranspose": "ConvTransposeGrad", "Resize": "ResizeGrad", "Upsample": "ResizeGrad"}
 
 
 def choose_logits(forward: Forward, wanted: str | None) -> str:
@@ -48,9 +38,21 @@ def choose_logits(forward: Forward, wanted: str | None) -> str:
     return "logits" if len(names) > 1 else names[0]
 
 
-def refuse_own_loss(forward: Forward, logits: str) -> None:
+def choose_outputs(forward: Forward, terms: Sequence[Term], wanted: str | None) -> tuple[str, ...]:
+    """Give the output that each term of the loss reads; without terms all whose gradients come in."""
+    if terms:
+        return tuple(choose_logits(forward, term.output or wanted) for term in terms)
+    if wanted is not None:
+        return (choose_logits(forward, wanted),)
+    floats = [v.name for v in forward.graph.output if v.type.tensor_type.elem_type in (0, TensorProto.FLOAT)]
+    if not floats:
+        raise forward.error("has no output of floats: there is nothing to differentiate")
+    return tuple(floats)
+
+
+def refuse_own_loss(forward: Forward, outputs: Sequence[str]) -> None:
     """Refuse a file that ends in a loss: what the loss here would read is that loss."""
-    needed = {logits}
+    needed = {*outputs}
     for node in reversed(list(forward.graph.node)):
         if needed.isdisjoint(node.output):
             continue
@@ -58,8 +60,10 @@ def refuse_own_loss(forward: Forward, logits: str) -> None:
             raise forward.error_at(node, f"is a loss of the file's own. {WITHOUT_LOSS}")
         needed.update(node.input)
     for value in forward.graph.output:
-        if value.name == logits and static_shape(value) == []:
-            raise forward.error(f"output '{logits}' is a single number, as of a loss of the file's own. {WITHOUT_LOSS}")
+        if value.name in outputs and static_shape(value) == []:
+            raise forward.error(
+                f"output '{value.name}' is a single number, as of a loss of the file's own. {WITHOUT_LOSS}"
+            )
 
 
 def check_forward(forward: Forward) -> None:
@@ -124,45 +128,13 @@ def check_pool(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
         raise forward.error_at(node, reason)
 
 
-def check_pad(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """Refuse a padding that is not constant: it has no gradient."""
-    mode = attributes(node).get("mode", b"constant")
-    if mode != b"constant":
-        raise forward.error_at(node, f"pads by '{mode.decode()}': only constant padding has a gradient.")
-
-
-def check_no_kernel(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """Refuse an operator whose gradient node exists, but no kernel that runs it."""
-    raise forward.error_at(node, f"has no gradient here ({NO_KERNEL[node.op_type]} has no CPU kernel). {supported()}")
-
-
 CHECKS = [
     ("BatchNormalization", check_batch_norm),
     ("Conv", check_conv),
     *((op, check_pool) for op in POOLS),
-    ("Pad", check_pad),
-    *((op, check_no_kernel) for op in NO_KERNEL),
 ]
 
 
 def supported() -> str:
     """List the operators that can be trained, as the end of a message."""
-    return f"Supported: {', '.join(SUPPORTED.split())}."
-
-
-_NO_BUILDER = re.compile(r"The gradient builder has not been registered: (\w+)(?: for node (\S+))?")
-
-
-def builder_error(forward: Forward, error: Exception) -> BnfuseError:
-    """Tell what the gradient builder said, in terms of the user's graph."""
-    text = " ".join(str(error).split())
-    if "OutputDefs" in text or "InputDefs" in text:
-        text = f"an operator lacks an operand or a result that its gradient reads ({text[-120:]})"
-    if match := _NO_BUILDER.search(text):
-        op, name = match.groups()
-        for node in forward.graph.node:
-            if node.op_type == op and (name is None or node.name == name or node.name in text):
-                return forward.error_at(node, f"has no gradient. {supported()}")
-        return forward.error(f"operator {op} has no gradient. {supported()}")
-    said = text.rpartition("Error:")[2].strip() or text  # after where in onnxruntime's source it was said
-    return forward.error(f"onnxruntime cannot build the gradients: {said[:300]}")
+    return f"Supported: {', '.join(differentiable())}."

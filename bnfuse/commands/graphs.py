@@ -47,13 +47,6 @@ class Runtime(str, enum.Enum):
     tvm = "tvm"
 
 
-class Loss(str, enum.Enum):
-    """What stands on top of the logits."""
-
-    cross_entropy = "cross-entropy"
-    mse = "mse"
-
-
 def models(json: options.Json = False) -> None:
     """List the networks of the zoo, with the parameters and FLOPs of their default sizes.
 
@@ -101,7 +94,9 @@ def build(
     classes: options.Classes = None,
     seed: options.Seed = 0,
     set_: options.Settings = None,
-    loss: Annotated[Loss, typer.Option(help="The loss on top of the logits.")] = Loss.cross_entropy,
+    loss: Annotated[
+        str, typer.Option(metavar="LOSS", help="The loss on top of the logits, or none (docs/training-file.md).")
+    ] = "cross-entropy",
     logits: Annotated[str | None, typer.Option(help="The output that the loss reads.", show_default=False)] = None,
     train: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Parameters to train (default: all).", show_default=False)
@@ -137,7 +132,7 @@ def build(
         source,
         output,
         zoo={"seed": seed, **options.zoo(batch, image, channels, classes, set_)},
-        loss=loss.value,
+        loss=loss,
         logits=logits,
         train=train or ["*"],
         freeze=freeze or [],

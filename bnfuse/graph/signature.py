@@ -36,10 +36,12 @@ class GraphSignature:
     frozen: tuple[str, ...]  # inputs with an initializer of the same name, never changed
     running: dict[str, str]  # running statistics: input -> output that replaces it after the step
     gradients: dict[str, str]  # trainable input -> output that is its gradient
-    loss: str
+    loss: str | None = None
     logits: str | None = None
     offsets: tuple[str, ...] = ()  # int64 inputs of the sampling passes, drawn once an epoch (sampling.py)
     virtual: tuple[str, ...] = ()  # inputs of virtual samples (VDN), drawn each step
+    output_gradients: dict[str, str] = dataclasses.field(default_factory=dict)  # without a loss: output -> input with
+    # the gradient there, which somebody else computes
 
     def to_json(self) -> str:
         """Write it as it stands in a model's metadata."""
@@ -64,11 +66,11 @@ class GraphSignature:
 
 
 def _checked(name: str, value: object) -> object:
-    if name in ("running", "gradients"):
+    if name in ("running", "gradients", "output_gradients"):
         if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return value
     elif name in ("loss", "logits"):
-        if isinstance(value, str) or (name == "logits" and value is None):
+        if isinstance(value, str) or value is None:
             return value
     elif isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
@@ -203,14 +205,17 @@ def _check_against(model: ir.Model, signature: GraphSignature) -> None:
     outputs = {value.name for value in model.graph.outputs}
     state = (*signature.trainable, *signature.frozen, *signature.running)
     named = [*signature.data, *signature.labels, *state, *signature.offsets, *signature.virtual]
+    named += signature.output_gradients.values()
+    if (signature.loss is None) == (not signature.output_gradients):
+        raise BnfuseError(f"{_file(model)}: its roles must name a loss, or else inputs with gradients of outputs")
     for name in named:
         if name not in inputs:
             raise BnfuseError(f"{_file(model)}: has no input '{name}', which its roles name")
     wanted = [
-        signature.loss,
         *signature.gradients.values(),
         *signature.running.values(),
-        *filter(None, [signature.logits]),
+        *signature.output_gradients,
+        *filter(None, [signature.loss, signature.logits]),
     ]
     for name in wanted:
         if name not in outputs:

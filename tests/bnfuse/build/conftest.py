@@ -55,7 +55,8 @@ def run_step(model: onnx.ModelProto, seed: int = 0) -> tuple[dict[str, np.ndarra
     for value in model.graph.input:
         shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         if value.name in signature["data"] or value.type.tensor_type.elem_type == TensorProto.FLOAT:
-            if value.name in (*signature["data"], *signature["labels"]):
+            fed = (*signature["data"], *signature["labels"], *signature["output_gradients"].values())
+            if value.name in fed:
                 feeds[value.name] = rng.standard_normal(shape).astype(np.float32)
         elif value.name in signature["labels"]:
             feeds[value.name] = rng.integers(0, 2, shape).astype(np.int64)
