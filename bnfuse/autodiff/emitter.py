@@ -255,20 +255,17 @@ class Gradient:
         spec: OpSpec | PlainOp,
         operands: Mapping[str, ir.Value],
         attributes: Mapping[str, Any] | None = None,
-        wanted: Iterable[str] | None = None,
     ) -> dict[str, ir.Value]:
-        """Emit an operator of ours; gives its results by name. Those that are not wanted have no name."""
+        """Emit an operator of ours; gives its results by name, all of which are there, wanted or not."""
         name = self.emitter.fresh(f"{self.node.name}/grad")
         given = dict(attributes or {})
         shapes: dict[str, Any] = {key: static_shape(value) for key, value in operands.items()}
         found = result_shapes(spec, shapes, given)
-        kept = set(spec.results if wanted is None else wanted)
         results = {}
         for result in spec.results:
-            value = ir.Value(name=self.emitter.fresh(f"{name}/{result}") if result in kept else "")
-            if result in kept:
-                value.shape = None if found[result] is None else ir.Shape(found[result])
-                value.type = ir.TensorType(ir.DataType.INT64 if result in INTEGERS else self.dtype(self.y))
+            value = ir.Value(name=self.emitter.fresh(f"{name}/{result}"))
+            value.shape = None if found[result] is None else ir.Shape(found[result])
+            value.type = ir.TensorType(ir.DataType.INT64 if result in INTEGERS else self.dtype(self.y))
             results[result] = value
         inputs = [operands[key] for key in spec.operands]
         chosen = {key: given[key] for key in spec.attributes}

@@ -16,13 +16,12 @@ RESULTS = ("dx", "dscale", "dbias")  # of BatchNormGrad, in the order of the Bat
 
 @rule("ai.bnfuse::BatchNorm")
 def batch_norm(g: Gradient) -> Contributions:
-    """Emit the BatchNormGrad with what is wanted of it."""
+    """Emit the BatchNormGrad."""
     if any(given is not None for given in g.gradients[1:]):
         raise g.error("has statistics that the loss depends on: they have no gradient here.")
-    wanted = [name for place, name in enumerate(RESULTS) if g.wants(place)]
     operands = {"dy": g.dy, "x": g.x, "scale": g.operand(1)}
     operands |= {"mean": g.node.outputs[3], "inv_std": g.node.outputs[4]}
-    made = g.own(PLAIN_OPS["BatchNormGrad"], operands, {}, wanted)
+    made = g.own(PLAIN_OPS["BatchNormGrad"], operands)
     return [made[name] for name in RESULTS]
 
 

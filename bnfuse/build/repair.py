@@ -31,7 +31,6 @@ from .forward import Constants, check_valid, convert_opset, fold_constants, infe
 from .graph import Forward
 from .initial_values import fill
 from .losses import LOSSES, Term
-from .losses.formulas import LossKind
 from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms
 from .traps import check_operators, refuse_own_loss
@@ -67,13 +66,13 @@ def repair(
     constants = fold_constants(forward)
     constants.adopt(separate_merged(forward))
     fixed = fixed_by_exporter(forward)
-    outputs = renamed(outputs, terms, lambda name, kind: drop_activation(forward, name, kind.activation))
+    outputs = renamed(outputs, terms, lambda name, term: drop_activation(forward, name, term.kind))
     trained = simplify_old_batch_norms(forward)
+    forward.remove_dead_nodes()
+    check_operators(forward)
     convert_opset(forward)
     train_batch_norms(forward, trained, train_bn=train_bn)
     constants |= fold_constants(forward)  # what the converter added
-    forward.remove_dead_nodes()
-    check_operators(forward)
     constants = settle_shapes(forward, constants)
     fixed |= fixed_by_form(forward, constants.names)
     check_valid(forward)
@@ -82,7 +81,7 @@ def repair(
     fill(forward, constants.placeholders, fixed, init, seed)
     join_written_out(forward)
     make_canonical(forward)
-    outputs = renamed(outputs, terms, lambda name, kind: flatten_logits(forward, name) if kind.classes else name)
+    outputs = renamed(outputs, terms, lambda name, term: flattened(forward, name, term))
     infer_shapes(forward)
     return Repaired(constants, fixed, outputs)
 
@@ -97,12 +96,12 @@ def make_canonical(forward: Forward) -> None:
     forward.remove_dead_nodes()
 
 
-def renamed(outputs: Sequence[str], terms: Sequence[Term], change: Callable[[str, LossKind], str]) -> tuple[str, ...]:
+def renamed(outputs: Sequence[str], terms: Sequence[Term], change: Callable[[str, Term], str]) -> tuple[str, ...]:
     """Give the outputs as `change` leaves them, each changed once, by the first term that reads it."""
     found = {name: name for name in outputs}
     for term, name in zip(terms, outputs, strict=False):
         if found[name] == name:
-            found[name] = change(name, LOSSES[term.kind])
+            found[name] = change(name, term)
     return tuple(found[name] for name in outputs)
 
 
@@ -123,16 +122,21 @@ def keep_outputs(forward: Forward, outputs: Sequence[str]) -> None:
         forward.note(f"left out {gone}: the loss reads {some(list(dict.fromkeys(outputs)))} alone")
 
 
-def drop_activation(forward: Forward, logits: str, activations: Sequence[str]) -> str:
+def flattened(forward: Forward, name: str, term: Term) -> str:
+    """Flatten scores of classes."""
+    return flatten_logits(forward, name) if LOSSES[term.kind].classes else name
+
+
+def drop_activation(forward: Forward, logits: str, loss: str) -> str:
     """Take out an activation that the loss has in it, a softmax before cross-entropy; a LogSoftmax changes nothing."""
     node = forward.producers().get(logits)
-    if node is None or node.op_type not in activations or forward.consumers().get(logits):
+    if node is None or node.op_type not in LOSSES[loss].activation or forward.consumers().get(logits):
         return logits
     forward.remove_nodes([node])
     for value in forward.graph.output:
         if value.name == logits:
             value.name = node.input[0]
-    forward.note(f"dropped the final {node.op_type} '{node.name}': the loss takes logits")
+    forward.note(f"dropped the final {node.op_type} '{node.name}': {loss} takes logits")
     return node.input[0]
 
 

@@ -23,6 +23,7 @@ from bnfuse.opset.functions import add_functions
 from bnfuse.opset.spec import DOMAIN, VERSION
 from bnfuse.opset.training_ops import BATCH_NORM_DEFAULTS
 
+from .forward import infer_shapes
 from .graph import Forward
 from .losses import LOSSES, Formula, Term
 from .traps import WITHOUT_LOSS
@@ -93,6 +94,7 @@ def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) ->
         last = next(node for node in forward.graph.node if parts[0] in node.output)
         last.name, last.output[list(last.output).index(parts[0])] = loss, loss
     forward.graph.output.insert(0, helper.make_tensor_value_info(loss, TensorProto.FLOAT, []))
+    infer_shapes(forward)
     return Ends(tuple(dict.fromkeys(outputs)), loss, tuple(labels))
 
 
