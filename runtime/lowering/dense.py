@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.values import static_shape
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.dense import BatchAxis, GemmProblem, batch_axes
 from bnfuse.runtime.kernels.common.loss import LossProblem
@@ -32,17 +33,55 @@ def lower_gemm(low: Lowering, node: ir.Node) -> None:
     bias = low.shape(c) if c is not None else None
     rows, inner = low.shape(a)[::-1] if trans[0] else low.shape(a)
     columns = low.shape(b)[0 if trans[1] else 1]
-    _gemm(low, node, GemmProblem(rows, columns, inner, *trans, float(given.get("alpha", 1.0)), beta, bias), a, b, c)
+    problem = GemmProblem(rows, columns, inner, *trans, float(given.get("alpha", 1.0)), beta, bias)
+    _gemm(low, problem, a, b, c, node.outputs[0], (rows, columns))
 
 
 def lower_matmul(low: Lowering, node: ir.Node) -> None:
     """Lower a product of operands of any ranks, by numpy's rule; by a sparse constant as few taps."""
-    (a, trans_a), (b, trans_b) = (_untransposed(low, low.operand(node, i)) for i in range(2))
-    shape_a, shape_b = _seen(low.shape(a), trans_a), _seen(low.shape(b), trans_b)
-    if not shape_a or not shape_b:
+    (a, trans_a), (b, trans_b) = operands = [_untransposed(low, low.operand(node, i)) for i in range(2)]
+    if not low.shape(a) or not low.shape(b):
         raise low.error(node, "multiplies a scalar: build the graph anew")
-    if lower_sparse(low, node, (a, trans_a), (b, trans_b)):
-        return
+    if not lower_sparse(low, node, *operands):
+        _product(low, node, (a, trans_a), (b, trans_b), None, node.outputs[0])
+
+
+def lower_biased(low: Lowering, node: ir.Node) -> None:
+    """Lower the sum of a product and a vector as one Gemm."""
+    product = low.products[node]
+    bias = next(value for value in node.inputs if value is not None and value.producer() is not product)
+    a, b = (_untransposed(low, low.operand(product, i)) for i in range(2))
+    _product(low, product, a, b, bias, node.outputs[0])
+
+
+def biased_product(low: Lowering, node: ir.Node) -> ir.Node | None:
+    """Find the MatMul that an Add of a vector alone reads, and that is one product of two matrices."""
+    if (node.domain, node.op_type) != ("", "Add"):
+        return None
+    for value, bias in (node.inputs, node.inputs[::-1]):
+        product = value.producer() if value is not None else None
+        if value is None or bias is None or product is None or (product.domain, product.op_type) != ("", "MatMul"):
+            continue
+        a, b = product.inputs
+        whole, vector = static_shape(value), static_shape(bias)
+        shape_a, shape_b = (static_shape(v) if v is not None else None for v in (a, b))
+        if a is None or whole is None or vector is None or shape_a is None or shape_b is None:
+            continue
+        alone = len(value.uses()) == 1 and not value.is_graph_output()
+        flat = len(shape_b) == 2 and (len(shape_a) == 2 or (len(shape_a) > 2 and a not in low.exchanged))
+        if alone and flat and vector == whole[-1:] and low.constant(a) is None and low.constant(b) is None:
+            return product
+    return None
+
+
+Matrices = tuple[ir.Value, bool]  # as they lie, and whether their last axes are exchanged
+
+
+def _product(
+    low: Lowering, node: ir.Node, left: Matrices, right: Matrices, bias: ir.Value | None, result: ir.Value
+) -> None:
+    (a, trans_a), (b, trans_b) = left, right
+    shape_a, shape_b = _seen(low.shape(a), trans_a), _seen(low.shape(b), trans_b)
     whole_a = (1, *shape_a) if len(shape_a) == 1 else shape_a
     whole_b = (*shape_b, 1) if len(shape_b) == 1 else shape_b
     (*batch_a, rows, inner), (*batch_b, inner_b, columns) = whole_a, whole_b
@@ -55,7 +94,9 @@ def lower_matmul(low: Lowering, node: ir.Node) -> None:
     shape = (*np.broadcast_shapes(tuple(batch_a), tuple(batch_b)), *shape_a[-2:-1], *shape_b[-1:][: len(shape_b) - 1])
     if is_of_one_matrix(batch) and not trans_a:
         rows, batch = rows * batch[0].size, ()
-    _gemm(low, node, GemmProblem(rows, columns, inner, trans_a, trans_b, batch=batch), a, b, None, shape)
+    vector = low.shape(bias) if bias is not None else None
+    problem = GemmProblem(rows, columns, inner, trans_a, trans_b, bias=vector, batch=batch)
+    _gemm(low, problem, a, b, bias, result, shape)
 
 
 def is_of_one_matrix(batch: Sequence[BatchAxis]) -> bool:
@@ -89,17 +130,17 @@ def exchanges_last_axes(node: ir.Node) -> bool:
 
 def _gemm(
     low: Lowering,
-    node: ir.Node,
     problem: GemmProblem,
     a: ir.Value,
     b: ir.Value,
     c: ir.Value | None,
-    shape: tuple[int, ...] | None = None,
+    result: ir.Value,
+    shape: tuple[int, ...],
 ) -> None:
     refs: dict[str, Ref] = {"a": low.dense(a), "b": low.dense(b)}
     if c is not None:
         refs["c"] = low.dense(c)
-    refs["y"] = low.new_dense(node.outputs[0], (problem.m, problem.n) if shape is None else shape)
+    refs["y"] = low.new_dense(result, shape)
     low.launch(registry.GEMM, (problem, low.target), refs)
 
 

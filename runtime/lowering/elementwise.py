@@ -7,10 +7,11 @@ import onnx_ir as ir
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS, Activation
 from bnfuse.opset.spec import OpSpec
+from bnfuse.runtime.lowering.dense import lower_biased
 from bnfuse.runtime.lowering.generic import lower_generic
 from bnfuse.runtime.lowering.operands import optional, present, result
 from bnfuse.runtime.lowering.state import Lowering
-from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.steps import elementwise
 from bnfuse.runtime.lowering.values import attributes_of
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -23,7 +24,7 @@ def lower_activation(low: Lowering, node: ir.Node) -> None:
         lower_generic(low, node)
         return
     spec = OpSpec((activation.name,), "Pointwise")
-    composed(low, node, spec, present(x=x), present(y=result(node, 0)), known_attributes(node, activation))
+    elementwise(low, node, spec, present(x=x), present(y=result(node, 0)), known_attributes(node, activation))
 
 
 def lower_activation_grad(low: Lowering, node: ir.Node) -> None:
@@ -33,7 +34,7 @@ def lower_activation_grad(low: Lowering, node: ir.Node) -> None:
     activation = GRADIENTS[node.op_type]
     operands = present(dy=low.operand(node, 0), x=low.operand(node, 1))
     spec = OpSpec((), "PointwiseGrad", (node.op_type,))
-    composed(low, node, spec, operands, present(dx=result(node, 0)), known_attributes(node, activation))
+    elementwise(low, node, spec, operands, present(dx=result(node, 0)), known_attributes(node, activation))
 
 
 def known_attributes(node: ir.Node, activation: Activation) -> dict[str, float]:
@@ -50,7 +51,7 @@ def lower_clip(low: Lowering, node: ir.Node) -> None:
         lower_generic(low, node)
         return
     attributes = dict(zip(("min", "max"), bounds, strict=True))
-    composed(low, node, OpSpec(("Clip",), "Pointwise"), present(x=x), present(y=result(node, 0)), attributes)
+    elementwise(low, node, OpSpec(("Clip",), "Pointwise"), present(x=x), present(y=result(node, 0)), attributes)
 
 
 def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float] | None:
@@ -66,13 +67,16 @@ def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float] | None:
 
 
 def lower_add(low: Lowering, node: ir.Node) -> None:
-    """Of two equal shapes a map with a skip; broadcasting is generic."""
+    """Of two equal shapes a map with a skip, of a product and a vector a Gemm; other broadcasting is generic."""
+    if node in low.products:
+        lower_biased(low, node)
+        return
     x, skip = low.operand(node, 0), low.operand(node, 1)
     forms = low.form(x), low.form(skip)
     if forms[0].shape != forms[1].shape or any(f.dtype != "float32" or not f.shape for f in forms):
         lower_generic(low, node)
         return
-    composed(low, node, OpSpec(("Add",), "Pointwise"), present(x=x, skip=skip), present(y=result(node, 0)), {})
+    elementwise(low, node, OpSpec(("Add",), "Pointwise"), present(x=x, skip=skip), present(y=result(node, 0)), {})
 
 
 def lower_mul(low: Lowering, node: ir.Node) -> None:
@@ -83,4 +87,6 @@ def lower_mul(low: Lowering, node: ir.Node) -> None:
         return
     attributes = dict(zip(("min", "max"), found.bounds, strict=True))
     operands = present(dy=found.dy, x=found.x)
-    composed(low, node, OpSpec((), "PointwiseGrad", ("ClipGrad",)), operands, present(dx=result(node, 0)), attributes)
+    elementwise(
+        low, node, OpSpec((), "PointwiseGrad", ("ClipGrad",)), operands, present(dx=result(node, 0)), attributes
+    )

@@ -25,7 +25,7 @@ from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.clip_gradient import find_clip_gradient
-from bnfuse.runtime.lowering.dense import check_scaled, exchanges_last_axes
+from bnfuse.runtime.lowering.dense import biased_product, check_scaled, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
@@ -104,6 +104,9 @@ def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
         elif exchanges_last_axes(node):
             low.exchanged[node.outputs[0]] = low.operand(node, 0)
             absorbed.add(node)
+        elif product := biased_product(low, node):
+            low.products[node] = product
+            absorbed.add(product)
     return [node for node in nodes if node not in absorbed]
 
 

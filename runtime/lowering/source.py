@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.traffic import RESHAPES
-from bnfuse.runtime.lowering import concat, dense, elementwise, norm, sparse, windows
+from bnfuse.runtime.lowering import concat, dense, elementwise, norm, sparse, transposing, windows
 from bnfuse.runtime.lowering.generic import lower_sum
 from bnfuse.runtime.lowering.state import Lowering
 
@@ -60,6 +60,7 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     (MICROSOFT, "SplitTraining"): concat.lower_split,
     **{("", name): lower_reshape for name in RESHAPES},
     ("", "Identity"): lower_identity,
+    ("", "Transpose"): transposing.lower_transpose,
     (MICROSOFT, "BatchNormInternal"): norm.batch_norm_source,
     (MICROSOFT, "BatchNormalizationGrad"): norm.batch_norm_grad_source,
     ("", "Resize"): sparse.lower_resize,

@@ -67,6 +67,7 @@ class Lowering:
     # what the lowering of one operator leaves for that of another, or for the program
     packed: dict[tuple[int, tuple[int, ...], int, str], int] = field(default_factory=dict)  # weights, by source, form
     exchanged: dict[ir.Value, ir.Value] = field(default_factory=dict)  # left out Transposes of matrices: their source
+    products: dict[ir.Node, ir.Node] = field(default_factory=dict)  # MatMuls by the Add of a vector that is the bias
     clip_gradients: dict[ir.Node, ClipGradient] = field(default_factory=dict)  # by the Mul that each ends in
     normalizing: dict[ir.Value, int] = field(default_factory=dict)  # scale*inv_std by inv_std: its storage
     rows: dict[tuple[int, int], int] = field(default_factory=dict)  # of coefficients, by matrix and group: storage

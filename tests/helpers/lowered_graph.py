@@ -41,6 +41,7 @@ class Graph:
     constants: tuple[tuple[str, np.ndarray], ...] = ()
     outputs: tuple[str, ...] = ("y",)
     opset: int = 18
+    types: str = ""  # of values between
 
     def feeds(self) -> dict[str, np.ndarray]:
         return {name: numbers(*shape, seed=i) for i, (name, shape) in enumerate(self.inputs)}
@@ -51,7 +52,7 @@ class Graph:
         known = shapes or dict.fromkeys(self.outputs, ())
         results = ", ".join(f"float{list(known[name]) or ''} {name}" for name in self.outputs)
         imports = f"""<ir_version: 9, opset_import: ["": {self.opset}, "ai.bnfuse": 1]>"""
-        text = f"{imports} g ({ends}) => ({results}) {{ {self.body} }}"
+        text = f"{imports} g ({ends}) => ({results}) {f'<{self.types}>' if self.types else ''} {{ {self.body} }}"
         model = onnx.parser.parse_model(text)
         for index, node in enumerate(model.graph.node):
             node.name = f"n{index}"

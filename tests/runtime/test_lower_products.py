@@ -66,6 +66,72 @@ def test_operands_that_do_not_fit_are_refused():
             Graph("y = MatMul(a, b)", (("a", a), ("b", b))).lowered({"y": (1,)}, file="net.onnx")
 
 
+BIASED = Graph(
+    "m = MatMul(x, w)  y = Add(b, m)  t = Transpose(v)  n = MatMul(u, t)  z = Add(n, c)",
+    (("x", (2, 3, 5, 7)), ("w", (7, 4)), ("b", (4,)), ("u", (6, 7)), ("v", (3, 7)), ("c", (3,))),
+    outputs=("y", "z"),
+    types="float[2,3,5,4] m, float[7,3] t, float[6,3] n",
+)
+
+
+def test_a_vector_is_added_by_the_product():
+    assert check(BIASED) == ["Gemm", "Gemm"]
+
+
+def test_a_vector_is_added_behind_a_product_that_something_else_reads():
+    graph = Graph(
+        "m = MatMul(x, w)  y = Add(b, m)  z = Relu(m)",
+        (("x", (5, 7)), ("w", (7, 4)), ("b", (4,))),
+        outputs=("y", "z"),
+        types="float[5,4] m",
+    )
+    assert sorted(check(graph)) == ["Add", "Gemm", "ReluPointwise"]
+
+
+# -- channels last -------------------------------------------------------------------------------------------------
+
+CONVNEXT = Graph(
+    """d = Conv<group = 24, pads = [3, 3, 3, 3]>(x, w)  t = Transpose<perm = [0, 2, 3, 1]>(d)
+       mean = ReduceMean<keepdims = 1>(t, last)  s = Sub(t, mean)  q = Mul(s, s)  v = ReduceMean<keepdims = 1>(q, last)
+       e = Add(v, eps)  r = Sqrt(e)  n = Div(s, r)  o = Mul(n, scale)  p = Add(o, shift)
+       m = MatMul(p, w1)  h = Add(m, b1)  a = Gelu(h)  k = MatMul(a, w2)  i = Add(k, b2)  c = Mul(i, gamma)
+       u = Transpose<perm = [0, 3, 1, 2]>(c)  y = Add(u, x)""",
+    (
+        ("x", (2, 24, 5, 5)),
+        ("w", (24, 1, 7, 7)),
+        *((name, (24,)) for name in ("scale", "shift", "b2", "gamma")),
+        ("w1", (24, 40)),
+        ("b1", (40,)),
+        ("w2", (40, 24)),
+    ),
+    (("last", np.array([-1])), ("eps", np.array(1e-6, np.float32))),
+    opset=20,
+    types="float[2,5,5,40] m, float[2,5,5,24] k",
+)
+
+
+def test_a_block_with_channels_last_turns_no_map_around():
+    found = check(CONVNEXT)
+    assert found[:2] == ["NchwToNhwc", "Conv"] and found[-2:] == ["AddPointwise", "NhwcToNchw"]
+    assert found.count("Gemm") == 2
+    assert not {"Transpose", "NchwToNhwc", "NhwcToNchw"} & {*found[2:-2]}
+
+
+def test_a_tensor_that_something_else_reads_becomes_a_map_by_a_copy():
+    body = "m = MatMul(x, w)  t = Transpose<perm = [0, 3, 1, 2]>(m)  y = Relu(t)  z = Relu(m)"
+    graph = Graph(body, (("x", (2, 3, 5, 7)), ("w", (7, 4))), outputs=("y", "z"))
+    assert check(graph) == ["Gemm", "NchwToNhwc", "ReluPointwise", "ReluPointwise", "NhwcToNchw"]
+
+
+def test_channels_of_a_wider_map_are_copied_out():
+    body = """a = Relu(x)  b = Sigmoid(x)  c = Concat<axis = 1>(a, b)  t = Transpose<perm = [0, 2, 3, 1]>(a)
+              z = Exp(t)  y = Relu(c)"""
+    graph = Graph(
+        body, (("x", (2, 3, 4, 4)),), outputs=("y", "z"), types="float[2,3,4,4] a, float[2,3,4,4] b, float[2,6,4,4] c"
+    )
+    assert "Transpose" not in check(graph)
+
+
 # -- sparse matrices -----------------------------------------------------------------------------------------------
 
 

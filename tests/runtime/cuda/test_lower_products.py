@@ -17,6 +17,8 @@ GRAPHS = {
     "batches": Graph("y = MatMul(a, b)", (("a", (2, 3, 5, 7)), ("b", (2, 3, 7, 4)))),
     "vector": Graph("y = MatMul(a, b)", (("a", (7,)), ("b", (2, 7, 4)))),
     "transposed": on_cpu.TRANSPOSED,
+    "biased": on_cpu.BIASED,
+    "channels last": on_cpu.CONVNEXT,
     "gradient of a resize": on_cpu.RESIZED_MAP,
     "resize": Graph(
         f"r = Relu(x)  u = Resize<{on_cpu.RESIZES[0][0]}>(r, , , sizes)  y = Relu(u)", (("x", (2, 3, 6, 5)),), (SIZES,)
