@@ -44,6 +44,7 @@ def build(
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
     train_bn: bool = False,
+    frozen_bn: bool = False,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     logits: str | None = None,
@@ -59,6 +60,7 @@ def build(
     train     globs of the parameters to train; freeze takes some of them away. Constants that were no parameters of
               the network (affine=False, buffers) train only where a glob other than * matches them
     train_bn  BatchNormalization exported for inference becomes training BN
+    frozen_bn takes a file whose BatchNormalizations are all frozen: they normalise by their running statistics
     init      globs of the parameters and statistics to draw anew; all others keep the values that the file has
     logits    which output the loss reads, where there are several
     seed      of the values that are drawn: for `init`, and where the file has none
@@ -73,6 +75,7 @@ def build(
     found = repair(
         forward,
         train_bn=train_bn,
+        frozen_bn=frozen_bn,
         terms=terms,
         outputs=chosen,
         seed=seed,
@@ -80,7 +83,7 @@ def build(
         allow_folded_bn=allow_folded_bn,
     )
     check_forward(forward)
-    variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze)
+    variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze, found.untracked)
     decompose(forward, found.constants, frozenset(variables.all))
     make_canonical(forward)
     note_uncompiled(forward)
@@ -99,6 +102,7 @@ def build_training_graph(
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
     train_bn: bool = False,
+    frozen_bn: bool = False,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     logits: str | None = None,
@@ -113,6 +117,7 @@ def build_training_graph(
         train=train,
         freeze=freeze,
         train_bn=train_bn,
+        frozen_bn=frozen_bn,
         init=init,
         allow_folded_bn=allow_folded_bn,
         logits=logits,

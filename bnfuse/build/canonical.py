@@ -11,10 +11,11 @@ import onnx
 from onnx import numpy_helper
 
 from bnfuse.core.windows import resolved_pads
-from bnfuse.graph.protos import attributes, fresh, remove_attributes, set_attribute
+from bnfuse.graph.protos import attributes, fresh, remove_attributes, set_attribute, typed_values
 
 from .graph import Forward
 
+COPIES = ("Cast", "Expand", "Identity", "Reshape")
 WINDOWED = ("Conv", "MaxPool", "AveragePool")
 
 
@@ -68,6 +69,41 @@ def explicit_dropout(forward: Forward) -> None:
         node.output.extend(outputs)
     if switched:
         forward.note(f"switched on {switched} Dropout nodes")
+
+
+def drop_copies(forward: Forward) -> None:
+    """Take out what changes neither values, shape nor type: Identity, a Cast to the same type, a Reshape or Expand to
+    the same shape. Shapes must be known."""
+    shapes, types = (
+        forward.shapes(),
+        {value.name: value.type.tensor_type.elem_type for value in typed_values(forward.graph)},
+    )
+    outputs, makers = forward.output_names(), forward.producers()
+    renamed: dict[str, str] = {}
+    gone: list[onnx.NodeProto] = []
+    for node in forward.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
+        if node.op_type not in COPIES or node.domain not in ("", "ai.onnx"):
+            continue
+        x, y = node.input[0], node.output[0]
+        same = shapes.get(x) == shapes.get(y) is not None and types.get(x) == types.get(y)
+        if not same:
+            continue
+        if y not in outputs:
+            renamed[y] = x
+        elif x in makers and x not in outputs:  # what made x makes the output
+            maker = makers[x]
+            maker.output[list(maker.output).index(x)] = y
+            makers[y] = maker
+            for other in forward.graph.node:
+                for index, name in enumerate(other.input):
+                    if name == x:
+                        other.input[index] = y
+        else:
+            continue
+        gone.append(node)
+    forward.remove_nodes(gone)
 
 
 def add_of_sum(forward: Forward) -> None:

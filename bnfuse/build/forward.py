@@ -63,6 +63,7 @@ COMPUTING = (  # of shapes and other constants; of parameters it is the network'
     *("Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum"),
     *("Reciprocal", "Round", "ScatterElements", "ScatterND", "Sign", "Size", "Sqrt", "Sub", "Tile", "Where", "Xor"),
 )
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 FOLD_LIMIT = 1 << 28  # elements
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class Constants:
 
 
 def fold_constants(forward: Forward, constants: Constants | None = None, *, shapes: bool = False) -> Constants:
-    """Turn nodes that rearrange initializers or compute with constants into initializers; with `shapes` a Shape too.
+    """Turn nodes that rearrange or compute with constants into initializers; with `shapes` a Shape too.
 
     `constants` are those that are known already. An Identity of an initializer is how torch's exporter writes a second
     tensor of equal values (two new BNs, say), so each reader gets a copy of its own.
@@ -206,6 +207,8 @@ def _folded(
         given = attributes(node)
         part = shape[given.get("start", 0) : given.get("end", len(shape))]
         return numpy_helper.from_array(np.array(part if node.op_type == "Shape" else element_count(shape), np.int64))
+    if any(_is_weight(name, values, constants) for name in node.input) and node.op_type != "Identity":
+        return None
     if node.op_type == "CastLike" and node.input[0] in values and node.input[1] in types:
         array = numpy_helper.to_array(values[node.input[0]])
         return numpy_helper.from_array(array.astype(helper.tensor_dtype_to_np_dtype(types[node.input[1]])))
@@ -214,6 +217,12 @@ def _folded(
     if node.op_type in COMPUTING and not all(_counts(name, values, constants) for name in node.input if name):
         return None
     return _evaluated(forward, node, values)
+
+
+def _is_weight(name: str, values: dict[str, onnx.TensorProto], constants: set[str]) -> bool:
+    """Tell whether an initializer of the file may be a parameter: it stays whole then, under its name, and what is made
+    of it is made in the graph."""
+    return name in values and name not in constants and bool(values[name].dims) and values[name].data_type in FLOATS
 
 
 def _counts(name: str, values: dict[str, onnx.TensorProto], constants: set[str]) -> bool:

@@ -22,6 +22,7 @@ class Forward:
     file: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
+    variables: frozenset[str] = frozenset()  # once they are chosen; they stay, whether anything reads them or not
 
     @property
     def graph(self) -> onnx.GraphProto:
@@ -79,6 +80,14 @@ class Forward:
                 found.update(node.output)
         return found
 
+    def from_data(self) -> set[str]:
+        """List the tensors that depend on an input of the graph, or on what is drawn at random."""
+        found = {value.name for value in self.graph.input}
+        for node in self.graph.node:
+            if node.op_type in FED or found.intersection(node.input):
+                found.update(filter(None, node.output))
+        return found
+
     def shapes(self) -> dict[str, list[int] | None]:
         """Map names to static shapes; None where a dimension is unknown."""
         return shapes_of(self.graph)
@@ -112,8 +121,8 @@ class Forward:
         self.remove_unread_initializers()
 
     def remove_unread_initializers(self) -> None:
-        """Take out the initializers that nothing reads."""
-        read = {name for node in self.graph.node for name in node.input} | self.output_names()
+        """Take out the initializers that nothing reads and that are no variables."""
+        read = self.variables | {name for node in self.graph.node for name in node.input} | self.output_names()
         for index in reversed(range(len(self.graph.initializer))):  # in place: weights are large
             if self.graph.initializer[index].name not in read:
                 del self.graph.initializer[index]

@@ -18,9 +18,9 @@ TRAINING_MODE = 14  # the first opset in which a BatchNormalization says that it
 OBSOLETE = {"spatial", "is_test", "consumed_inputs"}
 
 
-def simplify_old_batch_norms(forward: Forward) -> set[str]:
+def simplify_old_batch_norms(forward: Forward, *, frozen: bool = False) -> set[str]:
     """Turn BatchNorms of old opsets into plain ones. Gives the results of those that train by what the file says or,
-    where it says nothing of any, of all."""
+    where it says nothing of any, of all; of none, where they are meant to be `frozen`."""
     norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
     version = forward.opset
     if version >= TRAINING_MODE:
@@ -29,7 +29,7 @@ def simplify_old_batch_norms(forward: Forward) -> set[str]:
     trained = {node.output[0] for node in norms if any(node.output[1:])}
     for node in norms:
         _simplify(forward, node, read)
-    return trained or {node.output[0] for node in norms}
+    return trained if trained or frozen else {node.output[0] for node in norms}
 
 
 def _simplify(forward: Forward, node: onnx.NodeProto, read: set[str]) -> None:

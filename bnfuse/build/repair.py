@@ -15,11 +15,10 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from bnfuse.core.text import some
-from bnfuse.graph.protos import attributes, fresh, set_attribute
-
+from .batch_norms import chain_running_statistics, stand_in_for_statistics, train_batch_norms
 from .canonical import (
     add_of_sum,
+    drop_copies,
     explicit_dropout,
     explicit_transpose,
     explicit_windows,
@@ -40,10 +39,11 @@ from .written_out import join_written_out
 
 @dataclasses.dataclass(frozen=True)
 class Repaired:
-    """Initializers that were Constant nodes, those of them that stay as they are, and the outputs' names now."""
+    """What the repairs tell of the initializers, and the outputs' names now."""
 
-    constants: Constants
-    fixed: set[str]
+    constants: Constants  # those that were Constant nodes
+    fixed: set[str]  # constants in the place of parameters, which stay as they are
+    untracked: set[str]  # in the place of running statistics that the network does not have
     outputs: tuple[str, ...]
 
 
@@ -56,6 +56,7 @@ def repair(
     seed: int,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
+    frozen_bn: bool = False,
 ) -> Repaired:
     """Make all repairs."""
     keep_outputs(forward, outputs)
@@ -67,13 +68,16 @@ def repair(
     constants.adopt(separate_merged(forward))
     fixed = fixed_by_exporter(forward)
     outputs = renamed(outputs, terms, lambda name, term: drop_activation(forward, name, term.kind))
-    trained = simplify_old_batch_norms(forward)
+    trained = simplify_old_batch_norms(forward, frozen=frozen_bn)
     forward.remove_dead_nodes()
     check_operators(forward)
     convert_opset(forward)
-    train_batch_norms(forward, trained, train_bn=train_bn)
+    train_batch_norms(forward, trained, train_bn=train_bn, frozen_bn=frozen_bn)
+    chain_running_statistics(forward)
     constants |= fold_constants(forward)  # what the converter added
     constants = settle_shapes(forward, constants)
+    untracked = stand_in_for_statistics(forward)
+    constants.names.update(untracked)
     fixed |= fixed_by_form(forward, constants.names)
     check_valid(forward)
     drop_zero_bias(forward, constants.names)
@@ -83,10 +87,10 @@ def repair(
     make_canonical(forward)
     outputs = renamed(outputs, terms, lambda name, term: flattened(forward, name, term))
     infer_shapes(forward)
-    return Repaired(constants, fixed, outputs)
+    return Repaired(constants, fixed, untracked, outputs)
 
 
-STEPS = (explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
+STEPS = (drop_copies, explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
 
 
 def make_canonical(forward: Forward) -> None:
@@ -140,42 +144,6 @@ def drop_activation(forward: Forward, logits: str, loss: str) -> str:
     return node.input[0]
 
 
-def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool) -> None:
-    """Turn BNs whose results are in `trained`, or on request all, into training BNs with new running statistics."""
-    norms = [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
-    if train_bn and not norms:
-        forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
-    changed = 0
-    training = [node for node in norms if train_bn or node.output[0] in trained]
-    for node in training:
-        if not attributes(node).get("training_mode"):
-            changed += 1
-            set_attribute(node, "training_mode", 1)
-        _name_running_outputs(forward, node)
-    if changed:
-        why = "--train-bn" if train_bn else "the file's opset has no training_mode that would freeze them"
-        forward.note(f"{changed} BatchNormalization nodes made to train ({why})")
-    for momentum, what in ((1.0, "never move"), (0.0, "are those of the last batch alone")):
-        odd = [node.name for node in training if attributes(node).get("momentum", 0.9) == momentum]
-        if odd:
-            forward.note(
-                f"the running statistics of {some(odd)} {what}: momentum={momentum:g} in the file, which is what torch "
-                "writes for momentum=None. `rewrite --decay A` sets another"
-            )
-
-
-def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
-    if len(node.output) >= 3 and all(node.output[1:3]):
-        return
-    taken = forward.names()
-    y = node.output[0]
-    given = list(node.output[1:3]) + [""] * (3 - len(node.output))
-    defaults = (f"{node.name}/new_running_mean", f"{node.name}/new_running_var")
-    names = [name or fresh(default, taken) for name, default in zip(given, defaults, strict=True)]
-    del node.output[:]
-    node.output.extend([y, *names])
-
-
 def drop_zero_bias(forward: Forward, constants: set[str]) -> None:
     """Take out biases of constant zeros, which some exporters give every convolution, and which would be trained."""
     known, dropped = forward.initializers(), 0
@@ -208,8 +176,9 @@ def merge_affine(forward: Forward, placeholders: set[str], fixed: set[str]) -> N
                 continue
             if any(random & {*reader.input} for reader in consumers.get(readers[0].output[0], [])):
                 continue
-            operand = _channel_operand(forward, readers[0], norm, len(shapes[norm.input[0]] or []))
-            if operand is None or any(len(consumers.get(name, [])) != 1 for name in (operand, *norm.input[1:3])):
+            aligned = _channel_operand(forward, readers[0], norm, shapes)
+            operand = _whole(forward, aligned)
+            if operand is None or any(len(consumers.get(n, [])) != 1 for n in (operand, aligned, *norm.input[1:3])):
                 continue
             _absorb(forward, norm, op, operand, placeholders)
             if operand not in fixed:
@@ -225,19 +194,28 @@ def merge_affine(forward: Forward, placeholders: set[str], fixed: set[str]) -> N
         forward.note(f"merged the Mul and Add after {merged} BatchNormalization nodes into their scale and bias")
 
 
-def _channel_operand(forward: Forward, node: onnx.NodeProto, norm: onnx.NodeProto, rank: int) -> str | None:
-    """Give the operand of `node` that is an initializer with one value per channel of the BN's output (or one for
-    all)."""
-    known = forward.initializers()
+def _channel_operand(
+    forward: Forward, node: onnx.NodeProto, norm: onnx.NodeProto, shapes: dict[str, list[int] | None]
+) -> str | None:
+    """Give the operand of `node` that has one value per channel of the BN's output (or one for all)."""
+    known, rank = forward.initializers(), len(shapes[norm.input[0]] or [])
     others = [name for name in node.input if name != norm.output[0]]
-    if len(others) != 1 or others[0] not in known:
+    if len(others) != 1 or shapes.get(others[0]) is None or norm.input[1] not in known:
         return None
-    channels = known[norm.input[1]].dims[0] if norm.input[1] in known else 0
-    dims = list(known[others[0]].dims)
+    channels, dims = known[norm.input[1]].dims[0], shapes[others[0]] or []
     aligned = [1] * (rank - len(dims)) + dims
     if len(aligned) != rank or [d for axis, d in enumerate(aligned) if axis != 1 and d != 1]:
         return None
     return others[0] if aligned[1] in (1, channels) else None
+
+
+def _whole(forward: Forward, name: str | None) -> str | None:
+    """Give the initializer that a tensor is, or is but for axes of size 1."""
+    known, makers = forward.initializers(), forward.producers()
+    while name is not None and name not in known:
+        maker = makers.get(name)
+        name = maker.input[0] if maker is not None and maker.op_type in ("Reshape", "Squeeze", "Unsqueeze") else None
+    return name
 
 
 def _absorb(forward: Forward, norm: onnx.NodeProto, op: str, operand: str, placeholders: set[str]) -> None:

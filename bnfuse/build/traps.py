@@ -12,6 +12,7 @@ from bnfuse.core.windows import POOLS
 from bnfuse.graph.protos import attributes, element_count, static_shape
 from bnfuse.graph.signature import LOSSES
 
+from .batch_norms import is_training
 from .graph import Forward
 from .losses import Term
 from .pools import fault_of
@@ -97,13 +98,9 @@ def check_operators(forward: Forward) -> None:
 
 
 def check_batch_norm(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """Refuse a frozen BN, which would silently become a training BN, and statistics of one value, which are none."""
-    if not attributes(node).get("training_mode"):
-        raise forward.error_at(
-            node,
-            "has training_mode=0: its statistics are frozen, so there is nothing to split. "
-            "Pass --train-bn to train it.",
-        )
+    """Refuse a training BN without its operands, and statistics of one value, which are none."""
+    if not is_training(node):
+        return
     if len(node.input) < 5 or not all(node.input[1:5]):
         raise forward.error_at(node, "lacks its scale, bias or running statistics: export it with all five operands.")
     shape = shapes[node.input[0]] or []

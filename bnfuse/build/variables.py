@@ -14,7 +14,9 @@ from onnx import TensorProto, numpy_helper
 
 from bnfuse.core.text import some
 
+from .batch_norms import is_training
 from .exporters import PARAMETER, argument_of, has_argument, is_generated, signature_of
+from .forward import FLOATS
 from .graph import Forward
 from .training import Variables
 
@@ -34,12 +36,12 @@ ALWAYS = {  # operand positions that hold a parameter wherever a constant stands
     "RMSNormalization": (1,),
     "RNN": (1, 2, 3),
 }
-ELEMENTWISE = (
-    "Add",
-    "Sub",
-    "Mul",
-    "Div",
-)  # a tensor of rank >= 1 there is a parameter unless the file had it as Constant
+UNLESS_CONSTANT = {  # positions that hold one where a tensor of rank >= 1 stands there that was no Constant node
+    **dict.fromkeys(("Add", "Div", "Mul", "Sub"), (0, 1)),
+    "Concat": range(1 << 10),
+    "Gather": (0,),
+    "Where": (1, 2),
+}
 
 
 def choose_variables(
@@ -48,13 +50,15 @@ def choose_variables(
     fixed: set[str],
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
+    untracked: set[str] | frozenset[str] = frozenset(),
 ) -> Variables:
     """Choose as trainable the parameters that a pattern of `train` and none of `freeze` matches; all others are frozen.
 
     `constants` are the initializers that were Constant nodes in the file. Of `fixed` trains what a pattern other than
-    the default `*` matches.
+    the default `*` matches. `untracked` are in the place of running statistics and are none. The statistics of frozen
+    BatchNorms are frozen variables.
     """
-    running = running_statistics(forward)
+    running = running_statistics(forward, untracked)
     names = parameters(forward, constants, set(running))
     chosen_by_name = [pattern for pattern in train if pattern != "*"]
     for option, patterns in (("--train", chosen_by_name), ("--freeze", freeze)):
@@ -75,7 +79,8 @@ def choose_variables(
             f"{len(kept)} constants in the place of parameters stay as they are ({some(kept)}): the network has no "
             "parameter there (affine=False, buffers). --train '*' --train NAME trains them"
         )
-    return Variables(tuple(trainable), tuple(name for name in names if name not in chosen), running)
+    frozen = [name for name in names if name not in chosen]
+    return Variables(tuple(trainable), (*frozen, *frozen_statistics(forward, {*names, *running})), running)
 
 
 def fixed_by_exporter(forward: Forward) -> set[str]:
@@ -129,55 +134,96 @@ def _is_statistic(node: onnx.NodeProto, index: int) -> bool:
     return node.op_type == "BatchNormalization" and index in (3, 4)
 
 
-def running_statistics(forward: Forward) -> dict[str, str]:
-    """Map the running mean and variance of every training BN to the outputs that replace them."""
+def running_statistics(forward: Forward, untracked: set[str] | frozenset[str] = frozenset()) -> dict[str, str]:
+    """Map the running mean and variance of every training BN of the data to the outputs that replace them.
+
+    A BN that is called several times has those of its last call.
+    """
     pairs: dict[str, str] = {}
-    known = forward.initializers()
+    first: dict[str, str] = {}  # what the statistic that a call gives is the new value of
+    known, from_data = forward.initializers(), forward.from_data()
     for node in forward.graph.node:
-        if node.op_type != "BatchNormalization":
+        if node.op_type != "BatchNormalization" or not is_training(node) or node.input[0] not in from_data:
             continue
         for statistic, output in zip(node.input[3:5], node.output[1:3], strict=True):
-            if statistic not in known:
-                raise forward.error_at(
-                    node,
-                    f"has no running statistics: it computes '{statistic}' from the batch. Export it with statistics "
-                    "(track_running_stats=True).",
-                )
-            if statistic in pairs:
-                raise forward.error_at(
-                    node,
-                    f"is called a second time with the running statistic '{statistic}', which one step cannot change "
-                    "twice. Call it once, on the samples of all calls as one batch, or give each its own BatchNorm.",
-                )
-            pairs[statistic] = output
+            if statistic in untracked:
+                continue
+            first[output] = first.get(statistic, statistic)
+            if first[output] not in known:
+                raise forward.error_at(node, f"computes its running statistic '{statistic}': it must be a constant.")
+            pairs[first[output]] = output
     return pairs
 
 
+def frozen_statistics(forward: Forward, others: set[str]) -> list[str]:
+    """List the running statistics of frozen BNs that are none of the `others`."""
+    known = forward.initializers()
+    found = {
+        name: None
+        for node in forward.graph.node
+        if node.op_type == "BatchNormalization" and not is_training(node)
+        for name in node.input[3:5]
+        if name in known and name not in others
+    }
+    return list(found)
+
+
 def parameters(forward: Forward, constants: set[str], running: set[str]) -> list[str]:
-    """List the parameters in the order of the nodes that read them."""
+    """List the parameters in the order of the nodes that read them, or what is made of them."""
     known, random = forward.initializers(), forward.random_names()
     found: dict[str, None] = {}
+    made = _made_of_weights(forward, constants)
     for node in forward.graph.node:
         if random & {*node.output}:
             continue  # a mask has no parameters: what it is compared with and divided by is the rate of dropping
         for index, name in enumerate(node.input):
-            tensor = known.get(name)
-            if tensor is None or name in running or not _is_parameter(node, index, tensor, name in constants):
+            sources = [name]
+            if name not in known:
+                sources = list(made.get(name, ())) if _has_place(node, index) else []
+            elif name in running or not _is_parameter(node, index, known[name], name in constants):
                 continue
-            if tensor.data_type != TensorProto.FLOAT:
-                kind = TensorProto.DataType.Name(tensor.data_type).lower()
-                raise forward.error_at(node, f"has a parameter '{name}' of type {kind}: convert the model to float32.")
-            found[name] = None
+            for source in sources:
+                kind = known[source].data_type
+                if kind != TensorProto.FLOAT:
+                    text = f"of type {TensorProto.DataType.Name(kind).lower()}: convert the model to float32."
+                    raise forward.error_at(node, f"has a parameter '{source}' {text}")
+                found[source] = None
     return list(found)
 
 
+def _made_of_weights(forward: Forward, constants: set[str]) -> dict[str, tuple[str, ...]]:
+    """Map what is computed of initializers alone to those of them that may be parameters."""
+    known, outside = forward.initializers(), forward.from_data()
+    made: dict[str, tuple[str, ...]] = {}
+    for node in forward.graph.node:
+        if outside.intersection(node.output):
+            continue
+        sources: dict[str, None] = {}
+        for index, name in enumerate(node.input):
+            if name in known:
+                if name not in constants and _is_weight(known[name]) and not _is_statistic(node, index):
+                    sources[name] = None
+            else:
+                sources.update(dict.fromkeys(made.get(name, ())))
+        made.update(dict.fromkeys(node.output, tuple(sources)))
+    return made
+
+
+def _has_place(node: onnx.NodeProto, index: int) -> bool:
+    """Tell whether a parameter may stand there, and is none where it was a constant of the file."""
+    return index in ALWAYS.get(node.op_type, ()) or index in UNLESS_CONSTANT.get(node.op_type, ())
+
+
+def _is_weight(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_type in FLOATS and bool(tensor.dims)
+
+
 def _is_parameter(node: onnx.NodeProto, index: int, tensor: onnx.TensorProto, was_constant: bool) -> bool:
-    floating = tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
-    if not floating or not tensor.dims:
+    if not _is_weight(tensor):
         return False
     if index in ALWAYS.get(node.op_type, ()):
         return True
-    return node.op_type in ELEMENTWISE and not was_constant
+    return index in UNLESS_CONSTANT.get(node.op_type, ()) and not was_constant
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

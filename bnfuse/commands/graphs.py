@@ -107,6 +107,9 @@ def build(
     train_bn: Annotated[
         bool, typer.Option("--train-bn", help="Train BatchNorms that were exported for inference.")
     ] = False,
+    frozen_bn: Annotated[
+        bool, typer.Option("--frozen-bn", help="Keep BatchNorms that were exported for inference frozen.")
+    ] = False,
     init: Annotated[
         list[str] | None,
         typer.Option(metavar="GLOB", help="Parameters to draw anew; others keep their values.", show_default=False),
@@ -137,6 +140,7 @@ def build(
         train=train or ["*"],
         freeze=freeze or [],
         train_bn=train_bn,
+        frozen_bn=frozen_bn,
         init=init or [],
         allow_folded_bn=allow_folded_bn,
     )

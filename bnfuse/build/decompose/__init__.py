@@ -17,6 +17,7 @@ from ..activations import makes_gradient
 from ..forward import Constants, fold_constants, infer_shapes, raise_opset, settle_shapes
 from ..graph import Forward
 from . import activations, normalization, rearranging, reductions, windows
+from .batch_norm import batch_normalization
 from .einsum import einsum
 from .functions import EXPANDED, expand
 from .group_norms import join_group_norms
@@ -30,6 +31,7 @@ __all__ = ["DECOMPOSITIONS", "decompose"]
 DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     **dict.fromkeys(EXPANDED, expand),
     "AveragePool": windows.pool,
+    "BatchNormalization": batch_normalization,
     "Bernoulli": bernoulli,
     "CastLike": rearranging.cast_like,
     "Celu": activations.celu,
@@ -68,6 +70,7 @@ DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     "SpaceToDepth": rearranging.space_to_depth,
 }
 SILENT = (
+    "BatchNormalization",
     "CastLike",
     "ReduceMax",
     "ReduceMean",
@@ -85,7 +88,10 @@ def decompose(forward: Forward, constants: Constants, variables: frozenset[str] 
     Shapes must be known, and are afterwards. `variables` are the parameters and statistics of the network, which stay
     initializers under their names. Returns the constants with those that were added.
     """
+    forward.variables = variables
     constants.variables |= variables
+    constants.names.update(set(forward.initializers()) - variables)
+    constants = settle_shapes(forward, constants)
     constants = _read_group_norms(forward, constants)
     counts: dict[str, int] = {}
     while True:

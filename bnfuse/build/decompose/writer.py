@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ class Surroundings:
         self.values = forward.initializers()
         self.taken = forward.names() | {node.name for node in forward.graph.node}
         self.added: list[onnx.TensorProto] = []  # constants of the writers, which are not in the graph yet
+
+    @functools.cached_property
+    def from_data(self) -> set[str]:
+        """The tensors that depend on the data."""
+        return self.forward.from_data()
 
     def fresh(self, name: str) -> str:
         """Give the name, or with a number where it is taken, and take it."""

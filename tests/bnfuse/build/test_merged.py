@@ -11,7 +11,6 @@ from exported import called, norm_of_module, signed
 from onnx import helper
 
 from bnfuse.build import build
-from bnfuse.core.errors import BnfuseError
 
 ONES, ZEROS = np.ones(3, np.float32), np.zeros(3, np.float32)
 
@@ -64,22 +63,14 @@ def test_two_batch_norms_that_share_only_a_statistic_get_one_each(forward):
     assert list(found["running"]) == ["mean", "a.v", "b/running_mean", "b.v"]
 
 
-def test_a_batch_norm_called_twice_is_refused(forward):
-    operands = ["s", "b", "m", "v"]
-    values = dict(zip(operands, (ONES, ZEROS, ONES * 0.1, ONES * 2), strict=True))
-    nodes = [norm("a", "x", "n", operands), norm("a_1", "n", "y", operands)]
-    with pytest.raises(BnfuseError, match=r"^node 'a_1' \(BatchNormalization\) is called a second time with .* 'm'"):
-        build(forward(nodes, values))
-
-
-def test_a_batch_norm_that_torchs_exporter_calls_twice_is_refused(forward):
+def test_a_batch_norm_that_torchs_exporter_calls_twice_keeps_its_statistics(forward):
     """Even where its tensors were merged."""
     nodes = [norm_of_module(x, y, ["b1.weight", "b1.bias", "b1.bias", "b1.weight"], "b1") for x, y, _ in PAIR]
     source = signed(
         forward(nodes, {"b1.weight": ONES, "b1.bias": ZEROS}), ["b1.weight", "b1.bias"], ["b1.running_mean"]
     )
-    with pytest.raises(BnfuseError, match=r"is called a second time with the running statistic 'b1\.running_mean'"):
-        build(source, train_bn=True)
+    found = signature(build(source, train_bn=True).model)
+    assert found["trainable"] == ["b1.weight", "b1.bias"] and len(found["running"]) == 2
 
 
 def convolution(name: str, x: str, y: str, weight: str, said: str, bias: str = "") -> onnx.NodeProto:

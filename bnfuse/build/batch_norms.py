@@ -1,0 +1,131 @@
+"""BatchNorms as exporters leave them: which of them train, and what their running statistics are.
+
+training_mode=0, --train-bn      a training BN with new running statistics
+training_mode=0 beside others    stays frozen: y = a*x + b (decompose/batch_norm.py)
+called twice (Siamese)           the second call updates what the first one gives
+statistics computed from the batch (track_running_stats=False)    constants whose update nobody reads
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+
+from bnfuse.core.text import some
+from bnfuse.graph.protos import attributes, fresh, set_attribute
+
+from .graph import Forward
+
+
+def batch_norms(forward: Forward) -> list[onnx.NodeProto]:
+    """List the BatchNormalizations, in the order of the nodes."""
+    return [node for node in forward.graph.node if node.op_type == "BatchNormalization"]
+
+
+def is_training(node: onnx.NodeProto) -> bool:
+    """Tell whether a BatchNormalization normalises by the statistics of the batch."""
+    return bool(attributes(node).get("training_mode"))
+
+
+def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, frozen_bn: bool) -> None:
+    """Turn BNs whose results are in `trained`, or on request all, into training BNs with new running statistics.
+
+    Raises where a file has none that trains, and nothing says what is meant by it.
+    """
+    norms = batch_norms(forward)
+    if train_bn and not norms:
+        forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
+    changed = 0
+    training = [node for node in norms if train_bn or node.output[0] in trained]
+    for node in training:
+        if not is_training(node):
+            changed += 1
+            set_attribute(node, "training_mode", 1)
+        _name_running_outputs(forward, node)
+    if changed:
+        why = "--train-bn" if train_bn else "the file's opset has no training_mode that would freeze them"
+        forward.note(f"{changed} BatchNormalization nodes made to train ({why})")
+    _tell_frozen(forward, [node for node in norms if not is_training(node)], frozen_bn or bool(training))
+    for momentum, what in ((1.0, "never move"), (0.0, "are those of the last batch alone")):
+        odd = [node.name for node in training if attributes(node).get("momentum", 0.9) == momentum]
+        if odd:
+            forward.note(
+                f"the running statistics of {some(odd)} {what}: momentum={momentum:g} in the file, which is what torch "
+                "writes for momentum=None. `rewrite --decay A` sets another"
+            )
+
+
+def _tell_frozen(forward: Forward, frozen: list[onnx.NodeProto], meant: bool) -> None:
+    if frozen and not meant:
+        raise forward.error_at(
+            frozen[0],
+            "has training_mode=0: its statistics are frozen, so there is nothing to split. "
+            "Pass --train-bn to train it, or --frozen-bn to keep it frozen.",
+        )
+    for node in frozen:
+        if len(node.input) < 5 or not all(node.input[1:5]):
+            raise forward.error_at(
+                node, "lacks its scale, bias or running statistics: export it with all five operands."
+            )
+    if frozen:
+        forward.note(
+            f"{len(frozen)} BatchNormalization nodes stay frozen ({some([node.name for node in frozen])}): they "
+            "normalise by their running statistics, which no step changes. --train-bn trains them"
+        )
+
+
+def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
+    if len(node.output) >= 3 and all(node.output[1:3]):
+        return
+    taken = forward.names()
+    y = node.output[0]
+    given = list(node.output[1:3]) + [""] * (3 - len(node.output))
+    defaults = (f"{node.name}/new_running_mean", f"{node.name}/new_running_var")
+    names = [name or fresh(default, taken) for name, default in zip(given, defaults, strict=True)]
+    del node.output[:]
+    node.output.extend([y, *names])
+
+
+def chain_running_statistics(forward: Forward) -> None:
+    """Let each further call of one BatchNorm update the running statistics that the call before it gives."""
+    latest: dict[str, str] = {}
+    calls: dict[str, list[str]] = {}
+    for node in batch_norms(forward):
+        if not is_training(node) or len(node.input) < 5:
+            continue
+        for index in (3, 4):
+            statistic = node.input[index]
+            calls.setdefault(statistic, []).append(node.name)
+            node.input[index] = latest.get(statistic, statistic)
+            latest[statistic] = node.output[index - 2]
+    if several := [names for names in calls.values() if len(names) > 1]:
+        forward.note(
+            f"{some(sorted({names[0] for names in several}))} called several times ({some(several[0])}): each call "
+            "updates the running statistics in its turn"
+        )
+
+
+def stand_in_for_statistics(forward: Forward) -> set[str]:
+    """Give BatchNorms that compute their running statistics, as exporters write those that have none, constants in
+    their place, whose update nobody reads. Gives the names of the constants."""
+    known, shapes = forward.initializers(), forward.shapes()
+    results = {name for node in batch_norms(forward) for name in node.output[1:3]}
+    taken = forward.names()
+    added: set[str] = set()
+    found = []
+    for node in batch_norms(forward):
+        if not is_training(node) or len(node.input) < 5:
+            continue
+        if all(name in known or name in results for name in node.input[3:5]):
+            continue
+        channels = (shapes.get(node.input[0]) or [0, 0])[1]
+        for index, what, value in ((3, "no_mean", 0.0), (4, "no_variance", 1.0)):
+            name = fresh(f"{node.name}/{what}", taken | added)
+            forward.set_initializer(name, np.full(channels, value, np.float32))
+            node.input[index] = name
+            added.add(name)
+        found.append(node.name)
+    if found:
+        forward.note(f"{len(found)} BatchNormalization nodes have no running statistics ({some(found)})")
+        forward.remove_dead_nodes()
+    return added
