@@ -15,6 +15,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from bnfuse.core.text import some
+
 from .batch_norms import chain_running_statistics, stand_in_for_statistics, train_batch_norms
 from .canonical import (
     add_of_sum,

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import onnx
 
-from ..activations import makes_gradient
+from bnfuse.autodiff import differentiable
+
 from ..forward import Constants, fold_constants, infer_shapes, raise_opset, settle_shapes
 from ..graph import Forward
 from . import activations, normalization, rearranging, reductions, windows
@@ -54,7 +55,6 @@ DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     "LpPool": windows.lp_pool,
     "MaxPool": windows.pool,
     "MeanVarianceNormalization": normalization.mean_variance_normalization,
-    "PRelu": activations.prelu,
     "RMSNormalization": normalization.rms_normalization,
     "RNN": recurrent,
     "ReduceL1": reductions.reduce_l1,
@@ -69,6 +69,7 @@ DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     "Selu": activations.selu,
     "SpaceToDepth": rearranging.space_to_depth,
 }
+FALLBACKS = ("Celu", "Elu", "HardSigmoid", "Selu")  # for as long as they have no rule of their own
 SILENT = (
     "BatchNormalization",
     "CastLike",
@@ -119,8 +120,9 @@ def _one_round(around: Surroundings) -> tuple[list[onnx.NodeProto], list[str]]:
     """Give the nodes anew, and the operators of those that were written otherwise. The graph stays as it is."""
     nodes: list[onnx.NodeProto] = []
     written: list[str] = []
+    left = {*FALLBACKS} & {*differentiable()}
     for node in around.forward.graph.node:
-        known = node.domain in ("", "ai.onnx") and not makes_gradient(node)
+        known = node.domain in ("", "ai.onnx") and node.op_type not in left
         decomposition = DECOMPOSITIONS.get(node.op_type) if known else None
         if decomposition is not None:
             write = Writer(around, node)

@@ -3,7 +3,6 @@
     Elu(x; a)             Relu(x) + a*Elu(-Relu(-x))                          (Elu of alpha 1 has a definition)
     Selu, Celu            by Elu
     HardSigmoid(x; a, b)  HardSigmoid((6a)*x + 6(b - 1/2))                     (that of 1/6, 1/2 has a definition)
-    PRelu(x, s)           Relu(x) - s*Relu(-x)
 
 At the kink of a piecewise function the slope is that of Relu at 0, which is 0.
 """
@@ -58,10 +57,3 @@ def hard_sigmoid(write: Writer) -> None:
     x = write.add("Mul", [write.node.input[0], write.number("slope", 6 * alpha)])
     x = write.add("Add", [x, write.number("offset", 6 * (beta - 0.5))])
     write.add("HardSigmoid", [x], last=True, alpha=1 / 6, beta=0.5)
-
-
-def prelu(write: Writer) -> None:
-    """Write PRelu as relu(x) - relu(-x) * slope."""
-    x, slope = write.node.input
-    below = write.add("Relu", [write.add("Neg", [x])])
-    write.add("Sub", [write.add("Relu", [x]), write.add("Mul", [below, slope])], last=True)
