@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.autodiff.rules import rule
-from bnfuse.core.windows import resolved_pads
+from bnfuse.core.windows import resolved_pads, transposed_pads
 from bnfuse.opset.spec import OpSpec
 
 Contributions = Sequence[ir.Value | None]
@@ -35,7 +35,7 @@ def conv_transpose(g: Gradient) -> Contributions:
     """Emit dx = Conv(dy) with the same weight; the weight's gradient is that of this Conv, whose result's is x."""
     x, weight = g.x, g.operand(1)
     kernel = g.shape(weight)[2:]
-    window = transposed_window(g, g.shape(x)[2:], g.shape(g.y)[2:], kernel)
+    window = transposed_window(g, g.shape(x)[2:], kernel)
     names = ("dilations", "group", "kernel_shape", "pads", "strides")
     dx = g.op("Conv", g.dy, weight, **{name: window[name] for name in names}) if g.wants(0) else None
     dweight = None
@@ -62,25 +62,16 @@ def window_of(g: Gradient, extent: Sequence[int], kernel: Sequence[int]) -> dict
     return {**given, "pads": pads, "group": g.attribute("group", 1)}
 
 
-def transposed_window(g: Gradient, x: Sequence[int], y: Sequence[int], kernel: Sequence[int]) -> dict[str, Any]:
-    """Give the attributes of the Conv whose input gradient a ConvTranspose is; pads follow from both extents."""
+def transposed_window(g: Gradient, extent: Sequence[int], kernel: Sequence[int]) -> dict[str, Any]:
+    """Give the attributes of the Conv whose input gradient a ConvTranspose of a map of this extent is."""
     rank = len(kernel)
-    strides = g.attribute("strides", (1,) * rank)
-    dilations = g.attribute("dilations", (1,) * rank)
-    extra = g.attribute("output_padding", (0,) * rank)
-    auto, pads = g.attribute("auto_pad", "NOTSET"), g.attribute("pads", (0,) * (2 * rank))
-    if auto not in ("NOTSET", "VALID") or "output_shape" in g.node.attributes:
-        begins, ends = [], []
-        for axis in range(rank):
-            total = strides[axis] * (x[axis] - 1) + extra[axis] + (kernel[axis] - 1) * dilations[axis] + 1 - y[axis]
-            small, large = total // 2, total - total // 2
-            begins.append(large if auto == "SAME_LOWER" else small)
-            ends.append(small if auto == "SAME_LOWER" else large)
-        pads = (*begins, *ends)
-    return {
-        "strides": strides,
-        "dilations": dilations,
+    window = {
+        "strides": g.attribute("strides", (1,) * rank),
+        "dilations": g.attribute("dilations", (1,) * rank),
         "kernel_shape": tuple(kernel),
-        "pads": tuple(pads),
+        "pads": g.attribute("pads", (0,) * (2 * rank)),
         "group": g.attribute("group", 1),
     }
+    shape = g.attribute("output_shape", None)
+    more, auto = g.attribute("output_padding", (0,) * rank), g.attribute("auto_pad", "NOTSET")
+    return {**window, "pads": transposed_pads(window, extent, shape, more, auto)}

@@ -8,8 +8,10 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
+from bnfuse.autodiff.resampling import back
 from bnfuse.autodiff.rules import rule
 from bnfuse.core.windows import resolved_pads
+from bnfuse.opset.resampling import mean_matrices
 from bnfuse.opset.spec import AVERAGE_POOL_ATTRIBUTES, MAX_POOL_ATTRIBUTES, OpSpec
 
 Contributions = Sequence[ir.Value | None]
@@ -27,10 +29,11 @@ def max_pool(g: Gradient) -> Contributions:
 
 @rule("AveragePool")
 def average_pool(g: Gradient) -> Contributions:
-    """Spread each gradient over its window."""
-    if any(size != 1 for size in g.attribute("dilations", ())):
-        raise g.error("averages a window with dilations: there is no gradient of it here. Write it as a Conv.")
+    """Spread each gradient over its window; over one with holes by the means along each axis, transposed."""
     window = _window(g, AVERAGE_POOL_ATTRIBUTES)
+    if any(size != 1 for size in g.attribute("dilations", ())):
+        dilated = {**window, "dilations": g.attribute("dilations", ())}
+        return [back(g, mean_matrices(dilated, g.shape(g.x)))]
     return [g.own(OpSpec((), "AveragePoolGrad"), {"dy": g.dy, "x": g.x}, window)["dx"]]
 
 

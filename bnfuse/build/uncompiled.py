@@ -29,6 +29,4 @@ def without_kernel(node: onnx.NodeProto, shapes: Shapes) -> str | None:
     ranks = [len(shapes.get(name) or []) for name in node.input]
     if node.op_type in WINDOWED and ranks[0] != 4:
         return f"of maps of rank {ranks[0]}"
-    if node.op_type == "MatMul" and ranks[:2] != [2, 2]:
-        return f"of ranks {ranks[0]} and {ranks[1]}"
     return None
