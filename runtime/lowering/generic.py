@@ -197,7 +197,14 @@ def lower_sum(low: Lowering, node: ir.Node) -> None:
     if len(shapes) != 1 or len(next(iter(shapes))) != 4 or any(low.form(v).dtype != "float32" for v in values):
         lower_generic(low, node)
         return
-    refs: dict[str, Ref] = {f"x{i}": low.map(value) for i, value in enumerate(values)}
-    kinds = tuple(ref.type for ref in refs.values() if isinstance(ref, MapRef))
-    refs["y"] = y = low.new_map(node.outputs[0], next(iter(shapes)))
+    (shape,) = shapes
+    if all(low.lies_dense(value) for value in values):
+        kind = low.rows_type(shape)
+        refs: dict[str, Ref] = {f"x{i}": MapRef(low.dense(value), 0, kind) for i, value in enumerate(values)}
+        y = MapRef(low.new_dense(node.outputs[0], shape), 0, kind)
+    else:
+        refs = {f"x{i}": low.map(value) for i, value in enumerate(values)}
+        y = low.new_map(node.outputs[0], shape)
+    refs["y"] = y
+    kinds = tuple(refs[f"x{i}"].type for i in range(len(values)))  # type: ignore[union-attr]
     low.launch(registry.SUM_MAPS, (kinds, y.type, low.target), refs)

@@ -138,6 +138,12 @@ class Lowering:
         assert form.map is not None
         return form.map
 
+    def lies_dense(self, value: ir.Value) -> bool:
+        """Whether what an operator made, of rank 4 and of the type of maps, is no map as it lies."""
+        form = self.form(value)
+        made = value.producer() is not None and len(form.shape) == 4 and form.dtype == "float32"
+        return made and form.map is None and form.dense is not None and value not in self.slots.of
+
     def dense(self, value: ir.Value) -> int:
         """Give the storage of the value in the layout of the file."""
         form = self.form(value)

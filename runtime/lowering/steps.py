@@ -78,7 +78,7 @@ def elementwise(
     low: Lowering, node: ir.Node, spec: OpSpec, operands: Values, results: Values, attributes: Mapping[str, Any]
 ) -> None:
     """Launch the kernel of an operator that works on each element alone: on maps, or on dense tensors as they lie."""
-    if not all(lies_dense(low, value) for value in operands.values()):
+    if not all(low.lies_dense(value) for value in operands.values()):
         composed(low, node, spec, operands, results, attributes)
         return
     shape = low.shape(next(iter(operands.values())))
@@ -87,13 +87,6 @@ def elementwise(
     name = "dx" if spec.is_gradient else "y"
     refs[name] = MapRef(low.new_dense(results.get(name), shape), 0, kind)
     low.launch(KINDS[spec.core], (problem(low, spec, refs, attributes, ()), low.target), refs)
-
-
-def lies_dense(low: Lowering, value: ir.Value) -> bool:
-    """Whether what an operator made, of rank 4 and of any type that maps have, is not a map as it lies."""
-    form = low.form(value)
-    made = value.producer() is not None and len(form.shape) == 4 and form.dtype == "float32"
-    return made and form.map is None and form.dense is not None and value not in low.slots.of
 
 
 def unread_operands(spec: OpSpec) -> set[str]:
