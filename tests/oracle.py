@@ -46,15 +46,29 @@ class Evaluator:
     def nodes(self, nodes: Any, env: dict[str, Any], outer: Attributes, wanted: set[str]) -> None:
         """Runs nodes in order and forgets each tensor after its last reader."""
         nodes = list(nodes)
-        last = {name: i for i, node in enumerate(nodes) for name in node.input}
+        last = {name: i for i, node in enumerate(nodes) for name in reads(node)}
         for i, node in enumerate(nodes):
             inputs = [env[name] if name else None for name in node.input]
             attributes = {a.name: self.attribute(a, outer) for a in node.attribute}
-            results = self.call(node, inputs, {k: v for k, v in attributes.items() if v is not None})
+            if node.op_type == "Loop":
+                results = self.loop(attributes["body"], inputs, env, outer)
+            else:
+                results = self.call(node, inputs, {k: v for k, v in attributes.items() if v is not None})
             env |= {name: value for name, value in zip(node.output, results, strict=False) if name}
-            for name in {*node.input}:
-                if name and last[name] == i and name not in wanted:
+            for name in reads(node):
+                if name in env and last[name] == i and name not in wanted:
                     del env[name]
+
+    def loop(self, body: onnx.GraphProto, inputs: list[Any], env: dict[str, Any], outer: Attributes) -> tuple[Any, ...]:
+        """A loop of a known number of turns; what it gives is what it carries from one to the next."""
+        count, going, *carried = inputs
+        turn, again, *names = (value.name for value in body.input)
+        results = [value.name for value in body.output]
+        for i in range(int(count)):
+            inner = {**env, turn: self.torch.tensor(i), again: going, **dict(zip(names, carried, strict=True))}
+            self.nodes(body.node, inner, outer, {*results})
+            carried = [inner[name] for name in results[1:]]
+        return tuple(carried)
 
     def attribute(self, attribute: onnx.AttributeProto, outer: Attributes) -> Any:
         if attribute.ref_attr_name:
@@ -77,6 +91,12 @@ class Evaluator:
         outputs = [bool(name) for name in node.output]
         results = operator(self, inputs, attributes, outputs)
         return results if isinstance(results, tuple) else (results,)
+
+
+def reads(node: onnx.NodeProto) -> set[str]:
+    """What a node reads, with what graphs inside of it read."""
+    inner = {name for a in node.attribute for each in a.g.node for name in reads(each)}
+    return {*node.input, *inner} - {""}
 
 
 Operator = Callable[[Evaluator, list[Any], Attributes, list[bool]], Any]
@@ -429,6 +449,13 @@ def unsqueeze(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) -> Any:
     return y
 
 
+def gather(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) -> Any:
+    data, indices = x
+    axis = a.get("axis", 0) % data.dim()
+    shape = (*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :])
+    return data.index_select(axis, indices.reshape(-1)).reshape(shape)
+
+
 def total(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) -> Any:
     y = x[0]
     for other in x[1:]:
@@ -466,7 +493,7 @@ OPERATORS: dict[str, Operator] = {
     "Exp": simple(lambda x: x.exp()),
     "Expand": expand,
     "Flatten": flatten,
-    "Gather": lambda e, x, a, o: x[0].index_select(a.get("axis", 0), x[1]),
+    "Gather": gather,
     "Gemm": gemm,
     "GlobalAveragePool": simple(lambda x: x.mean(list(range(2, x.dim())), keepdim=True)),
     "GlobalMaxPool": simple(lambda x: x.amax(list(range(2, x.dim())), keepdim=True)),
@@ -487,6 +514,7 @@ OPERATORS: dict[str, Operator] = {
     "Neg": simple(lambda x: -x),
     "Max": lambda e, x, a, o: functools.reduce(e.torch.maximum, x),
     "Min": lambda e, x, a, o: functools.reduce(e.torch.minimum, x),
+    "NonZero": simple(lambda x: x.nonzero().T),
     "Not": simple(lambda x: ~x),
     "Pad": pad,
     "Pow": simple(lambda x, y: x**y),
@@ -497,6 +525,7 @@ OPERATORS: dict[str, Operator] = {
     "Reciprocal": simple(lambda x: 1 / x),
     "ReduceMax": reduce("amax"),
     "ReduceMean": reduce("mean"),
+    "ReduceProd": lambda e, x, a, o: x[0].prod().reshape([1] * x[0].dim() if a.get("keepdims", 1) else []),
     "ReduceSum": reduce("sum"),
     "Relu": simple(lambda x: x.clamp_min(0)),
     "ReluGrad": simple(lambda dy, x: dy * (x > 0)),

@@ -35,6 +35,7 @@ class Body:
     def __init__(self, op: OpSpec | PlainOp) -> None:
         self.operands = {name: ir.Value(name=name) for name in op.operands}
         self.nodes: list[ir.Node] = []
+        self._count = 0  # of all nodes, those in loops too
         self._made: dict[object, ir.Value] = {}  # constants and reshaped coefficients, made once
 
     def __getitem__(self, operand: str) -> ir.Value:
@@ -50,17 +51,28 @@ class Body:
         inputs: Sequence[ir.Value],
         attributes: dict[str, ir.Attr | int | str] | None = None,
         *,
-        domain: str = "",
         wanted: tuple[bool, ...] = (True,),
     ) -> Sequence[ir.Value]:
         """Add a node; outputs that are not wanted have no name."""
-        count = len(self.nodes)
+        count, self._count = self._count, self._count + 1
         outputs = [
             ir.Value(name=f"{op_type.lower()}_{count}" + (f"_{place}" if place else "") if named else "")
             for place, named in enumerate(wanted)
         ]
-        self.nodes.append(ir.node(op_type, inputs, attributes, domain=domain, outputs=outputs))
+        self.nodes.append(ir.node(op_type, inputs, attributes, outputs=outputs))
         return outputs
+
+    def total(self, count: ir.Value, start: ir.Value, step: Callable[[ir.Value], ir.Value]) -> ir.Value:
+        """Add up start + step(0) + ... + step(count - 1); `count` is a scalar, `step` adds nodes to this body."""
+        outside, made, self.nodes = self.nodes, dict(self._made), []
+        turn = ir.Value(name=f"turn_{self._count}", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(()))
+        going = ir.Value(name=f"going_{self._count}", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape(()))
+        total = ir.Value(name=f"total_{self._count}")
+        outputs = [self("Identity", going), self("Add", total, step(turn))]
+        inner = ir.Graph([turn, going, total], outputs, nodes=self.nodes, name="step")
+        self.nodes, self._made = outside, made  # what was made inside is not known outside
+        always = self("Constant", value=ir.AttrTensor("value", ir.tensor(np.array(True))))
+        return self.node("Loop", [count, always, start], {"body": ir.AttrGraph("body", inner)})[0]
 
     def results(self, values: Sequence[ir.Value]) -> list[ir.Value]:
         """Give the outputs of the function: each its own value, and none an input."""

@@ -1,14 +1,12 @@
 """The function bodies of `ai.bnfuse` operators: standard ONNX, generated from the steps of the name.
 
 A rewritten file carries one model-local function per operator it uses, so that any runtime executes it. Bodies
-import the model's own opset and use operators that did not change between opsets 13 and 21; ConvGrad is
-com.microsoft's, as in the graphs that onnxruntime builds. Maps are float32 NCHW of any shape, coefficients [C].
+import the model's own opset and use operators that did not change between opsets 13 and 21. Maps are float32 NCHW of
+any shape, coefficients [C].
 Attributes of the node reach the body by reference, and as tensors through Constant.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -16,11 +14,11 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.body import Body, reference
+from bnfuse.opset.functions_conv import input_gradient, weight_gradient
 from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.functions_whole import WHOLE, running
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
-    CONV_ATTRIBUTES,
     CONV_GRADS,
     DOMAIN,
     FORWARD_CORES,
@@ -30,7 +28,6 @@ from bnfuse.opset.spec import (
     find,
 )
 
-MICROSOFT = "com.microsoft"
 OLDEST_OPSET = 13  # ReduceSum has its axes as an input from here on
 SCATTER_ADD_OPSET = 16  # ScatterElements can add from here on
 
@@ -54,10 +51,8 @@ def function_for(op: OpSpec | PlainOp, opset_version: int) -> ir.Function:
     else:
         results = (backward if op.is_gradient else forward)(op, body)
     outputs = body.results([results[name] for name in op.results])
-    imports = {"": opset_version}
-    if any(node.domain == MICROSOFT for node in body.nodes):
-        imports[MICROSOFT] = 1
-    graph = ir.Graph(list(body.operands.values()), outputs, nodes=body.nodes, name=op.name, opset_imports=imports)
+    operands, imports = list(body.operands.values()), {"": opset_version}
+    graph = ir.Graph(operands, outputs, nodes=body.nodes, name=op.name, opset_imports=imports)
     attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in op.attributes]
     return ir.Function(DOMAIN, op.name, graph=graph, attributes=attributes)
 
@@ -80,14 +75,10 @@ def _known(name: str, node: ir.Node) -> OpSpec | PlainOp:
 
 
 def _import_domains(model: ir.Model) -> None:
-    nodes = [*model.graph, *(node for function in model.functions.values() for node in function)]
-    domains = {node.domain for node in nodes}
-    if DOMAIN in domains:
+    if any(node.domain == DOMAIN for node in model.graph):
         model.opset_imports[DOMAIN] = VERSION
     else:
         model.opset_imports.pop(DOMAIN, None)
-    if MICROSOFT in domains:
-        model.opset_imports.setdefault(MICROSOFT, 1)
 
 
 # Forward
@@ -168,22 +159,17 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     if weighs:
         for kind in op.activations:
             act = activation(kind, z, body)
-    if op.core in CONV_GRADS:
-        dx, results["dweight"] = conv_grad(op.core, dy, act, body)
-    else:
-        dx = core_grad(op.core, dy, body)
-    return {**results, **epilogue(op, dx, z, body)}
-
-
-def conv_grad(core: str, dy: ir.Value, act: ir.Value, body: Body) -> Sequence[ir.Value]:
-    """Write the gradients of a convolution; what the core does not give has no name."""
-    attributes = {name: reference(name) for name in CONV_ATTRIBUTES}
-    wanted = (core != "ConvGradWeight", core != "ConvGradInput")
-    return body.node("ConvGrad", [dy, act, body["weight"]], dict(attributes), domain=MICROSOFT, wanted=wanted)
+    if weighs:
+        results["dweight"] = weight_gradient(dy, act, body)
+    if op.core == "ConvGradWeight":
+        return results
+    return {**results, **epilogue(op, core_grad(op.core, dy, body), z, body)}
 
 
 def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
-    """Write the gradient at what a core other than a convolution read."""
+    """Write the gradient at what the core read."""
+    if core in CONV_GRADS:
+        return input_gradient(dy, body)
     if core == "MaxPoolGrad":
         return max_pool_grad(dy, body)
     if core == "AveragePoolGrad":

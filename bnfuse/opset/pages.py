@@ -263,8 +263,8 @@ weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other 
 groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of any rank from 2 on. Every
 attribute is required.
 
-In a file each operator is a model-local function of standard ONNX operators (`com.microsoft` ConvGrad where there is
-a convolution's gradient), so that any runtime that knows these executes it. The functions need opset 13 or later.
+In a file each operator is a model-local function of standard ONNX operators alone, so that any runtime executes it. The
+functions need opset 13 or later.
 """
 
 

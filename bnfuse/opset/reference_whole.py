@@ -28,7 +28,8 @@ def column(values: Array, like: Array) -> Array:
 def running(operands: Operands, name: str, batch: Array, attributes: Attributes) -> Array:
     """Give the running statistic `name` after the step, from that of the batch."""
     momentum = attributes["momentum"]
-    return operands[f"running_{name}"] * momentum + batch * (1 - momentum)
+    new: Array = operands[f"running_{name}"] * momentum + batch * (1 - momentum)
+    return new
 
 
 def _batch_norm(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
