@@ -38,13 +38,13 @@ def test_the_files_that_the_onnx_package_ships_become_training_graphs(name, norm
     built = build(LIGHT / f"light_{name}.onnx", batch=batch)
     check_model(built.model)
     found = ops(built.model)
-    assert found["BatchNormInternal"] == found["BatchNormalizationGrad"] == norms
+    assert found["BatchNorm"] == found["BatchNormGrad"] == norms
     readers: dict[str, set[str]] = {}
     for node in built.model.graph.node:
         for value in node.input:
             readers.setdefault(value, set()).add(node.op_type)
     forward = {"Relu", "Conv", "Add"}
-    after = [readers[n.output[0]] & forward for n in built.model.graph.node if n.op_type == "BatchNormInternal"]
+    after = [readers[n.output[0]] & forward for n in built.model.graph.node if n.op_type == "BatchNorm"]
     assert all(after)
     assert not any("Add" in kinds for kinds in after) or name == "resnet50"  # there: the residual sum
     results, _ = step(built.model)

@@ -40,7 +40,7 @@ def test_every_zoo_model_builds_and_takes_a_step(name, step):
     assert all(np.isfinite(value).all() for value in results.values())
     ops = Counter(node.op_type for node in model.graph.node)
     norms = sum(node.op_type == "BatchNormalization" for node in source.graph.node)
-    assert ops["BatchNormInternal"] == ops["BatchNormalizationGrad"] == norms
+    assert ops["BatchNorm"] == ops["BatchNormGrad"] == norms
     gradients = [results[name] for name in signature(model).gradients.values()]
     assert sum(value.size for value in gradients) == sum(
         np.prod(t.dims) for t in source.graph.initializer if t.name in signature(model).trainable
@@ -92,12 +92,12 @@ def test_forward_nodes_keep_their_names_and_their_results_get_speaking_ones(dens
     assert {node.name for node in densenet.graph.node} < set(nodes)
     norm = nodes["block1/layer1/norm1"]
     assert norm.output[3:] == ["block1/layer1/norm1/batch_mean", "block1/layer1/norm1/inv_std"]
-    assert nodes["block1/layer2/concat"].output[1] == "block1/layer2/concat/lengths"
+    assert nodes["block1/layer1/norm1/grad"].op_type == "BatchNormGrad"
 
 
 def test_only_used_opsets_are_imported(densenet):
     model = build_training_graph(densenet)
-    assert {(opset.domain, opset.version) for opset in model.opset_import} == {("", 17), ("com.microsoft", 1)}
+    assert {(opset.domain, opset.version) for opset in model.opset_import} == {("", 18), ("ai.bnfuse", 1)}
     assert model.ir_version == 8
 
 
@@ -119,14 +119,13 @@ def test_frozen_parameters_are_inputs_without_gradient(densenet, step):
 
 
 def test_a_frozen_tensor_that_several_concats_read_is_split_off_once(densenet):
-    """onnxruntime's builder would name the gradient of stem/conv twice."""
     model = build_training_graph(densenet, freeze=["stem/*"])
     assert not any("stem/conv/weight" in name for node in model.graph.node for name in node.output)
     check_model(model)
 
 
 def test_data_that_a_concat_and_another_node_read_needs_no_gradient(forward, step):
-    """The gradient builder defines the gradient of the data twice, although nobody wants it."""
+    """Nobody wants the gradient of the data."""
     nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Concat", ["x", "r"], ["t"], axis=1)]
     nodes.append(helper.make_node("Conv", ["t", "w"], ["y"]))
     model = build_training_graph(forward(nodes, {"w": np.ones((2, 6, 6, 6), np.float32)}), loss="mse")
