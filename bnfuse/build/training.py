@@ -61,10 +61,11 @@ def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) ->
     The loss becomes the first graph output. Without terms each output gets an input of its own shape, which holds the
     gradient of a loss that somebody else computes.
     """
-    taken = forward.names() | {node.name for node in forward.graph.node}
+    taken, nodes = forward.names(), {node.name for node in forward.graph.node}
 
     def unused(base: str) -> str:
-        name = fresh(base, taken)
+        """Name a tensor, and the node that gives it."""
+        name = fresh(base, taken | nodes)
         taken.add(name)
         return name
 
@@ -75,7 +76,8 @@ def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) ->
             forward.graph.input.append(helper.make_tensor_value_info(gradient, TensorProto.FLOAT, shapes[name]))
         return Ends(tuple(outputs), gradients=gradients)
     parts, labels = [], []
-    loss = unused("loss")
+    loss, node_name = fresh("loss", taken), fresh("loss", nodes)  # of tensors and of nodes, which are other names
+    taken.add(loss)
     for term, output in zip(terms, outputs, strict=True):
         kind, shape = LOSSES[term.kind], shapes[output] or []
         if kind.classes and len(shape) < 2:
@@ -89,10 +91,10 @@ def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) ->
         forward.graph.node.extend(formula.nodes)
         forward.graph.initializer.extend(formula.constants)
     if len(parts) > 1:
-        forward.graph.node.append(helper.make_node("Sum", parts, [loss], name=loss))
+        forward.graph.node.append(helper.make_node("Sum", parts, [loss], name=node_name))
     else:  # the node that gives it is the loss
         last = next(node for node in forward.graph.node if parts[0] in node.output)
-        last.name, last.output[list(last.output).index(parts[0])] = loss, loss
+        last.name, last.output[list(last.output).index(parts[0])] = node_name, loss
     forward.graph.output.insert(0, helper.make_tensor_value_info(loss, TensorProto.FLOAT, []))
     infer_shapes(forward)
     return Ends(tuple(dict.fromkeys(outputs)), loss, tuple(labels))
