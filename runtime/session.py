@@ -147,22 +147,36 @@ class Step(Exclusive):
     @alone
     def __call__(self, *inputs: Any) -> Any:
         """One step: forward, backward, and with an optimiser the update. Returns the loss."""
+        if self._output_gradients:
+            raise BnfuseError(
+                "the graph has no loss: call forward(...), backward(...) with the gradients of its outputs, update()"
+            )
         self._take(inputs)
         self._run(p.PHASES)
         return self._loss()
 
     @alone
     def forward(self, *inputs: Any) -> Any:
-        """Run the forward phase: loss, logits and new running statistics. State stays as it is."""
+        """Run the forward phase: loss, logits and new running statistics. State stays as it is.
+
+        Returns the loss; of a graph without one its outputs, a tuple where there are several.
+        """
         self._take(inputs)
         self._run(("forward",))
         self._did("forward")
         return self._loss()
 
     @alone
-    def backward(self) -> None:
-        """Run the backward phase, after `forward`: all gradients."""
+    def backward(self, *gradients: Any) -> None:
+        """Run the backward phase, after `forward`: all gradients.
+
+        Of a graph without a loss it takes the gradients of the outputs that forward returned, in their order.
+        """
+        names = list(self._output_gradients.values())
+        if len(gradients) != len(names):
+            raise BnfuseError(f"backward takes the gradients of {len(names)} outputs: {len(gradients)} are given")
         self._follow("forward", "backward needs a forward before it, with no evaluate in between")
+        self._train.feed(names, gradients)
         self._run(("backward",))
         self._did("backward")
 
@@ -208,8 +222,15 @@ class Step(Exclusive):
         for phase, seconds in self._train.run(phases, self._scalars(phases)).items():
             self.times[phase] = seconds
 
+    @property
+    def _output_gradients(self) -> dict[str, str]:
+        return dict(self.program.signature.get("output_gradients", {}))
+
     def _loss(self) -> Any:
-        """Give the loss: a float; on the device an array of rank 0."""
+        """Give the loss: a float; on the device an array of rank 0. Without a loss the outputs."""
+        if self._output_gradients:
+            results = [self._train.result(self.program.outputs[name]) for name in self._output_gradients]
+            return results[0] if len(results) == 1 else tuple(results)
         found = self._train.result(self.program.outputs[self.program.signature["loss"]])
         return float(found.reshape(())) if isinstance(found, np.ndarray) else found.reshape(())
 

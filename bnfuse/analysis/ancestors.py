@@ -24,5 +24,5 @@ def ancestors(values: Iterable[ir.Value], stop: Iterable[ir.Value] = ()) -> set[
 
 def forward_nodes(graph: ir.Graph, signature: GraphSignature) -> set[ir.Node]:
     """Find the ancestors of the loss, the logits and the running statistics; all other nodes are the backward pass."""
-    wanted = {signature.loss, signature.logits, *signature.running.values()}
+    wanted = {*signature.results, signature.logits, *signature.running.values()}
     return ancestors(value for value in graph.outputs if value.name in wanted)

@@ -264,7 +264,8 @@ class Gradient:
         results = {}
         for result in spec.results:
             value = ir.Value(name=self.emitter.fresh(f"{name}/{result}"))
-            value.shape = None if found[result] is None else ir.Shape(found[result])
+            shape = found[result]
+            value.shape = None if shape is None else ir.Shape(shape)
             value.type = ir.TensorType(ir.DataType.INT64 if result in INTEGERS else self.dtype(self.y))
             results[result] = value
         inputs = [operands[key] for key in spec.operands]

@@ -39,7 +39,7 @@ def torch_module(graph: TrainingGraph) -> torch.nn.Module:
 
 def torch_loss(graph: TrainingGraph) -> torch.nn.Module:
     """Write `loss(logits, *labels)`: what the file computes between them and its loss."""
-    logits, loss = logits_of(graph), output_of(graph, graph.signature.loss)
+    logits, loss = logits_of(graph), output_of(graph, graph.loss)
     labels = [graph.input(name) for name in graph.signature.labels]
     nodes = ancestors([loss], [logits])
     known = {logits, *labels, *(value for node in nodes for value in node.outputs)}

@@ -54,7 +54,7 @@ class OrtCandidate:
         self.turns = 0
         self.feeds = {**graph.state(), **feeds}
         signature = graph.signature
-        outputs = [signature.loss, *signature.running.values()]
+        outputs = [graph.loss, *signature.running.values()]
         self.outputs = [*outputs, *signature.gradients.values()]
         options: dict[str, Any] = {"threads": threads, "optimize": True, "config": ORT_SPINNING}
         if timed:  # what crashes does so there

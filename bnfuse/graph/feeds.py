@@ -12,10 +12,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
-    """Draw standard normal images and virtual samples, labels over all classes, and offsets within their bounds."""
+    """Draw standard normal images, virtual samples and gradients of outputs, labels over all classes, and offsets within
+    their bounds."""
     feeds: Arrays = {}
     drawn = sampling_of(graph.model)
-    for name in (*graph.signature.data, *graph.signature.virtual, *graph.signature.labels, *graph.signature.offsets):
+    roles = graph.signature
+    for name in (*roles.data, *roles.virtual, *roles.labels, *roles.output_gradients.values(), *roles.offsets):
         dims, dtype = graph.shape_of(name), graph.dtype_of(name)
         if name in graph.signature.offsets:
             if name not in drawn.places:

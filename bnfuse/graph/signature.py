@@ -43,6 +43,11 @@ class GraphSignature:
     output_gradients: dict[str, str] = dataclasses.field(default_factory=dict)  # without a loss: output -> input with
     # the gradient there, which somebody else computes
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What the forward phase is for: the loss, or without one the outputs whose gradients come in."""
+        return tuple(self.output_gradients) if self.loss is None else (self.loss,)
+
     def to_json(self) -> str:
         """Write it as it stands in a model's metadata."""
         return json.dumps(dataclasses.asdict(self))

@@ -55,6 +55,15 @@ class TrainingGraph:
         return np.dtype((dtype or ir.DataType.FLOAT).numpy())
 
     @property
+    def loss(self) -> str:
+        """The name of the loss. Raises BnfuseError where the graph has none."""
+        if self.signature.loss is None:
+            raise BnfuseError(
+                f"{self.name}: has no loss, the gradients of its outputs come in: build it with --loss for this"
+            )
+        return self.signature.loss
+
+    @property
     def batch(self) -> int:
         """The first dimension of the images."""
         return self.shape_of(self.signature.data[0])[0]
@@ -68,8 +77,8 @@ class TrainingGraph:
         raise BnfuseError(f"{self.name}: the number of classes is not known: no shape of the logits")
 
 
-def loss_inputs(model: ir.Model, loss: str) -> list[ir.Value]:
-    """List the first input of the node that computes the loss."""
+def loss_inputs(model: ir.Model, loss: str | None) -> list[ir.Value]:
+    """List the first input of the node that computes the loss, if there is one."""
     return [node.inputs[0] for node in model.graph for out in node.outputs if out.name == loss and node.inputs[0]]
 
 

@@ -90,7 +90,7 @@ def compare(
 ) -> Iterator[TensorError]:
     """Compare the loss first, then gradients, then running statistics."""
     for kind, outputs in (
-        ("loss", [signature.loss]),
+        ("loss" if signature.loss else "output", list(signature.results)),
         ("gradient", list(signature.gradients.values())),
         ("running", list(signature.running.values())),
     ):

@@ -47,7 +47,7 @@ class OrtRunner:
     """A graph in onnxruntime."""
 
     def __init__(self, graph: TrainingGraph, threads: int | None, seed: int = 0) -> None:
-        self.signature = graph.signature
+        self.signature, self.loss = graph.signature, graph.signature.loss or ""
         model, random = separated(without_dropout(graph.model), graph.name)
         self.random = drawer(model, random, seed)
         self.graph = OrtGraph(model, name=graph.name, threads=threads)
@@ -61,7 +61,7 @@ class OrtRunner:
         state, losses = dict(state), []
         for step in range(steps):
             outputs = outputs or self.evaluate(feeds, state, step)
-            losses.append(float(outputs[self.signature.loss]))
+            losses.append(float(outputs[self.loss]))
             for name, gradient in self.signature.gradients.items():
                 state[name] = state[name] - np.float32(lr) * outputs[gradient]
             for name, output in self.signature.running.items():
@@ -104,13 +104,14 @@ class CompiledRunner:
         signature = self.graph.signature
         step = self.compiled(None, state)
         step.fix(self.drawn(feeds, 0))
-        loss = step.forward(*(feeds[name] for name in step.inputs))
-        step.backward()
+        step.forward(*(feeds[name] for name in step.inputs))
+        results = step.outputs
+        step.backward(*(feeds[name] for name in signature.output_gradients.values()))
         gradients = step.gradients()
         step.update()  # without an optimiser: running statistics only
         new = step.state_dict()
         return {
-            signature.loss: np.float32(loss),
+            **{name: results[name] for name in signature.results},
             **{output: gradients[name] for name, output in signature.gradients.items()},
             **{output: new[name] for name, output in signature.running.items()},
         }
@@ -125,5 +126,5 @@ class CompiledRunner:
 
 
 def compared(signature: GraphSignature) -> list[str]:
-    """List the outputs that are compared: the loss, gradients, running statistics."""
-    return [signature.loss, *signature.gradients.values(), *signature.running.values()]
+    """List the outputs that are compared: the loss (or the network's outputs), gradients, running statistics."""
+    return [*signature.results, *signature.gradients.values(), *signature.running.values()]

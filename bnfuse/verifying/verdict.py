@@ -17,7 +17,7 @@ BLIND, BLIND_IN_FEWER_BITS = 0.1, 1.0  # tolerances from which on nothing is jud
 
 @dataclasses.dataclass(frozen=True)
 class TensorError:
-    """One compared tensor. `kind` is loss, gradient or running."""
+    """One compared tensor. `kind` is loss, output, gradient or running."""
 
     tensor: str
     kind: str
@@ -127,7 +127,9 @@ class Verification:
 
     def sections(self) -> list[Section]:
         """Show the verdict, the worst tensor of each kind, the losses of the training, and notes."""
-        kinds = [(kind, [t for t in self.tensors if t.kind == kind]) for kind in ("loss", "gradient", "running")]
+        kinds = [
+            (kind, [t for t in self.tensors if t.kind == kind]) for kind in ("loss", "output", "gradient", "running")
+        ]
         rows = []
         for kind, tensors in kinds:
             if tensors:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,11 +29,11 @@ class Formula:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
 
-    def __call__(self, op: str, *inputs: str, **attributes: object) -> str:
+    def __call__(self, op: str, *inputs: str, **attributes: Any) -> str:
         """Add a node; gives its result."""
         return self.several(op, inputs, 1, **attributes)[0]
 
-    def several(self, op: str, inputs: Sequence[str], results: int, **attributes: object) -> list[str]:
+    def several(self, op: str, inputs: Sequence[str], results: int, **attributes: Any) -> list[str]:
         """Add a node of several results."""
         name = self.fresh(f"{self.prefix}/{op.lower()}")
         names = [name, *(self.fresh(f"{name}_{place}") for place in range(1, results))]

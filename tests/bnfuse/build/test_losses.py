@@ -217,6 +217,26 @@ def test_without_a_loss_gradients_of_the_outputs_come_in(step):
     np.testing.assert_allclose(results["w_grad"], feeds["x"].T @ at_z, rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_without_a_loss_compiles_and_is_verified(tmp_path):
+    import bnfuse
+
+    bnfuse.save(build(heads(), loss="none").model, tmp_path / "heads.onnx")
+    fused = bnfuse.rewrite(tmp_path / "heads.onnx")
+    assert bnfuse.verify(tmp_path / "heads.onnx", fused, runtime="tvm", threads=1).equal
+    step = bnfuse.compile(fused, optimizer=bnfuse.SGD(lr=0.1), threads=1)
+    x = np.ones((4, 6), np.float32)
+    with pytest.raises(BnfuseError, match="the graph has no loss: call forward"):
+        step(x)
+    ya, yb = step.forward(x)
+    before = step.state_dict()
+    with pytest.raises(BnfuseError, match="the gradients of 2 outputs: 0 are given"):
+        step.backward()
+    step.backward(np.ones_like(ya), np.zeros_like(yb))
+    step.update()
+    moved = before["w"] - step.state_dict()["w"]
+    np.testing.assert_allclose(moved, np.tile(0.1 * 4 * before["a"].sum(1), (6, 1)), rtol=1e-4, atol=1e-6)
+
+
 def test_roles_of_a_file_name_a_loss_or_gradients_that_come_in():
     built = build(heads(), loss="none").model
     entry = next(entry for entry in built.metadata_props if entry.key == METADATA_KEY)
