@@ -12,7 +12,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
-    """Draw standard normal images, virtual samples and gradients of outputs, labels over all classes, and offsets within
+    """Draw standard normal data, virtual samples and gradients of outputs, labels over all classes, and offsets within
     their bounds."""
     feeds: Arrays = {}
     drawn = sampling_of(graph.model)
