@@ -1,8 +1,7 @@
 """onnxruntime as a neighbour in a process of its own: a damaged graph can crash it, or make it ask for all memory.
 
 process.py     our end: starts the process, asks, and says in one line how it ended
-child.py       its end: sessions, gradient graphs, checkpoints
+child.py       its end: sessions, checkpoints
 frames.py      what goes between them: JSON and arrays
 library.py     the installed package, or one line that says what is wrong with it
-gradients.py   gradients of the training build, a second oracle, and those that it lacks
 """

@@ -1,4 +1,4 @@
-"""The process that onnxruntime runs in (`python -m bnfuse.ort.child`): one session at a time, gradients, checkpoints.
+"""The process that onnxruntime runs in (`python -m bnfuse.ort.child`): one session at a time, and checkpoints.
 
 It ends with the process that started it, leaves Ctrl-C to it, and may take no more memory than the machine has left.
 """
@@ -46,19 +46,6 @@ class Server:
         """Give the session's memory back."""
         self.session = None
         return {}, {}
-
-    def gradients(self, arrays: Arrays, *, wanted: Sequence[str], loss: str) -> Result:
-        """Give the model with the gradients of the `wanted` inputs."""
-        from bnfuse.ort.gradients import register_gradients
-
-        register_gradients()
-        library, names = training_library("a gradient of onnxruntime's"), set(wanted)
-        options = library.SessionOptions()
-        options.log_severity_level = 3
-        optimised = library.get_optimized_model(arrays["model"].tobytes(), names, options)
-        builder = library.GradientGraphBuilder(optimised, {loss}, names, loss, options)
-        builder.build()
-        return {}, {"model": np.frombuffer(builder.get_model(), np.uint8)}
 
     def checkpoint(self, arrays: Arrays, *, path: str, names: Sequence[str]) -> Result:
         """Give the values that a checkpoint has of parameters of these names."""

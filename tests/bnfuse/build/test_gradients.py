@@ -6,10 +6,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from ort_definitions import DEFINITIONS
 
 from bnfuse.build import build
 from bnfuse.models import build_forward
-from bnfuse.ort.gradients import DEFINITIONS
 
 pytestmark = pytest.mark.torch
 SLOPE = np.array([0.1, 0.2, -0.3, 0.4], np.float32).reshape(4, 1, 1)

@@ -1,19 +1,14 @@
 """Gradients that onnxruntime-training lacks, registered with it as small graphs of standard operators.
 
 A definition is fixed: it sees a node's operands and results but not its attributes. So Elu and HardSigmoid are defined
-for one attribute value, and `build/rewrites.py` brings every node to it; what no definition can express (PRelu's sum
-over the broadcast axes of its slope) is rewritten there altogether.
-
-Sources: the derivatives follow from the operators' formulas in the ONNX specification; at a kink the choice is
-PyTorch's, and ReduceMax shares its gradient evenly among equal maxima, as torch.amax does.
+for one attribute value. The derivatives follow from the operators' formulas in the ONNX specification; at a kink the
+choice is PyTorch's, and ReduceMax shares its gradient evenly among equal maxima, as torch.amax does.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-
-from bnfuse.ort.library import training_library
+from types import ModuleType
 
 # (op, inputs, output[, float constant]); GO, I, O, GI: gradient of the output, operand, result, gradient of the operand
 Step = tuple[str, list[str], str] | tuple[str, list[str], str, float]
@@ -76,10 +71,8 @@ DEFINITIONS: dict[str, list[Step]] = {
 }
 
 
-@functools.cache
-def register_gradients() -> None:
+def register_definitions(library: ModuleType) -> None:
     """Make the definitions known to onnxruntime, once in a process."""
-    library = training_library("a gradient of onnxruntime's")
     for op, steps in DEFINITIONS.items():
         library.register_gradient_definition(f"::{op}", [_definition(library, step) for step in steps])
 
