@@ -22,6 +22,8 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.io import FILE_KEY, file_of
+from bnfuse.graph.microsoft import convert
 from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
 from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.functions import add_functions
@@ -42,7 +44,7 @@ from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused
 from bnfuse.passes.removal.drop_bias import DropBias
 from bnfuse.passes.removal.placements import Selection, select
 from bnfuse.passes.removal.remove import RemoveBatchNorm, Removed
-from bnfuse.passes.rewriter import FusionResult, Refusal, sort
+from bnfuse.passes.rewriter import FusionResult, Refusal, is_unused, sort
 from bnfuse.passes.sampling.baseline_statistics import BaselineStatistics
 from bnfuse.passes.sampling.decay import SetDecay
 from bnfuse.passes.sampling.local import Group, LocalBatchNorm, batch_of
@@ -181,7 +183,8 @@ def rewrite(
     BnfuseError for an unknown level, and for a list or a spec that is wrong.
     """
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
-    model = model.clone()
+    converted = convert(model, file_of(model) if FILE_KEY in model.meta else None)
+    model = converted if converted is not model else model.clone()
     names = batch_norms(model)
     before = model.graph.num_nodes()
     reports: list[PassReport] = []
@@ -283,6 +286,9 @@ def run_pass(model: ir.Model, name: str, factory: PassFactory, before: list[Pass
 
 
 def finish(model: ir.Model) -> None:
-    """Leave a valid model: nodes in an order that runs, and a function for every operator in use."""
+    """Leave a valid model: nodes in an order that runs, no constants that nothing reads, and a function for every
+    operator in use."""
     sort(model.graph)
+    for value in [v for v in model.graph.initializers.values() if is_unused(v) and not v.is_graph_input()]:
+        del model.graph.initializers[str(value.name)]
     add_functions(model)

@@ -23,8 +23,6 @@ def executed(graph: ir.Graph) -> tuple[list[ir.Node], set[ir.Value]]:
             constants.update(node.outputs)
         else:
             nodes.append(node)
-            if node.op_type == "ConcatTraining":
-                constants.update(node.outputs[1:])  # the lengths of its operands
     return nodes, constants
 
 

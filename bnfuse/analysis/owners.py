@@ -16,6 +16,7 @@ import onnx_ir as ir
 from bnfuse.analysis.match import label, sources
 from bnfuse.graph.values import declared_shape
 
+OWN_NAME = re.compile(r"(?P<forward>.+)/grad(_\d+)?(/.*)?|(?P<tensor>.+)_grad(_\d+)?")
 HALVES = ("/statistics", "/finalize")  # what splitting a BatchNorm puts behind its name
 
 Touching = Mapping[ir.Value, Sequence[ir.Node]]
@@ -65,11 +66,14 @@ def layer_name(layer: ir.Node) -> str:
 
 
 def forward_name(name: str) -> str:
-    """Tell what onnxruntime made the name of a backward node of: the forward node's name, or the tensor's whose
-    gradients are summed.
+    """Tell what the name of a backward node was made of: the forward node's name, or the tensor's whose gradients are
+    summed.
 
-    conv1_Grad/ConvGrad_0 -> conv1, norm1_BatchNormInternal_Grad/... -> norm1, AccumulateGrad_x_grad -> x
+    conv1/grad -> conv1, conv1/grad/mul -> conv1, x_grad -> x; as onnxruntime makes them: conv1_Grad/ConvGrad_0 ->
+    conv1, norm1_BatchNormInternal_Grad/... -> norm1, AccumulateGrad_x_grad -> x
     """
     if name.startswith("AccumulateGrad_"):
         return name.removeprefix("AccumulateGrad_").removesuffix("_grad")
+    if found := OWN_NAME.fullmatch(name):
+        return found["forward"] or found["tensor"]
     return re.sub(r"(/ConcatReplacement/|_BatchNormInternal)?_Grad/.*$", "", name)

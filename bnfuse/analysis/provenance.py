@@ -15,8 +15,6 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 
-CONCATS = ("Concat", "ConcatTraining")
-
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -29,10 +27,18 @@ class Leaf:
 
 def is_channel_concat(node: ir.Node | None) -> TypeGuard[ir.Node]:
     """Tell whether the node concatenates maps along their channels (rank 4, axis 1)."""
-    if node is None or node.op_type not in CONCATS or node.domain not in ("", "com.microsoft"):
-        return False
-    shape = node.outputs[0].shape
-    return shape is not None and len(shape) == 4 and node.attributes["axis"].as_int() in (1, -3)
+    return node is not None and node.op_type == "Concat" and not node.domain and _along_channels(node, node.outputs[0])
+
+
+def is_channel_split(node: ir.Node | None) -> TypeGuard[ir.Node]:
+    """Tell whether the node splits a map along its channels (rank 4, axis 1)."""
+    return node is not None and node.op_type == "Split" and not node.domain and _along_channels(node, node.inputs[0])
+
+
+def _along_channels(node: ir.Node, whole: ir.Value | None) -> bool:
+    shape = whole.shape if whole is not None else None
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+    return shape is not None and len(shape) == 4 and axis in (1, -3)
 
 
 def channels(value: ir.Value) -> int:

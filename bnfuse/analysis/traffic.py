@@ -12,13 +12,12 @@ import dataclasses
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import forward_nodes
-from bnfuse.analysis.provenance import CONCATS
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
-from bnfuse.opset.traffic import RESHAPES, SPLITS, Touched, maps_touched
+from bnfuse.opset.traffic import RESHAPES, Touched, maps_touched
 
-VIEWS = (*CONCATS, *SPLITS, *RESHAPES)
+VIEWS = ("Concat", "Split", *RESHAPES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,7 +184,6 @@ FUNCTIONS: dict[str, Convert] = {
     "CastLike": cast,
     "Ceil": named("ceil"),
     "Concat": concat,
-    "ConcatTraining": concat,
     "Cos": named("cos"),
     "Div": divide,
     "Erf": named("erf"),

@@ -14,7 +14,7 @@ from bnfuse.baselines.names import import_torch
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import static_shape
-from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.spec import DOMAIN, OpSpec, find, is_unfused
 
 Convert = Callable[["Writer", ir.Node], Any]
 
@@ -48,8 +48,10 @@ class Writer:
 
     def node(self, node: ir.Node) -> None:
         """Convert a node; what that gives are the node's first results."""
-        convert = self.converters.get(node.op_type)
-        if node.domain == DOMAIN:
+        op = find(node.op_type) if node.domain == DOMAIN else None
+        name = op.prologue[0] if isinstance(op, OpSpec) and op.core == "Pointwise" and op.prologue else node.op_type
+        convert = self.converters.get(name)
+        if op is not None and not is_unfused(op):
             raise self.error(node, "is of a rewritten graph: pass the file that `bnfuse build` wrote")
         if convert is None:
             known = ", ".join(sorted(self.converters))

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from bnfuse.analysis.provenance import CONCATS
 from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
-from bnfuse.opset.traffic import RESHAPES, SPLITS, channels_touched
+from bnfuse.opset.traffic import RESHAPES, channels_touched
 
 IN_PLACE = ("AddSampled", "AddAtPoints", "LocalAddSampled")  # dx is acc, changed at the places of the sample
 
@@ -95,7 +94,7 @@ class Places:
         assert x is not None
         if node.op_type in RESHAPES:
             return {y: self.whole(x)}
-        if node.op_type in CONCATS:
+        if node.op_type == "Concat":
             return {y: tuple(piece for value in node.inputs if value is not None for piece in self.whole(value))}
         found, start = {}, 0
         for value in node.outputs:
@@ -137,9 +136,9 @@ def is_view(node: ir.Node) -> bool:
         return False
     if node.op_type in RESHAPES:
         return True
-    if node.op_type not in (*CONCATS, *SPLITS):
+    if node.op_type not in ("Concat", "Split"):
         return False
-    value = node.outputs[0] if node.op_type in CONCATS else node.inputs[0]
+    value = node.outputs[0] if node.op_type == "Concat" else node.inputs[0]
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
     return value.shape is not None and axis % max(len(value.shape), 1) == axis_of(value)
 

@@ -28,8 +28,6 @@ from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
 
-MICROSOFT = "com.microsoft"
-
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
@@ -69,8 +67,6 @@ class Expansion:
                 self._fold(node)
             elif node.domain == DOMAIN:
                 self._expand(node)
-            elif node.domain == MICROSOFT:
-                self._microsoft(node)
             else:
                 self._standard(node)
         self._name_output()
@@ -241,27 +237,6 @@ class Expansion:
                 parts = [part + part.dtype.type(n.epsilon - epsilon) for part, n in zip(parts, norms, strict=True)]
             columns.append(self._constant(np.concatenate(parts), f"{name}/{what}"))
         return columns, name, epsilon
-
-    def _microsoft(self, node: ir.Node) -> None:
-        """Operators of onnxruntime that training graphs have where standard ones would do."""
-        x, y = self._name(node.inputs[0]), node.outputs[0]
-        if node.op_type == "ConcatTraining":
-            inputs = [self._name(value) for value in node.inputs]
-            self._result("Concat", inputs, y, node, axis=int(node.attributes["axis"].value))
-        elif node.op_type == "QuickGelu":
-            given = {name: float(node.attributes[name].value) for name in node.attributes}
-            quick_gelu = ACTIVATIONS["QuickGelu"]
-            self.names[y] = self._activation(quick_gelu, x, {**dict(quick_gelu.defaults), **given}, node)
-        elif node.op_type == "Gelu":
-            inner = self._once("Erf", [self._once("Mul", [x, self._scalar(np.sqrt(0.5))], node)], node)
-            half = self._once("Mul", [x, self._scalar(0.5)], node)
-            self._result("Mul", [half, self._once("Add", [inner, self._scalar(1.0)], node)], y, node)
-        elif node.op_type == "SplitTraining":
-            inputs = [self._name(value) for value in node.inputs]
-            outputs = [self._name_of_result(value) for value in node.outputs]
-            self._node("Split", inputs, outputs, base_name(node), axis=int(node.attributes["axis"].value))
-        else:
-            raise self._unknown(node)
 
     def _standard(self, node: ir.Node) -> None:
         proto = ir.to_proto(node)

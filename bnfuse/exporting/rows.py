@@ -69,9 +69,9 @@ def _follow(graph: ir.Graph, node: ir.Node, known: dict[ir.Value, Rows], count: 
 
 def moves_rows(node: ir.Node) -> bool:
     """Tell whether the node takes rows out of maps, or puts maps below one another."""
-    if node.domain not in ("", "com.microsoft"):
+    if node.domain:
         return False
-    if node.op_type in ("Concat", "ConcatTraining", "Split", "SplitTraining", "Gather"):
+    if node.op_type in ("Concat", "Split", "Gather"):
         axis = node.attributes.get("axis")
         return (0 if axis is None else int(axis.value)) == 0
     return node.op_type == "Slice" and (len(node.inputs) < 4 or 0 in constant(node, 3))

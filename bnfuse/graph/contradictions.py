@@ -7,7 +7,7 @@ statistics it reads. In a damaged file either can be false, and then what comes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx
 
@@ -15,14 +15,14 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.core.windows import axes_of
 from bnfuse.graph.protos import attributes, shapes_of, static_shape
 from bnfuse.opset.schemas import register_for, without_state
-from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, find
 
 Shapes = Mapping[str, Sequence[int]]  # of values whose shape is static
+Check = Callable[[onnx.NodeProto, Mapping[str, onnx.NodeProto], Shapes], str | None]
 
 DIFFERS = re.compile(
     r"\(op_type:(?P<op>[^,)]*), node name: (?P<name>.*?)\): (?:\[\w+\] )?(?P<what>[^\n]*\bdiffers?\b[^\n]*)"
 )
-BATCH_NORMS = ("BatchNorm", "BatchNormInternal")
 OPERANDS = {1: "the map", 2: "the scale", 3: "the mean"}  # of the gradient of a BatchNorm
 
 
@@ -32,17 +32,28 @@ def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str
     Raises BnfuseError, with the node, where the graph of a training step contradicts itself.
     """
     makers = {name: node for node in model.graph.node for name in node.output if name}
-    if not any(node.op_type in TRAINING_CHECKS or node.domain == DOMAIN for node in model.graph.node):
+    if not any(node.domain == DOMAIN for node in model.graph.node):
         return {}
     inferred = check_declared(model, file)
     shapes = static_shapes(model.graph)
     for node in model.graph.node:
-        check = CHECKS.get(node.op_type) if node.input and node.output else None
+        check = check_of(node) if node.input and node.output else None
         reason = check(node, makers, shapes) if check is not None else None
         if reason is not None:
             raise at_node(node.name, node.op_type, f"{reason}: the graph is damaged. Build it anew.", file=file)
     outputs = () if inferred is None else inferred.graph.output
     return {value.name: shape for value in outputs if (shape := static_shape(value)) is not None}
+
+
+def check_of(node: onnx.NodeProto) -> Check | None:
+    """Find what is checked of a node, by its operator."""
+    if node.domain != DOMAIN:
+        return STANDARD_CHECKS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    op = find(node.op_type)
+    if isinstance(op, OpSpec):
+        core = "ConvGrad" if op.core in CONV_GRADS else op.core
+        return CORE_CHECKS.get(core) if op.is_gradient and "Slice" not in op.prologue else None
+    return PLAIN_CHECKS.get(node.op_type)
 
 
 def check_declared(model: onnx.ModelProto, file: str | None) -> onnx.ModelProto | None:
@@ -92,7 +103,7 @@ def _batch_norm_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto],
 
 def _batch_norm(makers: Mapping[str, onnx.NodeProto], names: Sequence[str]) -> onnx.NodeProto | None:
     found = (makers.get(name) for name in reversed(names))
-    return next((node for node in found if node is not None and node.op_type in BATCH_NORMS), None)
+    return next((node for node in found if node is not None and node.op_type == "BatchNorm"), None)
 
 
 def _batch_norm_forward(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
@@ -104,22 +115,28 @@ def _batch_norm_forward(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProt
     return wrong and f"reads '{wrong}' of the shape {list(shapes[wrong])}, and has {x[1]} channels"
 
 
+def _operands(node: onnx.NodeProto, shapes: Shapes, *names: str) -> list[Sequence[int] | None]:
+    """Give the shapes of operands of an operator of ours, by their names."""
+    op = find(node.op_type)
+    assert op is not None
+    given = dict(zip(op.operands, node.input, strict=False))
+    return [shapes.get(given.get(name, "")) for name in names]
+
+
 def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Its window makes of x a map of dy's shape."""
     given = attributes(node)
-    dy, x, weight = (shapes.get(name) for name in node.input[:3])
-    if dy is None or x is None or weight is None or given.get("auto_pad", b"NOTSET") not in (b"NOTSET", b""):
+    dy, x, weight = _operands(node, shapes, "dy", "x", "weight")
+    if dy is None or x is None or weight is None:
         return None
-    rank = len(x) - 2
-    if rank < 1 or not len(dy) == len(x) == len(weight):
+    if not len(dy) == len(x) == len(weight) == 4:
         return f"reads maps of the shapes {dy} and {x} and a weight of {weight}"
-    group, kernel = given.get("group", 1), list(given.get("kernel_shape") or weight[2:])
-    defaults = {"strides": [1] * rank, "dilations": [1] * rank, "pads": [0] * 2 * rank}
-    window = {"kernel_shape": kernel} | {name: list(given.get(name) or value) for name, value in defaults.items()}
+    window = {name: list(given.get(name, ())) for name in ("kernel_shape", "strides", "dilations", "pads")}
+    group, kernel = given.get("group", 1), window["kernel_shape"]
     if kernel != list(weight[2:]):
         return f"has kernel_shape={kernel}, and its weight is {list(weight)}"
-    if any(len(window[name]) != len(value) for name, value in defaults.items()):
-        return f"has the window {window}, and a map of {rank} axes"
+    if any(len(window[name]) != size for name, size in (("strides", 2), ("dilations", 2), ("pads", 4))):
+        return f"has the window {window}, and a map of 2 axes"
     if group < 1 or x[1] != weight[1] * group or weight[0] % group:
         return f"reads {x[1]} channels, and its weight is {list(weight)} in {group} groups"
     whole = [x[0], weight[0], *(axis.count(ceil=False) for axis in axes_of(window, x[2:]))]
@@ -127,58 +144,50 @@ def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
 
 
 def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
-    """Check that the pieces are those of the concatenation whose lengths it reads, along the same axis."""
+    """Check that the pieces are as long as what they are split off, along the axis."""
     whole, axis = shapes.get(node.input[0]), attributes(node).get("axis", 0)
     if whole is None:
         return None
     if not -len(whole) <= axis < len(whole):
         return f"has axis={axis}, and a map of {len(whole)} axes"
-    pieces = [shapes.get(name) for name in node.output]
-    concat = makers.get(node.input[1]) if len(node.input) > 1 else None
-    if concat is not None and concat.op_type == "ConcatTraining":
-        theirs = attributes(concat).get("axis", 1) % len(whole)
-        if theirs != axis % len(whole):
-            return f"splits along axis {axis}, and the lengths are those of '{concat.name}', along axis {theirs}"
-        if len(concat.input) != len(node.output):
-            return (
-                f"gives {len(node.output)} pieces, and the lengths are those of '{concat.name}', of {len(concat.input)}"
-            )
-        lengths: list[int | None] = [shape[theirs] if (shape := shapes.get(n)) else None for n in concat.input]
-    else:
-        lengths = [None] * len(pieces)
-    for name, piece, length in zip(node.output, pieces, lengths, strict=True):
-        if not name or piece is None:
-            continue
+    known: list[int] = []
+    for name in node.output:
+        piece = shapes.get(name)
+        if piece is None:
+            return None
         expected = list(whole)
-        expected[axis] = piece[axis] if length is None and len(piece) == len(whole) else length or 0
+        expected[axis] = piece[axis] if len(piece) == len(whole) else 0
         if list(piece) != expected:
             return f"gives '{name}', declared as {list(piece)}, where its lengths make {expected}"
-    known = [piece[axis] for piece in pieces if piece is not None]
-    if len(known) == len(pieces) and sum(known) != whole[axis]:
-        return f"gives pieces of {known}, and splits {list(whole)} along axis {axis}"
-    return None
+        known.append(piece[axis])
+    return None if sum(known) == whole[axis] else f"gives pieces of {known}, and splits {list(whole)} along axis {axis}"
 
 
 def _like_operand(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Check an activation's gradient: dy and the map of the mask have one shape."""
-    dy, x = (shapes.get(name) for name in node.input[:2])
+    dy, x = _operands(node, shapes, "dy", "x")
     return f"reads maps of the shapes {dy} and {x}" if dy is not None and x is not None and dy != x else None
 
 
 def _pool_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
-    """Check the size of dx, which onnxruntime takes from its declared shape, and where it writes, which the indices
-    say."""
-    dx = shapes.get(node.output[0])
-    if dx is None:
+    """Check the size of dy, which its window makes of x, and where it adds to dx, which the indices say."""
+    given = attributes(node)
+    dy, x = _operands(node, shapes, "dy", "x")
+    if dy is not None and x is not None and len(x) == 4 and len(given.get("kernel_shape", ())) == 2:
+        whole = [*x[:2], *(axis.count(ceil=bool(given.get("ceil_mode"))) for axis in axes_of(given, x[2:]))]
+        if list(dy) != whole:
+            return f"has a window that makes {whole} of its map, and dy is {list(dy)}"
+    op = find(node.op_type)
+    if not isinstance(op, OpSpec) or op.core != "MaxPoolGrad":
         return None
-    dy = shapes.get(node.input[0])
-    indices = makers.get(node.input[1]) if node.op_type == "MaxPoolGrad" and len(node.input) > 1 else None
+    indices = makers.get(node.input[op.operands.index("indices")])
     if indices is not None and not indices.op_type.endswith("MaxPool"):
-        return f"reads '{node.input[1]}' as indices, which '{indices.name}' ({indices.op_type}) gives"
-    if indices is not None and indices.op_type == "MaxPool":
-        x, y = shapes.get(indices.input[0]), shapes.get(indices.output[0])
-        if (x is not None and list(x) != list(dx)) or (y is not None and dy is not None and list(y) != list(dy)):
-            return f"makes {list(dx)} of {dy}, and its indices are of '{indices.name}', which makes {y} of {x}"
+        name = node.input[op.operands.index("indices")]
+        return f"reads '{name}' as indices, which '{indices.name}' ({indices.op_type}) gives"
+    if indices is not None and (given_x := shapes.get(indices.input[0])) is not None and x is not None:
+        y = shapes.get(indices.output[0])
+        if list(given_x) != list(x) or (y is not None and dy is not None and list(y) != list(dy)):
+            return f"makes {list(x)} of {dy}, and its indices are of '{indices.name}', which makes {y} of {given_x}"
     return None
 
 
@@ -192,14 +201,11 @@ def _matrix_product(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], 
     return None if ours == theirs else f"multiplies {list(a)} and {list(b)}, whose inner sizes are {ours} and {theirs}"
 
 
-TRAINING_CHECKS = {
-    **dict.fromkeys(BATCH_NORMS, _batch_norm_forward),
-    **dict.fromkeys(("BatchNormGrad", "BatchNormalizationGrad"), _batch_norm_grad),
+CORE_CHECKS: dict[str, Check] = {
     "ConvGrad": _conv_grad,
-    "SplitTraining": _split,
-    "ReluGrad": _like_operand,
-    "QuickGeluGrad": _like_operand,
     "MaxPoolGrad": _pool_grad,
     "AveragePoolGrad": _pool_grad,
+    "PointwiseGrad": _like_operand,
 }
-CHECKS = TRAINING_CHECKS | {"Gemm": _matrix_product, "MatMul": _matrix_product}
+PLAIN_CHECKS: dict[str, Check] = {"BatchNorm": _batch_norm_forward, "BatchNormGrad": _batch_norm_grad}
+STANDARD_CHECKS: dict[str, Check] = {"Split": _split, "Gemm": _matrix_product, "MatMul": _matrix_product}

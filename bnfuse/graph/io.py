@@ -23,6 +23,7 @@ from onnx import TensorProto
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.core.files import write_atomically
 from bnfuse.graph.contradictions import check_agreement
+from bnfuse.graph.microsoft import convert, is_foreign
 from bnfuse.graph.signature import METADATA_KEY, signature_of
 from bnfuse.graph.wellformed import check_wiring
 
@@ -191,14 +192,15 @@ def load(
     labels_input: str | Iterable[str] | None = None,
 ) -> ir.Model:
     """Load the model of a path, a ModelProto, a gs.Graph or an onnx_ir.Model (that itself, unless an option changes
-    it).
+    it). What onnxruntime-training made is converted to our dialect.
 
     `checkpoint` is a checkpoint of onnxruntime-training: its values become initializers of the graph's inputs.
     `data_input` and `labels_input` overrule what the file says, or what is inferred, about these inputs.
     """
     changed = checkpoint is not None or data_input is not None or labels_input is not None
     if isinstance(source, ir.Model):
-        model = source.clone() if changed else source
+        model = convert(source, file_of(source) if FILE_KEY in source.meta else None)
+        model = source.clone() if changed and model is source else model
     elif isinstance(source, onnx.ModelProto):
         check_sizes(source)
         check_wiring(source)
@@ -226,16 +228,23 @@ def _from_proto(proto: onnx.ModelProto, file: str | None) -> ir.Model:
         copy.CopyFrom(proto)
         expose_results(copy, file)
         proto = copy
+    model = _deserialized(proto, file)
+    if is_foreign(model):
+        model = convert(model, file)
+        proto = ir.to_proto(model)
     shapes = check_agreement(proto, file)
-    try:
-        model = ir.from_proto(proto)
-    except Exception as error:
-        raise _named(file, f"is no valid ONNX model: {' '.join(str(error).split())[:200]}") from None
     for value in model.graph.outputs:
         if value.shape is None and value.name in shapes:
             value.shape = ir.Shape(shapes[value.name])
     check_domains(model, file)
     return model
+
+
+def _deserialized(proto: onnx.ModelProto, file: str | None) -> ir.Model:
+    try:
+        return ir.from_proto(proto)
+    except Exception as error:
+        raise _named(file, f"is no valid ONNX model: {' '.join(str(error).split())[:200]}") from None
 
 
 def _from_graphsurgeon(source: Any) -> ir.Model:

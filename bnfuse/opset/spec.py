@@ -369,6 +369,17 @@ INTEGERS = ("indices", "offset", "points")  # operands and results that are int6
 LABELS = ("labels",)  # operands that are int64 or int32
 
 
+def is_unfused(op: OpSpec | PlainOp) -> bool:
+    """Tell whether an operator is one that training graphs have before any pass."""
+    if isinstance(op, PlainOp):
+        return op in WHOLE_OPS
+    if op.core == "Pointwise":
+        return not op.epilogue and len(op.prologue) == 1 and op.prologue[0] in ACTIVATIONS
+    if op.core == "PointwiseGrad":
+        return not op.prologue and len(op.epilogue) == 1 and op.epilogue[0] in GRADIENTS
+    return op.is_gradient and not op.prologue and op.epilogue in ((), ("BiasGrad",))
+
+
 def find(name: str) -> OpSpec | PlainOp | None:
     """Give the operator of this name, composed of steps or plain."""
     return PLAIN_OPS.get(name) or parse(name)

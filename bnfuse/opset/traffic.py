@@ -17,11 +17,9 @@ from bnfuse.opset.spec import ACTIVATION_GRADS, DOMAIN, OpSpec, PlainOp, find
 Shape = tuple[int, ...]
 Touched = list[tuple[ir.Value, int]]
 
-WEIGHT_INPUTS = {"Conv": (1,), "ConvTranspose": (1,), "ConvGrad": (2,), "ConvTransposeGrad": (2,)}
-WEIGHT_OUTPUTS = {"ConvGrad": (1,), "ConvTransposeGrad": (1,)}
+WEIGHT_INPUTS = {"Conv": (1,), "ConvTranspose": (1,)}
 SHAPE_READERS = ("Shape", "Size")  # they read no element
 RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the same bytes under another shape
-SPLITS = ("Split", "SplitTraining")
 
 
 def maps_touched(
@@ -64,10 +62,8 @@ def _values(node: ir.Node) -> tuple[list[tuple[str, ir.Value]], list[tuple[str, 
     if node.op_type in SHAPE_READERS:
         return [], []
     weights = WEIGHT_INPUTS.get(node.op_type, ())
-    gradients = WEIGHT_OUTPUTS.get(node.op_type, ())
     operands = [value for place, value in enumerate(node.inputs) if place not in weights]
-    results = [value for place, value in enumerate(node.outputs) if place not in gradients]
-    return list(_named([""] * len(operands), operands)), list(_named([""] * len(results), results))
+    return list(_named([""] * len(operands), operands)), list(_named([""] * len(node.outputs), node.outputs))
 
 
 def _named(names: Iterable[str], values: Iterable[ir.Value | None]) -> Iterator[tuple[str, ir.Value]]:

@@ -31,7 +31,7 @@ from collections import Counter
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.analysis.provenance import channels, leaves
+from bnfuse.analysis.provenance import channels, is_channel_split, leaves
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.passes.concat.statistics import find_statistics
 from bnfuse.passes.dialect.sampled_chain import accumulated, scaled_base
@@ -81,19 +81,8 @@ class ConcatGradient(ir.passes.InPlacePass):
             else:
                 for half in halves_into(glue):
                     editor.refuse(half, str(reason))
-        for node in [node for node in model.graph if node.op_type == "ConcatTraining"]:
-            forget_lengths(editor, node)
         sort(model.graph)
         return editor.result()
-
-
-def forget_lengths(editor: Editor, node: ir.Node) -> None:
-    """Put a Concat in the place of a ConcatTraining whose lengths no Split reads any more."""
-    if all(not value.name or (not value.uses() and not value.is_graph_output()) for value in node.outputs[1:]):
-        (y,) = editor.standard("Concat", node.inputs, 1, before=node, of=[node], axis=node.attributes["axis"].as_int())
-        editor.take_over(node.outputs[0], y)
-        editor.graph.remove(node, safe=True)
-        editor.fused.append(node.name or "")
 
 
 def find_glue(graph: ir.Graph) -> list[list[ir.Node]]:
@@ -101,7 +90,7 @@ def find_glue(graph: ir.Graph) -> list[list[ir.Node]]:
     order = {node: index for index, node in enumerate(graph)}
     found: list[list[ir.Node]] = []
     for node in graph:
-        if node.op_type == "SplitTraining" and is_map(node.inputs[0]) and not any(node in glue for glue in found):
+        if is_channel_split(node) and is_map(node.inputs[0]) and not any(node in glue for glue in found):
             found.append(sorted(connected_glue(node), key=lambda other: order[other]))
     return found
 
@@ -119,7 +108,7 @@ def connected_glue(first: ir.Node) -> set[ir.Node]:
     while pending:
         node = pending.pop()
         near = [use.node for value in node.outputs for use in value.uses()]
-        operands = node.inputs[:1] if node.op_type == "SplitTraining" else node.inputs
+        operands = node.inputs[:1] if node.op_type == "Split" else node.inputs
         near += [value.producer() for value in operands if value is not None and value.producer() is not None]  # type: ignore[misc]
         for other in near:
             if other not in found and _is_glue(other):
@@ -129,9 +118,7 @@ def connected_glue(first: ir.Node) -> set[ir.Node]:
 
 
 def _is_glue(node: ir.Node) -> bool:
-    return (node.op_type == "SplitTraining" or (node.op_type == "Sum" and gathers_concat(node))) and is_map(
-        node.inputs[0]
-    )
+    return (is_channel_split(node) or (node.op_type == "Sum" and gathers_concat(node))) and is_map(node.inputs[0])
 
 
 def make_group(glue: list[ir.Node], order: dict[ir.Node, int]) -> Group | None:

@@ -21,7 +21,8 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.analysis.provenance import channels, is_channel_concat
+from bnfuse.analysis.owners import forward_name
+from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
 from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
 from bnfuse.passes.dialect.source_ops import forward_of, read, sizes
 from bnfuse.passes.dialect.steps import try_spec
@@ -64,11 +65,11 @@ def _normalizes(op: Op) -> bool:
 
 def match(concat: ir.Node) -> tuple[list[Branch] | str, ir.Node | None]:
     """Match the branches of a Concat and the Split of its gradient, or give the reason why it stays."""
-    splits = [use.node for use in concat.outputs[1].uses()] if len(concat.outputs) > 1 else []
-    if len(splits) != 1 or splits[0].op_type != "SplitTraining":
+    split = split_of(concat)
+    if split is None:
         return "its gradient is not split", None
     branches: list[Branch] = []
-    for value, piece in zip(concat.inputs, splits[0].outputs, strict=True):
+    for value, piece in zip(concat.inputs, split.outputs, strict=True):
         forward = forward_of(value)
         if value is None or forward is None or not _normalizes(forward):
             return f"{value.name if value else 'an operand'} is not a normalised and activated map", None
@@ -85,7 +86,24 @@ def match(concat: ir.Node) -> tuple[list[Branch] | str, ir.Node | None]:
             return "its operands have different activations", None
         if branch.mask.spec != first.mask.spec:
             return "its operands' gradients are reduced in different ways", None
-    return branches, splits[0]
+    return branches, split
+
+
+def split_of(concat: ir.Node) -> ir.Node | None:
+    """Find the Split of a Concat's gradient: the one that is named after it, or whose first piece its first map masks.
+
+    What is done with it does not follow from that: each piece must be the dy of the mask of its map.
+    """
+    named = [node for node in concat.graph or () if is_channel_split(node) and forward_name(node.name or "") == concat.name]
+    first = forward_of(concat.inputs[0])
+    masked = []
+    for use in first.operands["x"].uses() if first is not None and not named else ():
+        dy = op.operands.get("dy") if (op := read(use.node)) is not None else None
+        split = dy.producer() if dy is not None else None
+        if is_channel_split(split) and dy is split.outputs[0] and split not in masked:
+            masked.append(split)
+    found = [node for node in (*named, *masked) if len(node.outputs) == len(concat.inputs)]
+    return found[0] if len(found) == 1 else None
 
 
 def _masks(mask: Op, forward: Op) -> bool:

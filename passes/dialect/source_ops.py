@@ -1,12 +1,9 @@
-"""Source nodes read as operators of steps: the one place that knows how onnxruntime's training graphs spell things.
+"""Nodes read as operators of steps: the one place that knows how a graph of the training dialect spells things.
 
     Conv [bias]                      Conv [Bias]
     MaxPool, AveragePool, ...        the same
     Relu and other activations, Add  Pointwise with the step in its prologue
-    ms.ConvGrad                      ConvGrad, ConvGradInput or ConvGradWeight [BiasGrad]
-    MaxPoolGrad, AveragePoolGrad     the same, with the x of the forward node that they belong to
-    ms.ReluGrad, ...                 PointwiseGrad with the step in its epilogue (a ReluGrad has its Relu's input or
-    output)
+    ConvGrad, PointwiseGradReluGrad  what they are: operators of ai.bnfuse
 
 Only float32 maps of rank 4 with static shapes are read; for anything else `read` gives None, and the node stays.
 """
@@ -19,12 +16,12 @@ from typing import Any, TypeGuard
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
-from bnfuse.opset.functions import why_not
-from bnfuse.opset.spec import BACKWARD_CORES, OpSpec
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import DOMAIN, OpSpec
 from bnfuse.passes.rewriter import Op, own_op
 
-MICROSOFT = "com.microsoft"
+BATCH_NORM, BATCH_NORM_GRAD = "BatchNorm", "BatchNormGrad"
+MAPS = ("x", "dy", "dz", "acc", "skip", "grad_x", "other")  # operands that are maps
 
 
 def read(node: ir.Node | None) -> Op | None:
@@ -32,9 +29,19 @@ def read(node: ir.Node | None) -> Op | None:
     if node is None:
         return None
     if own := own_op(node):
-        return own
+        return own if all(is_map(value) for name, value in own.operands.items() if name in MAPS) else None
     reader = _READERS.get((node.domain, node.op_type))
     return reader(node) if reader else None
+
+
+def is_batch_norm(node: ir.Node) -> bool:
+    """Tell whether a node is a BatchNorm that no pass has taken apart."""
+    return node.op_type == BATCH_NORM and node.domain == DOMAIN
+
+
+def is_batch_norm_grad(node: ir.Node) -> bool:
+    """Tell whether a node is a BatchNorm's gradient that no pass has taken apart."""
+    return node.op_type == BATCH_NORM_GRAD and node.domain == DOMAIN
 
 
 def gradient_of(value: ir.Value | None) -> Op | None:
@@ -94,20 +101,6 @@ def _conv(node: ir.Node) -> Op | None:
     return _op(OpSpec((), "Conv", epilogue), operands, {"y": y}, _window(node, sizes(x), sizes(weight)[2:]), node)
 
 
-def _conv_grad(node: ir.Node) -> Op | None:
-    dy, x, weight = node.inputs[:3]
-    if not (is_map(dy) and is_map(x) and weight is not None and weight.shape is not None):
-        return None
-    dx, dweight, dbias = [*(v if v.name else None for v in node.outputs), None, None, None][:3]
-    if dx is None and dweight is None:
-        return None
-    core = "ConvGradWeight" if dx is None else "ConvGradInput" if dweight is None else "ConvGrad"
-    spec = OpSpec((), core, ("BiasGrad",) if dbias is not None else ())
-    results = {"dx": dx, "dweight": dweight, "dbias": dbias}
-    attributes = _window(node, sizes(x), sizes(weight)[2:])
-    return _op(spec, {"dy": dy, "x": x, "weight": weight}, results, attributes, node)
-
-
 def _pool(node: ir.Node) -> Op | None:
     x, y = node.inputs[0], node.outputs[0]
     if not (is_map(x) and is_map(y)) or _attribute(node, "storage_order", 0):
@@ -116,47 +109,6 @@ def _pool(node: ir.Node) -> Op | None:
     if node.op_type == "MaxPool":
         results["indices"] = node.outputs[1] if len(node.outputs) > 1 and node.outputs[1].name else None
     return _op(OpSpec((), node.op_type), {"x": x}, results, _window(node, sizes(x)), node)
-
-
-def _pool_grad(node: ir.Node) -> Op | None:
-    forward = _pool_partner(node)
-    dy, dx = node.inputs[0], node.outputs[0]
-    if forward is None or not is_map(dy) or not is_map(dx) or not _undoes(node, forward):
-        return None
-    if why_not(OpSpec((), node.op_type), node.graph.opset_imports.get("", 1)):  # type: ignore[union-attr]
-        return None
-    operands = {"dy": dy, "x": forward.operands["x"]}
-    if node.op_type == "MaxPoolGrad":
-        assert node.inputs[1] is not None
-        operands["indices"] = node.inputs[1]
-    names = BACKWARD_CORES[node.op_type]
-    attributes = {name: forward.attributes[name] for name in names}
-    return _op(OpSpec((), node.op_type), operands, {"dx": dx}, attributes, node)
-
-
-def _undoes(node: ir.Node, forward: Op) -> bool:
-    """Whether a pooling's gradient has the sizes and the windows of that pooling: its name alone may be chance."""
-    x, y = forward.operands["x"], forward.results["y"]
-    if sizes(node.outputs[0]) != sizes(x) or sizes(node.inputs[0]) != sizes(y):  # type: ignore[arg-type]
-        return False
-    if node.op_type == "MaxPoolGrad":  # the indices say it all
-        return forward.results.get("indices") is node.inputs[1]
-    own = _window(node, sizes(x))
-    return all(own[name] == forward.attributes[name] for name in BACKWARD_CORES[node.op_type])
-
-
-def _pool_partner(node: ir.Node) -> Op | None:
-    """Find the forward pooling of a pooling's gradient: through its indices, or else by the gradient's name."""
-    if node.op_type == "MaxPoolGrad":
-        indices = node.inputs[1]
-        return read(indices.producer()) if indices is not None else None
-    base = (node.name or "").split("_Grad/")[0]
-    assert node.graph is not None
-    named = [other for other in node.graph if other.name == base and other.op_type != node.op_type]
-    for candidate in named:  # a gradient that others named may have any name, its own base among them
-        if (op := read(candidate)) is not None and op.spec.name.find("AveragePool") >= 0:
-            return op
-    return None
 
 
 def _global_average_pool(node: ir.Node) -> Op | None:
@@ -183,21 +135,10 @@ def _add(node: ir.Node) -> Op | None:
     return _op(OpSpec(("Add",), "Pointwise"), {"x": x, "skip": skip}, {"y": node.outputs[0]}, {}, node)
 
 
-def _unary_grad(step: str) -> Callable[[ir.Node], Op | None]:
-    def reader(node: ir.Node) -> Op | None:
-        dy, x = node.inputs[:2]
-        attributes = _activation_attributes(node)
-        if not (is_map(dy) and is_map(x)) or attributes is None:
-            return None
-        return _op(OpSpec((), "PointwiseGrad", (step,)), {"dy": dy, "x": x}, {"dx": node.outputs[0]}, attributes, node)
-
-    return reader
-
-
 def _activation_attributes(node: ir.Node) -> dict[str, Any] | None:
     if node.op_type == "Clip":  # whose attributes are operands
         return clip_bounds(*[*node.inputs[1:], None, None][:2])
-    activation = ACTIVATIONS[node.op_type.removesuffix("Grad")]
+    activation = ACTIVATIONS[node.op_type]
     return {name: float(_attribute(node, name, default)) for name, default in activation.defaults}
 
 
@@ -259,10 +200,6 @@ _READERS: dict[tuple[str, str], Callable[[ir.Node], Op | None]] = {
     ("", "MaxPool"): _pool,
     ("", "AveragePool"): _pool,
     ("", "GlobalAveragePool"): _global_average_pool,
-    **{(each.domain, name): _unary(name) for name, each in ACTIVATIONS.items()},
+    **{("", name): _unary(name) for name, each in ACTIVATIONS.items() if not each.domain},
     ("", "Add"): _add,
-    (MICROSOFT, "ConvGrad"): _conv_grad,
-    ("", "MaxPoolGrad"): _pool_grad,
-    ("", "AveragePoolGrad"): _pool_grad,
-    **{(MICROSOFT, step): _unary_grad(step) for step in GRADIENTS},
 }

@@ -1,7 +1,7 @@
 """MVF: each BatchNorm becomes a statistics half and a normalise half ([Jung19], section 3.2).
 
     y, rm', rv', mean, inv_std =        mean, variance = BatchNormStatistics(x)            one sweep
-      BatchNormInternal(x, g, b, ...) -> a, b', inv_std, rm', rv' = BatchNormFinalize(...)  C-sized
+      BatchNorm(x, g, b, ...)       ->  a, b', inv_std, rm', rv' = BatchNormFinalize(...)  C-sized
                                         y = NormalizePointwise(x, a, b')
 
 The unfused BatchNorm sweeps x once for the mean, once for the variance and once to normalise; now the two statistics
@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.opset.training_ops import batch_norm_constants
-from bnfuse.passes.dialect.source_ops import is_map
+from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map
 from bnfuse.passes.rewriter import Editor, FusionResult
 
 NORMALIZE = OpSpec(("Normalize",), "Pointwise")
@@ -30,7 +30,7 @@ class SplitBatchNorm(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "mvf")
-        for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
+        for node in [node for node in model.graph if is_batch_norm(node)]:
             if is_map(node.inputs[0]):
                 split(editor, node)
             else:
@@ -39,15 +39,20 @@ class SplitBatchNorm(ir.passes.InPlacePass):
 
 
 def split(editor: Editor, node: ir.Node) -> None:
-    """Put the two halves and the finalize between them in the place of a BatchNormInternal."""
+    """Put the two halves and the finalize between them in the place of a BatchNorm."""
     x = node.inputs[0]
     assert x is not None
     type_statistics(node)
     statistics = editor.emit(
-        PLAIN_OPS["BatchNormStatistics"], {"x": x}, {}, {"mean": node.outputs[3]}, before=node, of=[node],
+        PLAIN_OPS["BatchNormStatistics"], {"x": x}, {}, named(mean=node.outputs[3]), before=node, of=[node],
         name=editor.fresh(f"{node.name}/statistics"),
     )  # fmt: skip
     finalize_and_normalize(editor, node, statistics)
+
+
+def named(**results: ir.Value) -> dict[str, ir.Value]:
+    """Give the results that have a name: the others are left out, and nothing takes them over."""
+    return {name: value for name, value in results.items() if value.name}
 
 
 def type_statistics(node: ir.Node) -> None:
@@ -67,7 +72,7 @@ def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[st
     assert running_mean is not None and running_variance is not None
     operands = {"scale": scale, "bias": bias, "mean": statistics["mean"], "variance": statistics["variance"]}
     operands |= {"running_mean": running_mean, "running_variance": running_variance}
-    keep = {"inv_std": saved_inv_std, "new_running_mean": new_mean, "new_running_variance": new_variance}
+    keep = named(inv_std=saved_inv_std, new_running_mean=new_mean, new_running_variance=new_variance)
     coefficients = editor.emit(
         PLAIN_OPS["BatchNormFinalize"], operands, batch_norm_constants(node), keep, before=node, of=[node],
         name=editor.fresh(f"{node.name}/finalize"),

@@ -1,8 +1,8 @@
 """BNFF, step 1: each BatchNorm's gradient becomes a reduce half and an input half ([Jung19], section 3.2).
 
     dx, dg, db =                        db, dg = BatchNormGradReduce(dz, x, mean, inv_std)
-      BatchNormalizationGrad(dz, x, ->  terms  = BatchNormGradTerms(db, dg, a, inv_std)       C-sized
-        g, mean, inv_std)               q, w   = BatchNormGradFinalize(terms, mean)           C-sized
+      BatchNormGrad(dz, x, g,       ->  terms  = BatchNormGradTerms(db, dg, a, inv_std)       C-sized
+        mean, inv_std)                  q, w   = BatchNormGradFinalize(terms, mean)           C-sized
                                         dx     = BatchNormGradPointwiseGrad(dz, x, a, q, w)   a*dz + q*x + w
 
 The input half is elementwise, so it can go where dx is read; the reduce half can go where dz is written.
@@ -17,10 +17,9 @@ import math
 import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
-from bnfuse.passes.dialect.source_ops import is_map, sizes
+from bnfuse.passes.dialect.source_ops import is_batch_norm_grad, is_map, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_unused, own_op
 
-GRADIENT = "BatchNormalizationGrad"
 INPUT_HALF = OpSpec(("BatchNormGrad",), "PointwiseGrad")
 SCALED = OpSpec((), "PointwiseGrad", ("Scale",))  # p*dz: the input half where the rest is not everywhere
 
@@ -31,7 +30,7 @@ class SplitBatchNormGrad(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "bnff")
-        for node in [node for node in model.graph if node.op_type == GRADIENT]:
+        for node in [node for node in model.graph if is_batch_norm_grad(node)]:
             finalize = finalize_of(node)
             if finalize is None or not is_map(node.inputs[0]):
                 editor.refuse(node, "its BatchNorm was not split into halves")
@@ -42,7 +41,7 @@ class SplitBatchNormGrad(ir.passes.InPlacePass):
 
 def gradients_of(node: ir.Node) -> list[ir.Node]:
     """List the gradient nodes of a BatchNorm: those that read its inv_std."""
-    return [use.node for use in node.outputs[4].uses() if use.node.op_type == GRADIENT and use.idx == 4]
+    return [use.node for use in node.outputs[4].uses() if is_batch_norm_grad(use.node) and use.idx == 4]
 
 
 def finalize_of(node: ir.Node) -> Op | None:
@@ -53,7 +52,7 @@ def finalize_of(node: ir.Node) -> Op | None:
 
 
 def split(editor: Editor, node: ir.Node, finalize: Op) -> None:
-    """Put the two halves in the place of a BatchNormalizationGrad; the input half only where its dx is read."""
+    """Put the two halves in the place of a BatchNormGrad; the input half only where its dx is read."""
     a = finalize.results["a"]
     of = [finalize.node, node]
     terms = emit_terms(editor, node, a, of)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from bnfuse.analysis.provenance import is_channel_split
 from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.dialect.sampled_chain import accumulated, scaled_base
 from bnfuse.passes.dialect.source_ops import gradient_of, is_map
@@ -46,7 +47,7 @@ class GradientSumFusion(ir.passes.InPlacePass):
 def gathers_concat(node: ir.Node) -> bool:
     """Tell whether a Sum belongs to a Concat: a term is a Split's piece, or its result is split."""
     return any(
-        other is not None and other.op_type == "SplitTraining"
+        is_channel_split(other)
         for other in [*(v.producer() for v in node.inputs if v is not None), *(u.node for u in node.outputs[0].uses())]
     )
 

@@ -93,11 +93,10 @@ def swap(editor: Editor, pool: Op, conv: Op) -> ir.Node:
 
     dy, weight = pool_grad.operands["dy"], conv_grad.operands["weight"]
     dx = conv_grad.results.get("dx")
-    outputs: list[ir.Value | ir.Shape | None] = [value if value.name else None for value in conv_grad.node.outputs]
-    outputs[0] = pooled if dx is not None else None
+    outputs = [pooled if name == "dx" else conv_grad.results.get(name) for name in conv_grad.spec.results]
     dp, *_ = editor.clone(conv_grad.node, [dy, p, weight], outputs, before=conv_grad.node, of=both)
     if dx is not None:
-        editor.clone(pool_grad.node, [dp], [dx], before=conv_grad.node, of=both)
+        editor.clone(pool_grad.node, [dp, t], [dx], before=conv_grad.node, of=both)
     editor.graph.remove([conv_grad.node, pool_grad.node], safe=True)
     editor.fused.append(pool.node.name or "AveragePool")
     moved = p.producer()

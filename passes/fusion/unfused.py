@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from bnfuse.analysis.owners import forward_name
 from bnfuse.opset.spec import DOMAIN, OpSpec
-from bnfuse.passes.dialect.source_ops import read
+from bnfuse.passes.dialect.source_ops import BATCH_NORM, BATCH_NORM_GRAD, read
 from bnfuse.passes.fusion.scale import is_scale
 from bnfuse.passes.rewriter import Op, Refusal, sources
 
-CONCATS = ("Concat", "ConcatTraining", "SplitTraining")
-MONOLITHS = ("BatchNormInternal", "BatchNormalizationGrad", "BatchNormalization")
+CONCATS = ("Concat", "Split")
+MONOLITHS = (BATCH_NORM, BATCH_NORM_GRAD, "BatchNormalization")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Unfused:
 
 def batch_norms(model: ir.Model) -> tuple[str, ...]:
     """Name the BNs of a source graph."""
-    return tuple(node.name or "" for node in model.graph if node.op_type in ("BatchNormInternal", "BatchNormalization"))
+    return tuple(node.name or "" for node in model.graph if node.op_type in (BATCH_NORM, "BatchNormalization"))
 
 
 def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal], level: str) -> tuple[Unfused, ...]:
@@ -52,7 +53,7 @@ def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal]
 def standalone_half(node: ir.Node) -> str | None:
     """Name the half of a BN that a node is on its own (statistics, normalise, gradient input, ...), or None."""
     if node.op_type in MONOLITHS:
-        return "gradient" if node.op_type == "BatchNormalizationGrad" else "forward"
+        return "gradient" if node.op_type == BATCH_NORM_GRAD else "forward"
     if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics", "LocalStatistics"):
         return "statistics"
     if node.op_type in ("L1GradInput", "RangeGradInput", "LocalScale"):
@@ -84,7 +85,8 @@ def _standalone_map(op: Op) -> str | None:
 
 def _through_gradient(node: ir.Node, names: tuple[str, ...]) -> list[str]:
     """Name a gradient node that no pass touched after its forward node."""
-    return [name for name in names if (node.name or "").startswith(f"{name}_Grad/")]
+    owner = forward_name(node.name or "")
+    return [name for name in names if name == owner]
 
 
 def _left_by(level: str, node: ir.Node) -> str:

@@ -2,7 +2,7 @@
 
     y = Conv(x, w, b)                               y' = Conv(x, w)                          y' = y - b
     z, rm', rv', mean, inv_std =           ->       z, r, rv', mean', inv_std =
-      BatchNormInternal(y, ..., rm, rv)               BatchNormInternal(y', ..., rm - b, rv)
+      BatchNorm(y, ..., rm, rv)                       BatchNorm(y', ..., rm - b, rv)
                                                     rm' = r + b
     dx, dw, db = ConvGrad(dz, x, w)                 dx, dw = ConvGrad(dz, x, w);  db = 0
 
@@ -20,8 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
-from bnfuse.passes.dialect.source_ops import forward_of, read, sizes
-from bnfuse.passes.fission.batch_norm_grad import GRADIENT
+from bnfuse.passes.dialect.source_ops import forward_of, is_batch_norm, is_batch_norm_grad, read, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 X, MEAN = 1, 3  # its inputs that are the BatchNorm's x and the mean of the batch
@@ -35,7 +34,7 @@ class DropBias(ir.passes.InPlacePass):
         editor = Editor(model, "drop-bias")
         convolutions = {}
         for node in model.graph:
-            if node.op_type == "BatchNormInternal":
+            if is_batch_norm(node):
                 conv = forward_of(node.inputs[0])
                 if conv is not None and conv.steps.core == "Conv" and "Bias" in conv.steps.epilogue:
                     convolutions[conv.node] = conv
@@ -51,7 +50,8 @@ def why_not(conv: Op) -> str | None:
     """Tell why a convolution keeps its bias, or None."""
     y = conv.results["y"]
     for use in y.uses():
-        if (use.node.op_type, use.idx) not in (("BatchNormInternal", 0), (GRADIENT, X)):
+        of_norm = (is_batch_norm(use.node) and use.idx == 0) or (is_batch_norm_grad(use.node) and use.idx == X)
+        if not of_norm:
             return f"its bias stays: {use.node.op_type} '{use.node.name}' reads '{y.name}' as well"
     if y.is_graph_output():
         return f"its bias stays: '{y.name}' is a graph output"
@@ -60,7 +60,7 @@ def why_not(conv: Op) -> str | None:
 
 def batch_norms_of(y: ir.Value) -> list[ir.Node]:
     """List the BatchNorms that read a map."""
-    return [use.node for use in y.uses() if use.node.op_type == "BatchNormInternal"]
+    return [use.node for use in y.uses() if is_batch_norm(use.node)]
 
 
 def mean_is_seen(norm: ir.Node) -> str | None:
@@ -70,7 +70,7 @@ def mean_is_seen(norm: ir.Node) -> str | None:
         return f"its bias stays: '{mean.name}', the mean of its output, is a graph output"
     for use in mean.uses():
         node = use.node
-        if (node.op_type, use.idx) != (GRADIENT, MEAN) or node.inputs[X] is not x:
+        if not is_batch_norm_grad(node) or use.idx != MEAN or node.inputs[X] is not x:
             return f"its bias stays: {node.op_type} '{node.name}' reads '{mean.name}', the mean of its output"
     return None
 
@@ -107,7 +107,7 @@ def is_gradient_of(dy: ir.Value, y: ir.Value) -> bool:
     producer = dy.producer()
     if producer is None:
         return False
-    if producer.op_type == GRADIENT:
+    if is_batch_norm_grad(producer):
         return producer.inputs[X] is y
     return producer.op_type in ("Sum", "Add") and all(v is not None and is_gradient_of(v, y) for v in producer.inputs)
 

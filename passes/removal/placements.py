@@ -23,10 +23,10 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.passes.dialect.source_ops import is_batch_norm
 
 Selection = str | Iterable[int]
 
-BATCH_NORM = "BatchNormInternal"
 FORMS = "write numbers (1,4,7), ranges (3-6), globs of node names, all, all-except:LIST or paper"
 
 
@@ -55,7 +55,7 @@ def batch_norm_list(model: ir.Model) -> tuple[BatchNorm, ...]:
 
 def nodes_of(model: ir.Model) -> list[ir.Node]:
     """List the BatchNorm nodes of a source graph in forward order."""
-    return [node for node in model.graph if node.op_type == BATCH_NORM]
+    return [node for node in model.graph if is_batch_norm(node)]
 
 
 def _described(index: int, node: ir.Node) -> BatchNorm:

@@ -1,9 +1,9 @@
 """Removal: chosen BatchNorms leave the graph, or leave only their affine part ([Joardar22]).
 
     y, rm', rv', mean, inv_std =             y  = x            with the affine part:
-      BatchNormInternal(x, g, b, ...)                          y  = NormalizePointwise(x, g, b)
+      BatchNorm(x, g, b, ...)                                  y  = NormalizePointwise(x, g, b)
     dx, dg, db =                       ->    dx = dz           db, dg = BatchNormGradReduce(dz, x, 0, 1)
-      BatchNormalizationGrad(dz, x, ...)                       dx = PointwiseGradScale(dz, g)
+      BatchNormGrad(dz, x, ...)                                dx = PointwiseGradScale(dz, g)
 
 The running statistics go, as inputs and as outputs; without the affine part g, b and their gradients go as well. What
 is left is fused as ever: a Relu behind a removed BatchNorm goes into the convolutions that read it, and so on.
@@ -25,9 +25,9 @@ import onnx_ir as ir
 from bnfuse.core.errors import at_node
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.passes.dialect.source_ops import is_map, sizes
+from bnfuse.passes.dialect.source_ops import is_batch_norm, is_batch_norm_grad, is_map, sizes
 from bnfuse.passes.fission.batch_norm import NORMALIZE
-from bnfuse.passes.fission.batch_norm_grad import GRADIENT, SCALED, gradients_of
+from bnfuse.passes.fission.batch_norm_grad import SCALED, gradients_of
 from bnfuse.passes.removal.placements import nodes_of
 from bnfuse.passes.rewriter import Editor, FusionResult, is_unused
 
@@ -140,7 +140,7 @@ def drop_outputs(graph: ir.Graph, signature: GraphSignature, names: set[str]) ->
     for value in [value for value in graph.outputs if value.name in lost]:
         graph.outputs.remove(value)
         producer = value.producer()
-        if producer is not None and producer.op_type not in (GRADIENT, "BatchNormInternal"):
+        if producer is not None and not is_batch_norm(producer) and not is_batch_norm_grad(producer):
             remove_dead_chain(graph, [producer])
 
 

@@ -4,7 +4,7 @@
     RBN     mean, variance, low, high, ... = RangeStatistics(x)  variance from high - low
 
     dx, dg, db =                        db, dg = BatchNormGradReduce(dz, x, mean, inv_std)
-      BatchNormalizationGrad(dz, x, ->  q, w   = L1GradFinalize(BatchNormGradTerms(...), ...)
+      BatchNormGrad(dz, x,          ->  q, w   = L1GradFinalize(BatchNormGradTerms(...), ...)
         g, mean, inv_std)               dx     = L1GradInput(dz, x, mean, a, q, w)
 
 The rest of the BatchNorm is as ever: BatchNormFinalize, and a normalise half that goes where it is read. Statistics and
@@ -20,7 +20,7 @@ import math
 import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.passes.dialect.source_ops import is_map, sizes
+from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import finalize_and_normalize, type_statistics
 from bnfuse.passes.fission.batch_norm_grad import emit_terms, gradients_of, has_input_gradient
 from bnfuse.passes.rewriter import Editor, FusionResult
@@ -41,7 +41,7 @@ class BaselineStatistics(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "baseline")
-        for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
+        for node in [node for node in model.graph if is_batch_norm(node)]:
             spec = self.plan.of(node.name or "")
             if spec.kind not in OPERATORS:
                 continue

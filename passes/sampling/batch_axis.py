@@ -16,32 +16,19 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.drawing import FED, LIKE
-from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
-from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import DOMAIN, OpSpec, find
 from bnfuse.passes.dialect.source_ops import constant_of, is_map
 
 Axis = int | None
 Rule = Callable[["Walk", ir.Node], list[Axis]]
 
 ELEMENTWISE = (
-    *("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Div", "Dropout", "DropoutGrad", "Elu", "EluGrad"),
-    *("Equal", "Erf", "Exp", "FastGelu", "FastGeluGrad", "Floor", "Gelu", "GeluGrad", "Greater", "GreaterOrEqual"),
-    *(
-        "HardSigmoid",
-        "Identity",
-        "LeakyRelu",
-        "LeakyReluGrad",
-        "Less",
-        "LessOrEqual",
-        "Log",
-        "Max",
-        "Min",
-        "Mul",
-        "Neg",
-    ),
-    *("Not", "Or", "Pow", "PRelu", "Reciprocal", "Scale", "Sigmoid"),
-    *(*ACTIVATIONS, *GRADIENTS),
-    *("SigmoidGrad", "Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "TanhGrad", "Where"),
+    *("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp"),
+    *("Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "Identity", "LeakyRelu", "Less", "LessOrEqual"),
+    *("Log", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "PRelu", "Reciprocal", "Sigmoid"),
+    *(name for name, activation in ACTIVATIONS.items() if not activation.domain),
+    *("Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "Where"),
 )
 OF_THE_BATCH = {"count", "extent", "samples"}  # attributes
 SHAPE_ARITHMETIC = ("Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze")
@@ -73,7 +60,7 @@ class Walk:
             return
         if not any(value in self.axes for value in node.inputs if value is not None) and not measured:
             return
-        rule = _own if node.domain == DOMAIN else RULES.get(node.op_type)
+        rule = OWN.get(node.op_type, _own) if node.domain == DOMAIN else RULES.get(node.op_type)
         if rule is None:
             raise refusal(node, "is not known to keep the rows of a batch apart")
         for value, axis in zip(node.outputs, rule(self, node), strict=False):
@@ -111,6 +98,8 @@ class Walk:
             more = rows is not None and bool((rows == rows.take([0], axis)).all())
         elif node.op_type in FED and node.op_type != "Bernoulli" and node.inputs:
             more = node.inputs[0] is not None and self.claim(node.inputs[0], distance)
+        elif node.op_type == "Expand":  # of one number
+            more = node.inputs[0] is not None and set(node.inputs[0].shape or ()) <= {1}
         else:
             known = node.op_type in ELEMENTWISE or node.op_type in FED
             more = known and all(self.claim(operand, distance) for operand in node.inputs if operand is not None)
@@ -164,7 +153,19 @@ def _own(walk: Walk, node: ir.Node) -> list[Axis]:
     """
     if "Statistics" in node.op_type or OF_THE_BATCH & {*node.attributes}:
         raise refusal(node, "belongs to statistics of the batch as it is")
-    return [0 if value.shape is not None and len(value.shape) == 4 else None for value in node.outputs]
+    axes = [walk.axis(node, index) for index in range(len(node.inputs))]
+    if any(axis not in (0, None) for axis in axes):
+        raise refusal(node, "has the batch on another axis than the first")
+    op = find(node.op_type)
+    results = op.results if op is not None else ("",) * len(node.outputs)
+    if isinstance(op, OpSpec) and op.core in ("Pointwise", "PointwiseGrad") and axes[0] is None:
+        raise refusal(node, "has the batch in a parameter")
+
+    def axis(name: str, value: ir.Value) -> Axis:
+        count = len(value.shape) if value.shape is not None else 0
+        return 0 if name in ("y", "dx", "stored") or (count == 4 and name != "dweight") else None
+
+    return [axis(name, value) for name, value in zip(results, node.outputs, strict=False)]
 
 
 def _elementwise(walk: Walk, node: ir.Node) -> list[Axis]:
@@ -372,7 +373,11 @@ def _loss(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def _loss_gradient(walk: Walk, node: ir.Node) -> list[Axis]:
-    return [walk.axis(node, 1)]
+    """The gradients of the rows' losses are made of one number, or of as many as there are rows."""
+    axis, dlosses = walk.axis(node, 1), node.inputs[0]
+    if axis != 0 or dlosses is None or not walk.claim(dlosses, rank(dlosses, node)):
+        raise refusal(node, "has a gradient for each row that is not made of the batch")
+    return [axis]
 
 
 def attribute_text(node: ir.Node, name: str, default: str) -> str:
@@ -384,21 +389,20 @@ def _drawn_like(walk: Walk, node: ir.Node) -> list[Axis]:
     return [walk.axis(node, 0)]
 
 
+OWN: dict[str, Rule] = {  # of ai.bnfuse, where the rule of the others does not serve
+    "BatchNorm": _batch_norm,
+    "BatchNormGrad": _maps(0, None, None),
+    "SoftmaxCrossEntropyGrad": _loss_gradient,
+}
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(LIKE, _drawn_like),
     **dict.fromkeys(("Conv", "GlobalAveragePool"), _maps(0)),
     **dict.fromkeys(("MaxPool", "AveragePool"), _maps(0, 0)),
-    **dict.fromkeys(("MaxPoolGrad", "AveragePoolGrad"), _maps(0)),
-    "BatchNormInternal": _batch_norm,
-    "BatchNormalizationGrad": _maps(0, None, None),
     "Concat": _concat,
-    "ConcatTraining": _concat,
     "ConstantOfShape": _constant_of_shape,
-    "ConvGrad": _maps(0, None, None),
     "Expand": _expand,
     "Flatten": _flatten,
-    "FusedMatMul": _matrix_product,
     "Gather": _gather,
     "Gemm": _matrix_product,
     "LogSoftmax": _softmax,
@@ -414,9 +418,7 @@ RULES: dict[str, Rule] = {
     "Slice": _slice,
     "Softmax": _softmax,
     "SoftmaxCrossEntropyLoss": _loss,
-    "SoftmaxCrossEntropyLossGrad": _loss_gradient,
     "Split": _split,
-    "SplitTraining": _split,
     "Squeeze": _squeeze,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,

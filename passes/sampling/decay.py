@@ -12,7 +12,7 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError
 from bnfuse.passes.rewriter import FusionResult
 
-AVERAGING = ("BatchNormInternal", "BatchNormFinalize", "LocalFinalize")
+AVERAGING = ("BatchNorm", "BatchNormFinalize", "LocalFinalize")
 
 
 class SetDecay(ir.passes.InPlacePass):

@@ -1,10 +1,10 @@
 """Local statistics: each group of samples is normalised on its own (micro-BN; [Chen18], section 4.3).
 
     y, rm', rv', mean, inv_std =        mean, variance = LocalStatistics(x)                       [G, C]
-      BatchNormInternal(x, g, b, ...)   a, b', inv_std, rm', rv' = LocalFinalize(...)             [G, C]; rm', rv' [C]
+      BatchNorm(x, g, b, ...)           a, b', inv_std, rm', rv' = LocalFinalize(...)             [G, C]; rm', rv' [C]
                                     ->  y = LocalNormalize(x, a, b')
     dx, dg, db =                        db_l, dg_l = LocalGradReduce(dz, x, mean, inv_std)        [G, C]
-      BatchNormalizationGrad(dz, x,     db, dg = ReduceSum(db_l), ReduceSum(dg_l)                 over the groups
+      BatchNormGrad(dz, x,              db, dg = ReduceSum(db_l), ReduceSum(dg_l)                 over the groups
         g, mean, inv_std)               q, w = SampledGradFinalize(BatchNormGradTerms(...), mean)
                                         dx = LocalAddSampled(LocalScale(dz, a), x, q, w)          a*dz + q*x + w
 
@@ -29,7 +29,7 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.opset.training_ops import batch_norm_constants
-from bnfuse.passes.dialect.source_ops import is_map, sizes
+from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import type_statistics
 from bnfuse.passes.fission.batch_norm_grad import gradients_of, has_input_gradient
 from bnfuse.passes.rewriter import Editor, FusionResult, is_unused
@@ -98,7 +98,7 @@ class LocalBatchNorm(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place. Raises BnfuseError for a BatchNorm with one value per channel in each group."""
         editor = Editor(model, "local")
-        for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
+        for node in [node for node in model.graph if is_batch_norm(node)]:
             x = node.inputs[0]
             if not is_map(x):
                 editor.refuse(

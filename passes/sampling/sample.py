@@ -1,10 +1,10 @@
 """Sampled statistics: a BatchNorm learns its mean and variance from a part of the batch ([Chen18]; docs/maths.md).
 
     y, rm', rv', mean, inv_std =        mean, variance = SampledStatistics(x, offset)         the sample only
-      BatchNormInternal(x, g, b, ...)   a, b', inv_std, rm', rv' = BatchNormFinalize(...)
+      BatchNorm(x, g, b, ...)           a, b', inv_std, rm', rv' = BatchNormFinalize(...)
                                     ->  y  = NormalizePointwise(x, a, b')
     dx, dg, db =                        db, dg = BatchNormGradReduce(dz, x, mean, inv_std)    over all elements
-      BatchNormalizationGrad(dz, x,     q, w   = SampledGradFinalize(BatchNormGradTerms(...), mean)
+      BatchNormGrad(dz, x,              q, w   = SampledGradFinalize(BatchNormGradTerms(...), mean)
         g, mean, inv_std)               s      = PointwiseGradScale(dz, a)                    a*dz
                                         dx     = AddSampled(s, x, q, w, offset)               + q*x + w in the sample
 
@@ -28,7 +28,7 @@ from bnfuse.graph.sampling import METADATA_KEY, Box, Points, Sampling, sampling_
 from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset.spec import PLAIN_OPS
-from bnfuse.passes.dialect.source_ops import is_map, sizes
+from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import finalize_and_normalize, type_statistics
 from bnfuse.passes.fission.batch_norm_grad import SCALED, emit_terms, gradients_of, has_input_gradient
 from bnfuse.passes.rewriter import Editor, FusionResult
@@ -82,7 +82,7 @@ class Sample(ir.passes.InPlacePass):
         """Rewrite the model in place. Raises BnfuseError for a BatchNorm whose sample has one value per channel."""
         editor = Editor(model, "sample")
         places: dict[str, Box | Points] = {}
-        for node in [node for node in model.graph if node.op_type == "BatchNormInternal"]:
+        for node in [node for node in model.graph if is_batch_norm(node)]:
             spec = self.plan.of(node.name or "")
             if spec.kind in ("l1bn", "rbn") or (spec.kind == "bn" and not self.virtual):
                 continue

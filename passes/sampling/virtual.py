@@ -34,7 +34,7 @@ from bnfuse.passes.rewriter import Editor, FusionResult
 from bnfuse.passes.sampling.batch_axis import batch_axes, refusal
 
 IGNORED = -100  # onnx's and torch's usual mark of a label that does not count
-LABELS_OF = {"SoftmaxCrossEntropyLoss": 1, "SoftmaxCrossEntropyLossGrad": 2}  # op -> input that holds the labels
+LABELS_OF = {"SoftmaxCrossEntropyLoss": 1, "SoftmaxCrossEntropyGrad": 2}  # op -> input that holds the labels
 SHAPE_OF = {"Reshape": 1, "Expand": 1}  # op -> input that holds the shape of the result
 
 
@@ -170,19 +170,35 @@ def interleave(editor: Editor, data: ir.Value, virtual: ir.Value, rows: Rows, *,
 def mask(editor: Editor, labels: ir.Value, rows: Rows, *, before: ir.Node) -> None:
     """Let what read the labels read marks that it ignores for the virtual rows."""
     readers = list(labels.uses())
-    ignored = ignored_label([node for node, _ in readers])
+    losses = [node for node, _ in readers if node.op_type == "SoftmaxCrossEntropyLoss"]
+    stated = any("ignore_index" in node.attributes for node in losses)
+    ignored = ignored_label(losses)
     for node, index in readers:
-        if LABELS_OF.get(node.op_type) != index:
+        if LABELS_OF.get(node.op_type) != index and not (stated and node.op_type == "Equal"):
             raise at_node(
                 node.name or "", node.op_type, "reads the labels, and cannot ignore virtual ones. Leave vdn out."
             )
-        node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", ignored)
+        if node in losses:
+            node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", ignored)
+        elif node.op_type in LABELS_OF:
+            without_virtual(editor, node, rows)
     assert labels.dtype is not None
     marks = editor.constant(f"{labels.name}/ignored", np.full(rows.virtual, ignored, labels.dtype.numpy()))
     parts = split(editor, labels, [rows.real] * rows.groups, before=before)
     joined = join(editor, [v for part in parts for v in (marks, part)], f"{labels.name}/with_virtual", before=before)
     for node, index in readers:
         node.replace_input_with(index, joined)
+
+
+def without_virtual(editor: Editor, node: ir.Node, rows: Rows) -> None:
+    """Let the gradients of the rows' losses, [N], be 0 in the virtual rows."""
+    dlosses = node.inputs[0]
+    assert dlosses is not None
+    real = np.tile(np.repeat(np.array([0, 1], np.float32), [rows.virtual, rows.real]), rows.groups)
+    counted = editor.constant(f"{node.name}/real", real)
+    (masked,) = editor.standard("Mul", [dlosses, counted], 1, before=node, of=[node])
+    masked.shape, masked.type = ir.Shape([rows.total]), dlosses.type
+    node.replace_input_with(0, masked)
 
 
 def ignored_label(nodes: Sequence[ir.Node]) -> int:

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import Leaf, is_channel_concat, leaves
-from bnfuse.opset.traffic import RESHAPES, SPLITS
+from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.kernel import MapType
 from bnfuse.runtime.targets.target import Target
 
 HALVES = ("bfloat16", "float16")  # the types in which a GPU stores maps that are float32 in the file
 ALIGN = 8  # elements: the most that a MapType's `align` promises
 LINE = 16  # float32 elements of a cache line: where a storage may start
-VIEWS = (*SPLITS, *RESHAPES)  # they produce no buffer: the result is the operand's storage
+VIEWS = ("Split", *RESHAPES)  # they produce no buffer: the result is the operand's storage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import static_shape
-from bnfuse.opset.spec import DOMAIN
-from bnfuse.passes.removal.placements import BATCH_NORM, Selection, select
+from bnfuse.opset.spec import DOMAIN, find, is_unfused
+from bnfuse.passes.dialect.source_ops import BATCH_NORM
+from bnfuse.passes.removal.placements import Selection, select
 
 MATRICES = ("Conv", "Gemm", "MatMul")
 
@@ -89,7 +90,8 @@ def network_of(source: gs.Graph | TrainingGraph, remove: Selection | None = None
     gone = {norm.node for norm in select(model, remove)} if remove is not None else set()
     layers: list[Matrix | Norm] = []
     for node in model.graph:
-        if node.domain == DOMAIN:
+        op = find(node.op_type) if node.domain == DOMAIN else None
+        if op is not None and not is_unfused(op):
             name, what = node.name or "", "is fused: the pipeline runs BatchNorms apart. Give it the source graph."
             raise at_node(name, node.op_type, what)
         if node.op_type in (*MATRICES, BATCH_NORM) and node in forward and _has_weight(node) and node.name not in gone:
@@ -113,9 +115,9 @@ def skeleton(graph: gs.Graph) -> ir.Model:
     for node in graph.nodes:
         attributes = {k: v for k, v in node.attrs.items() if k in ("group", "transA", "transB")}
         inputs, outputs = [value(t) for t in node.inputs], [value(t) for t in node.outputs]
-        op = BATCH_NORM if node.op == "BatchNormalization" else node.op
+        domain, op = (DOMAIN, BATCH_NORM) if node.op == "BatchNormalization" else ("", node.op)
         nodes.append(
-            ir.Node("", op, inputs, ir.convenience.convert_attributes(attributes), outputs=outputs, name=node.name)
+            ir.Node(domain, op, inputs, ir.convenience.convert_attributes(attributes), outputs=outputs, name=node.name)
         )
     inputs = [value(t) for t in graph.inputs]
     return ir.Model(
