@@ -15,11 +15,6 @@ from bnfuse.graph.values import declared_shape
 from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, PlainOp, find, parse
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
-BATCH_NORM_OPS = (
-    "BatchNormalization",
-    "BatchNormInternal",
-    "BatchNormalizationGrad",
-)
 BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", "ReduceOther"}
 
 
@@ -91,7 +86,7 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
     in the prologue of a gradient (`grad_x`), and those of other BNs that it reduces over (`x_1`, ...).
     """
     if node.domain != DOMAIN:
-        return touched if node.op_type in BATCH_NORM_OPS else []
+        return touched if node.op_type == "BatchNormalization" else []
     op = find(node.op_type)
     if isinstance(op, PlainOp):
         return touched if op.name != "SoftmaxCrossEntropyGrad" else []

@@ -214,7 +214,6 @@ def dropout(w: Writer, node: ir.Node) -> Any:
 LAYERS: dict[str, Callable[[Writer, ir.Node], Any]] = {
     "AveragePool": average_pool,
     "BatchNorm": batch_norm,
-    "BatchNormInternal": batch_norm,
     "BatchNormalization": batch_norm,
     "Celu": activation("CELU", alpha=1.0),
     "Clip": clip,

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from bnfuse.analysis.match import label, sources
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, OpSpec, PlainOp, parse
 
-BATCH_NORMS = ("BatchNorm", "BatchNormInternal", "BatchNormalization")
+BATCH_NORMS = ("BatchNorm", "BatchNormalization")
 # operators that only carry coefficients of one BN into a vector of several, or a part of one
 CARRIERS = {"Concat", "Slice", "Split", "Identity", "Gather", "Reshape", "Add", "Sum", "Mul", "Sub", "Neg"}
 TERMS = ("BatchNormGradTerms", "BatchNormGradTermsAccumulate")

@@ -42,36 +42,8 @@ ON_RESULT = ("Bias", "Statistics", "AddGradient", *ACTIVATION_GRADS, "Reduce", "
 ON_GRADIENT = ("BatchNormGrad", "BiasGrad")
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
 
-# source operators whose type is not that of the forward operator of the zoo
-GRADIENT_TYPES = {
-    "BatchNormInternal": "BatchNorm",
-    "BatchNormalizationGrad": "BatchNorm",
-    "ReluGrad": "Activation",
-    "QuickGelu": "Activation",
-    "QuickGeluGrad": "Activation",
-    "SigmoidGrad": "Activation",
-    "TanhGrad": "Activation",
-    "GeluGrad": "Activation",
-    "MaxPoolGrad": "Pool",
-    "AveragePoolGrad": "Pool",
-    "GlobalAveragePoolGrad": "Pool",
-    "DropoutGrad": "Dropout",
-    "BiasDropout": "Dropout",
-    "BitmaskDropout": "Dropout",
-    "SoftmaxGrad": "Softmax",
-    "SoftmaxGrad_13": "Softmax",
-    "LogSoftmaxGrad_13": "Softmax",
-    "LayerNormalizationGrad": "LayerNorm",
-    "SoftmaxCrossEntropyLossGrad": "Loss",
-    "SoftmaxCrossEntropyLossInternal": "Loss",
-    "SoftmaxCrossEntropyLossInternalGrad": "Loss",
-    "ConcatTraining": "Concat",
-    "SplitTraining": "Copy",
-    "GatherGrad": "Embedding",
-    "Scale": "Mul",
-    **dict.fromkeys(RESHAPES, "Copy"),
-}
-WHOLE_NAMES = {"BatchNormInternal": "BatchNorm", "BatchNormalizationGrad": "BatchNormGrad"}  # as ours are named
+# standard operators whose type is not that of an operator of the zoo
+OTHER_TYPES = {"Split": "Copy", **dict.fromkeys(RESHAPES, "Copy")}
 COPIES = ("Concat", "Copy", "Embedding")  # they compute nothing
 
 
@@ -161,23 +133,19 @@ def source_costs(node: ir.Node) -> Costs:
     kind = node.op_type
     if kind in ("Conv", "ConvTranspose"):
         return Costs(conv_type(node, node.inputs[1]), dense_flops(node))
-    if kind in ("ConvGrad", "ConvTransposeGrad"):
-        return Costs(conv_type(node, node.inputs[2]), dense_flops(node))
-    type_ = TYPES.get(kind) or GRADIENT_TYPES.get(kind, "Other")
+    type_ = TYPES.get(kind) or OTHER_TYPES.get(kind, "Other")
     if dense := dense_flops(node):
         return Costs(type_, dense)
     size = math.prod(dims(node.outputs[0])) if node.outputs[0].name else 0
-    if kind in WHOLE_NAMES:
-        return whole_costs(WHOLE_NAMES[kind], node)
     if type_ in COPIES:
         return Costs(type_, 0)
     if type_ == "Pool":
-        return Costs(type_, elements_of(node.inputs[0] if kind == "MaxPoolGrad" else node.outputs[0]))
-    forward, backward = ELEMENTWISE.get(type_, (1, 1))
+        return Costs(type_, elements_of(node.outputs[0]))
+    forward = ELEMENTWISE.get(type_, (1, 1))[0]
     operands = sum(v is not None and dims(v) == dims(node.outputs[0]) for v in node.inputs)
     if type_ == "Add":
         return Costs(type_, max(operands - 1, 1) * size)
-    return Costs(type_, (backward if kind.endswith("Grad") else forward) * size)
+    return Costs(type_, forward * size)
 
 
 def elements_of(value: ir.Value | None) -> int:

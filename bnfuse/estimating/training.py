@@ -28,7 +28,6 @@ from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workl
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
 from bnfuse.opset.traffic import channels_touched, reads_elements_of_x, touched_shape
-from bnfuse.passes.dialect.canonical import match_clip_gradient
 
 MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adamw": 12}  # for each parameter
@@ -54,25 +53,14 @@ def training_workload(
     forward = forward_nodes(graph.model.graph, graph.signature)
     network = [node for node in nodes if node in forward]
     layer_of = owners((node for node in nodes if node not in forward), network) | {node: node for node in network}
-    absorbed = absorbed_by_clip(nodes)
     layers = [
         builder.layer(node, "forward" if node in forward else "backward", layer_of[node])
         for node in nodes
-        if not builder.places.is_view(node) and node not in absorbed
+        if not builder.places.is_view(node)
     ]
     if optimizer != "none":
         layers += builder.updates(optimizer)
     return Workload(graph.name, graph.batch, tuple(builder.tensors), arranged(layers, order))
-
-
-def absorbed_by_clip(nodes: Iterable[ir.Node]) -> set[ir.Node]:
-    """List the comparisons in front of the Mul that onnxruntime ends a Clip's gradient with: one operator in five
-    nodes."""
-    found: set[ir.Node] = set()
-    for node in nodes:
-        if node.op_type == "Mul" and (match := match_clip_gradient(node)):
-            found.update(match[3][1:])
-    return found
 
 
 class _Builder:
@@ -92,13 +80,9 @@ class _Builder:
 
     def layer(self, node: ir.Node, phase: Phase, part_of: ir.Node | None) -> Layer:
         """Make the layer of a node. `part_of` is the node's layer of the network, where one can be told."""
-        clip = match_clip_gradient(node) if node.op_type == "Mul" else None
         op = find(node.op_type) if node.domain == DOMAIN else None
         costs = costs_of(node, op)
-        operands = [("", clip[0]), ("", clip[1])] if clip else list(_operands(node, op))
-        if clip:
-            costs = Costs("Activation", costs.flops)
-        reads = self._accesses(node, op, operands, phase, costs)
+        reads = self._accesses(node, op, list(_operands(node, op)), phase, costs)
         writes = self._accesses(node, op, list(_results(node, op)), phase, Costs(costs.type, 0))
         part = layer_name(part_of) if part_of is not None else ""
         return Layer(label(node), costs.type, phase, costs.flops, reads, writes, part)
@@ -244,6 +228,4 @@ def _is_weight_gradient(value: ir.Value) -> bool:
     if node is None:
         return False
     op = find(node.op_type) if node.domain == DOMAIN else None
-    if op:
-        return "dweight" in op.results and value is node.outputs[op.results.index("dweight")]
-    return node.op_type == "ConvGrad" and value is node.outputs[1]
+    return op is not None and "dweight" in op.results and value is node.outputs[op.results.index("dweight")]

@@ -20,10 +20,11 @@ from onnx import TensorProto, helper
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.shapes import complete_shapes
-from bnfuse.graph.signature import LOSSES
+from bnfuse.graph.signature import LOSSES as STANDARD_LOSSES
 from bnfuse.ort.process import OrtError, borrowed
 
 ACCUMULATOR = "InPlaceAccumulatorV2"
+LOSSES = (*STANDARD_LOSSES, "SoftmaxCrossEntropyLossInternal")
 LOSS_STEP = re.compile(r"onnx::.*::\d+$")  # the tensors of its own losses
 MAGIC = b"ODTC"  # the file identifier of a checkpoint, at byte 4
 

@@ -14,13 +14,13 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError
 
 METADATA_KEY = "bnfuse.roles"
-BATCH_NORMS = ("BatchNorm", "BatchNormInternal", "BatchNormalization", "BatchNormFinalize")
+BATCH_NORMS = ("BatchNorm", "BatchNormalization", "BatchNormFinalize")
 PARAMETERS = {
     **dict.fromkeys(("Conv", "Gemm"), (1, 2)),
-    **dict.fromkeys(("BatchNorm", "BatchNormInternal"), (1, 2, 3, 4)),
+    "BatchNorm": (1, 2, 3, 4),
     "PRelu": (1,),
 }
-LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLossInternal")
+LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 
 
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)

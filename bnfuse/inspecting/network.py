@@ -16,7 +16,7 @@ from collections import Counter
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from bnfuse.analysis.work import BATCH_NORM_OPS, POOLS
+from bnfuse.analysis.work import POOLS
 from bnfuse.inspecting.result import Inspection, Layer
 from bnfuse.models.count import node_flops, parameters_of
 
@@ -51,7 +51,7 @@ def inspect_network(graph: gs.Graph) -> Inspection:
         counted |= {*mine}
         x, y = maps_read(node), node.outputs[0]
         forward, backward = forward_flow(node), backward_flow(node, needs)
-        norm = node.op in BATCH_NORM_OPS
+        norm = node.op == "BatchNormalization"
         norm_flow = (forward.sweeps + backward.sweeps, forward.bytes + backward.bytes) if norm else (0, 0)
         if readers[y.name] > 1:  # the sum over its gradients is no BatchNorm's
             backward.touch(y.shape, *[FLOAT] * (readers[y.name] + 1))

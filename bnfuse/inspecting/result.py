@@ -147,8 +147,6 @@ def fitted(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Secti
 
 OPERATOR_NAMES = {
     "BatchNormalization": "BatchNorm",
-    "BatchNormInternal": "BatchNorm",
-    "ConcatTraining": "Concat",
     "GlobalAveragePool": "GlobalPool",
     "SoftmaxCrossEntropyLoss": "Loss",
 }

@@ -94,7 +94,8 @@ def split_of(concat: ir.Node) -> ir.Node | None:
 
     What is done with it does not follow from that: each piece must be the dy of the mask of its map.
     """
-    named = [node for node in concat.graph or () if is_channel_split(node) and forward_name(node.name or "") == concat.name]
+    splits = [node for node in concat.graph or () if is_channel_split(node)]
+    named = [node for node in splits if forward_name(node.name or "") == concat.name]
     first = forward_of(concat.inputs[0])
     masked = []
     for use in first.operands["x"].uses() if first is not None and not named else ():

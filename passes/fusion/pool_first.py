@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.dialect.source_ops import forward_of, read, sizes
-from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by
+from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 
 class PoolFirst(ir.passes.InPlacePass):
@@ -49,13 +49,14 @@ def why_not(pool: Op, conv: Op) -> str | None:
         return f"{conv.node.name} has a {attributes['kernel_shape']} kernel, not 1x1"
     if attributes["strides"] != (1, 1) or any(attributes["pads"]):
         return f"{conv.node.name} is strided or padded"
-    c = conv.results["y"]
-    if not is_only_read_by(c, pool.node):
+    c, backward = conv.results["y"], backward_of(pool, conv)
+    allowed = {pool.node, *([backward[0].node] if backward is not None else [])}  # the gradient reads its shape alone
+    if c.is_graph_output() or any(use.node not in allowed for use in c.uses()):
         return f"{c.name} has another reader"
     padded = any(pool.attributes["pads"]) or pool.attributes["ceil_mode"]
     if "Bias" in conv.steps.epilogue and padded and pool.attributes["count_include_pad"]:
         return f"{conv.node.name} has a bias, and the padded pooling averages zeros"
-    if backward_of(pool, conv) is None:
+    if backward is None:
         return f"the gradients of {pool.node.name} and {conv.node.name} are not the usual pair"
     return None
 
@@ -89,15 +90,13 @@ def swap(editor: Editor, pool: Op, conv: Op) -> ir.Node:
 
     (p,) = editor.clone(pool.node, [t], [pooled], before=pool.node, of=both)
     editor.clone(conv.node, [p, *conv.node.inputs[1:]], [y], before=pool.node, of=both)
-    editor.graph.remove([pool.node, conv.node], safe=True)
-
     dy, weight = pool_grad.operands["dy"], conv_grad.operands["weight"]
     dx = conv_grad.results.get("dx")
     outputs = [pooled if name == "dx" else conv_grad.results.get(name) for name in conv_grad.spec.results]
     dp, *_ = editor.clone(conv_grad.node, [dy, p, weight], outputs, before=conv_grad.node, of=both)
     if dx is not None:
         editor.clone(pool_grad.node, [dp, t], [dx], before=conv_grad.node, of=both)
-    editor.graph.remove([conv_grad.node, pool_grad.node], safe=True)
+    editor.graph.remove([conv_grad.node, pool_grad.node, pool.node, conv.node], safe=True)
     editor.fused.append(pool.node.name or "AveragePool")
     moved = p.producer()
     assert moved is not None

@@ -373,7 +373,7 @@ def _loss(walk: Walk, node: ir.Node) -> list[Axis]:
 
 
 def _loss_gradient(walk: Walk, node: ir.Node) -> list[Axis]:
-    """The gradients of the rows' losses are made of one number, or of as many as there are rows."""
+    """Follow the scores; the gradients of the rows' losses are made of one number, or of as many as there are rows."""
     axis, dlosses = walk.axis(node, 1), node.inputs[0]
     if axis != 0 or dlosses is None or not walk.claim(dlosses, rank(dlosses, node)):
         raise refusal(node, "has a gradient for each row that is not made of the batch")

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import is_channel_concat
 from bnfuse.runtime.lowering.generic import lower_generic
-from bnfuse.runtime.lowering.operands import optional, result
+from bnfuse.runtime.lowering.operands import optional
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.values import attributes_of
 
 
 def lower_concat(low: Lowering, node: ir.Node) -> None:
-    """Of maps along their channels nothing is left to do: the operands lie in their slots (layout.py)."""
-    place_concat(low, node)
-    if node.op_type == "ConcatTraining" and (lengths := result(node, 1)) is not None:
-        axis = node.attributes["axis"].as_int()
-        sizes = [low.shape(v)[axis] for v in node.inputs if v is not None]
-        low.set_constant(lengths, np.array(sizes, np.int64))
-
-
-def place_concat(low: Lowering, node: ir.Node) -> None:
-    """Lower a concatenation: of channels it lies together already, of vectors or images it is put together."""
+    """Lower a concatenation: of channels it lies together already (layout.py), of vectors or images it is put
+    together."""
     value = node.outputs[0]
     if value in low.vector_slots.of:
         low.new_dense(value, low.type_of(value)[0])  # the parts lie in it already

@@ -157,20 +157,6 @@ def lower_softmax_loss(low: Lowering, node: ir.Node) -> None:
     low.launch(registry.SOFTMAX_LOSS, (problem, low.target), refs)
 
 
-def lower_softmax_loss_grad(low: Lowering, node: ir.Node) -> None:
-    """dloss, log_prob, labels, [weights] -> dscores."""
-    dloss = node.inputs[0]
-    assert dloss is not None
-    log_prob, labels, weights = _three(low, node, 1)
-    problem = loss_problem(low, node, log_prob, labels, weights)
-    refs: dict[str, Ref] = {"log_prob": low.dense(log_prob), "labels": low.dense(labels), "dloss": low.dense(dloss)}
-    if weights is not None:
-        refs["weights"] = low.dense(weights)
-    refs["dscores"] = low.new_dense(node.outputs[0], low.shape(log_prob))
-    low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs, loss_scale(low))
-    low.is_loss_scaled = True
-
-
 def lower_cross_entropy_grad(
     low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Mapping[str, Any]
 ) -> None:

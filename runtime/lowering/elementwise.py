@@ -1,11 +1,11 @@
-"""Lowering of elementwise operators of source graphs that have a kernel for maps. Others are generic."""
+"""Lowering of elementwise operators that have a kernel for maps. Others are generic."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS, Activation
+from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.lowering.dense import lower_biased
 from bnfuse.runtime.lowering.generic import lower_generic
@@ -25,16 +25,6 @@ def lower_activation(low: Lowering, node: ir.Node) -> None:
         return
     spec = OpSpec((activation.name,), "Pointwise")
     elementwise(low, node, spec, present(x=x), present(y=result(node, 0)), known_attributes(node, activation))
-
-
-def lower_activation_grad(low: Lowering, node: ir.Node) -> None:
-    """Lower an activation's gradient: its second operand is the activation's; of a Relu it may be the result,
-    which has the same sign.
-    """
-    activation = GRADIENTS[node.op_type]
-    operands = present(dy=low.operand(node, 0), x=low.operand(node, 1))
-    spec = OpSpec((), "PointwiseGrad", (node.op_type,))
-    elementwise(low, node, spec, operands, present(dx=result(node, 0)), known_attributes(node, activation))
 
 
 def known_attributes(node: ir.Node, activation: Activation) -> dict[str, float]:
@@ -77,16 +67,3 @@ def lower_add(low: Lowering, node: ir.Node) -> None:
         lower_generic(low, node)
         return
     elementwise(low, node, OpSpec(("Add",), "Pointwise"), present(x=x, skip=skip), present(y=result(node, 0)), {})
-
-
-def lower_mul(low: Lowering, node: ir.Node) -> None:
-    """Lower a product, generic unless it is the end of the gradient of a Clip."""
-    found = low.clip_gradients.get(node)
-    if found is None:
-        lower_generic(low, node)
-        return
-    attributes = dict(zip(("min", "max"), found.bounds, strict=True))
-    operands = present(dy=found.dy, x=found.x)
-    elementwise(
-        low, node, OpSpec((), "PointwiseGrad", ("ClipGrad",)), operands, present(dx=result(node, 0)), attributes
-    )

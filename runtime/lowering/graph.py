@@ -24,7 +24,6 @@ from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.request import Request
-from bnfuse.runtime.lowering.clip_gradient import find_clip_gradient
 from bnfuse.runtime.lowering.dense import biased_product, check_scaled, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import lower_generic
@@ -98,10 +97,7 @@ def joined(low: Lowering, nodes: list[ir.Node]) -> list[ir.Node]:
     """Leave out the nodes that become one launch together with a later one."""
     absorbed: set[ir.Node] = set()
     for node in nodes:
-        if found := find_clip_gradient(node, low.constant):
-            low.clip_gradients[node] = found
-            absorbed |= set(found.nodes)
-        elif exchanges_last_axes(node):
+        if exchanges_last_axes(node):
             low.exchanged[node.outputs[0]] = low.operand(node, 0)
             absorbed.add(node)
         elif product := biased_product(low, node):
@@ -204,7 +200,7 @@ def _enter_one(low: Lowering, inputs: Mapping[str, ir.Value], name: str, region:
 def infer_missing_shapes(low: Lowering, nodes: Iterable[ir.Node]) -> None:
     """Channel provenance needs the shapes of maps: those that a concatenation lacks are summed up from its operands."""
     for node in nodes:
-        if node.op_type in ("Concat", "ConcatTraining") and node.outputs[0].shape is None:
+        if node.op_type == "Concat" and node.outputs[0].shape is None:
             shapes = [static_shape(v) for v in node.inputs if v is not None]
             axis = node.attributes["axis"].as_int()
             if all(shape is not None and len(shape) == 4 for shape in shapes):

@@ -2,7 +2,7 @@
 
 Statistics come from the running averages, dropout and random masks (masks.py) do nothing, and only the logits are
 wanted. Every level of rewriting is served, because statistics reach the maps through `BatchNormFinalize` or a whole
-`BatchNorm` (`BatchNormInternal`) alone. Operators keep their form, `Statistics` that nobody reads included, so that no
+`BatchNorm` alone. Operators keep their form, `Statistics` that nobody reads included, so that no
 kernel is needed that training has not.
 For the same reason virtual samples stay where they are, as zeros: to the running statistics no row matters to another.
 """
@@ -49,7 +49,7 @@ def inference_graph(
         elif node.op_type == "BatchNormFinalize" and node.domain == DOMAIN:
             node.replace_input_with(2, node.inputs[4])
             node.replace_input_with(3, node.inputs[5])
-        elif node.op_type == "BatchNormInternal" or (node.op_type == "BatchNorm" and node.domain == DOMAIN):
+        elif node.op_type == "BatchNorm" and node.domain == DOMAIN:
             normalize_by_running(graph, node)
         elif node.op_type == "Dropout":
             source = node.inputs[0]

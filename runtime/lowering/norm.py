@@ -8,11 +8,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
-from bnfuse.opset.training_ops import batch_norm_constants
+from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.generic import GenericProblem
-from bnfuse.runtime.lowering.operands import named_values
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.steps import composed
 from bnfuse.runtime.lowering.vectors import coefficient_rows, new_vectors, vector_range, vectors
@@ -165,16 +163,6 @@ def with_result(
     composed(low, node, spec, operands, {name: made}, {})
     if made is not result:
         low.alias(result, made, shape)
-
-
-def batch_norm_source(low: Lowering, node: ir.Node) -> None:
-    """Lower BatchNormInternal of com.microsoft: BatchNorm, whose constants may be left out."""
-    batch_norm(low, node, *named_values(node, PLAIN_OPS["BatchNorm"]), batch_norm_constants(node))
-
-
-def batch_norm_grad_source(low: Lowering, node: ir.Node) -> None:
-    """Lower BatchNormalizationGrad of com.microsoft: BatchNormGrad."""
-    batch_norm_grad(low, node, *named_values(node, PLAIN_OPS["BatchNormGrad"]), {})
 
 
 def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int:

@@ -18,7 +18,6 @@ from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.kernels.request import Request
-from bnfuse.runtime.lowering.clip_gradient import ClipGradient
 from bnfuse.runtime.lowering.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs
 from bnfuse.runtime.program import program as p
@@ -68,7 +67,6 @@ class Lowering:
     packed: dict[tuple[int, tuple[int, ...], int, str], int] = field(default_factory=dict)  # weights, by source, form
     exchanged: dict[ir.Value, ir.Value] = field(default_factory=dict)  # left out Transposes of matrices: their source
     products: dict[ir.Node, ir.Node] = field(default_factory=dict)  # MatMuls by the Add of a vector that is the bias
-    clip_gradients: dict[ir.Node, ClipGradient] = field(default_factory=dict)  # by the Mul that each ends in
     normalizing: dict[ir.Value, int] = field(default_factory=dict)  # scale*inv_std by inv_std: its storage
     rows: dict[tuple[int, int], int] = field(default_factory=dict)  # of coefficients, by matrix and group: storage
     origin: int | None = None  # the offset of a sample that begins where its map does

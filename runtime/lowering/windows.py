@@ -1,4 +1,4 @@
-"""Lowering of convolutions and poolings of source graphs: windows that move over a map."""
+"""Lowering of standard convolutions and poolings: windows that move over a map."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.core.windows import transposed_pads, transposed_size, why_not
-from bnfuse.opset.spec import DOMAIN, OpSpec, parse
+from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.lowering.operands import optional, present, result
 from bnfuse.runtime.lowering.sparse import lower_mean
@@ -21,12 +21,6 @@ IN_ONNXRUNTIME = "The file runs in onnxruntime."
 INSTEAD_OF_1D = (
     "Write it as one of 2, over maps of height 1 (Unsqueeze in front of it), or run the file in onnxruntime."
 )
-
-
-def core_of(node: ir.Node) -> str:
-    """Name what a node computes, its steps aside."""
-    spec = parse(node.op_type) if node.domain == DOMAIN else None
-    return spec.core if spec else node.op_type
 
 
 # -- convolution ---------------------------------------------------------------------------------------------------
@@ -108,23 +102,6 @@ def lower_conv_transpose(low: Lowering, node: ir.Node) -> None:
         low.launch(registry.POINTWISE_FORWARD, (problem(low, spec, refs, {}, ()), low.target), refs)
 
 
-def lower_conv_grad(low: Lowering, node: ir.Node) -> None:
-    """Lower a convolution's gradient: those of its parts that somebody wants."""
-    dy, x, weight = (low.operand(node, i) for i in range(3))
-    dx, dweight, dbias = (result(node, i) for i in range(3))
-    attributes = conv_attributes(low, node, low.shape(weight), low.shape(x)[2:])
-    core = (
-        "ConvGrad"
-        if dx is not None and dweight is not None
-        else "ConvGradInput"
-        if dx is not None
-        else "ConvGradWeight"
-    )
-    spec = OpSpec((), core, ("BiasGrad",) if dbias is not None else ())
-    results = present(dx=dx, dweight=dweight, dbias=dbias)
-    composed(low, node, spec, present(dy=dy, x=x, weight=weight), results, attributes)
-
-
 # -- pooling -------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +119,7 @@ def pool_attributes(low: Lowering, node: ir.Node, size: tuple[int, ...]) -> dict
         "dilations": given.get("dilations", (1, 1)),
         "ceil_mode": given.get("ceil_mode", 0),
     }
-    if core_of(node) == "AveragePool":
+    if node.op_type == "AveragePool":
         window["count_include_pad"] = given.get("count_include_pad", 0)
     window["pads"] = explicit_pads(low, node, given, window, size)
     if reason := why_not(window, size):
@@ -173,46 +150,3 @@ def lower_global_average_pool(low: Lowering, node: ir.Node) -> None:
     composed(
         low, node, OpSpec((), "GlobalAveragePool"), present(x=low.operand(node, 0)), present(y=result(node, 0)), {}
     )
-
-
-def lower_max_pool_grad(low: Lowering, node: ir.Node) -> None:
-    """Lower a max pooling's gradient: its indices name the forward operator, and that its input, whose shape dx has."""
-    dy, indices = low.operand(node, 0), low.operand(node, 1)
-    forward = indices.producer()
-    if forward is None or core_of(forward) != "MaxPool":
-        raise low.error(node, "reads indices that no MaxPool of the graph made")
-    _pool_grad(low, node, forward, "MaxPoolGrad", present(dy=dy, indices=indices))
-
-
-def lower_average_pool_grad(low: Lowering, node: ir.Node) -> None:
-    """Lower an average pooling's gradient.
-
-    Any AveragePool that has the same window and shapes stands for its partner: the operator does not name it.
-    """
-    dy = low.operand(node, 0)
-    for forward in low.order:
-        if _is_partner(low, node, forward, low.shape(dy)):
-            _pool_grad(low, node, forward, "AveragePoolGrad", present(dy=dy))
-            return
-    raise low.error(
-        node, "has the window of no AveragePool in the graph whose gradient it could be: build the graph anew"
-    )
-
-
-def _is_partner(low: Lowering, node: ir.Node, forward: ir.Node, shape: tuple[int, ...]) -> bool:
-    if core_of(forward) != "AveragePool":
-        return False
-    ours, theirs = attributes_of(node), attributes_of(forward)
-    defaults = {"kernel_shape": (), "strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1)}
-    same = all(ours.get(name, default) == theirs.get(name, default) for name, default in defaults.items())
-    x = forward.inputs[0]
-    given = node.outputs[0].shape
-    assert x is not None
-    fits = given is None or tuple(given) == low.shape(x)
-    return same and fits and low.shape(forward.outputs[0]) == shape
-
-
-def _pool_grad(low: Lowering, node: ir.Node, forward: ir.Node, core: str, operands: dict[str, ir.Value]) -> None:
-    x = low.operand(forward, 0)
-    attributes = pool_attributes(low, forward, low.shape(x)[2:])
-    composed(low, node, OpSpec((), core), {**operands, "x": x}, present(dx=result(node, 0)), attributes)

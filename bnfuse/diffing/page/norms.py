@@ -71,7 +71,7 @@ def gradient_nodes(graph: ir.Graph) -> dict[int, tuple[int, ...]]:
     """Map each BatchNorm to the gradient nodes that read the same map and the same scale; all as indices."""
     found = defaultdict(list)
     for i, node in enumerate(graph):
-        if node.op_type in ("BatchNormGrad", "BatchNormalizationGrad") and len(node.inputs) > 2:
+        if node.op_type == "BatchNormGrad" and len(node.inputs) > 2:
             found[node.inputs[1], node.inputs[2]].append(i)
     norms = [(i, node) for i, node in enumerate(graph) if node.op_type in BATCH_NORMS]
     return {i: tuple(found[node.inputs[0], node.inputs[1]]) for i, node in norms}

@@ -68,12 +68,20 @@ def of_rows(
         if reduction == "none":
             return dloss
         if reduction == "mean":
-            dloss = source.calculate("Div", dloss, _count(source, labels, kind))
+            dloss = _mean(source, dloss, labels, kind)
         return source.op("Expand", _scalar(source, dloss), source.shape_of(labels), shape=dims)
     row = _row_weights(source, labels, weights, ignored, kind)
     if reduction == "mean":
         dloss = source.calculate("Div", dloss, source.sum(row, range(len(dims))))
     return source.node_of("Mul", [row, dloss], [(dims, kind)])[0]
+
+
+def _mean(source: Source, dloss: ir.Value, labels: ir.Value, kind: ir.DataType) -> ir.Value:
+    """Write dloss over the number of labels: a constant where both are known."""
+    known, shape = source.known(dloss), static_shape(labels)
+    if known is None or shape is None:
+        return source.calculate("Div", dloss, _count(source, labels, kind))
+    return source.constant(known.astype(kind.numpy()) / np.array(math.prod(shape), kind.numpy()), "dloss")
 
 
 def _scalar(source: Source, value: ir.Value) -> ir.Value:
