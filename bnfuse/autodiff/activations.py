@@ -19,11 +19,15 @@ def own_pointwise(node: ir.Node) -> Rule | None:
 
 
 def _tabled(g: Gradient) -> list[ir.Value | None]:
-    """Emit the PointwiseGrad of an activation of the table, with the attributes of the node or their defaults."""
+    """Emit the PointwiseGrad of an activation of the table, with the attributes of the node or their defaults.
+
+    That of a Relu reads its result, which has the sign of its operand: the operand need not be kept for it.
+    """
     name = g.node.op_type.removesuffix("Pointwise")
     activation = ACTIVATIONS[name]
     given = {key: float(g.attribute(key, default)) for key, default in activation.defaults}
-    return [g.own(OpSpec((), "PointwiseGrad", (f"{name}Grad",)), {"dy": g.dy, "x": g.x}, given)["dx"]]
+    x = g.y if name == "Relu" else g.x
+    return [g.own(OpSpec((), "PointwiseGrad", (f"{name}Grad",)), {"dy": g.dy, "x": x}, given)["dx"]]
 
 
 @rule("Clip")
