@@ -15,7 +15,7 @@ def lower_concat(low: Lowering, node: ir.Node) -> None:
     """Lower a concatenation: of channels it lies together already (layout.py), of vectors or images it is put
     together."""
     value = node.outputs[0]
-    if value in low.vector_slots.of:
+    if value in low.vector_slots.of and low.form(low.operand(node, 0)).dtype == "float32":
         low.new_dense(value, low.type_of(value)[0])  # the parts lie in it already
         return
     if is_batch_concat(low, node):
@@ -59,8 +59,13 @@ def lower_split(low: Lowering, node: ir.Node) -> None:
     if len(shape) != 4 or axis != 1:
         lower_generic(low, node)
         return
-    start = 0
-    for value, size in zip(node.outputs, split_sizes(low, node, shape[1]), strict=True):
+    start, sizes = 0, split_sizes(low, node, shape[1])
+    if len(sizes) != len(node.outputs) or sum(sizes) != shape[1]:
+        raise low.error(node, f"splits {shape[1]} channels into {len(node.outputs)} parts of {sizes}: build it anew")
+    if min(sizes) <= 0:
+        lower_generic(low, node)  # a map has channels
+        return
+    for value, size in zip(node.outputs, sizes, strict=True):
         low.define(value, (shape[0], size, *shape[2:]))
         low.place(value, low.map(x).channels(start, start + size))
         start += size

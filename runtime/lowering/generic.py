@@ -7,6 +7,7 @@ so does everything that has to do with maps stored in 16 bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ import onnx_ir as ir
 
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common import generic_elementwise
-from bnfuse.runtime.kernels.common.generic import GenericProblem
+from bnfuse.runtime.kernels.common.generic import GenericProblem, row_major
 from bnfuse.runtime.kernels.common.generic_ops import SCALARS, SUPPORTED
+from bnfuse.runtime.kernels.common.generic_reduce import FOLDINGS
 from bnfuse.runtime.lowering.layout import MapRef, to_nhwc
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.values import attributes_of
@@ -38,8 +40,17 @@ STATIC: dict[str, dict[int, str]] = {
     "GatherGrad": {0: "shape"},
     "Dropout": {1: "ratio", 2: "training_mode"},
     "DropoutGrad": {2: "ratio", 3: "training_mode"},
-    **{f"Reduce{kind}": {1: "axes"} for kind in ("Sum", "Mean", "SumSquare", "L1", "L2", "Max", "Min")},
+    "Tile": {1: "repeats"},
+    "Range": {0: "start", 1: "limit", 2: "delta"},
+    "OneHot": {1: "depth"},
+    "Trilu": {1: "k"},
+    "TopK": {1: "k"},
+    "CumSum": {1: "axis"},
+    "CumProd": {1: "axis"},
+    **{reduction: {1: "axes"} for reduction in FOLDINGS},
 }
+SHAPE_ALONE = frozenset({"EyeLike"})  # of their operand nothing but the shape matters
+SCATTERED_ROWS = 1 << 22  # rows whose updates are listed beforehand, at most: the list is kept in memory
 
 
 def lower_generic(low: Lowering, node: ir.Node) -> None:
@@ -47,10 +58,8 @@ def lower_generic(low: Lowering, node: ir.Node) -> None:
     if node.op_type not in SUPPORTED:
         raise low.error(node, f"has no kernel: write it by operators that have one: {', '.join(supported())}")
     operands, attributes = split_operands(low, node)
-    outputs = [value for value in node.outputs if value.name]
+    outputs = written(node)
     types = low.output_types(node)
-    for value in node.outputs[len(outputs) :]:
-        assert not value.name, "an output in front of a named one is left out"
     if in_memory_order(low, node, operands, types, attributes):
         lower_as_maps(low, node, operands, outputs, types, attributes)
         return
@@ -59,6 +68,15 @@ def lower_generic(low: Lowering, node: ir.Node) -> None:
     for i, (value, (shape, dtype)) in enumerate(zip(outputs, types, strict=True)):
         refs[f"out{i}"] = low.new_dense(value, shape, dtype)
     launch(low, node, ins, types, attributes, refs)
+
+
+def written(node: ir.Node) -> list[ir.Value]:
+    """List the outputs up to the last that has a name. One before it that the file leaves out gets a name here."""
+    last = max((index for index, value in enumerate(node.outputs) if value.name), default=-1)
+    outputs = list(node.outputs[: last + 1])
+    for index, value in enumerate(outputs):
+        value.name = value.name or f"{node.name or node.op_type}/unused/{index}"
+    return outputs
 
 
 def supported() -> list[str]:
@@ -78,7 +96,7 @@ def split_operands(low: Lowering, node: ir.Node) -> tuple[list[ir.Value], dict[s
     static = STATIC.get(node.op_type, {})
     operands = []
     for index, value in enumerate(node.inputs):
-        if value is None or not value.name:
+        if value is None or not value.name or node.op_type in SHAPE_ALONE:
             continue
         if index not in static:
             operands.append(value)
@@ -184,9 +202,16 @@ def launch(
     low: Lowering, node: ir.Node, ins: Sequence[Any], outs: Sequence[Any], attributes: Mapping[str, Any], refs: Any
 ) -> None:
     """Launch the generic kernel of a node; attributes that are None are left out, drawn ones get their scalars."""
+    launch_as(node.op_type, low, ins, outs, attributes, refs)
+
+
+def launch_as(
+    op_type: str, low: Lowering, ins: Sequence[Any], outs: Sequence[Any], attributes: Mapping[str, Any], refs: Any
+) -> None:
+    """Launch the generic kernel of an operator by its name."""
     known = tuple(sorted((name, value) for name, value in attributes.items() if value is not None))
-    problem = GenericProblem(node.op_type, tuple(ins), tuple(outs), known)
-    scalars = [p.Scalar(name) for name in SCALARS.get(node.op_type, ())]
+    problem = GenericProblem(op_type, tuple(ins), tuple(outs), known)
+    scalars = [p.Scalar(name) for name in SCALARS.get(op_type, ())]
     low.launch(registry.GENERIC, (problem, low.target), refs, scalars)
 
 
@@ -208,3 +233,40 @@ def lower_sum(low: Lowering, node: ir.Node) -> None:
     refs["y"] = y
     kinds = tuple(refs[f"x{i}"].type for i in range(len(values)))  # type: ignore[union-attr]
     low.launch(registry.SUM_MAPS, (kinds, y.type, low.target), refs)
+
+
+def lower_scatter_nd(low: Lowering, node: ir.Node) -> None:
+    """Of constant indices a kernel that knows the updates of each row; else generic."""
+    data, indices, updates = (low.operand(node, index) for index in range(3))
+    known = low.constant(indices)
+    shape, dtype = low.shape(data), low.form(data).dtype
+    named = shape[: known.shape[-1]] if known is not None else ()
+    rows = math.prod(named)
+    if known is None or known.size == 0 or math.prod(shape) == 0 or rows > SCATTERED_ROWS:
+        lower_generic(low, node)
+        return
+    starts, order = updates_by_row(known, named)
+    attributes = {"reduction": attributes_of(node).get("reduction", "none")}
+    ins = [(shape, dtype), (low.shape(updates), dtype), *((array.shape, array.dtype.name) for array in (starts, order))]
+    refs: dict[str, Ref] = {
+        "in0": low.dense(data),
+        "in1": low.dense(updates),
+        "in2": low.constant_storage(starts),
+        "in3": low.constant_storage(order),
+        "out0": low.new_dense(node.outputs[0], shape, dtype),
+    }
+    launch_as("ScatterRows", low, ins, [(shape, dtype)], attributes, refs)
+
+
+def updates_by_row(indices: np.ndarray, named: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """List the updates of a ScatterND row by row of the data: where each row's begin in the list, and the list.
+
+    `named` has the sizes of the axes that an index names. Both are int32; the updates of a row keep their order.
+    """
+    sizes = np.array(named, np.int64)
+    vectors = indices.reshape(-1, len(named)).astype(np.int64)
+    vectors = np.clip(np.where(vectors < 0, vectors + sizes, vectors), 0, sizes - 1)
+    row = vectors @ np.array(row_major(named), np.int64)
+    order = np.argsort(row, kind="stable")
+    starts = np.searchsorted(row[order], np.arange(math.prod(named) + 1))
+    return starts.astype(np.int32), order.astype(np.int32)

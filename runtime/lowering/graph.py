@@ -9,6 +9,7 @@ The operators live in their own files: `dialect.py` and `steps.py` (`ai.bnfuse`)
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -23,16 +24,17 @@ from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
+from bnfuse.runtime.kernels.common.generic_ops import SUPPORTED
 from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.dense import biased_product, check_scaled, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
-from bnfuse.runtime.lowering.generic import lower_generic
+from bnfuse.runtime.lowering.generic import SHAPE_ALONE, lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
 from bnfuse.runtime.lowering.layout import assign_slots, assign_vector_slots
 from bnfuse.runtime.lowering.sampled import drawn
 from bnfuse.runtime.lowering.source import SOURCE_OPS
 from bnfuse.runtime.lowering.state import Lowering
-from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, Form, check_elements
+from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, FOLDED_RESULT, Form, check_elements
 from bnfuse.runtime.lowering.weights import pack_parameters
 from bnfuse.runtime.lowering.work import work_of
 from bnfuse.runtime.program import plan
@@ -135,6 +137,8 @@ def copy_to_slots(low: Lowering, value: ir.Value) -> None:
         if held != wanted:
             low.copy_map(held, wanted)
     own, places = low.vector_slots.of.get(value), low.vector_slots.copies.get(value, ())
+    if (own is not None or places) and low.form(value).dtype != "float32":
+        return  # the file did not say so: no vector of statistics
     if own is not None and low.constant(value) is not None:
         places = (own, *places)
     for slot in places:
@@ -259,12 +263,20 @@ def fold(low: Lowering, node: ir.Node) -> bool:
             start, end = (node.attributes[k].as_int() if k in node.attributes else None for k in ("start", "end"))
             low.set_constant(node.outputs[0], dims[start:end])
         return True
-    operands = [low.constant(value) for value in node.inputs]
+    if node.op_type in SHAPE_ALONE:
+        form = low.form(low.operand(node, 0))
+        operands: list[np.ndarray | None] = [np.zeros(form.shape, form.dtype)]
+    else:
+        operands = [low.constant(value) for value in node.inputs]
     if any(value is not None and o is None for value, o in zip(node.inputs, operands, strict=True)):
         return False
     if sum(o.size for o in operands if o is not None) > FOLDED_ELEMENTS:
         return False
-    for value, result in zip(node.outputs, evaluate(node, operands, low.opset), strict=True):
+    sizes = [static_shape(value) for value in node.outputs]
+    if node.op_type in SUPPORTED and any(math.prod(shape) > FOLDED_RESULT for shape in sizes if shape is not None):
+        return False  # a kernel makes it in each step: it would lie in the file, and in memory all the time
+    named = [value for value in node.outputs if value.name]
+    for value, result in zip(named, evaluate(node, operands, low.opset), strict=True):
         low.set_constant(value, result)
     return True
 

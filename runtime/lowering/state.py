@@ -191,7 +191,7 @@ class Lowering:
     def new_dense(self, value: ir.Value | None, shape: tuple[int, ...], dtype: str = "float32") -> int:
         """Make a dense tensor for the value: where the output lies if it becomes one, else in the arena."""
         elements = check_elements(value.name or "" if value is not None else self.node, shape)
-        index = None if value is None else self.vector_slot(value, elements)
+        index = None if value is None or dtype != "float32" else self.vector_slot(value, elements)
         if index is None and value is not None:
             index = self.destinations.get(value)
         if index is None:

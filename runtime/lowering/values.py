@@ -20,6 +20,7 @@ from bnfuse.runtime.lowering.layout import MapRef
 # operators of com.microsoft, which have no schema here, whose result is like their first operand
 LIKE_FIRST = ("Scale", "SigmoidGrad", "TanhGrad", "GeluGrad", "FastGeluGrad", "DropoutGrad", "QuickGelu", "ReluGrad")
 FOLDED_ELEMENTS = 1 << 16  # constants that take part in shape arithmetic are small
+FOLDED_RESULT = 1 << 22  # elements: what is larger is not kept as a constant where a kernel can make it
 
 
 @dataclasses.dataclass

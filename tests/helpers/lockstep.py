@@ -350,7 +350,8 @@ class _Compiler:
             return shuffle(self, last.removeprefix("__shfl_").removesuffix("sync").removesuffix("_"), node.args)
         args = list(node.args)
         if last in ("call_pure_extern", "call_extern"):
-            last = _EXTERNS.get(args.pop(0).value, "unknown")
+            called = args.pop(0).value
+            last = _EXTERNS.get(called, called.removesuffix("f"))
         if last not in FUNCTIONS:
             raise NotImplementedError(f"call {name} is not interpreted: add it to lockstep_ops.FUNCTIONS")
         function, operands = FUNCTIONS[last], [self.value(arg) for arg in args]

@@ -2,7 +2,7 @@
 
 Every operand is dense and is seen through a *view*: an element offset and a stride per axis of a common index space.
 Broadcasting is a stride of 0, a transposition permutes strides, a slice has an offset and larger strides, and so on.
-`nest` walks a space; how is the code generator's, which has said so by `nested_by`.
+`nest`, `each` and `rows` walk a space; how is the code generator's, which has said so by `walked_by`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GenericProblem:
 
     def axis(self, default: int) -> int:
         """Give the attribute `axis` counted from the front, of the first input."""
-        return int(self.attribute("axis", default)) % max(1, len(self.shape()))
+        return int(self.number("axis", default)) % max(1, len(self.shape()))
 
 
 class Buffers(Protocol):
@@ -117,13 +117,38 @@ def collapse(space: Shape, views: Sequence[View]) -> tuple[Shape, list[View]]:
     return tuple(sizes), [View(tuple(own), view.base) for own, view in zip(strides, views, strict=True)]
 
 
-Nest = Callable[[Shape, Sequence[View], Callable[..., None]], None]
-_walk: contextvars.ContextVar[Nest | None] = contextvars.ContextVar("walk", default=None)
+Along = Callable[[Callable[[Expr], None]], None]  # calls what it is given at each element of a row
+
+
+class Walk(Protocol):
+    """How a code generator goes over a space, and deals it to threads."""
+
+    @property
+    def busy(self) -> int:
+        """Count the threads that are to have work: for fewer it is worth sharing out in a more costly way."""
+
+    def nest(self, space: Shape, views: Sequence[View], emit: Callable[..., None]) -> None:
+        """Emit `emit(index of each view)` for every point. It may be vectorised: no loops, branches or names in it."""
+
+    def each(self, count: int, emit: Callable[[Expr], None]) -> None:
+        """Emit `emit(i)` for i < count. A thread does what it emits alone, loops and registers included."""
+
+    def rows(self, count: int, inner: int, emit: Callable[[Expr, Along], None]) -> None:
+        """Emit `emit(row, along)` for row < count; `along(visit)` visits the elements k < inner of the row.
+
+        Threads may share a row: what stands around `along` is done by each of them for its own elements.
+        """
+
+    def register(self, dtype: str) -> Any:
+        """Give a buffer of one element, a thread's own."""
+
+
+_walk: contextvars.ContextVar[Walk | None] = contextvars.ContextVar("walk", default=None)
 
 
 @contextlib.contextmanager
-def nested_by(walk: Nest) -> Iterator[None]:
-    """Set, within the block, what `nest` does: a code generator's way to walk a space, its views and `emit`."""
+def walked_by(walk: Walk) -> Iterator[None]:
+    """Set, within the block, what `walk` gives."""
     token = _walk.set(walk)
     try:
         yield
@@ -131,11 +156,16 @@ def nested_by(walk: Nest) -> Iterator[None]:
         _walk.reset(token)
 
 
+def walk() -> Walk:
+    """Give the way to walk that the code generator at work has."""
+    found = _walk.get()
+    assert found is not None, "walk outside of walked_by"
+    return found
+
+
 def nest(space: Shape, views: Sequence[View], emit: Callable[..., None]) -> None:
     """Emit `emit(index of each view)` for every point of the space."""
-    walk = _walk.get()
-    assert walk is not None, "nest outside of nested_by"
-    walk(space, views, emit)
+    walk().nest(space, views, emit)
 
 
 def starts_of(row: Expr, outer: Shape, views: Sequence[View]) -> list[Expr]:

@@ -122,6 +122,45 @@ def is_nan(x: Expr) -> Expr:
     return tirx.isnan(x) if dtype_of(x).startswith("float") else tirx.const(False, "bool")
 
 
+def libm(name: str, *operands: Expr) -> Expr:
+    """Write a call of a function of the C library, in the dtype of the operands."""
+    dtype = dtype_of(operands[0])
+    return tirx.call_pure_extern(dtype, name + ("f" if dtype == "float32" else ""), *operands)
+
+
+def modulo(attributes: Attributes, x: Expr, y: Expr) -> Expr:
+    """Write the remainder of x/y: of the sign of y, or, where `fmod` is set, of that of x. x mod 0 is NaN, or 0."""
+    if dtype_of(x).startswith("float"):
+        rest = libm("fmod", x, y)
+        if attributes.get("fmod", 0):
+            return rest
+        other_sign = tirx.Or(tirx.And(rest < like(x, 0), y > like(y, 0)), tirx.And(rest > like(x, 0), y < like(y, 0)))
+        return tirx.Select(other_sign, rest + y, rest)
+    by = tirx.Select(y == like(y, 0), like(y, 1), y)
+    return tirx.truncmod(x, by) if attributes.get("fmod", 0) else tirx.floormod(x, by)
+
+
+def is_infinite(attributes: Attributes, x: Expr) -> Expr:
+    """Write whether x is infinite, of the signs that `detect_positive` and `detect_negative` name: both by default."""
+    found: Expr = tirx.const(False, "bool")
+    for name, infinity in (("detect_positive", math.inf), ("detect_negative", -math.inf)):
+        if attributes.get(name, 1) and dtype_of(x).startswith("float"):
+            found = tirx.Or(found, x == like(x, infinity))
+    return found
+
+
+def shrink(attributes: Attributes, x: Expr) -> Expr:
+    """Write 0 where |x| <= lambd, else x nearer to 0 by `bias`."""
+    bias, limit = like(x, attributes.get("bias", 0.0)), like(x, attributes.get("lambd", 0.5))
+    within = tirx.And(x >= like(x, 0) - limit, x <= limit)
+    return tirx.Select(within, like(x, 0), tirx.Select(x > limit, x - bias, x + bias))
+
+
+def thresholded(attributes: Attributes, x: Expr) -> Expr:
+    """Write x where it is greater than alpha, else 0."""
+    return tirx.Select(x <= like(x, attributes.get("alpha", 1.0)), like(x, 0), x)
+
+
 def clip(attributes: Attributes, x: Expr, *bounds: Expr) -> Expr:
     """Write x between bounds, given as attributes or as operands: min, then max."""
     for name, bound, limit in zip(("min", "max"), (steps.maximum, steps.minimum), (0, 1), strict=True):
@@ -193,6 +232,10 @@ def mean(attributes: Attributes, *values: Expr) -> Expr:
     return functools.reduce(lambda x, y: x + y, values) / like(values[0], float(len(values)))
 
 
+def _of_libm(name: str) -> Callable[[Attributes, Expr], Expr]:
+    return lambda attributes, x: libm(name, x)
+
+
 SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875  # as ONNX defines them
 
 UNARY: dict[str, Callable[[Attributes, Expr], Expr]] = {
@@ -229,6 +272,15 @@ UNARY: dict[str, Callable[[Attributes, Expr], Expr]] = {
         x > like(x, 0), like(x, 1), tirx.Select(x < like(x, 0), like(x, -1), x)
     ),  # NaN stays
     "Not": lambda a, x: tirx.Not(x),
+    "Round": lambda a, x: tirx.nearbyint(x),  # to even
+    "IsNaN": lambda a, x: is_nan(x),
+    "IsInf": is_infinite,
+    "Shrink": shrink,
+    "ThresholdedRelu": thresholded,
+    "Swish": lambda a, x: x * sigmoid(like(x, a.get("alpha", 1.0)) * x),
+    "BitwiseNot": lambda a, x: tirx.bitwise_not(x),
+    **{name: _of_libm(name.lower()) for name in ("Tan", "Sinh", "Cosh", "Asin", "Acos", "Atan")},
+    **{name: _of_libm(name.lower()) for name in ("Asinh", "Acosh", "Atanh")},
 }
 
 NARY: dict[str, Callable[..., Expr]] = {
@@ -245,6 +297,11 @@ NARY: dict[str, Callable[..., Expr]] = {
     "Equal": lambda a, x, y: x == y,
     "And": lambda a, x, y: tirx.And(x, y),
     "Or": lambda a, x, y: tirx.Or(x, y),
+    "Xor": lambda a, x, y: tirx.Or(tirx.And(x, tirx.Not(y)), tirx.And(tirx.Not(x), y)),
+    "BitwiseAnd": lambda a, x, y: tirx.bitwise_and(x, y),
+    "BitwiseOr": lambda a, x, y: tirx.bitwise_or(x, y),
+    "BitwiseXor": lambda a, x, y: tirx.bitwise_xor(x, y),
+    "Mod": modulo,
     "Where": lambda a, condition, x, y: tirx.Select(condition, x, y),
     "Sum": fold(lambda x, y: x + y),
     "Max": fold(larger),

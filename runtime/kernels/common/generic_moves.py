@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from bnfuse.runtime.kernels.common.generic import (
     Shape,
     View,
     dense_view,
-    dtype_of,
     nest,
     row_major,
     store,
@@ -131,24 +129,66 @@ def constant_of_shape(problem: GenericProblem, args: Buffers) -> None:
     fill(args, "out0", problem.out_shape, problem.number("value", 0), problem.out_dtype)
 
 
-def gathered(problem: GenericProblem, args: Buffers, row: Expr) -> Expr:
-    """Write where in the data a row of the result (its elements behind the axis) begins."""
-    _, length, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
-    image, place = tirx.floordiv(row, count), tirx.floormod(row, count)
-    return (image * length + gather_index(args["in1"][place], length)) * inner
+def range_(problem: GenericProblem, args: Buffers) -> None:
+    """Write start, start + delta, start + 2 delta, ..."""
+    start, delta = (tirx.const(problem.number(name, 0), problem.out_dtype) for name in ("start", "delta"))
+    view = dense_view(problem.out_shape)
+    write = lambda at: store(args, "out0", at, start + tirx.Cast(problem.out_dtype, at) * delta)  # noqa: E731
+    nest(problem.out_shape, [view], write)
 
 
-def gather_sizes(problem: GenericProblem, data: Shape, indices: Shape) -> tuple[int, int, int, int]:
-    """Count the elements before the axis, along it, behind it, and the indices."""
-    axis = int(problem.attribute("axis", 0)) % len(data)
-    return math.prod(data[:axis]), data[axis], math.prod(data[axis + 1 :]), math.prod(indices)
+def depth_to_space(problem: GenericProblem, args: Buffers) -> None:
+    """Move blocks of channels to blocks of pixels: `mode` says whether a block is the outer part of the channels."""
+    n, c, h, w = problem.shape()
+    b = int(problem.attribute("blocksize"))
+    kept = c // (b * b)
+    if problem.attribute("mode", "DCR") == "DCR":
+        _permuted(args, (n, b, b, kept, h, w), (0, 3, 4, 1, 5, 2))
+    else:
+        _permuted(args, (n, kept, b, b, h, w), (0, 1, 4, 2, 5, 3))
 
 
-def gather_index(value: Expr, length: int) -> Expr:
-    """Write an index as ONNX has it, as one of the data: int32, clamped to [0, length)."""
-    zero, size = tirx.const(0, dtype_of(value)), tirx.const(length, dtype_of(value))
-    value = tirx.Select(value < zero, value + size, value)
-    return tirx.Cast("int32", tirx.Max(zero, tirx.Min(value, size - tirx.const(1, dtype_of(value)))))
+def space_to_depth(problem: GenericProblem, args: Buffers) -> None:
+    """Move blocks of pixels to blocks of channels."""
+    n, c, h, w = problem.shape()
+    b = int(problem.attribute("blocksize"))
+    _permuted(args, (n, c, h // b, b, w // b, b), (0, 3, 5, 1, 2, 4))
+
+
+def _permuted(args: Buffers, shape: Shape, order: Sequence[int]) -> None:
+    """Copy in0, seen in this shape, with its axes in another order."""
+    space = tuple(shape[axis] for axis in order)
+    strides = row_major(shape)
+    move(args, space, ("in0", View(tuple(strides[axis] for axis in order))), ("out0", dense_view(space)))
+
+
+def position(space: Shape, axis: int) -> View:
+    """View the place along an axis: no tensor's."""
+    return View(tuple(int(i == axis % len(space)) for i in range(len(space))))
+
+
+def trilu(problem: GenericProblem, args: Buffers) -> None:
+    """Keep the upper or the lower triangle of matrices, from diagonal `k` on, 0 elsewhere."""
+    space, view = problem.out_shape, dense_view(problem.out_shape)
+    k, is_upper = int(problem.number("k", 0)), problem.attribute("upper", 1)
+    zero = tirx.const(0, problem.out_dtype)
+
+    def point(at: Expr, row: Expr, column: Expr) -> None:
+        kept = column - row >= k if is_upper else column - row <= k
+        store(args, "out0", at, tirx.Select(kept, args["in0"][at], zero))
+
+    nest(space, [view, position(space, -2), position(space, -1)], point)
+
+
+def eye_like(problem: GenericProblem, args: Buffers) -> None:
+    """Write 1 on diagonal `k`, 0 elsewhere."""
+    space, k = problem.out_shape, int(problem.attribute("k", 0))
+    one, zero = (tirx.const(value, problem.out_dtype) for value in (1, 0))
+
+    def point(at: Expr, row: Expr, column: Expr) -> None:
+        store(args, "out0", at, tirx.Select(column - row == k, one, zero))
+
+    nest(space, [dense_view(space), position(space, 0), position(space, 1)], point)
 
 
 OPS: dict[str, Emit] = {
@@ -162,4 +202,9 @@ OPS: dict[str, Emit] = {
     "Pad": pad,
     "Tile": tile,
     "ConstantOfShape": constant_of_shape,
+    "Range": range_,
+    "DepthToSpace": depth_to_space,
+    "SpaceToDepth": space_to_depth,
+    "Trilu": trilu,
+    "EyeLike": eye_like,
 }

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime.kernels.common import generic_elementwise, generic_moves
+from bnfuse.runtime.kernels.common import generic_elementwise, generic_index, generic_moves, generic_scan
 from bnfuse.runtime.kernels.common.generic import Buffers, Emit, GenericProblem, store
 from bnfuse.runtime.kernels.common.generic_reduce import BY_ROWS, FOLDINGS
 from bnfuse.runtime.kernels.common.params import INT32_LIMIT
@@ -28,6 +28,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "SliceGrad": ("starts", "ends"),
     "Pad": ("pads",),
     "Tile": ("repeats",),
+    "Range": ("start", "delta"),
+    "DepthToSpace": ("blocksize",),
+    "SpaceToDepth": ("blocksize",),
 }
 
 
@@ -108,6 +111,6 @@ def _u32(value: int) -> Expr:
     return tirx.const(value, "uint32")
 
 
-NESTED: dict[str, Emit] = {**generic_elementwise.OPS, **generic_moves.OPS}
-SUPPORTED = frozenset({*NESTED, *FOLDINGS, *BY_ROWS, "DivGrad", "Gather", "GatherGrad", "Dropout"})
+NESTED: dict[str, Emit] = {**generic_elementwise.OPS, **generic_moves.OPS, **generic_index.OPS, **generic_scan.OPS}
+SUPPORTED = frozenset({*NESTED, *FOLDINGS, *BY_ROWS, "DivGrad", "Dropout"})
 FLOAT32_ONLY = frozenset({"Dropout", "Softmax", "LogSoftmax", "SoftmaxGrad_13", "LogSoftmaxGrad_13"})

@@ -1,4 +1,4 @@
-"""Reductions over any axes, softmax and its relatives: what is folded, and one row.
+"""Reductions over any axes, softmax and what else goes row by row: what is folded, and one row.
 
 Sums and means of floats are taken in float64.
 """
@@ -6,6 +6,7 @@ Sums and means of floats are taken in float64.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.generic import GenericProblem, Shape, dtype_of, row_major, store
-from bnfuse.runtime.kernels.common.generic_elementwise import larger, smaller
+from bnfuse.runtime.kernels.common.generic_elementwise import is_nan, larger, like, smaller
 from bnfuse.runtime.kernels.common.rows import At, Rows
 from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
 from bnfuse.runtime.targets.target import Target
@@ -29,7 +30,7 @@ class Folding:
     start: Callable[[str], Any]  # of the accumulator's dtype
     take: Callable[[Expr], Expr] = lambda x: x
     finish: Callable[[Expr, int], Expr] = lambda x, count: x
-    is_sum: bool = True
+    is_wide: bool = True  # floats are joined in float64
 
 
 def _least(dtype: str) -> Any:
@@ -49,14 +50,24 @@ def _average(total: Expr, count: int) -> Expr:
     return total / count if dtype_of(total).startswith("float") else tirx.truncdiv(total, count)
 
 
+def _log_of_sum(x: Expr, y: Expr) -> Expr:
+    """Write log(e**x + e**y), of any x and y."""
+    top, low = larger(x, y), smaller(x, y)
+    is_infinite = tirx.Or(top == like(x, math.inf), top == like(x, -math.inf))
+    return tirx.Select(is_infinite, top, top + tirx.log1p(tirx.exp(low - top)))
+
+
 FOLDINGS: dict[str, Folding] = {
     "ReduceSum": Folding(lambda x, y: x + y, _zero),
     "ReduceMean": Folding(lambda x, y: x + y, _zero, finish=_average),
     "ReduceSumSquare": Folding(lambda x, y: x + y, _zero, take=lambda x: x * x),
     "ReduceL1": Folding(lambda x, y: x + y, _zero, take=tirx.abs),
     "ReduceL2": Folding(lambda x, y: x + y, _zero, take=lambda x: x * x, finish=lambda x, n: tirx.sqrt(x)),
-    "ReduceMax": Folding(larger, _least, is_sum=False),
-    "ReduceMin": Folding(smaller, _greatest, is_sum=False),
+    "ReduceProd": Folding(lambda x, y: x * y, lambda dtype: tirx.const(1, dtype)),
+    "ReduceLogSum": Folding(lambda x, y: x + y, _zero, finish=lambda x, n: tirx.log(x)),
+    "ReduceLogSumExp": Folding(_log_of_sum, _least),
+    "ReduceMax": Folding(larger, _least, is_wide=False),
+    "ReduceMin": Folding(smaller, _greatest, is_wide=False),
 }
 
 
@@ -114,7 +125,7 @@ def reduced_axes(problem: GenericProblem) -> Axes:
 
 def accumulator_of(folding: Folding, problem: GenericProblem) -> str:
     """Name the dtype in which a reduction adds up: float64 for sums of floats, else that of the result."""
-    return "float64" if folding.is_sum and problem.out_dtype.startswith("float") else problem.out_dtype
+    return "float64" if folding.is_wide and problem.out_dtype.startswith("float") else problem.out_dtype
 
 
 # at a point, from dy, a and b: what adds to da and to db
@@ -124,14 +135,19 @@ DIV_GRADS: tuple[Callable[[Expr, Expr, Expr], Expr], ...] = (
 )
 
 
-def softmax_rows(problem: GenericProblem) -> Rows:
-    """Give the rows along the axis of a softmax, the last axis unless given."""
+AXES = {"ArgMax": 0, "ArgMin": 0}  # the axis where a node gives none: else the last one
+
+
+def rows_of(problem: GenericProblem) -> Rows:
+    """Give the rows along the axis of an operator of BY_ROWS."""
     shape = problem.shape()
-    axis = problem.axis(-1)
+    axis = problem.axis(AXES.get(problem.op_type, -1))
     return Rows(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
 
 
-def softmax_row(problem: GenericProblem, target: Target, args: Any, rows: Any, logarithm: bool, at: At) -> None:
+def softmax_row(
+    logarithm: bool, problem: GenericProblem, target: Target, args: Any, rows: Any, row: Expr, at: At
+) -> None:
     """Write one row of Softmax or LogSoftmax. `rows` walks along it (rows.py)."""
     x = args["in0"]
     top = rows.fold(target, "float32", float("-inf"), lambda top, k: steps.maximum(x[at(k)], top), tirx.Max)
@@ -145,7 +161,9 @@ def softmax_row(problem: GenericProblem, target: Target, args: Any, rows: Any, l
         rows.along(target, lambda k: store(args, "out0", at(k), weight(k) * scale))
 
 
-def softmax_grad_row(problem: GenericProblem, target: Target, args: Any, rows: Any, logarithm: bool, at: At) -> None:
+def softmax_grad_row(
+    logarithm: bool, problem: GenericProblem, target: Target, args: Any, rows: Any, row: Expr, at: At
+) -> None:
     """Write one row of dy, y -> dx = y*(dy - sum dy*y), or dy - exp(y)*sum dy for the logarithm."""
     dy, y = args["in0"], args["in1"]
 
@@ -165,10 +183,62 @@ def softmax_grad_row(problem: GenericProblem, target: Target, args: Any, rows: A
     rows.along(target, gradient)
 
 
-Row = Callable[[GenericProblem, Target, Any, Any, bool, At], None]
-BY_ROWS: dict[str, tuple[Row, bool]] = {
-    "Softmax": (softmax_row, False),
-    "LogSoftmax": (softmax_row, True),
-    "SoftmaxGrad_13": (softmax_grad_row, False),
-    "LogSoftmaxGrad_13": (softmax_grad_row, True),
+def lp_row(problem: GenericProblem, target: Target, args: Any, rows: Any, row: Expr, at: At) -> None:
+    """Write one row divided by its norm, where that is not 0: of the absolute values, or of squares (`p` = 2)."""
+    x, p = args["in0"], problem.attribute("p", 2)
+    value = lambda k: f64(x[at(k)])  # noqa: E731
+    size = (lambda k: value(k) * value(k)) if p == 2 else (lambda k: tirx.abs(value(k)))
+    total = rows.fold(target, "float64", 0.0, lambda total, k: total + size(k), tirx.Add)
+    norm = T.bind(tirx.sqrt(total) if p == 2 else total)
+    zero = f64(0.0)
+
+    def divided(k: Expr) -> None:
+        quotient = tirx.Select(norm == zero, zero, value(k) / norm)
+        store(args, "out0", at(k), tirx.Cast(problem.out_dtype, quotient))
+
+    rows.along(target, divided)
+
+
+def _place_of_extreme(
+    pick: Callable[[Expr, Expr], Expr], problem: GenericProblem, target: Target, args: Any, rows: Any, at: At
+) -> Expr:
+    """Find where in a row its greatest or least element is, NaN where there is one: the first or the last of them."""
+    x, dtype = args["in0"], problem.inputs[0][1]
+    worst = (_least if pick is larger else _greatest)(dtype).value
+    top = rows.fold(target, dtype, worst, lambda top, k: pick(x[at(k)], top), pick)
+    is_last = bool(problem.attribute("select_last_index", 0))
+    nowhere, join = (-1, tirx.Max) if is_last else (rows.length, tirx.Min)
+
+    def found(k: Expr) -> Expr:
+        is_there = tirx.Or(x[at(k)] == top, is_nan(x[at(k)]))
+        return tirx.Select(is_there, tirx.Cast("int32", k), tirx.const(nowhere, "int32"))
+
+    return rows.fold(target, "int32", nowhere, lambda so_far, k: join(so_far, found(k)), join)
+
+
+def arg_row(
+    pick: Callable[[Expr, Expr], Expr], problem: GenericProblem, target: Target, args: Any, rows: Any, row: Expr, at: At
+) -> None:
+    """Write ArgMax or ArgMin of one row."""
+    place = _place_of_extreme(pick, problem, target, args, rows, at)
+    rows.once(lambda: store(args, "out0", row, tirx.Cast("int64", place)))
+
+
+def hardmax_row(problem: GenericProblem, target: Target, args: Any, rows: Any, row: Expr, at: At) -> None:
+    """Write 1 where the first of the greatest elements of a row is, else 0."""
+    place = _place_of_extreme(larger, problem, target, args, rows, at)
+    one, zero = (tirx.const(value, problem.out_dtype) for value in (1, 0))
+    rows.along(target, lambda k: store(args, "out0", at(k), tirx.Select(tirx.Cast("int32", k) == place, one, zero)))
+
+
+Row = Callable[[GenericProblem, Target, Any, Any, Expr, At], None]  # (problem, target, args, rows, its number, at)
+BY_ROWS: dict[str, Row] = {
+    "Softmax": functools.partial(softmax_row, False),
+    "LogSoftmax": functools.partial(softmax_row, True),
+    "SoftmaxGrad_13": functools.partial(softmax_grad_row, False),
+    "LogSoftmaxGrad_13": functools.partial(softmax_grad_row, True),
+    "LpNormalization": lp_row,
+    "ArgMax": functools.partial(arg_row, larger),
+    "ArgMin": functools.partial(arg_row, smaller),
+    "Hardmax": hardmax_row,
 }

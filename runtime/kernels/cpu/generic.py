@@ -6,17 +6,15 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.generic import GenericProblem, dense_view, nest, nested_by
+from bnfuse.runtime.kernels.common.generic import GenericProblem, dense_view, nest, walked_by
 from bnfuse.runtime.kernels.common.generic_ops import NESTED, SCALARS, dropout_key, dropout_point, generic_params
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.steps import Expr
-from bnfuse.runtime.kernels.cpu import generic_gather, generic_reduce, tir
-from bnfuse.runtime.kernels.cpu.generic_nest import Emit, walk_of
+from bnfuse.runtime.kernels.cpu import generic_reduce, tir
+from bnfuse.runtime.kernels.cpu.generic_nest import Nests
 from bnfuse.runtime.kernels.cpu.sweep import Args
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CpuTarget
-
-OWN: dict[str, Emit] = {**generic_gather.OPS, **generic_reduce.OPS}
 
 
 def generic(problem: GenericProblem, target: CpuTarget) -> Kernel:
@@ -27,13 +25,13 @@ def generic(problem: GenericProblem, target: CpuTarget) -> Kernel:
 
 
 def _build(name: str, params: tuple[Param, ...], problem: GenericProblem, target: CpuTarget) -> Any:
-    with tir.function(name, params) as arguments, nested_by(walk_of(target)):
+    with tir.function(name, params) as arguments, walked_by(Nests(target)):
         args = Args(arguments, {})
         scalars = [T.arg(scalar, T.int64()) for scalar in SCALARS.get(problem.op_type, ())]
         if problem.op_type == "Dropout":
             _dropout(problem, args, *scalars)
-        elif problem.op_type in OWN:
-            OWN[problem.op_type](problem, target, args)
+        elif problem.op_type in generic_reduce.OPS:
+            generic_reduce.OPS[problem.op_type](problem, target, args)
         else:
             NESTED[problem.op_type](problem, args)
     return arguments.result

@@ -32,11 +32,11 @@ from bnfuse.runtime.kernels.common.generic_reduce import (
     accumulator_of,
     place,
     reduced_axes,
-    softmax_rows,
+    rows_of,
 )
 from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.generic_nest import Emit, parallel_rows
+from bnfuse.runtime.kernels.cpu.generic_nest import Emit, nothing, parallel_rows
 from bnfuse.runtime.kernels.cpu.rows import ThreadRows
 from bnfuse.runtime.kernels.cpu.sweep import Args, Vector, vectors
 from bnfuse.runtime.targets.target import CpuTarget
@@ -56,7 +56,7 @@ def reduction(folding: Folding) -> Emit:
             store(args, "out0", at, tirx.Cast(problem.out_dtype, value))
 
         if math.prod(shape) == 0:
-            T.evaluate(tirx.const(0, "int32"))
+            nothing()
         elif split.last_is_kept:
             _columns(split, folding, accumulator, target, take, put)
         else:
@@ -129,7 +129,7 @@ def div_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
     (space, _), (a_shape, _), (b_shape, _) = problem.inputs
     a_view, b_view, dy_view = broadcast_view(a_shape, space), broadcast_view(b_shape, space), dense_view(space)
     if math.prod(space) == 0:
-        T.evaluate(tirx.const(0, "int32"))
+        nothing()
         return
 
     for name, shape, term in zip(
@@ -173,15 +173,18 @@ def _sum_to(
     nest(aligned, kept[:1], lambda to: store(args, out, to, to_f32(total[to])))
 
 
-# Softmax
+# Row by row
 
 
-def by_rows(row: Row, logarithm: bool) -> Emit:
-    """Give what emits a softmax or its gradient, row by row."""
+def by_rows(row: Row) -> Emit:
+    """Give what emits an operator row by row."""
 
     def emit(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-        rows = ThreadRows.of(softmax_rows(problem))
-        rows.each(target, lambda index, at: row(problem, target, args, rows, logarithm, at))
+        rows = ThreadRows.of(rows_of(problem))
+        if math.prod(problem.shape()) == 0:
+            nothing()
+            return
+        rows.each(target, lambda index, at: row(problem, target, args, rows, index, at))
 
     return emit
 
@@ -189,5 +192,5 @@ def by_rows(row: Row, logarithm: bool) -> Emit:
 OPS: dict[str, Emit] = {
     **{name: reduction(folding) for name, folding in FOLDINGS.items()},
     "DivGrad": div_grad,
-    **{name: by_rows(*row) for name, row in BY_ROWS.items()},
+    **{name: by_rows(row) for name, row in BY_ROWS.items()},
 }

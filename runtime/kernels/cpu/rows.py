@@ -44,6 +44,10 @@ class ThreadRows(Rows):
             with vector.each() as j:
                 emit(vector.base + j)
 
+    def once(self, emit: Callable[[], None]) -> None:
+        """Emit `emit()` once for the row."""
+        emit()
+
     def fold(
         self,
         target: CpuTarget,
@@ -59,7 +63,6 @@ class ThreadRows(Rows):
         for vector in vectors(self.length, target.lanes):
             with vector.each() as j:
                 T.buffer_store(folded, step(folded[j], vector.base + j), [j])
-        result = folded[0]
         for lane in range(1, target.lanes):
-            result = join(result, folded[lane])
-        return T.bind(result)
+            T.buffer_store(folded, join(folded[0], folded[lane]), [0])  # `join` may read its operands several times
+        return T.bind(folded[0])

@@ -13,8 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.generic import GenericProblem, Shape, View, collapse, nested_by, starts_of, store
-from bnfuse.runtime.kernels.common.generic_moves import fill, gather_index, gather_sizes, gathered
+from bnfuse.runtime.kernels.common.generic import Along, GenericProblem, Shape, View, collapse, starts_of, walked_by
 from bnfuse.runtime.kernels.common.generic_ops import (
     NESTED,
     SCALARS,
@@ -25,8 +24,8 @@ from bnfuse.runtime.kernels.common.generic_ops import (
 )
 from bnfuse.runtime.kernels.common.generic_reduce import BY_ROWS, FOLDINGS
 from bnfuse.runtime.kernels.common.params import unique_name
-from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, stage, when
-from bnfuse.runtime.kernels.cuda.generic_reduce import fold_stages, folds_of, softmax_stage
+from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, registers, stage, when
+from bnfuse.runtime.kernels.cuda.generic_reduce import fold_stages, folds_of, row_stage
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -61,11 +60,14 @@ def _stages(
             stages += fold_stages(f"{name}_{i}", fold, params, f"partials{i}", target)
     elif problem.op_type in BY_ROWS:
         if math.prod(problem.shape()):
-            stages.append(softmax_stage(name, problem, params, target))
+            stages.append(row_stage(name, problem, params, target))
     else:
         nests = Nests(name, params, scalars, target)
-        with nested_by(nests.nest):
-            OWN.get(problem.op_type, _nested)(problem, target, nests)
+        with walked_by(nests):
+            if problem.op_type == "Dropout":
+                _dropout(problem, nests)
+            else:
+                NESTED[problem.op_type](problem, nests)
         stages += nests.stages
     return tuple(stages) or (_nothing(name, params),)
 
@@ -78,7 +80,9 @@ def _nothing(name: str, params: Sequence[Param]) -> Stage:
 
 
 class Nests:
-    """Nests, each made a stage. To the operators it also is their arguments: those of the stage that is open."""
+    """Walks, each made a stage. To the operators it also is their arguments: those of the stage that is open."""
+
+    busy = 4096  # chosen by hand
 
     def __init__(self, name: str, params: Sequence[Param], scalars: Any, target: CudaTarget) -> None:
         self.name, self.params, self.scalars, self.target = name, params, scalars, target
@@ -102,9 +106,9 @@ class Nests:
         if math.prod(space) == 0:
             return
         space, views = collapse(space, views)
-        self.flat(math.prod(space), lambda i: emit(*(T.bind(at) for at in starts_of(i, space, views))))
+        self.each(math.prod(space), lambda i: emit(*(T.bind(at) for at in starts_of(i, space, views))))
 
-    def flat(self, count: int, emit: Callable[[Expr], None]) -> None:
+    def each(self, count: int, emit: Callable[[Expr], None]) -> None:
         """Make a stage of `emit(i)` for i < count."""
         if count == 0:
             return
@@ -120,54 +124,25 @@ class Nests:
         self.block = None
         self.stages.append(block.stage)
 
+    def rows(self, count: int, inner: int, emit: Callable[[Expr, Along], None]) -> None:
+        """Make a stage of `emit(row, along)` for row < count: a thread has one element of each row."""
 
-def _nested(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
-    NESTED[problem.op_type](problem, nests)
+        def element(i: Expr) -> None:
+            row = T.bind(tirx.floordiv(i, inner))
+            place = T.bind(i - row * inner)
+            emit(row, lambda visit: visit(place))
+
+        self.each(count * inner, element)
+
+    def register(self, dtype: str) -> Any:
+        """Give a buffer of one element, a thread's own."""
+        return registers(1, dtype)
 
 
-def _dropout(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
+def _dropout(problem: GenericProblem, nests: Nests) -> None:
     def point(at: Expr) -> None:
         key = dropout_key(problem, nests.scalar("seed"), nests.scalar("step"))
         dropout_point(problem, nests, key, at)
 
     dropout_ratio(problem)
-    nests.flat(math.prod(problem.out_shape), point)
-
-
-def _gather(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
-    """Emit data, indices -> y."""
-    outer, _, inner, count = gather_sizes(problem, problem.shape(0), problem.shape(1))
-
-    def point(at: Expr) -> None:
-        row = T.bind(tirx.floordiv(at, inner))
-        base = T.bind(gathered(problem, nests, row))
-        store(nests, "out0", at, nests["in0"][base + (at - row * inner)])
-
-    nests.flat(outer * count * inner, point)
-
-
-def _gather_grad(problem: GenericProblem, target: CudaTarget, nests: Nests) -> None:
-    """Emit indices, dy -> dx.
-
-    A thread has a place before and behind the axis, and adds there what each index brings.
-    """
-    outer, length, inner, count = gather_sizes(problem, problem.out_shape, problem.shape(0))
-    fill(nests, "out0", problem.out_shape, 0, problem.out_dtype)
-
-    def point(at: Expr) -> None:
-        image = T.bind(tirx.floordiv(at, inner))
-        k = T.bind(at - image * inner)
-        with T.serial(0, count) as i:
-            index = T.bind(gather_index(nests["in0"][i], length))
-            to = T.bind((image * length + index) * inner + k)
-            added = nests["out0"][to] + nests["in1"][(image * count + i) * inner + k]
-            store(nests, "out0", to, added)
-
-    nests.flat(outer * inner if count else 0, point)
-
-
-OWN: dict[str, Callable[[GenericProblem, CudaTarget, Nests], None]] = {
-    "Dropout": _dropout,
-    "Gather": _gather,
-    "GatherGrad": _gather_grad,
-}
+    nests.each(math.prod(problem.out_shape), point)

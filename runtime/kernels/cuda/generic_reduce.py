@@ -28,7 +28,7 @@ from bnfuse.runtime.kernels.common.generic_reduce import (
     accumulator_of,
     place,
     reduced_axes,
-    softmax_rows,
+    rows_of,
 )
 from bnfuse.runtime.kernels.common.steps import f64, to_f32
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
@@ -174,11 +174,10 @@ def _sum_to(out: str, shape: Shape, space: Shape, views: list[View], term: Calla
     return Fold(math.prod(shape), reduced, by_block, "float64", f64(0.0), tirx.Add, take, finish)
 
 
-def softmax_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: CudaTarget) -> Stage:
-    """Build the stage of Softmax, LogSoftmax or the gradient of one."""
-    row, logarithm = BY_ROWS[problem.op_type]
-    rows = BlockRows.of(softmax_rows(problem))
+def row_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: CudaTarget) -> Stage:
+    """Build the stage of an operator that goes row by row."""
+    rows = BlockRows.of(rows_of(problem))
     with stage(name, params, grid=rows.grid, threads=rows.threads) as block:
         own = rows.within(block)
-        own.each(target, lambda index, at: row(problem, target, block, own, logarithm, at))
+        own.each(target, lambda index, at: BY_ROWS[problem.op_type](problem, target, block, own, index, at))
     return block.stage

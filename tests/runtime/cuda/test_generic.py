@@ -26,8 +26,10 @@ def run(op, inputs, outputs, attributes=None, scalars=()):
     return [found[f"out{i}"].reshape(a.shape) for i, a in enumerate(outputs)]
 
 
-on_cpu.run, on_cpu.generic = run, generic
-globals().update({name: test for name, test in vars(on_cpu).items() if name.startswith("test_")})
+indexing = source_files.load(pathlib.Path(__file__).parents[1] / "test_generic_indexing.py")
+on_cpu.run, on_cpu.generic, indexing.base.run = run, generic, run
+for module in (on_cpu, indexing):
+    globals().update({name: test for name, test in vars(module).items() if name.startswith("test_")})
 
 
 def test_dropout_draws_the_mask_that_a_cpu_draws():
@@ -61,6 +63,10 @@ def test_tensors_without_elements():
     assert run("Relu", [empty], [empty])[0].shape == (0, 4)
     assert run("Concat", [empty, values(2, 4)], [values(2, 4)], {"axis": 0})[0].shape == (2, 4)
 
+    data, none = values(4, 5), np.empty((0, 2), np.int64)
+    assert (run("ScatterND", [data, none, np.empty(0, np.float32)], [data])[0] == data).all()
+    assert (run("ScatterElements", [data, none, np.empty((0, 2), np.float32)], [data], {"axis": 0})[0] == data).all()
+
 
 KINDS = [
     ("Erf", ["float32"], "float32"),
@@ -73,13 +79,23 @@ KINDS = [
     ("Softmax", ["float32"], "float32"),
     ("Dropout", ["float32"], "float32"),
     ("Transpose", ["float32"], "float32"),
+    ("Acosh", ["float32"], "float32"),
+    ("Round", ["float32"], "float32"),
+    ("Mod", ["float32", "float32"], "float32"),
+    ("CumSum", ["float32"], "float32"),
+    ("ArgMax", ["float32"], "int64"),
+    ("ArgMax", ["int64"], "int64"),
+    ("ReduceLogSumExp", ["float32"], "float32"),
+    ("ScatterElements", ["float32", "int64", "float32"], "float32"),
+    ("GatherElements", ["float32", "int64"], "float32"),
+    ("TopK", ["float32"], "float32"),
 ]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiles_without_spills(arch):
     for op, inputs, output in KINDS:
-        shape = (30, 1, 70) if op == "ReduceSum" else (70, 50, 30) if op == "Transpose" else (30, 50, 70)
-        attributes = (("axes", (1,)),) if op == "ReduceSum" else ()
+        shape = (30, 1, 70) if op.startswith(("Reduce", "Arg")) else (70, 50, 30) if op == "Transpose" else (30, 50, 70)
+        attributes = (("axes", (1,)),) if op.startswith("Reduce") else (("axis", 1),) if op == "ArgMax" else ()
         problem = GenericProblem(op, tuple(((30, 50, 70), kind) for kind in inputs), ((shape, output),), attributes)
         assert_no_spills(generic(problem, gpu(arch=arch)))
