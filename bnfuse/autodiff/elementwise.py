@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
@@ -55,30 +56,38 @@ def div(g: Gradient) -> Contributions:
 
 @rule("Pow")
 def power(g: Gradient) -> Contributions:
-    """Da = dy*b*a^(b-1), with the simple forms of constant exponents; db = dy*y*log(a), 0 where a is not positive."""
+    """Da = dy*b*a^(b-1), with the simple forms of constant exponents; db = dy*y*log(a).
+
+    As in torch da is 0 where b is, and db where a is 0 and b not negative.
+    """
     a, b = g.operand(0), g.operand(1)
     exponent = g.known(b)
-    one = exponent.item() if exponent is not None and exponent.size == 1 else None
-    if one == 2.0:
-        slope = g.mul(a, g.number(2.0, a))
-    elif one == 0.5:
-        slope = g.div(g.number(0.5, a), g.y)
-    elif one is not None:
-        slope = g.mul(g.op("Pow", a, g.number(one - 1.0, a)), g.number(one, a))
-    else:
-        b = b if g.dtype(b) == g.dtype(a) else g.op("Cast", b, to=int(g.dtype(a)))
-        slope = g.mul(g.op("Pow", a, g.sub(b, g.number(1.0, a))), b)
-    da = g.fit(g.mul(g.dy, slope), a)
-    if not g.wants(1):
-        return [da]
-    positive = g.op("Greater", a, g.number(0.0, a))
-    log = g.op("Log", g.where(positive, a, g.number(1.0, a)))
-    return da, g.fit(g.mul(g.dy, g.mul(g.y, log)), g.operand(1))
+    if exponent is not None and exponent.size == 1:
+        return [g.fit(_by_constant_power(g, a, exponent.item()), a)]
+    zero = g.number(0.0, a)
+    as_a = b if g.dtype(b) == g.dtype(a) else g.op("Cast", b, to=int(g.dtype(a)))
+    slope = g.mul(g.op("Pow", a, g.sub(as_a, g.number(1.0, a))), as_a)
+    da = g.mul(g.dy, g.where(g.op("Equal", as_a, zero), zero, slope))
+    flat = g.op("And", g.op("Equal", a, zero), g.op("GreaterOrEqual", as_a, zero))
+    db = g.mul(g.dy, g.where(flat, zero, g.mul(g.y, g.op("Log", a))))
+    return g.fit(da, a), g.fit(db, b)
+
+
+def _by_constant_power(g: Gradient, a: ir.Value, exponent: float) -> ir.Value:
+    if exponent == 0.0:
+        return g.mul(g.dy, g.number(0.0, a))
+    if exponent == 1.0:
+        return g.dy
+    if exponent == 0.5:
+        return g.div(g.mul(g.dy, g.number(0.5, a)), g.y)
+    powers = {2.0: lambda: a, 3.0: lambda: g.mul(a, a)}
+    lower = powers.get(exponent, lambda: g.op("Pow", a, g.number(exponent - 1.0, a)))()
+    return g.mul(g.mul(g.dy, lower), g.number(exponent, a))
 
 
 @rule("Mod")
 def mod(g: Gradient) -> Contributions:
-    """Y = a - b*trunc(a/b) (fmod=1), or with floor."""
+    """As y = a - b*n with a whole number n: da = dy, db = -dy*n."""
     a, b = g.operand(0), g.operand(1)
     whole = g.div(g.sub(a, g.y), b)
     return g.fit(g.dy, a), g.neg(g.fit(g.mul(g.dy, g.op("Round", whole)), b))
@@ -142,12 +151,6 @@ def reciprocal(g: Gradient) -> Contributions:
     return [g.neg(g.mul(g.mul(g.dy, g.y), g.y))]
 
 
-@rule("Log")
-def logarithm(g: Gradient) -> Contributions:
-    """dy/x."""
-    return [g.div(g.dy, g.x)]
-
-
 def _square(g: Gradient, value: ir.Value) -> ir.Value:
     return g.mul(value, value)
 
@@ -173,21 +176,26 @@ SLOPES: dict[str, Slope] = {
     "Tan": lambda g: _one_plus(g, _square(g, g.y)),
     "Sinh": lambda g: g.op("Cosh", g.x),
     "Cosh": lambda g: g.op("Sinh", g.x),
-    "Atan": lambda g: g.op("Reciprocal", _one_plus(g, _square(g, g.x))),
-    "Asin": lambda g: g.op("Reciprocal", g.op("Sqrt", _one_minus(g, _square(g, g.x)))),
-    "Acos": lambda g: g.neg(g.op("Reciprocal", g.op("Sqrt", _one_minus(g, _square(g, g.x))))),
-    "Asinh": lambda g: g.op("Reciprocal", g.op("Sqrt", _one_plus(g, _square(g, g.x)))),
-    "Acosh": lambda g: g.op("Reciprocal", g.op("Sqrt", g.sub(_square(g, g.x), g.number(1.0, g.x)))),
-    "Atanh": lambda g: g.op("Reciprocal", _one_minus(g, _square(g, g.x))),
+}
+STEEPS: dict[str, Slope] = {  # one over the derivative
+    "Log": lambda g: g.x,
+    "Atan": lambda g: _one_plus(g, _square(g, g.x)),
+    "Asin": lambda g: g.op("Sqrt", _one_minus(g, _square(g, g.x))),
+    "Acos": lambda g: g.neg(g.op("Sqrt", _one_minus(g, _square(g, g.x)))),
+    "Asinh": lambda g: g.op("Sqrt", _one_plus(g, _square(g, g.x))),
+    "Acosh": lambda g: g.op("Sqrt", g.sub(_square(g, g.x), g.number(1.0, g.x))),
+    "Atanh": lambda g: _one_minus(g, _square(g, g.x)),
 }
 
 
-def _sloped(slope: Slope) -> Callable[[Gradient], Contributions]:
-    return lambda g: [g.mul(g.dy, slope(g))]
+def _sloped(slope: Slope, operator: str) -> Callable[[Gradient], Contributions]:
+    return lambda g: [g.op(operator, g.dy, slope(g))]
 
 
 for _name, _slope in SLOPES.items():
-    rule(_name)(_sloped(_slope))
+    rule(_name)(_sloped(_slope, "Mul"))
+for _name, _slope in STEEPS.items():
+    rule(_name)(_sloped(_slope, "Div"))
 
 
 @rule("Dropout")
@@ -199,7 +207,9 @@ def dropout(g: Gradient) -> Contributions:
         return [g.dy]
     if known is None:
         raise g.error("computes whether it drops: training_mode must be constant.")
-    ratio = g.optional(1)
-    keep = g.number(0.5, g.dy) if ratio is None else g.sub(g.number(1.0, g.dy), ratio)
+    ratio = g.given(1, np.array(0.5, g.dtype(g.x).numpy()), "ratio")
+    keep = g.sub(g.number(1.0, ratio), ratio)
+    if g.dtype(ratio) != g.dtype(g.x):
+        keep = g.op("Cast", keep, to=int(g.dtype(g.x)))
     mask = g.result(1, g.shape(g.x), ir.DataType.BOOL, "mask")
     return [g.where(mask, g.div(g.dy, keep), g.number(0.0, g.dy))]

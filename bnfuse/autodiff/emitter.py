@@ -199,6 +199,15 @@ class Gradient:
         value.shape, value.type = value.shape or ir.Shape(shape), value.type or ir.TensorType(dtype)
         return value
 
+    def given(self, place: int, default: np.ndarray, what: str) -> ir.Value:
+        """Give an operand that has a default; where the node leaves it out, it reads it from now on."""
+        value = self.optional(place)
+        if value is None:
+            value = self.emitter.constant(default, f"{self.node.name}/{what}")
+            self.node.resize_inputs(max(place + 1, len(self.node.inputs)))
+            self.node.replace_input_with(place, value)
+        return value
+
     def attribute(self, name: str, default: Any) -> Any:
         """Give an attribute; lists as tuples."""
         if name not in self.node.attributes:
@@ -229,8 +238,8 @@ class Gradient:
         return len(self.shape(value))
 
     def dtype(self, value: ir.Value) -> ir.DataType:
-        """Give the element type, float32 where none is stated."""
-        return value.dtype or ir.DataType.FLOAT
+        """Give the element type; that of the node's first result where none is stated, as of what was emitted."""
+        return value.dtype or self.y.dtype or ir.DataType.FLOAT
 
     def error(self, what: str) -> BnfuseError:
         """Make an error about the node."""

@@ -33,6 +33,9 @@ def gather(g: Gradient) -> Contributions:
     """Add the rows up where they came from: as rows of the first axis."""
     shape, indices = g.shape(g.x), g.operand(1)
     axis, rank = g.attribute("axis", 0) % g.rank(g.x), g.rank(indices)
+    places = g.known(indices)
+    if places is not None and rank <= 1 and len(set((places % shape[axis]).flat)) == places.size > 0:
+        return [_put_back(g, (places % shape[axis]).reshape(-1), axis)]
     front = count_from_front(g, indices, shape[axis])
     rows = [*range(axis, axis + rank), *range(axis), *range(axis + rank, g.rank(g.y))]
     dy = g.dy if rows == [*range(g.rank(g.y))] else g.transpose(g.dy, rows)
@@ -46,6 +49,28 @@ def gather(g: Gradient) -> Contributions:
     return [g.transpose(total, back)]
 
 
+def _put_back(g: Gradient, places: np.ndarray, axis: int) -> ir.Value:
+    """Put slices back where they were taken, each from a place of its own, between zeros.
+
+    A run is padded; others are picked in the order of the places, the missing ones from a slice of zeros behind.
+    """
+    shape = list(g.shape(g.x))
+    size, count = shape[axis], len(places)
+    sizes = [*shape[:axis], count, *shape[axis + 1 :]]
+    dy = g.dy if g.rank(g.y) == len(shape) else g.reshape(g.dy, sizes)
+    run = bool((np.diff(places) == 1).all())
+    first, missing = (int(places[0]), size - count) if run else (0, int(count < size))
+    if missing:
+        pads = np.zeros((2, len(shape)), np.int64)
+        pads[:, axis] = (first, missing - first)
+        dy = g.op("Pad", dy, g.ints(pads.reshape(-1).tolist()))
+    if run:
+        return dy
+    order = np.full(size, count, np.int64)
+    order[places] = np.arange(count)
+    return g.op("Gather", dy, g.array(order, np.int64, "indices"), axis=axis)
+
+
 @rule("GatherElements")
 def gather_elements(g: Gradient) -> Contributions:
     """Add the elements up where they came from."""
@@ -56,10 +81,14 @@ def gather_elements(g: Gradient) -> Contributions:
 
 @rule("GatherND")
 def gather_nd(g: Gradient) -> Contributions:
-    """Add the slices up where they came from."""
-    if g.attribute("batch_dims", 0):
-        raise g.error("has batch_dims, of which there is no gradient: write the indices of the batch out.")
-    return [g.op("ScatterND", zeros_like(g, g.x), g.operand(1), g.dy, reduction="add")]
+    """Add the slices up where they came from; of a batch its own indices stand before the others."""
+    indices, batch = g.operand(1), g.attribute("batch_dims", 0)
+    if batch:
+        sizes = g.shape(indices)[:-1]
+        own = np.moveaxis(np.indices(sizes)[:batch], 0, -1)
+        wide = indices if g.dtype(indices) == ir.DataType.INT64 else g.op("Cast", indices, to=int(ir.DataType.INT64))
+        indices = g.op("Concat", g.array(own, np.int64, "batch"), wide, axis=-1)
+    return [g.op("ScatterND", zeros_like(g, g.x), indices, g.dy, reduction="add")]
 
 
 @rule("ScatterElements")
@@ -96,4 +125,5 @@ def _reduction(g: Gradient) -> str:
 def top_k(g: Gradient) -> Contributions:
     """Put the values' gradients where they were found."""
     axis = g.attribute("axis", -1) % g.rank(g.x)
-    return [g.op("ScatterElements", zeros_like(g, g.x), g.node.outputs[1], g.dy, axis=axis, reduction="add")]
+    places = g.result(1, g.shape(g.y), ir.DataType.INT64, "indices")
+    return [g.op("ScatterElements", zeros_like(g, g.x), places, g.dy, axis=axis, reduction="add")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
@@ -35,13 +36,10 @@ def softmax_cross_entropy(g: Gradient) -> Contributions:
 def negative_log_likelihood(g: Gradient) -> Contributions:
     """Emit -share at each label, 0 elsewhere."""
     labels, shape = g.operand(1), g.shape(g.x)
-    known = counted(g, labels)
-    if known is not None:
-        labels = g.where(known, labels, g.array(0, g.dtype(labels).numpy(), "zero"))
-    label = g.op("Unsqueeze", g.op("Cast", labels, to=int(ir.DataType.INT64)), g.ints([1]))
-    update = g.neg(g.op("Unsqueeze", shares(g), g.ints([1])))
-    zeros = g.emitter.zeros(shape, g.dtype(g.x), f"{g.node.name}/grad/zeros")
-    return [g.op("ScatterElements", zeros, label, update, axis=1, reduction="add")]
+    classes = np.arange(shape[1]).reshape(-1, *(1,) * (len(shape) - 2))
+    own = g.op("Equal", g.op("Unsqueeze", labels, g.ints([1])), g.array(classes, g.dtype(labels).numpy(), "classes"))
+    share = g.neg(g.op("Unsqueeze", shares(g), g.ints([1])))
+    return [g.where(own, share, g.number(0.0, g.x))]
 
 
 def counted(g: Gradient, labels: ir.Value) -> ir.Value | None:
@@ -55,6 +53,8 @@ def counted(g: Gradient, labels: ir.Value) -> ir.Value | None:
 def shares(g: Gradient) -> ir.Value:
     """Emit the gradient at each label's own loss, [N, ...]: dy times its weight, over their sum for a mean."""
     labels, weights = g.operand(1), g.optional(2)
+    if g.wants(2):
+        raise g.error("has class weights that are trained, of which there is no gradient: freeze them.")
     shape, reduction = g.shape(labels), g.attribute("reduction", "mean")
     known, own = counted(g, labels), None
     if weights is not None:

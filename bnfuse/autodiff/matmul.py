@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import onnx_ir as ir
@@ -38,9 +39,7 @@ def matmul(g: Gradient) -> Contributions:
     """DA = dy*B^T, dB = A^T*dy, summed over the batch axes that were broadcast; vectors are matrices of one row."""
     a, b = g.operand(0), g.operand(1)
     shape_a, shape_b = g.shape(a), g.shape(b)
-    if len(shape_a) == len(shape_b) == 2:
-        return g.op("Gemm", g.dy, b, transB=1), g.op("Gemm", a, g.dy, transA=1)
-    if len(shape_b) == 2 and len(shape_a) > 2:
+    if len(shape_b) == 2 and len(shape_a) != 1:
         return by_matrix(g, a, b)
     matrix_a = shape_a if len(shape_a) > 1 else (1, *shape_a)
     matrix_b = shape_b if len(shape_b) > 1 else (*shape_b, 1)
@@ -49,8 +48,10 @@ def matmul(g: Gradient) -> Contributions:
     dy = g.dy if g.shape(g.y) == whole else g.reshape(g.dy, whole)
     a = a if matrix_a == shape_a else g.reshape(a, matrix_a)
     b = b if matrix_b == shape_b else g.reshape(b, matrix_b)
-    da = g.op("MatMul", dy, swapped(g, b, len(matrix_b)))
-    db = g.op("MatMul", swapped(g, a, len(matrix_a)), dy)
+    if not batch:
+        da, db = g.op("Gemm", dy, b, transB=1), g.op("Gemm", a, dy, transA=1)
+    else:
+        da, db = g.op("MatMul", dy, swapped(g, b, len(matrix_b))), g.op("MatMul", swapped(g, a, len(matrix_a)), dy)
     return (
         folded(g, da, (*batch, *matrix_a[-2:]), matrix_a, shape_a),
         folded(g, db, (*batch, *matrix_b[-2:]), matrix_b, shape_b),
@@ -59,10 +60,13 @@ def matmul(g: Gradient) -> Contributions:
 
 def by_matrix(g: Gradient, a: ir.Value, b: ir.Value) -> Contributions:
     """Of many rows times one matrix: two products of matrices, all rows of the batch in one."""
-    (*_, inner), (_, columns) = g.shape(a), g.shape(b)
-    rows = g.reshape(g.dy, (-1, columns))
+    (*batch, inner), (_, columns) = g.shape(a), g.shape(b)
+    if len(batch) == 1:
+        return g.op("Gemm", g.dy, b, transB=1), g.op("Gemm", a, g.dy, transA=1)
+    count = math.prod(batch)
+    rows = g.reshape(g.dy, (count, columns))
     da = g.reshape(g.op("Gemm", rows, b, transB=1), g.shape(a))
-    db = g.op("Gemm", g.reshape(a, (-1, inner)), rows, transA=1)
+    db = g.op("Gemm", g.reshape(a, (count, inner)), rows, transA=1)
     return da, db
 
 

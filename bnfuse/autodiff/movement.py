@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
+from bnfuse.autodiff.resampling import padded_axes
 from bnfuse.autodiff.rules import rule
 
 Contributions = Sequence[ir.Value | None]
@@ -36,8 +37,13 @@ def expand(g: Gradient) -> Contributions:
 def tile(g: Gradient) -> Contributions:
     """Sum over the copies."""
     repeats, shape = [int(n) for n in g.constant(1, "repeats")], g.shape(g.x)
-    split = [size for pair in zip(repeats, shape, strict=True) for size in pair]
-    return [g.sum(g.reshape(g.dy, split), range(0, 2 * len(shape), 2))]
+    split, copies = [], []
+    for repeat, size in zip(repeats, shape, strict=True):
+        if repeat != 1:
+            copies.append(len(split))
+            split.append(repeat)
+        split.append(size)
+    return [g.sum(g.reshape(g.dy, split), copies) if copies else g.dy]
 
 
 @rule("Concat")
@@ -53,51 +59,80 @@ def concat(g: Gradient) -> Contributions:
 @rule("Split")
 def split(g: Gradient) -> Contributions:
     """Concatenate; what nothing reads has a gradient of zeros."""
-    axis = g.attribute("axis", 0) % g.rank(g.x)
-    parts = [g.gradient(place) for place in range(len(g.node.outputs))]
-    return [parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis=axis)]
+    shape, outputs = list(g.shape(g.x)), g.node.outputs
+    axis = g.attribute("axis", 0) % len(shape)
+    given = g.known(g.optional(1))
+    part = -(-shape[axis] // len(outputs))
+    starts = [min(place * part, shape[axis]) for place in range(len(outputs) + 1)]
+    lengths = np.diff(starts) if given is None else given
+    if len(outputs) == 1:
+        return [g.dy]
+    parts = []
+    for gradient, length in zip(g.gradients, lengths.tolist(), strict=True):
+        if gradient is None:
+            sizes = (*shape[:axis], length, *shape[axis + 1 :])
+            gradient = g.emitter.zeros(sizes, g.dtype(g.x), f"{g.node.name}/grad/zeros")
+        parts.append(gradient)
+    return [g.op("Concat", *parts, axis=axis)]
 
 
 @rule("Slice")
 def slice_(g: Gradient) -> Contributions:
     """Put zeros where nothing was taken: between the elements (steps), before and behind."""
-    shape, gradient = list(g.shape(g.x)), g.dy
+    shape, sizes = g.shape(g.x), g.shape(g.y)
+    rank = len(shape)
     starts, ends = g.constant(1, "starts"), g.constant(2, "ends")
     axes = g.constant(3, "axes") if g.optional(3) is not None else np.arange(len(starts))
     steps = g.constant(4, "steps") if g.optional(4) is not None else np.ones(len(starts), np.int64)
-    sizes = list(g.shape(g.y))
-    before, after = [0] * len(shape), [0] * len(shape)
+    taken = [range(size) for size in shape]
     for start, end, axis, step in zip(starts.tolist(), ends.tolist(), axes.tolist(), steps.tolist(), strict=True):
-        axis %= len(shape)
-        taken = range(*slice(start, _open(end, step, shape[axis]), step).indices(shape[axis]))
-        if step < 0:
-            gradient = g.op("Slice", gradient, g.ints([-1]), g.ints([-(2**31)]), g.ints([axis]), g.ints([-1]))
-            taken = taken[::-1]
-        if abs(step) > 1:
-            gradient, sizes = _apart(g, gradient, sizes, axis, abs(step))
-        before[axis] = taken[0] if taken else 0
-        after[axis] = shape[axis] - before[axis] - sizes[axis]
-    if not any(before) and not any(after):
-        return [gradient]
-    return [g.op("Pad", gradient, g.ints([*before, *after]), g.number(0.0, g.x))]
+        size = shape[axis % rank]
+        taken[axis % rank] = range(size)[slice(start, None if step < 0 and end < -size else end, step)]
+    backwards = [axis for axis in range(rank) if taken[axis].step < 0]
+    gradient = reverse(g, g.dy, backwards)
+    upwards = [places[::-1] if places.step < 0 else places for places in taken]
+    apart = [places.step if len(places) > 1 else 1 for places in upwards]
+    gradient = spaced(g, gradient, sizes, apart)
+    before = [places.start if len(places) else 0 for places in upwards]
+    lengths = [(size - 1) * step + 1 if size else 0 for size, step in zip(sizes, apart, strict=True)]
+    after = [size - start - length for size, start, length in zip(shape, before, lengths, strict=True)]
+    return [padded(g, gradient, before, after)]
 
 
-def _open(end: int, step: int, size: int) -> int | None:
-    """Give an end as Python has it: one in front of the first element is none."""
-    return None if step < 0 and end < -size else end
+def reverse(g: Gradient, value: ir.Value, axes: Sequence[int]) -> ir.Value:
+    """Emit a value with the order along these axes reversed."""
+    if not axes:
+        return value
+    last, beyond = [-1] * len(axes), [-(2**31)] * len(axes)
+    return g.op("Slice", value, g.ints(last), g.ints(beyond), g.ints(axes), g.ints(last))
 
 
-def _apart(g: Gradient, value: ir.Value, sizes: Sequence[int], axis: int, step: int) -> tuple[ir.Value, list[int]]:
-    """Put step - 1 zeros between elements along an axis."""
-    count, rank = sizes[axis], len(sizes)
-    split = [*sizes[: axis + 1], 1, *sizes[axis + 1 :]]
-    pads = [0] * (2 * (rank + 1))
-    pads[rank + 1 + axis + 1] = step - 1
-    padded = g.op("Pad", g.reshape(value, split), g.ints(pads), g.number(0.0, g.x))
-    joined = [*sizes[:axis], count * step, *sizes[axis + 1 :]]
-    length = max(count * step - (step - 1), 0)
-    cut = g.op("Slice", g.reshape(padded, joined), g.ints([0]), g.ints([length]), g.ints([axis]))
-    return cut, [*sizes[:axis], length, *sizes[axis + 1 :]]
+def spaced(g: Gradient, value: ir.Value, sizes: Sequence[int], steps: Sequence[int]) -> ir.Value:
+    """Emit a value, of these sizes, with steps - 1 zeros between its elements along each axis."""
+    axes = [axis for axis, step in enumerate(steps) if step > 1]
+    if not axes:
+        return value
+    split: list[int] = []
+    pads: list[int] = []
+    joined = list(sizes)
+    for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+        split += [size, 1] if step > 1 else [size]
+        pads += [0, step - 1] if step > 1 else [0]
+        joined[axis] = size * step
+    wide = g.op("Pad", g.reshape(value, split), g.ints([*[0] * len(pads), *pads]))
+    ends = [joined[axis] - steps[axis] + 1 for axis in axes]
+    return g.op("Slice", g.reshape(wide, joined), g.ints([0] * len(axes)), g.ints(ends), g.ints(axes))
+
+
+def padded(g: Gradient, value: ir.Value, before: Sequence[int], after: Sequence[int]) -> ir.Value:
+    """Emit a value with so many zeros around it along each axis, cut where a number is negative."""
+    cut = [axis for axis, sides in enumerate(zip(before, after, strict=True)) if min(sides) < 0]
+    if cut:
+        starts = [max(0, -before[axis]) for axis in cut]
+        ends = [min(0, after[axis]) or 2**31 - 1 for axis in cut]
+        value = g.op("Slice", value, g.ints(starts), g.ints(ends), g.ints(cut))
+    pads = [max(0, number) for number in (*before, *after)]
+    return g.op("Pad", value, g.ints(pads)) if any(pads) else value
 
 
 @rule("Pad")
@@ -111,12 +146,8 @@ def pad(g: Gradient) -> Contributions:
     for place, axis in enumerate(axes):
         before[axis], after[axis] = given[place], given[len(axes) + place]
     if mode != "constant":
-        from bnfuse.autodiff.resampling import padded_axes
-
         return [padded_axes(g, before, after, mode)]
-    if not any(before) and not any(after):
-        return [g.dy]
-    gradient = g.op("Pad", g.dy, g.ints([-n for n in (*before, *after)]), g.number(0.0, g.x))
+    gradient = padded(g, g.dy, [-n for n in before], [-n for n in after])
     fill = g.optional(2)
     if fill is None or not g.wants(2):
         return [gradient]
@@ -137,10 +168,27 @@ def depth_to_space(g: Gradient) -> Contributions:
 @rule("SpaceToDepth")
 def space_to_depth(g: Gradient) -> Contributions:
     """Put the blocks together again."""
-    return [g.op("DepthToSpace", g.dy, blocksize=g.attribute("blocksize", 1), mode="DCR")]
+    n, c, h, w = g.shape(g.x)
+    b = g.attribute("blocksize", 1)
+    columns_first = g.attribute("mode", "DCR") == "CRD"
+    parts = [n, c, b, b, h // b, w // b] if columns_first else [n, b, b, c, h // b, w // b]
+    order = [0, 1, 4, 2, 5, 3] if columns_first else [0, 3, 4, 1, 5, 2]
+    return [g.reshape(g.transpose(g.reshape(g.dy, parts), order), [n, c, h, w])]
 
 
 @rule("Trilu")
 def triangle(g: Gradient) -> Contributions:
     """Take the same triangle."""
-    return [g.op("Trilu", g.dy, g.optional(1), upper=g.attribute("upper", 1))]
+    diagonal = g.known(g.optional(1))
+    if diagonal is None and g.optional(1) is not None:
+        return [g.op("Trilu", g.dy, g.optional(1), upper=g.attribute("upper", 1))]
+    cut = np.triu if g.attribute("upper", 1) else np.tril
+    kept = cut(np.ones(g.shape(g.x)[-2:], bool), 0 if diagonal is None else int(diagonal.item()))
+    return [g.where(g.array(kept, np.bool_, "triangle"), g.dy, g.number(0.0, g.dy))]
+
+
+@rule("ReverseSequence")
+def reverse_sequence(g: Gradient) -> Contributions:
+    """Reverse it again."""
+    given = {"batch_axis": g.attribute("batch_axis", 1), "time_axis": g.attribute("time_axis", 0)}
+    return [g.op("ReverseSequence", g.dy, g.operand(1), **given)]

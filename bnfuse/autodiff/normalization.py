@@ -38,7 +38,12 @@ def frozen_batch_norm(g: Gradient) -> Contributions:
     axes = [axis for axis in range(rank) if axis != 1]
     centred = g.sub(x, g.reshape(mean, aligned))
     dscale = g.div(g.sum(g.mul(g.dy, centred), axes), deviation)
-    return dx, dscale, g.sum(g.dy, axes)
+    dbias = g.sum(g.dy, axes)
+    if not g.wants(3) and not g.wants(4):
+        return dx, dscale, dbias
+    dmean = g.neg(g.div(g.mul(dbias, scale), deviation))
+    dvariance = g.mul(g.div(g.mul(dscale, scale), g.mul(deviation, deviation)), g.number(-0.5, variance))
+    return dx, dscale, dbias, dmean, dvariance
 
 
 @rule("ai.bnfuse::NormalizePointwise")

@@ -1,10 +1,12 @@
-"""Poolings of maps of rank 4, by the operators that have kernels; others are written as these when a graph is built."""
+"""Poolings: of maps of rank 4 by the operators that have kernels, others by standard operators."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
@@ -23,35 +25,42 @@ def max_pool(g: Gradient) -> Contributions:
     if g.attribute("storage_order", 0):
         raise g.error("has storage_order=1: its gradient takes indices by rows. Set it to 0.")
     indices = g.result(1, g.shape(g.y), ir.DataType.INT64, "indices")
+    if g.rank(g.x) != 4:
+        zeros = g.emitter.zeros((math.prod(g.shape(g.x)),), g.dtype(g.x), f"{g.node.name}/grad/zeros")
+        places, values = (g.reshape(value, (-1,)) for value in (indices, g.dy))
+        added = g.op("ScatterElements", zeros, places, values, axis=0, reduction="add")
+        return [g.reshape(added, g.shape(g.x))]
     window = _window(g, MAX_POOL_ATTRIBUTES)
     return [g.own(OpSpec((), "MaxPoolGrad"), {"dy": g.dy, "indices": indices, "x": g.x}, window)["dx"]]
 
 
 @rule("AveragePool")
 def average_pool(g: Gradient) -> Contributions:
-    """Spread each gradient over its window; over one with holes by the means along each axis, transposed."""
+    """Spread each gradient over its window."""
+    if any(size != 1 for size in g.attribute("dilations", ())) or g.rank(g.x) != 4:
+        window = _window(g, (*AVERAGE_POOL_ATTRIBUTES, "dilations"))
+        matrices = mean_matrices(window, g.shape(g.x))
+        return [back(g, {axis: _exact(matrix) for axis, matrix in matrices.items()})]
     window = _window(g, AVERAGE_POOL_ATTRIBUTES)
-    if any(size != 1 for size in g.attribute("dilations", ())):
-        dilated = {**window, "dilations": g.attribute("dilations", ())}
-        return [back(g, mean_matrices(dilated, g.shape(g.x)))]
     return [g.own(OpSpec((), "AveragePoolGrad"), {"dy": g.dy, "x": g.x}, window)["dx"]]
 
 
 @rule("GlobalAveragePool")
 def global_average_pool(g: Gradient) -> Contributions:
     """Spread each gradient over its map."""
-    _require_map(g)
+    if g.rank(g.x) != 4:
+        share = g.div(g.dy, g.number(math.prod(g.shape(g.x)[2:]), g.dy))
+        return [g.expand(share, g.shape(g.x))]
     return [g.own(OpSpec((), "GlobalAveragePoolGrad"), {"dy": g.dy, "x": g.x})["dx"]]
 
 
-def _require_map(g: Gradient) -> None:
-    if g.rank(g.x) != 4:
-        raise g.error(f"pools maps of rank {g.rank(g.x)}: there is a gradient of those of rank 4. Reshape around it.")
+def _exact(matrix: np.ndarray) -> np.ndarray:
+    """Give a matrix of shares of whole numbers, float64, of its float32 elements."""
+    return np.where(matrix > 0, 1 / np.rint(1 / np.where(matrix > 0, matrix, 1).astype(np.float64)), 0.0)
 
 
 def _window(g: Gradient, names: Sequence[str]) -> dict[str, Any]:
     """Give the attributes of a pooling with all defaults and auto_pad written out."""
-    _require_map(g)
     kernel = g.attribute("kernel_shape", ())
     rank = len(kernel)
     given = {

@@ -29,8 +29,8 @@ def kept(g: Gradient, value: ir.Value, axes: Sequence[int]) -> ir.Value:
 
 
 def spread(g: Gradient, value: ir.Value) -> ir.Value:
-    """Broadcast to the operand's shape."""
-    return g.expand(value, g.shape(g.x))
+    """Broadcast a value of the result's size to the operand's shape."""
+    return value if g.shape(g.x) == g.shape(g.y) else g.expand(value, g.shape(g.x))
 
 
 @rule("ReduceSum")
@@ -58,9 +58,15 @@ def reduce_extreme(g: Gradient) -> Contributions:
 
 @rule("ReduceProd")
 def reduce_product(g: Gradient) -> Contributions:
-    """dy*y/x; raises nothing at 0, where it gives what the limit is not: build writes products that can be 0 out."""
-    axes = axes_of(g)
-    return [g.div(g.mul(kept(g, g.dy, axes), kept(g, g.y, axes)), g.x)]
+    """Dy times the product of the other elements: that of those that are not 0, by x, where no other element is 0."""
+    axes, zero, one = axes_of(g), g.number(0.0, g.x), g.number(1.0, g.x)
+    is_zero = g.op("Equal", g.x, zero)
+    own = g.op("Cast", is_zero, to=int(g.dtype(g.x)))
+    other_zeros = g.sub(g.sum(own, axes, keepdims=True), own)
+    factors = g.where(is_zero, one, g.x)
+    product = g.op("ReduceProd", factors, g.ints(axes), keepdims=1) if axes else factors
+    share = g.div(g.mul(kept(g, g.dy, axes), product), factors)
+    return [g.where(g.op("Equal", other_zeros, zero), share, zero)]
 
 
 @rule("ReduceSumSquare")
@@ -71,7 +77,7 @@ def reduce_sum_square(g: Gradient) -> Contributions:
 
 @rule("ReduceL1")
 def reduce_l1(g: Gradient) -> Contributions:
-    """sign(x)*dy."""
+    """Dy with the sign of x."""
     return [g.mul(g.op("Sign", g.x), kept(g, g.dy, axes_of(g)))]
 
 

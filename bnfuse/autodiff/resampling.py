@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +17,12 @@ from bnfuse.opset.resampling import pad_matrices, resize_matrices
 Contributions = Sequence[ir.Value | None]
 
 
-@rule("Resize", "Upsample")
+@rule("Resize")
 def resize(g: Gradient) -> Contributions:
     """Multiply by the transposed matrices of the axes that are resampled."""
     attributes = {name: attribute.value for name, attribute in g.node.attributes.items()}
-    given = {"scales": g.known(g.optional(1))} if g.node.op_type == "Upsample" else _sizes(g)
     try:
-        matrices = resize_matrices(g.node.op_type, attributes, g.shape(g.x), **given)
+        matrices = resize_matrices("Resize", attributes, g.shape(g.x), **_sizes(g))
     except BnfuseError as error:
         raise g.error(f"{error}.") from None
     return [back(g, matrices)]
@@ -39,24 +39,29 @@ def _sizes(g: Gradient) -> dict[str, Any]:
 
 def padded_axes(g: Gradient, before: Sequence[int], after: Sequence[int], mode: str) -> ir.Value:
     """Emit the gradient of a Pad by elements of the map."""
-    return back(g, pad_matrices(mode, [*before, *after], None, g.shape(g.x)))
+    try:
+        return back(g, pad_matrices(mode, [*before, *after], None, g.shape(g.x)))
+    except BnfuseError as error:
+        raise g.error(f"{error}.") from None
 
 
 def back(g: Gradient, matrices: Mapping[int, np.ndarray]) -> ir.Value:
     """Multiply the gradient, of the result's shape, by the transposed matrix [in, out] of each axis.
 
-    Rows of the last two axes are multiplied where they lie; another axis is brought to the end and back.
+    Rows and columns of the last two axes are multiplied where they lie; another axis is that of rows once what is
+    before it and what is behind it are taken together.
     """
-    gradient, rank = g.dy, g.rank(g.x)
+    gradient, sizes = g.dy, list(g.shape(g.y))
     for axis, matrix in matrices.items():
-        if axis == rank - 1:
+        sizes[axis] = matrix.shape[1]
+        if axis == len(sizes) - 1:
             gradient = g.op("MatMul", gradient, _constant(g, matrix))
-        elif axis == rank - 2:
+        elif axis == len(sizes) - 2:
             gradient = g.op("MatMul", _constant(g, matrix.T), gradient)
         else:
-            order = [*(place for place in range(rank) if place != axis), axis]
-            moved = g.op("MatMul", g.transpose(gradient, order), _constant(g, matrix))
-            gradient = g.transpose(moved, [int(place) for place in np.argsort(order)])
+            inner = math.prod(sizes[axis + 1 :])
+            rows = g.reshape(gradient, [math.prod(sizes[:axis]), matrix.shape[0], inner])
+            gradient = g.reshape(g.op("MatMul", _constant(g, matrix.T), rows), sizes)
     return gradient
 
 

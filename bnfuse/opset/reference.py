@@ -132,7 +132,7 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     if "BatchNormGrad" in op.prologue:
         p, q, w = (per_channel(operands[f"grad_{name}"]) for name in "pqw")
         dy = p * dy + q * operands["grad_x"] + w
-    results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)}
+    results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)} if "BiasGrad" in op.epilogue else {}
     z = operands.get("x", dy)  # where x is no operand, no step reads z
     if "Normalize" in op.prologue:
         z = _prologue_step("Normalize", z, operands, attributes)

@@ -26,7 +26,7 @@ def result_shapes(op: OpSpec | PlainOp, shapes: Mapping[str, Shape], attributes:
 
 def channels(shape: Shape) -> Shape:
     """Give the shape of a coefficient of a map: (C,)."""
-    return (shape[1],) if shape else (None,)
+    return (shape[1],) if shape and len(shape) > 1 else (None,)
 
 
 def window_shape(x: Shape, out_channels: Dim, attributes: Attributes) -> Shape:
