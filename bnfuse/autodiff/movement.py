@@ -37,7 +37,8 @@ def expand(g: Gradient) -> Contributions:
 def tile(g: Gradient) -> Contributions:
     """Sum over the copies."""
     repeats, shape = [int(n) for n in g.constant(1, "repeats")], g.shape(g.x)
-    split, copies = [], []
+    split: list[int] = []
+    copies: list[int] = []
     for repeat, size in zip(repeats, shape, strict=True):
         if repeat != 1:
             copies.append(len(split))

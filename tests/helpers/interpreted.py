@@ -16,7 +16,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from bnfuse.core.windows import transposed_size
+from bnfuse.core.windows import transposed_pads, transposed_size
 from bnfuse.opset import reference
 from bnfuse.opset.spec import DOMAIN, find
 
@@ -136,7 +136,10 @@ class ConvTranspose(Written):
         rank = x.ndim - 2
         window = {"strides": [1] * rank, "dilations": [1] * rank, "pads": [0] * 2 * rank, "group": 1, **given}
         window["kernel_shape"] = weight.shape[2:]
-        sizes = transposed_size(window, x.shape[2:], given.get("output_padding", [0] * rank))
+        more, sizes = given.get("output_padding", [0] * rank), given.get("output_shape")
+        auto = given.get("auto_pad", b"NOTSET").decode()
+        window["pads"] = transposed_pads(window, x.shape[2:], sizes, more, auto)
+        sizes = sizes or transposed_size(window, x.shape[2:], more)
         shape = (x.shape[0], weight.shape[1] * window["group"], *sizes)
         y = reference.conv_grad_input(x, shape, weight, window)
         return (y if bias is None else y + bias.reshape(-1, *[1] * rank),)

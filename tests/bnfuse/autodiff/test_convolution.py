@@ -82,3 +82,26 @@ def test_a_transposed_convolution_is_the_gradient_of_one(trained, operators):
     feeds = {"x": floats(2, 3, 4, 4), "w": floats(3, 5, 3, 3, seed=1)}
     found = differentiated([node("ConvTranspose", "x w", "y", strides=[2, 2])], feeds, wanted=[trained])
     assert found.operators() == operators
+
+
+@pytest.mark.parametrize(
+    ("given", "crop"),
+    [
+        ({"auto_pad": "SAME_UPPER"}, (0, 1)),
+        ({"auto_pad": "SAME_LOWER"}, (1, 0)),
+        ({"auto_pad": "VALID"}, (0, 0)),
+        ({"output_shape": [6, 5]}, (0, 0)),
+    ],
+    ids=str,
+)
+def test_pads_of_a_transposed_convolution_that_follow_from_its_result(given, crop):
+    """Of stride 2 and kernel 3 a map of 3 x 2 becomes one of 7 x 5: what is too much is cropped."""
+    feeds = {"x": floats(1, 2, 3, 2), "w": floats(2, 3, 3, 3, seed=1)}
+
+    def function(torch, x, w):
+        y = torch.nn.functional.conv_transpose2d(x, w, stride=2)
+        if "output_shape" in given:  # the larger part in front
+            return y[:, :, 1:]
+        return y[:, :, crop[0] : 7 - crop[1], crop[0] : 5 - crop[1]]
+
+    check([node("ConvTranspose", "x w", "y", strides=[2, 2], **given)], feeds, function)
