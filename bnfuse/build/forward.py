@@ -59,9 +59,27 @@ REARRANGING = (
     "Unsqueeze",
 )
 COMPUTING = (  # of shapes and other constants; of parameters it is the network's own
-    *("Abs", "Add", "And", "Ceil", "Div", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max"),
+    *(
+        "Abs",
+        "Add",
+        "And",
+        "Ceil",
+        "Clip",
+        "Cos",
+        "CumSum",
+        "Div",
+        "Equal",
+        "Floor",
+        "Greater",
+        "GreaterOrEqual",
+        "Less",
+        "LessOrEqual",
+        "Max",
+    ),
     *("Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum"),
     *("Reciprocal", "Round", "ScatterElements", "ScatterND", "Sign", "Size", "Sqrt", "Sub", "Tile", "Where", "Xor"),
+    *("Erf", "Exp", "GatherElements", "GatherND", "IsInf", "IsNaN", "Log", "MatMul", "Mean", "OneHot", "ReduceMean"),
+    *("Relu", "Sigmoid", "Sin", "Tanh", "Trilu"),
 )
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 FOLD_LIMIT = 1 << 28  # elements

@@ -29,7 +29,6 @@ ALWAYS = {  # operand positions that hold a parameter wherever a constant stands
     "Einsum": (0, 1),
     "GRU": (1, 2, 3),
     "GroupNormalization": (1, 2),
-    "InstanceNormalization": (1, 2),
     "LSTM": (1, 2, 3, 7),
     "LayerNormalization": (1, 2),
     "PRelu": (1,),
@@ -40,6 +39,7 @@ UNLESS_CONSTANT = {  # positions that hold one where a tensor of rank >= 1 stand
     **dict.fromkeys(("Add", "Div", "Mul", "Sub"), (0, 1)),
     "Concat": range(1 << 10),
     "Gather": (0,),
+    "InstanceNormalization": (1, 2),  # torch writes GroupNorm with constants there
     "Where": (1, 2),
 }
 

@@ -20,6 +20,7 @@ from ..graph import Forward
 from . import activations, normalization, rearranging, reductions, windows
 from .batch_norm import batch_normalization
 from .einsum import einsum
+from .flat_maps import keep_flat
 from .functions import EXPANDED, expand
 from .group_norms import join_group_norms
 from .opsets import lower_opset
@@ -69,6 +70,7 @@ DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     "Selu": activations.selu,
     "SpaceToDepth": rearranging.space_to_depth,
 }
+WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")
 FALLBACKS = ("Celu", "Elu", "HardSigmoid", "Selu")  # for as long as they have no rule of their own
 SILENT = (
     "BatchNormalization",
@@ -109,6 +111,10 @@ def decompose(forward: Forward, constants: Constants, variables: frozenset[str] 
         for op in written:
             counts[op] = counts.get(op, 0) + 1
         constants = _replace(around, nodes, constants)
+    around = Surroundings(forward, variables)
+    if counts.keys() & {*WINDOWED} and keep_flat(around):
+        constants.names.update(tensor.name for tensor in around.added)
+        constants = settle_shapes(forward, constants)
     lower_opset(forward)
     for op, number in sorted(counts.items()):
         if op not in SILENT:

@@ -1,6 +1,6 @@
 """GroupNormalization as torch's exporter writes it, read as one operator again.
 
-Reshape(x; [N, groups, -1]) -> InstanceNormalization(ones, zeros) -> Reshape(to x's shape)
+Reshape(x; [N, groups, -1]) -> InstanceNormalization(ones, zeros) -> Reshape(to the shape of x) [-> Mul -> Add]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ def join_group_norms(around: Surroundings) -> int:
     """Turn the second Reshape into a GroupNormalization of x; gives how many. What it read before may be dead."""
     makers = around.forward.producers()
     found = 0
+    gone: list[onnx.NodeProto] = []
     for node in around.forward.graph.node:
         norm = makers.get(node.input[0]) if node.op_type == "Reshape" else None
         first = makers.get(norm.input[0]) if norm is not None and norm.op_type == "InstanceNormalization" else None
@@ -34,8 +35,36 @@ def join_group_norms(around: Surroundings) -> int:
         node.input.extend([x, *operands])
         set_attribute(node, "num_groups", grouped[1])
         set_attribute(node, "epsilon", attributes(norm).get("epsilon", 1e-5))
+        gone += _take_affine(around, node)
         found += 1
+    around.forward.remove_nodes(gone)
     return found
+
+
+def _take_affine(around: Surroundings, norm: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Take the Mul and Add behind it, by one parameter a channel, into the operator. Gives those that are dead."""
+    gone: list[onnx.NodeProto] = []
+    consumers, makers = around.forward.consumers(), around.forward.producers()
+    channels = (around.shapes.get(norm.output[0]) or [0, 0])[1]
+    for op, index in (("Mul", 1), ("Add", 2)):
+        readers = consumers.get(norm.output[0], [])
+        if len(readers) != 1 or readers[0].op_type != op or norm.output[0] in around.forward.output_names():
+            break
+        (aligned,) = [name for name in readers[0].input if name != norm.output[0]] or [""]
+        maker = makers.get(aligned)
+        rank = len(around.shapes.get(norm.output[0]) or [])
+        if maker is None or around.shapes.get(aligned) not in (
+            [channels, *[1] * (rank - 2)],
+            [1, channels, *[1] * (rank - 2)],
+        ):
+            break
+        if maker.op_type not in ("Reshape", "Unsqueeze") or around.shapes.get(maker.input[0]) != [channels]:
+            break
+        norm.input[index] = maker.input[0]
+        reader, norm_output = readers[0], norm.output[0]
+        norm.output[0], reader.output[0] = reader.output[0], norm_output
+        gone.append(reader)
+    return gone
 
 
 def _is_plain(around: Surroundings, norm: onnx.NodeProto) -> bool:

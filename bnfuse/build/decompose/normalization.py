@@ -13,7 +13,6 @@ Maps stay maps: statistics are one number a sample and channel, [N, C, 1, ...].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from .writer import Writer
@@ -21,53 +20,46 @@ from .writer import Writer
 
 def instance_normalization(write: Writer) -> None:
     """Write InstanceNormalization of any rank >= 3."""
-    x = write.node.input[0]
-    shape = write.shape(x)
-    y = _grouped(write, x, shape, shape[1], float(write.given.get("epsilon", 1e-5)))
-    write.give(_affine(write, y, [shape[1], *[1] * (len(shape) - 2)]))
+    _by_groups(write, write.shape(write.node.input[0])[1])
 
 
 def group_normalization(write: Writer) -> None:
     """Write GroupNormalization; its scale is one a group in opset 18 to 20, one a channel since."""
+    _by_groups(write, int(write.given["num_groups"]))
+
+
+def _by_groups(write: Writer, groups: int) -> None:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias, over the channels of each group and all pixels of a
+    sample. The scale meets the deviations, which are small, first."""
     x = write.node.input[0]
-    shape, groups = write.shape(x), int(write.given["num_groups"])
-    y = _grouped(write, x, shape, groups, float(write.given.get("epsilon", 1e-5)))
-    if write.shape(write.node.input[1])[0] == shape[1]:
-        write.give(_affine(write, y, [shape[1], *[1] * (len(shape) - 2)]))
-        return
-    for op, operand in zip(("Mul", "Add"), write.node.input[1:3], strict=True):
-        spread = write.add("Expand", [write.reshape(operand, [groups, 1]), _lengths(write, shape, groups)])
-        y = write.add(op, [y, write.reshape(spread, [shape[1], *[1] * (len(shape) - 2)])])
-    write.give(y)
-
-
-def _lengths(write: Writer, shape: list[int], groups: int) -> str:
-    return write.ints("groups", [groups, shape[1] // groups])
-
-
-def _grouped(write: Writer, x: str, shape: list[int], groups: int, epsilon: float) -> str:
-    """(x - mean) / sqrt(variance + epsilon) over the channels of each group and all pixels of a sample."""
+    shape = write.shape(x)
+    rank, members = len(shape), [shape[0], groups, shape[1] // groups]
 
     def mean(value: str) -> str:
-        rank = len(shape)
         if rank == 4:
             value = write.add("GlobalAveragePool", [value])
         elif rank > 2:
             value = write.reduce("ReduceMean", value, range(2, rank))
         if groups == shape[1]:
             return value
-        members = [shape[0], groups, shape[1] // groups]
         value = write.reduce("ReduceMean", write.add("Reshape", [value, write.ints("members", members)]), [2])
         value = write.add("Expand", [value, write.ints("members", members)])
-        return write.reshape(value, [*shape[:2], *[1] * (rank - 2)])
+        return write.add("Reshape", [value, write.ints("channels", [*shape[:2], *[1] * (rank - 2)])])
 
-    return _standardised(write, x, mean, epsilon)
+    def aligned(operand: str) -> str:
+        if write.shape(operand)[0] != shape[1]:  # one a group
+            spread = write.add("Reshape", [operand, write.ints("column", [groups, 1])])
+            operand = write.add("Expand", [spread, write.ints("group", members[1:])])
+        return write.add("Reshape", [operand, write.ints("aligned", [shape[1], *[1] * (rank - 2)])])
 
-
-def _standardised(write: Writer, x: str, mean: Callable[[str], str], epsilon: float, *, centred: bool = True) -> str:
-    if centred:
-        x = write.add("Sub", [x, mean(x)])
-    return write.add("Mul", [x, _inverse_deviation(write, mean(write.add("Mul", [x, x])), epsilon)])
+    centred = write.add("Sub", [x, mean(x)])
+    variance = mean(write.add("Mul", [centred, centred]))
+    factor = _inverse_deviation(write, variance, float(write.given.get("epsilon", 1e-5)))
+    scale, bias = write.node.input[1:3]
+    if not write.is_all(scale, 1.0):
+        factor = write.add("Mul", [factor, aligned(scale)])
+    y = write.add("Mul", [centred, factor])
+    write.give(y if write.is_all(bias, 0.0) else write.add("Add", [y, aligned(bias)]))
 
 
 def _inverse_deviation(write: Writer, variance: str, epsilon: float) -> str:
@@ -104,8 +96,8 @@ def rms_normalization(write: Writer) -> None:
     x = write.node.input[0]
     rank = len(write.shape(x))
     axes = range(int(write.given.get("axis", -1)) % rank, rank)
-    epsilon = float(write.given.get("epsilon", 1e-5))
-    y = _standardised(write, x, lambda value: write.reduce("ReduceMean", value, axes), epsilon, centred=False)
+    mean = write.reduce("ReduceMean", write.add("Mul", [x, x]), axes)
+    y = write.add("Mul", [x, _inverse_deviation(write, mean, float(write.given.get("epsilon", 1e-5)))])
     write.give(_affine(write, y, write.shape(write.node.input[1])))
 
 

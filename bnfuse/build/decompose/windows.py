@@ -1,11 +1,12 @@
 """Convolutions and poolings of one and three dimensions by those of two, and poolings of other norms.
 
     1-d      [N, C, L] as [N, C, 1, L], weights [O, I, k] as [O, I, 1, k]
+    3-d          the depth stands in the batch: [N*D, C, H, W]
     Conv 3-d     depth padded, the kD slices that a window reads laid behind each channel: a 2-d Conv of
                  [N*Do, C*kD, H, W] with the weight [O, I*kD, kH, kW]
     ConvTranspose 3-d    a 2-d one of [N*D, C, H, W] with O*kD channels, whose kD parts are laid out by stride and
                  summed
-    pools 3-d    of [N, C*D, H, W], then along the depth of [N, C, D, H*W]
+    pools 3-d    in the plane, then along the depth of [N, 1, D, C*H*W]
     LpPool       (kernel size * AveragePool(|x|^p))^(1/p), padding counted: it is 0
 
 An average of averages is the average over the whole window: how many elements count along the depth does not depend on
@@ -19,6 +20,7 @@ from typing import Any
 
 from bnfuse.core.windows import axes_of
 
+from .flat_maps import DEPTH_OUT
 from .writer import Writer
 
 
@@ -101,80 +103,89 @@ def _in_plane(window: dict[str, Any]) -> dict[str, Any]:
     return {**plane, "pads": [*pads[1:3], *pads[4:6]]}
 
 
+def _planes(write: Writer, x: str, *, flat: bool = True) -> str:
+    """Give [N, C, D, H, W] as [N, D, C, H, W], or [N*D, C, H, W]."""
+    n, c, d, h, w = write.shape(x)
+    x = write.transpose(x, DEPTH_OUT)
+    return write.add("Reshape", [x, write.ints("planes", [n * d, c, h, w])]) if flat else x
+
+
+def _give_planes(write: Writer, y: str) -> None:
+    """Make [N*D, C, H, W] the result."""
+    n, c, d, h, w = write.shape(write.node.output[0])
+    y = write.add("Reshape", [y, write.ints("depth", [n, d, c, h, w])])
+    write.give(write.transpose(y, DEPTH_OUT))
+
+
 def _deep_conv(write: Writer) -> None:
     (n, c, d, h, w), window = write.shape(write.node.input[0]), _window(write)
-    weight, result = write.shape(write.node.input[1]), write.shape(write.node.output[0])
+    weight, depth = write.shape(write.node.input[1]), write.shape(write.node.output[0])[2]
     deep, stride, dilation = (window[key][0] for key in ("kernel_shape", "strides", "dilations"))
     before, after = window["pads"][0], window["pads"][3]
-    depth = result[2]
-    x = write.pad(write.node.input[0], [0, 0, before, 0, 0], [0, 0, after, 0, 0])
-    whole = d + before + after
-    ends = [k * dilation + (depth - 1) * stride + 1 for k in range(deep)]
-    slices = [
-        x if (whole, stride) == (depth, 1) else write.slice(x, 2, k * dilation, ends[k], stride) for k in range(deep)
-    ]
-    x = slices[0] if deep == 1 else write.add("Concat", slices, axis=2)
-    x = write.add("Reshape", [x, write.ints("shape", [n, c, deep, depth, h * w])])
-    x = write.add("Reshape", [write.transpose(x, [0, 3, 1, 2, 4]), write.ints("shape", [n * depth, c * deep, h, w])])
+    x = write.pad(_planes(write, write.node.input[0], flat=False), [0, before, 0, 0, 0], [0, after, 0, 0, 0])
+    whole, reach = d + before + after, (depth - 1) * stride + 1
+    slices = []
+    for k in range(deep):
+        start = k * dilation
+        part = x if (whole, stride) == (depth, 1) else write.slice(x, 1, start, start + reach, stride)
+        slices.append(write.add("Reshape", [part, write.ints("slice", [n, depth, c, 1, h * w])]) if deep > 1 else part)
+    x = write.add("Concat", slices, axis=3) if deep > 1 else slices[0]
+    x = write.add("Reshape", [x, write.ints("planes", [n * depth, c * deep, h, w])])
     flat = write.reshape(write.node.input[1], [weight[0], weight[1] * deep, *weight[3:]])
-    y = write.add("Conv", [x, flat, *write.node.input[2:]], **_in_plane(window), group=write.given.get("group", 1))
-    y = write.reshape(y, [n, depth, result[1], result[3] * result[4]])
-    write.give(write.reshape(write.transpose(y, [0, 2, 1, 3]), result))
+    group = {"group": write.given.get("group", 1)}
+    _give_planes(write, write.add("Conv", [x, flat, *write.node.input[2:]], **_in_plane(window), **group))
 
 
 def _deep_conv_transpose(write: Writer) -> None:
-    (n, c, d, h, w), window = write.shape(write.node.input[0]), _window(write)
-    weight, result = write.shape(write.node.input[1]), write.shape(write.node.output[0])
+    (n, _, d, _, _), window = write.shape(write.node.input[0]), _window(write)
+    weight, (_, out, depth, height, width) = write.shape(write.node.input[1]), write.shape(write.node.output[0])
     deep, stride, dilation = (window[key][0] for key in ("kernel_shape", "strides", "dilations"))
     before, more = window["pads"][0], write.given.get("output_padding") or [0, 0, 0]
-    out, (depth, height, width) = result[1], result[2:]
-    x = write.transpose(write.node.input[0], [0, 2, 1, 3, 4])
-    x = write.add("Reshape", [x, write.ints("shape", [n * d, c, h, w])])
     flat = write.reshape(write.node.input[1], [weight[0], weight[1] * deep, *weight[3:]])
     attrs = {**_in_plane(window), "group": write.given.get("group", 1)}
     if any(more[1:]):
         attrs["output_padding"] = list(more[1:])
-    y = write.add("ConvTranspose", [x, flat], **attrs)
-    y = write.reshape(y, [n, d, out * deep, height * width])
-    y = write.reshape(write.transpose(y, [0, 2, 1, 3]), [n, out, deep, d, height * width])
+    y = write.add("ConvTranspose", [_planes(write, write.node.input[0]), flat], **attrs)
+    y = write.add("Reshape", [y, write.ints("parts", [n, d, out, deep, height * width])])
     whole = max((d - 1) * stride + dilation * (deep - 1) + stride, before + depth)
-    laid = []
+    plane, laid = out * height * width, []
     for k in range(deep):
-        part = write.slice(y, 2, k, k + 1) if deep > 1 else y
-        part = write.add("Reshape", [part, write.ints("shape", [n, out, d, 1, height * width])])
-        part = write.pad(part, [0] * 5, [0, 0, 0, stride - 1, 0])
-        part = write.add("Reshape", [part, write.ints("shape", [n, out, d * stride, height * width])])
-        behind = whole - d * stride - k * dilation
-        laid.append(write.pad(part, [0, 0, k * dilation, 0], [0, 0, behind, 0]))
+        part = write.slice(y, 3, k, k + 1) if deep > 1 else y
+        part = write.add("Reshape", [part, write.ints("part", [n, d, 1, plane])])
+        part = write.pad(part, [0] * 4, [0, 0, stride - 1, 0])
+        part = write.add("Reshape", [part, write.ints("spread", [n, d * stride, plane])])
+        laid.append(write.pad(part, [0, k * dilation, 0], [0, whole - d * stride - k * dilation, 0]))
     total = laid[0]
     for part in laid[1:]:
         total = write.add("Add", [total, part])
     if (before, whole) != (0, depth):
-        total = write.slice(total, 2, before, before + depth)
-    total = write.add("Reshape", [total, write.ints("shape", result)])
+        total = write.slice(total, 1, before, before + depth)
+    total = write.add("Reshape", [total, write.ints("planes", [n * depth, out, height, width])])
     bias = write.operand(2)
-    write.give(write.add("Add", [total, write.reshape(bias, [out, 1, 1, 1])]) if bias else total)
+    _give_planes(write, write.add("Add", [total, write.reshape(bias, [out, 1, 1])]) if bias else total)
 
 
 def _deep_pool(write: Writer) -> None:
-    (n, c, d, h, w), window = write.shape(write.node.input[0]), _window(write)
-    result, others = write.shape(write.node.output[0]), _others(write, "storage_order")
+    (n, c, d, _, _), window = write.shape(write.node.input[0]), _window(write)
+    (_, _, depth, height, width), others = write.shape(write.node.output[0]), _others(write, "storage_order")
     pads = window["pads"]
-    plane = _in_plane(window)
     along: dict[str, Any] = {
         "kernel_shape": [window["kernel_shape"][0], 1],
         "strides": [window["strides"][0], 1],
         "dilations": [window["dilations"][0], 1],
         "pads": [pads[0], 0, pads[3], 0],
     }
+    plane = _in_plane(window)
     if write.node.op_type == "AveragePool":
         for part in (plane, along):
             if set(part["dilations"]) == {1}:
                 del part["dilations"]
-    x = write.reshape(write.node.input[0], [n, c * d, h, w])
-    x = write.add(write.node.op_type, [x], **plane, **others)
-    x = write.reshape(x, [n, c, d, result[3] * result[4]])
-    write.give(write.reshape(write.add(write.node.op_type, [x], **along, **others), result))
+    x = write.add(write.node.op_type, [_planes(write, write.node.input[0])], **plane, **others)
+    if window["kernel_shape"][0] > 1 or depth != d:
+        x = write.add("Reshape", [x, write.ints("along", [n, 1, d, c * height * width])])
+        x = write.add(write.node.op_type, [x], **along, **others)
+        x = write.add("Reshape", [x, write.ints("planes", [n * depth, c, height, width])])
+    _give_planes(write, x)
 
 
 def global_pool(write: Writer) -> None:
