@@ -3,8 +3,8 @@
     Conv -> Reshape to [N, C, L] -> BatchNormalization -> Relu -> Reshape to [N, C, 1, L] -> Conv
     Conv -> BatchNormalization -> Relu -> Conv      of [N, C, 1, L] throughout
 
-A map [N, C, L] is [N, C, 1, L], and [N, C, D, H, W] is [N*D, C, H, W] with the depth in the batch: statistics by channel
-and everything element by element are the same of both.
+A map [N, C, L] is [N, C, 1, L], and [N, C, D, H, W] is [N*D, C, H, W] with the depth in the batch: statistics by
+channel and everything element by element are the same of both.
 """
 
 from __future__ import annotations

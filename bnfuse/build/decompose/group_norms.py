@@ -58,7 +58,8 @@ def _take_affine(around: Surroundings, norm: onnx.NodeProto) -> list[onnx.NodePr
             [1, channels, *[1] * (rank - 2)],
         ):
             break
-        if maker.op_type not in ("Reshape", "Unsqueeze") or around.shapes.get(maker.input[0]) != [channels]:
+        whole = around.values.get(maker.input[0]) if maker.op_type in ("Reshape", "Unsqueeze") else None
+        if whole is None or list(whole.dims) != [channels]:
             break
         norm.input[index] = maker.input[0]
         reader, norm_output = readers[0], norm.output[0]

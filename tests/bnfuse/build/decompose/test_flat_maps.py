@@ -51,10 +51,14 @@ def test_what_is_between_convolutions_is_computed_of_flat_maps(rank, name):
     model, feeds = network(rank, extra, last)
     made = check_same(model, feeds, variables=["w", "v", "s", "b", "m", "q"], gone=[], tolerance=1e-5)
     shapes = {value.name: len(value.type.tensor_type.shape.dim) for value in made.graph.value_info}
-    between = [n for n in made.graph.node if n.op_type in ("BatchNormalization", "Relu", "Add", "Neg", "Concat", "MaxPool")]
+    between = [
+        n for n in made.graph.node if n.op_type in ("BatchNormalization", "Relu", "Add", "Neg", "Concat", "MaxPool")
+    ]
     kept = [node for node in between if node.name in ("bn", "relu", "add", "neg", "join", "pool")]
     assert kept and all(shapes[node.output[0]] == 4 for node in kept)
-    moved = [n.op_type for n in made.graph.node if n.op_type in ("Reshape", "Transpose") and n.input[0] not in ("w", "v")]
+    moved = [
+        n.op_type for n in made.graph.node if n.op_type in ("Reshape", "Transpose") and n.input[0] not in ("w", "v")
+    ]
     if rank == 1 and name != "halves of a concatenation":
         assert moved == ["Reshape", "Reshape"]  # the way in and the way out
 
