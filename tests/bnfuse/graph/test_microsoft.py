@@ -89,6 +89,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 4, 5), (2, 4, 5, 3), (2, 4, 2, 3, 2)])
+@pytest.mark.ort_training
 def test_a_batch_norm_and_its_gradient(shape):
     c = shape[1]
     feeds = {"x": normal(0, *shape), "scale": normal(1, c), "bias": normal(2, c), "rm": normal(3, c)}
@@ -112,6 +113,7 @@ def test_a_batch_norm_with_the_attributes_left_out():
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.ort_training
 def test_a_layer_norm(axis):
     shape = (2, 5, 6)
     inner = shape[axis % 3 :]
@@ -162,12 +164,14 @@ def conv_model(window, group, wanted, rank=2, auto_pad=None):
     group=st.sampled_from([1, 2]),
     wanted=st.sampled_from([("dx",), ("dw",), ("dx", "dw"), ("dx", "dw", "db"), ("dw", "db"), ("dx", "db")]),
 )
+@pytest.mark.ort_training
 def test_a_convolution(window, group, wanted):
     spec = "ConvGrad" if {"dx", "dw"} <= {*wanted} else "ConvGradInput" if "dx" in wanted else "ConvGradWeight"
     (op,) = same(*conv_model(window, group, wanted), 1e-4)
     assert op == spec + ("BiasGrad" if "db" in wanted else "")
 
 
+@pytest.mark.ort_training
 def test_a_bias_alone():
     window = {"kernel_shape": (3, 3), "strides": (1, 1), "dilations": (1, 1), "pads": (0, 0, 0, 0)}
     assert same(*conv_model(window, 1, ("db",))) == ["ReduceSum"]
@@ -187,6 +191,7 @@ def test_padding_that_follows_from_the_sizes(auto_pad):
 
 
 @pytest.mark.parametrize("wanted", [("dx", "dw", "db"), ("dx",), ("dw",)])
+@pytest.mark.ort_training
 def test_a_convolution_of_one_dimension(wanted):
     window = {"kernel_shape": (3,), "strides": (2,), "dilations": (2,), "pads": (1, 2)}
     same(*conv_model(window, 2, wanted, rank=1), 1e-4)
@@ -206,12 +211,14 @@ def pool_model(kind, window, shape=(2, 3, 9, 8)):
 
 @random
 @given(window=windows(), ceil_mode=st.integers(0, 1))
+@pytest.mark.ort_training
 def test_a_max_pooling(window, ceil_mode):
     assert same(*pool_model("MaxPool", {**window, "ceil_mode": ceil_mode})) == ["MaxPool", "MaxPoolGrad"]
 
 
 @random
 @given(window=windows(), count=st.integers(0, 1))
+@pytest.mark.ort_training
 def test_an_average_pooling(window, count):
     window.pop("dilations")
     model, feeds = pool_model("AveragePool", {**window, "count_include_pad": count})
@@ -219,6 +226,7 @@ def test_an_average_pooling(window, count):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 9), (2, 3, 5, 4, 6)])
+@pytest.mark.ort_training
 def test_poolings_of_other_dimensions(shape):
     count = len(shape) - 2
     window = {"kernel_shape": [2] * count, "strides": [2] * count}
@@ -231,6 +239,7 @@ def test_poolings_of_other_dimensions(shape):
             convert(ir.from_proto(model))
 
 
+@pytest.mark.ort_training
 def test_an_average_pooling_under_another_name_is_found_by_its_window():
     model, feeds = pool_model("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2]})
     model.graph.node[1].name = "gradient"
@@ -241,6 +250,7 @@ def test_an_average_pooling_under_another_name_is_found_by_its_window():
         convert(ir.from_proto(model))
 
 
+@pytest.mark.ort_training
 def test_a_global_average_pooling():
     feeds = {"x": normal(0, 2, 3, 4, 5), "dy": normal(1, 2, 3, 1, 1)}
     nodes = [
@@ -271,6 +281,7 @@ def test_a_global_average_pooling():
         ("FastGeluGrad", {}),
     ],
 )
+@pytest.mark.ort_training
 def test_gradients_of_activations(op, attributes, shape):
     feeds = {"dy": normal(0, *shape), "x": normal(1, *shape)}
     model = model_of([node(op, ["dy", "x"], ["dx"], **attributes)], feeds, ["dx"], shapes={"dx": list(shape)})
@@ -280,6 +291,7 @@ def test_gradients_of_activations(op, attributes, shape):
 
 
 @pytest.mark.parametrize("op", ["Sigmoid", "Tanh", "LeakyRelu"])
+@pytest.mark.ort_training
 def test_gradients_that_read_the_result_of_an_activation(op):
     feeds = {"dy": normal(0, 2, 3, 4, 4), "x": normal(1, 2, 3, 4, 4)}
     nodes = [node(op, ["x"], ["y"], ""), node(f"{op}Grad", ["dy", "y"], ["dx"])]
@@ -300,12 +312,14 @@ def test_activations_of_onnxruntime(op, operands, opset):
 
 
 @pytest.mark.parametrize("op", ["BiasGeluGrad_dX", "BiasFastGeluGrad_dX"])
+@pytest.mark.ort_training
 def test_gradients_of_activations_of_a_sum(op):
     feeds = {"dy": normal(0, 2, 5), "x": normal(1, 2, 5), "bias": normal(2, 5)}
     same(model_of([node(op, list(feeds), ["dx"])], feeds, ["dx"], shapes={"dx": [2, 5]}), feeds)
 
 
 @pytest.mark.parametrize("bounds", [("low", "high"), ("low",), ("high",)])
+@pytest.mark.ort_training
 def test_the_gradient_of_a_clip(bounds):
     feeds = {"dy": normal(0, 2, 3, 4, 4), "x": normal(1, 2, 3, 4, 4)}
     tests = {"low": ("GreaterOrEqual", -0.5), "high": ("LessOrEqual", 0.75)}
@@ -324,6 +338,7 @@ def test_the_gradient_of_a_clip(bounds):
 
 @random
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), axis=st.sampled_from([0, 1, -1]))
+@pytest.mark.ort_training
 def test_a_concatenation_and_the_pieces_of_its_gradient(lengths, axis):
     def shape(size):
         sizes = [3, 4, 2]
@@ -364,6 +379,7 @@ def test_a_slice(data):
 
 @random
 @given(axis=st.integers(-3, 2), rows=st.sampled_from([(), (4,), (2, 3)]), kind=st.sampled_from([np.int32, np.int64]))
+@pytest.mark.ort_training
 def test_a_look_up(axis, rows, kind):
     shape = [3, 4, 2]
     indices = np.random.default_rng(0).integers(-shape[axis], shape[axis], rows).astype(kind)
@@ -378,6 +394,7 @@ def test_a_look_up(axis, rows, kind):
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.ort_training
 def test_a_look_up_of_elements(axis):
     indices = np.random.default_rng(0).integers(0, 2, (2, 3)).astype(np.int64)
     feeds, constants = {"dy": normal(1, 2, 3), "indices": indices}, {"shape": np.array([2, 3], np.int64)}
@@ -394,6 +411,7 @@ def dropout_model(ratio: float) -> tuple[onnx.ModelProto, Arrays]:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5])
+@pytest.mark.ort_training
 def test_a_dropout(ratio):
     same(*dropout_model(ratio))
 
@@ -407,6 +425,7 @@ def test_a_dropout_that_is_taken_out_afterwards_leaves_its_gradient_as_it_comes(
 
 @pytest.mark.parametrize("down", [0, 1])
 @pytest.mark.parametrize("kind", [np.float32, np.int64])
+@pytest.mark.ort_training
 def test_a_scale(down, kind):
     feeds, constants = {"x": normal(0, 2, 3)}, {"factor": np.array(3, kind)}
     nodes = [node("Scale", ["x", "factor"], ["y"], scale_down=down)]
@@ -432,6 +451,7 @@ def test_a_matrix_product(batch, a, b, alpha):
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (2, 3)), ((2, 3), (3,)), ((2, 1), (2, 3)), ((3,), (2, 3)), ((2, 3), ())])
+@pytest.mark.ort_training
 def test_a_quotient(shapes):
     a, b = shapes
     y = np.broadcast_shapes(*shapes)
@@ -444,6 +464,7 @@ def test_a_quotient(shapes):
 
 @pytest.mark.parametrize("op", ["SoftmaxGrad_13", "LogSoftmaxGrad_13"])
 @pytest.mark.parametrize("axis", [-1, 1, 0])
+@pytest.mark.ort_training
 def test_softmaxes(op, axis):
     feeds = {"dy": normal(0, 2, 3, 4), "y": -np.abs(normal(1, 2, 3, 4))}
     same(model_of([node(op, ["dy", "y"], ["dx"], axis=axis)], feeds, ["dx"], shapes={"dx": [2, 3, 4]}), feeds)
@@ -454,6 +475,7 @@ def test_softmaxes(op, axis):
 @pytest.mark.parametrize("ignored", [None, 1, -100])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.ort_training
 def test_a_cross_entropy(inner, reduction, ignored, weighted, internal):
     n, classes = 4, 5
     labels = np.random.default_rng(0).integers(0, classes, (n, *inner))
@@ -539,6 +561,7 @@ def test_another_element_type():
 
 
 @pytest.mark.parametrize("opset", [13, 15])
+@pytest.mark.ort_training
 def test_an_older_opset_is_raised_to_one_that_can_add_where_it_scatters(opset):
     model, feeds = pool_model("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]})
     model.opset_import[0].version = opset
