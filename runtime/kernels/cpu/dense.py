@@ -10,6 +10,8 @@ B as [n, k], the weight of a classifier: A and B run along k, so dot products ne
     for block of k (2048):  for 6 columns:  for 4 rows:     24 vector registers, summed across their lanes at the end
         for 16 k:                                           4 vectors of A times 6 of B
 
+Of a batch with few of k (the scores of an attention) blocks of such a B are turned around in L1, for outer products.
+
 Both add into y after each block of k. Where the columns are fewer than the threads need, the rows are shared instead.
 Of a batch each thread has whole products, unless there are too few: then all threads share one after the other.
 """
@@ -34,14 +36,22 @@ from bnfuse.runtime.targets.target import CpuTarget
 # Blocks of k, and the accumulators (28 and 24 of 32 vector registers): chosen by hand
 OUTER_K, OUTER_ROWS, OUTER_VECTORS = 64, 14, 2
 DOT_K, DOT_ROWS, DOT_COLUMNS = 2048, 4, 6
+SHORT = 256  # of k: dot products that end before their sums across lanes pay
 
 
 def gemm(problem: GemmProblem, target: CpuTarget) -> Kernel:
     """Make the kernel a, b, [c] -> y, flat float32. Raises BnfuseError as `gemm_params` does."""
     params = gemm_params(problem)
     name = unique_name("Gemm", problem, target)
-    nest = Dots if problem.trans_b and not problem.trans_a else OuterProducts
+    nest = nest_of(problem)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, {}, nest(problem, target).emit))
+
+
+def nest_of(problem: GemmProblem) -> type[OuterProducts] | type[Dots]:
+    """Choose the nest of a problem."""
+    if not problem.trans_b or problem.trans_a:
+        return OuterProducts
+    return TurnedColumns if problem.batch and problem.k <= SHORT else Dots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +125,27 @@ class _Nest:
         """Make the part of y that one thread makes: `own` are its blocks of columns or of rows."""
         problem = self.problem
 
-        def each_tile() -> Iterator[tuple[Block, Block]]:
+        def each_tile(depth: Block | None = None) -> Iterator[tuple[Block, Block]]:
             if by_columns:
                 for columns in own():
+                    self.begin(columns, depth)
                     for rows in blocks(problem.m, self.rows):
                         yield rows, columns
             else:
                 for rows in own():
                     for columns in blocks(problem.n, self.columns):
+                        self.begin(columns, depth)
                         yield rows, columns
 
         if not self.one_pass:
             for rows, columns in each_tile():
                 self._start(rows, columns)
         for depth in blocks(problem.k, self.depth):
-            for rows, columns in each_tile():
+            for rows, columns in each_tile(depth):
                 self.tile(rows, columns, depth)
+
+    def begin(self, columns: Block, depth: Block | None) -> None:
+        """Make ready for the tiles of some columns and one block of k: nothing by default."""
 
     def tile(self, rows: Block, columns: Block, depth: Block) -> None:
         raise NotImplementedError
@@ -191,12 +206,36 @@ class OuterProducts(_Nest):
                 for v, width in pieces:
                     with T.vectorized(0, width) as j:
                         at = r * columns.size + v + j
-                        a, b = self.a(rows.start + r, k), self.b(k, columns.start + v + j)
+                        a, b = self.a(rows.start + r, k), self.column(columns, depth, i, v + j)
                         T.buffer_store(sums, fma(a, b, sums[at]), [at])
         for r in range(rows.size):
             for v, width in pieces:
                 with T.vectorized(0, width) as j:
                     self.put(rows.start + r, columns.start + v + j, sums[r * columns.size + v + j])
+
+    def column(self, columns: Block, depth: Block, k: Expr, column: Expr) -> Expr:
+        """Read B at a place within both blocks."""
+        return self.b(depth.start + k, columns.start + column)
+
+
+class TurnedColumns(OuterProducts):
+    """Outer products with a B that is stored along k: a block of its columns lies in L1 as its rows do."""
+
+    def begin(self, columns: Block, depth: Block | None) -> None:
+        """Turn a block of B around."""
+        if depth is None:
+            return
+        self.turned = tir.registers(self.columns * self.depth)
+        with T.serial(0, columns.size) as column:
+            for vector in vectors(depth.size, self.target.lanes):
+                with vector.each() as j:
+                    k = vector.base + j
+                    value = self.b(depth.start + k, columns.start + column)
+                    T.buffer_store(self.turned, value, [k * self.columns + column])
+
+    def column(self, columns: Block, depth: Block, k: Expr, column: Expr) -> Expr:
+        """Read B at a place within both blocks, where it has been turned."""
+        return self.turned[k * self.columns + column]
 
 
 class Dots(_Nest):
