@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,16 +19,19 @@ FOLDED = 1 << 16  # elements of the constants that a rule asks for: axes, shapes
 
 
 class Emitter:
-    """Appends nodes to a graph, with names that nothing else has and each constant once."""
+    """Appends nodes to a graph, with names that nothing else has and each constant once.
 
-    def __init__(self, model: ir.Model) -> None:
+    `variables` are no constants, even where the graph has a value for them.
+    """
+
+    def __init__(self, model: ir.Model, variables: Iterable[ir.Value] = ()) -> None:
         self.model, self.graph = model, model.graph
         self.opset = model.opset_imports.get("", 1)
         self._names = _all_names(model.graph)
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._nodes: list[ir.Node] = []
         self._made: set[ir.Value] = set()
-        self._known: dict[ir.Value, np.ndarray | None] = {}
+        self._known: dict[ir.Value, np.ndarray | None] = dict.fromkeys(variables)
 
     def fresh(self, base: str) -> str:
         """Make a name that no value and no node has."""
@@ -105,6 +109,9 @@ class Emitter:
             shape = static_shape(node.inputs[0])
             start, end = (node.attributes[k].as_int() if k in node.attributes else None for k in ("start", "end"))
             return None if shape is None else np.array(shape, np.int64)[start:end]
+        if node.op_type == "Size":
+            shape = static_shape(node.inputs[0])
+            return None if shape is None else np.array(math.prod(shape), np.int64)
         operands = [self.known(operand) for operand in node.inputs]
         if any(v is not None and known is None for v, known in zip(node.inputs, operands, strict=True)):
             return None

@@ -53,9 +53,9 @@ class _Sweep:
         opset = model.opset_imports.get("", 1)
         if opset < OLDEST_OPSET:
             raise BnfuseError(f"{file or model.graph.name}: gradients need opset {OLDEST_OPSET}, this is {opset}")
-        self.emitter = Emitter(model)
         self.values = _values_by_name(model.graph)
         self.wanted = [self._value(name) for name in wanted]
+        self.emitter = Emitter(model, self.wanted)
         self.seeds = {self._value(name): seed for name, seed in seeds.items()}
         self.forward = list(model.graph)
         self.active = active_values(self.forward, self.wanted, list(self.seeds))

@@ -27,7 +27,7 @@ Arrays = dict[str, np.ndarray]
 Nodes = Sequence[onnx.NodeProto]
 
 few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-many = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 seeds = st.integers(0, 2**32 - 1)
 
 

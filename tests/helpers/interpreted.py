@@ -27,7 +27,9 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], outputs: Sequence[
     operators = [type(name, (Own,), {}) for name in sorted(own)]
     session = ReferenceEvaluator(model, new_ops=[*operators, *Written.__subclasses__()])
     names = list(outputs or session.output_names)
-    return {name: np.asarray(value) for name, value in zip(names, session.run(names, feeds), strict=True)}
+    with np.errstate(all="ignore"):
+        found = session.run(names, feeds)
+    return {name: np.asarray(value) for name, value in zip(names, found, strict=True)}
 
 
 class _Plain(OpRun):
