@@ -235,27 +235,33 @@ def lower_sum(low: Lowering, node: ir.Node) -> None:
     low.launch(registry.SUM_MAPS, (kinds, y.type, low.target), refs)
 
 
-def lower_scatter_nd(low: Lowering, node: ir.Node) -> None:
-    """Of constant indices a kernel that knows the updates of each row; else generic."""
+def lower_scatter(low: Lowering, node: ir.Node) -> None:
+    """Lower ScatterND and ScatterElements. Rows of constant indices get a kernel that knows the updates of each."""
     data, indices, updates = (low.operand(node, index) for index in range(3))
-    known = low.constant(indices)
     shape, dtype = low.shape(data), low.form(data).dtype
-    named = shape[: known.shape[-1]] if known is not None else ()
-    rows = math.prod(named)
-    if known is None or known.size == 0 or math.prod(shape) == 0 or rows > SCATTERED_ROWS:
-        lower_generic(low, node)
-        return
-    starts, order = updates_by_row(known, named)
-    attributes = {"reduction": attributes_of(node).get("reduction", "none")}
-    ins = [(shape, dtype), (low.shape(updates), dtype), *((array.shape, array.dtype.name) for array in (starts, order))]
-    refs: dict[str, Ref] = {
-        "in0": low.dense(data),
-        "in1": low.dense(updates),
-        "in2": low.constant_storage(starts),
-        "in3": low.constant_storage(order),
-        "out0": low.new_dense(node.outputs[0], shape, dtype),
-    }
-    launch_as("ScatterRows", low, ins, [(shape, dtype)], attributes, refs)
+    attributes = {name: attributes_of(node)[name] for name in ("axis", "reduction") if name in node.attributes}
+    start, known = low.constant(data), low.constant(indices)
+    operands: list[tuple[tuple[Any, str], int]] = []
+    if start is not None and start.size and (start == start.flat[0]).all():
+        attributes["fill"] = start.flat[0].item()
+    else:
+        operands.append(((shape, dtype), low.dense(data)))
+    op_type, changes = node.op_type, ((low.shape(updates), dtype), low.dense(updates))
+    if known is None or not is_listed(node, shape, known):
+        operands += [((low.shape(indices), low.form(indices).dtype), low.dense(indices)), changes]
+    else:
+        op_type = "ScatterRows"
+        lists = updates_by_row(known, shape[: known.shape[-1]])
+        operands += [changes, *(((a.shape, a.dtype.name), low.constant_storage(a)) for a in lists)]
+    refs: dict[str, Ref] = {f"in{i}": storage for i, (_, storage) in enumerate(operands)}
+    refs["out0"] = low.new_dense(node.outputs[0], shape, dtype)
+    launch_as(op_type, low, [kind for kind, _ in operands], [(shape, dtype)], attributes, refs)
+
+
+def is_listed(node: ir.Node, shape: tuple[int, ...], indices: np.ndarray) -> bool:
+    """Whether the updates of a scatter into data of this shape are listed row by row beforehand."""
+    rows = math.prod(shape[: indices.shape[-1]]) if node.op_type == "ScatterND" else 0
+    return indices.size > 0 and math.prod(shape) > 0 and 0 < rows <= SCATTERED_ROWS
 
 
 def updates_by_row(indices: np.ndarray, named: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.lowering import concat, dense, elementwise, sparse, transposing, windows
-from bnfuse.runtime.lowering.generic import lower_scatter_nd, lower_sum
+from bnfuse.runtime.lowering.generic import lower_scatter, lower_sum
 from bnfuse.runtime.lowering.state import Lowering
 
 
@@ -45,7 +45,8 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     ("", "Clip"): elementwise.lower_clip,
     ("", "Add"): elementwise.lower_add,
     ("", "Sum"): lower_sum,
-    ("", "ScatterND"): lower_scatter_nd,
+    ("", "ScatterND"): lower_scatter,
+    ("", "ScatterElements"): lower_scatter,
     ("", "Concat"): concat.lower_concat,
     ("", "Split"): concat.lower_split,
     **{("", name): lower_reshape for name in RESHAPES},

@@ -114,6 +114,18 @@ def test_scatter_nd_with_updates_that_meet(shape, place, reduction):
     base.agree(found, wanted, 1e-5)
 
 
+def test_scatters_into_one_number():
+    where, updates = np.array([[1], [3], [1]], I64), np.array([2, 3, 4], F)
+    like = np.empty(5, F)
+    found = run("ScatterND", [where, updates], [like], {"reduction": "add", "fill": 0.5})[0]
+    assert found.tolist() == [0.5, 6.5, 0.5, 3.5, 0.5]
+    found = run("ScatterElements", [where[:, 0], updates], [like], {"reduction": "none", "fill": 0.5})[0]
+    assert found.tolist() == [0.5, 4, 0.5, 3, 0.5]
+    lists = np.array([0, 0, 2, 2, 3, 3], np.int32), np.array([0, 2, 1], np.int32)
+    found = run("ScatterRows", [updates, *lists], [like], {"reduction": "add", "fill": 0.5})[0]
+    assert found.tolist() == [0.5, 6.5, 0.5, 3.5, 0.5]
+
+
 @given(st.data())
 @few
 def test_a_scatter_adds_what_a_gather_read(data):

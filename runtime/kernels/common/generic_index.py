@@ -6,8 +6,10 @@ joined in the order in which they stand, on every target: no result depends on h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -28,7 +30,7 @@ from bnfuse.runtime.kernels.common.generic import (
     walk,
 )
 from bnfuse.runtime.kernels.common.generic_elementwise import larger, smaller
-from bnfuse.runtime.kernels.common.generic_moves import fill, move, position
+from bnfuse.runtime.kernels.common.generic_moves import fill, position
 from bnfuse.runtime.kernels.common.steps import Expr
 
 COMPARED = 1 << 23  # elements of a result each of which may look at all updates; chosen by hand
@@ -96,17 +98,17 @@ def gather_nd(problem: GenericProblem, args: Buffers) -> None:
 
     def row(at: Expr, along: Along) -> None:
         start = tirx.floordiv(at, each) * math.prod(named)
-        base = T.bind((start + named_row(args, at, named)) * inner)
+        base = T.bind((start + named_row(args["in1"], at, named)) * inner)
         along(lambda k: store(args, "out0", at * inner + k, args["in0"][base + k]))
 
     walk().rows(math.prod(indices[:-1]), inner, row)
 
 
-def named_row(args: Buffers, at: Expr, named: Shape) -> Expr:
-    """Write which row of the axes `named` the index vector number `at`, in in1, is."""
+def named_row(indices: Any, at: Expr, named: Shape) -> Expr:
+    """Write which row of the axes `named` the index vector number `at` is."""
     found: Expr = tirx.const(0, "int32")
     for i, (size, stride) in enumerate(zip(named, row_major(named), strict=True)):
-        found = found + clamped(args["in1"][at * len(named) + i], size) * stride
+        found = found + clamped(indices[at * len(named) + i], size) * stride
     return found
 
 
@@ -152,18 +154,62 @@ def gather_grad(problem: GenericProblem, args: Buffers) -> None:
     def image(at: Expr, along: Along) -> None:
         with T.serial(0, count) as i:
             base = T.bind((at * length + clamped(args["in0"][i], length)) * inner)
-            along(lambda k: _join(args, "add", base + k, args["in1"][(at * count + i) * inner + k]))
+
+            def add(k: Expr) -> None:
+                store(args, "out0", base + k, args["out0"][base + k] + args["in1"][(at * count + i) * inner + k])
+
+            along(add)
 
     walk().rows(outer if count else 0, inner, image)
 
 
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """A scatter under construction. Data that are one number everywhere are no operand but the attribute `fill`."""
+
+    problem: GenericProblem
+    args: Buffers
+
+    @property
+    def shape(self) -> Shape:
+        """Give the shape of the data and of the result."""
+        return self.problem.out_shape
+
+    def operand(self, index: int) -> Any:
+        """Give the operand that has this number behind the data."""
+        return self.args[f"in{self._number(index)}"]
+
+    def shape_of(self, index: int) -> Shape:
+        """Give the shape of the operand that has this number behind the data."""
+        return self.problem.shape(self._number(index))
+
+    def _number(self, index: int) -> int:
+        return index + int(self.problem.attribute("fill") is None)
+
+    def start(self, at: Expr) -> Expr:
+        """Write what the result is before any update, at one place."""
+        value = self.problem.attribute("fill")
+        return self.args["in0"][at] if value is None else tirx.const(value, self.problem.out_dtype)
+
+    def start_all(self) -> None:
+        """Write what the result is before any update."""
+        nest(self.shape, [dense_view(self.shape)], lambda at: store(self.args, "out0", at, self.start(at)))
+
+    def join(self, to: Expr, value: Expr) -> None:
+        """Join an update to what the result has there."""
+        join = JOINS[str(self.problem.attribute("reduction", "none"))]
+        store(self.args, "out0", to, join(self.args["out0"][to], value))
+
+
 def scatter_elements(problem: GenericProblem, args: Buffers) -> None:
-    """Join updates into a copy of the data at the same place but along the axis: in0, indices, updates -> out0.
+    """Join updates into a copy of the data at the same place but along the axis: data, indices, updates -> out0.
 
     Only updates along the axis can meet: a thread does all of them, in their order.
     """
-    data, space, axis = problem.shape(0), problem.shape(1), problem.axis(0)
-    _copy(problem, args)
+    scatter = Scatter(problem, args)
+    data, space = scatter.shape, scatter.shape_of(0)
+    axis = int(problem.attribute("axis", 0)) % len(data)
+    scatter.start_all()
     views = [dense_view(space), View(row_major(data))]
     kept = [i for i in range(len(space)) if i != axis]
     others = tuple(space[i] for i in kept)
@@ -173,8 +219,8 @@ def scatter_elements(problem: GenericProblem, args: Buffers) -> None:
         update, base = (T.bind(start) for start in starts_of(index, others, narrowed))
         with T.serial(0, space[axis]) as i:
             at = T.bind(update + i * views[0].strides[axis])
-            to = T.bind(base + clamped(args["in1"][at], data[axis]) * views[1].strides[axis])
-            _join(args, _reduction(problem), to, args["in2"][at])
+            to = T.bind(base + clamped(scatter.operand(0)[at], data[axis]) * views[1].strides[axis])
+            scatter.join(to, scatter.operand(1)[at])
 
     walk().each(math.prod(others) if space[axis] else 0, line)
 
@@ -185,24 +231,25 @@ def scatter_nd(problem: GenericProblem, args: Buffers) -> None:
     The threads share what lies behind the axes that an index names, and go over all updates. Where that keeps too few
     of them busy, they share the whole result, and each looks for the updates of its own element.
     """
-    data, indices = problem.shape(0), problem.shape(1)
+    scatter = Scatter(problem, args)
+    data, indices = scatter.shape, scatter.shape_of(0)
     named = data[: indices[-1]]
     rows, inner, count = math.prod(named), math.prod(data[len(named) :]), math.prod(indices[:-1])
-    _copy(problem, args)
-    if count == 0:
-        return
+    scatter.start_all()
 
     def add(row: Expr, i: Expr, along: Along) -> None:
-        along(lambda k: _join(args, _reduction(problem), row * inner + k, args["in2"][i * inner + k]))
+        along(lambda k: scatter.join(row * inner + k, scatter.operand(1)[i * inner + k]))
 
     def all_updates(_: Expr, along: Along) -> None:
         with T.serial(0, count) as i:
-            add(T.bind(named_row(args, i, named)), i, along)
+            add(T.bind(named_row(scatter.operand(0), i, named)), i, along)
 
     def own_updates(row: Expr, along: Along) -> None:
-        with T.serial(0, count) as i, T.If(named_row(args, i, named) == row), T.Then():
+        with T.serial(0, count) as i, T.If(named_row(scatter.operand(0), i, named) == row), T.Then():
             add(row, i, along)
 
+    if count == 0:
+        return
     if inner < walk().busy and rows * inner <= COMPARED:
         walk().rows(rows, inner, own_updates)
     else:
@@ -210,34 +257,22 @@ def scatter_nd(problem: GenericProblem, args: Buffers) -> None:
 
 
 def scatter_rows(problem: GenericProblem, args: Buffers) -> None:
-    """Join updates into a copy of the data where it is known now which of them meet: in0, updates, starts, order.
+    """Join updates into a copy of the data where it is known now which of them meet: data, updates, starts, order.
 
     To row r of the data come the updates order[starts[r]], order[starts[r] + 1], ... up to starts[r + 1].
     """
-    rows = problem.shape(2)[0] - 1
-    inner = math.prod(problem.shape(0)) // rows
+    scatter = Scatter(problem, args)
+    rows = scatter.shape_of(1)[0] - 1
+    inner = math.prod(scatter.shape) // rows
 
     def row(at: Expr, along: Along) -> None:
-        along(lambda k: store(args, "out0", at * inner + k, args["in0"][at * inner + k]))
-        first = T.bind(args["in2"][at])
-        with T.serial(0, args["in2"][at + 1] - first) as i:
-            base = T.bind(args["in3"][first + i] * inner)
-            along(lambda k: _join(args, _reduction(problem), at * inner + k, args["in1"][base + k]))
+        along(lambda k: store(args, "out0", at * inner + k, scatter.start(at * inner + k)))
+        first = T.bind(scatter.operand(1)[at])
+        with T.serial(0, scatter.operand(1)[at + 1] - first) as i:
+            base = T.bind(scatter.operand(2)[first + i] * inner)
+            along(lambda k: scatter.join(at * inner + k, scatter.operand(0)[base + k]))
 
     walk().rows(rows, inner, row)
-
-
-def _reduction(problem: GenericProblem) -> str:
-    return str(problem.attribute("reduction", "none"))
-
-
-def _copy(problem: GenericProblem, args: Buffers) -> None:
-    view = dense_view(problem.out_shape)
-    move(args, problem.out_shape, ("in0", view), ("out0", view))
-
-
-def _join(args: Buffers, reduction: str, to: Expr, value: Expr) -> None:
-    store(args, "out0", to, JOINS[reduction](args["out0"][to], value))
 
 
 OPS: dict[str, Emit] = {
