@@ -28,15 +28,17 @@ def kept(g: Gradient, value: ir.Value, axes: Sequence[int]) -> ir.Value:
     return g.reshape(value, [1 if axis in axes else size for axis, size in enumerate(g.shape(g.x))])
 
 
-def spread(g: Gradient, value: ir.Value) -> ir.Value:
-    """Broadcast a value of the result's size to the operand's shape."""
-    return value if g.shape(g.x) == g.shape(g.y) else g.expand(value, g.shape(g.x))
+def spread(g: Gradient, value: ir.Value, axes: Sequence[int]) -> ir.Value:
+    """Broadcast a value that has the reduced axes as 1 to the operand's shape."""
+    shape = g.shape(g.x)
+    return value if all(shape[axis] == 1 for axis in axes) else g.expand(value, shape)
 
 
 @rule("ReduceSum")
 def reduce_sum(g: Gradient) -> Contributions:
     """Pass the gradient on to all that was summed."""
-    return [spread(g, kept(g, g.dy, axes_of(g)))]
+    axes = axes_of(g)
+    return [spread(g, kept(g, g.dy, axes), axes)]
 
 
 @rule("ReduceMean")
@@ -44,7 +46,8 @@ def reduce_mean(g: Gradient) -> Contributions:
     """Pass equal shares on."""
     axes = axes_of(g)
     count = math.prod(g.shape(g.x)[axis] for axis in axes)
-    return [spread(g, kept(g, g.mul(g.dy, g.number(1.0 / count, g.dy)), axes))]
+    share = g.dy if count == 1 else g.mul(g.dy, g.number(1.0 / count, g.dy))
+    return [spread(g, kept(g, share, axes), axes)]
 
 
 @rule("ReduceMax", "ReduceMin")
@@ -96,7 +99,8 @@ def reduce_l2(g: Gradient) -> Contributions:
 def reduce_log_sum(g: Gradient) -> Contributions:
     """dy/exp(y)."""
     axes = axes_of(g)
-    return [spread(g, g.div(kept(g, g.dy, axes), g.op("Exp", kept(g, g.y, axes))))]
+    share = g.div(g.dy, g.op("Exp", g.y))
+    return [spread(g, kept(g, share, axes), axes)]
 
 
 @rule("ReduceLogSumExp")
