@@ -67,20 +67,13 @@ def check_model(model: onnx.ModelProto) -> None:
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Give a copy of the model with the shape of every tensor that can be told.
-
-    The gradient of a pool and SplitTraining have no operand that tells the shape of their results; it is taken from
-    the pool or the ConcatTraining that they belong to. What follows from it is inferred again, until nothing is new.
-    """
+    """Give a copy of the model with the shape of every tensor that can be told."""
     register_for(model)
     light = without_state(model)
-    while True:
-        try:
-            light = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
-        except onnx.shape_inference.InferenceError as error:
-            raise BnfuseError(f"shapes do not fit together: {' '.join(str(error).split())}") from None
-        if not _add_partner_shapes(light.graph):
-            break
+    try:
+        light = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        raise BnfuseError(f"shapes do not fit together: {' '.join(str(error).split())}") from None
     inferred = onnx.ModelProto()
     inferred.CopyFrom(model)
     for field in ("value_info", "output"):
@@ -182,68 +175,3 @@ def _infer_outputs(rules: Sequence[Rule], context: Any) -> None:
         kind = context.get_input_type(rule) if isinstance(rule, int) else rule(context)
         if kind is not None:
             context.set_output_type(place, kind)
-
-
-# Shapes that only the forward graph tells
-
-
-def _add_partner_shapes(graph: onnx.GraphProto) -> bool:
-    """Fill in what the partners tell; whether anything was new."""
-    types = {value.name: value.type for value in (*graph.input, *graph.value_info, *graph.output)}
-    producers = {name: node for node in graph.node for name in node.output if name}
-    listed = {value.name: value for value in (*graph.value_info, *graph.output)}
-    found = False
-    for node in graph.node:
-        for name, partner in zip(node.output, _partners(node, graph, types, producers), strict=False):
-            told = types.get(partner)
-            if dims_of(types.get(name)) is None and told is not None and dims_of(told) is not None:
-                found = True
-                if name not in listed:
-                    listed[name] = graph.value_info.add(name=name)
-                listed[name].type.CopyFrom(told)
-    return found
-
-
-def _partners(
-    node: onnx.NodeProto,
-    graph: onnx.GraphProto,
-    types: dict[str, onnx.TypeProto],
-    producers: dict[str, onnx.NodeProto],
-) -> Sequence[str]:
-    """For each output the forward tensor whose shape it has; nothing where none is known."""
-    if node.op_type in ("MaxPoolGrad", "SplitTraining") and node.domain in ("", "com.microsoft"):
-        forward = producers.get(node.input[1])
-        return list(forward.input)[: len(node.output)] if forward else []
-    if node.op_type == "AveragePoolGrad" and node.domain == "":
-        return _average_pool_input(node, graph, types)
-    return []
-
-
-def _average_pool_input(node: onnx.NodeProto, graph: onnx.GraphProto, types: dict[str, onnx.TypeProto]) -> list[str]:
-    """Give the input of the pool with the gradient's attributes and shape; of several, all must agree."""
-    shape = dims_of(types.get(node.input[0]))
-    pools = [
-        pool
-        for pool in graph.node
-        if _is_average_pool(pool)
-        and _window(pool) == _window(node)
-        and shape is not None
-        and dims_of(types.get(pool.output[0])) == shape
-    ]
-    shapes = {dims_of(types.get(pool.input[0])) for pool in pools}
-    return [pools[0].input[0]] if len(shapes) == 1 else []
-
-
-def _is_average_pool(node: onnx.NodeProto) -> bool:
-    """Give the standard operator, or one of ours around it: both read x first and give y first."""
-    if node.domain == DOMAIN:
-        op = find(node.op_type)
-        return isinstance(op, OpSpec) and op.core == "AveragePool"
-    return node.op_type == "AveragePool"
-
-
-def _window(pool: onnx.NodeProto) -> dict[str, Any]:
-    """Tell what sets the size of a pool's result."""
-    defaults = {"strides": [1, 1], "pads": [0, 0, 0, 0], "ceil_mode": 0, "auto_pad": b"NOTSET", "kernel_shape": []}
-    given = {attr.name: onnx.helper.get_attribute_value(attr) for attr in pool.attribute}
-    return {name: given.get(name, default) for name, default in defaults.items()}

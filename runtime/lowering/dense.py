@@ -13,7 +13,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.values import static_shape
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.dense import BatchAxis, GemmProblem, batch_axes
-from bnfuse.runtime.kernels.common.loss import LossProblem
+from bnfuse.runtime.kernels.common.loss import LossGradProblem, LossProblem
 from bnfuse.runtime.lowering.sparse import lower_sparse
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.values import attributes_of
@@ -146,7 +146,7 @@ def _gemm(
 
 def lower_softmax_loss(low: Lowering, node: ir.Node) -> None:
     """scores, labels, [weights] -> loss, log_prob."""
-    scores, labels, weights = _three(low, node, 0)
+    scores, labels, weights = _three(low, node)
     problem = loss_problem(low, node, scores, labels, weights)
     refs: dict[str, Ref] = {"scores": low.dense(scores), "labels": low.dense(labels)}
     if weights is not None:
@@ -164,9 +164,8 @@ def lower_cross_entropy_grad(
     shape = low.shape(operands["log_prob"])
     n, classes, *inner = shape
     kind = np.dtype(low.form(operands["labels"]).dtype).name
-    problem = LossProblem(n, classes, math.prod(inner), "none", kind, gaps=True)
-    names = {"dloss": "dlosses", "log_prob": "log_prob", "labels": "labels"}
-    refs: dict[str, Ref] = {name: low.dense(operands[theirs]) for name, theirs in names.items()}
+    problem = LossGradProblem(n, classes, math.prod(inner), kind)
+    refs: dict[str, Ref] = {name: low.dense(value) for name, value in operands.items()}
     refs["dscores"] = low.new_dense(results["dscores"], shape)
     low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs, loss_scale(low))
     low.is_loss_scaled = True
@@ -202,9 +201,9 @@ def loss_problem(
     )
 
 
-def _three(low: Lowering, node: ir.Node, first: int) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-    """Scores (or log_prob), labels and perhaps weights: the inputs from `first` on."""
-    values = [*node.inputs[first:], None]
+def _three(low: Lowering, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """Scores, labels and perhaps weights."""
+    values = [*node.inputs, None]
     if len(values) < 3 or values[0] is None or values[1] is None:
         raise low.error(node, "lacks scores or labels")
     return values[0], values[1], values[2]

@@ -17,7 +17,7 @@ import numpy as np
 
 from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common.dense import GemmProblem
-from bnfuse.runtime.kernels.common.loss import LossProblem
+from bnfuse.runtime.kernels.common.loss import LossGradProblem, LossProblem
 from bnfuse.runtime.kernels.common.maps import CopyProblem
 from bnfuse.runtime.kernels.common.optim import UpdateProblem
 from bnfuse.runtime.kernels.common.taps import TapsProblem
@@ -31,6 +31,7 @@ NAMES = (
     (GemmProblem, "Gemm"),
     (TapsProblem, "taps"),
     (LossProblem, "loss"),
+    (LossGradProblem, "loss"),
     (UpdateProblem, "update"),
     (CopyProblem, "copy"),
     (PackProblem, "weights"),

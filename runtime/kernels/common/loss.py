@@ -1,7 +1,8 @@
-"""SoftmaxCrossEntropyLoss and its gradient (com.microsoft SoftmaxCrossEntropyLossGrad): the problem, and one row.
+"""SoftmaxCrossEntropyLoss and SoftmaxCrossEntropyGrad of ai.bnfuse: the problems, and one row.
 
 Scores are [n, classes, inner...]: a row is one image and one inner position. Sums are float64. A label that is no class
-makes the loss NaN rather than read beyond the scores.
+makes the loss NaN rather than read beyond the scores; the gradient, which is given a dloss for each row, has no one in
+that row.
 """
 
 from __future__ import annotations
@@ -24,10 +25,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class LossProblem:
-    """`inner` is the product of the dimensions behind the classes, 1 for plain classification.
-
-    With `gaps` a label may be no class: then the gradient's row has no one in it, where it would else be NaN.
-    """
+    """A loss. `inner` is the product of the dimensions behind the classes, 1 for plain classification."""
 
     n: int
     classes: int
@@ -36,13 +34,11 @@ class LossProblem:
     label_dtype: str = "int64"
     weighted: bool = False
     ignore_index: int | None = None
-    gaps: bool = False
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
             raise BnfuseError(f"SoftmaxCrossEntropyLoss: reduction '{self.reduction}' is not mean, sum or none")
-        if self.label_dtype not in ("int32", "int64"):
-            raise BnfuseError(f"SoftmaxCrossEntropyLoss: labels are {self.label_dtype}: give int64 or int32")
+        check_labels(self.label_dtype)
 
     @property
     def rows(self) -> int:
@@ -60,6 +56,35 @@ class LossProblem:
         return self.rows if self.reduction == "none" else 1
 
 
+@dataclasses.dataclass(frozen=True)
+class LossGradProblem:
+    """The gradient of the losses of all rows."""
+
+    n: int
+    classes: int
+    inner: int = 1
+    label_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        check_labels(self.label_dtype)
+
+    @property
+    def rows(self) -> int:
+        """Count the rows, each of which has one label."""
+        return self.n * self.inner
+
+    @property
+    def along_classes(self) -> Rows:
+        """Give the rows along the classes."""
+        return Rows(self.n, self.classes, self.inner)
+
+
+def check_labels(dtype: str) -> None:
+    """Raise BnfuseError unless labels are integers that kernels take."""
+    if dtype not in ("int32", "int64"):
+        raise BnfuseError(f"SoftmaxCrossEntropyLoss: labels are {dtype}: give int64 or int32")
+
+
 def loss_params(problem: LossProblem) -> tuple[Param, ...]:
     """List scores, labels, [weights] -> loss, log_prob; all float32 but the labels."""
     elements = problem.rows * problem.classes
@@ -71,13 +96,13 @@ def loss_params(problem: LossProblem) -> tuple[Param, ...]:
     )
 
 
-def grad_params(problem: LossProblem) -> tuple[Param, ...]:
-    """List dloss, log_prob, labels, [weights] -> dscores; all float32 but the labels."""
+def grad_params(problem: LossGradProblem) -> tuple[Param, ...]:
+    """List dlosses, log_prob, labels -> dscores; all float32 but the labels."""
     elements = problem.rows * problem.classes
     return (
-        Param("dloss", "in", problem.losses),
+        Param("dlosses", "in", problem.rows),
         Param("log_prob", "in", elements),
-        *_label_params(problem),
+        Param("labels", "in", problem.rows, problem.label_dtype),
         Param("dscores", "out", elements),
     )
 
@@ -103,22 +128,26 @@ def row_loss(problem: LossProblem, target: Target, args: Any, rows: Any, row: Ex
 
 
 def row_gradient(
-    problem: LossProblem, target: Target, args: Any, rows: Any, row: Expr, at: At, count: Expr | None, factor: Any = 1.0
+    problem: LossGradProblem, target: Target, args: Any, rows: Any, row: Expr, at: At, factor: Any = 1.0
 ) -> None:
-    """Write a row's dscores, times `factor`. `count` is the sum of all rows' weights that the mean divides by."""
-    label = Label(problem, args, row)
-    scale = label.weight * f64(args["dloss"][row if problem.reduction == "none" else 0])
-    if not isinstance(factor, float):
-        scale = scale * f64(factor)
-    scale = scale if count is None else scale / count
-    scale = T.bind(to_f32(scale if problem.gaps else label.when_used(scale)))
+    """Write a row's dscores, times `factor`."""
+    valid, index = label_class(problem, args["labels"][row])
+    scale = args["dlosses"][row]
+    scale = T.bind(scale if isinstance(factor, float) else to_f32(f64(scale) * f64(factor)))
 
     def gradient(c: Expr) -> None:
-        is_own = tirx.And(label.valid, c == label.index) if problem.gaps else c == label.index
-        own = tirx.Select(is_own, f32(1.0), f32(0.0))
+        own = tirx.Select(tirx.And(valid, c == index), f32(1.0), f32(0.0))
         T.buffer_store(args["dscores"], (steps.exp(args["log_prob"][at(c)]) - own) * scale, [at(c)])
 
     rows.along(target, gradient)
+
+
+def label_class(problem: LossProblem | LossGradProblem, label: Expr) -> tuple[Expr, Expr]:
+    """Tell whether a label is a class, and which; 0 where it is none."""
+    dtype = problem.label_dtype
+    valid = tirx.And(label >= tirx.const(0, dtype), label < tirx.const(problem.classes, dtype))
+    valid = T.bind(valid)
+    return valid, T.bind(tirx.Cast("int32", tirx.Select(valid, label, tirx.const(0, dtype))))
 
 
 class Label:
@@ -126,11 +155,9 @@ class Label:
 
     def __init__(self, problem: LossProblem, args: Any, row: Expr) -> None:
         label = args["labels"][row]
-        dtype = problem.label_dtype
-        valid = tirx.And(label >= tirx.const(0, dtype), label < tirx.const(problem.classes, dtype))
-        self.valid = T.bind(valid)
-        self.index = T.bind(tirx.Cast("int32", tirx.Select(self.valid, label, tirx.const(0, dtype))))
-        self.ignored = None if problem.ignore_index is None else label == tirx.const(problem.ignore_index, dtype)
+        self.valid, self.index = label_class(problem, label)
+        ignored = problem.ignore_index
+        self.ignored = None if ignored is None else label == tirx.const(ignored, problem.label_dtype)
         weight = f64(args["weights"][self.index]) if problem.weighted else f64(1.0)
         self.weight = weight if self.ignored is None else T.bind(tirx.Select(self.ignored, f64(0.0), weight))
 

@@ -1,4 +1,4 @@
-"""SoftmaxCrossEntropyLoss and its gradient (com.microsoft SoftmaxCrossEntropyLossGrad).
+"""SoftmaxCrossEntropyLoss, and SoftmaxCrossEntropyGrad of ai.bnfuse.
 
 Scores are [n, classes, inner...]: a row is one image and one inner position. Rows are dealt to the threads;
 exponentials are vectorised over the classes, sums are float64. A label that is no class makes the loss NaN rather than
@@ -12,7 +12,14 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.loss import Label, LossProblem, grad_params, loss_params, row_gradient, row_loss
+from bnfuse.runtime.kernels.common.loss import (
+    LossGradProblem,
+    LossProblem,
+    grad_params,
+    loss_params,
+    row_gradient,
+    row_loss,
+)
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.rows import At
 from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
@@ -30,15 +37,15 @@ def softmax_loss(problem: LossProblem, target: CpuTarget) -> Kernel:
     )
 
 
-def softmax_loss_grad(problem: LossProblem, target: CpuTarget) -> Kernel:
-    """Make the kernel dloss, log_prob, labels, [weights] -> dscores; all float32 but the labels."""
+def softmax_loss_grad(problem: LossGradProblem, target: CpuTarget) -> Kernel:
+    """Make the kernel dlosses, log_prob, labels -> dscores; all float32 but the labels."""
     params = grad_params(problem)
-    return _kernel(
-        "SoftmaxCrossEntropyLossGrad", problem, target, params, lambda args: _emit_grad(problem, target, args)
-    )
+    return _kernel("SoftmaxCrossEntropyGrad", problem, target, params, lambda args: _emit_grad(problem, target, args))
 
 
-def _kernel(op: str, problem: LossProblem, target: CpuTarget, params: tuple[Param, ...], emit: Any) -> Kernel:
+def _kernel(
+    op: str, problem: LossProblem | LossGradProblem, target: CpuTarget, params: tuple[Param, ...], emit: Any
+) -> Kernel:
     name = unique_name(op, problem, target)
     return Kernel(name, problem, target, params, lambda: prim_func(name, params, {}, emit))
 
@@ -62,12 +69,9 @@ def _emit_loss(problem: LossProblem, target: CpuTarget, args: Args) -> None:
         T.buffer_store(args["loss"], to_f32(total_loss / total_weight if total_weight is not None else total_loss), [0])
 
 
-def _emit_grad(problem: LossProblem, target: CpuTarget, args: Args) -> None:
-    count = None
-    if problem.reduction == "mean":
-        count = _sum_rows(problem, lambda row: Label(problem, args, row).weight)
+def _emit_grad(problem: LossGradProblem, target: CpuTarget, args: Args) -> None:
     rows = ThreadRows.of(problem.along_classes)
-    rows.each(target, lambda row, at: row_gradient(problem, target, args, rows, row, at, count))
+    rows.each(target, lambda row, at: row_gradient(problem, target, args, rows, row, at))
 
 
 def _sum_rows(problem: LossProblem, value: Callable[[Expr], Expr]) -> Expr:

@@ -1,11 +1,10 @@
-"""SoftmaxCrossEntropyLoss and its gradient on a GPU: the formulas of kernels/common/loss.py.
+"""SoftmaxCrossEntropyLoss and SoftmaxCrossEntropyGrad on a GPU: the formulas of kernels/common/loss.py.
 
     rows:    log_prob, and each row's loss and weight as float64                       (scratch: losses, weights)
     sums:    blocks sum up to 4096 rows each, in a fixed order; where there are several, a last block joins them
 
-The gradient needs the sum of the weights, which is the number of rows unless some weigh more or are ignored. At
-precision fp16 it is multiplied by the scalar `loss_scale`. A label that is no class never becomes an index: it makes
-the loss NaN, as on a CPU.
+At precision fp16 the gradient is multiplied by the scalar `loss_scale`. A label that is no class never becomes an
+index: it makes the loss NaN, as on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +14,14 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.loss import Label, LossProblem, grad_params, loss_params, row_gradient, row_loss
+from bnfuse.runtime.kernels.common.loss import (
+    LossGradProblem,
+    LossProblem,
+    grad_params,
+    loss_params,
+    row_gradient,
+    row_loss,
+)
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.rows import At
 from bnfuse.runtime.kernels.common.steps import f64, to_f32
@@ -42,35 +48,25 @@ def softmax_loss(problem: LossProblem, target: CudaTarget) -> Kernel:
     return Kernel(name, problem, target, params, lambda: _loss_stages(name, problem, target, params))
 
 
-def softmax_loss_grad(problem: LossProblem, target: CudaTarget) -> Kernel:
-    """Make the kernel: dloss, log_prob, labels, [weights] -> dscores; at fp16 with the scalar loss_scale: float32.
-
-    Scratch: sums [blocks] float64, where the mean has to add up weights.
-    """
-    params, summed = grad_params(problem), _must_count(problem)
-    if summed:
-        params += (Param("sums", "out", _blocks(problem), "float64"),)
+def softmax_loss_grad(problem: LossGradProblem, target: CudaTarget) -> Kernel:
+    """Make the kernel: dlosses, log_prob, labels -> dscores; at fp16 with the scalar loss_scale: float32."""
+    params = grad_params(problem)
     scalars = (("loss_scale", "float32"),) if target.precision == "fp16" else ()
-    name = unique_name("SoftmaxCrossEntropyLossGrad", problem, target)
+    name = unique_name("SoftmaxCrossEntropyGrad", problem, target)
 
     def build() -> tuple[Stage, ...]:
-        gradient = _gradient(name, problem, target, params, scalars)
-        return (_count(f"{name}_count", problem, params), gradient) if summed else (gradient,)
+        return (_gradient(name, problem, target, params, scalars),)
 
     return Kernel(name, problem, target, params, build, scalars=scalars)
 
 
-def _rows(problem: LossProblem) -> BlockRows:
+def _rows(problem: LossProblem | LossGradProblem) -> BlockRows:
     return BlockRows.of(problem.along_classes)
 
 
 def _blocks(problem: LossProblem) -> int:
     """Count the blocks that sum over rows."""
     return -(-problem.rows // SUM_ROWS)
-
-
-def _must_count(problem: LossProblem) -> bool:
-    return problem.reduction == "mean" and (problem.weighted or problem.ignore_index is not None)
 
 
 def _named(params: Sequence[Param], *names: str) -> list[Param]:
@@ -158,24 +154,12 @@ def _serial_sum(block: Block, count: int, first: int) -> Expr:
 # -- its gradient --------------------------------------------------------------------------------------------------
 
 
-def _count(name: str, problem: LossProblem, params: Sequence[Param]) -> Stage:
-    """Add up labels, [weights] -> sums: the weights of each block's rows."""
-    used = _named(params, "labels", "weights", "sums")
-    with stage(name, used, grid=(_blocks(problem), 1, 1), threads=SUM_THREADS) as block:
-        total = _sum(block, problem, lambda row: Label(problem, block, row).weight)
-        when(block.tid == 0, lambda: put(block["sums"], block.x, total))
-    return block.stage
-
-
 def _gradient(
-    name: str, problem: LossProblem, target: CudaTarget, params: Sequence[Param], scalars: Sequence[tuple[str, str]]
+    name: str, problem: LossGradProblem, target: CudaTarget, params: Sequence[Param], scalars: Sequence[tuple[str, str]]
 ) -> Stage:
     rows = _rows(problem)
     with stage(name, params, grid=rows.grid, threads=rows.threads, scalars=scalars) as block:
         own = rows.within(block)
-        count = None
-        if problem.reduction == "mean":
-            count = _serial_sum(block, _blocks(problem), 0) if _must_count(problem) else f64(float(problem.rows))
         factor = block.scalars.get("loss_scale", 1.0)
-        own.each(target, lambda row, at: row_gradient(problem, target, block, own, row, at, count, factor))
+        own.each(target, lambda row, at: row_gradient(problem, target, block, own, row, at, factor))
     return block.stage

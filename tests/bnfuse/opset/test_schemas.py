@@ -82,7 +82,7 @@ def test_unknown_operator_is_refused():
         schemas.register(["ReluNormalizeConv"])
 
 
-# Training graphs as onnxruntime builds them
+# Training graphs
 
 
 def forward_model(body: str, opset: int = 17) -> onnx.ModelProto:
@@ -153,56 +153,6 @@ def test_every_shape_of_a_training_graph_is_found_again(training_graph):
 
 def test_initial_values_are_kept(training_graph):
     assert schemas.infer_shapes(training_graph).graph.initializer == training_graph.graph.initializer
-
-
-def test_average_pools_of_different_inputs_are_not_confused():
-    """Two pools whose results have one shape, but whose inputs differ: the gradients' shapes cannot be told."""
-    model = build_training_graph(
-        forward_model("""
-            wide = Constant <value_ints = [0,0,0,0, 0,0,0,1]> ()
-            k = Pad(h, wide)
-            p = AveragePool <kernel_shape = [2,2], strides = [2,2]> (h)
-            q = AveragePool <kernel_shape = [2,2], strides = [2,2]> (k)
-            r = Add(p, q)""")
-    )
-    del model.graph.value_info[:]
-    shapes = inferred_shapes(model)
-    pools = [node for node in model.graph.node if node.op_type == "AveragePoolGrad"]
-    assert [shapes[pool.output[0]] for pool in pools] == [None, None]
-
-
-def test_average_pools_are_told_by_their_windows():
-    """Both results are 6 by 6; one input is 12 by 12, the other 13 by 13."""
-    model = build_training_graph(
-        forward_model("""
-            more = Constant <value_ints = [0,0,0,0, 0,0,1,1]> ()
-            k = Pad(h, more)
-            p = AveragePool <kernel_shape = [3,3], strides = [2,2], pads = [1,1,1,1]> (h)
-            q = AveragePool <kernel_shape = [3,3], strides = [2,2]> (k)
-            r = Add(p, q)""")
-    )
-    expected = {value.name: dims_of(value.type) for value in model.graph.value_info}
-    del model.graph.value_info[:]
-    shapes = inferred_shapes(model)
-    found = [node.output[0] for node in model.graph.node if node.op_type == "AveragePoolGrad"]
-    assert {shapes[name] for name in found} == {(2, 4, 12, 12), (2, 4, 13, 13)}
-    assert [shapes[name] for name in found] == [expected[name] for name in found]
-
-
-def test_fused_average_pool_tells_the_shape_of_its_gradient_too():
-    model = build_training_graph(forward_model(f"r = AveragePool {POOL} (h)"))
-    pool = next(node for node in model.graph.node if node.op_type == "AveragePool")
-    pool.domain, pool.op_type = DOMAIN, "ReluAveragePool"
-    given = {attribute.name for attribute in pool.attribute}
-    for name, value in {"ceil_mode": 0, "count_include_pad": 0}.items():
-        if name not in given:
-            pool.attribute.append(onnx.helper.make_attribute(name, value))
-    kept = [attribute for attribute in pool.attribute if attribute.name != "auto_pad"]
-    del pool.attribute[:], model.graph.value_info[:]
-    pool.attribute.extend(kept)
-    model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    gradient = next(node for node in model.graph.node if node.op_type == "AveragePoolGrad")
-    assert inferred_shapes(model)[gradient.output[0]] == (2, 4, 12, 12)
 
 
 def test_shapes_that_do_not_fit_are_one_line():
