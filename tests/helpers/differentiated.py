@@ -109,13 +109,14 @@ def differentiated(
 ) -> Differentiated:
     """Differentiate all outputs with respect to all inputs of floats, or those that are wanted."""
     model = ir.from_proto(forward_model(nodes, feeds, constants or {}, outputs, opset))
-    wanted = [name for name, value in feeds.items() if value.dtype == np.float64] if wanted is None else wanted
+    wanted = [name for name, value in feeds.items() if value.dtype.kind == "f"] if wanted is None else wanted
     starts, given = {}, dict(feeds)
     for place, value in enumerate(model.graph.outputs):
         start = ir.Value(name=f"seed_{value.name}", shape=value.shape, type=value.type)
         model.graph.inputs.append(start)
         starts[str(value.name)] = start
-        given[str(start.name)] = floats(*[int(size) for size in value.shape], seed=seed + place)
+        dtype = value.dtype.numpy()
+        given[str(start.name)] = floats(*[int(size) for size in value.shape], seed=seed + place).astype(dtype)
     found = differentiate(model, wanted, starts, file="model.onnx")
     model.graph.outputs.extend(value for value in found.values() if value not in model.graph.outputs)
     proto = ir.to_proto(model)
