@@ -251,7 +251,8 @@ def test_a_weight_that_is_no_parameter_is_packed_where_it_is_read_and_once():
 
 
 def test_a_generic_operator_works_on_16_bit_maps_by_way_of_the_file_s_layout():
-    signature, body = "(float[1,8,4,4] x) => (float[1,8,4,4] y)", "a = Relu(x) b = Sigmoid(a) y = Relu(b)"
+    signature = "(float[1,8,4,4] x) => (float[1,8,3,3] y)"
+    body = "a = Relu(x) b = Sigmoid(a) y = MaxPool<kernel_shape = [2, 2]>(b)"
     half, full = lowered(signature, body), lowered(signature, body, "fp32")
     assert collections.Counter(copy.partition(": ")[2] for copy in half.program.report.copies) == {
         "NCHW to NHWC": 2,
@@ -281,9 +282,12 @@ def test_what_is_read_was_written_before():
     program = network("googlenet", "icf", gpu(), 64)[0].program
     written: set[tuple[int, int]] = set()
     for launch in program.launches:
+        results = {buffer.storage for buffer in launch.buffers if buffer.access != "in"}
         for buffer in launch.buffers:
             s = program.storages[buffer.storage]
             span = s.offset, s.offset + s.bytes
+            if buffer.access == "in" and buffer.storage in results:
+                continue  # of an operand that is there for its shape alone the result takes the place
             if s.region == p.ARENA and buffer.access == "in":
                 assert any(first < span[1] and span[0] < last for first, last in written), launch.node
             elif s.region == p.ARENA:
