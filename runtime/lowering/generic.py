@@ -31,15 +31,11 @@ NHWC_AXIS = {0: 0, 1: 3, 2: 1, 3: 2}  # axis of the file -> axis in memory
 # inputs that have to be constants, by position: the attribute that the kernel takes instead
 STATIC: dict[str, dict[int, str]] = {
     "Slice": {1: "starts", 2: "ends", 3: "axes", 4: "steps"},
-    "SliceGrad": {1: "shape", 2: "starts", 3: "ends", 4: "axes", 5: "steps"},
     "Pad": {1: "pads", 2: "value", 3: "axes"},
     "Split": {1: "split"},
-    "SplitTraining": {1: "split"},
     "Expand": {1: "shape"},
     "ConstantOfShape": {0: "shape"},
-    "GatherGrad": {0: "shape"},
     "Dropout": {1: "ratio", 2: "training_mode"},
-    "DropoutGrad": {2: "ratio", 3: "training_mode"},
     "Tile": {1: "repeats"},
     "Range": {0: "start", 1: "limit", 2: "delta"},
     "OneHot": {1: "depth"},

@@ -17,8 +17,6 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError, at_node, first_line
 from bnfuse.runtime.lowering.layout import MapRef
 
-# operators of com.microsoft, which have no schema here, whose result is like their first operand
-LIKE_FIRST = ("Scale", "SigmoidGrad", "TanhGrad", "GeluGrad", "FastGeluGrad", "DropoutGrad", "QuickGelu", "ReluGrad")
 FOLDED_ELEMENTS = 1 << 16  # constants that take part in shape arithmetic are small
 FOLDED_RESULT = 1 << 22  # elements: what is larger is not kept as a constant where a kernel can make it
 
@@ -50,8 +48,6 @@ def attributes_of(node: ir.Node) -> dict[str, Any]:
 
 def infer_outputs(node: ir.Node, forms: Sequence[Form | None], opset: int) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of the outputs of a node, by the schema of its operator. Constants help (Reshape, Expand)."""
-    if node.domain and node.op_type in LIKE_FIRST and forms[0] is not None:
-        return [(forms[0].shape, forms[0].dtype)]
     try:
         schema = (
             onnx.defs.get_schema(node.op_type, opset, node.domain)

@@ -1,4 +1,4 @@
-"""Generic operators against onnx's reference evaluator (in float64), and by formula those of com.microsoft."""
+"""Generic operators against onnx's reference evaluator (in float64)."""
 
 import math
 
@@ -109,10 +109,12 @@ def gelu(x):
     return x * 0.5 * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
 
 
-def test_gelu_and_quick_gelu():
+def test_gelu():
     x = values(35)
     agree(run("Gelu", [x], [x])[0], gelu(wide(x)))
-    agree(run("QuickGelu", [x], [x], {"alpha": 1.5})[0], wide(x) / (1 + np.exp(-1.5 * wide(x))))
+    z = wide(x)
+    tanh = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    agree(run("Gelu", [x], [x], {"approximate": "tanh"})[0], tanh)
 
 
 @pytest.mark.parametrize("op", ["Add", "Sub", "Mul", "Div"])
@@ -172,64 +174,6 @@ def test_cast(source, result):
     assert (run("Cast", [x], [x.astype(result)])[0] == x.astype(result)).all()
 
 
-def test_gradients_of_activations():
-    dy, x = values(3, 14), values(3, 14, seed=1)
-    d, v = wide(dy), wide(x)
-    s = 1 / (1 + np.exp(-1.7 * v))
-    cases = {
-        "SigmoidGrad": (d * v * (1 - v), {}),
-        "TanhGrad": (d * (1 - v * v), {}),
-        "ReluGrad": (d * (v > 0), {}),
-        "LeakyReluGrad": (np.where(v > 0, d, 0.2 * d), {"alpha": 0.2}),
-        "QuickGeluGrad": (d * (s + 1.7 * v * s * (1 - s)), {"alpha": 1.7}),
-    }
-    for op, (wanted, attributes) in cases.items():
-        agree(run(op, [dy, x], [dy], attributes)[0], wanted)
-    slope = (gelu(v + 1e-6) - gelu(v - 1e-6)) / 2e-6
-    agree(run("GeluGrad", [dy, x], [dy])[0], d * slope, 1e-5)
-
-
-def test_fast_gelu_and_biased_ones():
-    dy, x, bias = values(3, 14), values(3, 14, seed=1), values(14, seed=2)
-    d, v, b = wide(dy), wide(x), wide(bias)
-
-    def fast(z):
-        return 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
-
-    def slope(f, z):
-        return (f(z + 1e-6) - f(z - 1e-6)) / 2e-6
-
-    agree(run("FastGelu", [x], [x])[0], fast(v))
-    agree(run("FastGelu", [x, bias], [x])[0], fast(v + b))
-    agree(run("FastGeluGrad", [dy, x], [x])[0], d * slope(fast, v), 3e-5)
-    agree(run("BiasFastGeluGrad_dX", [dy, x, bias], [x])[0], d * slope(fast, v + b), 3e-5)
-    agree(run("BiasGelu", [x, bias], [x])[0], gelu(v + b), 1e-5)
-    agree(run("BiasGeluGrad_dX", [dy, x, bias], [x])[0], d * slope(gelu, v + b), 3e-5)
-
-
-@pytest.mark.parametrize(
-    ("a", "b"), [((3, 4, 18), (3, 4, 18)), ((3, 1, 18), (4, 1)), ((18,), (3, 4, 18)), ((3, 4, 5), ())]
-)
-def test_gradients_of_a_division(a, b):
-    x, y = values(*a), values(*b, low=0.5)
-    dy = values(*np.broadcast_shapes(a, b), seed=2)
-
-    def summed(full, shape):
-        full = full.sum(axis=tuple(range(full.ndim - len(shape))))
-        return full.sum(axis=tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True) if shape else full
-
-    wanted = summed(wide(dy) / wide(y), a), summed(-wide(dy) * wide(x) / wide(y) ** 2, b)
-    for found, exact in zip(run("DivGrad", [dy, x, y], [x, y]), wanted, strict=True):
-        agree(found, np.asarray(exact), 1e-5)
-    agree(run("DivGrad", [dy, x, y], [x])[0], wanted[0], 1e-5)
-
-
-def test_scale_by_a_number_of_another_dtype():
-    x = values(5, 7)
-    agree(run("Scale", [x, np.array(49, I64)], [x], {"scale_down": 1})[0], wide(x) / 49)
-    agree(run("Scale", [x, np.array([0.3], F)], [x])[0], wide(x) * wide(np.array([0.3], F)))
-
-
 # -- moves ---------------------------------------------------------------------------------------------------------
 
 
@@ -260,15 +204,10 @@ SLICES = [
 
 
 @pytest.mark.parametrize("part", SLICES)
-def test_slice_and_its_gradient(part):
+def test_slice(part):
     x = values(4, 5, 6)
     constants = [np.array(part.get(k, (1,) * len(part["axes"])), I64) for k in ("starts", "ends", "axes", "steps")]
     check("Slice", [x], None, constants, part)
-    y = onnx_run("Slice", [np.arange(x.size).reshape(x.shape)], None, constants)[0]
-    dy = values(*y.shape)
-    wanted = np.zeros_like(x)
-    wanted.reshape(-1)[y] = dy
-    assert (run("SliceGrad", [dy], [x], part)[0] == wanted).all()
 
 
 def test_pad_and_crop():
@@ -282,15 +221,10 @@ def test_pad_and_crop():
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_gather_and_its_gradient(axis):
+def test_gather(axis):
     x = values(3, 4, 18)
     indices = np.array([[1, -1], [0, 1]], I64)
     check("Gather", [x, indices], {"axis": axis})
-    y = np.take(np.arange(x.size).reshape(x.shape), indices, axis=axis)
-    dy = values(*y.shape)
-    wanted = np.zeros(x.size)
-    np.add.at(wanted, y.reshape(-1), wide(dy).reshape(-1))
-    agree(run("GatherGrad", [indices, dy], [x], {"axis": axis})[0], wanted.reshape(x.shape))
 
 
 def test_tile():
@@ -329,15 +263,10 @@ def test_a_sum_over_nothing_but_ones_is_a_copy():
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_softmax_and_gradients(axis):
-    x, dy = values(3, 5, 19), values(3, 5, 19, seed=1)
+def test_softmax(axis):
+    x = values(3, 5, 19)
     check("Softmax", [x], {"axis": axis})
     check("LogSoftmax", [x], {"axis": axis})
-    y = onnx_run("Softmax", [x], {"axis": axis})[0]
-    d, v = wide(dy), wide(y)
-    agree(run("SoftmaxGrad_13", [dy, y], [x], {"axis": axis})[0], v * (d - (d * v).sum(axis, keepdims=True)), 1e-5)
-    wanted = d - v * d.sum(axis, keepdims=True)
-    agree(run("LogSoftmaxGrad_13", [dy, np.log(y)], [x], {"axis": axis})[0], wanted, 1e-5)
 
 
 # -- dropout -------------------------------------------------------------------------------------------------------
@@ -353,8 +282,6 @@ def test_dropout_keeps_its_share_and_scales_it():
     assert abs(mask.mean() - 0.7) < 0.01
     assert abs(mask.mean(axis=0) - 0.7).max() < 0.15
     agree(y, np.where(mask, wide(x) / 0.7, 0))
-    gradient = run("DropoutGrad", [x, mask], [x], {"ratio": 0.3})[0]
-    agree(gradient, np.where(mask, wide(x) / 0.7, 0))
 
 
 def test_dropout_depends_on_seed_step_and_node_alone():

@@ -25,7 +25,7 @@ Type = tuple[Shape, str]  # shape and dtype
 
 @dataclasses.dataclass(frozen=True)
 class GenericProblem:
-    """An operator of the standard domain or com.microsoft on dense tensors of any rank.
+    """An operator of the standard domain on dense tensors of any rank.
 
     `inputs` and `outputs` are those that exist, in order. Operands that must be known when compiling (shapes, axes,
     starts, ends, steps, pads, split lengths, a Dropout's ratio) are no inputs but attributes, under the name that ONNX

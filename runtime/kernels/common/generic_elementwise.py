@@ -74,10 +74,9 @@ def softplus(x: Expr) -> Expr:
     return steps.maximum(x, like(x, 0.0)) + tirx.log1p(exp(like(x, 0.0) - tirx.abs(x)))
 
 
-def gelu_density(x: Expr) -> tuple[Expr, Expr]:
-    """Write distribution function and density of the normal distribution at x."""
-    phi = like(x, 0.5) * (like(x, 1.0) + tirx.erf(x * like(x, math.sqrt(0.5))))
-    return phi, tirx.exp(like(x, -0.5) * x * x) * like(x, 1 / math.sqrt(2 * math.pi))
+def normal_distribution(x: Expr) -> Expr:
+    """Write the distribution function of the normal distribution at x."""
+    return like(x, 0.5) * (like(x, 1.0) + tirx.erf(x * like(x, math.sqrt(0.5))))
 
 
 def divide(x: Expr, y: Expr) -> Expr:
@@ -171,55 +170,12 @@ def clip(attributes: Attributes, x: Expr, *bounds: Expr) -> Expr:
     return x
 
 
-def scaled(attributes: Attributes, x: Expr, scale: Expr) -> Expr:
-    """Write x*scale, or x/scale under the attribute `scale_down`, in the dtype of x."""
-    scale = tirx.Cast(dtype_of(x), scale)
-    return x / scale if attributes.get("scale_down", 0) else x * scale
-
-
-def quick_gelu_grad(attributes: Attributes, dy: Expr, x: Expr) -> Expr:
-    """Write dy times the derivative of x*sigmoid(alpha*x); alpha is 1.702 unless given."""
-    alpha = like(x, attributes.get("alpha", 1.702))
-    s = sigmoid(alpha * x)
-    return dy * (s + alpha * x * s * (like(x, 1.0) - s))
-
-
-def gelu_grad(attributes: Attributes, dy: Expr, x: Expr) -> Expr:
-    """Write dy times the derivative of Gelu at x."""
-    phi, density = gelu_density(x)
-    return dy * (phi + x * density)
-
-
-FAST_GELU = (math.sqrt(2 / math.pi), 0.044715)  # gelu(x) = x/2 * (1 + tanh(first*(x + second*x**3)))
-
-
-def fast_gelu(attributes: Attributes, x: Expr, *bias: Expr) -> Expr:
-    """Write Gelu by the formula of FAST_GELU, of x plus the bias if there is one."""
-    x = x + bias[0] if bias else x
-    return like(x, 0.5) * x * (like(x, 1.0) + _fast_gelu_tanh(x))
-
-
-def fast_gelu_grad(attributes: Attributes, dy: Expr, x: Expr, *bias: Expr) -> Expr:
-    """Write dy times the derivative of FastGelu at x, plus the bias if there is one."""
-    x = x + bias[0] if bias else x
-    t = _fast_gelu_tanh(x)
-    slope = like(x, FAST_GELU[0]) * (like(x, 1.0) + like(x, 3 * FAST_GELU[1]) * x * x)
-    return dy * like(x, 0.5) * (like(x, 1.0) + t + x * (like(x, 1.0) - t * t) * slope)
-
-
-def _fast_gelu_tanh(x: Expr) -> Expr:
-    return tirx.tanh(like(x, FAST_GELU[0]) * (x + like(x, FAST_GELU[1]) * x * x * x))
-
-
-def dropout_grad(attributes: Attributes, dy: Expr, mask: Expr) -> Expr:
-    """Write dy/(1 - ratio) where the mask is set, else 0; ratio is 0.5 unless given, 0 outside of training."""
-    ratio, training = (
-        value[0] if isinstance(value, tuple) else value
-        for value in (attributes.get("ratio", 0.5), attributes.get("training_mode", 1))
-    )
-    ratio = ratio if training else 0.0
-    kept = like(dy, 1 / (1 - ratio) if ratio < 1 else 0.0)
-    return tirx.Select(mask, dy * kept, like(dy, 0.0))
+def gelu(attributes: Attributes, x: Expr) -> Expr:
+    """Write x times the normal distribution function of x, or, where `approximate` is tanh, what is nearly that."""
+    if attributes.get("approximate", "none") != "tanh":
+        return x * normal_distribution(x)
+    inner = like(x, math.sqrt(2 / math.pi)) * (x + like(x, 0.044715) * x * x * x)
+    return like(x, 0.5) * x * (like(x, 1.0) + tirx.tanh(inner))
 
 
 def fold(join: Callable[[Expr, Expr], Expr]) -> Callable[..., Expr]:
@@ -251,8 +207,7 @@ UNARY: dict[str, Callable[[Attributes, Expr], Expr]] = {
     "Sigmoid": lambda a, x: sigmoid(x),
     "HardSigmoid": lambda a, x: hard_sigmoid(x, a.get("alpha", 0.2), a.get("beta", 0.5)),
     "HardSwish": lambda a, x: x * hard_sigmoid(x, 1 / 6, 0.5),
-    "QuickGelu": lambda a, x: x * sigmoid(like(x, a.get("alpha", 1.702)) * x),
-    "Gelu": lambda a, x: x * gelu_density(x)[0],
+    "Gelu": gelu,
     "Softplus": lambda a, x: softplus(x),
     "Mish": lambda a, x: x * tirx.tanh(softplus(x)),
     "Softsign": lambda a, x: x / (like(x, 1.0) + tirx.abs(x)),
@@ -309,20 +264,6 @@ NARY: dict[str, Callable[..., Expr]] = {
     "Mean": mean,
     "Clip": clip,
     "CastLike": lambda a, x, y: cast(x, a["dtype"]),
-    # com.microsoft
-    "Scale": scaled,
-    "ReluGrad": lambda a, dy, x: tirx.Select(x > like(x, 0), dy, like(dy, 0)),
-    "LeakyReluGrad": lambda a, dy, y: tirx.Select(y > like(y, 0), dy, like(dy, a.get("alpha", 0.01)) * dy),
-    "SigmoidGrad": lambda a, dy, y: dy * y * (like(y, 1.0) - y),
-    "TanhGrad": lambda a, dy, y: dy * (like(y, 1.0) - y * y),
-    "QuickGeluGrad": quick_gelu_grad,
-    "GeluGrad": gelu_grad,
-    "BiasGelu": lambda a, x, bias: (x + bias) * gelu_density(x + bias)[0],
-    "BiasGeluGrad_dX": lambda a, dy, x, bias: gelu_grad(a, dy, x + bias),
-    "FastGelu": fast_gelu,
-    "FastGeluGrad": fast_gelu_grad,
-    "BiasFastGeluGrad_dX": fast_gelu_grad,
-    "DropoutGrad": dropout_grad,
 }
 
 RENAMED = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")  # the same elements in the same order

@@ -30,7 +30,7 @@ from bnfuse.runtime.kernels.common.generic import (
     walk,
 )
 from bnfuse.runtime.kernels.common.generic_elementwise import larger, smaller
-from bnfuse.runtime.kernels.common.generic_moves import fill, position
+from bnfuse.runtime.kernels.common.generic_moves import position
 from bnfuse.runtime.kernels.common.steps import Expr
 
 COMPARED = 1 << 23  # elements of a result each of which may look at all updates; chosen by hand
@@ -143,24 +143,6 @@ def reverse_sequence(problem: GenericProblem, args: Buffers) -> None:
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
-
-
-def gather_grad(problem: GenericProblem, args: Buffers) -> None:
-    """Add indices, dy -> dx. The threads share what lies before and behind the axis: an index may come twice."""
-    outer, length, inner = sizes_around(problem.out_shape, int(problem.attribute("axis", 0)))
-    count = math.prod(problem.shape(0))
-    fill(args, "out0", problem.out_shape, 0, problem.out_dtype)
-
-    def image(at: Expr, along: Along) -> None:
-        with T.serial(0, count) as i:
-            base = T.bind((at * length + clamped(args["in0"][i], length)) * inner)
-
-            def add(k: Expr) -> None:
-                store(args, "out0", base + k, args["out0"][base + k] + args["in1"][(at * count + i) * inner + k])
-
-            along(add)
-
-    walk().rows(outer if count else 0, inner, image)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +263,6 @@ OPS: dict[str, Emit] = {
     "GatherND": gather_nd,
     "OneHot": one_hot,
     "ReverseSequence": reverse_sequence,
-    "GatherGrad": gather_grad,
     "ScatterElements": scatter_elements,
     "ScatterND": scatter_nd,
     "ScatterRows": scatter_rows,

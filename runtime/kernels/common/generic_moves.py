@@ -62,13 +62,6 @@ def slice_(problem: GenericProblem, args: Buffers) -> None:
     move(args, problem.out_shape, ("in0", view), ("out0", dense_view(problem.out_shape)))
 
 
-def slice_grad(problem: GenericProblem, args: Buffers) -> None:
-    """Emit dy -> dx: zero but where the slice was."""
-    fill(args, "out0", problem.out_shape, 0, problem.out_dtype)
-    space, view = problem.shape(), sliced(problem, problem.out_shape)
-    move(args, space, ("in0", dense_view(space)), ("out0", view))
-
-
 def concat(problem: GenericProblem, args: Buffers) -> None:
     """Copy the inputs side by side along `axis`, 0 unless given."""
     axis, start = problem.axis(0), 0
@@ -194,11 +187,8 @@ def eye_like(problem: GenericProblem, args: Buffers) -> None:
 OPS: dict[str, Emit] = {
     "Transpose": transpose,
     "Slice": slice_,
-    "SliceGrad": slice_grad,
     "Concat": concat,
-    "ConcatTraining": concat,
     "Split": split,
-    "SplitTraining": split,
     "Pad": pad,
     "Tile": tile,
     "ConstantOfShape": constant_of_shape,

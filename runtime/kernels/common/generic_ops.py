@@ -25,7 +25,6 @@ SCALARS: dict[str, tuple[str, ...]] = {"Dropout": ("seed", "step")}
 # of attributes and inputs, those whose absence changes the result and that only a constant can give
 REQUIRED: dict[str, tuple[str, ...]] = {
     "Slice": ("starts", "ends"),
-    "SliceGrad": ("starts", "ends"),
     "Pad": ("pads",),
     "Tile": ("repeats",),
     "Range": ("start", "delta"),
@@ -112,5 +111,5 @@ def _u32(value: int) -> Expr:
 
 
 NESTED: dict[str, Emit] = {**generic_elementwise.OPS, **generic_moves.OPS, **generic_index.OPS, **generic_scan.OPS}
-SUPPORTED = frozenset({*NESTED, *FOLDINGS, *BY_ROWS, "DivGrad", "Dropout"})
-FLOAT32_ONLY = frozenset({"Dropout", "Softmax", "LogSoftmax", "SoftmaxGrad_13", "LogSoftmaxGrad_13"})
+SUPPORTED = frozenset({*NESTED, *FOLDINGS, *BY_ROWS, "Dropout"})
+FLOAT32_ONLY = frozenset({"Dropout", "Softmax", "LogSoftmax"})

@@ -128,13 +128,6 @@ def accumulator_of(folding: Folding, problem: GenericProblem) -> str:
     return "float64" if folding.is_wide and problem.out_dtype.startswith("float") else problem.out_dtype
 
 
-# at a point, from dy, a and b: what adds to da and to db
-DIV_GRADS: tuple[Callable[[Expr, Expr, Expr], Expr], ...] = (
-    lambda dy, a, b: f64(dy) / f64(b),
-    lambda dy, a, b: f64(0.0) - f64(dy) * f64(a) / (f64(b) * f64(b)),
-)
-
-
 AXES = {"ArgMax": 0, "ArgMin": 0}  # the axis where a node gives none: else the last one
 
 
@@ -159,28 +152,6 @@ def softmax_row(
     else:
         scale = T.bind(to_f32(f64(1.0) / total))
         rows.along(target, lambda k: store(args, "out0", at(k), weight(k) * scale))
-
-
-def softmax_grad_row(
-    logarithm: bool, problem: GenericProblem, target: Target, args: Any, rows: Any, row: Expr, at: At
-) -> None:
-    """Write one row of dy, y -> dx = y*(dy - sum dy*y), or dy - exp(y)*sum dy for the logarithm."""
-    dy, y = args["in0"], args["in1"]
-
-    def term(at: Expr) -> Expr:
-        return f64(dy[at]) if logarithm else f64(dy[at]) * f64(y[at])
-
-    total = rows.fold(target, "float64", 0.0, lambda total, k: total + term(at(k)), tirx.Add)
-    total = T.bind(to_f32(total))
-
-    def gradient(k: Expr) -> None:
-        if logarithm:
-            value = dy[at(k)] - steps.exp(y[at(k)]) * total
-        else:
-            value = y[at(k)] * (dy[at(k)] - total)
-        store(args, "out0", at(k), value)
-
-    rows.along(target, gradient)
 
 
 def lp_row(problem: GenericProblem, target: Target, args: Any, rows: Any, row: Expr, at: At) -> None:
@@ -235,8 +206,6 @@ Row = Callable[[GenericProblem, Target, Any, Any, Expr, At], None]  # (problem, 
 BY_ROWS: dict[str, Row] = {
     "Softmax": functools.partial(softmax_row, False),
     "LogSoftmax": functools.partial(softmax_row, True),
-    "SoftmaxGrad_13": functools.partial(softmax_grad_row, False),
-    "LogSoftmaxGrad_13": functools.partial(softmax_grad_row, True),
     "LpNormalization": lp_row,
     "ArgMax": functools.partial(arg_row, larger),
     "ArgMin": functools.partial(arg_row, smaller),

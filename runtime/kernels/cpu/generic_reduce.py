@@ -15,16 +15,10 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.generic import (
     GenericProblem,
-    Shape,
-    View,
-    broadcast_view,
-    dense_view,
-    nest,
     store,
 )
 from bnfuse.runtime.kernels.common.generic_reduce import (
     BY_ROWS,
-    DIV_GRADS,
     FOLDINGS,
     Axes,
     Folding,
@@ -34,7 +28,7 @@ from bnfuse.runtime.kernels.common.generic_reduce import (
     reduced_axes,
     rows_of,
 )
-from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
+from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.generic_nest import Emit, nothing, parallel_rows
 from bnfuse.runtime.kernels.cpu.rows import ThreadRows
@@ -124,55 +118,6 @@ def _rows(axes: Axes, folding: Folding, dtype: str, target: CpuTarget, take: Tak
     parallel_rows(axes.kept_count, target, row)
 
 
-def div_grad(problem: GenericProblem, target: CpuTarget, args: Args) -> None:
-    """Emit dy, a, b -> da = sum dy/b, [db = -sum dy*a/b^2], summed over the axes that a or b was broadcast along."""
-    (space, _), (a_shape, _), (b_shape, _) = problem.inputs
-    a_view, b_view, dy_view = broadcast_view(a_shape, space), broadcast_view(b_shape, space), dense_view(space)
-    if math.prod(space) == 0:
-        nothing()
-        return
-
-    for name, shape, term in zip(
-        (p for p in ("out0", "out1") if p in args), (a_shape, b_shape), DIV_GRADS, strict=False
-    ):
-        _sum_to(shape, space, (dy_view, a_view, b_view), target, args, name, term)
-
-
-def _sum_to(
-    shape: Shape,
-    space: Shape,
-    views: tuple[View, View, View],
-    target: CpuTarget,
-    args: Args,
-    out: str,
-    term: Callable[[Expr, Expr, Expr], Expr],
-) -> None:
-    """Store in out[i] the sum of `term` over the points of the space that broadcasting maps to i."""
-    aligned = (1,) * (len(space) - len(shape)) + shape
-    gone = [i for i, (size, whole) in enumerate(zip(aligned, space, strict=True)) if size != whole]
-    count = math.prod(space[i] for i in gone)
-    total = tir.workspace(math.prod(shape), "float64")
-
-    def walk(view: View, index: Expr) -> Expr:
-        return place(index, tuple((space[i], view.strides[i]) for i in gone))
-
-    kept = [dense_view(aligned), *(View(tuple(0 if i in gone else s for i, s in enumerate(v.strides))) for v in views)]
-
-    def point(to: Expr, *at: Expr) -> None:
-        T.buffer_store(total, f64(0.0), [to])
-
-    nest(aligned, kept, point)
-    with T.serial(0, count) as k:
-        moved = [T.bind(walk(view, k)) for view in views]
-
-        def add(to: Expr, *at: Expr) -> None:
-            operands = [args[f"in{i}"][start + move] for i, (start, move) in enumerate(zip(at, moved, strict=True))]
-            T.buffer_store(total, total[to] + term(*operands), [to])
-
-        nest(aligned, kept, add)
-    nest(aligned, kept[:1], lambda to: store(args, out, to, to_f32(total[to])))
-
-
 # Row by row
 
 
@@ -191,6 +136,5 @@ def by_rows(row: Row) -> Emit:
 
 OPS: dict[str, Emit] = {
     **{name: reduction(folding) for name, folding in FOLDINGS.items()},
-    "DivGrad": div_grad,
     **{name: by_rows(row) for name, row in BY_ROWS.items()},
 }

@@ -48,7 +48,7 @@ def generic(problem: GenericProblem, target: CudaTarget) -> Kernel:
 
 
 def _folds(problem: GenericProblem) -> bool:
-    return problem.op_type in FOLDINGS or problem.op_type == "DivGrad"
+    return problem.op_type in FOLDINGS
 
 
 def _stages(

@@ -19,10 +19,9 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.common.generic import GenericProblem, Shape, View, broadcast_view, dense_view, store
+from bnfuse.runtime.kernels.common.generic import GenericProblem, store
 from bnfuse.runtime.kernels.common.generic_reduce import (
     BY_ROWS,
-    DIV_GRADS,
     FOLDINGS,
     Folding,
     accumulator_of,
@@ -30,7 +29,6 @@ from bnfuse.runtime.kernels.common.generic_reduce import (
     reduced_axes,
     rows_of,
 )
-from bnfuse.runtime.kernels.common.steps import f64, to_f32
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, put, registers, stage, when
 from bnfuse.runtime.kernels.cuda.rows import BlockRows, join_threads
 from bnfuse.runtime.kernels.kernel import Param
@@ -126,9 +124,7 @@ def _join(name: str, fold: Fold, params: tuple[Param, ...], partials: str, share
 
 def folds_of(problem: GenericProblem) -> list[Fold]:
     """List the folds that an operator is: none where its operand is empty."""
-    if problem.op_type in FOLDINGS:
-        return [_reduction(problem, FOLDINGS[problem.op_type])] if math.prod(problem.shape()) else []
-    return _div_grad(problem)
+    return [_reduction(problem, FOLDINGS[problem.op_type])] if math.prod(problem.shape()) else []
 
 
 def _reduction(problem: GenericProblem, folding: Folding) -> Fold:
@@ -143,35 +139,6 @@ def _reduction(problem: GenericProblem, folding: Folding) -> Fold:
 
     by_block = not axes.last_is_kept and axes.reduced_count >= LEAST
     return Fold(axes.kept_count, axes.reduced_count, by_block, dtype, folding.start(dtype), folding.join, take, finish)
-
-
-def _div_grad(problem: GenericProblem) -> list[Fold]:
-    """Describe dy, a, b -> da, [db]: sums over the axes that a or b was broadcast along."""
-    space = problem.shape()
-    if math.prod(space) == 0:
-        return []
-    views = [dense_view(space), *(broadcast_view(shape, space) for shape, _ in problem.inputs[1:])]
-    shapes = [shape for shape, _ in problem.inputs[1:]][: len(problem.outputs)]
-    return [_sum_to(f"out{i}", shape, space, views, DIV_GRADS[i]) for i, shape in enumerate(shapes)]
-
-
-def _sum_to(out: str, shape: Shape, space: Shape, views: list[View], term: Callable[..., Expr]) -> Fold:
-    """Describe out[i] = the sum of `term` over the points of the space that broadcasting maps to i."""
-    aligned = (1,) * (len(space) - len(shape)) + shape
-    gone = [i for i, (size, whole) in enumerate(zip(aligned, space, strict=True)) if size != whole]
-    kept = [i for i in range(len(space)) if i not in gone]
-
-    def offset(view: View, index: Expr, axes: list[int]) -> Expr:
-        return place(index, tuple((space[i], view.strides[i]) for i in axes))
-
-    def take(args: Any, result: Expr, element: Expr) -> Expr:
-        places = [offset(view, result, kept) + offset(view, element, gone) for view in views]
-        return term(*(args[f"in{i}"][at] for i, at in enumerate(places)))
-
-    reduced = math.prod(space[i] for i in gone)
-    by_block = bool(gone) and gone[-1] == len(space) - 1 and reduced >= LEAST
-    finish = lambda args, result, value: store(args, out, result, to_f32(value))  # noqa: E731
-    return Fold(math.prod(shape), reduced, by_block, "float64", f64(0.0), tirx.Add, take, finish)
 
 
 def row_stage(name: str, problem: GenericProblem, params: tuple[Param, ...], target: CudaTarget) -> Stage:
