@@ -226,9 +226,11 @@ def staged(stage: str, name: str, folder: Path, exporter: str, limit: float) -> 
             return {"ok": False, "kind": "timeout", "error": f"more than {limit:.0f} s"}
         return ours.recv()
     except EOFError:
-        process.join()
+        process.join(5)
         return {"ok": False, "kind": "crash", "error": f"the process died with {process.exitcode}"}
     finally:
+        process.join(5)
+        process.kill()  # one that has answered and does not end
         process.join()
 
 
