@@ -46,6 +46,8 @@ def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, fr
         why = "--train-bn" if train_bn else "the file's opset has no training_mode that would freeze them"
         forward.note(f"{changed} BatchNormalization nodes made to train ({why})")
     _tell_frozen(forward, [node for node in norms if not is_training(node)], frozen_bn or bool(training))
+    from_data = forward.from_data()
+    training = [node for node in training if node.input[0] in from_data]
     for momentum, what in ((1.0, "never move"), (0.0, "are those of the last batch alone")):
         odd = [node.name for node in training if attributes(node).get("momentum", 0.9) == momentum]
         if odd:
@@ -113,8 +115,9 @@ def stand_in_for_statistics(forward: Forward) -> set[str]:
     taken = forward.names()
     added: set[str] = set()
     found = []
+    from_data = forward.from_data()
     for node in batch_norms(forward):
-        if not is_training(node) or len(node.input) < 5:
+        if not is_training(node) or len(node.input) < 5 or node.input[0] not in from_data:
             continue
         if all(name in known or name in results for name in node.input[3:5]):
             continue

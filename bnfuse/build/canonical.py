@@ -15,7 +15,7 @@ from bnfuse.graph.protos import attributes, fresh, remove_attributes, set_attrib
 
 from .graph import Forward
 
-COPIES = ("Cast", "Expand", "Identity", "Reshape")
+COPIES = ("Cast", "CastLike", "Expand", "Identity", "Reshape")
 WINDOWED = ("Conv", "MaxPool", "AveragePool")
 
 

@@ -13,6 +13,8 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.drawing import FED, LIKE
 from bnfuse.graph.protos import fresh, shapes_of
 
+OF_TYPES = {"CastLike": 1, "Shape": 0, "Size": 0}  # how many operands they read more of than type and shape
+
 
 @dataclasses.dataclass
 class Forward:
@@ -84,7 +86,8 @@ class Forward:
         """List the tensors that depend on an input of the graph, or on what is drawn at random."""
         found = {value.name for value in self.graph.input}
         for node in self.graph.node:
-            if node.op_type in FED or found.intersection(node.input):
+            read = node.input[: OF_TYPES.get(node.op_type)]
+            if node.op_type in FED or found.intersection(read):
                 found.update(filter(None, node.output))
         return found
 
