@@ -4,7 +4,8 @@
     order      nodes in reverse: all readers of a value come before the node that gives it
     sums       of one contribution that one; of several one Sum, made when the last is known
 
-([Griewank08]'s reverse mode; the graph is in static single assignment and without control flow, so a sweep is enough.)
+The graph is in static single assignment and without control flow, so one sweep is enough (Griewank and Walther,
+Evaluating Derivatives, SIAM 2008, section 3.2).
 """
 
 from __future__ import annotations
