@@ -180,7 +180,7 @@ def _huber(f: Formula, scores: str, labels: str, delta: float) -> str:
 
 
 def focal(f: Formula, scores: str, labels: str, options: Options) -> str:
-    """alpha*(1 - p)^gamma * -log p, of the probability p of the label (Lin and others, Focal Loss, 2017; over a softmax)."""
+    """alpha*(1 - p)^gamma * -log p of the label's probability p, over a softmax (Lin and others, Focal Loss, 2017)."""
     loss = f("SoftmaxCrossEntropyLoss", scores, labels, reduction="none")
     wrong = f("Sub", f.constant(1.0), f("Exp", f("Neg", loss)))
     weighed = f("Mul", f("Pow", wrong, f.constant(_scalar(options, "gamma", 2.0))), loss)
