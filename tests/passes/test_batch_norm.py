@@ -160,13 +160,6 @@ def test_two_batch_norms_over_one_map_share_its_statistics(training, rewritten, 
     assert ops(rewritten(model, "bnff")).count("ConvStatistics") == 1
 
 
-def test_a_pooling_below_opset_16_stays_and_the_rest_fuses(training, rewritten, ops):
-    body = RELU + "p = maxpool(r)\nb = conv(p, 4)\nm = bn(b)\ns = relu(m)\nout = conv(s, 4)"
-    result = rewritten(training(body, opset=15), "bnff")
-    assert "MaxPoolGrad" in ops(result)
-    assert {entry.node for entry in result.report.unfused} == {"n"}
-
-
 def test_an_unknown_level_lists_the_levels(training, rewritten):
     with pytest.raises(BnfuseError, match="there is no level 'max'; the levels are none, rcf, mvf, bnff, icf"):
         rewritten(training("out = conv(x, 4)"), "max")
@@ -174,9 +167,7 @@ def test_an_unknown_level_lists_the_levels(training, rewritten):
 
 def test_the_input_gradient_of_a_batch_norm_as_a_graph_output(training, rewritten):
     model = training("n = bn(x)\nr = relu(n)\nc = conv(r, 2)\nm = bn(c)\nout = relu(m)")
-    gradient = next(
-        n for n in model.graph if n.op_type == "BatchNormalizationGrad" and not n.outputs[0].uses()
-    ).outputs[0]
+    gradient = next(n for n in model.graph if n.op_type == "BatchNormGrad" and not n.outputs[0].uses()).outputs[0]
     model.graph.outputs.append(gradient)
     assert gradient.name in {value.name for value in rewritten(model).model.graph.outputs}
 

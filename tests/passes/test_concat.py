@@ -18,7 +18,7 @@ FLAT = """
 """
 NESTED = FLAT.replace("t3 = cat(c0, y1, y2)", "t3 = cat(t2, y2)")
 REVERSED = FLAT.replace("t2 = cat(c0, y1)", "t2 = cat(y1, c0)").replace("t3 = cat(c0, y1, y2)", "t3 = cat(y2, t2)")
-SWEEPS = {"BatchNormInternal", "BatchNormalizationGrad", "ReluGrad", "ConcatTraining", "SplitTraining", "Sum", "Slice"}
+SWEEPS = {"BatchNorm", "BatchNormGrad", "PointwiseGradReluGrad", "Split", "Sum", "Slice"}
 
 
 @pytest.mark.parametrize("body", [FLAT, NESTED, REVERSED], ids=["flat", "nested", "reversed"])
@@ -184,7 +184,7 @@ TWICE = """
     [
         (PARTNERS + LAYER.format(y="q", x="u") + "out = cat(p, q)", "is not the sum of all the gradients"),
         (PARTNERS + "q = conv(u, 2)\nout = cat(p, q)", "is not the sum of all the gradients"),
-        (ADDED, "SplitTraining"),
+        (ADDED, "Split"),
         (
             NESTED_SUMS + LAYER.format(y="m", x="t") + LAYER.format(y="o", x="w") + "out = cat(m, o)",
             "is not the sum of all the gradients",

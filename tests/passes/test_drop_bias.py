@@ -77,7 +77,7 @@ def test_it_refuses(body, reason, training, rewritten):
 
 def test_it_refuses_where_the_mean_of_the_batch_is_a_graph_output(training, rewritten):
     model = training("c = conv(x, 4, bias=1)\nn = bn(c)\nout = relu(n)")
-    (norm,) = (node for node in model.graph if node.op_type == "BatchNormInternal")
+    (norm,) = (node for node in model.graph if node.op_type == "BatchNorm")
     model.graph.outputs.append(norm.outputs[3])
     result = rewritten(model, tolerance=NOISE)  # compares the mean too
     assert changed(result) == 0
@@ -85,7 +85,7 @@ def test_it_refuses_where_the_mean_of_the_batch_is_a_graph_output(training, rewr
 
 def test_it_refuses_where_something_reads_the_mean_of_the_batch(training, rewritten):
     model = training("c = conv(x, 4, bias=1)\nn = bn(c)\nout = relu(n)")
-    (norm,) = (node for node in model.graph if node.op_type == "BatchNormInternal")
+    (norm,) = (node for node in model.graph if node.op_type == "BatchNorm")
     seen = ir.node("Neg", [norm.outputs[3]], name="seen")
     seen.outputs[0].name, seen.outputs[0].shape, seen.outputs[0].type = "seen", ir.Shape([4]), norm.outputs[3].type
     model.graph.append(seen)

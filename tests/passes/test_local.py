@@ -169,7 +169,7 @@ def test_a_group_of_one_value_a_channel_has_no_variance(training):
 
 def test_statistics_of_the_batch_that_are_read_elsewhere_are_named(training):
     model = training(CHAIN)
-    (norm,) = (node for node in model.graph if node.op_type == "BatchNormInternal")
+    (norm,) = (node for node in model.graph if node.op_type == "BatchNorm")
     model.graph.outputs.append(norm.outputs[3])
     with pytest.raises(BnfuseError, match=r"node 'n' .* of the whole batch, is read elsewhere. Leave local-bn out"):
         rewrite(model, local_bn=1)

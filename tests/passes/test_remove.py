@@ -249,7 +249,7 @@ def test_keep_affine_alone_is_refused(training):
 
 def test_parameters_that_others_read_are_named(training):
     model = training(CHAIN)
-    first, second = (node for node in model.graph if node.op_type == "BatchNormInternal")
+    first, second = (node for node in model.graph if node.op_type == "BatchNorm")
     second.replace_input_with(1, first.inputs[1])
     with pytest.raises(BnfuseError, match=r"node 'n' .* reads 'n/scale' too"):
         rewrite(model, remove="1")

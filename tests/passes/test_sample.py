@@ -233,7 +233,7 @@ def assert_no_sweep(result, count: int, *, full: bool) -> None:
     if not full:
         assert statistics == ["PointStatistics"] * count or statistics == ["SampledStatistics"] * count
         assert len(result.report.sampled) == count
-        assert not {"BatchNormInternal", "BatchNormalizationGrad"} & {*found}
+        assert not {"BatchNorm", "BatchNormGrad"} & {*found}
 
 
 def test_a_sample_that_moves_is_an_input_and_one_that_stays_is_none(sampled):
@@ -271,7 +271,7 @@ def test_a_composite_layer(level, sampled, golden):
 def test_a_dense_block_accumulates_scaled_gradients_and_adds_in_the_samples(body, sampled, golden):
     result = sampled(BODIES[body], "fs:1/4")
     assert result.report.unfused == ()
-    assert not {"SplitTraining", "Sum", "PointwiseGradScale", "PointwiseGradAccumulate"} & {*kinds(result)}
+    assert not {"Split", "Sum", "PointwiseGradScale", "PointwiseGradAccumulate"} & {*kinds(result)}
     golden.check(result.model)
 
 
@@ -347,7 +347,7 @@ def test_a_batch_norm_over_a_matrix_keeps_full_statistics_and_says_why(training)
     "spec, message",
     [
         ("bs:3", "the batch has 2 samples: take at most 2"),
-        ("frs:1/9999", r"node 'n' \(BatchNormInternal\) has one value per channel in its sample frs:1/9999"),
+        ("frs:1/9999", r"node 'n' \(BatchNorm\) has one value per channel in its sample frs:1/9999"),
         ("fs:1/4,stem*=bn", r"no BatchNorm's name matches 'stem\*': they are n, m"),
     ],
 )

@@ -241,7 +241,7 @@ def test_a_batch_norm_over_a_matrix_would_mix_the_rows(local_bn, network):
     forward.graph.node[at].input[0] = "late"
     forward.graph.node.insert(at, norm)
     model = ir.from_proto(build_training_graph(forward))
-    with pytest.raises(BnfuseError, match=r"node 'late' \(BatchNormInternal\) would take statistics of both kinds"):
+    with pytest.raises(BnfuseError, match=r"node 'late' \(BatchNorm\) would take statistics of both kinds"):
         rewrite(model, sample="bn+vdn:1", local_bn=local_bn)
 
 

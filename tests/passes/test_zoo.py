@@ -7,7 +7,7 @@ from bnfuse.build import build_training_graph
 from bnfuse.models import build_forward
 from bnfuse.passes import LEVELS, rewrite
 
-SWEEPS = {"BatchNormInternal", "BatchNormalizationGrad", "Relu", "ReluGrad", "ConcatTraining", "SplitTraining", "Sum"}
+SWEEPS = {"BatchNorm", "BatchNormGrad", "Relu", "PointwiseGradReluGrad", "Split", "Sum"}
 
 
 @pytest.mark.parametrize(
