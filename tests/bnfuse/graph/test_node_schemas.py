@@ -54,7 +54,7 @@ def test_graphs_as_they_are_made_are_read(train, fused, tmp_path):
 @pytest.mark.parametrize(("op", "name", "value", "type"), [
     ("Conv", "kernel_shape", [1.0, 1.0], "FLOATS: it must be INTS"),
     ("Conv", "group", [1], "INTS: it must be INT"),
-    ("BatchNormInternal", "epsilon", "small", "STRING: it must be FLOAT"),
+    ("BatchNorm", "epsilon", "small", "STRING: it must be FLOAT"),
     ("SoftmaxCrossEntropyLoss", "reduction", 1, "INT: it must be STRING"),
 ])  # fmt: skip
 def test_an_attribute_of_another_type(train, tmp_path, op, name, value, type):
@@ -88,7 +88,7 @@ def test_an_attribute_without_a_type_twice_or_of_a_function(train, tmp_path):
     ("Conv", 0, "has 0 operands: it must have at least 2"),
     ("Conv", 1, "has 1 operands: it must have at least 2"),
     ("Relu", 3, "has 3 operands: it must have 1"),
-    ("BatchNormInternal", 4, "has 4 operands: it must have 5"),
+    ("BatchNorm", 4, "has 4 operands: it must have 5"),
     ("ConvGrad", 2, "has 2 operands: it must have 3"),
 ])  # fmt: skip
 def test_too_few_operands_and_too_many(train, tmp_path, op, count, said):
@@ -209,12 +209,12 @@ def test_a_list_of_operands_with_one_left_out(train, tmp_path):
 @pytest.mark.parametrize(
     ("op", "domain", "remedy"),
     [
-        ("BatchNormInternal", "", "it is one of 'com.microsoft'. Write the file anew."),
+        ("BatchNorm", "", "it is one of 'com.microsoft'. Write the file anew."),
         ("BatchNormWobble", "ai.bnfuse", "files of another version are rewritten anew."),
     ],
 )
 def test_an_operator_of_another_domain(fused, train, tmp_path, op, domain, remedy):
-    model, node = changed(fused, "BatchNormFinalize") if domain else changed(train, "BatchNormInternal")
+    model, node = changed(fused, "BatchNormFinalize") if domain else changed(train, "BatchNorm")
     node.op_type, node.domain = op, domain
     assert f"'{node.name}' ({op}) is no operator of '{domain or 'ai.onnx'}': {remedy}" in refusal(model, tmp_path)
 
