@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 import onnx
+from onnx import TensorProto
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.core.windows import axes_of
@@ -32,6 +33,7 @@ def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str
     Raises BnfuseError, with the node, where the graph of a training step contradicts itself.
     """
     makers = {name: node for node in model.graph.node for name in node.output if name}
+    lengths = lengths_of_splits(model.graph)
     if not any(node.domain == DOMAIN for node in model.graph.node):
         return {}
     inferred = check_declared(model, file)
@@ -39,6 +41,8 @@ def check_agreement(model: onnx.ModelProto, file: str | None = None) -> dict[str
     for node in model.graph.node:
         check = check_of(node) if node.input and node.output else None
         reason = check(node, makers, shapes) if check is not None else None
+        if reason is None and node.op_type == "Split" and not node.domain:
+            reason = _lengths(node, lengths, shapes)
         if reason is not None:
             raise at_node(node.name, node.op_type, f"{reason}: the graph is damaged. Build it anew.", file=file)
     outputs = () if inferred is None else inferred.graph.output
@@ -161,6 +165,25 @@ def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: S
             return f"gives '{name}', declared as {list(piece)}, where its lengths make {expected}"
         known.append(piece[axis])
     return None if sum(known) == whole[axis] else f"gives pieces of {known}, and splits {list(whole)} along axis {axis}"
+
+
+def lengths_of_splits(graph: onnx.GraphProto) -> dict[str, list[int]]:
+    """Read the constants that say how long the pieces of Splits are, by their names."""
+    read = {node.input[1] for node in graph.node if node.op_type == "Split" and len(node.input) > 1}
+    found = (tensor for tensor in graph.initializer if tensor.name in read and tensor.data_type == TensorProto.INT64)
+    return {tensor.name: onnx.numpy_helper.to_array(tensor).reshape(-1).tolist() for tensor in found}
+
+
+def _lengths(node: onnx.NodeProto, lengths: Mapping[str, Sequence[int]], shapes: Shapes) -> str | None:
+    """Check the pieces of a Split against the lengths that it reads."""
+    given, axis = lengths.get(node.input[1] if len(node.input) > 1 else ""), attributes(node).get("axis", 0)
+    if given is None:
+        return None
+    if len(given) != len(node.output):
+        return f"gives {len(node.output)} pieces, and '{node.input[1]}' has {len(given)} lengths"
+    pairs = ((name, size, shapes.get(name)) for name, size in zip(node.output, given, strict=True))
+    wrong = next((name for name, size, piece in pairs if piece is not None and piece[axis] != size), None)
+    return wrong and f"gives '{wrong}', declared as {list(shapes[wrong])}, and its lengths are {list(given)}"
 
 
 def _like_operand(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:

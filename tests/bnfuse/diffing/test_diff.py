@@ -153,7 +153,7 @@ def test_added_nodes_name_their_sources_and_removed_nodes_what_they_became(dense
     assert found.added and all(node.sources and node.made_by for node in found.added)
     assert all(source in names for node in found.added for source in node.sources)
     ours = {node.name for node in after.model.graph}
-    became = [node for node in found.removed if node.op == "BatchNormInternal"]
+    became = [node for node in found.removed if node.op == "BatchNorm"]
     assert became and all(node.into and set(node.into) <= ours for node in became)
 
 

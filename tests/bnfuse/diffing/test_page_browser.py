@@ -82,7 +82,7 @@ def is_visible_in_list(page, selector):
 
 def test_a_click_on_a_batch_norm_shows_what_became_of_its_halves(visit):
     page = visit("small")
-    page.locator("#side-before .node", has_text="BatchNormInternal").nth(1).click()
+    page.locator("#side-before .node", has_text="BatchNorm").nth(1).click()
     side, name = chosen(page)
     assert side == "before"
     details = page.locator("#details")

@@ -139,7 +139,7 @@ def test_traffic_is_that_of_diff_at_every_level(model, level):
 
 def test_batch_norms_of_the_source_are_five_sweeps_each(model):
     found = bnfuse.inspect(model)
-    norms = [x for x in found.layers if x.op == "BatchNormInternal"]
+    norms = [x for x in found.layers if x.op == "BatchNorm"]
     assert len(norms) == 21
     assert found.total["batch_norm_sweeps"] == 21 * (2 + 3)  # x, z; dz, x, dx
     assert found.total["batch_norm_bytes"] == 5 * sum(x.output_bytes for x in norms)

@@ -52,7 +52,7 @@ def test_every_level_is_equal_to_its_source_in_onnxruntime(before, level):
 
 
 def test_a_wrong_epsilon_is_found_and_the_tensor_named(before):
-    found = bnfuse.verify(before, with_node(before, "BatchNormInternal", epsilon=0.1))
+    found = bnfuse.verify(before, with_node(before, "BatchNorm", epsilon=0.1))
     assert not found.equal
     assert found.worst.error > found.worst.tolerance
     assert found.worst.tensor.endswith("_grad")
@@ -60,7 +60,7 @@ def test_a_wrong_epsilon_is_found_and_the_tensor_named(before):
 
 
 def test_a_wrong_momentum_is_found_in_the_running_statistics_alone(before):
-    found = bnfuse.verify(before, with_node(before, "BatchNormInternal", momentum=0.8))
+    found = bnfuse.verify(before, with_node(before, "BatchNorm", momentum=0.8))
     assert {tensor.kind for tensor in found.tensors if not tensor.ok} == {"running"}
 
 

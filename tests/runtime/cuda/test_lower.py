@@ -16,6 +16,7 @@ import pytest
 from bnfuse import passes
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.microsoft import convert
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.models import build_forward
@@ -50,7 +51,7 @@ def lowered(
     """The program of a graph in ONNX's text form; inputs that are no parameters are data. `types` of values inside."""
     text = f"""<ir_version: 8, opset_import: ["": 17, "ai.bnfuse": 1, "com.microsoft": 1]>
         g {signature} {f"<{types}>" if types else ""} {{ {body} }}"""
-    model = ir.from_proto(onnx.parser.parse_model(text))
+    model = convert(ir.from_proto(onnx.parser.parse_model(text)))
     names = tuple(v.name or "" for v in model.graph.inputs if v.name not in parameters)
     signature = GraphSignature(
         data=names, labels=(), trainable=parameters, frozen=(), running={}, gradients={}, loss=""
