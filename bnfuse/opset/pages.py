@@ -114,7 +114,7 @@ PLAIN = {
         "inv_std = 1/sqrt(variance + epsilon); a = scale*inv_std; b = bias - mean*a; "
         "new_running = running*momentum + batch*(1 - momentum)",
         "From statistics to the coefficients of Normalize, and the running statistics. The running variance takes the "
-        "biased batch variance, as onnxruntime's BatchNormInternal does.",
+        "biased batch variance, as onnxruntime-training does.",
     ),
     "BatchNormGradReduce": Text(
         "dbeta = sum of dz, dgamma = sum of dz*(x - mean)*inv_std, over N, H, W",

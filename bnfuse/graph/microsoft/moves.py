@@ -154,9 +154,9 @@ def dropout_grad(source: Source) -> None:
         return
     if ratio is None:
         ratio = source.number(0.5, dy, "ratio")
-    elif source.dtype(ratio) != source.dtype(dy):
-        ratio = source.op("Cast", ratio, dtype=source.dtype(dy), to=int(source.dtype(dy)))
-    kept = source.calculate("Sub", source.number(1.0, dy, "one"), ratio)
+    kept = source.calculate("Sub", source.number(1.0, ratio, "one"), ratio)
+    if source.dtype(kept) != source.dtype(dy):
+        kept = source.op("Cast", kept, dtype=source.dtype(dy), to=int(source.dtype(dy)))
     scaled = source.calculate("Div", dy, kept)
     scaled.shape = dy.shape
     source.give(0, source.where(mask, scaled, source.number(0.0, dy, "zero")))
