@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,16 @@ from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp
 FOLDED = 1 << 16  # elements of the constants that a rule asks for: axes, shapes, indices
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a value is, with zeros before and behind it along one axis."""
+
+    value: ir.Value
+    axis: int
+    before: int
+    after: int
+
+
 class Emitter:
     """Appends nodes to a graph, with names that nothing else has and each constant once.
 
@@ -31,6 +42,7 @@ class Emitter:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._nodes: list[ir.Node] = []
         self._made: set[ir.Value] = set()
+        self.pieces: dict[ir.Value, Piece] = {}  # of values that are emitted
         self._known: dict[ir.Value, np.ndarray | None] = dict.fromkeys(variables)
 
     def fresh(self, base: str) -> str:
@@ -343,6 +355,22 @@ class Gradient:
     def expand(self, value: ir.Value, shape: Sequence[int]) -> ir.Value:
         """Emit a value broadcast to a shape."""
         return self.op("Expand", value, self.ints(shape))
+
+    def pad(self, value: ir.Value, before: Sequence[int], after: Sequence[int]) -> ir.Value:
+        """Emit a value with so many zeros around it along each axis, cut where a number is negative."""
+        cut = [axis for axis, sides in enumerate(zip(before, after, strict=True)) if min(sides) < 0]
+        if cut:
+            starts = [max(0, -before[axis]) for axis in cut]
+            ends = [min(0, after[axis]) or 2**31 - 1 for axis in cut]
+            value = self.op("Slice", value, self.ints(starts), self.ints(ends), self.ints(cut))
+        pads = [max(0, number) for number in (*before, *after)]
+        axes = [axis for axis in range(len(before)) if pads[axis] or pads[axis + len(before)]]
+        if not axes:
+            return value
+        whole = self.op("Pad", value, self.ints(pads))
+        if len(axes) == 1:
+            self.emitter.pieces[whole] = Piece(value, axes[0], before[axes[0]], after[axes[0]])
+        return whole
 
     def fit(self, gradient: ir.Value, operand: ir.Value, shape: Sequence[int] | None = None) -> ir.Value:
         """Emit the sum of a gradient over the axes along which its operand was broadcast.

@@ -2,7 +2,8 @@
 
     needs      a value of float type on a path from a wanted input to a seeded output
     order      nodes in reverse: all readers of a value come before the node that gives it
-    sums       of one contribution that one; of several one Sum, made when the last is known
+    sums       of one contribution that one; of several one Sum, made when the last is known; a Concat of those of
+               slices that lie side by side
 
 The graph is in static single assignment and without control flow, so one sweep is enough (Griewank and Walther,
 Evaluating Derivatives, SIAM 2008, section 3.2).
@@ -10,6 +11,7 @@ Evaluating Derivatives, SIAM 2008, section 3.2).
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -96,13 +98,49 @@ class _Sweep:
                 self.contributions.setdefault(value, []).append(contribution)
 
     def _summed(self, value: ir.Value) -> ir.Value:
-        parts = self.contributions[value]
+        parts = self._joined(value, self.contributions[value])
         if len(parts) > 1:
             name = self.emitter.fresh(f"{value.name}_grad")
             total = self.emitter.node("Sum", parts, {}, name=name, outputs=[ir.Value(name=name)])[0]
             like(total, value)
-            self.contributions[value] = [total]
-        return self.contributions[value][0]
+            parts = [total]
+        self.contributions[value] = parts
+        return parts[0]
+
+    def _joined(self, value: ir.Value, parts: list[ir.Value]) -> list[ir.Value]:
+        """Concatenate pieces that lie side by side along an axis, instead of adding up what is zeros for the most part.
+
+        That are the gradients of slices of the value.
+        """
+        size = static_shape(value)
+        pieces = {part: piece for part in parts if (piece := self.emitter.pieces.get(part)) is not None}
+        if size is None or len(pieces) < 2:
+            return parts
+        axis = collections.Counter(piece.axis for piece in pieces.values()).most_common(1)[0][0]
+        beside = sorted((part for part in pieces if pieces[part].axis == axis), key=lambda part: pieces[part].before)
+        taken: list[ir.Value] = []
+        pasted: list[ir.Value] = []
+        end = 0
+        for part in beside:
+            piece = pieces[part]
+            if piece.before >= end:
+                pasted += [*self._gap(value, axis, piece.before - end), piece.value]
+                taken.append(part)
+                end = size[axis] - piece.after
+        if len(taken) < 2:
+            return parts
+        pasted += self._gap(value, axis, size[axis] - end)
+        name = self.emitter.fresh(f"{value.name}_grad/concat")
+        joined = self.emitter.node("Concat", pasted, {"axis": axis}, name=name, outputs=[ir.Value(name=name)])[0]
+        like(joined, value)
+        return [*(part for part in parts if part not in taken), joined]
+
+    def _gap(self, value: ir.Value, axis: int, length: int) -> list[ir.Value]:
+        """Give the zeros between two pieces, if there are any."""
+        shape = static_shape(value) or ()
+        sizes = (*shape[:axis], length, *shape[axis + 1 :])
+        dtype = value.dtype or ir.DataType.FLOAT
+        return [self.emitter.zeros(sizes, dtype, f"{value.name}_grad/zeros")] if length else []
 
     def _final(self, value: ir.Value) -> ir.Value:
         """Give the gradient of a wanted value a name of its own: it may be another's too, or a value of the file."""

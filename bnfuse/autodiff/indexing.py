@@ -60,10 +60,9 @@ def _put_back(g: Gradient, places: np.ndarray, axis: int) -> ir.Value:
     dy = g.dy if g.rank(g.y) == len(shape) else g.reshape(g.dy, sizes)
     run = bool((np.diff(places) == 1).all())
     first, missing = (int(places[0]), size - count) if run else (0, int(count < size))
-    if missing:
-        pads = np.zeros((2, len(shape)), np.int64)
-        pads[:, axis] = (first, missing - first)
-        dy = g.op("Pad", dy, g.ints(pads.reshape(-1).tolist()))
+    before, after = [0] * len(shape), [0] * len(shape)
+    before[axis], after[axis] = first, missing - first
+    dy = g.pad(dy, before, after)
     if run:
         return dy
     order = np.full(size, count, np.int64)

@@ -97,7 +97,7 @@ def slice_(g: Gradient) -> Contributions:
     before = [places.start if len(places) else 0 for places in upwards]
     lengths = [(size - 1) * step + 1 if size else 0 for size, step in zip(sizes, apart, strict=True)]
     after = [size - start - length for size, start, length in zip(shape, before, lengths, strict=True)]
-    return [padded(g, gradient, before, after)]
+    return [g.pad(gradient, before, after)]
 
 
 def reverse(g: Gradient, value: ir.Value, axes: Sequence[int]) -> ir.Value:
@@ -125,17 +125,6 @@ def spaced(g: Gradient, value: ir.Value, sizes: Sequence[int], steps: Sequence[i
     return g.op("Slice", g.reshape(wide, joined), g.ints([0] * len(axes)), g.ints(ends), g.ints(axes))
 
 
-def padded(g: Gradient, value: ir.Value, before: Sequence[int], after: Sequence[int]) -> ir.Value:
-    """Emit a value with so many zeros around it along each axis, cut where a number is negative."""
-    cut = [axis for axis, sides in enumerate(zip(before, after, strict=True)) if min(sides) < 0]
-    if cut:
-        starts = [max(0, -before[axis]) for axis in cut]
-        ends = [min(0, after[axis]) or 2**31 - 1 for axis in cut]
-        value = g.op("Slice", value, g.ints(starts), g.ints(ends), g.ints(cut))
-    pads = [max(0, number) for number in (*before, *after)]
-    return g.op("Pad", value, g.ints(pads)) if any(pads) else value
-
-
 @rule("Pad")
 def pad(g: Gradient) -> Contributions:
     """Cut off what was added, and put zeros where something was cut. What was added by other elements goes to them."""
@@ -148,7 +137,7 @@ def pad(g: Gradient) -> Contributions:
         before[axis], after[axis] = given[place], given[len(axes) + place]
     if mode != "constant":
         return [padded_axes(g, before, after, mode)]
-    gradient = padded(g, g.dy, [-n for n in before], [-n for n in after])
+    gradient = g.pad(g.dy, [-n for n in before], [-n for n in after])
     fill = g.optional(2)
     if fill is None or not g.wants(2):
         return [gradient]

@@ -45,6 +45,48 @@ def test_an_operand_that_is_read_twice_by_one_node():
     assert found.operators().count("Sum") == 1
 
 
+def slices(*bounds, axis=1):
+    """A function of each slice: outputs y0, ..."""
+    constants, nodes = {"axis": np.array([axis])}, []
+    for i, (start, end) in enumerate(bounds):
+        constants |= {f"s{i}": np.array([start]), f"e{i}": np.array([end])}
+        nodes.append(node("Slice", f"x s{i} e{i} axis", f"h{i}", name=f"slice{i}"))
+        nodes.append(node("Exp", f"h{i}", f"y{i}", name=f"exp{i}"))
+    return nodes, constants, [f"y{i}" for i in range(len(bounds))]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "operators"),
+    [
+        ([(2, 4), (0, 2), (4, 6)], ["Concat"]),
+        ([(4, 6), (1, 3)], ["Concat", "ConstantOfShape", "ConstantOfShape"]),
+        ([(0, 3), (2, 6)], ["Pad", "Pad", "Sum"]),
+        ([(0, 3), (3, 6), (1, 4)], ["Concat", "Pad", "Sum"]),
+        ([(0, 3), (3, 6), (0, 6)], ["Concat", "Sum"]),
+    ],
+    ids=str,
+)
+def test_gradients_of_slices_side_by_side_are_concatenated(bounds, operators):
+    nodes, constants, outputs = slices(*bounds)
+    found = check_by_differences(nodes, {"x": floats(2, 6)}, constants=constants, outputs=outputs)
+    added_here = [n.op_type for n in found.model.graph if not str(n.name).startswith(("slice", "exp"))]
+    made = [n.op_type for n in found.model.graph if str(n.name).startswith("slice") and "/grad" in str(n.name)]
+    assert sorted([*added_here, *made]) == operators
+
+
+def test_a_slice_that_is_taken_twice_counts_twice():
+    nodes, constants, outputs = slices((0, 3), (3, 6))
+    nodes += [node("Slice", "x s0 e0 axis", "again", name="again"), node("Add", "again h0", "z", name="add")]
+    check_by_differences(nodes, {"x": floats(2, 6)}, constants=constants, outputs=["y1", "z"])
+
+
+def test_gradients_of_slices_of_several_axes_are_summed():
+    rows, constants, outputs = slices((0, 1), (1, 2), axis=0)
+    nodes = [*rows, node("Slice", "x s0 e1 axis2", "h2", name="columns"), node("Exp", "h2", "y2", name="exp2")]
+    constants["axis2"] = np.array([1])
+    check_by_differences(nodes, {"x": floats(2, 6)}, constants=constants, outputs=[*outputs, "y2"])
+
+
 def test_a_parameter_that_several_nodes_share():
     nodes = [node("MatMul", "x w", "h", name="a"), node("MatMul", "h w", "y", name="b")]
     found = check_by_differences(nodes, {"x": floats(2, 3), "w": floats(3, 3, seed=1)}, wanted=["w"])
