@@ -41,8 +41,10 @@ def sub(g: Gradient) -> Contributions:
 
 @rule("Mul")
 def mul(g: Gradient) -> Contributions:
-    """Weigh the gradient with the other operand."""
+    """Weigh the gradient with the other operand; a square is one product."""
     a, b = g.operand(0), g.operand(1)
+    if a is b:
+        return [g.mul(g.mul(g.dy, g.number(2.0, a)), a)]
     return g.fit(g.mul(g.dy, b), a), g.fit(g.mul(g.dy, a), b)
 
 
@@ -82,7 +84,7 @@ def _by_constant_power(g: Gradient, a: ir.Value, exponent: float) -> ir.Value:
         return g.div(g.mul(g.dy, g.number(0.5, a)), g.y)
     powers = {2.0: lambda: a, 3.0: lambda: g.mul(a, a)}
     lower = powers.get(exponent, lambda: g.op("Pow", a, g.number(exponent - 1.0, a)))()
-    return g.mul(g.mul(g.dy, lower), g.number(exponent, a))
+    return g.mul(g.mul(g.dy, g.number(exponent, a)), lower)
 
 
 @rule("Mod")

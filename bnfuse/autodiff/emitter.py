@@ -16,6 +16,7 @@ from bnfuse.graph.values import static_shape
 from bnfuse.opset.shapes import result_shapes
 from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp
 
+ELEMENTWISE = frozenset({"Add", "Div", "Mul", "Neg", "Sub"})
 FOLDED = 1 << 16  # elements of the constants that a rule asks for: axes, shapes, indices
 
 
@@ -43,6 +44,7 @@ class Emitter:
         self._nodes: list[ir.Node] = []
         self._made: set[ir.Value] = set()
         self.pieces: dict[ir.Value, Piece] = {}  # of values that are emitted
+        self.spread: dict[ir.Value, tuple[ir.Value, tuple[int, ...]]] = {}  # what was broadcast, and to which shape
         self._known: dict[ir.Value, np.ndarray | None] = dict.fromkeys(variables)
 
     def fresh(self, base: str) -> str:
@@ -131,6 +133,23 @@ class Emitter:
             return None
         results = evaluate(node, operands, self.opset)
         return results[node.outputs.index(value)]
+
+    def narrowed(self, inputs: Sequence[ir.Value | None]) -> tuple[list[ir.Value | None], tuple[int, ...] | None]:
+        """Give what an elementwise operator can read in place of operands that were broadcast to the result's shape.
+
+        That is what they were before, where another operand has the shape; where none has (numbers aside), the result
+        is to be broadcast to the shape that is given with them.
+        """
+        shapes = {self.spread[value][1] for value in inputs if value in self.spread}
+        if len(shapes) != 1:
+            return list(inputs), None
+        (shape,) = shapes
+        narrow = [self.spread[value][0] if value in self.spread else value for value in inputs]
+        others = [static_shape(value) for value in inputs if value is not None and value not in self.spread]
+        if shape in others:
+            return narrow, None
+        numbers = all(other is not None and math.prod(other) == 1 and len(other) <= len(shape) for other in others)
+        return (narrow, shape) if numbers else (list(inputs), None)
 
     def remove_unused(self, kept: Iterable[ir.Value]) -> None:
         """Remove the emitted nodes and constants that nothing reads and that give nothing kept."""
@@ -274,6 +293,10 @@ class Gradient:
         self, op_type: str, inputs: Sequence[ir.Value | None], results: int, **attributes: Any
     ) -> Sequence[ir.Value]:
         """Emit a standard node with so many results."""
+        if op_type in ELEMENTWISE:
+            inputs, shape = self.emitter.narrowed(inputs)
+            if shape is not None:
+                return [self.expand(self.op(op_type, *inputs, **attributes), shape)]
         name = self.emitter.fresh(f"{self.node.name}/grad/{op_type.lower()}")
         names = [name, *(self.emitter.fresh(f"{name}_{i}") for i in range(1, results))]
         return self.emitter.node(op_type, inputs, attributes, name=name, outputs=[ir.Value(name=n) for n in names])
@@ -354,7 +377,9 @@ class Gradient:
 
     def expand(self, value: ir.Value, shape: Sequence[int]) -> ir.Value:
         """Emit a value broadcast to a shape."""
-        return self.op("Expand", value, self.ints(shape))
+        whole = self.op("Expand", value, self.ints(shape))
+        self.emitter.spread[whole] = (value, tuple(shape))
+        return whole
 
     def pad(self, value: ir.Value, before: Sequence[int], after: Sequence[int]) -> ir.Value:
         """Emit a value with so many zeros around it along each axis, cut where a number is negative."""

@@ -100,6 +100,9 @@ class _Sweep:
     def _summed(self, value: ir.Value) -> ir.Value:
         parts = self._joined(value, self.contributions[value])
         if len(parts) > 1:
+            narrow, shape = self.emitter.narrowed(parts)
+            if shape is None and len(value.shape or ()) != 4:  # maps of one shape are summed in one sweep
+                parts = [part for part in narrow if part is not None]
             name = self.emitter.fresh(f"{value.name}_grad")
             total = self.emitter.node("Sum", parts, {}, name=name, outputs=[ir.Value(name=name)])[0]
             like(total, value)

@@ -41,8 +41,41 @@ def test_contributions_of_several_readers_are_summed_once():
 
 
 def test_an_operand_that_is_read_twice_by_one_node():
-    found = check_by_differences([node("Mul", "x x", "y", name="a")], {"x": floats(3)})
+    found = check_by_differences([node("Div", "x x", "y", name="a")], {"x": floats(3, low=0.5)})
     assert found.operators().count("Sum") == 1
+
+
+def test_a_square_is_one_product():
+    found = check_by_differences([node("Mul", "x x", "y", name="a")], {"x": floats(3)})
+    assert found.operators() == ["Mul", "Mul"]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (1, 2, 3, 4)])
+def test_what_broadcasting_does_by_itself_is_not_written(shape):
+    """The gradient of a mean is small until it meets a tensor of the operand's shape; maps are summed whole."""
+    nodes = [
+        node("Mul", "x x", "h", name="a"),
+        node("ReduceMean", "h last", "y", name="b"),
+        node("Exp", "x", "z", name="c"),
+    ]
+    constants = {"last": np.array([-1])}
+    found = check_by_differences(nodes, {"x": floats(*shape)}, constants=constants, outputs=("y", "z"))
+    assert "Expand" not in found.operators()
+    sums = [node("ReduceSum", "x last", "y", name="a"), node("Exp", "x", "z", name="c")]
+    found = check_by_differences(sums, {"x": floats(*shape)}, constants=constants, outputs=("y", "z"))
+    assert ("Expand" in found.operators()) == (len(shape) == 4)
+
+
+def test_gradients_that_are_all_broadcast_are_summed_and_broadcast():
+    nodes = [node("ReduceSum", "x last", "y", name="a"), node("ReduceMean", "x last", "z", name="b")]
+    constants = {"last": np.array([-1])}
+    check_by_differences(nodes, {"x": floats(2, 3)}, constants=constants, outputs=("y", "z"))
+    nodes = [
+        node("Neg", "x", "h", name="a"),
+        node("Sub", "h x", "g", name="b"),
+        node("ReduceSum", "g last", "y", name="c"),
+    ]
+    check_by_differences(nodes, {"x": floats(2, 3)}, constants=constants)
 
 
 def slices(*bounds, axis=1):
@@ -75,7 +108,7 @@ def test_gradients_of_slices_side_by_side_are_concatenated(bounds, operators):
 
 
 def test_a_slice_that_is_taken_twice_counts_twice():
-    nodes, constants, outputs = slices((0, 3), (3, 6))
+    nodes, constants, _ = slices((0, 3), (3, 6))
     nodes += [node("Slice", "x s0 e0 axis", "again", name="again"), node("Add", "again h0", "z", name="add")]
     check_by_differences(nodes, {"x": floats(2, 6)}, constants=constants, outputs=["y1", "z"])
 
