@@ -2,23 +2,32 @@
 
 An entry is all that an activation takes: steps of this name are in the grammar (spec.py), in a prologue the formula, in
 an epilogue, as `<name>Grad`, its gradient; the reference, the bodies of functions and the kernels of all targets
-evaluate the formula; source graphs are read, differentiated and compiled with it.
+evaluate the formula; source graphs are read (sources.py), differentiated and compiled with it. Gradients at kinks are
+torch's. No name is the beginning of another, but for Gelu: names of operators put steps one behind the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from bnfuse.opset.expressions import (
     Expression,
     absolute,
     attribute,
     clamp,
+    constant,
     derivative,
+    elu,
+    erf,
+    exp,
     fma,
+    minimum,
     relu,
     sigmoid,
+    softplus,
+    tanh,
     variable,
     where,
 )
@@ -26,16 +35,15 @@ from bnfuse.opset.expressions import (
 Z = variable("z")  # what the activation reads
 D = variable("d")  # the gradient at its result
 
-MICROSOFT = "com.microsoft"
-
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
     """One activation: `value` is a formula of Z.
 
     `stated_gradient` is its gradient at z, a formula of Z and D, where the derived one would be less exact or slower.
-    `domain` is that of the operator of this name in source graphs, `defaults` its attributes with the values that a
-    node has where it does not say. `built` tells whether onnxruntime's gradient builder knows the operator; of others
+    `defaults` are its attributes, with the values that a node has where it does not say. `operator` is the operator of
+    standard ONNX that it is, from the opset `since` on, where that has the attributes `chosen`; None where it has none
+    (Clip's numbers are operands). `built` tells whether onnxruntime's gradient builder knows the operator; of others
     bnfuse.build makes the gradient. `formula`, `about`, ... are for docs/ops.md.
     """
 
@@ -46,8 +54,10 @@ class Activation:
     stated_gradient: Expression | None = None
     stated_formula: str = ""
     gradient_about: str = "z is x after Normalize, before the activation."
-    domain: str = ""
     defaults: tuple[tuple[str, float], ...] = ()
+    operator: str | None = ""
+    since: int = 1
+    chosen: tuple[tuple[str, str], ...] = ()
     built: bool = False
 
     @property
@@ -66,10 +76,22 @@ class Activation:
         return self.stated_formula or f"dx <- dx * (the slope of {self.name} at z)"
 
 
-_ALPHA = attribute("alpha")
+_ALPHA, _BETA, _GAMMA = (attribute(name) for name in ("alpha", "beta", "gamma"))
+_LARGEST = 3.4028234663852886e38  # of float32
+
 _S = sigmoid(_ALPHA * Z)
 _Y = 1.0 + absolute(Z)
-_LARGEST = 3.4028234663852886e38  # of float32
+_BELOW = exp(minimum(Z, 0.0))  # the slope of elu where Z <= 0
+_LINE = fma(_ALPHA, Z, _BETA)
+_NORMAL = 0.5 + 0.5 * erf(math.sqrt(0.5) * Z)  # distribution function and density of the normal distribution
+_DENSITY = 1 / math.sqrt(2 * math.pi) * exp(-0.5 * Z * Z)
+# (1 + tanh(u))/2 = sigmoid(2*u), which keeps its digits where u is negative; 2*u = z*(a + b*z*z)
+_A, _B = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+_T = sigmoid(Z * fma(Z * Z, _B, _A))
+# tanh(softplus(z)) = w/(w + 2), w = n*(n + 2), n = e**z. From z = 20 on it is 1, also in float64.
+_C = minimum(Z, 20.0)
+_N = exp(_C)
+_W = _N * (_N + 2.0)
 
 ACTIVATIONS: dict[str, Activation] = {
     each.name: each
@@ -94,6 +116,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "dx <- dx * (min <= z <= max)",
             "The gradient at the bounds is 1.",
             defaults=(("min", -_LARGEST), ("max", _LARGEST)),
+            operator=None,
             built=True,
         ),
         Activation(
@@ -103,8 +126,9 @@ ACTIVATIONS: dict[str, Activation] = {
             "SiLU is alpha = 1. In a gradient as Relu.",
             D * fma(_ALPHA * Z * _S, 1.0 - _S, _S),
             "dx <- dx * s*(1 + alpha*z*(1 - s)), s = sigmoid(alpha*z)",
-            domain=MICROSOFT,
             defaults=(("alpha", 1.702),),
+            operator="Swish",
+            since=24,
             built=True,
         ),
         Activation(
@@ -114,6 +138,94 @@ ACTIVATIONS: dict[str, Activation] = {
             # The derived slope, (1 - |z|/(1 + |z|))/(1 + |z|), cancels where |z| is large.
             stated_gradient=D / (_Y * _Y),
             stated_formula="dx <- dx/(1 + |z|)^2",
+        ),
+        Activation("Sigmoid", sigmoid(Z), "x <- 1/(1 + e^-x)"),
+        Activation("Tanh", tanh(Z), "x <- tanh(x)"),
+        Activation(
+            "LeakyRelu",
+            where(Z > 0.0, Z, _ALPHA * Z),
+            "x <- x where x > 0, else alpha*x",
+            stated_formula="dx <- dx where z > 0, else alpha*dx",
+            defaults=(("alpha", 0.01),),
+        ),
+        Activation(
+            "Elu",
+            where(Z > 0.0, Z, _ALPHA * elu(Z)),
+            "x <- x where x > 0, else alpha*(e^x - 1)",
+            stated_gradient=D * where(Z > 0.0, 1.0, _ALPHA * _BELOW),
+            stated_formula="dx <- dx where z > 0, else alpha*e^z*dx",
+            defaults=(("alpha", 1.0),),
+        ),
+        Activation(
+            "Selu",
+            _GAMMA * where(Z > 0.0, Z, _ALPHA * elu(Z)),
+            "x <- gamma*x where x > 0, else gamma*alpha*(e^x - 1)",
+            stated_gradient=D * (_GAMMA * where(Z > 0.0, 1.0, _ALPHA * _BELOW)),
+            stated_formula="dx <- gamma*dx where z > 0, else gamma*alpha*e^z*dx",
+            defaults=(("alpha", 1.67326319217681884765625), ("gamma", 1.05070102214813232421875)),
+        ),
+        Activation(
+            "Celu",
+            where(Z > 0.0, Z, _ALPHA * elu(Z / _ALPHA)),
+            "x <- x where x > 0, else alpha*(e^(x/alpha) - 1)",
+            stated_gradient=D * where(Z > 0.0, 1.0, exp(minimum(Z, 0.0) / _ALPHA)),
+            stated_formula="dx <- dx where z > 0, else e^(z/alpha)*dx",
+            defaults=(("alpha", 1.0),),
+            since=12,
+        ),
+        Activation(
+            "HardSigmoid",
+            clamp(_LINE, 0.0, 1.0),
+            "x <- min(max(alpha*x + beta, 0), 1)",
+            stated_gradient=where((_LINE > 0.0) & (constant(1.0) > _LINE), _ALPHA * D, 0.0),
+            stated_formula="dx <- alpha*dx where 0 < alpha*z + beta < 1, else 0",
+            gradient_about="The gradient at the bounds is 0.",
+            defaults=(("alpha", 0.2), ("beta", 0.5)),
+        ),
+        Activation(
+            "HardSwish",
+            Z * (clamp(Z + 3.0, 0.0, 6.0) * (1 / 6)),
+            "x <- x*min(max(x + 3, 0), 6)/6",
+            stated_gradient=D * where(Z >= 3.0, 1.0, where(Z > -3.0, fma(Z, 1 / 3, 0.5), 0.0)),
+            stated_formula="dx <- dx where z >= 3, dx*(z/3 + 1/2) where -3 < z < 3, else 0",
+            since=14,
+        ),
+        Activation(
+            "Gelu",
+            Z * _NORMAL,
+            "x <- x*(1 + erf(x/sqrt(2)))/2",
+            stated_gradient=D * fma(Z, _DENSITY, _NORMAL),
+            stated_formula="dx <- dx*(P(z) + z*p(z)), P the normal distribution, p its density",
+            since=20,
+            chosen=(("approximate", "none"),),
+        ),
+        Activation(
+            "GeluTanh",
+            Z * _T,
+            "x <- x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x^3)))/2",
+            "Gelu by the approximation with tanh. In a gradient as Relu.",
+            D * fma(Z * _T * (1.0 - _T), fma(Z * Z, 3 * _B, _A), _T),
+            "dx <- dx*(s + z*s*(1 - s)*(a + 3*b*z^2)), s = sigmoid(a*z + b*z^3), a = 2*sqrt(2/pi), b = 0.044715*a",
+            operator="Gelu",
+            since=20,
+            chosen=(("approximate", "tanh"),),
+        ),
+        Activation(
+            "Mish",
+            Z * (_W / (_W + 2.0)),
+            "x <- x*tanh(log(1 + e^x))",
+            stated_gradient=D * ((_W + _C * (4.0 * _N * (_N + 1.0) / (_W + 2.0))) / (_W + 2.0)),
+            stated_formula="dx <- dx*(w + 4*z*n*(n + 1)/(w + 2))/(w + 2), w = n*(n + 2), n = e^z",
+            since=18,
+        ),
+        Activation("Softplus", softplus(Z), "x <- log(1 + e^x)", stated_formula="dx <- dx*sigmoid(z)"),
+        Activation(
+            "ThresholdedRelu",
+            where(_ALPHA >= Z, 0.0, Z),
+            "x <- x where x > alpha, else 0",
+            stated_formula="dx <- dx where z > alpha, else 0",
+            defaults=(("alpha", 1.0),),
+            since=10,
         ),
     )
 }

@@ -10,6 +10,7 @@ that occurs twice in a formula is evaluated once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,13 @@ OPERATIONS = (
     "sign",
     "relu",  # max(x, 0), NaN of NaN
     "clamp",  # min(max(x, low), high), NaN of NaN
+    "minimum",  # NaN of NaN
+    "exp",
     "sigmoid",
+    "tanh",
+    "erf",
+    "softplus",  # log(1 + e**x)
+    "elu",  # x where x > 0, else e**x - 1
     "greater",  # comparisons with NaN are false
     "at_least",
     "at_most",
@@ -109,6 +116,31 @@ def sigmoid(x: Operand) -> Expression:
     return apply("sigmoid", x)
 
 
+def exp(x: Operand) -> Expression:
+    """Write e**x."""
+    return apply("exp", x)
+
+
+def tanh(x: Operand) -> Expression:
+    """Write the hyperbolic tangent."""
+    return apply("tanh", x)
+
+
+def erf(x: Operand) -> Expression:
+    """Write the error function."""
+    return apply("erf", x)
+
+
+def softplus(x: Operand) -> Expression:
+    """Write log(1 + e**x)."""
+    return apply("softplus", x)
+
+
+def elu(x: Operand) -> Expression:
+    """Write x where x > 0, else e**x - 1."""
+    return apply("elu", x)
+
+
 def absolute(x: Operand) -> Expression:
     """Write |x|."""
     return apply("absolute", x)
@@ -122,6 +154,11 @@ def relu(x: Operand) -> Expression:
 def clamp(x: Operand, low: Operand, high: Operand) -> Expression:
     """Write min(max(x, low), high)."""
     return apply("clamp", x, low, high)
+
+
+def minimum(x: Operand, y: Operand) -> Expression:
+    """Write the smaller one."""
+    return apply("minimum", x, y)
 
 
 def where(condition: Expression, then: Operand, otherwise: Operand) -> Expression:
@@ -194,6 +231,16 @@ def _sigmoid(operands: Parts, slopes: Parts) -> Expression:
     return _product(s * (1.0 - s), slopes[0])
 
 
+def _tanh(operands: Parts, slopes: Parts) -> Expression:
+    t = tanh(operands[0])
+    return _product(1.0 - t * t, slopes[0])
+
+
+def _erf(operands: Parts, slopes: Parts) -> Expression:
+    (x,) = operands
+    return _product(2 / math.sqrt(math.pi) * exp(-1.0 * x * x), slopes[0])
+
+
 RULES: dict[str, Callable[[Parts, Parts], Expression]] = {
     "add": lambda o, s: _sum(*s),
     "subtract": lambda o, s: _difference(*s),
@@ -204,6 +251,12 @@ RULES: dict[str, Callable[[Parts, Parts], Expression]] = {
     "sign": lambda o, s: ZERO,
     "relu": lambda o, s: where(o[0] > 0.0, s[0], 0.0),
     "clamp": lambda o, s: where((o[0] >= o[1]) & (o[0] <= o[2]), s[0], 0.0),
+    "minimum": lambda o, s: where(o[1] >= o[0], *s),
+    "exp": lambda o, s: _product(exp(o[0]), s[0]),
     "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "erf": _erf,
+    "softplus": lambda o, s: _product(sigmoid(o[0]), s[0]),
+    "elu": lambda o, s: _product(where(o[0] > 0.0, 1.0, exp(minimum(o[0], 0.0))), s[0]),
     "where": lambda o, s: where(o[0], s[1], s[2]),
 }

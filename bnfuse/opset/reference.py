@@ -7,6 +7,7 @@ per channel. Convolutions are matrix products over unfolded windows (im2col).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,6 +99,19 @@ def sigmoid(z: Array) -> Array:
     return 0.5 * (1 + np.tanh(0.5 * z))
 
 
+_ERF = np.frompyfunc(math.erf, 1, 1)
+
+
+def erf(z: Array) -> Array:
+    """Compute the error function; numpy has none."""
+    return np.asarray(_ERF(z)).astype(np.result_type(z))
+
+
+def elu(z: Array) -> Array:
+    """Compute z where z > 0, else e**z - 1."""
+    return np.where(np.greater(z, 0), z, np.expm1(np.minimum(z, 0)))
+
+
 NUMPY: Algebra = {
     "add": np.add,
     "subtract": np.subtract,
@@ -108,7 +122,13 @@ NUMPY: Algebra = {
     "sign": np.sign,
     "relu": lambda x: np.maximum(x, 0),
     "clamp": np.clip,
+    "minimum": np.minimum,
+    "exp": np.exp,
     "sigmoid": sigmoid,
+    "tanh": np.tanh,
+    "erf": erf,
+    "softplus": lambda z: np.logaddexp(z, np.zeros_like(z)),
+    "elu": elu,
     "greater": np.greater,
     "at_least": np.greater_equal,
     "at_most": np.less_equal,

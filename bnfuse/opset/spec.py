@@ -219,8 +219,8 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         steps = match.groups()
         if steps[1] and steps[3] and not steps[2]:
             return None
-        if steps[1] and steps[1] == steps[3] and ACTIVATIONS[steps[1]].attributes:
-            return None  # two activations of one kind would share their attributes
+        if steps[3] and share_attributes(steps[1], steps[3]):
+            return None
         return tuple(s for s in steps[:4] if s), steps[4], tuple(s for s in steps[5:] if s)
     if match := _BACKWARD.fullmatch(name):
         steps = match.groups()
@@ -228,8 +228,16 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         epilogue = (*(s for s in steps[5:9] if s), *others, *(s for s in steps[10:] if s))
         if steps[4] == "ConvGradWeight" and {*epilogue} - {"BiasGrad"}:
             return None  # there is no dx to work on
+        masked = (steps[7] or "").removesuffix("Grad")
+        if masked != steps[3] and share_attributes(steps[3], masked):
+            return None
         return tuple(s for s in steps[:4] if s), steps[4], epilogue
     return None
+
+
+def share_attributes(first: str | None, second: str | None) -> bool:
+    """Tell whether two activations have an attribute of one name, which an operator could not give them apart."""
+    return bool(first and second and {*ACTIVATIONS[first].attributes} & {*ACTIVATIONS[second].attributes})
 
 
 def parse(name: str) -> OpSpec | None:
