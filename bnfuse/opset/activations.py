@@ -87,7 +87,9 @@ _NORMAL = 0.5 + 0.5 * erf(math.sqrt(0.5) * Z)  # distribution function and densi
 _DENSITY = 1 / math.sqrt(2 * math.pi) * exp(-0.5 * Z * Z)
 # (1 + tanh(u))/2 = sigmoid(2*u), which keeps its digits where u is negative; 2*u = z*(a + b*z*z)
 _A, _B = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
-_T = sigmoid(Z * fma(Z * Z, _B, _A))
+_U = Z * fma(Z * Z, _B, _A)
+_E = exp(-1.0 * absolute(_U))  # s = 1/(1 + e) or e/(1 + e), and s*(1 - s) = e/(1 + e)^2, which keeps its digits
+_M = clamp(Z, -16.0, 16.0)  # beyond, s*(1 - s) is 0, also times the cube of a large z
 # tanh(softplus(z)) = w/(w + 2), w = n*(n + 2), n = e**z. From z = 20 on it is 1, also in float64.
 _C = minimum(Z, 20.0)
 _N = exp(_C)
@@ -201,10 +203,10 @@ ACTIVATIONS: dict[str, Activation] = {
         ),
         Activation(
             "GeluTanh",
-            Z * _T,
+            Z * sigmoid(_U),
             "x <- x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x^3)))/2",
             "Gelu by the approximation with tanh. In a gradient as Relu.",
-            D * fma(Z * _T * (1.0 - _T), fma(Z * Z, 3 * _B, _A), _T),
+            D * ((where(_U > 0.0, 1.0, _E) + _M * fma(_M * _M, 3 * _B, _A) * (_E / (1.0 + _E))) / (1.0 + _E)),
             "dx <- dx*(s + z*s*(1 - s)*(a + 3*b*z^2)), s = sigmoid(a*z + b*z^3), a = 2*sqrt(2/pi), b = 0.044715*a",
             operator="Gelu",
             since=20,

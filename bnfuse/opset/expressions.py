@@ -171,19 +171,35 @@ def fma(x: Operand, y: Operand, z: Operand) -> Expression:
     return apply("fma", x, y, z)
 
 
-def interpret(expression: Expression, algebra: Algebra, leaf: Callable[[Expression], Any]) -> Any:
-    """Put a formula together in an algebra; `leaf` gives the value of a variable, an attribute or a constant."""
+def interpret(
+    expression: Expression,
+    algebra: Algebra,
+    leaf: Callable[[Expression], Any],
+    made_of: Callable[[Expression, Any], Any] = lambda part, value: value,
+) -> Any:
+    """Put a formula together in an algebra; `leaf` gives the value of a variable, an attribute or a constant, `made_of`
+    what stands for an operation with the value that the algebra gives it."""
     made: dict[Expression, Any] = {}
 
     def value(part: Expression) -> Any:
         if part not in made:
             if part.operands:
-                made[part] = algebra[part.operation](*map(value, part.operands))
+                made[part] = made_of(part, algebra[part.operation](*map(value, part.operands)))
             else:
                 made[part] = leaf(part)
         return made[part]
 
     return value(expression)
+
+
+def parts_of(expression: Expression) -> set[Expression]:
+    """Find the expression and all that it is made of, each once."""
+    found: set[Expression] = set()
+    waiting = {expression}
+    while waiting:
+        found |= waiting
+        waiting = {operand for part in waiting for operand in part.operands} - found
+    return found
 
 
 # Derivatives

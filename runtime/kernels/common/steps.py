@@ -5,20 +5,24 @@ choices are `Select`, and exponentials and their like are polynomials, because L
 
 Forward and backward recompute the value before an activation and must agree about its sign. So every kernel takes it
 from `normalize`, whose fused multiply-add leaves the compiler nothing to contract one way here and another way there.
+
+An expression is a tree: what occurs twice is there twice, and so is all within it. TVM takes time by the size of trees,
+so functions here read their operand few times, and formulas that are long read a variable for what they are of.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tvm import tirx
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
-from bnfuse.opset.expressions import Algebra, Expression, interpret
+from bnfuse.opset.expressions import Algebra, Expression, interpret, parts_of
 
 Expr = Any  # a tvm PrimExpr
 Load = Callable[[str, bool], Expr]  # (operand, whether it has one value per channel) -> its value here
@@ -91,22 +95,30 @@ def exp(x: Expr) -> Expr:
 
     x = n*ln 2 + r with |r| <= ln(2)/2, a Taylor polynomial of degree 7 in r, and n added to the exponent bits.
     """
+    return _exp(maximum(minimum(x, f32(88.0)), f32(-87.0)))
+
+
+def exp_of_negative(x: Expr) -> Expr:
+    """Write e**x for an x that is not above 0, in half as long an expression."""
+    return _exp(maximum(x, f32(-87.0)))
+
+
+def _exp(x: Expr) -> Expr:
     r, power = _reduced(x)
     return polynomial(r, [1 / math.factorial(k) for k in range(8)]) * power
 
 
-def expm1(x: Expr) -> Expr:
-    """Write e**x - 1, right to ~1e-7 of itself also where x is small; x is clamped as by `exp`.
+def expm1_of_negative(x: Expr) -> Expr:
+    """Write e**x - 1 for an x that is not above 0, right to ~1e-7 of itself also where x is small.
 
     Of e**x = 2**n * (1 + r*q), it is 2**n*r*q + (2**n - 1).
     """
-    r, power = _reduced(x)
+    r, power = _reduced(maximum(x, f32(-87.0)))
     return fma(r * polynomial(r, [1 / math.factorial(k) for k in range(1, 8)]), power, power - f32(1.0))
 
 
 def _reduced(x: Expr) -> tuple[Expr, Expr]:
-    """Write r and 2**n of x = n*ln 2 + r, for x clamped to [-87, 88]."""
-    x = maximum(minimum(x, f32(88.0)), f32(-87.0))
+    """Write r and 2**n of x = n*ln 2 + r."""
     n = tirx.floor(fma(x, f32(1 / math.log(2)), f32(0.5)))
     r = fma(n, f32(-0.693359375), x)  # the high bits of ln 2: the product is exact
     r = fma(n, f32(0.693359375 - math.log(2)), r)
@@ -122,15 +134,11 @@ def polynomial(x: Expr, coefficients: Sequence[float]) -> Expr:
     return value
 
 
-def tanh(x: Expr) -> Expr:
-    """Write the hyperbolic tangent: of |x| it is -m/(m + 2) with m = e**-2|x| - 1."""
-    m = expm1(f32(-2.0) * absolute(x))
-    return tirx.Select(x < f32(0.0), m, f32(0.0) - m) / (m + f32(2.0))
-
-
-# Polynomials of least maximal error, found by iterated least squares. Below ERF_SPLIT erf(x) = x + x*p(x*x) to 2e-8 of
-# itself, above it log(1 - erf(x)) = -x + x*p(x), as far as erf is less than 1 in float32.
-ERF_SPLIT, ERF_END = 0.9277, 4.0
+# Polynomials of least maximal error, found by iterated least squares, to less than half a unit in the last place of the
+# function. Up to TANH_SPLIT tanh(x) = x + x*s*p(s), s = x*x; up to ERF_SPLIT erf(x) = x + x*p(s), from there on
+# log(1 - erf(x)) = -x + x*p(x); log(1 + u) = u + u*u*p(u) for u from 0 to 1.
+TANH_SPLIT, ERF_SPLIT = 0.6, 0.9277
+TANH = (-0.3333329800029643, 0.13331924069391343, -0.05378382477561156, 0.020795951169182255, -0.005895132090537879)
 ERF_SMALL = (
     *(0.12837914823447483, -0.3761248474778301, 0.11281721028590659),
     *(-0.02676312133752108, 0.004987999770011806, -0.0005964230974077399),
@@ -139,33 +147,37 @@ ERF_LARGE = (
     *(-0.12865289475800368, -0.6351334515868535, -0.10626638819836094, 0.02378745376448193),
     *(-0.0036544517321969875, 0.00032575055323324034, -1.152544562542079e-05),
 )
+LOG_1P = (
+    *(-0.49999647953105153, 0.3332132232769085, -0.24857160936172507, 0.1915364282812601),
+    *(-0.13753773771483854, 0.07920416698874196, -0.030065546911970845, 0.005364758418824641),
+)
+
+
+def tanh(x: Expr) -> Expr:
+    """Write the hyperbolic tangent: of |x| it is 2/(e**-2|x| + 1) - 1 where it is not small."""
+    square, size = x * x, tirx.abs(x)
+    small = fma(polynomial(square, TANH) * square, x, x)
+    large = f32(2.0) / (exp_of_negative(f32(-2.0) * size) + f32(1.0)) - f32(1.0)
+    return tirx.Select(size > f32(TANH_SPLIT), tirx.copysign(large, x), small)
 
 
 def erf(x: Expr) -> Expr:
-    """Write the error function, to about one unit in the last place."""
-    size = minimum(absolute(x), f32(ERF_END))
+    """Write the error function."""
+    size = tirx.abs(x)
     small = fma(polynomial(x * x, ERF_SMALL), x, x)
-    large = f32(1.0) - exp(fma(polynomial(size, ERF_LARGE), size, f32(0.0) - size))
-    large = tirx.Select(x < f32(0.0), f32(0.0) - large, large)
-    return tirx.Select(size > f32(ERF_SPLIT), large, small)
-
-
-# (log(1 + u)/(2*s) - 1)/s**2, s = u/(u + 2), of s**2 from 0 to 1/9
-LOG_1P = (0.3333320813048285, 0.20010764424828875, 0.14000888074435985, 0.1400607137313499)
+    large = f32(1.0) - exp_of_negative(fma(polynomial(size, ERF_LARGE), size, f32(0.0) - size))
+    return tirx.Select(size > f32(ERF_SPLIT), tirx.copysign(large, x), small)
 
 
 def softplus(x: Expr) -> Expr:
     """Write log(1 + e**x) = max(x, 0) + log(1 + u), u = e**-|x|."""
-    u = exp(f32(0.0) - absolute(x))
-    s = u / (u + f32(2.0))
-    twice = s + s
-    square = s * s
-    return maximum(x, f32(0.0)) + fma(twice * square, polynomial(square, LOG_1P), twice)
+    u = exp_of_negative(f32(0.0) - tirx.abs(x))
+    return maximum(x, f32(0.0)) + fma(polynomial(u, LOG_1P) * u, u, u)
 
 
 def elu(x: Expr) -> Expr:
     """Write x where x > 0, else e**x - 1."""
-    return tirx.Select(x > f32(0.0), x, expm1(x))
+    return tirx.Select(x > f32(0.0), x, expm1_of_negative(x))
 
 
 def sigmoid(x: Expr) -> Expr:
@@ -204,15 +216,45 @@ def activation_grad(kind: str, d: Expr, z: Expr, attributes: Mapping[str, Any]) 
     return formula(GRADIENTS[kind].gradient, attributes, z=z, d=d)
 
 
+LONG = ("exp", "sigmoid", "tanh", "erf", "softplus", "elu")  # operations that read their operand many times
+
+
 def formula(expression: Expression, attributes: Mapping[str, Any], **variables: Expr) -> Expr:
-    """Write a formula; attributes and constants are float32."""
+    """Write a formula; attributes and constants are float32.
+
+    In a long one what is read more than once stands for itself as a variable of its own. Short ones, up to a sigmoid of
+    a product, are written as they are.
+    """
+    parts = parts_of(expression)
+    uses = collections.Counter(operand for part in parts for operand in part.operands)
+    long = is_long(parts)
+    named: list[tuple[Expr, Expr]] = []  # each of those before it
+
+    def name(value: Expr) -> Expr:
+        named.append((tirx.Var("v", "float32"), value))
+        return named[-1][0]
 
     def leaf(part: Expression) -> Expr:
         if part.operation == "variable":
-            return variables[part.name]
+            return name(variables[part.name]) if long else variables[part.name]
         return f32(part.constant if part.operation == "constant" else attributes[part.name])
 
-    return interpret(expression, TIR, leaf)
+    def make(part: Expression, value: Expr) -> Expr:
+        return name(value) if long and part.operation in LONG and uses[part] > 1 else value
+
+    written = interpret(expression, TIR, leaf, make)
+    for variable, value in reversed(named):
+        written = tirx.Let(variable, value, written)
+    return written
+
+
+def is_long(parts: Iterable[Expression]) -> bool:
+    """Tell whether a formula of these parts has more in it than sigmoids of products."""
+    return any(
+        part.operation in LONG
+        and (part.operation != "sigmoid" or {"add", "fma"} & {inner.operation for inner in parts_of(part)})
+        for part in parts
+    )
 
 
 TIR: Algebra = {

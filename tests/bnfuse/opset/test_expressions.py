@@ -10,7 +10,7 @@ from bnfuse.opset.activations import ACTIVATIONS, D, Z
 from bnfuse.opset.reference import NUMPY, formula
 
 POINTS = np.array([-7.3, -2.0, -0.6, -0.01, 0.02, 0.4, 1.7, 6.5, 11.0])
-GIVEN = {"alpha": 1.3, "min": -1.5, "max": 6.0}
+GIVEN = {"alpha": 1.3, "beta": 0.4, "gamma": 1.1, "min": -1.5, "max": 6.0}
 FORMULAS = {
     "softsign": Z / (1.0 + e.absolute(Z)),
     "silu": Z * e.sigmoid(Z),

@@ -28,6 +28,11 @@ GRADIENT_EPILOGUES = st.tuples(
 )
 
 
+def of_one_name(first: str, second: str) -> bool:
+    """Whether two activations have an attribute in common, which one operator cannot give both."""
+    return bool({*ACTIVATIONS[first].attributes} & {*ACTIVATIONS[second].attributes})
+
+
 def steps(words) -> tuple[str, ...]:
     return tuple(step for word in words for step in word.split())
 
@@ -38,7 +43,7 @@ def test_forward_steps_come_back_from_their_name(prologue, core, epilogue):
     written = (steps(prologue), core, steps(epilogue))
     read = parse_steps("".join((*written[0], core, *written[2])))
     activations = [step for step in written[0] if step in ACTIVATIONS]
-    shared = len({*activations}) == 1 and ACTIVATIONS[activations[0]].attributes
+    shared = len(activations) == 2 and of_one_name(*activations)
     ambiguous = len(activations) == 2 and (not prologue[2] or shared)
     assert read == (None if ambiguous else written)
 
@@ -49,7 +54,31 @@ def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
     written = (steps(prologue), core, steps(epilogue))
     read = parse_steps("".join((*written[0], core, *written[2])))
     without_dx = core == "ConvGradWeight" and {*written[2]} - {"BiasGrad"}
-    assert read == (None if without_dx else written)
+    masked = "".join(step.removesuffix("Grad") for step in written[2] if step.removesuffix("Grad") in ACTIVATIONS)
+    shared = prologue[3] and masked and prologue[3] != masked and of_one_name(prologue[3], masked)
+    assert read == (None if without_dx or shared else written)
+
+
+@pytest.mark.parametrize("core", ["Conv", "Pointwise"])
+def test_every_pair_of_activations_around_an_add_is_told_apart(core):
+    for first in ("", *ACTIVATIONS):
+        for add in ("Add", "AddNormalized"):
+            for second in ("", *ACTIVATIONS):
+                read = parse_steps(f"{first}{add}{second}{core}")
+                shared = first and second and of_one_name(first, second)
+                assert read == (None if shared else (steps((first, add, second)), core, ()))
+
+
+def test_every_activation_and_gradient_around_a_core_is_told_apart():
+    for first in ("", *ACTIVATIONS):
+        for core in BACKWARD_CORES:
+            if core == "ConvGradWeight":
+                continue
+            for masked in ("", *ACTIVATIONS):
+                after = (f"{masked}Grad",) if masked else ()
+                read = parse_steps("".join((first, core, *after)))
+                shared = first and masked and first != masked and of_one_name(first, masked)
+                assert read == (None if shared else (steps((first,)), core, after))
 
 
 @settings(max_examples=200, derandomize=True)
