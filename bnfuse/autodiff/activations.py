@@ -7,27 +7,27 @@ import onnx_ir as ir
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.autodiff.rules import Rule, rule
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import OpSpec, find
+from bnfuse.opset.sources import SOURCES, activation_of, gradient_of
+from bnfuse.opset.spec import OpSpec
 
 
 def own_pointwise(node: ir.Node) -> Rule | None:
     """Give the rule of an activation that is an operator of ours (`QuickGeluPointwise`); None for any other."""
-    spec = find(node.op_type)
-    if isinstance(spec, OpSpec) and spec.core == "Pointwise" and len(spec.prologue) == 1 and not spec.epilogue:
-        return _tabled if spec.prologue[0] in ACTIVATIONS else None
-    return None
+    return tabled if (node.domain, node.op_type) in SOURCES else None
 
 
-def _tabled(g: Gradient) -> list[ir.Value | None]:
+def tabled(g: Gradient) -> list[ir.Value | None]:
     """Emit the PointwiseGrad of an activation of the table, with the attributes of the node or their defaults.
 
     That of a Relu reads its result, which has the sign of its operand: the operand need not be kept for it.
     """
-    name = g.node.op_type.removesuffix("Pointwise")
-    activation = ACTIVATIONS[name]
-    given = {key: float(g.attribute(key, default)) for key, default in activation.defaults}
-    x = g.y if name == "Relu" else g.x
-    return [g.own(OpSpec((), "PointwiseGrad", (f"{name}Grad",)), {"dy": g.dy, "x": x}, given)["dx"]]
+    given = {name: attribute.value for name, attribute in g.node.attributes.items()}
+    found = activation_of(g.node.domain, g.node.op_type, given, len(g.node.inputs))
+    if found is None:
+        raise g.error("is no activation as it is: export it anew.")
+    activation, attributes = found
+    x = g.y if activation.name == "Relu" else g.x
+    return [g.own(gradient_of(activation), {"dy": g.dy, "x": x}, attributes)["dx"]]
 
 
 @rule("Clip")
@@ -49,6 +49,6 @@ def clip(g: Gradient) -> list[ir.Value | None]:
     return [gradient, *sums]
 
 
-for _name, _activation in ACTIVATIONS.items():
-    if _name != "Clip" and not _activation.domain:  # a standard operator of this name
-        rule(_name)(_tabled)
+for _domain, _name in SOURCES:
+    if not _domain and _name != "Clip":
+        rule(_name)(tabled)

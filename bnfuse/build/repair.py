@@ -85,7 +85,7 @@ def repair(
     drop_zero_bias(forward, constants.names)
     merge_affine(forward, constants.placeholders, fixed)
     fill(forward, constants.placeholders, fixed, init, seed)
-    join_written_out(forward)
+    join_written_out(forward, constants.names)
     make_canonical(forward)
     outputs = renamed(outputs, terms, lambda name, term: flattened(forward, name, term))
     infer_shapes(forward)

@@ -26,6 +26,7 @@ from bnfuse.opset import reference
 from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
+from bnfuse.opset.sources import standard_node
 from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
 
 
@@ -178,8 +179,9 @@ class Expansion:
 
         Numbers come behind maps, and none is multiplied by 1.
         """
-        if not activation.domain and not given:
-            return self._once(activation.name, [x], node)
+        standard = standard_node(activation, given, self.opset)
+        if standard is not None:
+            return self._once(standard[0], [x], node, standard[1])
 
         def leaf(part: Expression) -> str | float:
             if part.operation == "variable":
@@ -274,12 +276,13 @@ class Expansion:
     def _result(self, kind: str, inputs: Iterable[str], y: ir.Value, node: ir.Node, **attributes: Any) -> None:
         self._node(kind, inputs, [self._name_of_result(y)], base_name(node), **attributes)
 
-    def _once(self, kind: str, inputs: list[str], node: ir.Node) -> str:
+    def _once(self, kind: str, inputs: list[str], node: ir.Node, attributes: Mapping[str, Any] | None = None) -> str:
         """Give a step of a prologue, made where it is not there yet."""
-        key = (kind, *inputs)
+        given = dict(attributes or {})
+        key = (kind, *inputs, *given.items())
         if key not in self._made:
             y = self._fresh(f"{inputs[0].removesuffix('/y')}/{kind.lower()}")
-            self._node(kind, inputs, [y], y)
+            self._node(kind, inputs, [y], y, **given)
             self._made[key] = y
         return self._made[key]
 

@@ -43,8 +43,7 @@ class Activation:
     `stated_gradient` is its gradient at z, a formula of Z and D, where the derived one would be less exact or slower.
     `defaults` are its attributes, with the values that a node has where it does not say. `operator` is the operator of
     standard ONNX that it is, from the opset `since` on, where that has the attributes `chosen`; None where it has none
-    (Clip's numbers are operands). `built` tells whether onnxruntime's gradient builder knows the operator; of others
-    bnfuse.build makes the gradient. `formula`, `about`, ... are for docs/ops.md.
+    (Clip's numbers are operands). `formula`, `about`, ... are for docs/ops.md.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Activation:
     operator: str | None = ""
     since: int = 1
     chosen: tuple[tuple[str, str], ...] = ()
-    built: bool = False
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -107,7 +105,6 @@ ACTIVATIONS: dict[str, Activation] = {
             "dx <- dx * (z > 0)",
             "z is x after Normalize and before the activation; without Normalize it is x, which may then be the output "
             "of the Relu as well, because both have the same sign. The gradient at 0 is 0.",
-            built=True,
         ),
         Activation(
             "Clip",
@@ -119,7 +116,6 @@ ACTIVATIONS: dict[str, Activation] = {
             "The gradient at the bounds is 1.",
             defaults=(("min", -_LARGEST), ("max", _LARGEST)),
             operator=None,
-            built=True,
         ),
         Activation(
             "QuickGelu",
@@ -131,7 +127,6 @@ ACTIVATIONS: dict[str, Activation] = {
             defaults=(("alpha", 1.702),),
             operator="Swish",
             since=24,
-            built=True,
         ),
         Activation(
             "Softsign",

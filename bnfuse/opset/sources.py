@@ -1,4 +1,4 @@
-"""Activations as graphs have them: operators of standard ONNX and of onnxruntime, or our own.
+"""Activations as graphs have them: operators of standard ONNX, or our own.
 
 ("", "LeakyRelu", {"alpha": 0.1})                  ->  LeakyRelu, alpha 0.1
 ("", "Gelu", {"approximate": "tanh"})              ->  GeluTanh
@@ -14,9 +14,6 @@ from typing import Any
 from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.spec import DOMAIN, OpSpec
 
-MICROSOFT = "com.microsoft"
-
-
 def forward_of(activation: Activation) -> OpSpec:
     """Give our operator that is the activation alone, for maps of any rank."""
     return OpSpec((activation.name,), "Pointwise")
@@ -28,13 +25,10 @@ def gradient_of(activation: Activation) -> OpSpec:
 
 
 # (domain, operator) -> activation, and the values of attributes that the operator has other defaults of. Gelu is told
-# apart by its attribute; a Clip or FastGelu of several operands is none of these.
+# apart by its attribute; a Clip of several operands is none of these.
 SOURCES: dict[tuple[str, str], tuple[Activation, dict[str, float]]] = {
-    **{("", each.operator or name): (each, {}) for name, each in ACTIVATIONS.items() if each.name != "GeluTanh"},
+    **{("", name): (each, {}) for name, each in ACTIVATIONS.items() if not each.operator},
     ("", "Swish"): (ACTIVATIONS["QuickGelu"], {"alpha": 1.0}),
-    (MICROSOFT, "QuickGelu"): (ACTIVATIONS["QuickGelu"], {}),
-    (MICROSOFT, "Gelu"): (ACTIVATIONS["Gelu"], {}),
-    (MICROSOFT, "FastGelu"): (ACTIVATIONS["GeluTanh"], {}),
     **{(DOMAIN, forward_of(each).name): (each, {}) for each in ACTIVATIONS.values()},
 }
 

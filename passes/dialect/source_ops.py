@@ -17,6 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.sources import SOURCES, activation_of
+from bnfuse.opset.sources import forward_of as forward_of_activation
 from bnfuse.opset.spec import DOMAIN, OpSpec
 from bnfuse.passes.rewriter import Op, own_op
 
@@ -116,16 +118,19 @@ def _global_average_pool(node: ir.Node) -> Op | None:
     return _op(OpSpec((), "GlobalAveragePool"), {"x": x}, {"y": y}, {}, node) if is_map(x) else None
 
 
-def _unary(step: str) -> Callable[[ir.Node], Op | None]:
-    def reader(node: ir.Node) -> Op | None:
-        if not is_map(node.inputs[0]):
-            return None
-        attributes = _activation_attributes(node)
-        if attributes is None:
-            return None
-        return _op(OpSpec((step,), "Pointwise"), {"x": node.inputs[0]}, {"y": node.outputs[0]}, attributes, node)
-
-    return reader
+def _activation(node: ir.Node) -> Op | None:
+    if not is_map(node.inputs[0]):
+        return None
+    if node.op_type == "Clip":  # whose attributes are operands
+        bounds = clip_bounds(*[*node.inputs[1:], None, None][:2])
+        found = None if bounds is None else (ACTIVATIONS["Clip"], bounds)
+    else:
+        given = {name: attribute.value for name, attribute in node.attributes.items()}
+        found = activation_of(node.domain, node.op_type, given, len(node.inputs))
+    if found is None:
+        return None
+    activation, attributes = found
+    return _op(forward_of_activation(activation), {"x": node.inputs[0]}, {"y": node.outputs[0]}, attributes, node)
 
 
 def _add(node: ir.Node) -> Op | None:
@@ -135,11 +140,6 @@ def _add(node: ir.Node) -> Op | None:
     return _op(OpSpec(("Add",), "Pointwise"), {"x": x, "skip": skip}, {"y": node.outputs[0]}, {}, node)
 
 
-def _activation_attributes(node: ir.Node) -> dict[str, Any] | None:
-    if node.op_type == "Clip":  # whose attributes are operands
-        return clip_bounds(*[*node.inputs[1:], None, None][:2])
-    activation = ACTIVATIONS[node.op_type]
-    return {name: float(_attribute(node, name, default)) for name, default in activation.defaults}
 
 
 def clip_bounds(low: ir.Value | None, high: ir.Value | None) -> dict[str, Any] | None:
@@ -200,6 +200,6 @@ _READERS: dict[tuple[str, str], Callable[[ir.Node], Op | None]] = {
     ("", "MaxPool"): _pool,
     ("", "AveragePool"): _pool,
     ("", "GlobalAveragePool"): _global_average_pool,
-    **{("", name): _unary(name) for name, each in ACTIVATIONS.items() if not each.domain},
+    **{source: _activation for source in SOURCES if source[0] != DOMAIN},
     ("", "Add"): _add,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.activations import ACTIVATIONS, Activation
+from bnfuse.opset.sources import activation_of, forward_of
 from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.lowering.dense import lower_biased
 from bnfuse.runtime.lowering.generic import lower_generic
@@ -19,18 +19,12 @@ FLOAT_MAX = float(np.finfo(np.float32).max)
 
 def lower_activation(low: Lowering, node: ir.Node) -> None:
     """Lower an activation as a Pointwise of one step; what is not float32 is left to the generic kernels."""
-    x, activation = low.operand(node, 0), ACTIVATIONS[node.op_type]
-    if low.form(x).dtype != "float32":
+    x, found = low.operand(node, 0), activation_of(node.domain, node.op_type, attributes_of(node), len(node.inputs))
+    if found is None or low.form(x).dtype != "float32":
         lower_generic(low, node)
         return
-    spec = OpSpec((activation.name,), "Pointwise")
-    elementwise(low, node, spec, present(x=x), present(y=result(node, 0)), known_attributes(node, activation))
-
-
-def known_attributes(node: ir.Node, activation: Activation) -> dict[str, float]:
-    """Read the attributes of an activation, with those that the node leaves out."""
-    given = attributes_of(node)
-    return {name: given.get(name, default) for name, default in activation.defaults}
+    activation, attributes = found
+    elementwise(low, node, forward_of(activation), present(x=x), present(y=result(node, 0)), attributes)
 
 
 def lower_clip(low: Lowering, node: ir.Node) -> None:

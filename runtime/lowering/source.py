@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.sources import SOURCES
+from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.lowering import concat, dense, elementwise, sparse, transposing, windows
 from bnfuse.runtime.lowering.generic import lower_scatter, lower_sum
@@ -41,7 +42,7 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     ("", "MaxPool"): windows.lower_max_pool,
     ("", "AveragePool"): windows.lower_average_pool,
     ("", "GlobalAveragePool"): windows.lower_global_average_pool,
-    **{("", name): elementwise.lower_activation for name, each in ACTIVATIONS.items() if not each.domain},
+    **{source: elementwise.lower_activation for source in SOURCES if source[0] != DOMAIN},
     ("", "Clip"): elementwise.lower_clip,
     ("", "Add"): elementwise.lower_add,
     ("", "Sum"): lower_sum,

@@ -13,11 +13,9 @@ from collections.abc import Callable
 
 import onnx
 
-from bnfuse.autodiff import differentiable
-
 from ..forward import Constants, fold_constants, infer_shapes, raise_opset, settle_shapes
 from ..graph import Forward
-from . import activations, normalization, rearranging, reductions, windows
+from . import normalization, rearranging, reductions, windows
 from .batch_norm import batch_normalization
 from .einsum import einsum
 from .flat_maps import keep_flat
@@ -36,18 +34,15 @@ DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     "BatchNormalization": batch_normalization,
     "Bernoulli": bernoulli,
     "CastLike": rearranging.cast_like,
-    "Celu": activations.celu,
     "Conv": windows.conv,
     "ConvTranspose": windows.conv_transpose,
     "DepthToSpace": rearranging.depth_to_space,
     "Einsum": einsum,
-    "Elu": activations.elu,
     "GRU": recurrent,
     "GlobalAveragePool": windows.global_pool,
     "GlobalLpPool": windows.global_lp_pool,
     "GlobalMaxPool": windows.global_pool,
     "GroupNormalization": normalization.group_normalization,
-    "HardSigmoid": activations.hard_sigmoid,
     "InstanceNormalization": normalization.instance_normalization,
     "LRN": normalization.local_response_normalization,
     "LSTM": recurrent,
@@ -67,11 +62,9 @@ DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     "ReduceMin": reductions.reduce_extreme,
     "ReduceSum": reductions.reduce_sum,
     "ReduceSumSquare": reductions.reduce_sum_square,
-    "Selu": activations.selu,
     "SpaceToDepth": rearranging.space_to_depth,
 }
 WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")
-FALLBACKS = ("Celu", "Elu", "HardSigmoid", "Selu")  # for as long as they have no rule of their own
 SILENT = (
     "BatchNormalization",
     "CastLike",
@@ -126,9 +119,8 @@ def _one_round(around: Surroundings) -> tuple[list[onnx.NodeProto], list[str]]:
     """Give the nodes anew, and the operators of those that were written otherwise. The graph stays as it is."""
     nodes: list[onnx.NodeProto] = []
     written: list[str] = []
-    left = {*FALLBACKS} & {*differentiable()}
     for node in around.forward.graph.node:
-        known = node.domain in ("", "ai.onnx") and node.op_type not in left
+        known = node.domain in ("", "ai.onnx")
         decomposition = DECOMPOSITIONS.get(node.op_type) if known else None
         if decomposition is not None:
             write = Writer(around, node)

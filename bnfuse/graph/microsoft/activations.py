@@ -7,7 +7,6 @@ reads the activation's result, as SigmoidGrad does, the operator of ours reads i
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.spec import OpSpec
 
-GELU_OPSET = 20  # Gelu is a standard operator from here on
 COMPARISONS = ("Greater", "GreaterOrEqual", "LessOrEqual", "Less", "And")
 
 
@@ -139,34 +137,15 @@ def bias_gelu(source: Source) -> None:
 
 def exact_gelu(source: Source, x: ir.Value) -> ir.Value:
     """Write x*Phi(x): the standard operator where there is one."""
-    if source.opset >= GELU_OPSET:
+    if source.opset >= ACTIVATIONS["Gelu"].since:
         return source.op("Gelu", x)
-    return source.calculate("Mul", x, _normal(source, x))
-
-
-def _normal(source: Source, x: ir.Value) -> ir.Value:
-    """Write Phi(x) = (1 + erf(x/sqrt(2)))/2, the distribution."""
-    scaled = source.calculate("Mul", x, source.number(math.sqrt(0.5), x, "root"))
-    above = source.calculate("Add", source.op("Erf", scaled), source.number(1.0, x, "one"))
-    return source.calculate("Mul", above, source.number(0.5, x, "half"))
-
-
-def exact_gelu_grad(source: Source, dy: ir.Value, x: ir.Value) -> ir.Value:
-    """Write dy*(Phi(x) + x*phi(x))."""
-    square = source.calculate("Mul", source.calculate("Mul", x, x), source.number(-0.5, x, "minus_half"))
-    density = source.calculate("Mul", source.op("Exp", square), source.number(1 / math.sqrt(2 * math.pi), x, "peak"))
-    slope = source.calculate("Add", _normal(source, x), source.calculate("Mul", x, density))
-    return source.calculate("Mul", dy, slope)
+    return pointwise(source, ACTIVATIONS["Gelu"], x, source.node)
 
 
 def gelu_grad(source: Source) -> None:
     """GeluGrad(dy, x), and BiasGeluGrad_dX(dy, x, bias) at x + bias."""
     dy, x = _with_bias(source)
-    entry = ACTIVATIONS.get("Gelu")
-    if entry is not None and not entry.defaults:
-        source.give(0, pointwise_grad(source, entry, dy, x, source.node))
-    else:
-        source.give(0, exact_gelu_grad(source, dy, x))
+    source.give(0, pointwise_grad(source, ACTIVATIONS["Gelu"], dy, x, source.node))
 
 
 def _with_bias(source: Source) -> tuple[ir.Value, ir.Value]:
@@ -174,41 +153,20 @@ def _with_bias(source: Source) -> tuple[ir.Value, ir.Value]:
     return dy, x if bias is None else source.calculate("Add", x, bias)
 
 
-CUBIC = 0.044715  # of the approximation by tanh
-
-
 def fast_gelu(source: Source) -> None:
-    """FastGelu(x, bias): the approximation by tanh, x/2*(1 + tanh(u)), u = sqrt(2/pi)*(x + 0.044715*x^3)."""
+    """FastGelu(x, bias): the approximation by tanh, of x plus the bias if there is one."""
     x, bias = source.operand(0), source.optional(1)
     x = x if bias is None else source.calculate("Add", x, bias)
-    if source.opset >= GELU_OPSET:
+    if source.opset >= ACTIVATIONS["GeluTanh"].since:
         source.give(0, source.op("Gelu", x, approximate="tanh"))
-        return
-    half = source.calculate("Mul", x, source.number(0.5, x, "half"))
-    above = source.calculate("Add", _tanh_of(source, x)[0], source.number(1.0, x, "one"))
-    source.give(0, source.calculate("Mul", half, above))
-
-
-def _tanh_of(source: Source, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Write tanh(u) and x*x."""
-    square = source.calculate("Mul", x, x)
-    cubic = source.calculate("Mul", square, source.number(CUBIC, x, "cubic"))
-    factor = source.calculate("Add", cubic, source.number(1.0, x, "one"))
-    inner = source.calculate("Mul", x, source.number(math.sqrt(2 / math.pi), x, "root"))
-    return source.op("Tanh", source.calculate("Mul", inner, factor)), square
+    else:
+        source.give(0, pointwise(source, ACTIVATIONS["GeluTanh"], x, source.node))
 
 
 def fast_gelu_grad(source: Source) -> None:
-    """FastGeluGrad(dy, x) and BiasFastGeluGrad_dX: dy*((1 + t)/2 + x/2*(1 - t*t)*u'), t = tanh(u)."""
+    """FastGeluGrad(dy, x), and BiasFastGeluGrad_dX(dy, x, bias) at x + bias."""
     dy, x = _with_bias(source)
-    t, square = _tanh_of(source, x)
-    one, half, root = source.number(1.0, x, "one"), source.number(0.5, x, "half"), math.sqrt(2 / math.pi)
-    steep = source.calculate("Mul", square, source.number(3 * CUBIC * root, x, "steep"))
-    slope = source.calculate("Add", steep, source.number(root, x, "root"))
-    rest = source.calculate("Sub", one, source.calculate("Mul", t, t))
-    inner = source.calculate("Mul", x, source.calculate("Mul", rest, slope))
-    whole = source.calculate("Add", source.calculate("Add", one, t), inner)
-    source.give(0, source.calculate("Mul", dy, source.calculate("Mul", half, whole)))
+    source.give(0, pointwise_grad(source, ACTIVATIONS["GeluTanh"], dy, x, source.node))
 
 
 # The gradient of a Clip, which the builder writes in standard nodes
@@ -254,9 +212,9 @@ def _only_read(value: ir.Value | None, reader: ir.Node) -> ir.Node | None:
 
 
 CONVERSIONS = {
-    **{name: activation for name, entry in ACTIVATIONS.items() if entry.domain},
+    "QuickGelu": activation,
     "Gelu": gelu,
-    **dict.fromkeys(GRADIENTS, activation_grad),
+    **dict.fromkeys(("ReluGrad", "QuickGeluGrad"), activation_grad),
     "SigmoidGrad": from_result("Sigmoid", sigmoid_grad),
     "TanhGrad": from_result("Tanh", tanh_grad),
     "LeakyReluGrad": from_result("LeakyRelu", leaky_relu_grad),

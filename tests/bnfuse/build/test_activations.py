@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from bnfuse.build.activations import put_stand_ins, take_stand_ins
 from onnx import TensorProto, helper, numpy_helper
 
 import bnfuse
-from bnfuse.build.activations import put_stand_ins, take_stand_ins
 from bnfuse.build.decompose import DECOMPOSITIONS
 from bnfuse.opset import activations as table
 from bnfuse.opset import functions, spec
