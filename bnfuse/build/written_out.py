@@ -26,7 +26,7 @@ from bnfuse.opset.schemas import register
 from bnfuse.opset.sources import forward_of, standard_node
 from bnfuse.opset.spec import DOMAIN, VERSION
 
-from .forward import element_types
+from .forward import NEWEST, element_types
 from .graph import Forward
 
 COMMUTATIVE = ("Add", "Mul", "Max", "Min")
@@ -118,6 +118,10 @@ def join_written_out(forward: Forward, constants: Collection[str] = ()) -> None:
 
     `constants` are initializers that are no parameters though they have an axis, as some exporters write numbers.
     """
+    for node in forward.graph.node:
+        if node.op_type == "Swish" and node.domain in ("", "ai.onnx"):  # of an opset that build brings down
+            alpha = float(attributes(node).get("alpha", 1.0))
+            write(forward, node, ACTIVATIONS["QuickGelu"], node.input[0], {"alpha": alpha})
     reader = _Reader(forward, constants)
     for name, fixed, trees in SPELLINGS:
         found = 0
@@ -136,8 +140,8 @@ def _numbers_of(match: Found) -> dict[str, float]:
 
 
 def write(forward: Forward, node: onnx.NodeProto, activation: Activation, x: str, numbers: dict[str, float]) -> None:
-    """Make a node an activation of x: the standard operator of the opset, or ours."""
-    found = standard_node(activation, numbers, forward.opset)
+    """Make a node an activation of x: the standard operator, where the opset that is trained in has it, or ours."""
+    found = standard_node(activation, numbers, min(forward.opset, NEWEST))
     if found is None:
         spec = forward_of(activation)
         found = (spec.name, numbers)

@@ -86,8 +86,8 @@ _DENSITY = 1 / math.sqrt(2 * math.pi) * exp(-0.5 * Z * Z)
 # (1 + tanh(u))/2 = sigmoid(2*u), which keeps its digits where u is negative; 2*u = z*(a + b*z*z)
 _A, _B = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 _U = Z * fma(Z * Z, _B, _A)
-_E = exp(-1.0 * absolute(_U))  # s = 1/(1 + e) or e/(1 + e), and s*(1 - s) = e/(1 + e)^2, which keeps its digits
-_M = clamp(Z, -16.0, 16.0)  # beyond, s*(1 - s) is 0, also times the cube of a large z
+_T, _R = sigmoid(_U), sigmoid(-1.0 * _U)  # 1 - t is r, which keeps its digits
+_M = clamp(Z, -16.0, 16.0)  # beyond, t*r is 0, also times the cube of a large z
 # tanh(softplus(z)) = w/(w + 2), w = n*(n + 2), n = e**z. From z = 20 on it is 1, also in float64.
 _C = minimum(Z, 20.0)
 _N = exp(_C)
@@ -198,10 +198,10 @@ ACTIVATIONS: dict[str, Activation] = {
         ),
         Activation(
             "GeluTanh",
-            Z * sigmoid(_U),
+            Z * _T,
             "x <- x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x^3)))/2",
             "Gelu by the approximation with tanh. In a gradient as Relu.",
-            D * ((where(_U > 0.0, 1.0, _E) + _M * fma(_M * _M, 3 * _B, _A) * (_E / (1.0 + _E))) / (1.0 + _E)),
+            D * fma(_M * fma(_M * _M, 3 * _B, _A), _T * _R, _T),
             "dx <- dx*(s + z*s*(1 - s)*(a + 3*b*z^2)), s = sigmoid(a*z + b*z^3), a = 2*sqrt(2/pi), b = 0.044715*a",
             operator="Gelu",
             since=20,

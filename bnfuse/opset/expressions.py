@@ -25,7 +25,7 @@ OPERATIONS = (
     "relu",  # max(x, 0), NaN of NaN
     "clamp",  # min(max(x, low), high), NaN of NaN
     "minimum",  # NaN of NaN
-    "exp",
+    "exp",  # of at most 88
     "sigmoid",
     "tanh",
     "erf",
@@ -117,7 +117,7 @@ def sigmoid(x: Operand) -> Expression:
 
 
 def exp(x: Operand) -> Expression:
-    """Write e**x."""
+    """Write e**x, of an x that is at most 88: code generators need not look after larger ones."""
     return apply("exp", x)
 
 

@@ -5,19 +5,23 @@ from bnfuse.opset.activations import ACTIVATIONS
 # of all activations: their defaults, but bounds that values reach
 ATTRIBUTES = {**dict(given for each in ACTIVATIONS.values() for given in each.defaults), "min": -0.5, "max": 0.75}
 
-FORWARD = [
+# one operator for each activation, forward and backward
+EACH = [
     *((f"Normalize{name}Pointwise", (2, 5, 3, 3)) for name in ACTIVATIONS),
+    *((f"NormalizePointwiseGrad{name}GradReduce", (2, 5, 3, 3)) for name in ACTIVATIONS),
+]
+FORWARD = [
     ("Pointwise", (2, 37, 3, 5)),
     ("NormalizePointwise", (1, 16, 7, 3)),
     ("ReluPointwiseStatistics", (2, 3, 5, 7)),
     ("NormalizeReluPointwiseBiasStatistics", (3, 19, 4, 5)),
     ("NormalizeClipPointwiseStoreInput", (2, 64, 3, 3)),
     ("QuickGeluAddPointwise", (1, 5, 9, 2)),
+    ("GeluAddNormalizedMishPointwise", (1, 19, 3, 2)),
     ("NormalizeAddNormalizedReluPointwiseBiasStoreInputStatistics", (2, 33, 5, 5)),
     ("ReluAddNormalizedReluPointwise", (1, 1, 1, 1)),
 ]
 BACKWARD = [
-    *((f"NormalizePointwiseGrad{name}GradReduce", (2, 5, 3, 3)) for name in ACTIVATIONS),
     ("PointwiseGrad", (1, 1, 1, 1)),
     ("BatchNormGradPointwiseGrad", (2, 20, 3, 5)),
     ("PointwiseGradReluGrad", (2, 16, 3, 5)),
@@ -25,6 +29,7 @@ BACKWARD = [
     ("NormalizePointwiseGradReluGradReduce", (2, 35, 4, 5)),
     ("NormalizePointwiseGradClipGradReduceScale", (1, 48, 5, 7)),
     ("NormalizePointwiseGradQuickGeluGradReduceAccumulate", (2, 24, 3, 3)),
+    ("NormalizePointwiseGradGeluGradReduceScale", (2, 19, 3, 3)),
     ("PointwiseGradAddGradientReluGradReduceReduceOtherReduceOther", (3, 17, 5, 5)),
     ("SliceBatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
 ]

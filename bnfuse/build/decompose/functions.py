@@ -16,7 +16,7 @@ from .writer import Writer
 
 EXPANDED = (
     *("AffineGrid", "Attention", "BlackmanWindow", "CausalConvWithState", "CenterCropPad", "HammingWindow"),
-    *("HannWindow", "LinearAttention", "RotaryEmbedding", "Shrink", "SwiGLU", "Swish"),
+    *("HannWindow", "LinearAttention", "RotaryEmbedding", "Shrink", "SwiGLU"),
 )
 
 

@@ -98,8 +98,8 @@ def exp(x: Expr) -> Expr:
     return _exp(maximum(minimum(x, f32(88.0)), f32(-87.0)))
 
 
-def exp_of_negative(x: Expr) -> Expr:
-    """Write e**x for an x that is not above 0, in half as long an expression."""
+def exp_of_small(x: Expr) -> Expr:
+    """Write e**x for an x that is at most 88, in half as long an expression."""
     return _exp(maximum(x, f32(-87.0)))
 
 
@@ -157,7 +157,7 @@ def tanh(x: Expr) -> Expr:
     """Write the hyperbolic tangent: of |x| it is 2/(e**-2|x| + 1) - 1 where it is not small."""
     square, size = x * x, tirx.abs(x)
     small = fma(polynomial(square, TANH) * square, x, x)
-    large = f32(2.0) / (exp_of_negative(f32(-2.0) * size) + f32(1.0)) - f32(1.0)
+    large = f32(2.0) / (exp_of_small(f32(-2.0) * size) + f32(1.0)) - f32(1.0)
     return tirx.Select(size > f32(TANH_SPLIT), tirx.copysign(large, x), small)
 
 
@@ -165,13 +165,13 @@ def erf(x: Expr) -> Expr:
     """Write the error function."""
     size = tirx.abs(x)
     small = fma(polynomial(x * x, ERF_SMALL), x, x)
-    large = f32(1.0) - exp_of_negative(fma(polynomial(size, ERF_LARGE), size, f32(0.0) - size))
+    large = f32(1.0) - exp_of_small(fma(polynomial(size, ERF_LARGE), size, f32(0.0) - size))
     return tirx.Select(size > f32(ERF_SPLIT), tirx.copysign(large, x), small)
 
 
 def softplus(x: Expr) -> Expr:
     """Write log(1 + e**x) = max(x, 0) + log(1 + u), u = e**-|x|."""
-    u = exp_of_negative(f32(0.0) - tirx.abs(x))
+    u = exp_of_small(f32(0.0) - tirx.abs(x))
     return maximum(x, f32(0.0)) + fma(polynomial(u, LOG_1P) * u, u, u)
 
 
@@ -268,7 +268,7 @@ TIR: Algebra = {
     "relu": lambda x: maximum(x, f32(0.0)),
     "clamp": lambda x, low, high: minimum(maximum(x, low), high),
     "minimum": minimum,
-    "exp": exp,
+    "exp": exp_of_small,
     "sigmoid": sigmoid,
     "tanh": tanh,
     "erf": erf,

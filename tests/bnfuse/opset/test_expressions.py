@@ -47,7 +47,7 @@ def test_derived_slopes_are_those_of_differences(name):
 def test_a_stated_gradient_is_the_derived_one(activation):
     d = np.linspace(0.5, 2.0, POINTS.size)
     derived = formula(D * e.derivative(activation.value, Z), GIVEN, z=POINTS, d=d)
-    np.testing.assert_allclose(formula(activation.gradient, GIVEN, z=POINTS, d=d), derived, rtol=1e-12)
+    np.testing.assert_allclose(formula(activation.gradient, GIVEN, z=POINTS, d=d), derived, rtol=1e-12, atol=1e-14)
 
 
 def test_a_part_that_occurs_twice_is_evaluated_once():

@@ -65,6 +65,11 @@ def test_equals_the_reference(name, shape, precision):
     check(name, shape, precision)
 
 
+@pytest.mark.parametrize(("name", "shape"), pointwise_case.EACH)
+def test_every_activation_equals_the_reference(name, shape):
+    check(name, shape)
+
+
 @settings(max_examples=12, derandomize=True, deadline=None, database=None)
 @given(
     name=st.sampled_from([name for name, _ in FORWARD + BACKWARD]),
