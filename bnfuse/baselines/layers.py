@@ -116,6 +116,16 @@ def gelu(w: Writer, node: ir.Node) -> Any:
     return w.layer(node, w.nn.GELU(approximate=attribute(node, "approximate", "none")), w.value(node, 0))
 
 
+def gelu_tanh(w: Writer, node: ir.Node) -> Any:
+    """Write a GELU by its approximation."""
+    return w.layer(node, w.nn.GELU(approximate="tanh"), w.value(node, 0))
+
+
+def thresholded_relu(w: Writer, node: ir.Node) -> Any:
+    """Write x where it is above a number, else 0."""
+    return w.layer(node, w.nn.Threshold(plain(attribute(node, "alpha", 1.0)), 0.0), w.value(node, 0))
+
+
 def quick_gelu(w: Writer, node: ir.Node) -> Any:
     """Write x*sigmoid(alpha*x), which for alpha 1 is SiLU."""
     alpha, x = attribute(node, "alpha", 1.702), w.value(node, 0)
@@ -224,16 +234,20 @@ LAYERS: dict[str, Callable[[Writer, ir.Node], Any]] = {
     "Gemm": gemm,
     "GlobalAveragePool": global_pool("AdaptiveAvgPool"),
     "GlobalMaxPool": global_pool("AdaptiveMaxPool"),
+    "GeluPointwise": gelu,  # of ai.bnfuse, where the opset has no such operator
+    "GeluTanhPointwise": gelu_tanh,
     "HardSwish": activation("Hardswish"),
     "LeakyRelu": activation("LeakyReLU", alpha=0.01),
     "LogSoftmax": axis_activation("LogSoftmax"),
     "MaxPool": max_pool,
     "Mish": activation("Mish"),
-    "QuickGelu": quick_gelu,
+    "QuickGeluPointwise": quick_gelu,
     "Relu": relu,
+    "Selu": activation("SELU"),
     "Sigmoid": activation("Sigmoid"),
     "Softmax": axis_activation("Softmax"),
     "Softplus": activation("Softplus"),
     "Softsign": activation("Softsign"),
     "Tanh": activation("Tanh"),
+    "ThresholdedRelu": thresholded_relu,
 }

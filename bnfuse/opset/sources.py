@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.spec import DOMAIN, OpSpec
+
 
 def forward_of(activation: Activation) -> OpSpec:
     """Give our operator that is the activation alone, for maps of any rank."""
@@ -36,7 +39,8 @@ SOURCES: dict[tuple[str, str], tuple[Activation, dict[str, float]]] = {
 def activation_of(
     domain: str, op_type: str, attributes: Mapping[str, Any], operands: int = 1
 ) -> tuple[Activation, dict[str, float]] | None:
-    """Tell which activation a node with so many operands is, and its attributes; None where it is none."""
+    """Tell which activation a node with so many operands is, and its attributes, as float32 has them; None where it is
+    none."""
     found = SOURCES.get(("" if domain == "ai.onnx" else domain, op_type))
     if found is None or operands != 1:
         return None
@@ -44,7 +48,7 @@ def activation_of(
     if activation.chosen and text(attributes.get("approximate", "none")) == "tanh":
         activation = ACTIVATIONS["GeluTanh"]
     known = {**dict(activation.defaults), **defaults}
-    return activation, {name: float(attributes.get(name, default)) for name, default in known.items()}
+    return activation, {name: float(np.float32(attributes.get(name, default))) for name, default in known.items()}
 
 
 def text(value: Any) -> str:

@@ -140,8 +140,6 @@ def _add(node: ir.Node) -> Op | None:
     return _op(OpSpec(("Add",), "Pointwise"), {"x": x, "skip": skip}, {"y": node.outputs[0]}, {}, node)
 
 
-
-
 def clip_bounds(low: ir.Value | None, high: ir.Value | None) -> dict[str, Any] | None:
     """Give the attributes of a Clip step from a node's bounds; None where a bound is computed at run time."""
     bounds = dict(ACTIVATIONS["Clip"].defaults)

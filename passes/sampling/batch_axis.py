@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.drawing import FED, LIKE
-from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.sources import SOURCES
 from bnfuse.opset.spec import DOMAIN, OpSpec, find
 from bnfuse.passes.dialect.source_ops import constant_of, is_map
 
@@ -27,7 +27,7 @@ ELEMENTWISE = (
     *("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp"),
     *("Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "Identity", "LeakyRelu", "Less", "LessOrEqual"),
     *("Log", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "PRelu", "Reciprocal", "Sigmoid"),
-    *(name for name, activation in ACTIVATIONS.items() if not activation.domain),
+    *(name for domain, name in SOURCES if not domain),
     *("Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh", "Where"),
 )
 OF_THE_BATCH = {"count", "extent", "samples"}  # attributes

@@ -268,15 +268,6 @@ class _Compiler:
         values, var = self.values, _key(node)
         return lambda: values[var]
 
-    def _get_let(self, node: Any) -> Callable[[], Value]:
-        value, body, values, var = self.value(node.value), self.value(node.body), self.values, _key(node.var)
-
-        def run() -> Value:
-            values[var] = value()
-            return body()
-
-        return run
-
     def _binary(self, make: Callable[[np.dtype], Callable[[Value, Value], Value]], node: Any) -> Callable[[], Value]:
         function, a, b = make(_dtype(node.a.ty)), self.value(node.a), self.value(node.b)
         return lambda: function(a(), b())

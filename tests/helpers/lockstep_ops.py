@@ -85,7 +85,6 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "nearbyint": np.rint,
     "round": lambda x: np.trunc(x + np.copysign(x.dtype.type(0.5), x)),
     "fabs": np.abs,
-    "copysign": np.copysign,
     "isnan": np.isnan,
     "fma": _wide(lambda a, b, c: a * b + c),
     "fdividef": np.divide,

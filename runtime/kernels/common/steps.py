@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret, parts_of
@@ -153,12 +154,18 @@ LOG_1P = (
 )
 
 
+def with_sign(size: Expr, x: Expr) -> Expr:
+    """Write a value that is not negative with the sign of x, by their bits."""
+    sign = tirx.reinterpret("uint32", x) & tirx.const(1 << 31, "uint32")
+    return tirx.reinterpret("float32", tirx.reinterpret("uint32", size) | sign)
+
+
 def tanh(x: Expr) -> Expr:
     """Write the hyperbolic tangent: of |x| it is 2/(e**-2|x| + 1) - 1 where it is not small."""
     square, size = x * x, tirx.abs(x)
     small = fma(polynomial(square, TANH) * square, x, x)
     large = f32(2.0) / (exp_of_small(f32(-2.0) * size) + f32(1.0)) - f32(1.0)
-    return tirx.Select(size > f32(TANH_SPLIT), tirx.copysign(large, x), small)
+    return tirx.Select(size > f32(TANH_SPLIT), with_sign(large, x), small)
 
 
 def erf(x: Expr) -> Expr:
@@ -166,7 +173,7 @@ def erf(x: Expr) -> Expr:
     size = tirx.abs(x)
     small = fma(polynomial(x * x, ERF_SMALL), x, x)
     large = f32(1.0) - exp_of_small(fma(polynomial(size, ERF_LARGE), size, f32(0.0) - size))
-    return tirx.Select(size > f32(ERF_SPLIT), tirx.copysign(large, x), small)
+    return tirx.Select(size > f32(ERF_SPLIT), with_sign(large, x), small)
 
 
 def softplus(x: Expr) -> Expr:
@@ -222,30 +229,22 @@ LONG = ("exp", "sigmoid", "tanh", "erf", "softplus", "elu")  # operations that r
 def formula(expression: Expression, attributes: Mapping[str, Any], **variables: Expr) -> Expr:
     """Write a formula; attributes and constants are float32.
 
-    In a long one what is read more than once stands for itself as a variable of its own. Short ones, up to a sigmoid of
-    a product, are written as they are.
+    In a long one what is read more than once becomes a variable, bound where the builder of TIR stands. Short ones, up
+    to a sigmoid of a product, are written as they are.
     """
     parts = parts_of(expression)
     uses = collections.Counter(operand for part in parts for operand in part.operands)
     long = is_long(parts)
-    named: list[tuple[Expr, Expr]] = []  # each of those before it
-
-    def name(value: Expr) -> Expr:
-        named.append((tirx.Var("v", "float32"), value))
-        return named[-1][0]
 
     def leaf(part: Expression) -> Expr:
         if part.operation == "variable":
-            return name(variables[part.name]) if long else variables[part.name]
+            return T.bind(variables[part.name]) if long else variables[part.name]
         return f32(part.constant if part.operation == "constant" else attributes[part.name])
 
     def make(part: Expression, value: Expr) -> Expr:
-        return name(value) if long and part.operation in LONG and uses[part] > 1 else value
+        return T.bind(value) if long and part.operation in LONG and uses[part] > 1 else value
 
-    written = interpret(expression, TIR, leaf, make)
-    for variable, value in reversed(named):
-        written = tirx.Let(variable, value, written)
-    return written
+    return interpret(expression, TIR, leaf, make)
 
 
 def is_long(parts: Iterable[Expression]) -> bool:

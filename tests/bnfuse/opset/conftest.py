@@ -92,7 +92,17 @@ def make_case(
     if isinstance(op, PlainOp):
         return _plain_case(op, rng, shape)
     window = {**CONV, **(conv or {})} if op.core == "Conv" or op.core in CONV_GRADS else {**POOL, **(pool or {})}
-    own = {"min": -0.5, "max": 0.75, "alpha": 1.702, "beta": 0.4, "gamma": 1.05, "grad_start": 1, "acc_start": 3, **window, **attributes}
+    own = {
+        "min": -0.5,
+        "max": 0.75,
+        "alpha": 1.702,
+        "beta": 0.4,
+        "gamma": 1.05,
+        "grad_start": 1,
+        "acc_start": 3,
+        **window,
+        **attributes,
+    }
     weight = rng.normal(size=(out_channels, shape[1] // window.get("group", 1), *window["kernel_shape"]))
     x = rng.normal(size=shape)
     core = find(op.core.removesuffix("Input").removesuffix("Weight").removesuffix("Grad"))
