@@ -490,6 +490,7 @@ OPERATORS: dict[str, Operator] = {
     "DropoutGrad": dropout_grad,
     "Elu": lambda e, x, a, o: e.torch.nn.functional.elu(x[0], a.get("alpha", 1.0)),
     "Equal": comparison("eq"),
+    "Erf": simple(lambda x: x.erf()),
     "Exp": simple(lambda x: x.exp()),
     "Expand": expand,
     "Flatten": flatten,

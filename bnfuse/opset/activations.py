@@ -181,9 +181,9 @@ ACTIVATIONS: dict[str, Activation] = {
         ),
         Activation(
             "HardSwish",
-            Z * (clamp(Z + 3.0, 0.0, 6.0) * (1 / 6)),
+            Z * (clamp(Z + 3.0, 0.0, 6.0) / 6.0),
             "x <- x*min(max(x + 3, 0), 6)/6",
-            stated_gradient=D * where(Z >= 3.0, 1.0, where(Z > -3.0, fma(Z, 1 / 3, 0.5), 0.0)),
+            stated_gradient=D * where(Z >= 3.0, 1.0, where(Z > -3.0, Z / 3.0 + 0.5, 0.0)),
             stated_formula="dx <- dx where z >= 3, dx*(z/3 + 1/2) where -3 < z < 3, else 0",
             since=14,
         ),

@@ -89,11 +89,13 @@ class Body:
         return outputs
 
     def constant(self, value: float | Sequence[int]) -> ir.Value:
-        """Give a float scalar or an int64 vector."""
+        """Give a float scalar or an int64 vector. What float32 does not have exactly is rounded to it where it runs."""
         key = value if isinstance(value, float) else tuple(value)
         if key not in self._made:
-            array = np.array(value, np.float32 if isinstance(value, float) else np.int64)
-            self._made[key] = self("Constant", value=ir.AttrTensor("value", ir.tensor(array)))
+            is_rounded = isinstance(value, float) and float(np.float32(value)) != value
+            dtype = np.float64 if is_rounded else np.float32 if isinstance(value, float) else np.int64
+            made = self("Constant", value=ir.AttrTensor("value", ir.tensor(np.array(value, dtype))))
+            self._made[key] = self("Cast", made, to=int(ir.DataType.FLOAT)) if is_rounded else made
         return self._made[key]
 
     def attribute(self, name: str) -> ir.Value:

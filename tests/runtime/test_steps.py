@@ -1,5 +1,7 @@
 """The elementwise steps, compiled in a vectorised loop, against float64 numpy."""
 
+import math
+
 import numpy as np
 import pytest
 from pointwise_case import ATTRIBUTES
@@ -57,6 +59,43 @@ def test_exp_over_its_range():
     wanted = np.exp(np.clip(x.astype(np.float64), -87, 88))
     np.testing.assert_allclose(found, wanted, rtol=1.5e-7)
     assert np.isnan(evaluate(lambda load: steps.exp(load("x")), x=np.full(16, np.nan, np.float32))).all()
+
+
+FUNCTIONS = {  # in units of the last place, against float64, where the result is a normal float
+    "tanh": (np.tanh, 3),
+    "erf": (lambda x: np.vectorize(math.erf)(x), 1),
+    "softplus": (lambda x: np.logaddexp(x, 0), 2),
+    "elu": (lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))), 1.1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_over_their_range(name):
+    exact, units = FUNCTIONS[name]
+    small = np.geomspace(1e-30, 1, 2000)
+    x = np.concatenate([np.linspace(-12, 12, 20_000), np.linspace(-85, 85, 3000), small, -small]).astype(np.float32)
+    found = evaluate(lambda load: getattr(steps, name)(load("x")), x=x)
+    wanted = exact(x.astype(np.float64))
+    assert (np.abs(found - wanted) / np.spacing(np.abs(wanted).astype(np.float32))).max() <= units
+    for far in (-1e30, 1e30, -np.inf, np.inf):
+        found = evaluate(lambda load: getattr(steps, name)(load("x")), x=np.full(16, far, np.float32))
+        np.testing.assert_allclose(found, exact(np.full(16, far)), atol=1e-30)
+    assert np.isnan(evaluate(lambda load: getattr(steps, name)(load("x")), x=np.full(16, np.nan, np.float32))).all()
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_large_values_and_nan_show_for_what_they_are(kind):
+    z = np.array([-1e30, -1e4, -90, 90, 1e4, 1e30] * 3, np.float32)
+    d = np.ones_like(z)
+    found = evaluate(lambda load: steps.apply_activation(kind, load("z"), ATTRIBUTES), z=z)
+    np.testing.assert_allclose(
+        found, reference.activation(kind, z.astype(np.float64), ATTRIBUTES), rtol=1e-6, atol=1e-7
+    )
+    found = evaluate(lambda load: steps.activation_grad(f"{kind}Grad", load("d"), load("z"), ATTRIBUTES), z=z, d=d)
+    wanted = reference.activation_grad(f"{kind}Grad", d.astype(np.float64), z.astype(np.float64), ATTRIBUTES)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    nan = np.full(16, np.nan, np.float32)
+    assert np.isnan(evaluate(lambda load: steps.apply_activation(kind, load("z"), ATTRIBUTES), z=nan)).all()
 
 
 def test_normalize_rounds_once():

@@ -50,6 +50,49 @@ def test_a_stated_gradient_is_the_derived_one(activation):
     np.testing.assert_allclose(formula(activation.gradient, GIVEN, z=POINTS, d=d), derived, rtol=1e-12, atol=1e-14)
 
 
+TORCH = {
+    "Relu": lambda f, z: f.relu(z),
+    "Clip": lambda f, z: z.clamp(-1.5, 6.0),
+    "QuickGelu": lambda f, z: z * (1.3 * z).sigmoid(),
+    "Softsign": lambda f, z: f.softsign(z),
+    "Sigmoid": lambda f, z: z.sigmoid(),
+    "Tanh": lambda f, z: z.tanh(),
+    "LeakyRelu": lambda f, z: f.leaky_relu(z, 1.3),
+    "Elu": lambda f, z: f.elu(z, 1.3),
+    "Selu": lambda f, z: f.selu(z),
+    "Celu": lambda f, z: f.celu(z, 1.3),
+    "HardSigmoid": lambda f, z: f.hardsigmoid(z),
+    "HardSwish": lambda f, z: f.hardswish(z),
+    "Gelu": lambda f, z: f.gelu(z),
+    "GeluTanh": lambda f, z: f.gelu(z, approximate="tanh"),
+    "Mish": lambda f, z: f.mish(z),
+    "Softplus": lambda f, z: f.softplus(z, threshold=1e9),
+    "ThresholdedRelu": lambda f, z: f.threshold(z, 1.3, 0.0),
+}
+OWN = {  # attributes that torch's function has fixed
+    "Selu": {"alpha": 1.6732632423543772, "gamma": 1.0507009873554805},
+    "HardSigmoid": {"alpha": 1 / 6, "beta": 0.5},
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_values_and_gradients_are_torchs_also_at_kinks_and_far_out(name):
+    import torch
+
+    kinks = [0.0, -0.0, -3.0, 3.0, -1.5, 6.0, 1.3, -30.0, 30.0, -700.0, 700.0]
+    points = np.concatenate([POINTS, kinks])
+    z = torch.tensor(points, dtype=torch.float64, requires_grad=True)
+    y = TORCH[name](torch.nn.functional, z)
+    y.sum().backward()
+    given = {**GIVEN, **OWN.get(name, {})}
+    value = formula(ACTIVATIONS[name].value, given, z=points)
+    np.testing.assert_allclose(value, y.detach().numpy(), rtol=1e-13, atol=1e-14)
+    gradient = formula(ACTIVATIONS[name].gradient, given, z=points, d=np.ones_like(points))
+    rough = 1e-7 if name == "HardSigmoid" else 1e-11  # torch's slope is 1/6 in float32, whatever the type
+    np.testing.assert_allclose(gradient, z.grad.numpy(), rtol=rough, atol=1e-14)
+
+
 def test_a_part_that_occurs_twice_is_evaluated_once():
     seen = []
     algebra = {**NUMPY, "sigmoid": lambda x: seen.append(x) or x}
