@@ -192,6 +192,11 @@ def _like_operand(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], sh
     return f"reads maps of the shapes {dy} and {x}" if dy is not None and x is not None and dy != x else None
 
 
+def _is_max_pool(node: onnx.NodeProto) -> bool:
+    op = find(node.op_type)
+    return node.op_type == "MaxPool" or (isinstance(op, OpSpec) and op.core == "MaxPool")
+
+
 def _pool_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Check the size of dy, which its window makes of x, and where it adds to dx, which the indices say."""
     given = attributes(node)
@@ -204,7 +209,7 @@ def _pool_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
     if not isinstance(op, OpSpec) or op.core != "MaxPoolGrad":
         return None
     indices = makers.get(node.input[op.operands.index("indices")])
-    if indices is not None and not indices.op_type.endswith("MaxPool"):
+    if indices is not None and not _is_max_pool(indices):
         name = node.input[op.operands.index("indices")]
         return f"reads '{name}' as indices, which '{indices.name}' ({indices.op_type}) gives"
     if indices is not None and (given_x := shapes.get(indices.input[0])) is not None and x is not None:

@@ -221,7 +221,8 @@ def test_every_convolution_reads_its_own_part_of_the_packed_storage():
 def test_the_gradient_of_a_weight_alone_reads_no_weight():
     made = lowered(
         "(float[1,16,4,4] g, float[1,16,4,4] x, float[16,16,1,1] w) => (float[16,16,1,1] d)",
-        '"", d = com.microsoft.ConvGrad(g, x, w)',
+        "d = ai.bnfuse.ConvGradWeight<kernel_shape = [1, 1], strides = [1, 1], pads = [0, 0, 0, 0], "
+        "dilations = [1, 1], group = 1>(g, x, w)",
         parameters=("w",),
     )
     assert packs(made) == []
