@@ -21,7 +21,6 @@ from .losses import Term, parse_loss
 from .repair import make_canonical, repair
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
 from .traps import check_forward, choose_outputs
-from .uncompiled import note_uncompiled
 from .variables import choose_variables
 
 __all__ = ["NOTES_KEY", "Built", "Term", "build", "build_training_graph"]
@@ -86,7 +85,6 @@ def build(
     variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze, found.untracked)
     decompose(forward, found.constants, frozenset(variables.all))
     make_canonical(forward)
-    note_uncompiled(forward)
     ends = add_loss(forward, terms, found.outputs)
     built = gradient_graph(forward, variables, ends)
     model = finish(built, forward, variables, ends)

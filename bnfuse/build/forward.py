@@ -25,7 +25,6 @@ from bnfuse.graph.protos import (
     attributes,
     element_count,
     fresh,
-    remove_attributes,
     static_shape,
     typed_values,
     without_large_values,
@@ -81,6 +80,7 @@ COMPUTING = (  # of shapes and other constants; of parameters it is the network'
     *("Erf", "Exp", "GatherElements", "GatherND", "IsInf", "IsNaN", "Log", "MatMul", "Mean", "OneHot", "ReduceMean"),
     *("Relu", "Sigmoid", "Sin", "Tanh", "Trilu"),
 )
+LIKE_OPERAND = ("GroupNormalization", "MeanVarianceNormalization")  # not inferred, or deprecated in 18
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 FOLD_LIMIT = 1 << 28  # elements
 
@@ -327,7 +327,7 @@ def convert_to(forward: Forward, version: int, target: int) -> None:
 def check_valid(forward: Forward) -> None:
     """Run onnx's own checker: attributes of the right kind, operands in number, order of nodes."""
     try:
-        onnx.checker.check_model(without_large_values(forward.model))
+        onnx.checker.check_model(_readable(forward))
     except Exception as error:
         raise forward.error(f"is no valid ONNX model: {' '.join(str(error).split())[:300]}") from None
 
@@ -354,6 +354,17 @@ def infer_shapes(forward: Forward) -> None:
     require_static_results(forward)
 
 
+def _readable(forward: Forward) -> onnx.ModelProto:
+    """Copy the model for onnx's inference and checker, which stumble over some operators whose result is like their
+    operand."""
+    light = without_large_values(forward.model)
+    for node in light.graph.node:
+        if node.op_type in LIKE_OPERAND:
+            node.op_type = "Identity"
+            del node.input[1:], node.attribute[:]
+    return light
+
+
 def adopt_shapes(forward: Forward) -> None:
     """Put what onnx infers of all shapes in place of what the file says."""
     graph = forward.graph
@@ -362,11 +373,7 @@ def adopt_shapes(forward: Forward) -> None:
     for value in graph.output:
         kind = value.type.tensor_type.elem_type
         value.CopyFrom(helper.make_tensor_value_info(value.name, kind, None))
-    light = without_large_values(forward.model)
-    for node in light.graph.node:
-        if node.op_type == "GroupNormalization":  # onnx infers nothing of it
-            node.op_type = "InstanceNormalization"
-            remove_attributes(node, {"num_groups", "stash_type"})
+    light = _readable(forward)
     try:
         light = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:

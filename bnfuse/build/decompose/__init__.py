@@ -30,6 +30,7 @@ __all__ = ["DECOMPOSITIONS", "decompose"]
 
 DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     **dict.fromkeys(EXPANDED, expand),
+    "AffineGrid": rearranging.affine_grid,
     "AveragePool": windows.pool,
     "BatchNormalization": batch_normalization,
     "Bernoulli": bernoulli,

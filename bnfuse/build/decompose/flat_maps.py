@@ -38,7 +38,6 @@ class Flat:
     def __init__(self, around: Surroundings) -> None:
         self.around, self.shapes = around, dict(around.shapes)
         self.outputs = around.forward.output_names()
-        self.read = set(around.forward.consumers()) | self.outputs
         self.twins: dict[str, str] = {}
         self.other_names: dict[str, str] = {}
         self.makers: dict[str, onnx.NodeProto] = {}
@@ -133,7 +132,7 @@ class Flat:
         if node.op_type == "BatchNormalization":
             return [node.input[0]]
         if node.op_type == "Dropout":
-            return [node.input[0]] if self.read.isdisjoint(node.output[1:]) else []
+            return [node.input[0]] if self.around.read.isdisjoint(node.output[1:]) else []
         if node.op_type == "Concat":
             axis, rank = attributes(node)["axis"], len(self.shapes.get(node.output[0]) or [])
             return list(node.input) if rank and axis % rank == 1 else []

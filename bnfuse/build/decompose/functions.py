@@ -15,7 +15,7 @@ from bnfuse.graph.protos import fresh
 from .writer import Writer
 
 EXPANDED = (
-    *("AffineGrid", "Attention", "BlackmanWindow", "CausalConvWithState", "CenterCropPad", "HammingWindow"),
+    *("Attention", "BlackmanWindow", "CausalConvWithState", "CenterCropPad", "HammingWindow"),
     *("HannWindow", "LinearAttention", "RotaryEmbedding", "Shrink", "SwiGLU"),
 )
 

@@ -46,11 +46,11 @@ def conv_transpose(write: Writer) -> None:
 def pool(write: Writer) -> None:
     """Write MaxPool or AveragePool of 1 or 3 dimensions by 2-d ones."""
     rank = len(write.shape(write.node.input[0]))
-    if write.has_result(1):
-        return
     if rank == 3:
         _flat(write)
     elif rank == 5:
+        if write.has_result(1) and write.node.output[1] in write.around.read:
+            raise write.error("gives the places of its maxima to others, of maps of 3 dimensions: use 2.")
         _deep_pool(write)
 
 
@@ -92,8 +92,9 @@ def _flat(write: Writer) -> None:
         weight = write.shape(write.node.input[1])
         inputs.append(write.reshape(write.node.input[1], [*weight[:2], 1, weight[2]]))
         inputs += write.node.input[2:]
-    y = write.add(write.node.op_type, inputs, **attrs)
-    write.give(write.reshape(y, write.shape(write.node.output[0])))
+    results = 2 if write.has_result(1) else 1  # the places of maxima count all elements, and are the same
+    for index, name in enumerate(write.several(write.node.op_type, inputs, results, **attrs)):
+        write.give(write.reshape(name, write.shape(write.node.output[index])), index)
 
 
 def _in_plane(window: dict[str, Any]) -> dict[str, Any]:

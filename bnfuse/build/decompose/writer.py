@@ -33,6 +33,11 @@ class Surroundings:
         """The tensors that depend on the data."""
         return self.forward.from_data()
 
+    @functools.cached_property
+    def read(self) -> set[str]:
+        """The tensors that a node reads, or that are outputs."""
+        return set(self.forward.consumers()) | self.forward.output_names()
+
     def fresh(self, name: str) -> str:
         """Give the name, or with a number where it is taken, and take it."""
         name = fresh(name, self.taken)

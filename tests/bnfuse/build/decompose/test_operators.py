@@ -143,3 +143,12 @@ def test_an_operator_of_a_newer_opset_that_nothing_replaces_is_refused():
     model = model_of([node], {"x": floats(2, 3)}, opset=26)
     with pytest.raises(BnfuseError, match=r"^node 'it' \(BitCast\) is an operator of opset 26 that no older one"):
         after(model)
+
+
+@pytest.mark.parametrize("corners", [0, 1])
+@pytest.mark.parametrize("sizes", [(2, 1, 4, 5), (2, 1, 3, 4, 5)])
+def test_affine_grid(corners, sizes):
+    axes = len(sizes) - 2
+    feeds = {"x": floats(2, axes, axes + 1)}
+    node = helper.make_node("AffineGrid", ["x", "sizes"], ["y"], align_corners=corners)
+    check_same(model_of([node], feeds, {"sizes": ints(*sizes)}, opset=20), feeds, before=by_reference)
