@@ -79,6 +79,7 @@ CASES: dict[str, Case] = {
     "ScatterElements": one("ScatterElements", {"k": np.zeros((2, 4, 6, 1), np.int64), "u": floats(2, 4, 6, 1)}, axis=3),
     "ScatterND": one("ScatterND", {"k": np.array([[0, 1], [1, 3]], np.int64), "u": floats(2, 6, 6)}),
     "ReverseSequence": one("ReverseSequence", {"k": ints(4, 3)}, batch_axis=0, time_axis=1),
+    "ThresholdedRelu": one("ThresholdedRelu"),
     "SpaceToDepth": one("SpaceToDepth", blocksize=2),
     "Tile": one("Tile", {"k": ints(1, 2, 1, 1)}),
     "TopK": ([node("TopK", "c k", "y i")], {"k": ints(2)}),

@@ -113,7 +113,6 @@ def test_rotary_embedding_of_opset_23(interleaved):
 @pytest.mark.parametrize(
     ("op", "operands", "attrs", "opset"),
     [
-        ("Swish", {}, {"alpha": 1.5}, 24),
         ("Shrink", {}, {"lambd": 0.3, "bias": 0.1}, 13),
         ("CenterCropPad", {"to": ints(3, 7)}, {"axes": [2, 3]}, 18),
     ],
