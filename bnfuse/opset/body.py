@@ -42,19 +42,22 @@ class Body:
         self.operands = {name: ir.Value(name=name) for name in op.operands}
         self.nodes: list[ir.Node] = []
         self._count = 0  # of all nodes, those in loops too
-        self._made: dict[object, ir.Value] = {}  # constants and reshaped coefficients, made once
+        self._made: dict[object, ir.Value] = {}  # what one node gives, by that node: each is made once
 
     def __getitem__(self, operand: str) -> ir.Value:
         return self.operands[operand]
 
-    def __call__(self, op_type: str, *inputs: ir.Value, **attributes: ir.Attr | int | str) -> ir.Value:
-        """Add a node; gives its (first) output."""
-        return self.node(op_type, inputs, attributes)[0]
+    def __call__(self, op_type: str, *inputs: ir.Value | None, **attributes: ir.Attr | int | str) -> ir.Value:
+        """Give the (first) output of a node, which is added unless there is one like it."""
+        key = (op_type, *map(id, inputs), *((name, attribute_key(value)) for name, value in attributes.items()))
+        if key not in self._made:
+            self._made[key] = self.node(op_type, inputs, attributes)[0]
+        return self._made[key]
 
     def node(
         self,
         op_type: str,
-        inputs: Sequence[ir.Value],
+        inputs: Sequence[ir.Value | None],
         attributes: dict[str, ir.Attr | int | str] | None = None,
         *,
         wanted: tuple[bool, ...] = (True,),
@@ -85,12 +88,15 @@ class Body:
         outputs: list[ir.Value] = []
         for value in values:
             taken = value in outputs or value in self.operands.values()
-            outputs.append(self("Identity", value) if taken else value)
+            outputs.append(self.node("Identity", [value])[0] if taken else value)
         return outputs
 
     def constant(self, value: float | Sequence[int]) -> ir.Value:
-        """Give a float scalar or an int64 vector. What float32 does not have exactly is rounded to it where it runs."""
-        key = value if isinstance(value, float) else tuple(value)
+        """Give a float or an int64 scalar, or an int64 vector.
+
+        What float32 does not have exactly is rounded to it where it runs.
+        """
+        key = ("constant", type(value), value) if isinstance(value, float | int) else tuple(value)
         if key not in self._made:
             is_rounded = isinstance(value, float) and float(np.float32(value)) != value
             dtype = np.float64 if is_rounded else np.float32 if isinstance(value, float) else np.int64
@@ -109,10 +115,7 @@ class Body:
 
     def per_channel(self, name: str) -> ir.Value:
         """Give an operand [C] as [1, C, 1, 1]."""
-        key = ("per_channel", name)
-        if key not in self._made:
-            self._made[key] = self("Reshape", self[name], self.constant([1, -1, 1, 1]))
-        return self._made[key]
+        return self("Reshape", self[name], self.constant([1, -1, 1, 1]))
 
     def formula(self, expression: Expression, **variables: ir.Value) -> ir.Value:
         """Give the nodes of a formula; its attributes are those of the node."""
@@ -141,6 +144,18 @@ class Body:
     def slice(self, x: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:
         """Add the range [start, stop) along an axis."""
         return self("Slice", x, start, stop, self.constant([axis]))
+
+
+def attribute_key(value: ir.Attr | int | str) -> object:
+    """Give what tells the attributes of two nodes apart; tensors and graphs are like no other."""
+    if not isinstance(value, ir.Attr):
+        return value
+    if value.is_ref():
+        return value.name, value.ref_attr_name
+    known = value.type in (ir.AttributeType.INT, ir.AttributeType.FLOAT, ir.AttributeType.STRING)
+    if value.type == ir.AttributeType.INTS:
+        return tuple(value.as_ints())
+    return value.value if known else object()
 
 
 def reference(name: str, attribute: str | None = None) -> ir.Attr:
