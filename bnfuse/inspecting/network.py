@@ -122,15 +122,13 @@ STORED = {"MaxPool": (INDEX,), "Dropout": (MASK,)}
 BACKWARD: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "Relu": ((FLOAT, FLOAT), (FLOAT,)),  # dy and the sign's map; dx
     "BatchNormalization": ((FLOAT,), (FLOAT, FLOAT)),  # dy; x, dx
-    "Dropout": ((FLOAT, MASK), (FLOAT,)),
+    "Dropout": ((FLOAT, FLOAT, MASK, FLOAT), (FLOAT,)),  # scaled (read, written), then where the mask kept it
     "MaxPool": ((FLOAT, INDEX), (FLOAT,)),
     "AveragePool": ((FLOAT,), (FLOAT,)),
-    "GlobalAveragePool": ((FLOAT, FLOAT, FLOAT), (FLOAT,)),  # scaled (read, written), then read and expanded
+    "GlobalAveragePool": ((FLOAT,), (FLOAT,)),
     "Flatten": ((FLOAT,), (FLOAT,)),
     "Concat": ((FLOAT,), (FLOAT,)),  # dy read, each dx written
-    "Add": ((), (FLOAT, FLOAT)),  # a copy for each input
-    # x >= low, x <= high, and of both, as float32, times dy
-    "Clip": ((), (FLOAT, MASK, FLOAT, MASK, MASK, MASK, MASK, MASK, FLOAT, FLOAT, FLOAT, FLOAT)),
+    "Add": ((), ()),  # dy is that of each operand
     "Conv": ((FLOAT,), (FLOAT,)),  # dy; dx, where it is needed; and x, always
 }
 ELEMENTWISE = ((FLOAT, FLOAT), (FLOAT,))  # of any other operator: dy, what its slope needs; dx
@@ -139,7 +137,7 @@ ELEMENTWISE = ((FLOAT, FLOAT), (FLOAT,))  # of any other operator: dy, what its 
 def backward_flow(node: gs.Node, needs: set[str]) -> Flow:
     """Count the maps that the gradient of a node reads and writes, where `needs` has a gradient of its result."""
     flow = Flow()
-    if node.outputs[0].name not in needs:
+    if node.outputs[0].name not in needs or (node.op == "Concat" and len(node.inputs) == 1):
         return flow
     by_output, by_input = BACKWARD.get(node.op, ELEMENTWISE)
     flow.touch(node.outputs[0].shape, *by_output)

@@ -112,14 +112,8 @@ def test_tensors_are_given_or_written_before_they_are_read(graphs, level, order)
     check_order(workload)
     kept = {tensor.name for tensor in workload.tensors if tensor.kept}
     signature = graphs[level].signature
-    views = {"classifier/bias_grad"}  # a reshape of what is kept instead
-    assert {
-        signature.loss,
-        *signature.gradients.values(),
-        *signature.running.values(),
-        *signature.trainable,
-    } - views <= kept
-    assert "classifier_Grad/dC_reduced" in kept
+    results = {signature.loss, *signature.gradients.values(), *signature.running.values()}
+    assert results | {*signature.trainable} <= kept
 
 
 def test_the_gradient_of_a_bias_that_was_dropped_is_a_constant_that_is_there():
@@ -151,9 +145,11 @@ def test_a_batch_norm_of_the_source_sweeps_three_times_over_the_parts_of_a_conca
     assert maps(workload, norm.reads) == parts
     assert {a.sweeps for a in norm.reads if workload.tensors[a.tensor].kind == "map"} == {3}
     assert maps(workload, norm.writes) == {"block1/layer2/norm1": (STEM + GROWTH) * CHANNEL}
-    gradient = next(x for x in workload.layers if x.name.startswith("block1/layer2/norm1_") and x.phase == "backward")
+    backward = (x for x in workload.layers if x.phase == "backward")
+    gradient = next(x for x in backward if x.name.startswith("block1/layer2/norm1/grad"))
     assert (gradient.type, gradient.part) == ("BatchNorm", "block1/layer2/norm1")
-    assert maps(workload, gradient.reads) == {"block1/layer2/norm1_grad": (STEM + GROWTH) * CHANNEL, **parts}
+    dz = "block1/layer2/relu1/grad/dx"
+    assert maps(workload, gradient.reads) == {dz: (STEM + GROWTH) * CHANNEL, **parts}
     assert {a.sweeps for a in gradient.reads if workload.tensors[a.tensor].kind != "vector"} == {2}
 
 
@@ -184,7 +180,7 @@ def test_a_fused_gradient_accumulates_in_the_tensor_that_it_adds_to(graphs):
     workload = training_workload(graphs["icf"])
     (grad,) = [x for x in workload.layers if x.part == "block1/layer2/conv1" and x.type == "Conv2D"][1:]
     assert grad.phase == "backward"
-    total = "transition1/norm_grad"  # 28 channels: 16 of the stem, 4 of each layer
+    (total,) = maps(workload, grad.writes)  # 28 channels: 16 of the stem, 4 of each layer
     assert next(t.bytes for t in workload.tensors if t.name == total) == (STEM + 3 * GROWTH) * CHANNEL
     assert maps(workload, grad.writes) == {total: (STEM + GROWTH) * CHANNEL}
     assert maps(workload, grad.reads) == {
