@@ -138,12 +138,12 @@ def resized_axes(
         given_scales = (given_sizes.astype(F32) / lengths).astype(F32)
         policy = text(attributes.get("keep_aspect_ratio_policy", "stretch"))
         if policy != "stretch":
-            one = given_scales.min() if policy == "not_larger" else given_scales.max()
+            one = np.min(given_scales) if policy == "not_larger" else np.max(given_scales)
             given_scales = np.full(len(axes), one, F32)
             given_sizes = np.floor(one * lengths + F32(0.5)).astype(np.int64)
     else:
         given_sizes = np.floor(given_scales * lengths).astype(np.int64)
-    if given_sizes.min(initial=1) < 1 or given_scales.min(initial=1) <= 0:
+    if (given_sizes < 1).any() or (given_scales <= 0).any():
         raise BnfuseError(f"makes {given_sizes.tolist()} elements along its axes {axes}: make it at least one of each")
     corners = np.asarray([] if roi is None else roi, F32).reshape(-1)
     if corners.size not in (0, 2 * len(axes)):

@@ -80,8 +80,8 @@ POOL = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 0, 1, 0]}
 CHOICE = np.random.default_rng(2).standard_normal(MAP) > 0
 
 CASES = {
-    **{op: Case(op) for op in ("Abs", "Cos", "Erf", "Exp", "Identity", "Neg", "Relu", "Sin")},
-    **{op: Case(op) for op in ("Flatten", "GlobalAveragePool")},
+    **{op: Case(op) for op in ("Abs", "Cos", "Erf", "Exp", "Identity", "LeakyRelu", "Neg", "Relu", "Sigmoid", "Sin")},
+    **{op: Case(op) for op in ("Elu", "HardSwish", "Mish", "Softplus", "Tanh", "Flatten", "GlobalAveragePool")},
     **{op: Case(op, positive=True) for op in ("Log", "Sqrt", "Reciprocal")},
     **{op: Case(op, [MAP, MAP]) for op in ("Add", "Sub", "Mul")},
     **{f"{op} along an axis": Case(op, [MAP], attributes={"axis": 1}) for op in ("Softmax", "LogSoftmax")},
@@ -89,6 +89,7 @@ CASES = {
     **{op: Case(op, [MAP, (1, 4, 1, 6)], positive=True) for op in ("Div",)},
     **{f"{op} of two": Case(op, [MAP, MAP]) for op in ("Max", "Min")},
     "Pow": Case("Pow", constants=[np.float32(2.5)], positive=True),
+    "HardSigmoid": Case("HardSigmoid", attributes={"alpha": 1 / 6}),
     "Clip": Case("Clip", constants=[np.float32(-0.5), np.float32(0.7)]),
     "Where": Case("Where", [MAP, MAP], [CHOICE], order="c0 x0 x1"),
     "Conv": Case("Conv", [MAP, W, (6,)], attributes=ROUND),
