@@ -88,6 +88,35 @@ def _name_running_outputs(forward: Forward, node: onnx.NodeProto) -> None:
     node.output.extend([y, *names])
 
 
+def copied_statistics(forward: Forward) -> dict[str, list[str]]:
+    """Map BatchNorms that share scale and bias with another, and whose statistics are copies of that one's, to those.
+
+    torch's exporter writes the second call of a module so: the statistics that the first call gives are an Identity of
+    those that it reads. Of two modules that are merged for their equal values, scale and bias would be copies too.
+    """
+    makers = forward.producers()
+    owners: dict[tuple[str, ...], list[str]] = {}
+    found: dict[str, list[str]] = {}
+    for node in batch_norms(forward):
+        if len(node.input) < 5:
+            continue
+        whole = []
+        for name in node.input[3:5]:
+            while (maker := makers.get(name)) is not None and maker.op_type == "Identity":
+                name = maker.input[0]
+            whole.append(name)
+        if owners.setdefault(tuple(node.input[1:3]), whole) == whole != list(node.input[3:5]):
+            found[node.name] = whole
+    return found
+
+
+def join_copied_statistics(forward: Forward, copied: dict[str, list[str]]) -> None:
+    """Let the BatchNorms that `copied` names read the statistics themselves."""
+    for node in batch_norms(forward):
+        if node.name in copied:
+            node.input[3], node.input[4] = copied[node.name]
+
+
 def chain_running_statistics(forward: Forward) -> None:
     """Let each further call of one BatchNorm update the running statistics that the call before it gives."""
     latest: dict[str, str] = {}

@@ -17,7 +17,13 @@ from onnx import numpy_helper
 
 from bnfuse.core.text import some
 
-from .batch_norms import chain_running_statistics, stand_in_for_statistics, train_batch_norms
+from .batch_norms import (
+    chain_running_statistics,
+    copied_statistics,
+    join_copied_statistics,
+    stand_in_for_statistics,
+    train_batch_norms,
+)
 from .canonical import (
     add_of_sum,
     drop_copies,
@@ -66,8 +72,10 @@ def repair(
         refuse_own_loss(forward, outputs)
     refuse_lost_batch_norms(forward, allowed=allow_folded_bn)
     warn_of_lost_dropout(forward)
+    copied = copied_statistics(forward)
     constants = fold_constants(forward)
     constants.adopt(separate_merged(forward))
+    join_copied_statistics(forward, copied)
     fixed = fixed_by_exporter(forward)
     outputs = renamed(outputs, terms, lambda name, term: drop_activation(forward, name, term.kind))
     trained = simplify_old_batch_norms(forward, frozen=frozen_bn)

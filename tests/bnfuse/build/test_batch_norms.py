@@ -81,6 +81,18 @@ def test_each_call_of_a_batch_norm_updates_its_statistics_in_turn(conv_norm, ste
     np.testing.assert_allclose(results["bn_1/m"], 0.8 * once + 0.2 * y.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
 
 
+def test_a_second_call_whose_statistics_are_copies_is_one_of_the_same_batch_norm(conv_norm):
+    """As torch.onnx.export(dynamo=True) writes it."""
+    second = [
+        helper.make_node("Identity", ["mean"], ["mean2"]),
+        helper.make_node("Identity", ["var"], ["var2"]),
+        norm("bn_1", "n", "y", ["scale", "bias", "mean2", "var2"]),
+    ]
+    built = build(conv_norm(second, training_mode=0), train_bn=True)
+    assert list(signature(built.model)["running"]) == ["mean", "var"]
+    assert any(note.startswith("bn called several times (bn, bn_1)") for note in built.notes)
+
+
 def test_a_batch_norm_without_running_statistics_has_none_in_the_training_file(forward, step):
     nodes = [
         helper.make_node("ReduceMean", ["x"], ["m"], "mean", axes=[0, 2, 3], keepdims=0),
