@@ -137,6 +137,8 @@ LARGE = [
     ("BatchNormGradNormalizePointwiseGradReluGradReduceAccumulate", "bfloat16", 256, 8),
     ("BatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", "float16", 203, 1),
     ("BatchNormGradNormalizePointwiseGradQuickGeluGradReduceAccumulate", "float32", 64, 4),
+    ("BatchNormGradNormalizePointwiseGradGeluGradReduceAccumulate", "float32", 64, 4),
+    ("NormalizeMishPointwise", "float32", 64, 4),
 ]
 
 
