@@ -17,7 +17,7 @@ FORWARD = [
     ("NormalizeReluPointwiseBiasStatistics", (3, 19, 4, 5)),
     ("NormalizeClipPointwiseStoreInput", (2, 64, 3, 3)),
     ("QuickGeluAddPointwise", (1, 5, 9, 2)),
-    ("GeluAddNormalizedMishPointwise", (1, 19, 3, 2)),
+    ("GeluAddNormalizedReluPointwise", (1, 19, 3, 2)),
     ("NormalizeAddNormalizedReluPointwiseBiasStoreInputStatistics", (2, 33, 5, 5)),
     ("ReluAddNormalizedReluPointwise", (1, 1, 1, 1)),
 ]
