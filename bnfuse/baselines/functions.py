@@ -144,6 +144,12 @@ def hard_sigmoid(w: Writer, node: ir.Node) -> Any:
     return w.call(w.torch.clamp, line, 0, 1)
 
 
+def prelu(w: Writer, node: ir.Node) -> Any:
+    """Write x where x > 0, else slope*x."""
+    x, slope = w.value(node, 0), w.value(node, 1)
+    return w.call(w.torch.where, w.call(operator.gt, x, 0), x, w.call(operator.mul, slope, x))
+
+
 def draw(w: Writer, node: ir.Node) -> Any:
     """Write what the node draws, by torch's generator; on the device that the module is moved to."""
     sizes, dtype = type_of(node, w.source.name)
@@ -204,6 +210,7 @@ FUNCTIONS: dict[str, Convert] = {
     "Neg": named("neg"),
     "Not": named("logical_not"),
     "Or": named("logical_or"),
+    "PRelu": prelu,
     "Pad": pad,
     "Pow": binary(operator.pow),
     "Reciprocal": named("reciprocal"),
