@@ -20,7 +20,6 @@ class Residual(nn.Module):
     def __init__(self, into: int, width: int, out: int, kernels: tuple[int, ...], stride: int) -> None:
         super().__init__()
         fits = stride == 1 and into == out
-        self.shortcut = nn.Identity() if fits else nn.Sequential(*conv_norm(into, out, 1, stride=stride))
         channels = [into, *[width] * (len(kernels) - 1), out]
         layers: list[nn.Module] = []
         for index, kernel in enumerate(kernels):
@@ -29,6 +28,7 @@ class Residual(nn.Module):
             layers += conv_norm(channels[index], channels[index + 1], kernel, *more, stride=step)
         self.branch = nn.Sequential(*layers)
         self.relu = nn.ReLU(inplace=True)
+        self.shortcut = nn.Identity() if fits else nn.Sequential(*conv_norm(into, out, 1, stride=stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.branch(x)
