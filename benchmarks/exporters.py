@@ -27,7 +27,6 @@ import functools
 import importlib
 import sys
 import tempfile
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from networks.libraries import import_torchvision
 from onnx import numpy_helper
 
 from bnfuse.build import Built, build
@@ -44,23 +44,6 @@ from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 ROUNDING = 1e-5  # of the statistics, and of the loss at least
 LEAST = 1e-4  # of the gradients at least
 ROUNDINGS_OF_TORCH = 5.0  # how much larger than torch's own float32 errors those of loss and gradients may be
-
-
-@functools.cache
-def operators_of_torchvision() -> torch.library.Library:
-    """The names of its own operators, where they were built for another torch and do not load: only its modules run."""
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-def import_torchvision() -> types.ModuleType:
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError:
-        operators_of_torchvision()
-        return importlib.import_module("torchvision")
 
 
 def torchvision_network(name: str) -> torch.nn.Module:

@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bnfuse.graph.names import Names
 from bnfuse.opset.shapes import result_shapes
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, OpSpec, PlainOp, parse
 
@@ -105,7 +106,7 @@ class Editor:
         self.pass_name = pass_name
         self.fused: list[str] = []
         self.refused: list[Refusal] = []
-        self._names = _all_names(model.graph)
+        self._names = Names(model.graph)
 
     def result(self) -> FusionResult:
         """Give what was fused and refused so far."""
@@ -117,12 +118,7 @@ class Editor:
 
     def fresh(self, base: str) -> str:
         """Make a name that nothing in the graph has."""
-        name, count = base, 0
-        while name in self._names:
-            count += 1
-            name = f"{base}_{count}"
-        self._names.add(name)
-        return name
+        return self._names.fresh(base)
 
     def emit(
         self,
@@ -272,10 +268,3 @@ class Editor:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _all_names(graph: ir.Graph) -> set[str]:
-    names = {node.name for node in graph if node.name}
-    names |= {value.name for node in graph for value in node.outputs if value.name}
-    names |= {value.name for value in [*graph.inputs, *graph.initializers.values()] if value.name}
-    return names

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.constants import evaluate
+from bnfuse.graph.names import Names
 from bnfuse.graph.values import static_shape
 from bnfuse.opset.shapes import result_shapes
 from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp
@@ -39,7 +40,7 @@ class Emitter:
     def __init__(self, model: ir.Model, variables: Iterable[ir.Value] = ()) -> None:
         self.model, self.graph = model, model.graph
         self.opset = model.opset_imports.get("", 1)
-        self._names = _all_names(model.graph)
+        self._names = Names(model.graph)
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._nodes: list[ir.Node] = []
         self._made: set[ir.Value] = set()
@@ -49,12 +50,7 @@ class Emitter:
 
     def fresh(self, base: str) -> str:
         """Make a name that no value and no node has."""
-        name, count = base, 0
-        while name in self._names:
-            count += 1
-            name = f"{base}_{count}"
-        self._names.add(name)
-        return name
+        return self._names.fresh(base)
 
     def made(self, value: ir.Value) -> bool:
         """Tell whether a node emitted here gives the value."""
@@ -411,10 +407,3 @@ class Gradient:
         axes += [lead + i for i, size in enumerate(wanted) if size == 1 and of_gradient[lead + i] != 1]
         summed = self.sum(gradient, axes, keepdims=not lead)
         return self.reshape(summed, wanted) if lead and len(of_gradient) - len(axes) != len(wanted) else summed
-
-
-def _all_names(graph: ir.Graph) -> set[str]:
-    names = {node.name for node in graph if node.name}
-    names |= {value.name for node in graph for value in node.outputs if value.name}
-    names |= {value.name for value in [*graph.inputs, *graph.initializers.values()] if value.name}
-    return names

@@ -22,6 +22,7 @@ import onnx_ir as ir
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.constants import evaluate
+from bnfuse.graph.protos import fresh
 from bnfuse.opset import reference
 from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
@@ -301,19 +302,16 @@ class Expansion:
     def _constant(self, array: np.ndarray, name: str) -> str:
         key = ("constant", name, array.tobytes())
         if key not in self._made:
-            fresh = self._fresh(name)
-            self._used[fresh] = array
-            self._made[key] = fresh
+            found = self._fresh(name)
+            self._used[found] = array
+            self._made[key] = found
         return self._made[key]
 
     def _scalar(self, value: float) -> str:
         return self._constant(np.array(value, np.float32), f"{float(value):g}")
 
     def _fresh(self, name: str) -> str:
-        found, count = name, 0
-        while found in self._taken:
-            count += 1
-            found = f"{name}_{count}"
+        found = fresh(name, self._taken)
         self._taken.add(found)
         return found
 

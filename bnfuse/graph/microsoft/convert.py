@@ -8,7 +8,8 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.microsoft import activations, dense, losses, moves, norms, windows
-from bnfuse.graph.microsoft.source import Names, Source
+from bnfuse.graph.microsoft.source import Source
+from bnfuse.graph.names import Names
 from bnfuse.opset.functions import add_functions
 from bnfuse.opset.spec import DOMAIN
 

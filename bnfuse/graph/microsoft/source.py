@@ -11,29 +11,12 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.constants import evaluate
+from bnfuse.graph.names import Names
 from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec, PlainOp
 
 FOLDED = 1 << 16  # elements of constants that are evaluated: shapes, axes, indices
 Dims = Sequence[int | str | None]
-
-
-class Names:
-    """The names of a graph's values and nodes: new ones are made against them."""
-
-    def __init__(self, graph: ir.Graph) -> None:
-        self.taken = {node.name for node in graph if node.name}
-        self.taken |= {value.name for node in graph for value in node.outputs if value.name}
-        self.taken |= {value.name for value in (*graph.inputs, *graph.initializers.values()) if value.name}
-
-    def fresh(self, base: str) -> str:
-        """Make a name that nothing in the graph has."""
-        name, count = base, 0
-        while name in self.taken:
-            count += 1
-            name = f"{base}_{count}"
-        self.taken.add(name)
-        return name
 
 
 class Source:
