@@ -183,23 +183,35 @@ def test_a_step_of_training_beyond_judgement_is_named():
 
 
 def test_a_network_that_rounding_takes_apart_cannot_be_judged(before):
-    """Images a millionth of a bias beside which they vanish, normalised to size 1 again: noise as large as they."""
+    """What a convolution gives beside a copy of itself, a million times: rounding noise alone."""
     copy = onnx.ModelProto()
     copy.CopyFrom(before)
     conv = next(node for node in copy.graph.node if node.op_type == "Conv")
     value = next(v for v in copy.graph.value_info if v.name == conv.output[0])
-    channels = value.type.tensor_type.shape.dim[1].dim_value
-    offset = np.full((1, channels, 1, 1), 1e6, np.float32)
-    copy.graph.initializer.append(onnx.numpy_helper.from_array(offset, "offset"))
-    place = list(copy.graph.node).index(conv) + 1
+    weight = next(tensor for tensor in copy.graph.initializer if tensor.name == conv.input[1])
+    fixed = copy.graph.initializer.add()
+    fixed.CopyFrom(weight)
+    fixed.name = "fixed"
+    copy.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1e6, np.float32), "million"))
     for node in copy.graph.node:
         for index, name in enumerate(node.input):
             if name == conv.output[0]:
-                node.input[index] = "shifted"
-    copy.graph.node.insert(place, onnx.helper.make_node("Add", [conv.output[0], "offset"], ["shifted"], name="shift"))
-    shifted = copy.graph.value_info.add()
-    shifted.CopyFrom(value)
-    shifted.name = "shifted"
+                node.input[index] = "noise"
+    twin = onnx.NodeProto()
+    twin.CopyFrom(conv)
+    twin.name, twin.input[1], twin.output[0] = "twin", "fixed", "twin"
+    place = list(copy.graph.node).index(conv) + 1
+    more = [
+        twin,
+        onnx.helper.make_node("Sub", [conv.output[0], "twin"], ["nothing"], name="sub"),
+        onnx.helper.make_node("Mul", ["nothing", "million"], ["noise"], name="times"),
+    ]
+    for offset, node in enumerate(more):
+        copy.graph.node.insert(place + offset, node)
+    for name in ("twin", "nothing", "noise"):
+        added = copy.graph.value_info.add()
+        added.CopyFrom(value)
+        added.name = name
     found = bnfuse.verify(copy, copy)
     assert not found.equal and not found.judged
     assert str(found).startswith("cannot be judged: ") and found.to_json()["equal"] is False
