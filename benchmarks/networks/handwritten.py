@@ -325,7 +325,6 @@ def networks() -> Table:
         "own_siamese": (siamese, small * 2),
         "own_siamese_without_norm": (functools.partial(siamese, norm=False), small * 2),
         "own_siamese_in_one_batch": (siamese_in_one_batch, ((8, 6, 32, 32),)),
-        "own_two_heads": (two_heads, small),
         "own_mixed_group_norm": (lambda: mixed(lambda c: nn.GroupNorm(4, c)), small),
         "own_mixed_instance_norm": (lambda: mixed(lambda c: nn.InstanceNorm2d(c, affine=True)), small),
         "own_mixed_layer_norm": (lambda: mixed(lambda c: nn.GroupNorm(1, c)), small),
@@ -353,6 +352,8 @@ def networks() -> Table:
         "own_regression": (lambda: nn.Sequential(features(), nn.Linear(32, 4)), small),
         "own_autoencoder": (autoencoder, small),
     }
-    return {name: (*each, "cross-entropy") for name, each in classified.items()} | {
-        name: (*each, "mse") for name, each in regressed.items()
-    }
+    return (
+        {name: (*each, "cross-entropy") for name, each in classified.items()}
+        | {name: (*each, "mse") for name, each in regressed.items()}
+        | {"own_two_heads": (two_heads, small, "cross-entropy@0 + 0.5*cross-entropy@1")}
+    )

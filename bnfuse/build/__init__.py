@@ -83,7 +83,7 @@ def build(
     )
     check_forward(forward)
     variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze, found.untracked)
-    decompose(forward, found.constants, frozenset(variables.all))
+    decompose(forward, found.constants, frozenset(variables.all), frozenset(variables.frozen))
     make_canonical(forward)
     ends = add_loss(forward, terms, found.outputs)
     built = gradient_graph(forward, variables, ends)

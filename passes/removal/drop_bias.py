@@ -6,6 +6,8 @@
                                                     rm' = r + b
     dx, dw, db = ConvGrad(dz, x, w)                 dx, dw = ConvGrad(dz, x, w);  db = 0
 
+and a ConvTranspose alike, whose db is a ReduceSum of dz.
+
 The running mean stays that of y, so a saved network means the same: with rm - b in place of the batch's mean,
 evaluation needs no bias either. db is the sum of a gradient that has the mean 0 in every channel; the source graph
 computes its rounding errors.
@@ -16,11 +18,21 @@ anything but the BatchNorm's gradient, or is a graph output.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
-from bnfuse.passes.dialect.source_ops import forward_of, is_batch_norm, is_batch_norm_grad, read, sizes
+from bnfuse.passes.dialect.source_ops import (
+    constant_of,
+    forward_of,
+    is_batch_norm,
+    is_batch_norm_grad,
+    is_map,
+    read,
+    sizes,
+)
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 X, MEAN = 1, 3  # its inputs that are the BatchNorm's x and the mean of the batch
@@ -32,23 +44,28 @@ class DropBias(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "drop-bias")
-        convolutions = {}
-        for node in model.graph:
-            if is_batch_norm(node):
-                conv = forward_of(node.inputs[0])
-                if conv is not None and conv.steps.core == "Conv" and "Bias" in conv.steps.epilogue:
-                    convolutions[conv.node] = conv
-        for conv in convolutions.values():
-            if reason := why_not(conv):
-                editor.refuse(conv.node, reason)
+        for y in dict.fromkeys(node.inputs[0] for node in model.graph if is_batch_norm(node)):
+            conv, node = forward_of(y), y.producer()
+            if conv is not None and conv.steps.core == "Conv" and "Bias" in conv.steps.epilogue:
+                dropped = functools.partial(drop, editor, conv)
+            elif node is not None and is_biased_transpose(node):
+                dropped = functools.partial(drop_of_transpose, editor, node)
             else:
-                drop(editor, conv)
+                continue
+            if reason := why_not(y):
+                editor.refuse(node, reason)
+            else:
+                dropped()
         return editor.result()
 
 
-def why_not(conv: Op) -> str | None:
-    """Tell why a convolution keeps its bias, or None."""
-    y = conv.results["y"]
+def is_biased_transpose(node: ir.Node) -> bool:
+    """Tell whether a node is a ConvTranspose with a bias."""
+    return (node.domain, node.op_type) == ("", "ConvTranspose") and len(node.inputs) > 2 and node.inputs[2] is not None
+
+
+def why_not(y: ir.Value) -> str | None:
+    """Tell why a convolution keeps its bias, or None. `y` is its result."""
     for use in y.uses():
         of_norm = (is_batch_norm(use.node) and use.idx == 0) or (is_batch_norm_grad(use.node) and use.idx == X)
         if not of_norm:
@@ -84,6 +101,31 @@ def drop(editor: Editor, conv: Op) -> None:
     if gradient is not None:
         without_bias_gradient(editor, gradient, conv.node)
     editor.replace(conv, without(conv.steps, "Bias"))
+
+
+def drop_of_transpose(editor: Editor, node: ir.Node) -> None:
+    """Take the bias out of a ConvTranspose, and let its gradient be zeros."""
+    y, bias = node.outputs[0], node.inputs[2]
+    assert bias is not None
+    gradients = [use.node.outputs[0] for use in y.uses() if is_batch_norm_grad(use.node)]
+    gradients += [
+        use.node.outputs[0] for dy in gradients for use in dy.uses() if is_gradient_of(use.node.outputs[0], y)
+    ]
+    for norm in batch_norms_of(y):
+        shift_running_mean(editor, norm, bias, node)
+    for total in [use.node for dy in dict.fromkeys(gradients) for use in dy.uses() if is_channel_sum(use.node)]:
+        put_zeros(editor, total, total.outputs[0], node)
+        editor.remove_dead([total])
+    node.resize_inputs(2)
+    editor.fused.append(node.name or node.op_type)
+
+
+def is_channel_sum(node: ir.Node) -> bool:
+    """Tell whether a node sums a map over all axes but the channels'."""
+    if (node.domain, node.op_type) != ("", "ReduceSum") or len(node.inputs) < 2 or not is_map(node.inputs[0]):
+        return False
+    axes = constant_of(node.inputs[1])
+    return axes is not None and {int(axis) % 4 for axis in axes.reshape(-1)} == {0, 2, 3}
 
 
 def without(spec: OpSpec, step: str) -> OpSpec:
@@ -130,9 +172,13 @@ def shift_running_mean(editor: Editor, norm: ir.Node, bias: ir.Value, conv: ir.N
 
 
 def without_bias_gradient(editor: Editor, gradient: Op, conv: ir.Node) -> None:
+    """Let a convolution's gradient give none of the bias, and zeros be that."""
+    put_zeros(editor, gradient.node, gradient.results["dbias"], conv)
+    editor.replace(gradient, without(gradient.steps, "BiasGrad"))
+
+
+def put_zeros(editor: Editor, node: ir.Node, dbias: ir.Value, conv: ir.Node) -> None:
     """Let a bias's gradient, [C], be zeros instead of sums that are zero but for rounding."""
-    node, dbias = gradient.node, gradient.results["dbias"]
     zeros = editor.constant(f"{dbias.name}/zeros", np.zeros(sizes(dbias), np.float32))
     (new,) = editor.standard("Identity", [zeros], 1, before=node, of=[node, conv])
     editor.take_over(dbias, new)
-    editor.replace(gradient, without(gradient.steps, "BiasGrad"))

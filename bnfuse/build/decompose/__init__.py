@@ -19,6 +19,7 @@ from . import normalization, rearranging, reductions, windows
 from .batch_norm import batch_normalization
 from .einsum import einsum
 from .flat_maps import keep_flat
+from .frozen import fold_frozen
 from .functions import EXPANDED, expand
 from .group_norms import join_group_norms
 from .opsets import lower_opset
@@ -79,17 +80,24 @@ REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin")
 DILATED_AVERAGES = 19
 
 
-def decompose(forward: Forward, constants: Constants, variables: frozenset[str] = frozenset()) -> Constants:
+def decompose(
+    forward: Forward,
+    constants: Constants,
+    variables: frozenset[str] = frozenset(),
+    fixed: frozenset[str] = frozenset(),
+) -> Constants:
     """Apply DECOMPOSITIONS until nothing is left to write otherwise, and bring newer opsets down.
 
     Shapes must be known, and are afterwards. `variables` are the parameters and statistics of the network, which stay
-    initializers under their names. Returns the constants with those that were added.
+    initializers under their names; those that are `fixed` no step changes. Returns the constants with those that were
+    added.
     """
     forward.variables = variables
     constants.variables |= variables
     constants.names.update(set(forward.initializers()) - variables)
     constants = settle_shapes(forward, constants)
     constants = _read_group_norms(forward, constants)
+    constants = _fold_frozen(forward, constants, fixed)
     counts: dict[str, int] = {}
     while True:
         around = Surroundings(forward, variables)
@@ -158,3 +166,9 @@ def _read_group_norms(forward: Forward, constants: Constants) -> Constants:
         constants.names.update(tensor.name for tensor in around.added)
         forward.remove_dead_nodes()
     return constants
+
+
+def _fold_frozen(forward: Forward, constants: Constants, fixed: frozenset[str]) -> Constants:
+    around = Surroundings(forward, constants.variables)
+    nodes = fold_frozen(around, fixed)
+    return constants if nodes is None else _replace(around, nodes, constants)
