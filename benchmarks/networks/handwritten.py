@@ -76,12 +76,12 @@ def unet(up: str, c: int = 16, classes: int = 4) -> Module:
     )  # fmt: skip
 
 
-def discriminator(*end: Module) -> Module:
-    """DCGAN's."""
+def discriminator(*end: Module, image: int = 64) -> Module:
+    """DCGAN's, for images of this size."""
     layers = [nn.Conv2d(3, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, True)]
     for i, o in ((16, 32), (32, 64)):
         layers += [nn.Conv2d(i, o, 4, 2, 1, bias=False), nn.BatchNorm2d(o), nn.LeakyReLU(0.2, True)]
-    return nn.Sequential(*layers, nn.Conv2d(64, 1, 8, 1, 0, bias=False), nn.Flatten(), *end)
+    return nn.Sequential(*layers, nn.Conv2d(64, 1, image // 8, 1, 0, bias=False), nn.Flatten(), *end)
 
 
 def generator() -> Module:

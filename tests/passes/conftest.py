@@ -71,6 +71,14 @@ class _Network:
         pads = [k // 2] * 4
         self.node("Conv", inputs, y, kernel_shape=[k, k], strides=[s, s], pads=pads, group=g)
 
+    def up(self, y: str, x: str, out: str, bias: int = 0) -> None:
+        weight = self.rng.standard_normal((self.channels[x], int(out), 2, 2)) / np.sqrt(self.channels[x])
+        inputs = [x, self.parameter(f"{y}/weight", weight)]
+        if bias:
+            inputs.append(self.parameter(f"{y}/bias", self.rng.standard_normal(int(out))))
+        self.channels[y] = int(out)
+        self.node("ConvTranspose", inputs, y, kernel_shape=[2, 2], strides=[2, 2])
+
     def bn(self, y: str, x: str, zero: int = 0, eps: int = 5) -> None:
         c = self.channels[x]
         scale = np.zeros(c) if zero else 1 + 0.3 * self.rng.standard_normal(c)

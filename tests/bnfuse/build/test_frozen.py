@@ -1,0 +1,72 @@
+"""Frozen BatchNorms go into the convolutions before them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from bnfuse.build import build
+
+
+def readers_of_data(model: onnx.ModelProto) -> list[str]:
+    """The operators of the forward graph that something from the data goes through, up to the loss."""
+    found, ops = {"x"}, []
+    for node in model.graph.node:
+        if found.intersection(node.input) and "/grad" not in node.name and not node.name.startswith("loss"):
+            found.update(node.output)
+            ops.append(node.op_type)
+    return ops
+
+
+def with_bias(model: onnx.ModelProto) -> onnx.ModelProto:
+    model.graph.node[0].input.append("shift")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0.5, -1, 2, 0.25], np.float32), "shift"))
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_value_and_gradients_are_those_of_the_batch_norm(bias, conv_norm, step):
+    source = conv_norm(training_mode=0, epsilon=1e-2)
+    if bias:
+        source = with_bias(source)
+    built = build(source, frozen_bn=True, loss="mse").model
+    assert "BatchNormalization" not in {node.op_type for node in built.graph.node}
+    results, feeds = step(built)
+    source.graph.output.append(helper.make_tensor_value_info("c", 1, None))
+    given = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in source.graph.initializer}
+    y, c = ReferenceEvaluator(source).run(None, {"x": feeds["x"]})
+    np.testing.assert_allclose(results["y"], y, rtol=1e-4, atol=1e-5)
+    slope = 2 * (y - feeds["labels"]) / y.size * (y > 0)
+    mean, deviation = (v.reshape(-1, 1, 1) for v in (given["mean"], np.sqrt(given["var"] + 1e-2)))
+    expected = (slope * (c - mean) / deviation).sum((0, 2, 3))
+    np.testing.assert_allclose(results["scale_grad"], expected, rtol=1e-4, atol=1e-5)
+    if bias:
+        expected = slope.sum((0, 2, 3)) * given["scale"] / deviation.reshape(-1)
+        np.testing.assert_allclose(results["shift_grad"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_map_is_read_for_it(conv_norm):
+    model = build(with_bias(conv_norm(training_mode=0)), frozen_bn=True, loss="mse").model
+    assert readers_of_data(model) == ["Conv", "Relu"]
+
+
+def test_it_stays_where_the_convolution_has_another_reader(conv_norm):
+    more = [helper.make_node("Add", ["n", "c"], ["y"], name="sum")]
+    model = build(conv_norm(more, training_mode=0), frozen_bn=True, loss="mse").model
+    assert readers_of_data(model) == ["Conv", "Mul", "Add", "Add"]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "ops"),
+    [
+        (["w"], ["Conv", "Mul", "Add", "Relu"]),  # the gradient of the weight would be made for that of the scale
+        (["w", "scale"], ["Conv", "Relu"]),
+        (["scale", "bias"], ["Conv", "Relu"]),
+    ],
+)
+def test_what_is_fixed_says_whether_that_saves_anything(frozen, ops, conv_norm):
+    model = build(conv_norm(training_mode=0), frozen_bn=True, loss="mse", freeze=frozen).model
+    assert readers_of_data(model) == ops
