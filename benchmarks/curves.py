@@ -151,7 +151,8 @@ def dcgan_curves(steps: int, threads: int, progress: Callable[[str], None]) -> C
         drawn = draw.state_dict()
         generate.load_state_dict({name: drawn[f"generator.{name}"] for name in generate.state_dict()})
         found["bnfuse"]["discriminator"].append(float(judge(real, generate.forward(noise), ones, zeros)))
-        draw.load_state_dict({**drawn, **judge.state_dict()})
+        judged = judge.state_dict()
+        draw.load_state_dict({name: judged.get(name, value) for name, value in drawn.items()})
         found["bnfuse"]["generator"].append(float(draw(noise, ones)))
     for name, kind in KINDS.items():
         progress(f"DCGAN, {name}")

@@ -31,11 +31,11 @@ class Network:
     shapes: tuple[Shape, ...]
     loss: str = "cross-entropy"
 
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Draw inputs, the same each time."""
+    def inputs(self, seed: int = 1) -> tuple[torch.Tensor, ...]:
+        """Draw inputs, the same each time for a seed."""
         import torch
 
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(seed)
         return tuple(torch.randn(*shape, generator=generator) for shape in self.shapes)
 
     def terms(self, outputs: Sequence[str]) -> tuple[Term, ...]:
