@@ -45,10 +45,13 @@ class DropBias(ir.passes.InPlacePass):
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "drop-bias")
         for y in dict.fromkeys(node.inputs[0] for node in model.graph if is_batch_norm(node)):
-            conv, node = forward_of(y), y.producer()
+            node = y.producer() if y is not None else None
+            if y is None or node is None:
+                continue
+            conv = forward_of(y)
             if conv is not None and conv.steps.core == "Conv" and "Bias" in conv.steps.epilogue:
                 dropped = functools.partial(drop, editor, conv)
-            elif node is not None and is_biased_transpose(node):
+            elif is_biased_transpose(node):
                 dropped = functools.partial(drop_of_transpose, editor, node)
             else:
                 continue
