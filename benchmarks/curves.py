@@ -142,7 +142,7 @@ def dcgan_curves(steps: int, threads: int, progress: Callable[[str], None]) -> C
     rate, betas = 2e-4, (0.5, 0.999)
     images, latent = torch.zeros(BATCH, 3, DISC, DISC), torch.zeros(BATCH, LATENT, 1, 1)
     ours = AdamW(lr=rate, betas=betas, weight_decay=0.0)
-    judge = compiled(RealAndFake(discriminator), [images, images], ["bce", "bce"], ours, threads)
+    judge = compiled(RealAndFake(discriminator), [images, images.clone()], ["bce", "bce"], ours, threads)
     draw = compiled(Judged(generator, discriminator), [latent], ["bce"], ours, threads, frozen="discriminator.*")
     generate = compiled(generator, [latent], [], None, threads)
     ones, zeros = np.ones((BATCH, 1), np.float32), np.zeros((BATCH, 1), np.float32)
