@@ -82,10 +82,13 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     set_destinations(low)
     copy_early(low)
     forward = forward_nodes(graph, signature)
+    of_forward = [value for value in graph.outputs if value.producer() in forward]
     for node in nodes:
-        low.phase = "forward" if node in forward else "backward"
+        if low.phase == "forward" and node not in forward:
+            write_outputs(low, of_forward)
+            low.phase = "backward"
         lower_node(low, node)
-    write_outputs(low)
+    write_outputs(low, graph.outputs if low.phase == "forward" else [v for v in graph.outputs if v not in of_forward])
     check_scaled(low)
     if finish is not None:
         low.phase, low.node = "update", "optimizer"
@@ -281,9 +284,9 @@ def fold(low: Lowering, node: ir.Node) -> bool:
     return True
 
 
-def write_outputs(low: Lowering) -> None:
-    """Every output lies where the session looks for it."""
-    for value in low.graph.outputs:
+def write_outputs(low: Lowering, outputs: Iterable[ir.Value]) -> None:
+    """Each output lies where the session looks for it; those of the forward phase when that ends."""
+    for value in outputs:
         low.node = value.name or "output"
         wanted, form = low.destinations[value], low.form(value)
         if form.constant is not None:
