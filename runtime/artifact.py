@@ -35,7 +35,7 @@ from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.target import Target, target_of
 
 FORMAT = "bnfuse step"
-VERSION = 1
+VERSION = 2
 MAX_MANIFEST = 64 << 20  # bytes; that of a network of 1000 nodes has less than one of these megabytes
 PARTS = ("training", "evaluation")
 

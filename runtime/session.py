@@ -14,6 +14,7 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError, UnknownAttributeError
 from bnfuse.core.ranges import check_real, check_whole
+from bnfuse.graph.labels import Classes
 from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.backend import backend_of
@@ -259,17 +260,16 @@ class Step(Exclusive):
         return found
 
     def _check_labels(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Labels index the logits: a kernel must not be led outside of them. Those on a GPU are not looked at."""
-        logits = self.program.outputs.get(self.program.signature["logits"] or "")
-        for name in self.program.signature["labels"]:
-            labels = inputs.get(name)
-            if logits is None or labels is None or not np.issubdtype(labels.dtype, np.integer):
+        """Labels are indices: a kernel must not be led outside of the classes. Those on a GPU are not looked at."""
+        for name, said in self.program.classes.items():
+            labels, classes = inputs.get(name), Classes(**said)
+            if labels is None or not labels.size or not classes.exact:
                 continue
-            labels = labels[labels != self.program.ignored_label]
-            if labels.size and not 0 <= labels.min() <= labels.max() < logits.shape[1]:
+            labels = labels[labels != classes.ignored] if classes.ignored is not None else labels
+            if labels.size and not 0 <= labels.min() <= labels.max() < classes.count:
                 raise BnfuseError(
                     f"input '{name}' has labels from {labels.min()} to {labels.max()}: "
-                    f"the graph has the classes 0 to {logits.shape[1] - 1}"
+                    f"the graph has the classes 0 to {classes.count - 1}"
                 )
 
     # -- results -----------------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ def run_benchmark(
     graph: TrainingGraph, plan: Plan, *, plot: str | Path | None = None, progress: Progress = quiet
 ) -> Benchmark:
     """Measure, and draw where a picture is asked for, whose place is looked at first."""
+    _ = graph.loss  # raises where there is none: nothing here computes gradients of outputs
     if plot is not None:
         require_writable(plot)
         require_plotting(plot)

@@ -17,10 +17,11 @@ from bnfuse.graph.shapes import complete_shapes
 
 from .decompose import decompose
 from .forward import read_forward
-from .losses import Term, parse_loss
+from .losses import Term
+from .own_losses import loss_in_graph, read_ending
 from .repair import make_canonical, repair
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
-from .traps import check_forward, choose_outputs
+from .traps import check_forward
 from .variables import choose_variables
 
 __all__ = ["NOTES_KEY", "Built", "Term", "build", "build_training_graph"]
@@ -38,7 +39,8 @@ class Built:
 def build(
     source: onnx.ModelProto | str | Path,
     *,
-    loss: str | Sequence[Term] = "cross-entropy",
+    loss: str | Path | Sequence[Term] | onnx.ModelProto = "cross-entropy",
+    labels: Sequence[str] = (),
     batch: int | None = None,
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
@@ -54,7 +56,8 @@ def build(
 
     loss      what docs/training-file.md lists, as text or as terms: cross-entropy (int64 labels), mse (float32 labels
               of the output's shape), "cross-entropy@main + 0.4*cross-entropy@aux", none (the gradients of the
-              outputs are inputs), ...
+              outputs are inputs), ...; own, which is the loss that the file ends in; a loss as a model, or its file
+    labels    inputs that are labels of such a loss, beside those of integers
     batch     fixes the first dimension of every data input
     train     globs of the parameters to train; freeze takes some of them away. Constants that were no parameters of
               the network (affine=False, buffers) train only where a glob other than * matches them
@@ -69,23 +72,29 @@ def build(
     """
     check_whole("seed", seed)
     forward = read_forward(source, file=file, batch=batch)
-    terms = parse_loss(loss) if isinstance(loss, str) else tuple(loss)
-    chosen = choose_outputs(forward, terms, logits)
+    ending = read_ending(forward, loss, labels, logits)
     found = repair(
         forward,
         train_bn=train_bn,
         frozen_bn=frozen_bn,
-        terms=terms,
-        outputs=chosen,
+        terms=ending.terms,
+        outputs=ending.outputs,
         seed=seed,
         init=init,
         allow_folded_bn=allow_folded_bn,
+        own_loss=ending.loss,
+        labels=ending.labels,
+        file=ending.file,
     )
     check_forward(forward)
+    graph_loss = loss_in_graph(forward, ending, found)
+    if graph_loss is not None:
+        found.constants.names.update(graph_loss.untrained(forward, train))
+        found.fixed.update(graph_loss.constants)
     variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze, found.untracked)
     decompose(forward, found.constants, frozenset(variables.all), frozenset(variables.frozen))
     make_canonical(forward)
-    ends = add_loss(forward, terms, found.outputs)
+    ends = graph_loss.ends(forward) if graph_loss else add_loss(forward, ending.terms, found.outputs)
     built = gradient_graph(forward, variables, ends)
     model = finish(built, forward, variables, ends)
     complete_shapes(model, forward.file)
@@ -95,7 +104,8 @@ def build(
 def build_training_graph(
     source: onnx.ModelProto | str | Path,
     *,
-    loss: str | Sequence[Term] = "cross-entropy",
+    loss: str | Path | Sequence[Term] | onnx.ModelProto = "cross-entropy",
+    labels: Sequence[str] = (),
     batch: int | None = None,
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
@@ -111,6 +121,7 @@ def build_training_graph(
     return build(
         source,
         loss=loss,
+        labels=labels,
         batch=batch,
         train=train,
         freeze=freeze,

@@ -37,9 +37,11 @@ from .folded import refuse_lost_batch_norms, warn_of_lost_dropout
 from .forward import Constants, check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
 from .graph import Forward
 from .initial_values import fill
+from .loss_files import Attached, LossFile, attach
 from .losses import LOSSES, Term
 from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms
+from .soft_labels import write_soft_labels
 from .traps import check_operators, refuse_own_loss
 from .variables import fixed_by_exporter, fixed_by_form
 from .written_out import join_written_out
@@ -53,6 +55,7 @@ class Repaired:
     fixed: set[str]  # constants in the place of parameters, which stay as they are
     untracked: set[str]  # in the place of running statistics that the network does not have
     outputs: tuple[str, ...]
+    attached: Attached | None = None  # a loss file that is part of the graph now
 
 
 def repair(
@@ -65,9 +68,16 @@ def repair(
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     frozen_bn: bool = False,
+    own_loss: str | None = None,
+    labels: Sequence[str] = (),
+    file: LossFile | None = None,
 ) -> Repaired:
-    """Make all repairs."""
-    keep_outputs(forward, outputs)
+    """Make all repairs.
+
+    Where the graph ends in a loss of its own, `own_loss` is that output and `labels` are the inputs with labels; a loss
+    in a `file` is put behind the network.
+    """
+    keep_outputs(forward, outputs, own_loss)
     if terms:
         refuse_own_loss(forward, outputs)
     refuse_lost_batch_norms(forward, allowed=allow_folded_bn)
@@ -80,12 +90,17 @@ def repair(
     outputs = renamed(outputs, terms, lambda name, term: drop_activation(forward, name, term.kind))
     trained = simplify_old_batch_norms(forward, frozen=frozen_bn)
     forward.remove_dead_nodes()
-    check_operators(forward)
+    check_operators(forward, labels)
     convert_opset(forward)
+    write_soft_labels(forward)
     train_batch_norms(forward, trained, train_bn=train_bn, frozen_bn=frozen_bn)
     chain_running_statistics(forward)
     constants |= fold_constants(forward)  # what the converter added
     constants = settle_shapes(forward, constants)
+    attached = None
+    if file is not None:
+        attached, constants = attach(forward, file, constants)
+        fixed.update(attached.initializers)
     untracked = stand_in_for_statistics(forward)
     constants.names.update(untracked)
     fixed |= fixed_by_form(forward, constants.names)
@@ -97,7 +112,7 @@ def repair(
     make_canonical(forward)
     outputs = renamed(outputs, terms, lambda name, term: flattened(forward, name, term))
     infer_shapes(forward)
-    return Repaired(constants, fixed, untracked, outputs)
+    return Repaired(constants, fixed, untracked, outputs, attached)
 
 
 STEPS = (drop_copies, explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
@@ -119,7 +134,7 @@ def renamed(outputs: Sequence[str], terms: Sequence[Term], change: Callable[[str
     return tuple(found[name] for name in outputs)
 
 
-def keep_outputs(forward: Forward, outputs: Sequence[str]) -> None:
+def keep_outputs(forward: Forward, outputs: Sequence[str], own_loss: str | None = None) -> None:
     """Take out all outputs but those that the loss reads, and the inputs that only those read: a training file has no
     place for them."""
     others = [value for value in forward.graph.output if value.name not in outputs]
@@ -133,7 +148,8 @@ def keep_outputs(forward: Forward, outputs: Sequence[str]) -> None:
         forward.graph.input.remove(value)
     if others:
         gone = ", ".join(value.name for value in (*others, *unread))
-        forward.note(f"left out {gone}: the loss reads {some(list(dict.fromkeys(outputs)))} alone")
+        read = some(list(dict.fromkeys(outputs)))
+        forward.note(f"left out {gone}: the loss {f'is {own_loss}' if own_loss else f'reads {read} alone'}")
 
 
 def flattened(forward: Forward, name: str, term: Term) -> str:

@@ -191,7 +191,7 @@ def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, ends:
         running=dict(variables.running),
         gradients={name: f"{name}_grad" for name in variables.trainable},
         loss=ends.loss,
-        logits=ends.outputs[0],
+        logits=ends.outputs[0] if ends.outputs else None,
         output_gradients=dict(ends.gradients),
     )
     set_metadata(built, METADATA_KEY, signature.to_json())

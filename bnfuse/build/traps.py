@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import onnx
 from onnx import TensorProto
@@ -18,11 +18,12 @@ from .losses import Term
 from .pools import fault_of
 
 WITHOUT_LOSS = (
-    "build adds the loss (--loss): export the network without it, so that its output is what the loss reads, or name "
-    "that output (--logits NAME)."
+    "build adds the loss: take the file's own (--loss own), or export the network without it, so that its output is "
+    "what the loss reads, or name that output (--logits NAME)."
 )
 Shapes = dict[str, list[int] | None]
 FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+LABELS = (TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT)
 
 
 def choose_logits(forward: Forward, wanted: str | None) -> str:
@@ -76,11 +77,20 @@ def check_forward(forward: Forward) -> None:
                 check(forward, node, shapes)
 
 
-def check_operators(forward: Forward) -> None:
-    """Refuse what cannot be trained for its type or operator, before shape inference stumbles over it."""
+def check_operators(forward: Forward, labels: Collection[str] = ()) -> None:
+    """Refuse what cannot be trained for its type or operator, before shape inference stumbles over it.
+
+    `labels` are inputs with labels of a loss that the graph has; all other inputs are data.
+    """
     for value in forward.graph.input:
         kind = value.type.tensor_type.elem_type
-        if kind != TensorProto.FLOAT:
+        if value.name in labels:
+            if kind not in LABELS:
+                given = TensorProto.DataType.Name(kind).lower()
+                raise forward.error(
+                    f"labels input '{value.name}' is {given}: it must be int64, int32 or float (float32)"
+                )
+        elif kind != TensorProto.FLOAT:
             name = TensorProto.DataType.Name(kind).lower()
             remedy = "convert the model to float32" if kind in FLOATS else f"networks take float32 here. {WITHOUT_LOSS}"
             raise forward.error(f"input '{value.name}' is {name}: {remedy}")

@@ -95,8 +95,16 @@ def build(
     seed: options.Seed = 0,
     set_: options.Settings = None,
     loss: Annotated[
-        str, typer.Option(metavar="LOSS", help="The loss on top of the logits, or none (docs/training-file.md).")
+        str,
+        typer.Option(
+            metavar="LOSS|own|FILE.onnx",
+            help="The loss on top of the logits, that of the file, one in a file, or none (docs/training-file.md).",
+        ),
     ] = "cross-entropy",
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Inputs that are labels of a loss own or FILE.onnx.", show_default=False),
+    ] = None,
     logits: Annotated[str | None, typer.Option(help="The output that the loss reads.", show_default=False)] = None,
     train: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Parameters to train (default: all).", show_default=False)
@@ -125,17 +133,21 @@ def build(
     bnfuse build resnet18 --image 190x226 -o train.onnx
     bnfuse build densenet40 --set growth=24 --classes 10 -o train.onnx
     bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
+    bnfuse build network_with_loss.onnx --loss own --labels target -o train.onnx
     """
     from bnfuse.build.named import build_file
 
     if Path(source).is_file():
         require_apart(source, output)
+    if Path(loss).is_file():
+        require_apart(loss, output)
     require_text_writable(output)
     built = build_file(
         source,
         output,
         zoo={"seed": seed, **options.zoo(batch, image, channels, classes, set_)},
         loss=loss,
+        labels=labels or [],
         logits=logits,
         train=train or ["*"],
         freeze=freeze or [],

@@ -28,5 +28,13 @@ def draw_feeds(graph: TrainingGraph, rng: np.random.Generator) -> Arrays:
         elif np.issubdtype(dtype, np.floating):
             feeds[name] = rng.standard_normal(dims).astype(dtype)
         else:
-            feeds[name] = rng.integers(0, graph.classes(), dims).astype(dtype)
+            feeds[name] = rng.integers(0, drawn_classes(graph, name), dims).astype(dtype)
     return feeds
+
+
+def drawn_classes(graph: TrainingGraph, label: str) -> int:
+    """Tell over how many classes labels are drawn; 2 where nothing in the graph says how many there are."""
+    try:
+        return graph.classes(label)
+    except BnfuseError:
+        return 2

@@ -138,12 +138,16 @@ def _inferred(model: ir.Model, data: tuple[str, ...], labels: tuple[str, ...]) -
     given = {*gradients, *running, *labels, *data}
     frozen = tuple(name for name in inputs if name not in given and _is_variable(graph, inputs[name]))
     rest = tuple(name for name in inputs if name not in {*given, *frozen})
-    data = data or tuple(name for name in rest if inputs[name].dtype == ir.DataType.FLOAT and _rank(inputs[name]) >= 2)
-    _complain_of_gaps(model, data, labels, [name for name in rest if name not in data])
     logits = loss_node.inputs[0].name if loss_node is not None and loss_node.inputs[0] is not None else None
     if loss_node is None:  # the one result that is neither the loss, nor a gradient, nor a statistic
         others = [name for name in outputs if name not in {loss, *gradients.values(), *running.values()}]
         logits = others[0] if len(others) == 1 else None
+        if logits is not None and not labels:  # what the loss reads beside the scores, and not for them
+            read = _inputs_of(next(value for value in graph.outputs if value.name == logits))
+            labels = tuple(name for name in rest if name not in read and name not in data)
+            rest = tuple(name for name in rest if name not in labels)
+    data = data or tuple(name for name in rest if inputs[name].dtype == ir.DataType.FLOAT and _rank(inputs[name]) >= 2)
+    _complain_of_gaps(model, data, labels, [name for name in rest if name not in data])
     return GraphSignature(
         data=data,
         labels=labels,
@@ -177,6 +181,22 @@ def _loss(model: ir.Model, outputs: list[str]) -> tuple[str, ir.Node | None]:
     if len(scalars) != 1 or scalars[0] is None:
         raise BnfuseError(f"{_file(model)}: is not a training graph: it has no loss among its outputs")
     return scalars[0], None
+
+
+def _inputs_of(value: ir.Value) -> set[str]:
+    """List the inputs of the graph that a value is computed of."""
+    found: set[str] = set()
+    pending, seen = [value], {value}
+    while pending:
+        current = pending.pop()
+        maker = current.producer()
+        if maker is None:
+            found.add(str(current.name))
+            continue
+        new = {operand for operand in maker.inputs if operand is not None} - seen
+        seen |= new
+        pending += new
+    return found
 
 
 def _labels(loss: ir.Node | None) -> list[str]:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph import io
+from bnfuse.graph.labels import classes_of
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature, signature_of
 
 DROPOUTS = {"Dropout": 1, "DropoutGrad": 2, "BiasDropout": 3, "BitmaskDropout": 1}  # op -> input that is the ratio
@@ -68,8 +69,11 @@ class TrainingGraph:
         """The first dimension of the images."""
         return self.shape_of(self.signature.data[0])[0]
 
-    def classes(self) -> int:
-        """Tell how many classes integer labels run over: the second dimension of the logits."""
+    def classes(self, label: str | None = None) -> int:
+        """Tell how many classes integer labels run over: as what reads the input `label` says, or else the second
+        dimension of the logits."""
+        if label is not None and (found := classes_of(self.model.graph, [label])):
+            return found[label].count
         logits = next((v for v in self.model.graph.outputs if v.name == self.signature.logits), None)
         for value in filter(None, [logits, *loss_inputs(self.model, self.signature.loss)]):
             if value.shape is not None and len(value.shape) >= 2 and isinstance(value.shape[1], int):

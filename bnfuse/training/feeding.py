@@ -35,14 +35,13 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
 def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Draw standard normal images, and labels over all classes."""
     tensors = step.program.inputs
-    logits = step.program.outputs.get(step.program.signature["logits"] or "")
     feeds: dict[str, np.ndarray] = {}
     for name in step.inputs:
         dims, dtype = tensors[name].shape, np.dtype(tensors[name].dtype)
         if dtype.kind == "f":
             feeds[name] = rng.standard_normal(dims).astype(dtype)
         else:
-            feeds[name] = rng.integers(0, logits.shape[1] if logits is not None else 2, dims).astype(dtype)
+            feeds[name] = rng.integers(0, classes_of_step(step, name) or 2, dims).astype(dtype)
     return feeds
 
 
@@ -144,14 +143,21 @@ def signature(
         data, labels = list(source.signature.data), list(source.signature.labels)
         inputs = {name: (source.shape_of(name), source.dtype_of(name)) for name in (*data, *labels)}
         try:
-            return data, labels, inputs, source.classes()
+            return data, labels, inputs, source.classes(labels[0] if labels else None)
         except BnfuseError:
             return data, labels, inputs, None
     signature, tensors = source.program.signature, source.program.inputs
     data, labels = ([name for name in signature[role] if name in tensors] for role in ("data", "labels"))
-    logits = source.program.outputs.get(signature["logits"] or "")
     found = {name: (tensors[name].shape, np.dtype(tensors[name].dtype)) for name in (*data, *labels)}
-    return data, labels, found, logits.shape[1] if logits is not None else None
+    return data, labels, found, classes_of_step(source, labels[0]) if labels else None
+
+
+def classes_of_step(step: Step, label: str) -> int | None:
+    """Tell how many classes the integer labels of an input run over, None where that is not known."""
+    if label in step.program.classes:
+        return int(step.program.classes[label]["count"])
+    logits = step.program.outputs.get(step.program.signature["logits"] or "")
+    return logits.shape[1] if logits is not None and len(logits.shape) > 1 else None
 
 
 def check_given(data: Dataset, taken: Taken) -> None:

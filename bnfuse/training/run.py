@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
 from bnfuse.exporting import export_model, require_exportable, require_state
@@ -74,6 +75,7 @@ def train_graph(
     """
     from bnfuse.runtime.lowering.inference import require_inference
 
+    require_loss(graph)
     given = isinstance(data, Dataset)
     found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
     tell_of(found, graph, progress)
@@ -109,6 +111,7 @@ def run_graph(
 
     `name` is what `progress` hears the source called. Raises DivergedError where the state is not finite in the end.
     """
+    require_loss(source)
     if data is not None:
         data = data_for(source, data, skip_unreadable=skip_unreadable)
         tell_of(data, source, progress)
@@ -123,6 +126,17 @@ def run_graph(
     if save_to is not None:
         source.save(save_to)
     return losses
+
+
+def require_loss(source: TrainingGraph | Step) -> None:
+    """Raise where gradients of outputs come in: nothing here computes them."""
+    if isinstance(source, TrainingGraph):
+        _ = source.loss
+    elif source.program.signature["loss"] is None:
+        raise BnfuseError(
+            "the step has no loss, the gradients of its outputs come in: call step.forward, step.backward and "
+            "step.update, or build it with --loss for this"
+        )
 
 
 def tell_of(data: Dataset, source: TrainingGraph | Step, progress: Progress) -> None:

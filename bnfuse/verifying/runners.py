@@ -47,7 +47,7 @@ class OrtRunner:
     """A graph in onnxruntime."""
 
     def __init__(self, graph: TrainingGraph, threads: int | None, seed: int = 0) -> None:
-        self.signature, self.loss = graph.signature, graph.signature.loss or ""
+        self.signature = graph.signature
         model, random = separated(without_dropout(graph.model), graph.name)
         self.random = drawer(model, random, seed)
         self.graph = OrtGraph(model, name=graph.name, threads=threads)
@@ -61,7 +61,7 @@ class OrtRunner:
         state, losses = dict(state), []
         for step in range(steps):
             outputs = outputs or self.evaluate(feeds, state, step)
-            losses.append(float(outputs[self.loss]))
+            losses.append(loss_of(self.signature, outputs, feeds))
             for name, gradient in self.signature.gradients.items():
                 state[name] = state[name] - np.float32(lr) * outputs[gradient]
             for name, output in self.signature.running.items():
@@ -121,8 +121,18 @@ class CompiledRunner:
         step, losses = self.compiled(lr, state), []
         for index in range(steps):
             step.fix(self.drawn(feeds, index))
-            losses.append(step(*(feeds[name] for name in step.inputs)))
+            step.forward(*(feeds[name] for name in step.inputs))
+            losses.append(loss_of(self.graph.signature, step.outputs, feeds))
+            step.backward(*(feeds[name] for name in self.graph.signature.output_gradients.values()))
+            step.update()
         return losses
+
+
+def loss_of(signature: GraphSignature, values: Arrays, feeds: Arrays) -> float:
+    """Give the loss; without one that whose gradients came in: the sum of the outputs times the gradients at them."""
+    if signature.loss is not None:
+        return float(values[signature.loss])
+    return sum(float(np.vdot(values[name], feeds[given])) for name, given in signature.output_gradients.items())
 
 
 def compared(signature: GraphSignature) -> list[str]:

@@ -21,12 +21,11 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.progress import Progress, bar_of, quiet
-from bnfuse.graph.feeds import Arrays, draw_feeds
-from bnfuse.graph.signature import GraphSignature
+from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, dropouts
 from bnfuse.verifying.interface import check_same_interface
 from bnfuse.verifying.noise import Reference
-from bnfuse.verifying.runners import CompiledRunner, OrtRunner, Where
+from bnfuse.verifying.runners import CompiledRunner, OrtRunner, Where, loss_of
 from bnfuse.verifying.verdict import ROUNDINGS, Verification, is_right, is_wrong, refusal_note
 
 DRAWS = 3  # of rounding noise
@@ -108,13 +107,6 @@ def verify_once(
     notes = dropout_notes(before, after)
     expected, found = (loss_of(before.signature, values, feeds) for values in (reference.values, result))
     return Verification(runtime, seed, expected, found, tensors, curves, notes, where.precision or "fp32")
-
-
-def loss_of(signature: GraphSignature, values: Arrays, feeds: Arrays) -> float:
-    """Give the loss; without one that whose gradients came in: the sum of the outputs times the gradients at them."""
-    if signature.loss is not None:
-        return float(values[signature.loss])
-    return sum(float(np.vdot(values[name], feeds[given])) for name, given in signature.output_gradients.items())
 
 
 def dropout_notes(before: TrainingGraph, after: TrainingGraph) -> tuple[str, ...]:

@@ -89,8 +89,8 @@ def entry(graph: ir.Graph, signature: GraphSignature) -> tuple[ir.Value, ir.Valu
             f"input '{signature.virtual[0]}' takes virtual samples already: rewrite the source graph anew"
         )
     if len(signature.data) != 1 or len(signature.labels) != 1:
-        named = ", ".join(signature.data)
-        raise BnfuseError(f"virtual samples go beside one data input; this graph has {named}: no vdn")
+        named = ", ".join((*signature.data, *signature.labels)) or "none"
+        raise BnfuseError(f"virtual samples go beside one data input with its labels; this graph has {named}: no vdn")
     data, labels = inputs[signature.data[0]], inputs[signature.labels[0]]
     if not is_map(data):
         raise BnfuseError(f"input '{data.name}' is no float32 batch of images with a fixed shape: no vdn")

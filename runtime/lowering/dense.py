@@ -185,11 +185,10 @@ def check_scaled(low: Lowering) -> None:
 def loss_problem(
     low: Lowering, node: ir.Node, scores: ir.Value, labels: ir.Value, weights: ir.Value | None
 ) -> LossProblem:
-    """Describe a cross-entropy over scores [N, classes, ...]; notes the label that it ignores."""
+    """Describe a cross-entropy over scores [N, classes, ...]."""
     given = attributes_of(node)
     n, classes, *inner = low.shape(scores)
     ignored = given.get("ignore_index")
-    low.ignored_label = ignored
     return LossProblem(
         n,
         classes,

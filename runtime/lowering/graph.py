@@ -19,6 +19,7 @@ from bnfuse.analysis.ancestors import ancestors
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.constants import evaluate
 from bnfuse.graph.drawing import draws
+from bnfuse.graph.labels import classes_of
 from bnfuse.graph.sampling import NOTHING, Sampling
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.values import static_shape
@@ -335,7 +336,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         new_running=left(signature.running),
         signature=dataclasses.asdict(signature),
         report=_report(low, intervals, placement.bytes),
-        ignored_label=low.ignored_label,
+        classes={name: dataclasses.asdict(c) for name, c in classes_of(low.graph, signature.labels).items()},
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
         finite=low.finite,

@@ -37,7 +37,7 @@ def inference_graph(
     logits = next((v for n in graph for v in n.outputs if v.name and v.name == signature.logits), None)
     if logits is None:
         raise BnfuseError(
-            "the training graph names no logits, so it cannot be evaluated: build it with this version of bnfuse"
+            "the training graph names no logits, so it cannot be evaluated: build it with --logits NAME for that"
         )
     graph.outputs[:] = [logits]
     without_masks(graph, model.opset_imports.get("", 1), file)
@@ -64,7 +64,7 @@ def inference_graph(
 
 def require_inference(graph: TrainingGraph) -> None:
     """Raise where a trained network could not be evaluated, before it is compiled and trained."""
-    if any(draws(node) for node in graph.model.graph):
+    if graph.signature.logits is None or any(draws(node) for node in graph.model.graph):
         inference_graph(graph.model, graph.signature, graph.name)
 
 

@@ -137,7 +137,7 @@ class Program:
     new_running: dict[str, Tensor]
     signature: dict[str, Any]
     report: Report
-    ignored_label: int | None = None  # one that the loss leaves out, though it is no class
+    classes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of integer labels, by input
     initial: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # storage -> value
     works: list[Work] = dataclasses.field(default_factory=list)  # of each kernel
     sampling: str = ""  # what the session draws (bnfuse/graph/sampling.py); nothing in a file of an earlier version

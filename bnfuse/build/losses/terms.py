@@ -4,6 +4,8 @@ cross-entropy                                           of the only output
 cross-entropy(ignore_index=255,label_smoothing=0.1)
 cross-entropy@main + 0.4*cross-entropy@aux              a weighted sum over several outputs
 none                                                    no loss: the gradients of the outputs are inputs
+
+A loss that is a graph (`own`, FILE.onnx) has no terms: bnfuse/build/own_losses.py.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Term:
 
     def __post_init__(self) -> None:
         if self.kind not in LOSSES:
-            raise BnfuseError(f"loss '{self.kind}' is unknown: it is {', '.join(LOSSES)}, or {NONE}")
+            raise BnfuseError(f"loss '{self.kind}' is unknown: it is {', '.join(LOSSES)}, {NONE}, own or FILE.onnx")
         unknown = [name for name in self.options if name not in LOSSES[self.kind].options]
         if unknown:
             known = ", ".join(LOSSES[self.kind].options) or "none"

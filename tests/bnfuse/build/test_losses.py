@@ -237,6 +237,40 @@ def test_a_step_without_a_loss_compiles_and_is_verified(tmp_path):
     np.testing.assert_allclose(moved, np.tile(0.1 * 4 * before["a"].sum(1), (6, 1)), rtol=1e-4, atol=1e-6)
 
 
+def test_commands_on_a_graph_without_a_loss_work_or_say_so(tmp_path, capsys):
+    import bnfuse
+    from bnfuse.cli import main
+
+    train, step = str(tmp_path / "heads.onnx"), str(tmp_path / "step.bnf")
+    bnfuse.save(build(heads(), loss="none").model, train)
+    verify = ["verify", train, train, "--runtime", "tvm", "--steps", "2", "--threads", "1"]
+    for arguments in (["inspect", train], ["diff", train, train], verify, ["compile", train, "-o", step]):
+        assert main(arguments) == 0
+    capsys.readouterr()
+    for arguments in (
+        ["run", train],
+        ["run", step],
+        ["bench", train],
+        ["train", train, "--data", "digits"],
+    ):
+        assert main(arguments) == 2
+        text = capsys.readouterr().err
+        assert "has no loss, the gradients of its outputs come in" in text and len(text.splitlines()) == 1
+
+
+def test_labels_of_each_head_are_held_against_its_own_classes():
+    import bnfuse
+
+    model = build(heads(), loss="cross-entropy@ya + cross-entropy(ignore_index=255)@yb").model
+    step = bnfuse.compile(bnfuse.load(model), threads=1)
+    x = np.ones((4, 6), np.float32)
+    assert np.isfinite(step(x, np.array([0, 1, 2, 2]), np.array([0, 1, 255, 1])))
+    with pytest.raises(BnfuseError, match="input 'labels_yb' has labels from 2 to 2: the graph has the classes 0 to 1"):
+        step(x, np.array([0, 1, 2, 2]), np.array([0, 1, 2, 1])[[2] * 4])
+    with pytest.raises(BnfuseError, match="'labels_ya' has labels from 0 to 255: the graph has the classes 0 to 2"):
+        step(x, np.array([0, 1, 255, 2]), np.array([0, 1, 1, 1]))
+
+
 def test_roles_of_a_file_name_a_loss_or_gradients_that_come_in():
     built = build(heads(), loss="none").model
     entry = next(entry for entry in built.metadata_props if entry.key == METADATA_KEY)

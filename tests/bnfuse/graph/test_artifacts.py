@@ -95,6 +95,36 @@ def test_generate_artifacts_graph_gives_the_same_results(artifacts, training):
 
 @pytest.mark.torch
 @pytest.mark.ort_training
+@pytest.mark.parametrize("loss", ["BCEWithLogitsLoss", "MSELoss", "L1Loss"])
+def test_labels_and_scores_of_other_losses_are_found(loss, tmp_path):
+    import bnfuse
+
+    scores = helper.make_node("Gemm", ["data", "w"], ["scores"], name="gemm")
+    inputs = [helper.make_tensor_value_info("data", TensorProto.FLOAT, [4, 3])]
+    outputs = [helper.make_tensor_value_info("scores", TensorProto.FLOAT, [4, 2])]
+    weight = numpy_helper.from_array(np.ones((3, 2), np.float32), "w")
+    graph = helper.make_graph([scores], "g", inputs, outputs, [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "forward.onnx")
+    code = f"""
+import onnx
+onnx.IR_VERSION = 10
+from onnxruntime.training import artifacts
+artifacts.generate_artifacts(onnx.load("forward.onnx"), requires_grad=["w"], loss=artifacts.LossType.{loss},
+    artifact_directory={str(tmp_path)!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)
+    model = io.load(tmp_path / "training_model.onnx", checkpoint=tmp_path / "checkpoint")
+    found = signature_of(model)
+    assert (found.data, found.labels, found.logits) == (("data",), ("target",), "scores")
+    step = bnfuse.compile(model, optimizer=bnfuse.SGD(lr=0.1), threads=1)
+    x, y = np.eye(4, 3, dtype=np.float32), np.full((4, 2), 0.25, np.float32)
+    losses = [step(x, y) for _ in range(5)]
+    assert losses[-1] < losses[0] and step.evaluate(x).shape == (4, 2)
+
+
+@pytest.mark.torch
+@pytest.mark.ort_training
 def test_generate_artifacts_graph_without_its_checkpoint(artifacts):
     path = artifacts / "training_model.onnx"
     with pytest.raises(BnfuseError, match=f"^{path}: input 'stem/conv/weight' has no initial value. Pass --checkpoint"):
