@@ -129,7 +129,7 @@ def with_momentum(momentum: float) -> TrainingGraph:
     model.CopyFrom(build_training_graph(dense_layers()))
     for node in model.graph.node:
         for attribute in node.attribute:
-            if node.op_type == "BatchNormInternal" and attribute.name == "momentum":
+            if node.op_type == "BatchNorm" and attribute.name == "momentum":
                 attribute.f = momentum
     return open_graph(model)
 
