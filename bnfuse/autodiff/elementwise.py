@@ -104,7 +104,7 @@ def total(g: Gradient) -> Contributions:
 @rule("Mean")
 def mean(g: Gradient) -> Contributions:
     """Pass equal shares on to all."""
-    share = g.mul(g.dy, g.number(1.0 / len(g.operands), g.dy))
+    share = g.div(g.dy, g.number(len(g.operands), g.dy))
     return [g.fit(share, value) for value in g.operands]
 
 

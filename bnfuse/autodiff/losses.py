@@ -66,7 +66,7 @@ def shares(g: Gradient) -> ir.Value:
         own = counts if own is None else g.mul(own, counts)
     if reduction == "mean":
         if own is None:
-            return g.expand(g.mul(g.dy, g.number(1.0 / max(math.prod(shape), 1), g.dy)), shape)
+            return g.expand(g.div(g.dy, g.number(max(math.prod(shape), 1), g.dy)), shape)
         return g.mul(own, g.div(g.dy, g.op("ReduceSum", own, keepdims=0)))
     if own is None:
         return g.dy if reduction == "none" else g.expand(g.dy, shape)

@@ -46,7 +46,7 @@ def reduce_mean(g: Gradient) -> Contributions:
     """Pass equal shares on."""
     axes = axes_of(g)
     count = math.prod(g.shape(g.x)[axis] for axis in axes)
-    share = g.dy if count == 1 else g.mul(g.dy, g.number(1.0 / count, g.dy))
+    share = g.dy if count == 1 else g.div(g.dy, g.number(count, g.dy))
     return [spread(g, kept(g, share, axes), axes)]
 
 

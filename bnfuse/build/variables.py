@@ -7,8 +7,9 @@ with a scale of ones, and a buffer as a weight. Those stay as they are, unless `
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
@@ -196,7 +197,7 @@ def _made_of_weights(forward: Forward, constants: set[str]) -> dict[str, tuple[s
     known, outside = forward.initializers(), forward.from_data()
     made: dict[str, tuple[str, ...]] = {}
     for node in forward.graph.node:
-        if outside.intersection(node.output):
+        if outside.intersection(node.output) or _is_mask(node, known):
             continue
         sources: dict[str, None] = {}
         for index, name in enumerate(node.input):
@@ -207,6 +208,12 @@ def _made_of_weights(forward: Forward, constants: set[str]) -> dict[str, tuple[s
                 sources.update(dict.fromkeys(made.get(name, ())))
         made.update(dict.fromkeys(node.output, tuple(sources)))
     return made
+
+
+def _is_mask(node: onnx.NodeProto, known: Mapping[str, onnx.TensorProto]) -> bool:
+    """Tell whether a Dropout draws a mask: of a constant of which all elements are alike."""
+    tensor = known.get(node.input[0]) if node.op_type == "Dropout" else None
+    return tensor is not None and np.ptp(numpy_helper.to_array(tensor)) == 0
 
 
 def _has_place(node: onnx.NodeProto, index: int) -> bool:

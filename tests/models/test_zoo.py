@@ -83,7 +83,7 @@ def test_graph_is_valid_and_its_shapes_are_right(name):
     found = {value.name: value.type.tensor_type for value in inferred.graph.value_info}
     assert [(v.name, v.type.tensor_type) for v in model.graph.value_info if found[v.name] != v.type.tensor_type] == []
     assert [d.dim_value for d in inferred.graph.output[0].type.tensor_type.shape.dim] == [2, 7]
-    assert model.ir_version <= 10 and model.opset_import[0].version == 17
+    assert model.ir_version <= 10 and model.opset_import[0].version == 18
     names = [node.name for node in model.graph.node]
     assert len(set(names)) == len(names) and all(names)
 

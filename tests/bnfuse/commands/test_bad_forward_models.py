@@ -73,10 +73,11 @@ def test_a_frozen_batch_norm_and_what_to_do_about_it(at, capsys):
 
 def test_an_operator_without_a_gradient(at, capsys):
     conv = helper.make_node("Conv", ["x", "w"], ["c0"], name="conv")
-    sinh = helper.make_node("Sinh", ["c0"], ["c"], name="sinh_7")
-    onnx.save(forward(conv, sinh, POOL, FLAT, initializers=[floats("w", 10, 3, 3, 3)]), at / "f.onnx")
+    unpool = helper.make_node("GridSample", ["c0", "grid"], ["c"], name="sample_7")
+    weights = [floats("w", 10, 3, 3, 3), floats("grid", 2, 6, 6, 2)]
+    onnx.save(forward(conv, unpool, POOL, FLAT, initializers=weights), at / "f.onnx")
     line = refused(capsys, "build", "f.onnx", "-o", "t.onnx")
-    assert "sinh_7" in line and "Sinh" in line
+    assert "sample_7" in line and "GridSample" in line
 
 
 def test_a_model_without_parameters(at, capsys):
