@@ -105,7 +105,10 @@ def copied_statistics(forward: Forward) -> dict[str, list[str]]:
             while (maker := makers.get(name)) is not None and maker.op_type == "Identity":
                 name = maker.input[0]
             whole.append(name)
-        if owners.setdefault(tuple(node.input[1:3]), whole) == whole != list(node.input[3:5]):
+        first = owners.get(tuple(node.input[1:3]))
+        if first is None:
+            owners[tuple(node.input[1:3])] = whole
+        elif first == whole != list(node.input[3:5]):
             found[node.name] = whole
     return found
 
