@@ -27,11 +27,23 @@ for line in sys.stdin.read().strip().splitlines():
 """
 
 
+HIDING = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "onnxruntime":
+            raise ModuleNotFoundError("No module named 'onnxruntime'", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
 @pytest.fixture
 def bare(tmp_path: Path):
     """A process in which onnxruntime is not to be had, given commands a line each."""
     (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "onnxruntime.py").write_text("raise ModuleNotFoundError(\"No module named 'onnxruntime'\")")
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDING)
     paths = os.pathsep.join(filter(None, [str(tmp_path / "hidden"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths}
 
