@@ -8,11 +8,9 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
-from bnfuse.autodiff.rules import rule
+from bnfuse.autodiff.rules import Contributions, rule
 from bnfuse.core.windows import resolved_pads, transposed_pads
 from bnfuse.opset.spec import OpSpec
-
-Contributions = Sequence[ir.Value | None]
 
 
 @rule("Conv")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
-from bnfuse.autodiff.rules import rule
+from bnfuse.autodiff.rules import Contributions, rule
 
-Contributions = Sequence[ir.Value | None]
 Slope = Callable[[Gradient], ir.Value]  # the derivative at the operand, as a value
 
 

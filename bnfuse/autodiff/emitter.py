@@ -11,14 +11,13 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
-from bnfuse.graph.constants import evaluate
+from bnfuse.graph.constants import Known
 from bnfuse.graph.names import Names
 from bnfuse.graph.values import static_shape
 from bnfuse.opset.shapes import result_shapes
 from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp
 
 ELEMENTWISE = frozenset({"Add", "Div", "Mul", "Neg", "Sub"})
-FOLDED = 1 << 16  # elements of the constants that a rule asks for: axes, shapes, indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +38,13 @@ class Emitter:
 
     def __init__(self, model: ir.Model, variables: Iterable[ir.Value] = ()) -> None:
         self.model, self.graph = model, model.graph
-        self.opset = model.opset_imports.get("", 1)
         self._names = Names(model.graph)
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._nodes: list[ir.Node] = []
         self._made: set[ir.Value] = set()
         self.pieces: dict[ir.Value, Piece] = {}  # of values that are emitted
         self.spread: dict[ir.Value, tuple[ir.Value, tuple[int, ...]]] = {}  # what was broadcast, and to which shape
-        self._known: dict[ir.Value, np.ndarray | None] = dict.fromkeys(variables)
+        self.known = Known(model.opset_imports.get("", 1), variables=variables)
 
     def fresh(self, base: str) -> str:
         """Make a name that no value and no node has."""
@@ -97,38 +95,6 @@ class Emitter:
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
         fill = ir.AttrTensor("value", ir.tensor(np.zeros(1, dtype.numpy())))
         return self.node("ConstantOfShape", [sizes], {"value": fill}, name=name, outputs=[value])[0]
-
-    def known(self, value: ir.Value | None) -> np.ndarray | None:
-        """Give the elements of a value that follows from constants and static shapes alone; None for any other."""
-        if value is None:
-            return None
-        if value not in self._known:
-            self._known[value] = None  # what is under way is no constant
-            self._known[value] = self._evaluated(value)
-        return self._known[value]
-
-    def _evaluated(self, value: ir.Value) -> np.ndarray | None:
-        if value.is_graph_input():
-            return None
-        if value.const_value is not None:
-            return value.const_value.numpy()
-        node = value.producer()
-        if node is None or node.domain or any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
-            return None
-        if node.op_type == "Shape":
-            shape = static_shape(node.inputs[0])
-            start, end = (node.attributes[k].as_int() if k in node.attributes else None for k in ("start", "end"))
-            return None if shape is None else np.array(shape, np.int64)[start:end]
-        if node.op_type == "Size":
-            shape = static_shape(node.inputs[0])
-            return None if shape is None else np.array(math.prod(shape), np.int64)
-        operands = [self.known(operand) for operand in node.inputs]
-        if any(v is not None and known is None for v, known in zip(node.inputs, operands, strict=True)):
-            return None
-        if sum(known.size for known in operands if known is not None) > FOLDED:
-            return None
-        results = evaluate(node, operands, self.opset)
-        return results[node.outputs.index(value)]
 
     def narrowed(self, inputs: Sequence[ir.Value | None]) -> tuple[list[ir.Value | None], tuple[int, ...] | None]:
         """Give what an elementwise operator can read in place of operands that were broadcast to the result's shape.

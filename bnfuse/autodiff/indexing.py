@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
-from bnfuse.autodiff.rules import rule
-
-Contributions = Sequence[ir.Value | None]
+from bnfuse.autodiff.rules import Contributions, rule
 
 
 def zeros_like(g: Gradient, value: ir.Value) -> ir.Value:

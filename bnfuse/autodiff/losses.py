@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
-from bnfuse.autodiff.rules import rule
+from bnfuse.autodiff.rules import Contributions, rule
 from bnfuse.opset.spec import PLAIN_OPS
-
-Contributions = Sequence[ir.Value | None]
 
 
 @rule("SoftmaxCrossEntropyLoss")

@@ -9,9 +9,7 @@ import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.autodiff.resampling import padded_axes
-from bnfuse.autodiff.rules import rule
-
-Contributions = Sequence[ir.Value | None]
+from bnfuse.autodiff.rules import Contributions, rule
 
 
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")

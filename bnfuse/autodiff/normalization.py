@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import onnx_ir as ir
-
 from bnfuse.autodiff.emitter import Gradient
-from bnfuse.autodiff.rules import rule
+from bnfuse.autodiff.rules import Contributions, rule
 from bnfuse.opset.spec import PLAIN_OPS
 
-Contributions = Sequence[ir.Value | None]
 RESULTS = ("dx", "dscale", "dbias")  # of BatchNormGrad, in the order of the BatchNorm's operands
 
 

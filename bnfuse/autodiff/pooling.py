@@ -11,12 +11,10 @@ import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.autodiff.resampling import back
-from bnfuse.autodiff.rules import rule
+from bnfuse.autodiff.rules import Contributions, rule
 from bnfuse.core.windows import resolved_pads
 from bnfuse.opset.resampling import mean_matrices
 from bnfuse.opset.spec import AVERAGE_POOL_ATTRIBUTES, MAX_POOL_ATTRIBUTES, OpSpec
-
-Contributions = Sequence[ir.Value | None]
 
 
 @rule("MaxPool")

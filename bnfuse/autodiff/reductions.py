@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
-from bnfuse.autodiff.rules import rule
-
-Contributions = Sequence[ir.Value | None]
+from bnfuse.autodiff.rules import Contributions, rule
 
 
 def axes_of(g: Gradient) -> list[int]:

@@ -10,11 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
-from bnfuse.autodiff.rules import rule
+from bnfuse.autodiff.rules import Contributions, rule
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.resampling import pad_matrices, resize_matrices
-
-Contributions = Sequence[ir.Value | None]
 
 
 @rule("Resize")

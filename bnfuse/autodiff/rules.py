@@ -16,7 +16,8 @@ import onnx_ir as ir
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.opset.spec import DOMAIN
 
-Rule = Callable[[Gradient], Sequence[ir.Value | None]]
+Contributions = Sequence[ir.Value | None]  # the gradient at each operand
+Rule = Callable[[Gradient], Contributions]
 
 FAMILIES = (
     "activations",

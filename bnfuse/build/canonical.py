@@ -107,7 +107,7 @@ def drop_copies(forward: Forward) -> None:
 
 
 def add_of_sum(forward: Forward) -> None:
-    """Sum of several tensors is one Add after another: Sum has no gradient."""
+    """Sum of several tensors is one Add after another, as residual networks have them."""
     nodes: list[onnx.NodeProto] = []
     for node in forward.graph.node:
         if node.op_type != "Sum" or len(node.input) < 2:
@@ -125,7 +125,7 @@ def add_of_sum(forward: Forward) -> None:
 
 
 def explicit_transpose(forward: Forward) -> None:
-    """Write out perm, without which all axes turn round: the gradient builder asks for it."""
+    """Write out perm, without which all axes turn round."""
     shapes = forward.shapes()
     for node in forward.graph.node:
         if node.op_type == "Transpose" and "perm" not in attributes(node):

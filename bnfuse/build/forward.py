@@ -1,4 +1,4 @@
-"""Reads a forward model and brings it to the form that the repairs and the gradient builder expect.
+"""Reads a forward model and brings it to the form that the repairs and the gradients expect.
 
 Afterwards: opset 13 to 21, no local functions, every node named, constants as initializers, initializers not listed as
 inputs, every shape known and static.

@@ -121,7 +121,7 @@ def check_batch_norm(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> 
 
 
 def check_conv(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:
-    """Compare the channels, which neither shape inference nor the gradient builder does."""
+    """Compare the channels, which shape inference does not."""
     x, weight = shapes[node.input[0]] or [], shapes[node.input[1]] or []
     group = int(attributes(node).get("group", 1))
     if x[1] != weight[1] * group or weight[0] % group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
-from bnfuse.graph.constants import evaluate
+from bnfuse.graph.constants import Known
 from bnfuse.graph.names import Names
 from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec, PlainOp
 
-FOLDED = 1 << 16  # elements of constants that are evaluated: shapes, axes, indices
 Dims = Sequence[int | str | None]
 
 
@@ -88,27 +86,7 @@ class Source:
 
     def known(self, value: ir.Value | None) -> np.ndarray | None:
         """Give the elements of what follows from constants and static shapes alone; None for any other value."""
-        if value is None or value.is_graph_input():
-            return None
-        if value.const_value is not None:
-            return value.const_value.numpy()
-        node = value.producer()
-        if node is None or node.domain not in ("", "ai.onnx"):
-            return None
-        if node.op_type in ("Shape", "Size"):
-            shape = static_shape(node.inputs[0])
-            if shape is None:
-                return None
-            start, end = attribute_of(node, "start", None), attribute_of(node, "end", None)
-            return np.array(shape, np.int64)[start:end] if node.op_type == "Shape" else np.array(math.prod(shape))
-        if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
-            return None
-        operands = [self.known(operand) for operand in node.inputs]
-        if any(v is not None and known is None for v, known in zip(node.inputs, operands, strict=True)):
-            return None
-        if sum(known.size for known in operands if known is not None) > FOLDED:
-            return None
-        return evaluate(node, operands, self.opset, self.file)[list(node.outputs).index(value)]
+        return Known(self.opset, self.file)(value)  # anew: nodes are exchanged beside this one
 
     def constant_operand(self, place: int, what: str) -> np.ndarray:
         """Give the elements of an operand that must be constant. `what` is what it says."""

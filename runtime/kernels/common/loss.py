@@ -24,12 +24,28 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
-class LossProblem:
-    """A loss. `inner` is the product of the dimensions behind the classes, 1 for plain classification."""
+class Labelled:
+    """Scores with a label a row. `inner` is the product of the dimensions behind the classes, 1 for classification."""
 
     n: int
     classes: int
     inner: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Count the rows, each of which has one label."""
+        return self.n * self.inner
+
+    @property
+    def along_classes(self) -> Rows:
+        """Give the rows along the classes."""
+        return Rows(self.n, self.classes, self.inner)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossProblem(Labelled):
+    """A loss."""
+
     reduction: Reduction = "mean"
     label_dtype: str = "int64"
     weighted: bool = False
@@ -41,42 +57,19 @@ class LossProblem:
         check_labels(self.label_dtype)
 
     @property
-    def rows(self) -> int:
-        """Count the rows, each of which has one label."""
-        return self.n * self.inner
-
-    @property
-    def along_classes(self) -> Rows:
-        """Give the rows along the classes."""
-        return Rows(self.n, self.classes, self.inner)
-
-    @property
     def losses(self) -> int:
         """Count the elements of the loss."""
         return self.rows if self.reduction == "none" else 1
 
 
 @dataclasses.dataclass(frozen=True)
-class LossGradProblem:
+class LossGradProblem(Labelled):
     """The gradient of the losses of all rows."""
 
-    n: int
-    classes: int
-    inner: int = 1
     label_dtype: str = "int64"
 
     def __post_init__(self) -> None:
         check_labels(self.label_dtype)
-
-    @property
-    def rows(self) -> int:
-        """Count the rows, each of which has one label."""
-        return self.n * self.inner
-
-    @property
-    def along_classes(self) -> Rows:
-        """Give the rows along the classes."""
-        return Rows(self.n, self.classes, self.inner)
 
 
 def check_labels(dtype: str) -> None:
