@@ -29,11 +29,16 @@ __all__ = ["NOTES_KEY", "Built", "Term", "build", "build_training_graph"]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A training file, what had to be repaired in its source, and what is likely to be wrong with it, a line each."""
+    """A training file, what had to be repaired in its source, and what is likely to be wrong with it, a line each.
+
+    `trainable` and `frozen` are the names of the parameters, the latter with statistics that stay as they are.
+    """
 
     model: onnx.ModelProto
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
 
 def build(
@@ -98,7 +103,8 @@ def build(
     built = gradient_graph(forward, variables, ends)
     model = finish(built, forward, variables, ends)
     complete_shapes(model, forward.file)
-    return Built(model, tuple(forward.notes), tuple(forward.warnings))
+    notes, warnings = tuple(forward.notes), tuple(forward.warnings)
+    return Built(model, notes, warnings, variables.trainable, variables.frozen)
 
 
 def build_training_graph(

@@ -111,6 +111,27 @@ def _signed(text: str) -> dict[str, Tensor]:
     return {name: Tensor(kind, target) for name, kind, target in _SIGNED.findall(text)}
 
 
+def lost_parameters(model: onnx.ModelProto) -> list[str]:
+    """List the parameters of the exported module that are no initializers under their names: an optimiser folded them
+    into constants, or nothing reads them."""
+    there = {tensor.name for tensor in model.graph.initializer}
+    signed = (tensor for tensor in signature_of(model).values() if tensor.kind == PARAMETER)
+    return [tensor.target for tensor in signed if tensor.target not in there]
+
+
+def parameter_numbers(model: onnx.ModelProto) -> set[str]:
+    """List the initializers of shape [] that are parameters of the module, as far as its exporter says so.
+
+    torch's newer exporter does; the older one writes numbers of the code as Constant nodes, and parameters under their
+    names.
+    """
+    numbers = {tensor.name for tensor in model.graph.initializer if not tensor.dims}
+    signature = signature_of(model)
+    if signature:
+        return numbers & {tensor.target for tensor in signature.values() if tensor.kind == PARAMETER}
+    return {name for name in numbers if model.producer_name == "pytorch" and not is_generated(name)}
+
+
 def is_generated(name: str) -> bool:
     """Tell whether a tensor has a name that a tool counted up, as it has none in the module."""
     return _GENERATED.search(name) is not None

@@ -34,6 +34,7 @@ from bnfuse.graph.wellformed import check_functions
 from bnfuse.opset.result_size import result_elements
 
 from .canonical import fit_reshapes_to_batch
+from .exporters import lost_parameters, parameter_numbers, signature_of
 from .graph import Forward
 from .old_batch_norms import TRAINING_MODE
 from .pools import POOLS, fault_of, settle_ceil
@@ -102,6 +103,9 @@ def read_forward(source: onnx.ModelProto | str | Path, *, file: str | None = Non
     if model.functions:
         forward.model = onnx.inliner.inline_local_functions(model)
     separate_initializers_from_inputs(forward)
+    forward.numbers = frozenset(parameter_numbers(forward.model))
+    forward.signed = frozenset(tensor.target for tensor in signature_of(forward.model).values())
+    forward.lost = frozenset(lost_parameters(forward.model))
     name_nodes(forward)
     if batch is not None:
         set_batch(forward, batch)
@@ -225,7 +229,9 @@ def _folded(
         given = attributes(node)
         part = shape[given.get("start", 0) : given.get("end", len(shape))]
         return numpy_helper.from_array(np.array(part if node.op_type == "Shape" else element_count(shape), np.int64))
-    if any(_is_weight(name, values, constants) for name in node.input) and node.op_type != "Identity":
+    if node.op_type != "Identity" and any(
+        name in forward.numbers or _is_weight(name, values, constants) for name in node.input
+    ):
         return None
     if node.op_type == "CastLike" and node.input[0] in values and node.input[1] in types:
         array = numpy_helper.to_array(values[node.input[0]])

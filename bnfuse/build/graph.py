@@ -24,6 +24,9 @@ class Forward:
     file: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
+    numbers: frozenset[str] = frozenset()  # initializers of shape [] that the exporter says to be parameters
+    signed: frozenset[str] = frozenset()  # what the exporter lists by the names of the module: parameters, buffers
+    lost: frozenset[str] = frozenset()  # parameters of the exported module that the file does not have by their names
     variables: frozenset[str] = frozenset()  # once they are chosen; they stay, whether anything reads them or not
 
     @property

@@ -226,7 +226,11 @@ class GraphLoss:
         named = [pattern for pattern in train if pattern != "*"]
         kept = {name for name in self.constants if not matches(name, named)}
         known = forward.initializers()
-        could = sorted(name for name in kept if known[name].data_type == TensorProto.FLOAT and known[name].dims)
+        could = sorted(
+            name
+            for name in kept
+            if known[name].data_type == TensorProto.FLOAT and (known[name].dims or name in forward.numbers)
+        )
         if could:
             forward.note(f"constants of the loss stay as they are: {some(could)}. --train '*' --train NAME trains them")
         return kept

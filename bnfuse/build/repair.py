@@ -43,7 +43,7 @@ from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms
 from .soft_labels import write_soft_labels
 from .traps import check_operators, refuse_own_loss
-from .variables import fixed_by_exporter, fixed_by_form
+from .variables import fixed_by_exporter, fixed_by_form, warn_of_lost_parameters
 from .written_out import join_written_out
 
 
@@ -85,6 +85,8 @@ def repair(
     copied = copied_statistics(forward)
     constants = fold_constants(forward)
     constants.adopt(separate_merged(forward))
+    forward.lost -= set(forward.initializers())
+    warn_of_lost_parameters(forward)
     join_copied_statistics(forward, copied)
     fixed = fixed_by_exporter(forward)
     outputs = renamed(outputs, terms, lambda name, term: drop_activation(forward, name, term.kind))

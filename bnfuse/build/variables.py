@@ -1,21 +1,26 @@
 """Which initializers of a forward graph are parameters, which of them train, and which are running statistics.
 
-Not every constant that stands where a parameter may stand is one: torch writes BatchNorm without affine as a BatchNorm
-with a scale of ones, and a buffer as a weight. Those stay as they are, unless `train` names them.
+A tensor of floats that a gradient reaches is a parameter, unless the file says that it is none: it was a Constant node,
+torch's exporter lists it otherwise, or it is a number (shape []) that no exporter lists. Not every constant that stands
+where a parameter may stand is one: torch writes BatchNorm without affine as a BatchNorm with a scale of ones, and a
+buffer as a weight. Those stay as they are, unless `train` names them.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from bnfuse.autodiff import differentiable
+from bnfuse.autodiff.rules import FLAT
 from bnfuse.core.text import some
 
 from .batch_norms import is_training
+from .decompose import DECOMPOSITIONS
 from .exporters import PARAMETER, argument_of, has_argument, is_generated, signature_of
 from .forward import FLOATS
 from .graph import Forward
@@ -36,13 +41,16 @@ ALWAYS = {  # operand positions that hold a parameter wherever a constant stands
     "RMSNormalization": (1,),
     "RNN": (1, 2, 3),
 }
-UNLESS_CONSTANT = {  # positions that hold one where a tensor of rank >= 1 stands there that was no Constant node
-    **dict.fromkeys(("Add", "Div", "Mul", "Sub"), (0, 1)),
-    "Concat": range(1 << 10),
-    "Gather": (0,),
-    "InstanceNormalization": (1, 2),  # torch writes GroupNorm with constants there
-    "Where": (1, 2),
+_DIFFERENTIABLE = frozenset({*differentiable(), *DECOMPOSITIONS})
+WITHOUT_GRADIENT = {  # operands of floats that no gradient reaches: types, rates, sizes, weights of a loss's classes
+    "CastLike": (1,),
+    "Dropout": (1,),
+    "NegativeLogLikelihoodLoss": (2,),
+    "Resize": (1, 2),
+    "SoftmaxCrossEntropyLoss": (2,),
+    "Upsample": (1,),
 }
+FOLDED_INTO = ("Add", "Concat", "Div", "Gather", "InstanceNormalization", "Mul", "Sub", "Where")  # parts of parameters
 
 
 def choose_variables(
@@ -60,8 +68,10 @@ def choose_variables(
     BatchNorms are frozen variables.
     """
     running = running_statistics(forward, untracked)
-    names = parameters(forward, constants, set(running))
     chosen_by_name = [pattern for pattern in train if pattern != "*"]
+    numbers = unsaid_numbers(forward, constants)
+    asked = {name for name in numbers if matches(name, chosen_by_name)}
+    names = parameters(forward, constants, set(running), asked)
     for option, patterns in (("--train", chosen_by_name), ("--freeze", freeze)):
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -80,8 +90,31 @@ def choose_variables(
             f"{len(kept)} constants in the place of parameters stay as they are ({some(kept)}): the network has no "
             "parameter there (affine=False, buffers). --train '*' --train NAME trains them"
         )
+    left = [name for name in numbers if name not in asked]
+    if left:
+        forward.note(
+            f"single numbers are taken as constants ({some(left)}), as the file does not say what they are: "
+            "--train '*' --train NAME trains them"
+        )
     frozen = [name for name in names if name not in chosen]
     return Variables(tuple(trainable), (*frozen, *frozen_statistics(forward, {*names, *running})), running)
+
+
+def warn_of_lost_parameters(forward: Forward) -> None:
+    """Warn of parameters that the exporter lists and the file has not, where nothing stands in for them as a weight."""
+    known = forward.initializers()
+    operands = {name for node in forward.graph.node for name in weights_of(node)}
+    if forward.lost and not any(name in known and name not in forward.signed for name in operands):
+        forward.warn(
+            f"the exporter lists parameters that the file does not have ({some(sorted(forward.lost))}): nothing reads "
+            "them, or it folded them into constants, which are not trained. torch.onnx.export(..., dynamo=True, "
+            "optimize=False) keeps them"
+        )
+
+
+def weights_of(node: onnx.NodeProto) -> list[str]:
+    """List the operands of a node that are parameters wherever they are constants."""
+    return [node.input[index] for index in ALWAYS.get(node.op_type, ()) if index < len(node.input)]
 
 
 def fixed_by_exporter(forward: Forward) -> set[str]:
@@ -127,7 +160,9 @@ def parameter_places(forward: Forward) -> Iterator[tuple[onnx.NodeProto, int, st
     known = forward.initializers()
     for node in forward.graph.node:
         for index, name in enumerate(node.input):
-            if name in known and (_is_parameter(node, index, known[name], False) or _is_statistic(node, index)):
+            if name in known and (
+                _is_parameter(forward, node, index, known[name], False) or _is_statistic(node, index)
+            ):
                 yield node, index, name
 
 
@@ -169,19 +204,36 @@ def frozen_statistics(forward: Forward, others: set[str]) -> list[str]:
     return list(found)
 
 
-def parameters(forward: Forward, constants: set[str], running: set[str]) -> list[str]:
-    """List the parameters in the order of the nodes that read them, or what is made of them."""
+def unsaid_numbers(forward: Forward, constants: set[str]) -> list[str]:
+    """List the numbers (shape []) of which the file does not say whether they are parameters: named initializers of
+    other exporters than torch's."""
+    known, found = forward.initializers(), dict[str, None]()
+    for node in forward.graph.node if forward.model.producer_name != "pytorch" else ():
+        for index, name in enumerate(node.input):
+            is_number = name in known and not known[name].dims and known[name].data_type in FLOATS
+            if is_number and name not in constants and not is_generated(name) and reaches(node, index):
+                found[name] = None
+    return list(found)
+
+
+def parameters(forward: Forward, constants: set[str], running: set[str], numbers: Collection[str] = ()) -> list[str]:
+    """List the parameters in the order of the nodes that read them, or what is made of them.
+
+    `numbers` are initializers of shape [] that are taken as parameters though the file does not say so.
+    """
     known, random = forward.initializers(), forward.random_names()
     found: dict[str, None] = {}
-    made = _made_of_weights(forward, constants)
+    made = _made_of_weights(forward, constants, numbers)
     for node in forward.graph.node:
         if random & {*node.output}:
             continue  # a mask has no parameters: what it is compared with and divided by is the rate of dropping
         for index, name in enumerate(node.input):
             sources = [name]
             if name not in known:
-                sources = list(made.get(name, ())) if _has_place(node, index) else []
-            elif name in running or not _is_parameter(node, index, known[name], name in constants):
+                sources = list(made.get(name, ())) if reaches(node, index) else []
+            elif name in numbers and reaches(node, index):
+                pass
+            elif name in running or not _is_parameter(forward, node, index, known[name], name in constants):
                 continue
             for source in sources:
                 kind = known[source].data_type
@@ -192,7 +244,7 @@ def parameters(forward: Forward, constants: set[str], running: set[str]) -> list
     return list(found)
 
 
-def _made_of_weights(forward: Forward, constants: set[str]) -> dict[str, tuple[str, ...]]:
+def _made_of_weights(forward: Forward, constants: set[str], numbers: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Map what is computed of initializers alone to those of them that may be parameters."""
     known, outside = forward.initializers(), forward.from_data()
     made: dict[str, tuple[str, ...]] = {}
@@ -202,7 +254,8 @@ def _made_of_weights(forward: Forward, constants: set[str]) -> dict[str, tuple[s
         sources: dict[str, None] = {}
         for index, name in enumerate(node.input):
             if name in known:
-                if name not in constants and _is_weight(known[name]) and not _is_statistic(node, index):
+                is_source = name in numbers or (name not in constants and _is_weight(forward, known[name]))
+                if is_source and not _is_statistic(node, index):
                     sources[name] = None
             else:
                 sources.update(dict.fromkeys(made.get(name, ())))
@@ -216,21 +269,31 @@ def _is_mask(node: onnx.NodeProto, known: Mapping[str, onnx.TensorProto]) -> boo
     return tensor is not None and np.ptp(numpy_helper.to_array(tensor)) == 0
 
 
-def _has_place(node: onnx.NodeProto, index: int) -> bool:
-    """Tell whether a parameter may stand there, and is none where it was a constant of the file."""
-    return index in ALWAYS.get(node.op_type, ()) or index in UNLESS_CONSTANT.get(node.op_type, ())
+def reaches(node: onnx.NodeProto, index: int) -> bool:
+    """Tell whether a gradient reaches an operand of the node that is of floats."""
+    op = node.op_type
+    return (
+        op in (_DIFFERENTIABLE - FLAT) and index not in WITHOUT_GRADIENT.get(op, ()) and not _is_statistic(node, index)
+    )
 
 
-def _is_weight(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type in FLOATS and bool(tensor.dims)
+def _is_weight(forward: Forward, tensor: onnx.TensorProto) -> bool:
+    return tensor.data_type in FLOATS and (bool(tensor.dims) or tensor.name in forward.numbers)
 
 
-def _is_parameter(node: onnx.NodeProto, index: int, tensor: onnx.TensorProto, was_constant: bool) -> bool:
-    if not _is_weight(tensor):
+def _is_parameter(
+    forward: Forward, node: onnx.NodeProto, index: int, tensor: onnx.TensorProto, was_constant: bool
+) -> bool:
+    """Tell whether an initializer is a parameter where it stands: as a weight, or by what the file says of it."""
+    if not _is_weight(forward, tensor):
         return False
     if index in ALWAYS.get(node.op_type, ()):
         return True
-    return index in UNLESS_CONSTANT.get(node.op_type, ()) and not was_constant
+    if was_constant or not reaches(node, index):
+        return False
+    if forward.signed and tensor.name not in forward.signed and not forward.lost:
+        return False  # the exporter's own: all parameters are elsewhere
+    return node.op_type in FOLDED_INTO or not is_generated(tensor.name)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -160,7 +160,10 @@ def build(
         typer.echo(f"warning: {warning}", err=True)
     for note in built.notes:
         typer.echo(f"note: {note}")
-    typer.echo(f"{output}: {count(len(built.model.graph.node), 'node')}")
+    trained = f"{count(len(built.trainable), 'parameter')} to train"
+    if built.frozen:
+        trained += f", {len(built.frozen)} frozen"
+    typer.echo(f"{output}: {count(len(built.model.graph.node), 'node')}, {trained}")
 
 
 def inspect(
