@@ -49,7 +49,7 @@ class Variables:
 class Ends:
     """What the graph ends in: a loss with its labels, or else inputs that hold the gradients of outputs."""
 
-    outputs: tuple[str, ...]  # of the network, that the loss reads, or whose gradients come in
+    outputs: tuple[str, ...]  # of the network, that the loss reads, or whose gradients come in; scores of classes first
     loss: str | None = None
     labels: tuple[str, ...] = ()
     gradients: dict[str, str] = dataclasses.field(default_factory=dict)  # output -> the input with its gradient
@@ -97,7 +97,8 @@ def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) ->
         last.name, last.output[list(last.output).index(parts[0])] = node_name, loss
     forward.graph.output.insert(0, helper.make_tensor_value_info(loss, TensorProto.FLOAT, []))
     infer_shapes(forward)
-    return Ends(tuple(dict.fromkeys(outputs)), loss, tuple(labels))
+    scores = [output for term, output in zip(terms, outputs, strict=True) if LOSSES[term.kind].classes]
+    return Ends(tuple(dict.fromkeys((*scores, *outputs))), loss, tuple(labels))
 
 
 def gradient_graph(forward: Forward, variables: Variables, ends: Ends) -> onnx.ModelProto:

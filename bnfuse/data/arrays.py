@@ -1,4 +1,5 @@
-"""Images in an .npz: `x` and `y`, with `x_val`, `y_val` and `x_test`, `y_test` where they are there.
+"""Images in an .npz, or in .npy files of a folder: `x` and `y`, with `x_val`, `y_val` and `x_test`, `y_test` where they
+are there. Of a graph with several inputs for labels there is an array for each, by its name, instead of `y`.
 
 Bytes are divided by 255, all other numbers are taken as they are, so the parts must be alike: all bytes or none, and
 not one from 0 to 1 with another from 0 to 255. Nothing is unpickled, and sizes are asked before anything is read.
@@ -19,29 +20,31 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 
+from .array_folders import ArrayFolder
 from .dataset import MAX_BYTES, Part, Raw, check_memory
+from .targets import Target, are_alike, checked, joined
 
 SUFFIXES = {"train": "", "val": "_val", "test": "_test"}
-NAMES = tuple(f"{name}{end}" for end in SUFFIXES.values() for name in "xy")
 FAR = 16  # times as large, the largest as well as the mean: numbers of another unit
 SOME = 1024  # images whose mean is taken
 
 
-def npz_file(path: Path, image: int | None = None, channels: int | None = None) -> Raw:
-    """Read `x` [N, H, W], [N, C, H, W] or [N, H, W, C] and `y` [N], and as much for the other parts."""
+def array_file(
+    path: Path, image: int | None = None, channels: int | None = None, targets: Sequence[Target] = ()
+) -> Raw:
+    """Read `x` [N, H, W], [N, C, H, W] or [N, H, W, C] and `y` [N], and as much for the other parts.
+
+    `targets` are the labels that the graph takes; one array for each is read by its name where the file has them.
+    """
     try:
-        if not zipfile.is_zipfile(path):  # raises where there is no such file
-            path.open("rb").close()
-            raise ValueError("it is no .npz, or is cut short: numpy.savez writes one")
-        with np.load(path, allow_pickle=False) as arrays:
-            parts = parts_in(arrays, path)
-            others = [name for name in arrays.files if name not in NAMES]
-            check_sizes(arrays, path, parts, image, channels)
-            found = {
-                part: Part(map_of(array_in(arrays, f"x{end}"), f"x{end}", path), array_in(arrays, f"y{end}"), f"x{end}")
-                for part, end in SUFFIXES.items()
-                if part in parts
-            }
+        if path.is_dir():
+            found, others = parts_of(ArrayFolder(path), path, image, channels, targets)
+        else:
+            if not zipfile.is_zipfile(path):  # raises where there is no such file
+                path.open("rb").close()
+                raise ValueError("it is no .npz, or is cut short: numpy.savez writes one")
+            with np.load(path, allow_pickle=False) as arrays:
+                found, others = parts_of(arrays, path, image, channels, targets)
     except (
         OSError,
         ValueError,
@@ -58,8 +61,56 @@ def npz_file(path: Path, image: int | None = None, channels: int | None = None) 
         raise BnfuseError(f"{path}: cannot be read: {what}") from None
     for part in (part for name, part in found.items() if name != "train"):
         check_alike(found["train"], part, path)
-    notes = [f"{path}: left out: {', '.join(map(repr, others))}: it may have {', '.join(NAMES)}"] if others else []
+    notes = []
+    if others:
+        left, known = ", ".join(map(repr, others)), ", ".join(names_of(found["train"].y.dtype.names or ("y",)))
+        notes.append(f"{path}: left out: {left}: it may have {known}")
     return Raw(found, scale=255.0 if found["train"].x.dtype == np.uint8 else 1.0, notes=tuple(notes))
+
+
+def parts_of(
+    arrays: Any, path: Path, image: int | None, channels: int | None, targets: Sequence[Target]
+) -> tuple[dict[str, Part], list[str]]:
+    """Read the parts, and list the arrays that are of none."""
+    labels = chosen_labels(arrays, path, targets)
+    parts = parts_in(arrays, path, labels)
+    check_sizes(arrays, path, parts, labels, image, channels)
+    found = {}
+    for part in parts:
+        end = SUFFIXES[part]
+        x = map_of(array_in(arrays, f"x{end}"), f"x{end}", path)
+        found[part] = Part(x, labels_in(arrays, path, labels, targets, end, len(x)), f"x{end}")
+    return found, [name for name in arrays.files if name not in names_of(labels)]
+
+
+def names_of(labels: Sequence[str]) -> list[str]:
+    """List the names that arrays may have, where these are those of labels."""
+    return [f"{name}{end}" for end in SUFFIXES.values() for name in ("x", *labels)]
+
+
+def chosen_labels(arrays: Any, path: Path, targets: Sequence[Target]) -> tuple[str, ...]:
+    """Choose the names of the arrays with labels: those of the graph's inputs where any is there, or `y` alone."""
+    own = tuple(target.name for target in targets)
+    if any(name in arrays for name in own) and not (len(own) == 1 and "y" in arrays):
+        return own
+    if len(own) > 1 and not ("y" in arrays and are_alike(targets)):
+        each = ", ".join(map(str, targets))
+        raise BnfuseError(f"{path}: has no arrays with the labels that the graph takes: {each}")
+    return ("y",)
+
+
+def labels_in(
+    arrays: Any, path: Path, labels: Sequence[str], targets: Sequence[Target], end: str, count: int
+) -> np.ndarray:
+    """Read the labels of a part: one array, or those of several inputs side by side."""
+    if len(labels) == 1:
+        return array_in(arrays, f"{labels[0]}{end}")
+    return joined(
+        {
+            target.name: checked(array_in(arrays, f"{target.name}{end}"), target, count, f"{path}: {target.name}{end}")
+            for target in targets
+        }
+    )
 
 
 def array_in(arrays: Any, name: str) -> np.ndarray:
@@ -70,25 +121,29 @@ def array_in(arrays: Any, name: str) -> np.ndarray:
     return found
 
 
-def parts_in(arrays: Any, path: Path) -> list[str]:
+def parts_in(arrays: Any, path: Path, labels: Sequence[str] = ("y",)) -> list[str]:
     """Find which parts are there, each with images and labels."""
-    missing = [key for key in ("x", "y") if key not in arrays]
+    missing = [key for key in ("x", *labels) if key not in arrays]
     if missing:
         found = ", ".join(arrays.files[:6]) or "nothing"
-        raise BnfuseError(f"{path}: has no array '{missing[0]}' (it has {found}): it needs x and y")
+        needed = " and ".join(("x", *labels)) if len(labels) == 1 else ", ".join(("x", *labels))
+        raise BnfuseError(f"{path}: has no array '{missing[0]}' (it has {found}): it needs {needed}")
     parts = []
     for part, end in SUFFIXES.items():
-        pair = [f"{name}{end}" for name in "xy"]
-        there = [key for key in pair if key in arrays]
-        if len(there) == 1:
-            lost = next(key for key in pair if key not in there)
-            raise BnfuseError(f"{path}: has '{there[0]}' but no '{lost}': it needs both or none")
+        needed_here = [f"{name}{end}" for name in ("x", *labels)]
+        there = [key for key in needed_here if key in arrays]
+        if there and len(there) < len(needed_here):
+            lost = next(key for key in needed_here if key not in there)
+            whole = "both" if len(needed_here) == 2 else f"all of {', '.join(needed_here)}"
+            raise BnfuseError(f"{path}: has '{there[0]}' but no '{lost}': it needs {whole} or none")
         if there:
             parts.append(part)
     return parts
 
 
-def check_sizes(arrays: Any, path: Path, parts: Sequence[str], image: int | None, channels: int | None) -> None:
+def check_sizes(
+    arrays: Any, path: Path, parts: Sequence[str], labels: Sequence[str], image: int | None, channels: int | None
+) -> None:
     """Check by the headers alone that all images fit into memory as float32, and that nothing else is large."""
     count, largest = 0, (0, 0, 0)
     for part in parts:
@@ -99,15 +154,17 @@ def check_sizes(arrays: Any, path: Path, parts: Sequence[str], image: int | None
             largest = max(largest, (c, h, w), key=lambda dims: dims[0] * dims[1] * dims[2])
     check_memory(count, *largest, str(path))
     check_memory(count, channels or largest[0], image or largest[1], image or largest[2], str(path))
-    for name in (f"{letter}{SUFFIXES[part]}" for part in parts for letter in "xy"):
+    for array, end in ((array, SUFFIXES[part]) for part in parts for array in ("x", *labels)):
+        name = f"{array}{end}"
         shape = shape_in(arrays, name)
-        if not (name[0] == "x" and len(shape) in (3, 4)) and 8 * math.prod(shape) > MAX_BYTES:
+        if not (array == "x" and len(shape) in (3, 4)) and 8 * math.prod(shape) > MAX_BYTES:
             raise BnfuseError(f"{path}: {name} claims the shape {list(shape)}: it is too large")
 
 
 def shape_in(arrays: Any, name: str) -> tuple[int, ...]:
     """Tell what the header of an array says."""
-    with arrays.zip.open(f"{name}.npy") as stream:
+    member = arrays.member(name) if isinstance(arrays, ArrayFolder) else arrays.zip.open(f"{name}.npy")
+    with member as stream:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape: tuple[int, ...] = read(stream)[0]

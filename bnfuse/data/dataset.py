@@ -10,12 +10,17 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 
+from .targets import scored
+
 MAX_BYTES = 1 << 33  # of all images as float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """Images float32 [N, C, H, W] (0 to 1 where they came as bytes), labels int64 [N] from 0 to classes - 1.
+
+    Of a graph with several inputs for labels they are a structured array, a field for each input, of which the first
+    is scored (targets.py).
 
     `test_x` is held out. It is scored after each epoch and chooses the best one, unless there is `val_x`: then that
     does so, and `test_x` is scored once, at the end.
@@ -112,7 +117,7 @@ def finish(
 ) -> Dataset:
     """Check the labels, hold images out where the source has not, and bring all to what a Dataset is."""
     parts = {
-        key: dataclasses.replace(part, y=check_labels(part.y, len(part.x), name, part.name))
+        key: dataclasses.replace(part, y=check_all_labels(part.y, len(part.x), name, part.name))
         for key, part in raw.parts.items()
     }
     if len(parts) == 1:
@@ -123,7 +128,7 @@ def finish(
     x = parts["train"].x
     total = sum(len(part.x) for part in parts.values())
     check_memory(total, channels or x.shape[1], image or x.shape[2], image or x.shape[3], name)
-    found = max(int(part.y.max()) for part in parts.values()) + 1
+    found = max(int(scored(part.y).max()) for part in parts.values()) + 1
     if classes is not None and found > classes:
         raise BnfuseError(
             f"{name}: has {found} classes, the network {classes}: its last layer must give {found} numbers "
@@ -164,12 +169,21 @@ def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Seque
     line += f"; {classes} class{'es' if classes > 1 else ''}"
     if data.classes > classes:
         notes = [*notes, f"{data.name}: has {classes} classes, the network tells {data.classes} apart"]
-    lost = np.setdiff1d(np.arange(found), data.train_y)
+    lost = np.setdiff1d(np.arange(found), scored(data.train_y))
     if len(lost):
         names = [repr(data.class_names[index]) if data.class_names else str(index) for index in lost[:6]]
         more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
         notes = [*notes, f"{data.name}: the training part has no image of class {', '.join(names)}{more}"]
     return tuple(" ".join(text.split()) for text in (line, *(f"note: {note}" for note in notes)))
+
+
+def check_all_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.ndarray:
+    """Check labels. Gives them as int64 [count], none negative. Those of several inputs stay as they are, and what is
+    scored is checked."""
+    if y.dtype.names is None:
+        return check_labels(y, count, name, part)
+    check_labels(scored(y), count, name, part)
+    return y
 
 
 def check_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.ndarray:

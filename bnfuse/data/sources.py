@@ -6,9 +6,11 @@ said in one line.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import os
 import zlib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -16,9 +18,11 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 
-from .arrays import npz_file
+from .array_folders import is_array_folder
+from .arrays import array_file
 from .dataset import MAX_BYTES, Dataset, Part, Raw, finish
 from .folders import image_folder
+from .targets import Target, are_alike
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FASHION_CLASSES = (
@@ -45,14 +49,17 @@ def load_data(
     seed: int = 0,
     held_out: float = 0.2,
     skip_unreadable: bool = False,
+    targets: Sequence[Target] = (),
 ) -> Dataset:
-    """Read images by name (`digits`, `fashion-mnist`), of an .npz file, or of a folder with a folder for each class.
+    """Read images by name (`digits`, `fashion-mnist`), of an .npz file, of a folder with a folder for each class, or of
+    one with `x.npy` and `y.npy`.
 
     image            side that the images are brought to, by `fit`: resize, or pad with zeros
     channels         1 or 3: grey is repeated, colour is averaged by luminance
     classes          what the network has; fails where the data has more
     held_out         share of the images for testing, chosen by `seed`, where the source has no such part of its own
     skip_unreadable  files of a folder that cannot be read are left out and counted; by default the first one raises
+    targets          the labels that the graph takes, the ones to be scored first: of several the .npz has an array each
 
     Raises BnfuseError with one line that names the file. docs/training.md
     """
@@ -62,20 +69,35 @@ def load_data(
     if fit not in ("resize", "pad"):
         raise BnfuseError(f"fit={fit} is unknown: it is resize or pad")
     name = os.fspath(spec)
-    raw = _source(name, image, channels, fit, skip_unreadable)
+    raw = _source(name, image, channels, fit, skip_unreadable, targets)
+    if len(targets) > 1 and raw.parts["train"].y.dtype.names is None:
+        if not are_alike(targets):
+            each = ", ".join(map(str, targets))
+            raise BnfuseError(f"{name}: has one label for each image, the graph takes {each}: give an .npz of arrays")
+        note = f"{name}: its labels are those of {' and '.join(target.name for target in targets)} alike"
+        raw = dataclasses.replace(raw, notes=(*raw.notes, note))
     return finish(raw, name, image=image, channels=channels, classes=classes, fit=fit, seed=seed, held_out=held_out)
 
 
-def _source(name: str, image: int | None, channels: int | None, fit: str, skip_unreadable: bool) -> Raw:
+def _source(
+    name: str,
+    image: int | None,
+    channels: int | None,
+    fit: str,
+    skip_unreadable: bool,
+    targets: Sequence[Target],
+) -> Raw:
     if name == "digits":
         return digits()
     if name == "fashion-mnist":
         return fashion_mnist()
     path = Path(name)
     if os.path.isdir(path):  # noqa: PTH112 (a name that is too long, or a folder that may not be looked at, is none)
+        if is_array_folder(path):
+            return array_file(path, image, channels, targets)
         return image_folder(path, image, channels, fit, skip_unreadable=skip_unreadable)
     if path.suffix == ".npz":
-        return npz_file(path, image, channels)
+        return array_file(path, image, channels, targets)
     raise BnfuseError(
         f"{name}: is no data: give digits, fashion-mnist, an .npz with x and y, or a folder with a folder per class"
     )

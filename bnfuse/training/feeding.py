@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset, batches, load_data
-from bnfuse.data.dataset import check_labels
+from bnfuse.data.dataset import check_all_labels
+from bnfuse.data.targets import Target, are_alike, checked, chosen_first, fed_labels, scored
+from bnfuse.graph.labels import classes_of
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.training.loading import Loader, fed, prefetched
 from bnfuse.training.nonfinite import error_of_evaluation
@@ -29,7 +31,13 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
     found = data_for(step, data)
     Loader(found, batch_of(step))  # complains where no batch is full
     epochs = (batches(found.train_x, found.train_y, batch_of(step), seed=seed, epoch=e) for e in itertools.count(1))
-    return [step(x, y) for x, y in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
+    some = itertools.islice(itertools.chain.from_iterable(epochs), steps)
+    return [step(x, *fed_labels(y, label_inputs(step))) for x, y in some]
+
+
+def label_inputs(step: Step) -> tuple[str, ...]:
+    """List the inputs with labels that a call of the step takes behind the data."""
+    return tuple(name for name in step.inputs if name in step.program.signature["labels"])
 
 
 def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -70,7 +78,7 @@ def evaluate_batches(step: Step, parts: Iterator[tuple[np.ndarray, np.ndarray]],
             logits = step.evaluate(x)[: len(y)]
             if not np.isfinite(logits).all():
                 raise error_of_evaluation(x)
-            right += int((logits.argmax(1) == y).sum())
+            right += int((logits.argmax(1) == scored(y)).sum())
     return right / max(count, 1)
 
 
@@ -102,24 +110,32 @@ def raw_data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dat
     _, channels, height, width = taken.shape
     if height != width:
         raise BnfuseError(f"the graph takes images of {height}x{width}: give it a Dataset of that size in Python")
-    return load_data(data, image=height, channels=channels, classes=taken.classes, **options)
+    return load_data(data, image=height, channels=channels, classes=taken.classes, targets=taken.targets, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What a graph takes: images [N, C, H, W], and labels of so many classes, if that is known."""
+    """What a graph takes: images [N, C, H, W], and labels, those that are scored first."""
 
     shape: tuple[int, ...]
-    classes: int | None
+    targets: tuple[Target, ...]
+
+    @property
+    def classes(self) -> int | None:
+        """How many classes the labels that are scored run over, if that is known."""
+        return self.targets[0].classes
 
 
 def taken_by(source: Step | TrainingGraph) -> Taken:
-    """Tell what a graph takes. Raises BnfuseError where that is something else than images and a label for each."""
-    data, labels, inputs, classes = signature(source)
-    if len(data) != 1 or len(labels) != 1:
+    """Tell what a graph takes. Raises BnfuseError where that is something else than images and labels for each."""
+    is_graph = isinstance(source, TrainingGraph)
+    roles = dataclasses.asdict(source.signature) if is_graph else source.program.signature
+    inputs = inputs_of(source, (*roles["data"], *roles["labels"]))
+    data, labels = ([name for name in roles[role] if name in inputs] for role in ("data", "labels"))
+    if len(data) != 1 or not labels:
         names = ", ".join((*data, *labels)) or "nothing"
         raise BnfuseError(f"the graph takes {names}: data sets are images and labels. Compile it and call the step.")
-    (name, shape), (label, (label_shape, label_type)) = (data[0], inputs[data[0]][0]), (labels[0], inputs[labels[0]])
+    (shape, _), name = inputs[data[0]], data[0]
     if len(shape) != 4:
         raise BnfuseError(f"the graph's input '{name}' is {list(shape)}: images need N, C, H, W")
     if shape[1] > 4 and shape[3] in (1, 3, 4) and shape[2] != shape[3]:
@@ -127,37 +143,58 @@ def taken_by(source: Step | TrainingGraph) -> Taken:
             f"the graph's input '{name}' is {list(shape)}, with the channels last: data sets are fed as N, C, H, W. "
             "Export the network with its channels first."
         )
-    if label_shape != shape[:1] or label_type.kind not in "iu":
-        raise BnfuseError(
-            f"the graph's input '{label}' is {label_type} {list(label_shape)}: data sets have an integer label for "
-            f"each image, {[shape[0]]}. Compile it and call the step."
-        )
-    return Taken(shape, classes)
+    for label in labels:
+        label_shape, label_type = inputs[label]
+        fits = label_shape[:1] == shape[:1] and (len(labels) > 1 or (len(label_shape) == 1 and label_type.kind in "iu"))
+        if not fits:
+            raise BnfuseError(
+                f"the graph's input '{label}' is {label_type} {list(label_shape)}: data sets have an integer label for "
+                f"each image, {[shape[0]]}. Compile it and call the step."
+            )
+    targets = [target_of(source, name, *inputs[name]) for name in labels]
+    return Taken(shape, chosen_first(targets, roles["logits"], classes_of_logits(source)))
 
 
-def signature(
-    source: Step | TrainingGraph,
-) -> tuple[list[str], list[str], dict[str, tuple[tuple[int, ...], np.dtype[Any]]], int | None]:
-    """Give names of data and labels, the shape and type of each, and the number of classes where it is known."""
+Inputs = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+
+def inputs_of(source: Step | TrainingGraph, names: Sequence[str]) -> Inputs:
+    """Give shape and type of those of the inputs that there are."""
     if isinstance(source, TrainingGraph):
-        data, labels = list(source.signature.data), list(source.signature.labels)
-        inputs = {name: (source.shape_of(name), source.dtype_of(name)) for name in (*data, *labels)}
+        return {name: (source.shape_of(name), source.dtype_of(name)) for name in names}
+    tensors = source.program.inputs
+    return {name: (tensors[name].shape, np.dtype(tensors[name].dtype)) for name in names if name in tensors}
+
+
+def target_of(source: Step | TrainingGraph, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Target:
+    """Tell what labels an input takes."""
+    if dtype.kind == "f":
+        return Target(name, shape[1:], dtype)
+    if isinstance(source, TrainingGraph):
+        said = classes_of(source.model.graph, [name]).get(name)
+        count, ignored = (said.count, said.ignored) if said else (classes_of_logits(source), None)
+    else:
+        given = source.program.classes.get(name, {})
+        count, ignored = given.get("count", classes_of_logits(source)), given.get("ignored")
+    return Target(name, shape[1:], dtype, count, ignored)
+
+
+def classes_of_logits(source: Step | TrainingGraph) -> int | None:
+    """Tell how many classes the logits tell apart, None where that is not known."""
+    if isinstance(source, TrainingGraph):
         try:
-            return data, labels, inputs, source.classes(labels[0] if labels else None)
+            return source.classes()
         except BnfuseError:
-            return data, labels, inputs, None
-    signature, tensors = source.program.signature, source.program.inputs
-    data, labels = ([name for name in signature[role] if name in tensors] for role in ("data", "labels"))
-    found = {name: (tensors[name].shape, np.dtype(tensors[name].dtype)) for name in (*data, *labels)}
-    return data, labels, found, classes_of_step(source, labels[0]) if labels else None
+            return None
+    logits = source.program.outputs.get(source.program.signature["logits"] or "")
+    return logits.shape[1] if logits is not None and len(logits.shape) > 1 else None
 
 
 def classes_of_step(step: Step, label: str) -> int | None:
     """Tell how many classes the integer labels of an input run over, None where that is not known."""
     if label in step.program.classes:
         return int(step.program.classes[label]["count"])
-    logits = step.program.outputs.get(step.program.signature["logits"] or "")
-    return logits.shape[1] if logits is not None and len(logits.shape) > 1 else None
+    return classes_of_logits(step)
 
 
 def check_given(data: Dataset, taken: Taken) -> None:
@@ -173,9 +210,28 @@ def check_given(data: Dataset, taken: Taken) -> None:
             )
         if len(x) == len(y) == 0 and part != "train":
             continue
-        y = check_labels(y, len(x), data.name, f"{part}_x")
-        if taken.classes is not None and int(y.max()) >= taken.classes:
-            raise BnfuseError(f"{data.name}: {part}_y has labels up to {y.max()}, the graph {taken.classes} classes")
+        check_given_labels(y, len(x), data.name, part, taken)
+
+
+def check_given_labels(y: np.ndarray, count: int, name: str, part: str, taken: Taken) -> None:
+    """Raise where the labels of a Dataset do not fit to the graph."""
+    fields, targets = y.dtype.names, taken.targets
+    if fields is None and len(targets) > 1 and not are_alike(targets):
+        each = ", ".join(map(str, targets))
+        raise BnfuseError(
+            f"{name}: {part}_y is one label for each image, the graph takes {each}: give a field for each"
+        )
+    if fields is not None:
+        if fields != tuple(target.name for target in targets):
+            wanted = ", ".join(target.name for target in targets)
+            raise BnfuseError(f"{name}: {part}_y has the fields {', '.join(fields)}, the graph takes {wanted}")
+        for target in targets:
+            checked(y[target.name], target, count, f"{name}: {target.name} of {part}_y")
+            if y[target.name].dtype != target.dtype:
+                raise BnfuseError(f"{name}: {target.name} of {part}_y is {y[target.name].dtype}, not {target.dtype}")
+    scores = scored(check_all_labels(y, count, name, f"{part}_x"))
+    if taken.classes is not None and int(scores.max()) >= taken.classes:
+        raise BnfuseError(f"{name}: {part}_y has labels up to {scores.max()}, the graph {taken.classes} classes")
 
 
 def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
+from bnfuse.data.targets import fed_labels
 from bnfuse.training import checkpoints, nonfinite
 from bnfuse.training.checkpoints import Folder, Position, Saved
-from bnfuse.training.feeding import batch_of, evaluate_data, fed_statistics
+from bnfuse.training.feeding import batch_of, evaluate_data, fed_statistics, label_inputs
 from bnfuse.training.history import Epoch, History, best_of, percent, without_gain
 from bnfuse.training.loading import Batch, Loader, prefetched
 from bnfuse.training.metrics import Metrics
@@ -161,9 +162,10 @@ class Run:
         step, count = self.step, at.epoch * self.loader.steps + at.step
         step.lr = self.schedule.rate(self.lr, count, self.loader.steps, self.options.epochs)
         whole = step.target.is_one_graph  # one graph of all launches; on a CPU the loss is seen before the update
-        loss = float(step(batch.x, batch.y) if whole else step.forward(batch.x, batch.y))
+        fed = (batch.x, *fed_labels(batch.y, label_inputs(step)))
+        loss = float(step(*fed) if whole else step.forward(*fed))
         if not math.isfinite(loss):
-            raise nonfinite.error_of(step, loss, batch.x, batch.y, epoch=batch.epoch, index=count + 1, lr=step.lr)
+            raise nonfinite.error_of(step, loss, *fed, epoch=batch.epoch, index=count + 1, lr=step.lr)
         if not whole:
             step.backward()
             step.update()

@@ -28,10 +28,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def error_of(
-    step: Step, loss: float, images: np.ndarray, labels: np.ndarray, *, epoch: int, index: int, lr: float
+    step: Step, loss: float, images: np.ndarray, *labels: np.ndarray, epoch: int, index: int, lr: float
 ) -> BnfuseError:
     """Make the error of a loss of nan or inf. The step has run its forward phase, and on a GPU the others too."""
-    what = first_not_finite(step, images, labels)
+    what = first_not_finite(step, images, *labels)
     where = f"the loss is {loss} in step {index} (epoch {epoch}) at a learning rate of {lr:.4g}"
     culprit = f"the first tensor that is not finite is {what}" if what else "all other tensors are finite"
     spoilt = what is not None and what.startswith("the batch of images")
@@ -55,7 +55,7 @@ def error_of_evaluation(images: np.ndarray) -> BnfuseError:
     return DivergedError(f"the network gives numbers that are not finite for held-out images. {TOO_FAST}.")
 
 
-def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str | None:
+def first_not_finite(step: Step, images: np.ndarray, *labels: np.ndarray) -> str | None:
     """Find what first is not finite in the forward phase of a step, as a message names it; None where it cannot be
     told."""
     if not np.isfinite(images).all():
@@ -70,7 +70,7 @@ def first_not_finite(step: Step, images: np.ndarray, labels: np.ndarray) -> str 
         from bnfuse.training.replay import not_finite  # onnxruntime: a step needs it for this alone
 
         state = step.state_dict()
-        given = dict(zip((*signature.data, *signature.labels), (images, labels), strict=False))
+        given = dict(zip((*signature.data, *signature.labels), (images, *labels), strict=False))
         try:
             bad = not_finite(step, model, {str(node.name) for node in forward}, given, step.target.threads)
         except (BnfuseError, ImportError):  # what onnxruntime cannot run is told by what the step itself has left
