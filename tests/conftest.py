@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import tvm_ffi  # noqa: F401 - its handler of crashes writes where pytest captures; pytest's own comes after it and is heard
 from slowest_first import SlowestFirst
 from source_files import load
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.ort.oracle import Arrays
+from bnfuse.verifying.cancelled import yardsticks
 from bnfuse.verifying.runners import OrtRunner, Where
 from bnfuse.verifying.verdict import ROUNDING, Curves, TensorError
 
@@ -55,7 +56,8 @@ class Reference:
     def judge(self, result: Arrays, losses: list[float]) -> tuple[tuple[TensorError, ...], Curves | None]:
         """Compare the other graph's results and losses. Gives an error for each tensor, and the curves where it was
         trained."""
-        tensors = tuple(compare(self.values, result, self.spreads, self.graph.signature, self.rounding))
+        signature, measured_by = self.graph.signature, yardsticks(self.graph)
+        tensors = tuple(compare(self.values, result, self.spreads, signature, self.rounding, measured_by))
         if not self.steps:
             return tensors, None
         tolerances = curve_tolerances(self.losses, self.noisy_losses, self.rounding)
@@ -86,16 +88,24 @@ def tolerance(spread: float, rounding: float = ROUNDING) -> float:
 
 
 def compare(
-    reference: Arrays, result: Arrays, spreads: list[Arrays], signature: GraphSignature, rounding: float = ROUNDING
+    reference: Arrays,
+    result: Arrays,
+    spreads: list[Arrays],
+    signature: GraphSignature,
+    rounding: float = ROUNDING,
+    measured_by: Mapping[str, str] | None = None,
 ) -> Iterator[TensorError]:
-    """Compare the loss first, then gradients, then running statistics."""
+    """Compare the loss first, then gradients, then running statistics. An output of `measured_by` is measured by the
+    size of another one, where that is larger."""
+    measured_by = measured_by or {}
     for kind, outputs in (
         ("loss" if signature.loss else "output", list(signature.results)),
         ("gradient", list(signature.gradients.values())),
         ("running", list(signature.running.values())),
     ):
-        floor = FLOOR * max((norm(reference[name]) for name in outputs), default=0.0)
+        least = FLOOR * max((norm(reference[name]) for name in outputs), default=0.0)
         for name in outputs:
+            floor = max(least, norm(reference[measured_by[name]])) if name in measured_by else least
             spread = max(distance(noisy[name], reference[name], floor) for noisy in spreads)
             error = distance(result[name], reference[name], floor)
             yield TensorError(name, kind, error, tolerance(spread, rounding))
