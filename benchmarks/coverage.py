@@ -90,10 +90,10 @@ def verify(name: str, folder: Path, exporter: str, runtime: str = "ort") -> dict
     import bnfuse
 
     found = bnfuse.verify(folder / f"{name}.train.onnx", folder / f"{name}.fused.onnx", runtime=runtime, threads=1)
-    result = {"equal": bool(found.equal), "worst": [found.worst.tensor, found.worst.error, found.worst.tolerance]}
+    worst = [found.worst.tensor, found.worst.error, found.worst.tolerance]
     if not found.equal:
-        raise AssertionError(f"not equal: {result['worst']}")
-    return result
+        raise AssertionError(f"{found.verdict}; the worst is {worst}")
+    return {"equal": True, "worst": worst}
 
 
 def compile_step(name: str, folder: Path, exporter: str) -> dict[str, Any]:
