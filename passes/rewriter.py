@@ -144,7 +144,7 @@ class Editor:
             DOMAIN,
             spec.name,
             [operands[operand] for operand in spec.operands],
-            [ir.convenience.convert_attribute(key, _plain(attributes[key])) for key in spec.attributes],
+            [ir.convenience.convert_attribute(key, _plain(attributes[key])) for key in written(spec, attributes)],
             outputs=values,
             name=node_name,
             metadata_props=self._metadata(of),
@@ -264,6 +264,13 @@ class Editor:
     def _metadata(self, of: Iterable[ir.Node]) -> dict[str, str]:
         names = list(dict.fromkeys(source for node in of for source in sources(node)))
         return {SOURCES: json.dumps(names), PASS: self.pass_name}
+
+
+def written(spec: OpSpec | PlainOp, attributes: Mapping[str, Any]) -> list[str]:
+    """List the attributes that a node of the operator is written with: those that may be left out where they say
+    something."""
+    defaults = spec.defaults if isinstance(spec, PlainOp) else {}
+    return [*spec.attributes, *(name for name, value in defaults.items() if attributes.get(name, value) != value)]
 
 
 def _plain(value: Any) -> Any:

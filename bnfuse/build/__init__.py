@@ -15,6 +15,7 @@ import onnx
 from bnfuse.core.ranges import check_whole
 from bnfuse.graph.shapes import complete_shapes
 
+from .batch_norms import check_definition, tell_definition
 from .decompose import decompose
 from .forward import read_forward
 from .losses import Term
@@ -51,6 +52,7 @@ def build(
     freeze: Sequence[str] = (),
     train_bn: bool = False,
     frozen_bn: bool = False,
+    running_variance: str = "onnx",
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     logits: str | None = None,
@@ -68,6 +70,8 @@ def build(
               the network (affine=False, buffers) train only where a glob other than * matches them
     train_bn  BatchNormalization exported for inference becomes training BN
     frozen_bn takes a file whose BatchNormalizations are all frozen: they normalise by their running statistics
+    running_variance  by which variance of the batch the running one is moved: "onnx", as ONNX defines it, the biased
+              one; "torch", as torch moves it, the unbiased one
     init      globs of the parameters and statistics to draw anew; all others keep the values that the file has
     logits    which output the loss reads, where there are several
     seed      of the values that are drawn: for `init`, and where the file has none
@@ -76,6 +80,7 @@ def build(
     allow_folded_bn  takes a file whose BatchNorms its exporter is known to have folded away
     """
     check_whole("seed", seed)
+    check_definition(running_variance)
     forward = read_forward(source, file=file, batch=batch)
     ending = read_ending(forward, loss, labels, logits)
     found = repair(
@@ -100,7 +105,8 @@ def build(
     decompose(forward, found.constants, frozenset(variables.all), frozenset(variables.frozen))
     make_canonical(forward)
     ends = graph_loss.ends(forward) if graph_loss else add_loss(forward, ending.terms, found.outputs)
-    built = gradient_graph(forward, variables, ends)
+    tell_definition(forward, running_variance)
+    built = gradient_graph(forward, variables, ends, unbiased=running_variance == "torch")
     model = finish(built, forward, variables, ends)
     complete_shapes(model, forward.file)
     notes, warnings = tuple(forward.notes), tuple(forward.warnings)
@@ -117,6 +123,7 @@ def build_training_graph(
     freeze: Sequence[str] = (),
     train_bn: bool = False,
     frozen_bn: bool = False,
+    running_variance: str = "onnx",
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     logits: str | None = None,
@@ -133,6 +140,7 @@ def build_training_graph(
         freeze=freeze,
         train_bn=train_bn,
         frozen_bn=frozen_bn,
+        running_variance=running_variance,
         init=init,
         allow_folded_bn=allow_folded_bn,
         logits=logits,

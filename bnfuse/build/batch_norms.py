@@ -11,10 +11,30 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
+from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import some
 from bnfuse.graph.protos import attributes, fresh, set_attribute
 
 from .graph import Forward
+
+RUNNING_VARIANCES = ("onnx", "torch")  # moved by the biased variance of the batch, or by the unbiased one
+
+
+def check_definition(running_variance: str) -> None:
+    """Raise BnfuseError unless it is one of RUNNING_VARIANCES."""
+    if running_variance not in RUNNING_VARIANCES:
+        known = " or ".join(RUNNING_VARIANCES)
+        raise BnfuseError(f"--running-variance {running_variance} is no definition of a running variance: give {known}")
+
+
+def tell_definition(forward: Forward, running_variance: str) -> None:
+    """Note that running variances follow another definition than ONNX's."""
+    training = [node for node in batch_norms(forward) if is_training(node)]
+    if running_variance == "torch" and training:
+        forward.note(
+            f"the running variances of {len(training)} BatchNormalization nodes are moved by the unbiased variance of "
+            "the batch, as torch does it (unbiased=1)"
+        )
 
 
 def batch_norms(forward: Forward) -> list[onnx.NodeProto]:

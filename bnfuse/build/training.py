@@ -101,10 +101,13 @@ def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) ->
     return Ends(tuple(dict.fromkeys((*scores, *outputs))), loss, tuple(labels))
 
 
-def gradient_graph(forward: Forward, variables: Variables, ends: Ends) -> onnx.ModelProto:
-    """Give the training graph without values: variables are plain inputs, outputs in the file's order."""
+def gradient_graph(forward: Forward, variables: Variables, ends: Ends, *, unbiased: bool = False) -> onnx.ModelProto:
+    """Give the training graph without values: variables are plain inputs, outputs in the file's order.
+
+    Running variances are moved by the unbiased variance of the batch where `unbiased` says so.
+    """
     bare = without_values(forward.model, variables)
-    own_batch_norms(bare)
+    own_batch_norms(bare, unbiased=unbiased)
     for output in variables.running.values():
         bare.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, None))
     model = ir.from_proto(bare)
@@ -118,7 +121,7 @@ def gradient_graph(forward: Forward, variables: Variables, ends: Ends) -> onnx.M
     return built
 
 
-def own_batch_norms(model: onnx.ModelProto) -> None:
+def own_batch_norms(model: onnx.ModelProto, *, unbiased: bool) -> None:
     """Make every training BatchNormalization an `ai.bnfuse::BatchNorm`, which also gives mean and inverse deviation."""
     taken = {name for node in model.graph.node for name in (*node.input, *node.output)}
     types = {value.name: value for value in typed_values(model.graph)}
@@ -136,6 +139,8 @@ def own_batch_norms(model: onnx.ModelProto) -> None:
         del node.attribute[:]
         for name, default in BATCH_NORM_DEFAULTS.items():
             set_attribute(node, name, float(given.get(name, default)))
+        if unbiased:
+            set_attribute(node, "unbiased", 1)
     if any(node.domain == DOMAIN for node in model.graph.node):
         model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
 

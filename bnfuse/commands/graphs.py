@@ -118,6 +118,10 @@ def build(
     frozen_bn: Annotated[
         bool, typer.Option("--frozen-bn", help="Keep BatchNorms that were exported for inference frozen.")
     ] = False,
+    running_variance: Annotated[
+        options.RunningVariance,
+        typer.Option(help="Move it by the batch's biased variance (onnx) or unbiased one (torch)."),
+    ] = options.RunningVariance.onnx,
     init: Annotated[
         list[str] | None,
         typer.Option(metavar="GLOB", help="Parameters to draw anew; others keep their values.", show_default=False),
@@ -153,6 +157,7 @@ def build(
         freeze=freeze or [],
         train_bn=train_bn,
         frozen_bn=frozen_bn,
+        running_variance=running_variance.value,
         init=init or [],
         allow_folded_bn=allow_folded_bn,
     )

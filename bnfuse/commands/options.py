@@ -83,6 +83,13 @@ class Unit(str, enum.Enum):
     binary = "binary"
 
 
+class RunningVariance(str, enum.Enum):
+    """Whose definition running variances follow."""
+
+    onnx = "onnx"
+    torch = "torch"
+
+
 Units = Annotated[Unit, typer.Option(help="MB of 10^6 bytes, or MiB of 2^20.")]
 
 

@@ -16,7 +16,7 @@ from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.body import Body, reference
 from bnfuse.opset.functions_conv import input_gradient, weight_gradient
 from bnfuse.opset.functions_sampling import SAMPLING
-from bnfuse.opset.functions_whole import WHOLE, running
+from bnfuse.opset.functions_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     CONV_GRADS,
@@ -54,6 +54,8 @@ def function_for(op: OpSpec | PlainOp, opset_version: int) -> ir.Function:
     operands, imports = list(body.operands.values()), {"": opset_version}
     graph = ir.Graph(operands, outputs, nodes=body.nodes, name=op.name, opset_imports=imports)
     attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in op.attributes]
+    if isinstance(op, PlainOp):
+        attributes += [ir.convenience.convert_attribute(name, value) for name, value in op.optional]
     return ir.Function(DOMAIN, op.name, graph=graph, attributes=attributes)
 
 
@@ -276,7 +278,8 @@ def _finalize(body: Body) -> tuple[ir.Value, ...]:
     inv_std = body.power(body("Add", body["variance"], body.attribute("epsilon")), -0.5)
     a = body("Mul", body["scale"], inv_std)
     b = body("Sub", body["bias"], body("Mul", body["mean"], a))
-    return a, b, inv_std, *(running(name, body[name], body) for name in ("mean", "variance"))
+    estimate = unbiased(body["variance"], body.attribute("elements"), body)
+    return a, b, inv_std, running("mean", body["mean"], body), running("variance", estimate, body)
 
 
 def _terms(body: Body) -> tuple[ir.Value, ir.Value]:

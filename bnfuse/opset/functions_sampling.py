@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.opset.body import Body
+from bnfuse.opset.functions_whole import running, unbiased
 
 FLOAT = int(ir.DataType.FLOAT)
 MAP = (0, 2, 3)  # N, H, W
@@ -143,15 +144,16 @@ def _local_finalize(body: Body) -> tuple[ir.Value, ...]:
     inv_std = body.power(body("Add", body["variance"], body.attribute("epsilon")), -0.5)
     a = body("Mul", body["scale"], inv_std)
     b = body("Sub", body["bias"], body("Mul", body["mean"], a))
-    return a, b, inv_std, _running("mean", body), _running("variance", body)
+    estimate = unbiased(_over_groups("variance", body), body.attribute("elements"), body)
+    new = (running("mean", _over_groups("mean", body), body), running("variance", estimate, body))
+    return a, b, inv_std, *new
 
 
-def _running(name: str, body: Body) -> ir.Value:
-    momentum = body.attribute("momentum")
+def _over_groups(name: str, body: Body) -> ir.Value:
+    """Give the mean over the groups, [C], of an operand [G, C]."""
     total = body("ReduceSum", body[name], body.constant([0]), keepdims=0)
     groups = body("Cast", body("Div", body("Size", body[name]), body("Size", total)), to=FLOAT)
-    batch = body("Mul", body("Div", total, groups), body("Sub", body.constant(1.0), momentum))
-    return body("Add", body("Mul", body[f"running_{name}"], momentum), batch)
+    return body("Div", total, groups)
 
 
 def _local_normalize(body: Body) -> tuple[ir.Value, ...]:

@@ -47,6 +47,14 @@ def running(name: str, batch: ir.Value, body: Body) -> ir.Value:
     return body("Add", body("Mul", body[f"running_{name}"], momentum), added)
 
 
+def unbiased(variance: ir.Value, count: ir.Value, body: Body) -> ir.Value:
+    """Give the unbiased estimate of a variance over `count` elements, a float; the variance itself where that is at
+    most 1."""
+    one = body.constant(1.0)
+    estimate = body("Div", body("Mul", variance, count), body("Sub", count, one))
+    return body("Where", body("Greater", count, one), estimate, variance)
+
+
 def _batch_norm(body: Body) -> tuple[ir.Value, ...]:
     """Two passes over x: a difference of raw sums would cancel where |mean| is large."""
     x = folded(body["x"], body)
@@ -57,7 +65,9 @@ def _batch_norm(body: Body) -> tuple[ir.Value, ...]:
     inv_std = body.power(body("Add", variance, body.attribute("epsilon")), -0.5)
     scaled = body("Mul", centred, column(body("Mul", body["scale"], inv_std), body))
     y = unfolded(body("Add", scaled, column(body["bias"], body)), body["x"], body)
-    return y, running("mean", mean, body), running("variance", variance, body), mean, inv_std
+    corrected = body("Mul", count, body("Cast", body.attribute("unbiased"), to=FLOAT))
+    estimate = unbiased(variance, corrected, body)
+    return y, running("mean", mean, body), running("variance", estimate, body), mean, inv_std
 
 
 def _batch_norm_grad(body: Body) -> tuple[ir.Value, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.spec import (
@@ -114,7 +114,8 @@ PLAIN = {
         "inv_std = 1/sqrt(variance + epsilon); a = scale*inv_std; b = bias - mean*a; "
         "new_running = running*momentum + batch*(1 - momentum)",
         "From statistics to the coefficients of Normalize, and the running statistics. The running variance takes the "
-        "biased batch variance, as onnxruntime-training does.",
+        "biased variance, as ONNX defines it; where `elements` says of how many elements a channel that is, it takes "
+        "variance*elements/(elements - 1), as torch does. Of a mixture that is no whole number; 1 changes nothing.",
     ),
     "BatchNormGradReduce": Text(
         "dbeta = sum of dz, dgamma = sum of dz*(x - mean)*inv_std, over N, H, W",
@@ -141,7 +142,8 @@ WHOLE = {
         "y = (x - mean)*inv_std*scale + bias; inv_std = 1/sqrt(variance + epsilon); "
         "new_running = running*momentum + batch*(1 - momentum)",
         "A BatchNorm in training, with the mean and the variance of each channel of x. The variance is biased, in the "
-        "running statistics too.",
+        "running statistics too unless `unbiased` is 1: then the running variance takes variance*n/(n - 1), with the n "
+        "elements of a channel. One element has no such estimate: its variance is taken as it is.",
     ),
     "BatchNormGrad": Text(
         "dbias = sum of dy; dscale = sum of dy*(x - mean)*inv_std; "
@@ -190,7 +192,7 @@ LOCAL = {
     "LocalFinalize": Text(
         "inv_std = 1/sqrt(variance + epsilon); a = scale*inv_std; b = bias - mean*a; "
         "new_running = running*momentum + (mean over groups of batch)*(1 - momentum)",
-        "As BatchNormFinalize, for each group.",
+        "As BatchNormFinalize, for each group; `elements` are those of a group's statistics.",
     ),
     "LocalNormalize": Text("y = a*x + b", "Each group with its own a and b."),
     "LocalGradReduce": Text(
@@ -283,7 +285,10 @@ def _sections() -> Iterator[str]:
         for name, text in texts.items():
             op = PLAIN_OPS[name]
             grouped, any_rank = texts is LOCAL, texts is WHOLE
-            yield _entry(name, text, op.operands, op.results, op.attributes, grouped=grouped, any_rank=any_rank)
+            attributes = (*op.attributes, *op.defaults)
+            yield _entry(
+                name, text, op.operands, op.results, attributes, op.defaults, grouped=grouped, any_rank=any_rank
+            )
 
 
 def _cores() -> Iterator[str]:
@@ -323,6 +328,7 @@ def _entry(
     operands: Iterable[str],
     results: Iterable[str],
     attributes: Iterable[str],
+    defaults: Mapping[str, int | float] | None = None,
     *,
     grouped: bool = False,
     any_rank: bool = False,
@@ -337,7 +343,9 @@ def _entry(
     for title, names in (("Operands", operands), ("Results", results)):
         if listed := ", ".join(f"`{shown}` {shape_of(shown, grouped=grouped, any_rank=any_rank)}" for shown in names):
             lines.append(f"- {title}: {listed}")
-    if listed := ", ".join(f"`{shown}` ({attribute_type(shown)})" for shown in attributes):
+    left_out = {shown: f", {value:g} where left out" for shown, value in (defaults or {}).items()}
+    shown_as = [f"`{shown}` ({attribute_type(shown)}{left_out.get(shown, '')})" for shown in attributes]
+    if listed := ", ".join(shown_as):
         lines.append(f"- Attributes: {listed}")
     return "\n".join(lines).rstrip() + "\n"
 

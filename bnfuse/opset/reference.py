@@ -17,7 +17,7 @@ from bnfuse.core.windows import axes_of
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.reference_sampling import SAMPLING
-from bnfuse.opset.reference_whole import WHOLE, running
+from bnfuse.opset.reference_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
 
 Array = np.ndarray
@@ -353,7 +353,8 @@ def _window_elements(extent: tuple[int, ...], attributes: Attributes) -> Array:
 def _finalize(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
     inv_std = 1 / np.sqrt(operands["variance"] + attributes["epsilon"])
     a = operands["scale"] * inv_std
-    new = (running(operands, name, operands[name], attributes) for name in ("mean", "variance"))
+    batch = {"mean": operands["mean"], "variance": unbiased(operands["variance"], attributes.get("elements", 0.0))}
+    new = (running(operands, name, value, attributes) for name, value in batch.items())
     return a, operands["bias"] - operands["mean"] * a, inv_std, *new
 
 

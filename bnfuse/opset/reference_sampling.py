@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from bnfuse.opset.reference_whole import running, unbiased
+
 Array = np.ndarray
 Operands = Mapping[str, Array]
 Attributes = Mapping[str, Any]
@@ -105,14 +107,12 @@ def _local_statistics(operands: Operands, attributes: Attributes) -> tuple[Array
 
 
 def _local_finalize(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
-    mean, variance, momentum = operands["mean"], operands["variance"], attributes["momentum"]
+    mean, variance = operands["mean"], operands["variance"]
     inv_std = 1 / np.sqrt(variance + attributes["epsilon"])
     a = operands["scale"] * inv_std
-    running = (
-        operands[f"running_{name}"] * momentum + operands[name].mean(axis=0) * (1 - momentum)
-        for name in ("mean", "variance")
-    )
-    return a, operands["bias"] - mean * a, inv_std, *running
+    batch = {"mean": mean.mean(axis=0), "variance": unbiased(variance.mean(axis=0), attributes.get("elements", 0.0))}
+    new = (running(operands, name, value, attributes) for name, value in batch.items())
+    return a, operands["bias"] - mean * a, inv_std, *new
 
 
 def _local_normalize(operands: Operands, attributes: Attributes) -> tuple[Array]:

@@ -32,12 +32,18 @@ def running(operands: Operands, name: str, batch: Array, attributes: Attributes)
     return new
 
 
+def unbiased(variance: Array, count: float) -> Array:
+    """Give the unbiased estimate of a variance over `count` elements; the variance itself where that is at most 1."""
+    return variance * (count / (count - 1)) if count > 1 else variance
+
+
 def _batch_norm(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
     x = operands["x"]
     mean, variance = x.mean(axis=others(x)), x.var(axis=others(x))
     inv_std = 1 / np.sqrt(variance + attributes["epsilon"])
     y = (x - column(mean, x)) * column(operands["scale"] * inv_std, x) + column(operands["bias"], x)
-    new = (running(operands, name, batch, attributes) for name, batch in (("mean", mean), ("variance", variance)))
+    estimate = unbiased(variance, x.size // x.shape[1]) if attributes.get("unbiased") else variance
+    new = (running(operands, name, batch, attributes) for name, batch in (("mean", mean), ("variance", estimate)))
     return y, *new, mean, inv_std
 
 

@@ -110,7 +110,7 @@ def own_schema(op: OpSpec | PlainOp) -> Schema:
     """Give the schema of an `ai.bnfuse` operator: every operand, result and attribute is required."""
 
     def infer(context: Any) -> None:
-        attributes = {name: attribute_of(context, name, None) for name in op.attributes}
+        attributes = {name: attribute_of(context, name, None) for name in op.attributes}  # no shape follows from others
         shapes = {name: dims_of(context.get_input_type(place)) for place, name in enumerate(op.operands)}
         for place, (name, shape) in enumerate(result_shapes(op, shapes, attributes).items()):
             context.set_output_type(place, tensor(_element(name), shape))
@@ -122,7 +122,10 @@ def own_schema(op: OpSpec | PlainOp) -> Schema:
         inputs=[Parameter(name, _own_kind(name)) for name in op.operands],
         outputs=[Parameter(name, _own_kind(name)) for name in op.results],
         type_constraints=[("J", KINDS["J"], "")] if {*LABELS} & {*op.operands} else [],
-        attributes=[_attribute(name, attribute_type(name), required=True) for name in op.attributes],
+        attributes=[
+            *(_attribute(name, attribute_type(name), required=True) for name in op.attributes),
+            *(_attribute(name, attribute_type(name), required=False) for name, _ in getattr(op, "optional", ())),
+        ],
     )
     schema.set_type_and_shape_inference_function(infer)
     return schema

@@ -254,18 +254,26 @@ class PlainOp:
     operands: tuple[str, ...]
     results: tuple[str, ...]
     attributes: tuple[str, ...] = ()
+    optional: tuple[tuple[str, int | float], ...] = ()  # attributes that a node may leave out, with what holds then
+
+    @property
+    def defaults(self) -> dict[str, int | float]:
+        """Map the attributes that a node may leave out to their values then."""
+        return dict(self.optional)
 
 
 # What the training graph of a network has before any pass, beside standard operators and the cores alone. x, y, dy and
 # dx are [N, C, ...] of any rank from 2 on, log_prob and dscores too; labels and dlosses are [N, ...] without C.
 WHOLE_OPS = (
     # y = (x - mean)*inv_std*scale + bias, with the mean and the biased variance of each channel of x;
-    # new_running = running*momentum + batch*(1 - momentum)
+    # new_running = running*momentum + batch*(1 - momentum); where `unbiased` is 1 the running variance takes that of
+    # the batch times n/(n - 1), n the elements of a channel (one alone has no such estimate and is taken as it is)
     PlainOp(
         "BatchNorm",
         ("x", "scale", "bias", "running_mean", "running_variance"),
         ("y", "new_running_mean", "new_running_variance", "mean", "inv_std"),
         ("epsilon", "momentum"),
+        (("unbiased", 0),),
     ),
     # its gradients; mean and inv_std are its results
     PlainOp("BatchNormGrad", ("dy", "x", "scale", "mean", "inv_std"), ("dx", "dscale", "dbias")),
@@ -306,6 +314,7 @@ LOCAL_OPS = (
         ("scale", "bias", "mean", "variance", "running_mean", "running_variance"),
         ("a", "b", "inv_std", "new_running_mean", "new_running_variance"),
         ("epsilon", "momentum"),
+        (("elements", 0.0),),
     ),
     # y = a*x + b, each group with its own
     PlainOp("LocalNormalize", ("x", "a", "b"), ("y",), ("samples",)),
@@ -346,12 +355,14 @@ PLAIN_OPS: dict[str, PlainOp] = {
         # mean, biased variance of x over N, H, W, in one sweep
         PlainOp("BatchNormStatistics", ("x",), ("mean", "variance")),
         # inv_std = 1/sqrt(variance + epsilon), a = scale*inv_std, b = bias - mean*a,
-        # new_running = running*momentum + batch*(1 - momentum)
+        # new_running = running*momentum + batch*(1 - momentum); where `elements` says of how many elements a channel's
+        # variance is, the running one takes it times elements/(elements - 1). Of a mixture that is no whole number.
         PlainOp(
             "BatchNormFinalize",
             ("scale", "bias", "mean", "variance", "running_mean", "running_variance"),
             ("a", "b", "inv_std", "new_running_mean", "new_running_variance"),
             ("epsilon", "momentum"),
+            (("elements", 0.0),),
         ),
         # dbeta = sum dz, dgamma = sum dz*(x - mean)*inv_std
         PlainOp("BatchNormGradReduce", ("dz", "x", "mean", "inv_std"), ("dbeta", "dgamma")),
@@ -394,7 +405,7 @@ def find(name: str) -> OpSpec | PlainOp | None:
 
 
 _LISTS = ("dilations", "extent", "kernel_shape", "pads", "strides")
-_FLOATS = ("epsilon", "momentum", "weight")
+_FLOATS = ("elements", "epsilon", "momentum", "weight")
 
 
 def attribute_type(name: str) -> str:

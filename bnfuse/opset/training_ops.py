@@ -43,10 +43,16 @@ class TrainingOp:
 BATCH_NORM_DEFAULTS = {"epsilon": float(np.float32(1e-5)), "momentum": float(np.float32(0.9))}  # as a file has them
 
 
-def batch_norm_constants(node: ir.Node) -> dict[str, float]:
-    """Epsilon and momentum of a BatchNormInternal; a file may leave out either."""
+def batch_norm_constants(node: ir.Node, elements: float = 0.0) -> dict[str, float]:
+    """Epsilon and momentum of a BatchNorm; a file may leave out either.
+
+    With the number of elements a channel that its statistics are of: those of its halves, which have `elements` where
+    the running variance is to be the unbiased estimate.
+    """
     given = node.attributes
-    return {name: given[name].as_float() if name in given else default for name, default in BATCH_NORM_DEFAULTS.items()}
+    read = {name: given[name].as_float() if name in given else default for name, default in BATCH_NORM_DEFAULTS.items()}
+    corrected = "unbiased" in given and given["unbiased"].as_int() == 1
+    return {**read, "elements": float(elements)} if corrected and elements else read
 
 
 def tensor(kind: int, shape: tuple[int | str | None, ...] | None) -> Type:

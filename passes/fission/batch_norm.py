@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.opset.training_ops import batch_norm_constants
-from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map
+from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult
 
 NORMALIZE = OpSpec(("Normalize",), "Pointwise")
@@ -47,7 +47,8 @@ def split(editor: Editor, node: ir.Node) -> None:
         PLAIN_OPS["BatchNormStatistics"], {"x": x}, {}, named(mean=node.outputs[3]), before=node, of=[node],
         name=editor.fresh(f"{node.name}/statistics"),
     )  # fmt: skip
-    finalize_and_normalize(editor, node, statistics)
+    n, _, h, w = sizes(x)
+    finalize_and_normalize(editor, node, statistics, n * h * w)
 
 
 def named(**results: ir.Value) -> dict[str, ir.Value]:
@@ -64,8 +65,11 @@ def type_statistics(node: ir.Node) -> None:
         value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
 
 
-def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-    """Put the halves that come after mean and variance in a BatchNorm's place. Gives the coefficients, [C] each."""
+def finalize_and_normalize(
+    editor: Editor, node: ir.Node, statistics: Mapping[str, ir.Value], elements: float
+) -> dict[str, ir.Value]:
+    """Put the halves that come after mean and variance, of `elements` a channel, in a BatchNorm's place. Gives the
+    coefficients, [C] each."""
     x, scale, bias, running_mean, running_variance = node.inputs
     y, new_mean, new_variance, _, saved_inv_std = node.outputs
     assert x is not None and scale is not None and bias is not None
@@ -74,7 +78,7 @@ def finalize_and_normalize(editor: Editor, node: ir.Node, statistics: Mapping[st
     operands |= {"running_mean": running_mean, "running_variance": running_variance}
     keep = named(inv_std=saved_inv_std, new_running_mean=new_mean, new_running_variance=new_variance)
     coefficients = editor.emit(
-        PLAIN_OPS["BatchNormFinalize"], operands, batch_norm_constants(node), keep, before=node, of=[node],
+        PLAIN_OPS["BatchNormFinalize"], operands, batch_norm_constants(node, elements), keep, before=node, of=[node],
         name=editor.fresh(f"{node.name}/finalize"),
     )  # fmt: skip
     operands = {"x": x, "a": coefficients["a"], "b": coefficients["b"]}

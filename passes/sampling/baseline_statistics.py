@@ -65,7 +65,8 @@ def estimate(editor: Editor, node: ir.Node, kind: str) -> None:
         PLAIN_OPS[f"{kind}Statistics"], {"x": x}, {}, {"mean": node.outputs[3]}, before=node, of=[node],
         name=editor.fresh(f"{node.name}/statistics"),
     )  # fmt: skip
-    coefficients = finalize_and_normalize(editor, node, found)
+    n, _, h, w = sizes(x)
+    coefficients = finalize_and_normalize(editor, node, found, n * h * w if kind == "L1" else 0)
     for gradient in gradients:
         estimate_gradient(editor, node, gradient, coefficients["a"], kind, found)
 

@@ -33,6 +33,7 @@ from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import type_statistics
 from bnfuse.passes.fission.batch_norm_grad import gradients_of, has_input_gradient
 from bnfuse.passes.rewriter import Editor, FusionResult, is_unused
+from bnfuse.passes.sampling.parts import effective_elements
 from bnfuse.passes.sampling.sample import Sampled
 from bnfuse.passes.sampling.spec import LayerSample, SamplePlan
 
@@ -176,7 +177,7 @@ class Localizer:
         operands = {"scale": scale, "bias": bias, **statistics}
         operands |= {"running_mean": running_mean, "running_variance": running_variance}
         keep = {"new_running_mean": new_mean, "new_running_variance": new_variance}
-        made = self.emit("LocalFinalize", operands, batch_norm_constants(self.node), "finalize", keep)
+        made = self.emit("LocalFinalize", operands, batch_norm_constants(self.node, self.elements), "finalize", keep)
         operands = {"x": self.x, "a": made["a"], "b": made["b"]}
         normalised = self.emit("LocalNormalize", operands, self.samples, None, {"y": y})
         self.stay(normalised["y"])
@@ -224,6 +225,12 @@ class Localizer:
             keep = {"dx": node.outputs[0]} if last else {}
             suffix = None if last else "sample"
             acc = self.emit("LocalAddSampled", operands, part.within(self.group), suffix, keep, of=node)["dx"]
+
+    @property
+    def elements(self) -> float:
+        """Count the elements a channel that the statistics of a group are of."""
+        height, width = sizes(self.x)[2:]
+        return effective_elements([(part.count * height * width, part.weight) for part in self.parts])
 
     @property
     def samples(self) -> dict[str, int]:

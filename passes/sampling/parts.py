@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -36,6 +37,17 @@ class Part:
     def elements(self) -> int:
         """Count the elements per channel."""
         return math.prod(self.extent) if self.extent is not None else self.place.count  # type: ignore[union-attr]
+
+
+def effective_elements(parts: Sequence[tuple[int, float]]) -> float:
+    """Give the n for which n/(n - 1) makes the mixed variance of parts (elements, weight) unbiased.
+
+    A part's variance about its own mean is too small by 1/elements of itself, the mixture by the mean of these. 0 where
+    one element is all.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    return 1 / sum(weight / elements for elements, weight in parts)
 
 
 def parts_of(spec: LayerSample, shape: tuple[int, ...], virtual: int) -> tuple[Part, ...] | None:

@@ -32,7 +32,7 @@ from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import finalize_and_normalize, type_statistics
 from bnfuse.passes.fission.batch_norm_grad import SCALED, emit_terms, gradients_of, has_input_gradient
 from bnfuse.passes.rewriter import Editor, FusionResult
-from bnfuse.passes.sampling.parts import Part, parts_of
+from bnfuse.passes.sampling.parts import Part, effective_elements, parts_of
 from bnfuse.passes.sampling.spec import LayerSample, SamplePlan
 
 
@@ -152,7 +152,8 @@ def sample(editor: Editor, node: ir.Node, parts: list[Placed]) -> None:
             before=node, of=[node], name=editor.fresh(f"{node.name}/mix"),
         )  # fmt: skip
         mixed = {name: made[f"mixed_{name}"] for name in ("mean", "variance")}
-    coefficients = finalize_and_normalize(editor, node, mixed)
+    elements = effective_elements([(placed.part.elements, placed.part.weight) for placed in parts])
+    coefficients = finalize_and_normalize(editor, node, mixed, elements)
     for gradient in gradients:
         sample_gradient(editor, node, gradient, coefficients["a"], parts, means)
 

@@ -16,7 +16,7 @@ from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.lowering.layout import MapRef
-from bnfuse.runtime.lowering.norm import coefficients
+from bnfuse.runtime.lowering.norm import coefficients, moving
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.steps import updated
 from bnfuse.runtime.lowering.vectors import new_rows, padded, row, rows
@@ -59,8 +59,7 @@ def local_finalize(low: Lowering, node: ir.Node, operands: Values, results: Valu
             refs[name] = new_rows(low, value, groups, channels).storage
         else:
             refs[name] = low.new_dense(value, (channels,))
-    arguments = (channels, padded(channels), groups, float(attributes["epsilon"]), float(attributes["momentum"]))
-    coefficients(low, "local_finalize", arguments, refs)
+    coefficients(low, "local_finalize", (channels, padded(channels), groups, *moving(attributes)), refs)
 
 
 def local_normalize(low: Lowering, node: ir.Node, operands: Values, results: Values, attributes: Attributes) -> None:

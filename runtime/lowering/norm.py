@@ -45,7 +45,13 @@ def batch_norm_finalize(low: Lowering, operands: Values, results: Values, attrib
 
 def finalize(low: Lowering, channels: int, attributes: Attributes, refs: Mapping[str, Ref]) -> None:
     """Launch the kernel that makes coefficients and running statistics, [C] each, of mean and variance."""
-    coefficients(low, "finalize", (channels, float(attributes["epsilon"]), float(attributes["momentum"])), refs)
+    coefficients(low, "finalize", (channels, *moving(attributes)), refs)
+
+
+def moving(attributes: Attributes) -> tuple[float, ...]:
+    """Give epsilon, momentum and, where the running variance is the unbiased one, its number of elements."""
+    elements = float(attributes.get("elements", 0.0))
+    return (float(attributes["epsilon"]), float(attributes["momentum"]), *((elements,) if elements else ()))
 
 
 def coefficients(low: Lowering, name: str, arguments: tuple[Any, ...], refs: Mapping[str, Ref]) -> None:
@@ -108,7 +114,8 @@ def batch_norm(low: Lowering, node: ir.Node, operands: Values, results: Values, 
         **vectors(low, {name: operands[name] for name in ("scale", "bias", "running_mean", "running_variance")}),
         **{name: vector(name) for name in ("inv_std", "new_running_mean", "new_running_variance")},
     }
-    finalize(low, channels, attributes, refs)
+    count = float(math.prod(low.shape(x)) // channels) if attributes.get("unbiased") else 0.0
+    finalize(low, channels, {**attributes, "elements": count}, refs)
     if "inv_std" in results:
         low.normalizing[results["inv_std"]] = a
     if "y" not in results:

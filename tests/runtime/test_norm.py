@@ -61,6 +61,15 @@ def test_finalize_serves_any_number_of_channels():
             np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.parametrize("elements", [1.0, 2.0, 98.0])
+def test_finalize_moves_the_running_variance_by_the_unbiased_one(elements):
+    kernel = one("finalize", 7, 1e-5, 0.9, elements)
+    operands = vectors(np.random.default_rng(1), 7, *spec.PLAIN_OPS["BatchNormFinalize"].operands)
+    wanted = expected("BatchNormFinalize", operands, epsilon=1e-5, momentum=0.9, elements=elements)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(execute.call(kernel, operands)[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
 def test_grad_reduce():
     rng = np.random.default_rng(2)
     dz, x = (rng.normal(size=(2, 21, 8, 5)).astype(np.float32) for _ in range(2))

@@ -223,10 +223,12 @@ def test_coefficients(name):
             np.testing.assert_allclose(found[result], value, rtol=1e-6, atol=1e-7, err_msg=result)
 
 
-@pytest.mark.parametrize(("channels", "pitch", "groups"), [(21, 32, 3), (16, 16, 1)])
-def test_coefficients_of_groups(channels, pitch, groups):
+@pytest.mark.parametrize(
+    ("channels", "pitch", "groups", "elements"), [(21, 32, 3, 0.0), (16, 16, 1, 0.0), (21, 32, 3, 8.0)]
+)
+def test_coefficients_of_groups(channels, pitch, groups, elements):
     rng = np.random.default_rng(9)
-    kernel = coefficients.coefficients((("local_finalize", (channels, pitch, groups, 1e-5, 0.9)),), TARGET)
+    kernel = coefficients.coefficients((("local_finalize", (channels, pitch, groups, 1e-5, 0.9, elements)),), TARGET)
     operands = {}
     padded = {}
     for name in spec.PLAIN_OPS["LocalFinalize"].operands:
@@ -236,6 +238,7 @@ def test_coefficients_of_groups(channels, pitch, groups):
         if rows:
             padded[name] = np.pad(operands[name], ((0, 0), (0, pitch - channels)), constant_values=np.nan)
     found = execute.call(kernel, padded)
-    for name, value in expected("LocalFinalize", operands, epsilon=1e-5, momentum=0.9).items():
+    wanted = expected("LocalFinalize", operands, epsilon=1e-5, momentum=0.9, elements=elements)
+    for name, value in wanted.items():
         result = found[name].reshape(groups, pitch)[:, :channels] if value.ndim == 2 else found[name]
         np.testing.assert_allclose(result, value, rtol=1e-6, atol=1e-6, err_msg=name)

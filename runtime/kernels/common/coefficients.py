@@ -60,9 +60,12 @@ class Loop:
         return self.rows[name] * self.pitch if name in self.rows else self.ranges.get(name, self.channels)
 
 
-def finalize(channels: int, epsilon: float, momentum: float) -> Loop:
+def finalize(channels: int, epsilon: float, momentum: float, elements: float = 0.0) -> Loop:
     """Describe BatchNormFinalize: scale, bias, mean, variance, running_mean, running_variance
-    -> a, b, inv_std, new_running_mean, new_running_variance."""
+    -> a, b, inv_std, new_running_mean, new_running_variance.
+
+    The running variance takes the unbiased estimate where `elements` says of how many elements a channel is.
+    """
 
     def emit(get: Get, put: Put) -> None:
         inv_std = T.bind(f64(1.0) / tirx.sqrt(f64(get("variance")) + f64(epsilon)))
@@ -72,10 +75,20 @@ def finalize(channels: int, epsilon: float, momentum: float) -> Loop:
         put("inv_std", to_f32(inv_std))
         for name in ("mean", "variance"):
             running, batch = f64(get(f"running_{name}")), f64(get(name))
-            put(f"new_running_{name}", to_f32(running * f64(momentum) + batch * f64(1.0 - momentum)))
+            share = (1.0 - momentum) * (unbiasing(elements) if name == "variance" else 1.0)
+            put(f"new_running_{name}", to_f32(running * f64(momentum) + batch * f64(share)))
 
-    problem = NormProblem("BatchNormFinalize", constants=(("epsilon", epsilon), ("momentum", momentum)))
-    return Loop(problem, channels, emit)
+    constants = (("epsilon", epsilon), ("momentum", momentum), *_counted(elements))
+    return Loop(NormProblem("BatchNormFinalize", constants=constants), channels, emit)
+
+
+def unbiasing(elements: float) -> float:
+    """Give the factor that makes a variance over so many elements the unbiased estimate; 1 for at most one."""
+    return elements / (elements - 1.0) if elements > 1 else 1.0
+
+
+def _counted(elements: float) -> tuple[tuple[str, float], ...]:
+    return (("elements", elements),) if elements else ()
 
 
 def grad_terms(channels: int) -> Loop:
@@ -175,11 +188,13 @@ def range_grad_finalize(channels: int, count: int) -> Loop:
     return Loop(NormProblem("RangeGradFinalize", constants=(("count", count),)), channels, emit)
 
 
-def local_finalize(channels: int, pitch: int, groups: int, epsilon: float, momentum: float) -> Loop:
+def local_finalize(
+    channels: int, pitch: int, groups: int, epsilon: float, momentum: float, elements: float = 0.0
+) -> Loop:
     """Describe LocalFinalize: scale, bias [c], mean, variance [groups, pitch], running_mean, running_variance [c]
     -> a, b, inv_std [groups, pitch], new_running_mean, new_running_variance [c].
 
-    The running statistics follow the average of the groups.
+    The running statistics follow the average of the groups, the variance as in `finalize`.
     """
 
     def emit(get: Get, put: Put) -> None:
@@ -194,9 +209,11 @@ def local_finalize(channels: int, pitch: int, groups: int, epsilon: float, momen
             for group in range(1, groups):
                 total = total + f64(get(name, group))
             running = f64(get(f"running_{name}"))
-            put(f"new_running_{name}", to_f32(running * f64(momentum) + total * f64((1.0 - momentum) / groups)))
+            share = (1.0 - momentum) / groups * (unbiasing(elements) if name == "variance" else 1.0)
+            put(f"new_running_{name}", to_f32(running * f64(momentum) + total * f64(share)))
 
     constants = (("pitch", pitch), ("groups", groups), ("epsilon", epsilon), ("momentum", momentum))
+    constants = (*constants, *_counted(elements))
     rows = dict.fromkeys(("mean", "variance", "a", "b", "inv_std"), groups)
     return Loop(NormProblem("LocalFinalize", constants=constants), channels, emit, rows=rows, pitch=pitch)
 

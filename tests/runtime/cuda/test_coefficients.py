@@ -31,6 +31,12 @@ def test_finalize(channels):
     agree(run_kernel(kernel, operands), expected("BatchNormFinalize", operands, epsilon=1.2345e-12, momentum=0.9))
 
 
+def test_finalize_moves_the_running_variance_by_the_unbiased_one():
+    operands = vectors(np.random.default_rng(0), 3, *FINALIZE)
+    found = run_kernel(coefficients((("finalize", (3, 1e-5, 0.9, 4.0)),), gpu()), operands)
+    agree(found, expected("BatchNormFinalize", operands, epsilon=1e-5, momentum=0.9, elements=4.0))
+
+
 def test_a_small_epsilon_keeps_its_digits():
     channels, epsilon = 4, 1.2345e-13
     operands = vectors(np.random.default_rng(0), channels, *FINALIZE) | {"variance": np.zeros(channels, np.float32)}
