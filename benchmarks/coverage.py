@@ -9,8 +9,8 @@ network's alone), and what it found is a line of `FOLDER/EXPORTER.jsonl`; networ
 again without --again. Ends with a table of stages and the refusals; the exit status is 1 where fewer than the share
 come through all stages.
 
-`verify` compares in onnxruntime. Two stages run when asked for: `run` compares compiled files, `exact` a compiled step
-with the torch module in float64.
+`verify` compares in onnxruntime. Three stages run when asked for: `float64` computes the rewritten file in float64 and
+compares it with the torch module in float64, `run` compares compiled files, `exact` a compiled step with the module.
 
 Needs torch, onnxscript, torchvision and timm.
 """
@@ -34,9 +34,10 @@ from typing import Any
 
 import networks
 
-STAGES = ("export", "build", "rewrite", "verify", "compile", "run", "exact")
-OPTIONAL = ("run", "exact")  # not among the stages that are run unasked
+STAGES = ("export", "build", "rewrite", "float64", "verify", "compile", "run", "exact")
+OPTIONAL = ("float64", "run", "exact")  # not among the stages that are run unasked
 ROUNDING = 1e-5
+CONSTANTS = 1e-6  # by how much float32 constants of a file (weights of a resize, epsilons) may move float64
 DRAWS = 5  # batches
 ROUNDINGS_OF_TORCH = 5.0  # how much larger than torch's own float32 errors ours may be
 
@@ -109,6 +110,53 @@ def run(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     return verify(name, folder, exporter, "tvm")
 
 
+def rewritten_without_dropout(name: str, folder: Path) -> tuple[Any, Any]:
+    """Give the torch module and what its file becomes at the highest level, with dropout off in both."""
+    import torch
+
+    import bnfuse
+
+    network = networks.NETWORKS[name]
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    module = without_dropout(network.make().train())
+    path = folder / f"{name}.exact.onnx"
+    torch.onnx.export(copy.deepcopy(module), network.inputs(), str(path), dynamo=True, optimize=False, verbose=False)
+    terms = network.terms([output.name for output in bnfuse.load(path).graph.outputs])
+    return module, bnfuse.rewrite(bnfuse.build_training_graph(path, loss=terms, train_bn=True), level="icf")
+
+
+def float64(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+    """Compare the rewritten file, computed by the interpreter of the tests in float64, with the module in float64.
+
+    Rounding puts nothing on the other side of a ReLU's zero here, so one batch tells.
+    """
+    import onnx_ir as ir
+    import torch
+    import widened
+
+    from bnfuse.graph.training_graph import open_graph
+
+    network = networks.NETWORKS[name]
+    module, rewritten = rewritten_without_dropout(name, folder)
+    inputs = network.inputs()
+    labels = network.labels(module, inputs)
+    truth = step_of_torch(module, inputs, labels, network.loss_of_torch, torch.float64)
+    model = ir.to_proto(rewritten.model)
+    initial = {tensor.name for tensor in model.graph.initializer}
+    fed = [value.name for value in model.graph.input if value.name not in initial]
+    found = widened.run(model, dict(zip(fed, (each.numpy() for each in (*inputs, *labels)), strict=True)))
+    running = {key: found[output] for key, output in open_graph(model).signature.running.items()}
+    errors = {
+        "loss": abs(float(found["loss"]) - truth["loss"]) / abs(truth["loss"]),
+        "gradients": distance({key: found[f"{key}_grad"] for key in truth["gradients"]}, truth["gradients"]),
+        "statistics": distance(running, truth["statistics"]),
+    }
+    if not max(errors.values()) <= CONSTANTS:
+        raise AssertionError(f"not the module's: {errors}")
+    return errors
+
+
 def exact(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     """Compare a compiled step with the module itself in float64, beside torch's own float32, over DRAWS batches.
 
@@ -122,13 +170,7 @@ def exact(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     import bnfuse
 
     network = networks.NETWORKS[name]
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    module, inputs = without_dropout(network.make().train()), network.inputs()
-    path = folder / f"{name}.exact.onnx"
-    torch.onnx.export(copy.deepcopy(module), inputs, str(path), dynamo=True, optimize=False, verbose=False)
-    terms = network.terms([output.name for output in bnfuse.load(path).graph.outputs])
-    rewritten = bnfuse.rewrite(bnfuse.build_training_graph(path, loss=terms, train_bn=True), level="icf")
+    module, rewritten = rewritten_without_dropout(name, folder)
     step = bnfuse.compile(rewritten, threads=1)
     start = step.state_dict()
     errors: dict[str, list[list[float]]] = {"loss": [], "gradients": [], "statistics": []}
@@ -218,7 +260,7 @@ def distance(ours: dict[str, Any], truth: dict[str, Any]) -> float:
     return (error / size) ** 0.5 if size else 0.0
 
 
-DOING = dict(zip(STAGES, (export, build, rewrite, verify, compile_step, run, exact), strict=True))
+DOING = dict(zip(STAGES, (export, build, rewrite, float64, verify, compile_step, run, exact), strict=True))
 
 
 def child(stage: str, name: str, folder: Path, exporter: str, pipe: Connection) -> None:
