@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
-import interpreted  # noqa: E402 - of the tests
+import interpreted
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -15,8 +15,9 @@ from bnfuse.verifying.cancelled import yardsticks
 RNG = np.random.default_rng(0)
 
 
-def network(*, read_elsewhere: bool = False) -> onnx.ModelProto:
-    """Conv with bias -> BatchNorm -> Relu -> Conv with bias, pooled; `read_elsewhere` adds the first Conv's result."""
+def network(*, read_elsewhere: bool = False, kernel: int = 0, padding: int = 0) -> onnx.ModelProto:
+    """Conv with bias -> BatchNorm -> Relu -> Conv with bias, pooled; `read_elsewhere` adds the first Conv's result.
+    With `kernel`, a second BatchNorm follows the first one behind a Conv of this size."""
     weights = {
         "w1": RNG.standard_normal((4, 3, 3, 3)),
         "b1": RNG.standard_normal(4),
@@ -34,6 +35,17 @@ def network(*, read_elsewhere: bool = False) -> onnx.ModelProto:
         helper.make_node("GlobalAveragePool", ["z"], ["p"], name="pool"),
         helper.make_node("Flatten", ["p"], ["scores"], name="flatten"),
     ]
+    if kernel:
+        weights["w3"] = RNG.standard_normal((4, 4, kernel, kernel))
+        weights |= {name + "2": weights[name] for name in ("scale", "shift", "mean", "variance")}
+        second = ["m", *(name + "2" for name in ("scale", "shift", "mean", "variance"))]
+        nodes[2:2] = [
+            helper.make_node("Conv", ["n", "w3"], ["m"], name="c3", pads=[padding] * 4),
+            helper.make_node("BatchNormalization", second, ["n2"], name="bn2"),
+        ]
+        nodes[4].input[0] = "n2"
+        del nodes[5]
+        nodes[5].input[0] = "r"
     info = helper.make_tensor_value_info
     tensors = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
     inputs = [info("x", onnx.TensorProto.FLOAT, [2, 3, 8, 8])]
@@ -42,7 +54,7 @@ def network(*, read_elsewhere: bool = False) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
 
 
-def built(**options: bool) -> onnx.ModelProto:
+def built(**options: int) -> onnx.ModelProto:
     return build(network(**options), train_bn=True).model
 
 
@@ -60,6 +72,15 @@ def moved(model: onnx.ModelProto, gradient: str, by: float) -> onnx.ModelProto:
 def test_only_a_bias_that_nothing_but_a_batch_norm_follows_has_a_yardstick():
     assert yardsticks(open_graph(built())) == {"b1_grad": "w1_grad"}
     assert yardsticks(open_graph(built(read_elsewhere=True))) == {}
+
+
+@pytest.mark.parametrize(("kernel", "padding", "cancelled"), [(1, 0, True), (3, 0, True), (3, 1, False)])
+def test_a_shift_comes_through_a_convolution_that_does_not_pad(kernel, padding, cancelled):
+    model = built(kernel=kernel, padding=padding)
+    expected = {"b1_grad": "w1_grad"} | ({"shift_grad": "scale_grad"} if cancelled else {})
+    assert yardsticks(open_graph(model)) == expected
+    found = bnfuse.verify(model, model)
+    assert found.judged
 
 
 @pytest.mark.parametrize("level", ["none", "icf"])
