@@ -128,8 +128,10 @@ class Taken:
 
 def taken_by(source: Step | TrainingGraph) -> Taken:
     """Tell what a graph takes. Raises BnfuseError where that is something else than images and labels for each."""
-    is_graph = isinstance(source, TrainingGraph)
-    roles = dataclasses.asdict(source.signature) if is_graph else source.program.signature
+    if isinstance(source, TrainingGraph):
+        roles = dataclasses.asdict(source.signature)
+    else:
+        roles = source.program.signature
     inputs = inputs_of(source, (*roles["data"], *roles["labels"]))
     data, labels = ([name for name in roles[role] if name in inputs] for role in ("data", "labels"))
     if len(data) != 1 or not labels:

@@ -212,8 +212,8 @@ def local_finalize(
             share = (1.0 - momentum) / groups * (unbiasing(elements) if name == "variance" else 1.0)
             put(f"new_running_{name}", to_f32(running * f64(momentum) + total * f64(share)))
 
-    constants = (("pitch", pitch), ("groups", groups), ("epsilon", epsilon), ("momentum", momentum))
-    constants = (*constants, *_counted(elements))
+    numbers = (("pitch", pitch), ("groups", groups), ("epsilon", epsilon), ("momentum", momentum))
+    constants = (*numbers, *_counted(elements))
     rows = dict.fromkeys(("mean", "variance", "a", "b", "inv_std"), groups)
     return Loop(NormProblem("LocalFinalize", constants=constants), channels, emit, rows=rows, pitch=pitch)
 
