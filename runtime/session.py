@@ -79,6 +79,7 @@ class Step(Exclusive):
         self.seed = self.epoch = 0
         self._draws = Draws(training.program)
         self._loss_scale = self._gradients_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
+        self._seed_scale = 1.0  # what is written where the gradients begin
         self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
         self._done_by = 0  # the thread that ran it
 
@@ -171,7 +172,8 @@ class Step(Exclusive):
     def backward(self, *gradients: Any) -> None:
         """Run the backward phase, after `forward`: all gradients.
 
-        Of a graph without a loss it takes the gradients of the outputs that forward returned, in their order.
+        Of a graph without a loss it takes the gradients of the outputs that forward returned, in their order; with fp16
+        times `loss_scale`.
         """
         names = list(self._output_gradients.values())
         if len(gradients) != len(names):
@@ -256,8 +258,15 @@ class Step(Exclusive):
             self.steps += phase == "update"
             if phase == "backward":
                 self._gradients_scale = self._loss_scale
+                self._write_seed()
             found[phase] = {"lr": self.lr, "step": self.steps, "seed": self.seed, "loss_scale": self._loss_scale}
         return found
+
+    def _write_seed(self) -> None:
+        """Let gradients begin with the loss scale, from when it is another one on."""
+        if self.program.seed is not None and self._seed_scale != self._loss_scale:
+            self._train.memory.store(self.program.storages[self.program.seed], np.full(1, self._loss_scale, np.float32))
+            self._seed_scale = self._loss_scale
 
     def _check_labels(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Labels are indices: a kernel must not be led outside of the classes. Those on a GPU are not looked at."""
@@ -290,7 +299,10 @@ class Step(Exclusive):
     @property
     @alone
     def loss_scale(self) -> float:
-        """With fp16 what the loss's gradient is multiplied by, and gradients divided by in the update. 1 otherwise."""
+        """With fp16 what the gradients begin with, and are divided by in the update. 1 otherwise.
+
+        Of a graph without a loss, gradients of outputs must come in multiplied by it.
+        """
         return self._loss_scale
 
     @loss_scale.setter

@@ -88,6 +88,16 @@ class Emitter:
             self._constants[key] = value
         return self._constants[key]
 
+    def seed(self, dtype: ir.DataType, base: str) -> ir.Value:
+        """Register the 1 that a gradient begins with: a constant of its own, so that it can be exchanged for another
+        factor of all gradients."""
+        name = self.fresh(base)
+        value = ir.Value(name=name, shape=ir.Shape(()), type=ir.TensorType(dtype))
+        value.const_value = ir.tensor(np.array(1, dtype.numpy()), name=name)
+        self.graph.register_initializer(value)
+        self._constants["seed", (), name.encode()] = value
+        return value
+
     def zeros(self, shape: tuple[int, ...], dtype: ir.DataType, base: str) -> ir.Value:
         """Append a ConstantOfShape."""
         sizes = self.constant(np.array(shape, np.int64), "shape")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Emitter, Gradient
@@ -166,7 +165,7 @@ class _Sweep:
         if shape != ():
             what = f"{list(shape) if shape is not None else 'of unknown size'}"
             raise BnfuseError(f"{self.file or self.graph.name}: '{value.name}' is {what}: a loss is a single number")
-        return self.emitter.constant(np.array(1, dtype.numpy()), f"{value.name}_grad")
+        return self.emitter.seed(dtype, f"{value.name}_grad")
 
 
 def active_values(nodes: Sequence[ir.Node], wanted: Sequence[ir.Value], seeded: Sequence[ir.Value]) -> set[ir.Value]:

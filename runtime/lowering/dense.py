@@ -17,7 +17,6 @@ from bnfuse.runtime.kernels.common.loss import LossGradProblem, LossProblem
 from bnfuse.runtime.lowering.sparse import lower_sparse
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.values import attributes_of
-from bnfuse.runtime.program import program as p
 
 Values = Mapping[str, ir.Value]
 
@@ -167,19 +166,7 @@ def lower_cross_entropy_grad(
     problem = LossGradProblem(n, classes, math.prod(inner), kind)
     refs: dict[str, Ref] = {name: low.dense(value) for name, value in operands.items()}
     refs["dscores"] = low.new_dense(results["dscores"], shape)
-    low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs, loss_scale(low))
-    low.is_loss_scaled = True
-
-
-def loss_scale(low: Lowering) -> list[p.Argument]:
-    """Give the factor of all gradients between the loss and the optimiser, where small ones would else be lost."""
-    return [p.Scalar("loss_scale")] if low.target.precision == "fp16" else []
-
-
-def check_scaled(low: Lowering) -> None:
-    """In fp16 gradients start from a loss that scales them: the optimiser takes the factor out of all."""
-    if low.target.precision == "fp16" and low.signature.gradients and not low.is_loss_scaled:
-        raise BnfuseError("precision fp16 scales the gradient of SoftmaxCrossEntropyLoss, and there is none: use bf16")
+    low.launch(registry.SOFTMAX_LOSS_GRAD, (problem, low.target), refs)
 
 
 def loss_problem(

@@ -27,12 +27,13 @@ from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.common.generic_ops import SUPPORTED
 from bnfuse.runtime.kernels.request import Request
-from bnfuse.runtime.lowering.dense import biased_product, check_scaled, exchanges_last_axes
+from bnfuse.runtime.lowering.dense import biased_product, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import SHAPE_ALONE, lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
 from bnfuse.runtime.lowering.layout import assign_slots, assign_vector_slots
 from bnfuse.runtime.lowering.sampled import drawn
+from bnfuse.runtime.lowering.scaling import enter_seed
 from bnfuse.runtime.lowering.source import SOURCE_OPS
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, FOLDED_RESULT, Form, check_elements
@@ -90,7 +91,6 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
             low.phase = "backward"
         lower_node(low, node)
     write_outputs(low, graph.outputs if low.phase == "forward" else [v for v in graph.outputs if v not in of_forward])
-    check_scaled(low)
     if finish is not None:
         low.phase, low.node = "update", "optimizer"
         finish(low)
@@ -187,6 +187,7 @@ def enter(low: Lowering) -> None:
     for name, value in inputs.items():
         if value not in low.forms:
             _enter_one(low, inputs, name, p.INPUTS)
+    enter_seed(low)
     for value in low.graph.initializers.values():
         if value not in low.forms:
             if value.const_value is None:
@@ -340,6 +341,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
         finite=low.finite,
+        seed=low.seed,
         sampling=sampling.to_json(),
     )
     return Lowered(program, low.requests)

@@ -71,7 +71,7 @@ class Lowering:
     rows: dict[tuple[int, int], int] = field(default_factory=dict)  # of coefficients, by matrix and group: storage
     origin: int | None = None  # the offset of a sample that begins where its map does
     places: dict[str, list[Box | Points]] = field(default_factory=dict)  # of samples, by input: as far as maps allow
-    is_loss_scaled: bool = False  # whether gradients begin with a loss that knows of their scale
+    seed: int | None = None  # storage: what all gradients begin with, where it is not 1 (fp16)
     finite: int | None = None  # storage: whether all gradients were, and so the update was made
 
     # -- memory ------------------------------------------------------------------------------------------------

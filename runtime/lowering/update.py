@@ -8,7 +8,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import some
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.optim import BLOCK
-from bnfuse.runtime.lowering.dense import loss_scale
+from bnfuse.runtime.lowering.scaling import loss_scale
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import SGD, Optimizer, decays, unused_globs

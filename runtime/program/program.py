@@ -144,6 +144,8 @@ class Program:
     refused: str = ""  # of an evaluation: why there is none
     finite: int | None = None  # storage (int32): 0 where an update left all as it was, for a gradient had overflowed
 
+    seed: int | None = None  # storage: what gradients begin with, where the session writes it (fp16: the loss scale)
+
     def phase(self, phase: Phase) -> list[Launch]:
         """List the launches of a phase, in order."""
         return [launch for launch in self.launches if launch.phase == phase]

@@ -120,13 +120,10 @@ def row_loss(problem: LossProblem, target: Target, args: Any, rows: Any, row: Ex
     return label.when_used(label.weight * (f64(0.0) - f64(log_prob(label.index)))), label.weight
 
 
-def row_gradient(
-    problem: LossGradProblem, target: Target, args: Any, rows: Any, row: Expr, at: At, factor: Any = 1.0
-) -> None:
-    """Write a row's dscores, times `factor`."""
+def row_gradient(problem: LossGradProblem, target: Target, args: Any, rows: Any, row: Expr, at: At) -> None:
+    """Write a row's dscores."""
     valid, index = label_class(problem, args["labels"][row])
-    scale = args["dlosses"][row]
-    scale = T.bind(scale if isinstance(factor, float) else to_f32(f64(scale) * f64(factor)))
+    scale = T.bind(args["dlosses"][row])
 
     def gradient(c: Expr) -> None:
         own = tirx.Select(tirx.And(valid, c == index), f32(1.0), f32(0.0))

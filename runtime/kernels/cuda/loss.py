@@ -3,8 +3,7 @@
     rows:    log_prob, and each row's loss and weight as float64                       (scratch: losses, weights)
     sums:    blocks sum up to 4096 rows each, in a fixed order; where there are several, a last block joins them
 
-At precision fp16 the gradient is multiplied by the scalar `loss_scale`. A label that is no class never becomes an
-index: it makes the loss NaN, as on a CPU.
+A label that is no class never becomes an index: it makes the loss NaN, as on a CPU.
 """
 
 from __future__ import annotations
@@ -49,15 +48,14 @@ def softmax_loss(problem: LossProblem, target: CudaTarget) -> Kernel:
 
 
 def softmax_loss_grad(problem: LossGradProblem, target: CudaTarget) -> Kernel:
-    """Make the kernel: dlosses, log_prob, labels -> dscores; at fp16 with the scalar loss_scale: float32."""
+    """Make the kernel: dlosses, log_prob, labels -> dscores."""
     params = grad_params(problem)
-    scalars = (("loss_scale", "float32"),) if target.precision == "fp16" else ()
     name = unique_name("SoftmaxCrossEntropyGrad", problem, target)
 
     def build() -> tuple[Stage, ...]:
-        return (_gradient(name, problem, target, params, scalars),)
+        return (_gradient(name, problem, target, params),)
 
-    return Kernel(name, problem, target, params, build, scalars=scalars)
+    return Kernel(name, problem, target, params, build)
 
 
 def _rows(problem: LossProblem | LossGradProblem) -> BlockRows:
@@ -154,12 +152,9 @@ def _serial_sum(block: Block, count: int, first: int) -> Expr:
 # -- its gradient --------------------------------------------------------------------------------------------------
 
 
-def _gradient(
-    name: str, problem: LossGradProblem, target: CudaTarget, params: Sequence[Param], scalars: Sequence[tuple[str, str]]
-) -> Stage:
+def _gradient(name: str, problem: LossGradProblem, target: CudaTarget, params: Sequence[Param]) -> Stage:
     rows = _rows(problem)
-    with stage(name, params, grid=rows.grid, threads=rows.threads, scalars=scalars) as block:
+    with stage(name, params, grid=rows.grid, threads=rows.threads) as block:
         own = rows.within(block)
-        factor = block.scalars.get("loss_scale", 1.0)
-        own.each(target, lambda row, at: row_gradient(problem, target, block, own, row, at, factor))
+        own.each(target, lambda row, at: row_gradient(problem, target, block, own, row, at))
     return block.stage

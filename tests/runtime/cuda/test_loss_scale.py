@@ -1,0 +1,69 @@
+"""At fp16 gradients begin with the loss scale, whatever the loss is, and the update takes it out again."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.helper as h
+import pytest
+from fake_cuda import FakeCuda, install
+from gpu_step import interpreted_step
+
+from bnfuse.build import build_training_graph
+from bnfuse.graph.feeds import draw_feeds
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
+from bnfuse.passes import rewrite
+from bnfuse.runtime import SGD, Step
+from bnfuse.runtime.targets.target import CudaTarget
+
+LOSSES = ("l1@b + 0.5*cross-entropy@a", "none")
+
+
+def graph_of(loss: str) -> TrainingGraph:
+    """Two outputs of a layer."""
+    rng = np.random.default_rng(0)
+    weights = [
+        onnx.numpy_helper.from_array(rng.uniform(-1, 1, shape).astype(np.float32), name)
+        for name, shape in (("w", (5, 4)), ("u", (4, 3)))
+    ]
+    nodes = [
+        h.make_node("Gemm", ["x", "w"], ["h"], "layer"),
+        h.make_node("Tanh", ["h"], ["b"], "tanh"),
+        h.make_node("Gemm", ["b", "u"], ["a"], "head"),
+    ]
+    outputs = [h.make_tensor_value_info(name, 1, [6, size]) for name, size in (("a", 3), ("b", 4))]
+    graph = h.make_graph(nodes, "g", [h.make_tensor_value_info("x", 1, [6, 5])], outputs, weights)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 18)], ir_version=8)
+    return open_graph(rewrite(open_graph(build_training_graph(model, loss=loss)).model))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_and_updates_are_those_without_a_scale(monkeypatch, loss):
+    fake, graph = install(monkeypatch, FakeCuda()), graph_of(loss)
+    feeds = draw_feeds(graph, np.random.default_rng(1))
+    came_in = [feeds[name] for name in graph.signature.output_gradients.values()]
+
+    def step_of(precision: str) -> Step:
+        return interpreted_step(graph, CudaTarget("sm_90", 4, precision), fake, SGD(0.1))
+
+    def one(step: Step) -> None:
+        step.forward(*(feeds[name] for name in step.inputs))
+        step.backward(*(step.loss_scale * gradient for gradient in came_in))
+
+    def close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], factor: float = 1.0) -> None:
+        for name, value in found.items():  # matrices are multiplied in 16 bits
+            np.testing.assert_allclose(value, factor * wanted[name], rtol=2e-3, atol=2e-3 * factor, err_msg=name)
+
+    plain, scaled = step_of("fp32"), step_of("fp16")
+    for step in (plain, scaled):
+        one(step)
+    wanted, memory = plain.gradients(), scaled._train.memory
+    close({name: memory.read(tensor) for name, tensor in scaled.program.gradients.items()}, wanted, 1024.0)
+    close(scaled.gradients(), wanted)
+    for step in (plain, scaled):
+        step.update()
+    close(scaled.state_dict(), plain.state_dict())
+    scaled.loss_scale = 64.0
+    for step in (plain, scaled):
+        one(step)
+    close({name: memory.read(tensor) for name, tensor in scaled.program.gradients.items()}, plain.gradients(), 64.0)
