@@ -22,7 +22,7 @@ from .losses import Term
 from .own_losses import loss_in_graph, read_ending
 from .repair import make_canonical, repair
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
-from .traps import check_forward
+from .traps import check_forward, drop_unread_inputs
 from .variables import choose_variables
 
 __all__ = ["NOTES_KEY", "Built", "Term", "build", "build_training_graph"]
@@ -98,6 +98,7 @@ def build(
     )
     check_forward(forward)
     graph_loss = loss_in_graph(forward, ending, found)
+    drop_unread_inputs(forward, graph_loss.labels if graph_loss else ())
     if graph_loss is not None:
         found.constants.names.update(graph_loss.untrained(forward, train))
         found.fixed.update(graph_loss.constants)

@@ -145,7 +145,7 @@ def keep_outputs(forward: Forward, outputs: Sequence[str], own_loss: str | None 
     before = set(forward.consumers())
     forward.remove_dead_nodes()
     left = before - set(forward.consumers())
-    unread = [value for value in forward.graph.input if value.name in left]
+    unread = [value for value in forward.graph.input if value.name in left and others]
     for value in unread:
         forward.graph.input.remove(value)
     if others:

@@ -82,8 +82,11 @@ def check_operators(forward: Forward, labels: Collection[str] = ()) -> None:
 
     `labels` are inputs with labels of a loss that the graph has; all other inputs are data.
     """
+    read = forward.consumers().keys() | forward.output_names()
     for value in forward.graph.input:
         kind = value.type.tensor_type.elem_type
+        if value.name not in read:
+            continue
         if value.name in labels:
             if kind not in LABELS:
                 given = TensorProto.DataType.Name(kind).lower()
@@ -105,6 +108,23 @@ def check_operators(forward: Forward, labels: Collection[str] = ()) -> None:
         if lost is not None:
             raise forward.error_at(node, f"reads '{lost}', which nothing before it computes: the graph is damaged.")
         known.update(node.output)
+
+
+def drop_unread_inputs(forward: Forward, labels: Collection[str] = ()) -> None:
+    """Leave out data inputs that nothing reads, and say so; raises for labels, and where no input is left."""
+    consumers, outputs = forward.consumers(), forward.output_names()
+    unread = [value for value in forward.graph.input if value.name not in consumers and value.name not in outputs]
+    lost = [value.name for value in unread if value.name in labels]
+    if lost:
+        raise forward.error(f"labels input '{lost[0]}' is read by nothing: the loss does not depend on it")
+    if not unread:
+        return
+    names = ", ".join(value.name for value in unread)
+    if len(unread) == len(forward.graph.input):
+        raise forward.error(f"nothing that the loss depends on reads its input ({names}): export the network anew")
+    for value in unread:
+        forward.graph.input.remove(value)
+    forward.warn(f"nothing reads the values of the input {names}: the training file does not have it")
 
 
 def check_batch_norm(forward: Forward, node: onnx.NodeProto, shapes: Shapes) -> None:

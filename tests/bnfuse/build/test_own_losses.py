@@ -401,3 +401,9 @@ def test_the_command_takes_both(tmp_path):
         assert main(arguments) == 0
         roles = {entry.key: entry.value for entry in onnx.load(arguments[-1]).metadata_props}[METADATA_KEY]
         assert json.loads(roles)["labels"] == ["y"]
+
+
+def test_labels_that_the_loss_does_not_read_are_refused():
+    model = with_loss([node("ReduceMean", "z", "l", keepdims=0)], CLASS_LABELS)
+    with pytest.raises(BnfuseError, match="labels input 'y' is read by nothing: the loss does not depend on it"):
+        build(model, loss="own")

@@ -237,8 +237,9 @@ def test_a_loss_beside_the_logits_is_left_out_with_its_labels(after_conv, step):
 
 
 def test_an_input_of_integers(after_conv):
-    model = after_conv([node("Relu")])
-    model.graph.input.append(helper.make_tensor_value_info("t", TensorProto.INT64, [2]))
+    nodes = [helper.make_node("Cast", ["t"], ["f"], to=TensorProto.FLOAT), node("Add", ["c", "f"])]
+    model = after_conv(nodes)
+    model.graph.input.append(helper.make_tensor_value_info("t", TensorProto.INT64, [6]))
     assert message_of(model).startswith("input 't' is int64: networks take float32 here. build adds the loss")
 
 
@@ -296,3 +297,26 @@ def test_shapes_that_follow_from_the_data(after_conv):
     ]
     text = message_of(after_conv(nodes, {"zero": np.zeros(1, np.int64)}))
     assert text.startswith("node 'it' (Slice) gives 'y', whose shape follows from 'end', which depends on the data: ")
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT, TensorProto.INT64])
+def test_an_input_that_nothing_reads_is_left_out_and_told(after_conv, step, kind):
+    model = after_conv([node("Relu")])
+    model.graph.input.append(helper.make_tensor_value_info("mask", kind, [2, 7]))
+    built = build(model, loss="mse")
+    assert built.warnings == ("nothing reads the values of the input mask: the training file does not have it",)
+    assert [value.name for value in built.model.graph.input][:2] == ["x", "labels"]
+    step(built.model)
+
+
+def test_an_input_that_only_gives_its_shape_is_left_out_and_told(after_conv):
+    model = after_conv([node("Shape", ["like"], ["s"]), node("Expand", ["c", "s"], ["y"])])
+    model.graph.input.append(helper.make_tensor_value_info("like", TensorProto.FLOAT, [2, 4, 6, 6]))
+    assert "the input like" in build(model, loss="mse").warnings[0]
+
+
+def test_a_network_that_does_not_read_its_input(after_conv):
+    model = after_conv([node("Relu", ["w"])])
+    assert message_of(model, loss="mse") == (
+        "nothing that the loss depends on reads its input (x): export the network anew"
+    )
