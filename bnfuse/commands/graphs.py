@@ -41,10 +41,11 @@ class Format(str, enum.Enum):
 
 
 class Runtime(str, enum.Enum):
-    """What runs the second graph."""
+    """What runs the graphs that are compared."""
 
     ort = "ort"
     tvm = "tvm"
+    float64 = "float64"
 
 
 def models(json: options.Json = False) -> None:
@@ -384,7 +385,9 @@ def diff(
 def verify(
     before: Before,
     after: After,
-    runtime: Annotated[Runtime, typer.Option(help="What runs AFTER: onnxruntime, or our compiled step.")] = Runtime.ort,
+    runtime: Annotated[
+        Runtime, typer.Option(help="What runs AFTER: onnxruntime, our compiled step, or float64 (both files, slowly).")
+    ] = Runtime.ort,
     steps: Annotated[int, typer.Option(min=0, help="Train both for so many steps and compare the losses.")] = 0,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of these steps.")] = 0.01,
     target: options.Target = "cpu",
@@ -401,6 +404,7 @@ def verify(
     \b
     bnfuse verify train.onnx fused.onnx
     bnfuse verify train.onnx fused.onnx --runtime tvm --steps 5
+    bnfuse verify train.onnx fused.onnx --runtime float64     (where rounding leaves no verdict)
     bnfuse verify training_model.onnx fused.onnx --checkpoint checkpoint
     """
     from bnfuse import api

@@ -10,10 +10,10 @@ from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.ort.oracle import Arrays
 from bnfuse.verifying.cancelled import yardsticks
-from bnfuse.verifying.runners import OrtRunner, Where
+from bnfuse.verifying.runners import FileRunner, Where
 from bnfuse.verifying.verdict import ROUNDING, Curves, TensorError
 
-MINIMUM = 1e-5
+MINIMUM, MINIMUM_IN_FLOAT64 = 1e-5, 1e-9
 FACTOR = 8.0
 LEAST_ROUNDINGS = 2.0  # that are tolerated however small the spread is: results were computed from rounded values
 FLOOR = 1e-6  # of the largest norm of the same kind
@@ -25,6 +25,7 @@ class Reference:
     def __init__(
         self,
         graph: TrainingGraph,
+        kind: type[FileRunner],
         where: Where,
         feeds: Arrays,
         state: Arrays,
@@ -32,9 +33,9 @@ class Reference:
         steps: int,
         rng: np.random.Generator,
     ) -> None:
-        self.graph, self.where, self.rounding, self.rng = graph, where, where.rounding, rng
+        self.graph, self.kind, self.where, self.rounding, self.rng = graph, kind, where, where.rounding, rng
         self.feeds, self.state, self.lr, self.steps = feeds, state, lr, steps
-        self.runner: OrtRunner | None = OrtRunner(graph, where.threads, where.seed)
+        self.runner: FileRunner | None = kind(graph, where)
         self.values = self.runner.evaluate(feeds, state)
         self.losses = self.runner.train(feeds, state, lr, steps, self.values)
         self.spreads: list[Arrays] = []
@@ -42,7 +43,7 @@ class Reference:
 
     def draw(self, count: int) -> None:
         """Run with `count` more draws of noise."""
-        self.runner = self.runner or OrtRunner(self.graph, self.where.threads, self.where.seed)
+        self.runner = self.runner or self.kind(self.graph, self.where)
         for _ in range(count):
             feeds, state = disturbed(self.feeds, self.state, self.graph.signature, self.rng, self.rounding)
             self.spreads.append(self.runner.evaluate(feeds, state))
@@ -84,7 +85,8 @@ def disturbed(
 
 def tolerance(spread: float, rounding: float = ROUNDING) -> float:
     """Give eight times the spread, but never less than a few roundings."""
-    return max(MINIMUM, LEAST_ROUNDINGS * rounding, FACTOR * spread)
+    least = MINIMUM if rounding >= ROUNDING else MINIMUM_IN_FLOAT64
+    return max(least, LEAST_ROUNDINGS * rounding, FACTOR * spread)
 
 
 def compare(
@@ -106,7 +108,7 @@ def compare(
         least = FLOOR * max((norm(reference[name]) for name in outputs), default=0.0)
         for name in outputs:
             floor = max(least, norm(reference[measured_by[name]])) if name in measured_by else least
-            spread = max(distance(noisy[name], reference[name], floor) for noisy in spreads)
+            spread = max((distance(noisy[name], reference[name], floor) for noisy in spreads), default=0.0)
             error = distance(result[name], reference[name], floor)
             yield TensorError(name, kind, error, tolerance(spread, rounding))
 
@@ -129,6 +131,6 @@ def curve_tolerances(curve: list[float], noisy: list[list[float]], rounding: flo
     """Give eight times the largest spread so far: curves that have parted do not come together again."""
     found, spread = [], 0.0
     for step, loss in enumerate(curve):
-        spread = max(spread, *(abs(other[step] - loss) / max(abs(loss), 1e-30) for other in noisy))
+        spread = max([spread, *(abs(other[step] - loss) / max(abs(loss), 1e-30) for other in noisy)])
         found.append(tolerance(spread, rounding))
     return tuple(found)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+import onnx_ir as ir
 
+from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.progress import Bar
 from bnfuse.graph.drawing import drawer, separated
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph, without_dropout
 from bnfuse.ort.oracle import Arrays, OrtGraph
+from bnfuse.verifying.interpreter import Interpreter, wide, widened
 from bnfuse.verifying.verdict import ROUNDINGS
 
 
@@ -43,18 +47,22 @@ class Where:
         return ROUNDINGS[self.precision or "fp32"]
 
 
-class OrtRunner:
-    """A graph in onnxruntime."""
+class FileRunner:
+    """A graph whose file something runs as it stands: `run` gives outputs by their names."""
 
-    def __init__(self, graph: TrainingGraph, threads: int | None, seed: int = 0) -> None:
+    def __init__(self, graph: TrainingGraph, where: Where) -> None:
         self.signature = graph.signature
         model, random = separated(without_dropout(graph.model), graph.name)
-        self.random = drawer(model, random, seed)
-        self.graph = OrtGraph(model, name=graph.name, threads=threads)
+        self.random = drawer(model, random, where.seed)
+        self.run = self.opened(model, graph.name, where)
+
+    def opened(self, model: ir.Model, name: str, where: Where) -> Callable[[Arrays, list[str]], Arrays]:
+        """Give what computes outputs from inputs."""
+        raise NotImplementedError
 
     def evaluate(self, feeds: Arrays, state: Arrays, step: int = 0) -> Arrays:
         """Give loss, gradients and new running statistics of a step, by the output names of the graph."""
-        return self.graph.run({**state, **feeds, **self.random(step)}, compared(self.signature))
+        return self.run({**state, **feeds, **self.random(step)}, compared(self.signature))
 
     def train(self, feeds: Arrays, state: Arrays, lr: float, steps: int, outputs: Arrays | None = None) -> list[float]:
         """Give the losses of SGD; `outputs` are those of the first step, where they are known already."""
@@ -68,6 +76,30 @@ class OrtRunner:
                 state[name] = outputs[output]
             outputs = None
         return losses
+
+
+class OrtRunner(FileRunner):
+    """A graph in onnxruntime."""
+
+    def opened(self, model: ir.Model, name: str, where: Where) -> Callable[[Arrays, list[str]], Arrays]:
+        """Open a session."""
+        return OrtGraph(model, name=name, threads=where.threads).run
+
+
+class Float64Runner(FileRunner):
+    """A graph in onnx's evaluator, in float64."""
+
+    def opened(self, model: ir.Model, name: str, where: Where) -> Callable[[Arrays, list[str]], Arrays]:
+        """Make the interpreter. Raises BnfuseError, on a run, where it cannot compute an operator."""
+        interpreter = Interpreter(widened(ir.to_proto(model)))
+
+        def run(feeds: Arrays, outputs: list[str]) -> Arrays:
+            try:
+                return interpreter.run(wide(feeds), outputs)
+            except Exception as error:  # of any operator of onnx's evaluator
+                raise BnfuseError(f"{name}: onnx's evaluator does not run it in float64: {first_line(error)}") from None
+
+        return run
 
 
 class CompiledRunner:

@@ -11,7 +11,7 @@ import numpy as np
 from bnfuse.core.text import Section, join
 
 ROUNDING = 2.0**-24
-ROUNDINGS = {"fp32": ROUNDING, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}  # by precision
+ROUNDINGS = {"fp64": 2.0**-53, "fp32": ROUNDING, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}  # by precision
 BLIND, BLIND_IN_FEWER_BITS = 0.1, 1.0  # tolerances from which on nothing is judged: much of what is wrong would pass
 
 
@@ -136,7 +136,7 @@ class Verification:
                 worst = max(tensors, key=lambda t: t.error / t.tolerance)
                 bad = sum(not t.ok for t in tensors)
                 rows.append((kind, len(tensors), bad, f"{worst.error:.1e}", f"{worst.tolerance:.1e}", worst.tensor))
-        how = self.runtime if self.precision == "fp32" else f"{self.runtime}, {self.precision}"
+        how = self.runtime if self.precision in ("fp32", "fp64") else f"{self.runtime}, {self.precision}"
         title = f"{self.verdict}: loss {self.loss_before:.7g} and {self.loss_after:.7g} ({how})"
         columns = ("compared", "tensors", "wrong", "worst error", "tolerance", "tensor")
         parts = [Section.table(title, columns, rows)]
@@ -186,5 +186,5 @@ def unjudged_text(names: Sequence[str], tensors: int) -> str:
     which = names[0] + (", ..." if len(names) > 1 else "")
     return (
         f"{len(names)} of {tensors} tensors ({which}) are moved too far by rounding noise alone: verify with a larger "
-        "--batch or --image, fewer layers, fewer --steps, or in more bits"
+        "--batch or --image, fewer layers, fewer --steps, or in more bits (--runtime float64)"
     )

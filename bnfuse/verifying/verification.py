@@ -1,6 +1,7 @@
 """Whether two training graphs compute the same: loss, gradients and running statistics from the same inputs and state.
 
-`before` always runs in onnxruntime. `after` runs in onnxruntime too, or compiled in our own runtime.
+`before` runs in onnxruntime. `after` runs in onnxruntime too, or compiled in our own runtime. Or both are computed in
+float64 by onnx's evaluator, slowly, where rounding noise leaves no verdict in float32: there the tolerance is 1e-9.
 
 A tensor's error is ||after - before|| / ||before||. What is tolerated is measured, not guessed: `before` runs again
 with its inputs and parameters disturbed by one rounding (relative 2**-24, random signs). A result that moves by so
@@ -24,14 +25,16 @@ from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, dropouts
 from bnfuse.verifying.interface import check_same_interface
+from bnfuse.verifying.interpreter import wide
 from bnfuse.verifying.noise import Reference
-from bnfuse.verifying.runners import CompiledRunner, OrtRunner, Where, loss_of
+from bnfuse.verifying.runners import CompiledRunner, FileRunner, Float64Runner, OrtRunner, Where, loss_of
 from bnfuse.verifying.verdict import ROUNDINGS, Verification, is_right, is_wrong, refusal_note
 
 DRAWS = 3  # of rounding noise
 MOST_DRAWS = 16  # where three say no
 SEEDS = 3  # that must all say no
-RUNTIMES = ("ort", "tvm")
+RUNTIMES = ("ort", "tvm", "float64")
+FLOAT64 = "fp64"  # no precision that a step can have
 
 
 def verify_graphs(
@@ -54,13 +57,15 @@ def verify_graphs(
     says no, up to two more are asked, and the answer is no only where all of them say so.
     """
     if runtime not in RUNTIMES:
-        raise BnfuseError(f"runtime '{runtime}' is unknown: it is {' or '.join(RUNTIMES)}")
-    if runtime == "ort" and (target, precision) != ("cpu", None):
-        raise BnfuseError(f"onnxruntime takes no target or precision ({target}, {precision}): say --runtime tvm")
-    if precision not in (None, *ROUNDINGS):
-        raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(ROUNDINGS)}")
+        raise BnfuseError(f"runtime '{runtime}' is unknown: it is {', '.join(RUNTIMES[:-1])} or {RUNTIMES[-1]}")
+    if runtime != "tvm" and (target, precision) != ("cpu", None):
+        what = {"ort": "onnxruntime", "float64": "float64"}[runtime]
+        raise BnfuseError(f"{what} takes no target or precision ({target}, {precision}): say --runtime tvm")
+    precisions = [name for name in ROUNDINGS if name != FLOAT64]
+    if precision not in (None, *precisions):
+        raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(precisions)}")
     check_same_interface(before, after)
-    where = Where(threads, target, precision, seed)
+    where = Where(threads, target, FLOAT64 if runtime == "float64" else precision, seed)
     refused: list[Verification] = []
     for attempt in range(SEEDS):
         found = verify_once(before, after, runtime, steps, seed + attempt, lr, where, progress)
@@ -86,21 +91,26 @@ def verify_once(
     """Compare on the images and labels of one seed."""
     rng = np.random.default_rng(seed)
     feeds, state = draw_feeds(before, rng), before.state()
+    if runtime == "float64":  # what is drawn and kept in float32 is disturbed by less than it can tell
+        feeds, state = wide(feeds), wide(state)
+    kind: type[FileRunner]
+    kind, draws = (Float64Runner, 0) if runtime == "float64" else (OrtRunner, DRAWS)
+    names = {OrtRunner: "onnxruntime", Float64Runner: "float64", CompiledRunner: "the compiled step"}
 
-    progress(f"running {before.name} in onnxruntime")
-    reference = Reference(before, where, feeds, state, lr, steps, rng)
-    reference.draw(DRAWS)
+    progress(f"running {before.name} in {names[kind]}")
+    reference = Reference(before, kind, where, feeds, state, lr, steps, rng)
+    reference.draw(draws)
     reference.close()
 
-    progress(f"running {after.name} in {'onnxruntime' if runtime == 'ort' else 'the compiled step'}")
     bar = bar_of(progress)
-    second = OrtRunner(after, where.threads, where.seed) if runtime == "ort" else CompiledRunner(after, where, bar)
+    second = CompiledRunner(after, where, bar) if runtime == "tvm" else kind(after, where)
+    progress(f"running {after.name} in {names[type(second)]}")
     result, losses = second.evaluate(feeds, state), second.train(feeds, state, lr, steps)
     del second
 
     tensors, curves = reference.judge(result, losses)
     if not is_right(tensors, curves):
-        progress("not equal by three draws of rounding noise: drawing more")
+        progress(f"not equal by {draws} draws of rounding noise: drawing more")
     while not is_right(tensors, curves) and len(reference.spreads) < MOST_DRAWS:
         reference.draw(1)
         tensors, curves = reference.judge(result, losses)

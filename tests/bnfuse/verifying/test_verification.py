@@ -12,7 +12,16 @@ from bnfuse.build.named import build_model
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import dropouts, open_graph, without_dropout
-from bnfuse.verifying.noise import FLOOR, MINIMUM, compare, curve_tolerances, distance, disturbed, tolerance
+from bnfuse.verifying.noise import (
+    FLOOR,
+    MINIMUM,
+    MINIMUM_IN_FLOAT64,
+    compare,
+    curve_tolerances,
+    distance,
+    disturbed,
+    tolerance,
+)
 from bnfuse.verifying.runners import CompiledRunner, OrtRunner, Where
 from bnfuse.verifying.verdict import ROUNDINGS, Curves, TensorError, Verification
 
@@ -62,6 +71,27 @@ def test_a_wrong_epsilon_is_found_and_the_tensor_named(before):
 def test_a_wrong_momentum_is_found_in_the_running_statistics_alone(before):
     found = bnfuse.verify(before, with_node(before, "BatchNorm", momentum=0.8))
     assert {tensor.kind for tensor in found.tensors if not tensor.ok} == {"running"}
+
+
+def test_float64_judges_what_rounding_takes_apart():
+    model = small("squeezenet", image=32, growth=None, depth=None)
+    fused = bnfuse.rewrite(model, level="icf")
+    assert not bnfuse.verify(model, fused).judged
+    found = bnfuse.verify(model, fused, runtime="float64")
+    assert found.equal and found.precision == "fp64"
+    assert all(tensor.tolerance == MINIMUM_IN_FLOAT64 for tensor in found.tensors)
+
+
+def test_float64_finds_what_float32_cannot_tell(before):
+    wrong = with_node(before, "BatchNorm", epsilon=1.1e-5)
+    assert bnfuse.verify(before, wrong).equal
+    assert not bnfuse.verify(before, wrong, runtime="float64")
+
+
+def test_float64_trains_too(before, after):
+    found = bnfuse.verify(before, after, runtime="float64", steps=2)
+    assert found.equal and len(found.curves.after) == 2
+    assert found.curves.after[1] < found.curves.after[0]
 
 
 def test_training_follows_the_source_and_learns(before, after):
@@ -120,7 +150,7 @@ def test_another_network_is_refused_in_one_line(before):
 
 
 def test_an_unknown_runtime_is_refused(before):
-    with pytest.raises(BnfuseError, match="ort or tvm"):
+    with pytest.raises(BnfuseError, match="ort, tvm or float64"):
         bnfuse.verify(before, before, runtime="xla")
 
 
@@ -136,7 +166,7 @@ def test_noise_is_one_rounding_and_spares_labels_and_statistics(before):
     assert any(not np.array_equal(noisy_state[name], state[name]) for name in graph.signature.trainable)
 
 
-@pytest.mark.parametrize("precision", [None, *ROUNDINGS])
+@pytest.mark.parametrize("precision", [None, *(name for name in ROUNDINGS if name != "fp64")])
 def test_one_rounding_is_that_of_the_precision(before, precision):
     graph, rng = open_graph(before), np.random.default_rng(0)
     feeds, state = draw_feeds(graph, rng), graph.state()
@@ -239,7 +269,7 @@ def test_distance_is_relative_above_the_floor_and_absolute_below_it():
 def test_a_nan_is_never_equal(before):
     graph = open_graph(before)
     feeds, state = draw_feeds(graph, np.random.default_rng(0)), graph.state()
-    reference = OrtRunner(graph, None).evaluate(feeds, state)
+    reference = OrtRunner(graph, Where()).evaluate(feeds, state)
     name = next(iter(graph.signature.gradients.values()))
     broken = {**reference, name: np.full_like(reference[name], np.nan)}
     bad = [t for t in compare(reference, broken, [reference], graph.signature) if not t.ok]
@@ -252,7 +282,7 @@ def test_a_nan_is_never_equal(before):
 def test_the_floor_is_a_millionth_of_the_largest_gradient(before):
     graph = open_graph(before)
     feeds, state = draw_feeds(graph, np.random.default_rng(0)), graph.state()
-    reference = OrtRunner(graph, None).evaluate(feeds, state)
+    reference = OrtRunner(graph, Where()).evaluate(feeds, state)
     gradients = list(graph.signature.gradients.values())
     largest = max(np.linalg.norm(reference[name]) for name in gradients)
     name = gradients[0]
@@ -282,7 +312,10 @@ def test_errors_against_float64_are_no_worse_than_torchs_own(oracle, name):
     torch32 = oracle.evaluate(model, {**feeds, **state}, "float32")
     fused = open_graph(bnfuse.rewrite(model, level="icf"))
     where = Where(threads=2)
-    for runner in (*(OrtRunner(g, None) for g in (graph, fused)), *(CompiledRunner(g, where) for g in (graph, fused))):
+    for runner in (
+        *(OrtRunner(g, Where()) for g in (graph, fused)),
+        *(CompiledRunner(g, where) for g in (graph, fused)),
+    ):
         result = runner.evaluate(feeds, state)
         floor = FLOOR * max(np.linalg.norm(exact[key]) for key in graph.signature.gradients.values())
         for key, value in result.items():
