@@ -1,7 +1,7 @@
 """Networks that nobody here wrote, pushed through: export, build, rewrite, verify, compile.
 
     python benchmarks/coverage.py [NAME...] [--group timm] [--exporter dynamo|script] [--stages build,rewrite,verify]
-                                  [--folder DIR] [--again] [--share 0.97]
+                                  [--folder DIR] [--target cuda] [--again] [--share 0.97]
 
 The networks of benchmarks/networks: families of torchvision and timm, and ones written by hand. Weights are random and
 nothing is downloaded. Each stage of each network runs in a child process of its own (a crash or a hang is that
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import dataclasses
 import fnmatch
 import json
 import multiprocessing
@@ -43,7 +44,21 @@ DRAWS = 5  # batches
 ROUNDINGS_OF_TORCH = 5.0  # how much larger than torch's own float32 errors ours may be
 
 
-def export(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Where files lie, which exporter writes them, and what steps are compiled for."""
+
+    folder: Path
+    exporter: str
+    target: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `compile` is told: one thread, or float32 on a GPU."""
+        return {"threads": 1} if self.target == "cpu" else {"target": self.target, "precision": "fp32"}
+
+
+def export(name: str, where: Where) -> dict[str, Any]:
     """Write the forward file as the README says (dynamo), or by the exporter before that (script)."""
     import torch
 
@@ -52,8 +67,8 @@ def export(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     network = networks.NETWORKS[name]
     module, inputs = network.make().train(), network.inputs()
-    path = str(folder / f"{name}.onnx")
-    if exporter == "dynamo":
+    path = str(where.folder / f"{name}.onnx")
+    if where.exporter == "dynamo":
         torch.onnx.export(module, inputs, path, dynamo=True, optimize=False, verbose=False)
     else:
         mode = torch.onnx.TrainingMode.TRAINING
@@ -62,36 +77,36 @@ def export(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     return {"batch_norm_modules": norms}
 
 
-def build(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+def build(name: str, where: Where) -> dict[str, Any]:
     """Build the training file."""
     import bnfuse
     from bnfuse.build import build as build_file
 
     network = networks.NETWORKS[name]
-    path = folder / f"{name}.onnx"
+    path = where.folder / f"{name}.onnx"
     terms = network.terms([output.name for output in bnfuse.load(path).graph.outputs])
-    built = build_file(path, loss=terms, train_bn=exporter == "dynamo")
-    bnfuse.save(built.model, folder / f"{name}.train.onnx")
+    built = build_file(path, loss=terms, train_bn=where.exporter == "dynamo")
+    bnfuse.save(built.model, where.folder / f"{name}.train.onnx")
     return {"nodes": len(built.model.graph.node), "notes": built.notes}
 
 
-def rewrite(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+def rewrite(name: str, where: Where) -> dict[str, Any]:
     """Rewrite at the highest level."""
     import bnfuse
 
-    done = bnfuse.rewrite(folder / f"{name}.train.onnx", level="icf")
-    bnfuse.save(done.model, folder / f"{name}.fused.onnx")
+    done = bnfuse.rewrite(where.folder / f"{name}.train.onnx", level="icf")
+    bnfuse.save(done.model, where.folder / f"{name}.fused.onnx")
     report = done.report.to_json()
     reasons = collections.Counter(f"{each['half']}: {each['reason']}" for each in report["unfused"])
     unfused = len({each["node"] for each in report["unfused"]})
     return {"batch_norms": report["batch_norms"], "unfused": unfused, "reasons": reasons.most_common()}
 
 
-def verify(name: str, folder: Path, exporter: str, runtime: str = "ort") -> dict[str, Any]:
+def verify(name: str, where: Where, runtime: str = "ort") -> dict[str, Any]:
     """Compare the two files, run by onnxruntime; in float64 too where rounding noise leaves no verdict."""
     import bnfuse
 
-    before, after = (folder / f"{name}.{which}.onnx" for which in ("train", "fused"))
+    before, after = (where.folder / f"{name}.{which}.onnx" for which in ("train", "fused"))
     found = bnfuse.verify(before, after, runtime=runtime, threads=1)
     if not found.judged and found.verdict != "NOT equal":
         unjudged, found = found, bnfuse.verify(before, after, runtime="float64")
@@ -104,20 +119,20 @@ def verify(name: str, folder: Path, exporter: str, runtime: str = "ort") -> dict
     return {"equal": True, "worst": worst, **result}
 
 
-def compile_step(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+def compile_step(name: str, where: Where) -> dict[str, Any]:
     """Compile the rewritten file for this processor."""
     import bnfuse
 
-    step = bnfuse.compile(folder / f"{name}.fused.onnx", threads=1)
+    step = bnfuse.compile(where.folder / f"{name}.fused.onnx", **where.options)
     return {"launches": step.program.report.launches if hasattr(step, "program") else None}
 
 
-def run(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+def run(name: str, where: Where) -> dict[str, Any]:
     """Compare the two files, compiled."""
-    return verify(name, folder, exporter, "tvm")
+    return verify(name, where, "tvm")
 
 
-def rewritten_without_dropout(name: str, folder: Path) -> tuple[Any, Any]:
+def rewritten_without_dropout(name: str, where: Where) -> tuple[Any, Any]:
     """Give the torch module and what its file becomes at the highest level, with dropout off in both."""
     import torch
 
@@ -127,13 +142,13 @@ def rewritten_without_dropout(name: str, folder: Path) -> tuple[Any, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     module = without_dropout(network.make().train())
-    path = folder / f"{name}.exact.onnx"
+    path = where.folder / f"{name}.exact.onnx"
     torch.onnx.export(copy.deepcopy(module), network.inputs(), str(path), dynamo=True, optimize=False, verbose=False)
     terms = network.terms([output.name for output in bnfuse.load(path).graph.outputs])
     return module, bnfuse.rewrite(bnfuse.build_training_graph(path, loss=terms, train_bn=True), level="icf")
 
 
-def float64(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+def float64(name: str, where: Where) -> dict[str, Any]:
     """Compare the rewritten file, computed by the interpreter of the tests in float64, with the module in float64.
 
     Rounding puts nothing on the other side of a ReLU's zero here, so one batch tells.
@@ -146,7 +161,7 @@ def float64(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     from bnfuse.verifying.interpreter import run, wide, widened
 
     network = networks.NETWORKS[name]
-    module, rewritten = rewritten_without_dropout(name, folder)
+    module, rewritten = rewritten_without_dropout(name, where)
     inputs = network.inputs()
     labels = network.labels(module, inputs)
     truth = step_of_torch(module, inputs, labels, network.loss_of_torch, torch.float64)
@@ -167,7 +182,7 @@ def float64(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     return errors
 
 
-def exact(name: str, folder: Path, exporter: str) -> dict[str, Any]:
+def exact(name: str, where: Where) -> dict[str, Any]:
     """Compare a compiled step with the module itself in float64, beside torch's own float32, over DRAWS batches.
 
     Errors are of all gradients together, and of all running statistics, in order of size. Dropout is off on both sides.
@@ -180,8 +195,8 @@ def exact(name: str, folder: Path, exporter: str) -> dict[str, Any]:
     import bnfuse
 
     network = networks.NETWORKS[name]
-    module, rewritten = rewritten_without_dropout(name, folder)
-    step = bnfuse.compile(rewritten, threads=1)
+    module, rewritten = rewritten_without_dropout(name, where)
+    step = bnfuse.compile(rewritten, **where.options)
     start = step.state_dict()
     errors: dict[str, list[list[float]]] = {"loss": [], "gradients": [], "statistics": []}
     for seed in range(DRAWS):
@@ -273,12 +288,12 @@ def distance(ours: dict[str, Any], truth: dict[str, Any]) -> float:
 DOING = dict(zip(STAGES, (export, build, rewrite, float64, verify, compile_step, run, exact), strict=True))
 
 
-def child(stage: str, name: str, folder: Path, exporter: str, pipe: Connection) -> None:
+def child(stage: str, name: str, where: Where, pipe: Connection) -> None:
     from bnfuse.core.errors import BnfuseError
 
     started = time.time()
     try:
-        found = DOING[stage](name, folder, exporter)
+        found = DOING[stage](name, where)
         pipe.send({"ok": True, "seconds": round(time.time() - started, 1), **found})
     except BnfuseError as error:
         pipe.send({"ok": False, "kind": "refused", "error": " ".join(str(error).split())})
@@ -287,10 +302,10 @@ def child(stage: str, name: str, folder: Path, exporter: str, pipe: Connection) 
         pipe.send({"ok": False, "kind": "error", "error": text, "trace": traceback.format_exc()[-2000:]})
 
 
-def staged(stage: str, name: str, folder: Path, exporter: str, limit: float) -> dict[str, Any]:
+def staged(stage: str, name: str, where: Where, limit: float) -> dict[str, Any]:
     """Run one stage in a child process."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=child, args=(stage, name, folder, exporter, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(stage, name, where, theirs))
     process.start()
     theirs.close()
     try:
@@ -307,14 +322,14 @@ def staged(stage: str, name: str, folder: Path, exporter: str, limit: float) -> 
         process.join()
 
 
-def push(name: str, stages: list[str], folder: Path, exporter: str, limit: float, again: bool) -> dict[str, Any]:
+def push(name: str, stages: list[str], where: Where, limit: float, again: bool) -> dict[str, Any]:
     """Push one network as far as it comes. Files that are there from an earlier export are taken."""
     found: dict[str, Any] = {"name": name}
     for stage in stages:
-        if stage == "export" and not again and (folder / f"{name}.onnx").exists():
+        if stage == "export" and not again and (where.folder / f"{name}.onnx").exists():
             found[stage] = {"ok": True, "kept": True}
             continue
-        found[stage] = staged(stage, name, folder, exporter, limit)
+        found[stage] = staged(stage, name, where, limit)
         if not found[stage]["ok"]:
             break
     return found
@@ -331,14 +346,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=["*"], metavar="NAME", help="networks, globs too (all)")
     parser.add_argument("--group", help="torchvision, segmentation, timm or handwritten")
     parser.add_argument("--exporter", choices=("dynamo", "script"), default="dynamo")
+    parser.add_argument("--target", default="cpu", help="what `compile` and `exact` compile for: cpu or cuda")
     parser.add_argument("--stages", default=",".join(stage for stage in STAGES if stage not in OPTIONAL))
     parser.add_argument("--folder", type=Path, default=Path(".coverage-networks"))
     parser.add_argument("--limit", type=float, default=600, help="seconds of a stage")
     parser.add_argument("--share", type=float, default=0.97)
     parser.add_argument("--again", action="store_true")
     options = parser.parse_args()
-    folder = options.folder / options.exporter
-    folder.mkdir(parents=True, exist_ok=True)
+    where = Where(options.folder / options.exporter, options.exporter, options.target)
+    where.folder.mkdir(parents=True, exist_ok=True)
     log = options.folder / f"{options.exporter}.jsonl"
     before = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     known = {} if options.again else {entry["name"]: entry for entry in before}
@@ -350,7 +366,7 @@ def main() -> int:
     ]
     for name in chosen:
         if name not in known:
-            known[name] = push(name, stages, folder, options.exporter, options.limit, options.again)
+            known[name] = push(name, stages, where, options.limit, options.again)
             with log.open("a") as file:
                 file.write(json.dumps(known[name]) + "\n")
             stage, result = last(known[name])
