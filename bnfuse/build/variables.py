@@ -29,6 +29,7 @@ from .training import Variables
 ALWAYS = {  # operand positions that hold a parameter wherever a constant stands there
     "Conv": (1, 2),
     "ConvTranspose": (1, 2),
+    "DeformConv": (1, 3),
     "Gemm": (0, 1, 2),
     "MatMul": (0, 1),
     "BatchNormalization": (1, 2),

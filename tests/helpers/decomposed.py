@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
+from differentiated import check
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -82,4 +84,23 @@ def check_same(
     for expected, found in zip(before(model, feeds), by_onnxruntime(made, feeds), strict=True):
         assert found.shape == expected.shape
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
+    return made
+
+
+def check_gradients(
+    nodes: Sequence[onnx.NodeProto],
+    feeds: dict[str, np.ndarray],
+    function: Callable[..., Any],
+    *,
+    values: dict[str, np.ndarray] | None = None,
+    opset: int = 21,
+    tolerance: float = 1e-10,
+) -> onnx.ModelProto:
+    """What is written by others has, in float64, the results and gradients of `function(torch, *feeds)`."""
+    narrow = {name: v.astype(np.float32) if v.dtype.kind == "f" else v for name, v in feeds.items()}
+    made = after(model_of(nodes, narrow, values, opset=opset))
+    constants = {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
+    wide = {name: v.astype(np.float64) if v.dtype == np.float32 else v for name, v in constants.items()}
+    version = next(each.version for each in made.opset_import if not each.domain)
+    check(list(made.graph.node), feeds, function, constants=wide, opset=version, tolerance=tolerance)
     return made

@@ -15,7 +15,7 @@ import onnx
 
 from ..forward import Constants, fold_constants, infer_shapes, raise_opset, settle_shapes
 from ..graph import Forward
-from . import normalization, rearranging, reductions, windows
+from . import normalization, rearranging, reductions, sampled_maps, windows
 from .batch_norm import batch_normalization
 from .einsum import einsum
 from .flat_maps import keep_flat
@@ -36,14 +36,18 @@ DECOMPOSITIONS: dict[str, Callable[[Writer], None]] = {
     "BatchNormalization": batch_normalization,
     "Bernoulli": bernoulli,
     "CastLike": rearranging.cast_like,
+    "Col2Im": rearranging.col2im,
     "Conv": windows.conv,
     "ConvTranspose": windows.conv_transpose,
+    "CumProd": rearranging.cumulative_product,
+    "DeformConv": sampled_maps.deform_conv,
     "DepthToSpace": rearranging.depth_to_space,
     "Einsum": einsum,
     "GRU": recurrent,
     "GlobalAveragePool": windows.global_pool,
     "GlobalLpPool": windows.global_lp_pool,
     "GlobalMaxPool": windows.global_pool,
+    "GridSample": sampled_maps.grid_sample,
     "GroupNormalization": normalization.group_normalization,
     "InstanceNormalization": normalization.instance_normalization,
     "LRN": normalization.local_response_normalization,

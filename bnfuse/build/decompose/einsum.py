@@ -20,16 +20,17 @@ class Term:
 
     name: str
     labels: tuple[str, ...]
+    shape: tuple[int, ...] = ()  # of what is written here
 
 
 def einsum(write: Writer) -> None:
-    """Write Einsum. Raises where an operand has a label twice (a diagonal)."""
+    """Write Einsum."""
     terms, wanted = _parse(write)
     sizes: dict[str, int] = {}
     for term in terms:
         for label, size in zip(term.labels, write.shape(term.name), strict=True):
             sizes[label] = max(size, sizes.get(label, 1))
-    terms = [_without_ones(write, term, sizes) for term in terms]
+    terms = [_without_ones(write, _diagonal(write, term), sizes) for term in terms]
     total, *others = terms
     for index, other in enumerate(others):
         later = {*wanted}.union(*(term.labels for term in others[index + 1 :]))
@@ -46,10 +47,7 @@ def _parse(write: Writer) -> tuple[list[Term], tuple[str, ...]]:
     left, arrow, right = equation.partition("->")
     terms = []
     for name, text in zip(write.node.input, left.split(","), strict=True):
-        labels = _labels(text, len(write.shape(name)))
-        if len(set(labels)) < len(labels):
-            raise write.error(f"takes a diagonal ('{text}' has a label twice): write it by another operator.")
-        terms.append(Term(name, labels))
+        terms.append(Term(name, _labels(text, len(write.shape(name)))))
     every = [label for term in terms for label in term.labels]
     spread = sorted({label for label in every if label.isdigit()}, key=int, reverse=True)
     if not arrow:
@@ -65,9 +63,29 @@ def _labels(text: str, rank: int) -> tuple[str, ...]:
     return (*before, *spread, *after)
 
 
+def _diagonal(write: Writer, term: Term) -> Term:
+    """Take the diagonal of axes that have one label: every n + 1st element of both as one axis."""
+    labels, name, shape = list(term.labels), term.name, write.shape(term.name)
+    while len(set(labels)) < len(labels):
+        label = next(label for label in labels if labels.count(label) > 1)
+        first = labels.index(label)
+        second = labels.index(label, first + 1)
+        others = [axis for axis in range(len(labels)) if axis not in (first, second)]
+        size, rest = shape[first], [shape[axis] for axis in others]
+        if shape[second] != size:
+            raise write.error(
+                f"takes the diagonal '{label}' of axes of {size} and {shape[second]}: they must be equal."
+            )
+        flat = write.transpose(name, [*others, first, second])
+        flat = write.add("Reshape", [flat, write.ints("shape", [*rest, size * size])])
+        name = write.slice(flat, len(rest), 0, size * size, size + 1)
+        labels, shape = [*(labels[axis] for axis in others), label], [*rest, size]
+    return Term(name, tuple(labels), tuple(shape)) if name != term.name else term
+
+
 def _without_ones(write: Writer, term: Term, sizes: dict[str, int]) -> Term:
     """Drop axes of size 1 where another operand has more: they broadcast."""
-    shape = write.shape(term.name)
+    shape = term.shape or write.shape(term.name)
     kept = [i for i, label in enumerate(term.labels) if shape[i] == sizes[label]]
     if len(kept) == len(shape):
         return term
