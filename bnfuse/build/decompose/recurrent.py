@@ -3,8 +3,9 @@
     all steps at once    X*W' + bias, [T*N, gates*H], then cut into steps
     each step            a Gemm of the state with R, added to what comes from the input, then the gates
 
-Both directions, both layouts, initial states, peepholes, linear_before_reset and input_forget; activations without
-parameters of their own.
+Both directions, both layouts, initial states, peepholes, linear_before_reset and input_forget, clipped gates;
+activations without parameters of their own. Where sequences have lengths of their own, steps beyond one leave the state
+as it is and give zeros.
 """
 
 from __future__ import annotations
@@ -41,35 +42,41 @@ Step = Callable[[Writer, Layer, str, str, str], tuple[str, str]]  # input part, 
 
 
 def recurrent(write: Writer) -> None:
-    """Write LSTM, GRU or RNN, unrolled. Raises for sequences of several lengths, and for activations with
-    parameters."""
+    """Write LSTM, GRU or RNN, unrolled. Raises for activations with parameters."""
     node, given = write.node, write.given
     x, batch_first = node.input[0], bool(given.get("layout"))
     shape = write.shape(x)
     steps, batch = (shape[1], shape[0]) if batch_first else shape[:2]
-    _check(write, steps)
+    _check(write)
     if batch_first:
         x = write.transpose(x, [1, 0, 2])
     flat = write.add("Reshape", [x, write.ints("shape", [steps * batch, shape[2]])])
     direction = given.get("direction", b"forward").decode()
     layers = _layers(write, steps, batch, 2 if direction == "bidirectional" else 1, batch_first)
+    masks = _masks(write, steps, batch)
     outputs, hs, cs = [], [], []
     for index, layer in enumerate(layers):
         backwards = direction == "reverse" or index == 1
-        every, h, c = _unrolled(write, layer, flat, backwards)
+        every, h, c = _unrolled(write, layer, flat, masks, backwards)
         outputs.append(every)
         hs.append(h)
         cs.append(c)
     _results(write, layers, outputs, hs, cs, batch_first)
 
 
-def _check(write: Writer, steps: int) -> None:
-    if write.operand(4):
-        lengths = write.known(write.operand(4))
-        if lengths is None or (lengths != steps).any():
-            raise write.error("has sequences of several lengths (sequence_lens): pad them, and leave the lengths out.")
-    if write.given.get("clip"):
-        raise write.error("clips its gates: export it without clip.")
+def _masks(write: Writer, steps: int, batch: int) -> list[str]:
+    """Tell for each step which sequences have it, [N, 1]; empty where all have. Lengths may be computed."""
+    if not write.operand(4):
+        return [""] * steps
+    lengths = write.known(write.operand(4))
+    if lengths is not None:
+        own = [(lengths > t).reshape(batch, 1) for t in range(steps)]
+        return ["" if mask.all() else write.constant("has_step", mask) for mask in own]
+    column = write.add("Reshape", [write.operand(4), write.ints("column", [batch, 1])])
+    return [write.add("Greater", [column, write.constant("step", np.array(t, np.int32))]) for t in range(steps)]
+
+
+def _check(write: Writer) -> None:
     if write.given.get("activation_alpha") or write.given.get("activation_beta"):
         raise write.error("has activations with parameters: use those without (Sigmoid, Tanh, Relu).")
 
@@ -126,7 +133,9 @@ def _states(write: Writer, name: str, directions: int, batch: int, hidden: int, 
     return _parts(write, name, directions)
 
 
-def _unrolled(write: Writer, layer: Layer, flat: str, backwards: bool) -> tuple[list[str], str, str]:
+def _unrolled(
+    write: Writer, layer: Layer, flat: str, masks: Sequence[str], backwards: bool
+) -> tuple[list[str], str, str]:
     """Give the states of all steps in the order of time, and the last h and c."""
     kind = write.node.op_type
     if kind == "GRU" and layer.bias:  # the bias of the state stands inside the reset
@@ -142,13 +151,26 @@ def _unrolled(write: Writer, layer: Layer, flat: str, backwards: bool) -> tuple[
     step, h, c = STEPS[kind], layer.h, layer.c
     every = [""] * layer.steps
     for t in reversed(range(layer.steps)) if backwards else range(layer.steps):
-        h, c = step(write, layer, pieces[t], h, c)
-        every[t] = h
+        new_h, new_c = step(write, layer, pieces[t], h, c)
+        every[t] = new_h
+        if masks[t]:
+            every[t] = write.add("Where", [masks[t], new_h, write.number("zero", 0.0)])
+            new_h = write.add("Where", [masks[t], new_h, h])
+            new_c = write.add("Where", [masks[t], new_c, c]) if new_c else ""
+        h, c = new_h, new_c
     return every, h, c
 
 
 def _cut(write: Writer, x: str, hidden: int, parts: int) -> list[str]:
     return write.several("Split", [x, write.ints("gates", [hidden] * parts)], parts, axis=1)
+
+
+def _activated(write: Writer, name: str, x: str) -> str:
+    """Apply the activation of a gate, to what is clipped where the operator says so."""
+    bound = write.given.get("clip")
+    if bound:
+        x = write.add("Clip", [x, write.number("low", -bound), write.number("high", bound)])
+    return write.add(name, [x])
 
 
 def _lstm(write: Writer, layer: Layer, piece: str, h: str, c: str) -> tuple[str, str]:
@@ -159,15 +181,15 @@ def _lstm(write: Writer, layer: Layer, piece: str, h: str, c: str) -> tuple[str,
         peeps = write.several("Split", [layer.peephole, write.ints("peepholes", [layer.hidden] * 3)], 3, axis=0)
         i = write.add("Add", [i, write.add("Mul", [c, peeps[0]])])
         forget = write.add("Add", [forget, write.add("Mul", [c, peeps[2]])])
-    i = write.add(f, [i])
+    i = _activated(write, f, i)
     if write.given.get("input_forget"):
         forget = write.add("Sub", [write.number("one", 1.0), i])
     else:
-        forget = write.add(f, [forget])
-    c = write.add("Add", [write.add("Mul", [forget, c]), write.add("Mul", [i, write.add(g, [cell])])])
+        forget = _activated(write, f, forget)
+    c = write.add("Add", [write.add("Mul", [forget, c]), write.add("Mul", [i, _activated(write, g, cell)])])
     if layer.peephole:
         o = write.add("Add", [o, write.add("Mul", [c, peeps[1]])])
-    return write.add("Mul", [write.add(f, [o]), write.add(k, [c])]), c
+    return write.add("Mul", [_activated(write, f, o), write.add(k, [c])]), c
 
 
 def _gru(write: Writer, layer: Layer, piece: str, h: str, c: str) -> tuple[str, str]:
@@ -178,21 +200,21 @@ def _gru(write: Writer, layer: Layer, piece: str, h: str, c: str) -> tuple[str, 
         state = [h, layer.r, *([layer.bias[1]] if layer.bias else [])]
         of_state = _cut(write, write.add("Gemm", state, transB=1), hidden, 3)
         of_input = _cut(write, piece, hidden, 3)
-        z, r = (write.add(f, [write.add("Add", [of_input[k], of_state[k]])]) for k in (0, 1))
+        z, r = (_activated(write, f, write.add("Add", [of_input[k], of_state[k]])) for k in (0, 1))
         candidate = write.add("Add", [of_input[2], write.add("Mul", [r, of_state[2]])])
     else:
         gates, last = write.several("Split", [layer.r, two_and_one], 2, axis=0)
         piece = write.add("Add", [piece, layer.bias[1]]) if layer.bias else piece
         first, second = write.several("Split", [piece, two_and_one], 2, axis=1)
-        z, r = _cut(write, write.add(f, [write.add("Gemm", [h, gates, first], transB=1)]), hidden, 2)
+        z, r = _cut(write, _activated(write, f, write.add("Gemm", [h, gates, first], transB=1)), hidden, 2)
         candidate = write.add("Gemm", [write.add("Mul", [r, h]), last, second], transB=1)
-    candidate = write.add(g, [candidate])
+    candidate = _activated(write, g, candidate)
     moved = write.add("Mul", [z, write.add("Sub", [h, candidate])])
     return write.add("Add", [candidate, moved]), c
 
 
 def _rnn(write: Writer, layer: Layer, piece: str, h: str, c: str) -> tuple[str, str]:
-    return write.add(layer.activations[0], [write.add("Gemm", [h, layer.r, piece], transB=1)]), c
+    return _activated(write, layer.activations[0], write.add("Gemm", [h, layer.r, piece], transB=1)), c
 
 
 STEPS: dict[str, Step] = {"GRU": _gru, "LSTM": _lstm, "RNN": _rnn}

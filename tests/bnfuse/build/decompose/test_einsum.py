@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decomposed import by_reference, check_same, floats, model_of
+from decomposed import by_reference, check_gradients, check_same, floats, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
@@ -65,7 +65,26 @@ def test_axes_of_one_broadcast():
     run("...ij,...jk->...ik", [[2, 1, 3, 4], [1, 5, 4, 2]])
 
 
-def test_a_diagonal_is_refused():
-    model = model_of([helper.make_node("Einsum", ["x"], ["y"], name="e", equation="ii->i")], {"x": floats(3, 3)})
-    with pytest.raises(BnfuseError, match=r"^node 'e' \(Einsum\) takes a diagonal \('ii' has a label twice\)"):
-        check_same(model, {"x": np.ones((3, 3), np.float32)})
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ii->i", [[3, 3]]),
+        ("ii", [[3, 3]]),
+        ("bii->bi", [[2, 3, 3]]),
+        ("iji,j->ji", [[3, 2, 3], [2]]),
+        ("iii->i", [[3, 3, 3]]),
+        ("...ii->...", [[2, 3, 3]]),
+        ("ijij,ik->jk", [[2, 3, 2, 3], [2, 4]]),
+    ],
+)
+@pytest.mark.torch
+def test_diagonals(equation, shapes):
+    feeds = {f"x{i}": floats(*shape, seed=i).astype(np.float64) for i, shape in enumerate(shapes)}
+    node = helper.make_node("Einsum", [*feeds], ["y"], "it", equation=equation)
+    check_gradients([node], feeds, lambda torch, *x: torch.einsum(equation, *x))
+
+
+def test_a_diagonal_of_axes_that_are_not_equal_is_refused():
+    model = model_of([helper.make_node("Einsum", ["x"], ["y"], name="e", equation="ii->i")], {"x": floats(3, 1)})
+    with pytest.raises(BnfuseError, match=r"^node 'e' \(Einsum\) takes the diagonal 'i' of axes of 3 and 1"):
+        check_same(model, {"x": np.ones((3, 1), np.float32)})
