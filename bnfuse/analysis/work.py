@@ -12,7 +12,7 @@ import math
 import onnx_ir as ir
 
 from bnfuse.graph.values import declared_shape
-from bnfuse.opset.spec import CONV_GRADS, DOMAIN, OpSpec, PlainOp, find, parse
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, TRANSPOSED, OpSpec, PlainOp, find, parse
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", "ReduceOther"}
@@ -24,6 +24,8 @@ def flops(node: ir.Node) -> int:
     core = core_of(node)
     if core == "Conv":
         return conv_flops(node.outputs[0], weight_of(node))
+    if core in TRANSPOSED:  # it is the gradient of a convolution that makes x
+        return conv_flops(operand(node, "x", 0), weight_of(node))
     if core in CONV_GRADS:
         results = results_of(node)
         return conv_flops(operand(node, "dy", 0), weight_of(node)) * results

@@ -30,18 +30,17 @@ def conv(g: Gradient) -> Contributions:
 
 @rule("ConvTranspose")
 def conv_transpose(g: Gradient) -> Contributions:
-    """Emit dx = Conv(dy) with the same weight; the weight's gradient is that of this Conv, whose result's is x."""
+    """Emit a node for each gradient that is wanted: the bias's goes with that of the weight."""
     x, weight = g.x, g.operand(1)
     kernel = g.shape(weight)[2:]
     window = transposed_window(g, g.shape(x)[2:], kernel)
-    names = ("dilations", "group", "kernel_shape", "pads", "strides")
-    dx = g.op("Conv", g.dy, weight, **{name: window[name] for name in names}) if g.wants(0) else None
-    dweight = None
-    if g.wants(1):
-        spec = OpSpec((), "ConvGradWeight")
-        dweight = g.own(spec, {"dy": x, "x": g.dy, "weight": weight}, window)["dweight"]
-    dbias = channel_sum(g, g.dy) if g.optional(2) is not None and g.wants(2) else None
-    return dx, dweight, dbias
+    operands = {"dy": g.dy, "x": x, "weight": weight}
+    bias = g.optional(2) is not None and g.wants(2)
+    dx = g.own(OpSpec((), "ConvTransposeGradInput"), operands, window)["dx"] if g.wants(0) else None
+    if not g.wants(1):
+        return dx, None, channel_sum(g, g.dy) if bias else None
+    made = g.own(OpSpec((), "ConvTransposeGradWeight", ("BiasGrad",) if bias else ()), operands, window)
+    return dx, made["dweight"], made.get("dbias")
 
 
 def channel_sum(g: Gradient, dy: ir.Value) -> ir.Value:

@@ -28,7 +28,7 @@ from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.sources import standard_node
-from bnfuse.opset.spec import CONV_ATTRIBUTES, DOMAIN, FORWARD_CORES, OpSpec, find
+from bnfuse.opset.spec import CONV_ATTRIBUTES, CONVS, DOMAIN, FORWARD_CORES, OpSpec, find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Expansion:
             self.names[wanted["y"]] = x
             return
         inputs = [x]
-        if op.core == "Conv":
+        if op.core in CONVS:
             inputs += [self._name(operands["weight"])]
             inputs += [self._name(operands["bias"])] if "Bias" in op.epilogue else []
         given = {name: node.attributes[name].value for name in FORWARD_CORES[op.core]}
@@ -157,7 +157,7 @@ class Expansion:
         if "indices" in wanted and wanted["indices"].uses():
             outputs.append(self._name_of_result(wanted["indices"]))
         name = base_name(node)
-        if op.core not in ("Conv", "MaxPool", "AveragePool", "GlobalAveragePool"):
+        if op.core not in (*CONVS, "MaxPool", "AveragePool", "GlobalAveragePool"):
             raise self._unknown(node)
         self._node(op.core, inputs, outputs, name, **plain(given, op.core))
         self.names[wanted["y"]] = y

@@ -55,7 +55,7 @@ def check_of(node: onnx.NodeProto) -> Check | None:
         return STANDARD_CHECKS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     op = find(node.op_type)
     if isinstance(op, OpSpec):
-        core = "ConvGrad" if op.core in CONV_GRADS else op.core
+        core = "ConvTransposeGrad" if op.is_transposed else "ConvGrad" if op.core in CONV_GRADS else op.core
         return CORE_CHECKS.get(core) if op.is_gradient and "Slice" not in op.prologue else None
     return PLAIN_CHECKS.get(node.op_type)
 
@@ -129,22 +129,38 @@ def _operands(node: onnx.NodeProto, shapes: Shapes, *names: str) -> list[Sequenc
 
 def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Its window makes of x a map of dy's shape."""
+    return _window_between(node, *_operands(node, shapes, "dy", "x", "weight"), "dy")
+
+
+def _conv_transpose_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
+    """Its window makes of dy a map of x's shape."""
+    return _window_between(node, *_operands(node, shapes, "x", "dy", "weight"), "x")
+
+
+def _window_between(
+    node: onnx.NodeProto,
+    dy: Sequence[int] | None,
+    x: Sequence[int] | None,
+    weight: Sequence[int] | None,
+    name: str,
+) -> str | None:
+    """Check that a convolution with this weight and the node's window makes of x a map of dy's shape, `name` for
+    short."""
     given = attributes(node)
-    dy, x, weight = _operands(node, shapes, "dy", "x", "weight")
     if dy is None or x is None or weight is None:
         return None
     if not len(dy) == len(x) == len(weight) == 4:
         return f"reads maps of the shapes {dy} and {x} and a weight of {weight}"
-    window = {name: list(given.get(name, ())) for name in ("kernel_shape", "strides", "dilations", "pads")}
+    window = {key: list(given.get(key, ())) for key in ("kernel_shape", "strides", "dilations", "pads")}
     group, kernel = given.get("group", 1), window["kernel_shape"]
     if kernel != list(weight[2:]):
         return f"has kernel_shape={kernel}, and its weight is {list(weight)}"
-    if any(len(window[name]) != size for name, size in (("strides", 2), ("dilations", 2), ("pads", 4))):
+    if any(len(window[key]) != size for key, size in (("strides", 2), ("dilations", 2), ("pads", 4))):
         return f"has the window {window}, and a map of 2 axes"
     if group < 1 or x[1] != weight[1] * group or weight[0] % group:
         return f"reads {x[1]} channels, and its weight is {list(weight)} in {group} groups"
     whole = [x[0], weight[0], *(axis.count(ceil=False) for axis in axes_of(window, x[2:]))]
-    return None if list(dy) == whole else f"has a window that makes {whole} of its map, and dy is {list(dy)}"
+    return None if list(dy) == whole else f"has a window that makes {whole} of its map, and {name} is {list(dy)}"
 
 
 def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
@@ -231,6 +247,7 @@ def _matrix_product(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], 
 
 CORE_CHECKS: dict[str, Check] = {
     "ConvGrad": _conv_grad,
+    "ConvTransposeGrad": _conv_transpose_grad,
     "MaxPoolGrad": _pool_grad,
     "AveragePoolGrad": _pool_grad,
     "PointwiseGrad": _like_operand,

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.body import Body, reference
-from bnfuse.opset.functions_conv import input_gradient, weight_gradient
+from bnfuse.opset.functions_conv import input_gradient, transposed, transposed_input_gradient, weight_gradient
 from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.functions_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
@@ -22,7 +22,9 @@ from bnfuse.opset.spec import (
     CONV_GRADS,
     DOMAIN,
     FORWARD_CORES,
+    TRANSPOSED,
     VERSION,
+    WEIGHT_GRADS,
     OpSpec,
     PlainOp,
     find,
@@ -95,6 +97,8 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     attributes = {name: reference(name) for name in FORWARD_CORES[op.core]}
     if op.core == "Conv":
         y = body("Conv", x, body["weight"], **attributes)
+    elif op.core == "ConvTranspose":
+        y = transposed(x, body)
     elif op.core == "MaxPool":
         y, results["indices"] = body.node("MaxPool", [x], dict(attributes), wanted=(True, True))
     elif op.core == "Pointwise":
@@ -154,22 +158,23 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     if "BiasGrad" in op.epilogue:
         results["dbias"] = body.sum(dy)
     masked = bool({*ACTIVATION_GRADS} & {*op.epilogue})
-    weighs = op.core in ("ConvGrad", "ConvGradWeight")
     z = act = body["x"] if op.reads_x else dy
-    if "Normalize" in op.prologue and (masked or weighs):
+    if "Normalize" in op.prologue and (masked or op.weighs):
         z = act = affine(z, "a", "b", body)
-    if weighs:
+    if op.weighs:
         for kind in op.activations:
             act = activation(kind, z, body)
-    if weighs:
-        results["dweight"] = weight_gradient(dy, act, body)
-    if op.core == "ConvGradWeight":
+        ends = (act, dy) if op.is_transposed else (dy, act)
+        results["dweight"] = weight_gradient(*ends, body)
+    if op.core in WEIGHT_GRADS:
         return results
     return {**results, **epilogue(op, core_grad(op.core, dy, body), z, body)}
 
 
 def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
     """Write the gradient at what the core read."""
+    if core in TRANSPOSED:
+        return transposed_input_gradient(dy, body)
     if core in CONV_GRADS:
         return input_gradient(dy, body)
     if core == "MaxPoolGrad":

@@ -1,8 +1,9 @@
 """Bodies of the gradients of a convolution, a part of `functions.py`.
 
-Any rank, strides, dilations, pads on either side, and groups. The weight gradient is a product of matrices for each
-sample, as runtimes compute it themselves. As a Conv of x with dy as its weight (strides and dilations exchanged) it is
-one operator, for which onnxruntime multiplies a matrix for each input channel: that takes up to seven times as long.
+A ConvTranspose is here too, as the gradient that it is. Any rank, strides, dilations, pads on either side, and groups.
+The weight gradient is a product of matrices for each sample, as runtimes compute it themselves. As a Conv of x with dy
+as its weight (strides and dilations exchanged) it is one operator, for which onnxruntime multiplies a matrix for each
+input channel: that takes up to seven times as long.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ def input_gradient(dy: ir.Value, body: Body) -> ir.Value:
     read = body("Slice", spread, before, body("Add", before, shape))
     missing = body("Sub", shape, body("Shape", read))
     return body("Pad", read, body("Concat", body("Sub", missing, missing), missing, axis=0))
+
+
+def transposed(x: ir.Value, body: Body) -> ir.Value:
+    """Write y = ConvTranspose(x, weight), without a bias."""
+    names = ("dilations", "group", "kernel_shape", "output_padding", "pads", "strides")
+    return body("ConvTranspose", x, body["weight"], **{name: reference(name) for name in names})
+
+
+def transposed_input_gradient(dy: ir.Value, body: Body) -> ir.Value:
+    """Write dx of a ConvTranspose: the convolution of dy that it is the gradient of."""
+    names = ("dilations", "group", "kernel_shape", "pads", "strides")
+    return body("Conv", dy, body["weight"], **{name: reference(name) for name in names})
 
 
 def weight_gradient(dy: ir.Value, x: ir.Value, body: Body) -> ir.Value:

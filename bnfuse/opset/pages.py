@@ -57,6 +57,11 @@ PROLOGUE = {
 
 CORES = {
     "Conv": Text("y = Conv(x, weight)", "As in ONNX, without its bias. Padding is zero after the prologue."),
+    "ConvTranspose": Text(
+        "y = ConvTranspose(x, weight)",
+        "As in ONNX, without its bias; weight is [C, M/group, kH, kW]. It is the input gradient of the convolution "
+        "that makes maps of x's size of those of y's.",
+    ),
     "MaxPool": Text("y, indices = MaxPool(x)", "indices are flat positions in x (NCHW), the first of equal maxima."),
     "AveragePool": Text("y = AveragePool(x)", "As in ONNX."),
     "GlobalAveragePool": Text("y = mean of x over H, W", "y has the shape [N, C, 1, 1]."),
@@ -70,6 +75,15 @@ CORES = {
         "x gives the shape, and is read where an epilogue step needs it.",
     ),
     "ConvGradWeight": Text("dweight = weight gradient of Conv", "BiasGrad is the only epilogue step it takes."),
+    "ConvTransposeGradInput": Text(
+        "dx = Conv(dy, weight)",
+        "The input gradient of ConvTranspose, a convolution. x is read where an epilogue step needs it.",
+    ),
+    "ConvTransposeGradWeight": Text(
+        "dweight = weight gradient of ConvTranspose",
+        "That of the convolution whose result's gradient is the activated x, and whose input is dy. BiasGrad is the "
+        "only epilogue step it takes.",
+    ),
     "MaxPoolGrad": Text(
         "dx = 0, then dx[indices] += dy", "indices are the forward operator's. The function body needs opset 16."
     ),
@@ -252,10 +266,10 @@ the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b)
 result. Steps come in this order:
 
     forward    [Normalize] [{CHOICE}] [Add|AddNormalized] [{CHOICE}]
-               Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise
+               {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [BatchNormGrad] [Normalize] [{CHOICE}]
-               ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
+               {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient] [{GRADIENT_CHOICE}] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight, the operands of the

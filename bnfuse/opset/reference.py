@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.core.windows import axes_of
+from bnfuse.core.windows import axes_of, transposed_size
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.reference_whole import WHOLE, running, unbiased
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec, PlainOp
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, TRANSPOSED, WEIGHT_GRADS, OpSpec, PlainOp
 
 Array = np.ndarray
 Operands = Mapping[str, Array]
@@ -51,6 +51,8 @@ def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str
     results: dict[str, Array] = {"stored": x}
     if op.core == "Conv":
         y = conv(x, operands["weight"], attributes)
+    elif op.core == "ConvTranspose":
+        y = conv_transpose(x, operands["weight"], attributes)
     elif op.core == "MaxPool":
         y, results["indices"] = max_pool(x, attributes)
     elif op.core == "AveragePool":
@@ -159,9 +161,10 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     act = z
     for kind in op.activations:
         act = activation(kind, z, attributes)
-    if op.core in ("ConvGrad", "ConvGradWeight"):
-        results["dweight"] = conv_grad_weight(dy, act, operands["weight"].shape, attributes)
-    if op.core != "ConvGradWeight":
+    if op.weighs:
+        ends = (act, dy) if op.is_transposed else (dy, act)
+        results["dweight"] = conv_grad_weight(*ends, operands["weight"].shape, attributes)
+    if op.core not in WEIGHT_GRADS:
         dx = _core_grad(op, dy, operands, attributes)
         results |= _epilogue(op, dx, z, operands, attributes)
     return results
@@ -169,6 +172,8 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
 
 def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes) -> Array:
     """Give the gradient at what the core read."""
+    if op.core in TRANSPOSED:
+        return conv(dy, operands["weight"], attributes)
     if op.core in CONV_GRADS:
         return conv_grad_input(dy, operands["x"].shape, operands["weight"], attributes)
     if op.core == "MaxPoolGrad":
@@ -234,6 +239,12 @@ def conv_grad_input(dy: Array, shape: tuple[int, ...], weight: Array, attributes
     columns = kernels.swapaxes(-1, -2) @ _by_group(dy, attributes)  # [N, group, C/group * kernel, pixels]
     columns = columns.reshape(*shape[:2], *attributes["kernel_shape"], *dy.shape[2:])
     return fold(columns.transpose(0, 1, 4, 5, 2, 3), shape, attributes)
+
+
+def conv_transpose(x: Array, weight: Array, attributes: Attributes) -> Array:
+    """Compute the transposed convolution: the input gradient, at x, of the convolution that has this weight."""
+    size = transposed_size(attributes, x.shape[2:], attributes["output_padding"])
+    return conv_grad_input(x, (x.shape[0], weight.shape[1] * attributes["group"], *size), weight, attributes)
 
 
 def _columns(x: Array, attributes: Attributes) -> tuple[Array, tuple[int, int]]:

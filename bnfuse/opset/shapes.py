@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bnfuse.core.windows import transposed_size
 from bnfuse.opset.reference import window_counts
 from bnfuse.opset.spec import WHOLE_OPS, OpSpec, PlainOp
 
@@ -39,6 +40,18 @@ def window_shape(x: Shape, out_channels: Dim, attributes: Attributes) -> Shape:
     return (x[0], out_channels, None, None)
 
 
+def transposed_shape(x: Shape, weight: Shape, attributes: Attributes) -> Shape:
+    """Tell what a transposed convolution makes of x; its weight is [C, O/group, kH, kW]."""
+    if x is None:
+        return None
+    per_group = weight[1] if weight else None
+    channels = per_group * attributes["group"] if isinstance(per_group, int) else None
+    height, width = x[2:]
+    if isinstance(height, int) and isinstance(width, int):
+        return (x[0], channels, *transposed_size(attributes, (height, width), attributes["output_padding"]))
+    return (x[0], channels, None, None)
+
+
 def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
     """Results are maps like the one that is changed, or coefficients: of x's channels, or like those that come in."""
     if op in WHOLE_OPS:
@@ -67,6 +80,8 @@ def _forward(op: OpSpec, shapes: Mapping[str, Shape], attributes: Attributes) ->
         y = x
     elif op.core == "GlobalAveragePool":
         y = (*x[:2], 1, 1)
+    elif op.core == "ConvTranspose":
+        y = transposed_shape(x, shapes["weight"], attributes)
     elif op.core == "Conv":
         weight = shapes["weight"]
         y = window_shape(x, weight[0] if weight else None, attributes)

@@ -10,10 +10,11 @@ about it follows from the steps: operands, results and attributes here; the func
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
     forward    [Normalize] [Activation] [Add|AddNormalized] [Activation]
-               Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise
+               Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Pointwise
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [BatchNormGrad]  [Normalize] [Activation]
-               ConvGrad|ConvGradInput|ConvGradWeight|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
+               ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
+               |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
                [BiasGrad] [AddGradient] [ActivationGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
@@ -39,6 +40,9 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
 
+A ConvTranspose is the input gradient of the convolution that goes the other way: its own gradient at x is that
+convolution of dy, its weight gradient that convolution's with x and dy in each other's place.
+
 `Pointwise` and `PointwiseGrad` are the cores that do nothing: `NormalizeReluPointwise` stores a normalised map,
 `BatchNormGradPointwiseGrad` stores the input gradient of a BN. With z = x a ReluGrad serves as well where x is the
 *output* of the Relu, because both have the same sign.
@@ -60,11 +64,13 @@ VERSION = 1
 ACTIVATION_GRADS = tuple(GRADIENTS)
 
 CONV_ATTRIBUTES = ("dilations", "group", "kernel_shape", "pads", "strides")
+CONV_TRANSPOSE_ATTRIBUTES = (*CONV_ATTRIBUTES, "output_padding")
 MAX_POOL_ATTRIBUTES = ("ceil_mode", "dilations", "kernel_shape", "pads", "strides")
 AVERAGE_POOL_ATTRIBUTES = ("ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 
 FORWARD_CORES: dict[str, tuple[str, ...]] = {
     "Conv": CONV_ATTRIBUTES,
+    "ConvTranspose": CONV_TRANSPOSE_ATTRIBUTES,
     "MaxPool": MAX_POOL_ATTRIBUTES,
     "AveragePool": AVERAGE_POOL_ATTRIBUTES,
     "GlobalAveragePool": (),
@@ -74,22 +80,27 @@ BACKWARD_CORES: dict[str, tuple[str, ...]] = {
     "ConvGrad": CONV_ATTRIBUTES,
     "ConvGradInput": CONV_ATTRIBUTES,
     "ConvGradWeight": CONV_ATTRIBUTES,
+    "ConvTransposeGradInput": CONV_ATTRIBUTES,
+    "ConvTransposeGradWeight": CONV_ATTRIBUTES,
     "MaxPoolGrad": MAX_POOL_ATTRIBUTES,
     "AveragePoolGrad": AVERAGE_POOL_ATTRIBUTES,
     "GlobalAveragePoolGrad": (),
     "PointwiseGrad": (),
 }
-CONV_GRADS = ("ConvGrad", "ConvGradInput", "ConvGradWeight")
+CONVS = ("Conv", "ConvTranspose")
+CONV_GRADS = ("ConvGrad", "ConvGradInput", "ConvGradWeight", "ConvTransposeGradInput", "ConvTransposeGradWeight")
+WEIGHT_GRADS = ("ConvGradWeight", "ConvTransposeGradWeight")  # they have no dx
+TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeight")
 
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
     rf"(Normalize)?({_ACTIVATION})?(AddNormalized|Add)?({_ACTIVATION})?"
-    r"(Conv|MaxPool|AveragePool|GlobalAveragePool|Pointwise)"
+    rf"({'|'.join(FORWARD_CORES)})"
     r"(Bias)?(StoreInput)?(Statistics)?"
 )
 _BACKWARD = re.compile(
     rf"(Slice)?(BatchNormGrad)?(Normalize)?({_ACTIVATION})?"
-    r"(ConvGradInput|ConvGradWeight|ConvGrad|MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad)"
+    rf"({'|'.join(BACKWARD_CORES)})"
     rf"(BiasGrad)?(AddGradient)?((?:{_ACTIVATION})Grad)?(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
 )
 
@@ -115,6 +126,16 @@ class OpSpec:
     def is_gradient(self) -> bool:
         """Tell whether the core is a backward one."""
         return self.core in BACKWARD_CORES
+
+    @property
+    def is_transposed(self) -> bool:
+        """Tell whether the core is a ConvTranspose or a gradient of one."""
+        return self.core in TRANSPOSED
+
+    @property
+    def weighs(self) -> bool:
+        """Tell whether `dweight` is a result."""
+        return self.core == "ConvGrad" or self.core in WEIGHT_GRADS
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -161,7 +182,7 @@ class OpSpec:
                 yield "indices"
         if self.reads_x:
             yield "x"
-        if self.core == "Conv" or self.core in CONV_GRADS:
+        if self.core in CONVS or self.core in CONV_GRADS:
             yield "weight"
         for step in self.prologue:
             yield from PROLOGUE_OPERANDS.get(step, ())
@@ -175,9 +196,9 @@ class OpSpec:
 
     def _results(self) -> Iterator[str]:
         if self.is_gradient:
-            if self.core != "ConvGradWeight":
+            if self.core not in WEIGHT_GRADS:
                 yield "dx"
-            if self.core in ("ConvGrad", "ConvGradWeight"):
+            if self.weighs:
                 yield "dweight"
         else:
             yield "y"
@@ -226,7 +247,7 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         steps = match.groups()
         others = ("ReduceOther",) * (len(steps[9]) // len("ReduceOther"))
         epilogue = (*(s for s in steps[5:9] if s), *others, *(s for s in steps[10:] if s))
-        if steps[4] == "ConvGradWeight" and {*epilogue} - {"BiasGrad"}:
+        if steps[4] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
             return None  # there is no dx to work on
         masked = (steps[7] or "").removesuffix("Grad")
         if masked != steps[3] and share_attributes(steps[3], masked):
@@ -404,7 +425,7 @@ def find(name: str) -> OpSpec | PlainOp | None:
     return PLAIN_OPS.get(name) or parse(name)
 
 
-_LISTS = ("dilations", "extent", "kernel_shape", "pads", "strides")
+_LISTS = ("dilations", "extent", "kernel_shape", "output_padding", "pads", "strides")
 _FLOATS = ("elements", "epsilon", "momentum", "weight")
 
 

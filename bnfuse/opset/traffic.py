@@ -46,7 +46,7 @@ def maps_touched(
 
 def reads_elements_of_x(op: OpSpec) -> bool:
     """Whether a gradient reads x itself, and not its shape alone."""
-    if not op.is_gradient or op.core in ("ConvGrad", "ConvGradWeight"):
+    if not op.is_gradient or op.weighs:
         return True
     return bool({*ACTIVATION_GRADS, "Reduce"} & {*op.epilogue})
 

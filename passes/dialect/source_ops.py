@@ -1,6 +1,6 @@
 """Nodes read as operators of steps: the one place that knows how a graph of the training dialect spells things.
 
-    Conv [bias]                      Conv [Bias]
+    Conv, ConvTranspose [bias]       the same [Bias]
     MaxPool, AveragePool, ...        the same
     Relu and other activations, Add  Pointwise with the step in its prologue
     ConvGrad, PointwiseGradReluGrad  what they are: operators of ai.bnfuse
@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import onnx_ir as ir
 
+from bnfuse.core.windows import transposed_pads, transposed_size
 from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.sources import SOURCES, activation_of
 from bnfuse.opset.sources import forward_of as forward_of_activation
@@ -101,6 +102,29 @@ def _conv(node: ir.Node) -> Op | None:
         operands["bias"] = node.inputs[2]
         epilogue = ("Bias",)
     return _op(OpSpec((), "Conv", epilogue), operands, {"y": y}, _window(node, sizes(x), sizes(weight)[2:]), node)
+
+
+def _conv_transpose(node: ir.Node) -> Op | None:
+    """Read a ConvTranspose; output_shape and auto_pad become pads and output_padding, of which pads cut evenly."""
+    x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
+    if not (is_map(x) and is_map(y) and weight is not None and weight.shape is not None):
+        return None
+    size, made = sizes(x)[2:], sizes(y)[2:]
+    given = {"strides": tuple(_attribute(node, "strides", (1, 1))), "kernel_shape": sizes(weight)[2:]}
+    given |= {"dilations": tuple(_attribute(node, "dilations", (1, 1))), "group": int(_attribute(node, "group", 1))}
+    given |= {"pads": tuple(_attribute(node, "pads", (0, 0, 0, 0)))}
+    wanted = (_attribute(node, "output_shape", None), _attribute(node, "output_padding", (0, 0)))
+    given["pads"] = transposed_pads(given, size, *wanted, _attribute(node, "auto_pad", "NOTSET"))
+    more = tuple(have - least for have, least in zip(made, transposed_size(given, size), strict=True))
+    if min(more) < 0:
+        return None
+    operands = {"x": x, "weight": weight}
+    epilogue: tuple[str, ...] = ()
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        operands["bias"] = node.inputs[2]
+        epilogue = ("Bias",)
+    attributes = {**given, "output_padding": more}
+    return _op(OpSpec((), "ConvTranspose", epilogue), operands, {"y": y}, attributes, node)
 
 
 def _pool(node: ir.Node) -> Op | None:
@@ -195,6 +219,7 @@ def _op(
 
 _READERS: dict[tuple[str, str], Callable[[ir.Node], Op | None]] = {
     ("", "Conv"): _conv,
+    ("", "ConvTranspose"): _conv_transpose,
     ("", "MaxPool"): _pool,
     ("", "AveragePool"): _pool,
     ("", "GlobalAveragePool"): _global_average_pool,

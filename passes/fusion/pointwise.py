@@ -18,7 +18,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, CONVS, OpSpec
 from bnfuse.passes.dialect.source_ops import read
 from bnfuse.passes.dialect.steps import try_spec
 from bnfuse.passes.fusion.mask import fuse_mask
@@ -56,7 +56,7 @@ def why_not_conv(relu: Op) -> str | None:
         for use, op in zip(y.uses(), readers, strict=True)
         if op is None
         or not isinstance(op.spec, OpSpec)
-        or (op.spec.core not in ("Conv", *CONV_GRADS) and not _is_mask(op.node))
+        or (op.spec.core not in (*CONVS, *CONV_GRADS) and not _is_mask(op.node))
     }
     return f"{y.name} is also read by {', '.join(sorted(others))}" if others else None
 

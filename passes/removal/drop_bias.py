@@ -6,7 +6,7 @@
                                                     rm' = r + b
     dx, dw, db = ConvGrad(dz, x, w)                 dx, dw = ConvGrad(dz, x, w);  db = 0
 
-and a ConvTranspose alike, whose db is a ReduceSum of dz.
+and a ConvTranspose alike. Where db is a ReduceSum of dz (no gradient of the weight is wanted), that is 0 too.
 
 The running mean stays that of y, so a saved network means the same: with rm - b in place of the batch's mean,
 evaluation needs no bias either. db is the sum of a gradient that has the mean 0 in every channel; the source graph
@@ -18,12 +18,10 @@ anything but the BatchNorm's gradient, or is a graph output.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import CONVS, OpSpec
 from bnfuse.passes.dialect.source_ops import (
     constant_of,
     forward_of,
@@ -45,26 +43,14 @@ class DropBias(ir.passes.InPlacePass):
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "drop-bias")
         for y in dict.fromkeys(node.inputs[0] for node in model.graph if is_batch_norm(node)):
-            node = y.producer() if y is not None else None
-            if y is None or node is None:
-                continue
             conv = forward_of(y)
-            if conv is not None and conv.steps.core == "Conv" and "Bias" in conv.steps.epilogue:
-                dropped = functools.partial(drop, editor, conv)
-            elif is_biased_transpose(node):
-                dropped = functools.partial(drop_of_transpose, editor, node)
-            else:
+            if y is None or conv is None or conv.steps.core not in CONVS or "Bias" not in conv.steps.epilogue:
                 continue
             if reason := why_not(y):
-                editor.refuse(node, reason)
+                editor.refuse(conv.node, reason)
             else:
-                dropped()
+                drop(editor, conv)
         return editor.result()
-
-
-def is_biased_transpose(node: ir.Node) -> bool:
-    """Tell whether a node is a ConvTranspose with a bias."""
-    return (node.domain, node.op_type) == ("", "ConvTranspose") and len(node.inputs) > 2 and node.inputs[2] is not None
 
 
 def why_not(y: ir.Value) -> str | None:
@@ -103,24 +89,20 @@ def drop(editor: Editor, conv: Op) -> None:
         shift_running_mean(editor, norm, bias, conv.node)
     if gradient is not None:
         without_bias_gradient(editor, gradient, conv.node)
+    else:
+        without_sums(editor, y, conv.node)
     editor.replace(conv, without(conv.steps, "Bias"))
 
 
-def drop_of_transpose(editor: Editor, node: ir.Node) -> None:
-    """Take the bias out of a ConvTranspose, and let its gradient be zeros."""
-    y, bias = node.outputs[0], node.inputs[2]
-    assert bias is not None
+def without_sums(editor: Editor, y: ir.Value, conv: ir.Node) -> None:
+    """Let the sums of y's gradient over all axes but the channels' be zeros, where they are nodes of their own."""
     gradients = [use.node.outputs[0] for use in y.uses() if is_batch_norm_grad(use.node)]
     gradients += [
         use.node.outputs[0] for dy in gradients for use in dy.uses() if is_gradient_of(use.node.outputs[0], y)
     ]
-    for norm in batch_norms_of(y):
-        shift_running_mean(editor, norm, bias, node)
     for total in [use.node for dy in dict.fromkeys(gradients) for use in dy.uses() if is_channel_sum(use.node)]:
-        put_zeros(editor, total, total.outputs[0], node)
+        put_zeros(editor, total, total.outputs[0], conv)
         editor.remove_dead([total])
-    node.resize_inputs(2)
-    editor.fused.append(node.name or node.op_type)
 
 
 def is_channel_sum(node: ir.Node) -> bool:

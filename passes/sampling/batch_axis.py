@@ -397,7 +397,7 @@ OWN: dict[str, Rule] = {  # of ai.bnfuse, where the rule of the others does not 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(LIKE, _drawn_like),
-    **dict.fromkeys(("Conv", "GlobalAveragePool"), _maps(0)),
+    **dict.fromkeys(("Conv", "ConvTranspose", "GlobalAveragePool"), _maps(0)),
     **dict.fromkeys(("MaxPool", "AveragePool"), _maps(0, 0)),
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,

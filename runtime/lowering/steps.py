@@ -13,8 +13,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, DOMAIN, PLAIN_OPS, OpSpec, parse
+from bnfuse.opset.shapes import transposed_shape
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONVS, DOMAIN, PLAIN_OPS, OpSpec, parse
 from bnfuse.runtime.kernels import registry
+from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.layout import MapRef
@@ -23,9 +25,10 @@ from bnfuse.runtime.lowering.weights import weight_ref
 from bnfuse.runtime.program.program import ARENA
 
 POOL_GRADS = ("MaxPoolGrad", "AveragePoolGrad", "GlobalAveragePoolGrad")
+INPUT_GRADS = ("ConvGradInput", "ConvTransposeGradInput")
 KINDS = {
-    "Conv": registry.CONV_FORWARD,
-    **dict.fromkeys(CONV_GRADS, registry.CONV_BACKWARD),
+    **dict.fromkeys(TOWARDS_OUTPUT, registry.CONV_FORWARD),
+    **dict.fromkeys(TOWARDS_INPUT, registry.CONV_BACKWARD),
     "Pointwise": registry.POINTWISE_FORWARD,
     "PointwiseGrad": registry.POINTWISE_BACKWARD,
     **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), registry.POOL_FORWARD),
@@ -92,7 +95,7 @@ def elementwise(
 def unread_operands(spec: OpSpec) -> set[str]:
     """Operands that the kernel does not get, or gets for their shape alone and must not keep alive."""
     reads_x = {*ACTIVATION_GRADS, "Reduce"} & {*spec.epilogue}
-    alone = spec.core in POOL_GRADS or (spec.core == "ConvGradInput" and not {*spec.prologue} - OF_DY)
+    alone = spec.core in POOL_GRADS or (spec.core in INPUT_GRADS and not {*spec.prologue} - OF_DY)
     return {"acc"} | ({"x"} if alone and not reads_x else set())
 
 
@@ -162,7 +165,9 @@ def output_shape(
     n, c, *size = shape
     if spec.core == "GlobalAveragePool":
         return n, c, 1, 1
-    window = weight[2:] if spec.core == "Conv" else attributes["kernel_shape"]
+    if spec.core == "ConvTranspose":
+        return tuple(int(size) for size in transposed_shape(shape, weight, attributes) or ())  # type: ignore[arg-type]
+    window = weight[2:] if spec.core in CONVS else attributes["kernel_shape"]
     pads, rank = attributes["pads"], len(size)
     out = [
         extent(

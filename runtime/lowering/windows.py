@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import sub
 from typing import Any
 
 import onnx_ir as ir
 
 from bnfuse.core.windows import transposed_pads, transposed_size, why_not
 from bnfuse.opset.spec import OpSpec
-from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.lowering.operands import optional, present, result
 from bnfuse.runtime.lowering.sparse import lower_mean
-from bnfuse.runtime.lowering.state import Lowering, Ref
-from bnfuse.runtime.lowering.steps import composed, problem
+from bnfuse.runtime.lowering.state import Lowering
+from bnfuse.runtime.lowering.steps import composed
 from bnfuse.runtime.lowering.values import attributes_of
-from bnfuse.runtime.lowering.weights import weight_ref
 
 IN_ONNXRUNTIME = "The file runs in onnxruntime."
 INSTEAD_OF_1D = (
@@ -70,12 +69,9 @@ def lower_conv(low: Lowering, node: ir.Node) -> None:
 
 
 def lower_conv_transpose(low: Lowering, node: ir.Node) -> None:
-    """Lower a transposed convolution: what is the gradient of the input to the convolution the other way.
-
-    x is that convolution's dy, and y its dx; both have one weight. A bias is added by a sweep of its own.
-    """
+    """Lower a transposed convolution, with or without a bias."""
     x, weight, bias = low.operand(node, 0), low.operand(node, 1), optional(node, 2)
-    kernel, (n, channels, *size) = low.shape(weight), low.shape(x)
+    kernel, (_, channels, *size) = low.shape(weight), low.shape(x)
     if len(kernel) != 4:
         conv_attributes(low, node, kernel, ())  # which refuses it
     given = attributes_of(node)
@@ -91,15 +87,9 @@ def lower_conv_transpose(low: Lowering, node: ir.Node) -> None:
     out = transposed_size(window, size, wanted[1]) if wanted[0] is None else tuple(wanted[0])[-2:]
     if channels != kernel[0] or channels % window["group"] or min(out) < 1:
         raise low.error(node, f"of {list(low.shape(x))} by {list(kernel)} gives maps of {list(out)}: correct the file")
-    shape = (n, kernel[1] * window["group"], *out)
-    spec, y = OpSpec((), "ConvGradInput"), result(node, 0)
-    refs: dict[str, Ref] = {"dy": low.map(x), "weight": weight_ref(low, spec.core, weight, window["group"])}
-    refs["dx"] = refs["x"] = low.new_map(y if bias is None else None, shape)  # x is not read
-    low.launch(registry.CONV_BACKWARD, (problem(low, spec, refs, window, kernel), low.target), refs)
-    if bias is not None:
-        spec = OpSpec((), "Pointwise", ("Bias",))
-        refs = {"x": refs["dx"], "bias": low.dense(bias), "y": low.new_map(y, shape)}
-        low.launch(registry.POINTWISE_FORWARD, (problem(low, spec, refs, {}, ()), low.target), refs)
+    window["output_padding"] = tuple(map(sub, out, transposed_size(window, size)))
+    spec = OpSpec((), "ConvTranspose", ("Bias",) if bias is not None else ())
+    composed(low, node, spec, present(x=x, weight=weight, bias=bias), present(y=result(node, 0)), window)
 
 
 # -- pooling -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from bnfuse.runtime.kernels.common.dense import GemmProblem
 from bnfuse.runtime.kernels.common.loss import LossGradProblem, LossProblem
 from bnfuse.runtime.kernels.common.maps import CopyProblem
 from bnfuse.runtime.kernels.common.optim import UpdateProblem
+from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.common.taps import TapsProblem
 from bnfuse.runtime.kernels.cuda.weights import PackProblem
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param, Problem
@@ -105,7 +106,7 @@ def flops_of(problem: Any) -> int:
         return 2 * problem.count * problem.m * problem.n * problem.k
     if isinstance(problem, Problem) and problem.weight:
         spec = problem.spec
-        output = problem.map("dy" if spec.is_gradient else "y")
+        output = problem.map(sides(spec)[1])
         products = len({"dx", "dweight"} & {*spec.results}) if spec.core in CONV_GRADS else 1
         return 2 * products * output.pixels * math.prod(problem.weight)
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.opset.spec import parse
+from bnfuse.runtime.kernels.kernel import MapType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ConvCase:
     dilations: tuple[int, int] = (1, 1)
     group: int = 1
     slots: int = 0
+    output_padding: tuple[int, int] = (0, 0)  # of a transposed one
 
     @property
     def ranges(self) -> dict[str, int]:
@@ -38,6 +40,7 @@ class ConvCase:
             "dilations": self.dilations,
             "group": self.group,
             "kernel_shape": self.kernel,
+            "output_padding": self.output_padding,
             "pads": self.pads,
             "strides": self.strides,
             "min": -0.5,
@@ -60,3 +63,15 @@ def gradient_operands(case: Any, rng: np.random.Generator) -> dict[str, np.ndarr
         if name.startswith("inv_std"):
             values[name] = np.abs(values[name]) + 0.5
     return values
+
+
+def as_buffer(values: np.ndarray, kind: MapType, offset: int) -> np.ndarray:
+    """An NCHW map in its slot of an NHWC buffer; what is around it is NaN, so that reading it shows."""
+    buffer = np.full((kind.pixels, kind.stride), np.nan, np.float32)
+    buffer[:, offset : offset + kind.c] = values.transpose(0, 2, 3, 1).reshape(kind.pixels, kind.c)
+    return buffer
+
+
+def from_buffer(buffer: np.ndarray, kind: MapType, offset: int) -> np.ndarray:
+    found = buffer.reshape(kind.n, kind.h, kind.w, kind.stride)[..., offset : offset + kind.c]
+    return found.transpose(0, 3, 1, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conv_case import ConvCase, gradient_operands
+from conv_case import ConvCase, as_buffer, from_buffer, gradient_operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,18 +72,6 @@ class Case(ConvCase):
 
 WEIGHTS = ("weight", "dweight")
 ACC = ("acc",)
-
-
-def as_buffer(values: np.ndarray, kind: MapType, offset: int) -> np.ndarray:
-    """An NCHW map in its slot of an NHWC buffer; what is around it is NaN, so that reading it shows."""
-    buffer = np.full((kind.pixels, kind.stride), np.nan, np.float32)
-    buffer[:, offset : offset + kind.c] = values.transpose(0, 2, 3, 1).reshape(kind.pixels, kind.c)
-    return buffer
-
-
-def from_buffer(buffer: np.ndarray, kind: MapType, offset: int) -> np.ndarray:
-    found = buffer.reshape(kind.n, kind.h, kind.w, kind.stride)[..., offset : offset + kind.c]
-    return found.transpose(0, 3, 1, 2)
 
 
 def run(case: Case, kernel: Kernel, values: dict[str, np.ndarray], function: Any = None) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.kernel import Problem
 
 
@@ -108,8 +109,8 @@ class Convolution:
 
 
 def spatial_axes(problem: Problem) -> tuple[Axis, Axis]:
-    """Give rows and columns of a convolution or a pooling, forward or backward: from x to y, or to the map of dy."""
-    x, y = problem.map("x"), problem.map("dy" if problem.spec.is_gradient else "y")
+    """Give rows and columns of a convolution or a pooling, from the map at its input to that at its output."""
+    x, y = (problem.map(name) for name in sides(problem.spec))
     given = dict(problem.attributes)
     kernel, pads, strides = (given[name] for name in ("kernel_shape", "pads", "strides"))
     dilations = given.get("dilations", (1, 1))

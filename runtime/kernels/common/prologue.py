@@ -42,6 +42,16 @@ class ProloguePlan:
         own = tuple(step for step in problem.spec.prologue if step in OF_GRADIENT)
         return ProloguePlan("dy", own, dict(problem.maps), dict(problem.attributes))
 
+    @staticmethod
+    def at_input(problem: Problem) -> ProloguePlan:
+        """Plan what happens to the map at a convolution's input before it is read: x, or a transposed one's dy."""
+        return (ProloguePlan.of_gradient if problem.spec.is_transposed else ProloguePlan.of_input)(problem)
+
+    @staticmethod
+    def at_output(problem: Problem) -> ProloguePlan:
+        """Plan what happens to the map at a convolution's output before it is read: dy, or a transposed one's x."""
+        return (ProloguePlan.of_input if problem.spec.is_transposed else ProloguePlan.of_gradient)(problem)
+
     @property
     def operands(self) -> tuple[str, ...]:
         """List all that is read, in the order of the operator's operands."""

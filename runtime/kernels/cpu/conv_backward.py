@@ -1,5 +1,8 @@
 """Both gradients of a convolution in one kernel (ConvGrad, ConvGradInput, ConvGradWeight), any stride, dilation, group.
 
+A ConvTranspose is a ConvGradInput of which dx is called y, with a bias and statistics on the way out; in its weight's
+gradient x and dy have changed places (common/sides.py). Here they have the names of a Conv's gradient.
+
     pack the weights                                                        [Cin/block][R][S][Cout][block]
     parallel over threads, each a fixed share of the tiles (rows of dy, and the rows of x that they meet):
         grad <- dy after BatchNormGrad, with a border of zeros              L2
@@ -38,8 +41,8 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common.params import operator_params
+from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
@@ -85,13 +88,13 @@ def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
 def conv_backward(
     problem: Problem, target: CpuTarget, algorithm: str | None = None, plan: Plan | None = None
 ) -> Kernel:
-    """Make the kernel of a convolution's gradients; `algorithm` is one of `algorithms`, the first by default.
+    """Make the kernel of a convolution's gradients, or of a transposed one.
 
-    `plan` is of the direct algorithm alone. Raises BnfuseError where the operator is not the gradient of a convolution,
-    and for an algorithm that cannot do the shape.
+    `algorithm` is one of `algorithms`, the first by default; `plan` is of the direct algorithm alone. Raises
+    BnfuseError where the operator is not the gradient of a convolution, and for an algorithm that cannot do the shape.
     """
     spec = problem.spec
-    if spec.core not in CONV_GRADS:
+    if spec.core not in TOWARDS_INPUT:
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
     possible = algorithms(problem, target)
     if algorithm is not None and algorithm not in possible:
@@ -116,12 +119,12 @@ def build(problem: Problem, target: CpuTarget, plan: Plan | None = None) -> Any:
 
 
 def _body(nest: Nest) -> None:
-    shape, threads = nest.shape, nest.threads
+    threads = nest.threads
     sizes = {
         "packed": (nest.packed_size if nest.wants_input else 0, "float32"),
         "partial": (threads * nest.partial_size if nest.wants_weight else 0, "float32"),
         "sums": (threads * nest.sums_size, "float64"),
-        "bias": (threads * shape.groups * shape.cout if "BiasGrad" in nest.spec.epilogue else 0, "float64"),
+        "bias": (threads * nest.problem.map("dy").c if "BiasGrad" in nest.spec.epilogue else 0, "float64"),
     }
     space = {name: tir.workspace(size, dtype) for name, (size, dtype) in sizes.items() if size}
     if "packed" in space:

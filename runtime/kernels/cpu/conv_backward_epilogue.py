@@ -8,11 +8,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import WEIGHT_GRADS, OpSpec
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan, Total, totals_of
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
+from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import tir
+from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Problem
 
@@ -45,18 +47,23 @@ class Elements:
 
     @property
     def wants_input(self) -> bool:
-        """Tell whether dx is made."""
-        return self.spec.core != "ConvGradWeight"
+        """Tell whether a map is made: dx, or y of a transposed convolution."""
+        return self.spec.core not in WEIGHT_GRADS
 
     @property
     def wants_weight(self) -> bool:
         """Tell whether dweight is made."""
-        return self.spec.core != "ConvGradInput"
+        return self.spec.weighs
+
+    @property
+    def result(self) -> str:
+        """Name the map that is made."""
+        return EpiloguePlan(self.problem).result
 
     @property
     def channels(self) -> int:
-        """Count the input channels of all groups."""
-        return self.problem.map("x").c
+        """Count the channels, of all groups, of the map that is made; else of the map at the convolution's input."""
+        return self.problem.map(self.result if self.wants_input else sides(self.spec)[0]).c
 
     @property
     def reductions(self) -> tuple[Total, ...]:
@@ -64,9 +71,14 @@ class Elements:
         return tuple(total for total in totals_of(self.spec) if not total.of_bias)
 
     @property
+    def takes_statistics(self) -> bool:
+        """Tell whether mean and variance of the map that is made are results."""
+        return "Statistics" in self.spec.epilogue
+
+    @property
     def sums_size(self) -> int:
-        """Count the float64 sums of a thread: [reduction][channel]."""
-        return len(self.reductions) * self.channels
+        """Count the float64 sums of a thread: [reduction][channel], of y and y^2 where statistics are taken."""
+        return (2 if self.takes_statistics else len(self.reductions)) * self.channels
 
     def index(self, name: str, pixel: Expr, channel: Expr) -> Expr:
         """Write where a channel of a pixel lies in the flat buffer of a map."""
@@ -81,17 +93,24 @@ class Elements:
         return lambda name, is_vector: self.arguments[name][channel] if is_vector else self.load(name, pixel, channel)
 
     def gradient(self, pixel: Expr, channel: Expr) -> Expr:
-        """Write dy after its prologue."""
-        return ProloguePlan.of_gradient(self.problem).value(self.loader(pixel, channel))
+        """Write what is read at the convolution's output: dy after its prologue, or a transposed one's x."""
+        return ProloguePlan.at_output(self.problem).value(self.loader(pixel, channel))
 
     def activated(self, pixel: Expr, channel: Expr) -> Expr:
-        """Write what the convolution read."""
-        return ProloguePlan.of_input(self.problem).value(self.loader(pixel, channel))
+        """Write what is read at the convolution's input: x after its prologue, or a transposed one's dy."""
+        return ProloguePlan.at_input(self.problem).value(self.loader(pixel, channel))
+
+
+MOMENTS = 4  # rows of registers that statistics take: count, shift, sum e, sum e*e
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """The sums over a few pixels of `block` channels, in registers, on their way to the thread's float64 sums."""
+    """The sums over a few pixels of `block` channels, in registers, on their way to the thread's float64 sums.
+
+    Statistics are sums of e = y - shift and of e*e, where shift is the first y: what a large mean would cancel is left
+    to float64 (partials.py).
+    """
 
     elements: Elements
     block: int
@@ -101,7 +120,7 @@ class Sums:
     @classmethod
     def zero(cls, elements: Elements, block: int, lanes: int) -> Sums:
         """Begin with zeros, float32 [reduction][block], or without registers where nothing is summed."""
-        size = len(elements.reductions) * block
+        size = (MOMENTS if elements.takes_statistics else len(elements.reductions)) * block
         if not size:
             return cls(elements, block, lanes, None)
         part = registers(size)
@@ -111,6 +130,8 @@ class Sums:
 
     def add(self, d: Expr, pixel: Expr, channel: Expr, inner: Expr) -> None:
         """Add d at a pixel and channel; `inner` is the channel's place in the block."""
+        if self.elements.takes_statistics:
+            self._add_moments(d, inner)
         for q, term in enumerate(self.elements.reductions):
             slot = q * self.block + inner
             if term.suffix is None:
@@ -121,11 +142,33 @@ class Sums:
 
     def flush(self, sums: Buffer, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
         """Add to the thread's sums of the channels from `first`; `widths` has the vectors' starts and widths."""
+        if self.elements.takes_statistics:
+            self._flush_moments(sums, thread, first, widths)
         for q in range(len(self.elements.reductions)):
             target = thread * self.elements.sums_size + q * self.elements.channels + first
             for start, width in widths.items():
                 index = span(target + start, width)
                 more = tir.widen(self.registers[span(q * self.block + start, width)], width)
+                store(sums, index, sums[index] + more)
+
+    def _add_moments(self, d: Expr, inner: Expr) -> None:
+        count, shift, first, second = (row * self.block + inner for row in range(MOMENTS))
+        held = self.registers
+        store(held, shift, tirx.Select(held[count] == steps.f32(0), d, held[shift]))
+        e = d - held[shift]
+        store(held, first, held[first] + e)
+        store(held, second, steps.fma(e, e, held[second]))
+        store(held, count, held[count] + steps.f32(1))
+
+    def _flush_moments(self, sums: Buffer, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
+        """Add the sums of y = shift + e and of y^2."""
+        for start, width in widths.items():
+            rows = [self.registers[span(row * self.block + start, width)] for row in range(MOMENTS)]
+            count, shift, one, two = (T.bind(tir.widen(row, width)) for row in rows)
+            whole = T.bind(count * shift)
+            added = whole + one, (whole + one + one) * shift + two
+            for q, more in enumerate(added):
+                index = span(thread * self.elements.sums_size + q * self.elements.channels + first + start, width)
                 store(sums, index, sums[index] + more)
 
 
@@ -144,28 +187,31 @@ Where = tuple[Expr, Expr, Expr]  # pixel, channel, place of the channel in its b
 
 
 def write_epilogue(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: Where) -> None:
-    """Write the epilogue of one element and store dx; d lies in `cell` = (buffer, index).
+    """Write the epilogue of one element and store dx, or y; d lies in `cell` = (buffer, index).
 
     The buffer is written, so that d is computed once.
     """
     pixel, channel, _ = where
     last = epilogue_value(elements, d, cell, sums, where)
-    store(elements.arguments["dx"], elements.index("dx", pixel, channel), last)
+    store(elements.arguments[elements.result], elements.index(elements.result, pixel, channel), last)
 
 
 def epilogue_value(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums: Sums, where: Where) -> Expr:
-    """Write the epilogue without the store; give what dx has to be."""
+    """Write the epilogue without the store; give what dx, or y, has to be."""
     pixel, channel, inner = where
     plan, load = EpiloguePlan(elements.problem), elements.loader(pixel, channel)
     buffer, index = cell
-    store(buffer, index, plan.changed(d, load))
+    store(buffer, index, plan.changed(d, load) if elements.spec.is_gradient else plan.biased(d, load))
     sums.add(buffer[index], pixel, channel, inner)
-    return plan.placed(buffer[index], load)
+    return plan.placed(buffer[index], load)  # as it is, of y
 
 
 def finish(elements: Elements, sums: Buffer | None, bias: Buffer | None) -> None:
-    """Write dbeta, dgamma and dbias from the threads' float64 sums."""
+    """Write dbeta, dgamma and dbias, or mean and variance, from the threads' float64 sums."""
     arguments = elements.arguments
+    if elements.takes_statistics:
+        partials = Partials(sums, elements.channels, elements.threads, FLOAT64_LANES)
+        partials.finish(elements.problem.map("y").pixels, arguments["mean"], arguments["variance"])
     if bias is not None:
         _total(elements, bias, arguments["dbias"], elements.problem.map("dy").c, 0, None)
     for q, total in enumerate(elements.reductions):

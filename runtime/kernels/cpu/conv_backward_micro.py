@@ -17,6 +17,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     READ,
     WRITE,
     Buffer,
+    Elements,
     Expr,
     Sums,
     chunks,
@@ -104,6 +105,9 @@ def _weight_micro(
 
 def bias_gradient(nest: Nest, grad: Buffer, bias: Buffer, place: Place) -> None:
     """Add the sum of dy over the tile's outputs to the thread's bias: a row in float32, rows in float64."""
+    if nest.spec.is_transposed:
+        input_bias_gradient(nest, bias, place)
+        return
     rows, columns, tiles, shape = nest.shape.rows, nest.shape.columns, nest.tiles, nest.shape
     base = (place.thread * shape.groups + place.group) * shape.cout
     with T.serial(0, tiles.images) as image, T.serial(0, tirx.Min(tiles.rows, rows.out - place.unit)) as h:
@@ -116,6 +120,31 @@ def bias_gradient(nest: Nest, grad: Buffer, bias: Buffer, place: Place) -> None:
             store(total, channels, total[channels] + dy)
         with T.serial(0, shape.cout) as c:
             store(bias, base + c, bias[base + c] + tirx.Cast("float64", total[c]))
+
+
+def input_bias_gradient(nest: Nest, bias: Buffer, place: Place) -> None:
+    """Add the sum of the map at the convolution's input, over the rows that are the tile's own: where dy lies there."""
+    rows, columns, tiles, cin = nest.shape.rows, nest.shape.columns, nest.tiles, nest.shape.cin
+    base = (place.thread * nest.shape.groups + place.group) * cin
+    start = place.unit * rows.stride
+    own = tirx.Max(0, tirx.Min(tiles.rows * rows.stride, rows.size - start))
+    with T.serial(0, tiles.images) as image, T.serial(0, own) as h:
+        pixel = T.bind(((place.image + image) * rows.size + start + h) * columns.size)
+
+        def add(channel: Expr, width: int) -> None:
+            add_row(nest, bias, base + channel, (pixel, columns.size), place.group * cin + channel, width)
+
+        tir.vectors(cin, tiles.lanes, add)
+
+
+def add_row(nest: Elements, bias: Buffer, at: Expr, row: tuple[Expr, int], channel: Expr, width: int) -> None:
+    """Add what is read at the convolution's input, over a row of (first pixel, pixels), to float64 sums at `at`."""
+    total, lanes = registers(width), span(0, width)
+    store(total, lanes, tir.splat(0, width))
+    with T.serial(0, row[1]) as w, T.vectorized(0, width) as j:
+        store(total, j, total[j] + nest.activated(row[0] + w, channel + j))
+    index = span(at, width)
+    store(bias, index, bias[index] + tir.widen(total[lanes], width))
 
 
 # The gradient of the input
@@ -179,7 +208,9 @@ class _Micro:
 
     def prefetch(self) -> None:
         """Ask for the lines that the epilogue will meet: dx for writing, and x where no tap has read it."""
-        self._prefetch("dx", WRITE)
+        self._prefetch(self.nest.result, WRITE)
+        if not self.nest.spec.is_gradient:
+            return
         if self.nest.shape.rows.step * self.nest.shape.columns.step > 1 or not self.nest.wants_weight:
             self._prefetch("x", READ)
 

@@ -88,8 +88,9 @@ def conv_forward(
 ) -> Kernel:
     """Make the kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics.
 
-    `algorithm` is one of `algorithms`, the first by default; `plan` has the tiles of the direct one. Raises BnfuseError
-    for an algorithm that cannot do the convolution.
+    Or that of ConvTransposeGradInput, a convolution of dy with a gradient's epilogue. `algorithm` is one of
+    `algorithms`, the first by default; `plan` has the tiles of the direct one. Raises BnfuseError for an algorithm that
+    cannot do the convolution.
     """
     able = algorithms(problem, target)
     chosen = algorithm or able[0]
@@ -191,6 +192,8 @@ class ConvNest(ForwardNest):
         """Write all tiles of a thread."""
         shape, tiles = self.shape, self.tiles
         self.tile = PackedTile(shape, tiles.images, tiles.rows, tiles.row_stride, self.lanes)
+        if self.is_gradient:
+            self.scratch = workspace(math.prod(tiles.micro) * self.width)
         if self.in_blocks > 1:
             self.sums = workspace(self.out_blocks * tiles.images * tiles.rows * shape.ow * self.width)
         for place in places(shape, tiles.images, tiles.rows, self.target.threads, thread):
@@ -287,6 +290,9 @@ class ConvNest(ForwardNest):
     def finish(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
         """Write bias, statistics, y."""
         shape = self.shape
+        if self.is_gradient:
+            self.finish_gradient(place, part, micro, accumulators)
+            return
         pixels = place.output_pixels(micro, shape)
 
         def body(width: int) -> None:
@@ -300,5 +306,17 @@ class ConvNest(ForwardNest):
                     store(self.y.buffer, span(self.y.at(pixel, channel), lanes), value)
                 if "Statistics" in self.epilogue:
                     self.partials.add(place.thread, channel, values, lanes)
+
+        self.with_output_width(part.block, body)
+
+    def finish_gradient(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
+        """Write the epilogue of a gradient, pixel by pixel out of memory: in registers no loop could go over them."""
+        for index, _ in self.spilled(part, micro):
+            store(self.scratch, index, accumulators[index])
+        channel = T.bind(part.group * self.shape.group_cout + part.block * self.width)
+
+        def body(count: int) -> None:
+            each = functools.partial(self.each_pixel, place, micro)
+            self.leave(self.scratch, self.width, place.thread, channel, count, each)
 
         self.with_output_width(part.block, body)

@@ -33,6 +33,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.geometry import Convolution
+from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.cpu import stream, tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     READ,
@@ -46,6 +47,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     prefetch,
     write_epilogue,
 )
+from bnfuse.runtime.kernels.cpu.conv_backward_micro import add_row
 from bnfuse.runtime.kernels.cpu.nest import block_vectors, loop
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
@@ -183,7 +185,7 @@ class _Depthwise(Elements):
         """Tell whether dx goes past the caches. One that is read first (Accumulate) is in them anyway."""
         if not self.wants_input or "Accumulate" in self.spec.epilogue:
             return False
-        return stream.is_streamed(self.problem.map("dx"), self.tiles.lanes)
+        return stream.is_streamed(self.problem.map(self.result), self.tiles.lanes)
 
     # The loop nest
 
@@ -272,7 +274,10 @@ class _Depthwise(Elements):
         return ((row - rows.low) * self.grad_columns + column - columns.low) * self.tiles.lanes
 
     def _bias(self, item: _Item, grad: Buffer, bias: Buffer) -> None:
-        """Take a float32 sum for each row of outputs, added in float64."""
+        """Take a float32 sum for each row of outputs, added in float64; of inputs, where dy lies there."""
+        if self.spec.is_transposed:
+            self._input_bias(item, bias)
+            return
 
         def rows(start: Expr, width: int) -> None:
             lanes = span(0, width)
@@ -285,6 +290,19 @@ class _Depthwise(Elements):
                 store(bias, index, bias[index] + tir.widen(total[lanes], width))
 
         self._vectors(item, rows)
+
+    def _input_bias(self, item: _Item, bias: Buffer) -> None:
+        rows, columns = self.shape.rows, self.shape.columns
+        first = item.unit * rows.stride
+        own = tirx.Max(0, tirx.Min(self.tiles.rows * rows.stride, rows.size - first))
+        with T.serial(0, own) as h:
+            pixel = T.bind((item.image * rows.size + first + h) * columns.size)
+
+            def add(start: Expr, width: int) -> None:
+                channel = T.bind(item.first + start)
+                add_row(self, bias, item.thread * self.channels + channel, (pixel, columns.size), channel, width)
+
+            self._vectors(item, add)
 
     # The inputs
 
@@ -398,9 +416,8 @@ class _Depthwise(Elements):
             else:
                 write_epilogue(self, d[j], (d, j), vector.sums, where)
         if streamed:
-            stream.stream(
-                self.arguments["dx"], self.index("dx", pixel, channel), d[span(0, vector.width)], vector.width
-            )
+            at = self.index(self.result, pixel, channel)
+            stream.stream(self.arguments[self.result], at, d[span(0, vector.width)], vector.width)
 
     def _prefetch(self, vector: _Vector, place: tuple[Expr, Expr, Expr], residue: tuple[int, int]) -> None:
         """Ask for a line of x, and of dx unless it goes past the caches, of the next row of u.
@@ -416,6 +433,8 @@ class _Depthwise(Elements):
                 return self.index(name, line, vector.start * columns.size + (column + residue[1]) * lanes)
             return self.index(name, line + column + residue[1], vector.channel)
 
-        prefetch(self.arguments["x"], index("x"), READ)
+        if self.spec.is_gradient:
+            read = sides(self.spec)[0]
+            prefetch(self.arguments[read], index(read), READ)
         if vector.leaves and not self.is_streamed:
-            prefetch(self.arguments["dx"], index("dx"), WRITE)
+            prefetch(self.arguments[self.result], index(self.result), WRITE)

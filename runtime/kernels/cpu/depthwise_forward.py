@@ -45,6 +45,7 @@ from bnfuse.runtime.kernels.cpu.tir import (
     splat,
     store,
     vectors,
+    workspace,
 )
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
@@ -85,7 +86,7 @@ class DepthwiseNest(ForwardNest):
         super().__init__(problem, target, arguments, shape)
         self.tiles = choose_depthwise_tiles(shape, target)
         self.blocks = math.ceil(shape.cout / self.tiles.channels)
-        self.is_streamed = stream.is_streamed(problem.map("y"), target.lanes)
+        self.is_streamed = not self.is_gradient and stream.is_streamed(self.y.type, target.lanes)
 
     def emit(self) -> None:
         """Write the function's body; a large y goes past the caches."""
@@ -118,6 +119,8 @@ class DepthwiseNest(ForwardNest):
         shape, tiles = self.shape, self.tiles
         stride = math.ceil(tiles.channels / self.lanes) * self.lanes
         self.tile = PackedTile(shape, 1, tiles.rows, stride, self.lanes)
+        if self.is_gradient:
+            self.scratch = workspace(tiles.columns * self.lanes)
         for place in places(shape, 1, tiles.rows, self.target.threads, thread):
             with loop(self.blocks) as block:
                 self.sweep(place, block)
@@ -155,6 +158,12 @@ class DepthwiseNest(ForwardNest):
             for slot, offset in zip(slots, tile.offsets(micro), strict=True):
                 pixel = tile.buffer[span(corner + tile.tap(r, s) + offset, width)]
                 store(accumulators, slot, accumulators[slot] + pixel * weight)
+        if self.is_gradient:
+            for slot in slots:
+                store(self.scratch, slot, accumulators[slot])
+            each = functools.partial(self.each_pixel, place, micro)
+            self.leave(self.scratch, self.lanes, place.thread, target, width, each)
+            return
         values = [accumulators[slot] for slot in slots]
         if "Bias" in self.epilogue:
             bias = T.bind(self.arguments["bias"][span(target, width)])

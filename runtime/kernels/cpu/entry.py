@@ -32,7 +32,7 @@ class Entry:
             ref = self.map(name)
             return ref.buffer[ref.at(pixel, channel)]
 
-        return ProloguePlan.of_input(self.problem).value(load)
+        return ProloguePlan.at_input(self.problem).value(load)
 
     def pack(
         self, tile: Buffer, index: Expr, pixel: Expr, channel: Expr, width: int, stored: bool, repeat: int = 1

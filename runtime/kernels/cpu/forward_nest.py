@@ -1,4 +1,7 @@
-"""What the two forward convolutions have in common: weights first, then tiles, then the statistics."""
+"""What the forward convolutions have in common: weights first, then tiles, then the statistics.
+
+They make dx of a transposed convolution too, and then leave by the epilogue of a gradient (conv_backward_epilogue.py).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ from collections.abc import Callable
 
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Elements, Sums, finish, write_epilogue
 from bnfuse.runtime.kernels.cpu.entry import Entry
-from bnfuse.runtime.kernels.cpu.nest import covers_input
+from bnfuse.runtime.kernels.cpu.nest import MicroTile, Place, covers_input, cut
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
-from bnfuse.runtime.kernels.cpu.tir import Arguments, Expr, with_width, workspace
+from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, with_width, workspace, zero
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
+
+Write = Callable[[Expr, Expr], None]  # number of a pixel where its values wait, and in the map
 
 
 class ForwardNest:
@@ -25,7 +31,9 @@ class ForwardNest:
         self.target, self.arguments, self.shape = target, arguments, shape
         self.epilogue = problem.spec.epilogue
         self.entry = Entry(problem, arguments)
-        self.y = self.entry.map("y")
+        self.elements = Elements(problem, target.threads, arguments.buffers, arguments.offsets)
+        self.is_gradient = problem.spec.is_gradient
+        self.y = self.entry.map(self.elements.result)
         self.lanes = target.lanes
         self.stores_in_passing = "StoreInput" in self.epilogue and covers_input(shape)
 
@@ -47,6 +55,8 @@ class ForwardNest:
         shape, threads = self.shape, self.target.threads
         self.weights = workspace(self.packed_weights)
         statistics = "Statistics" in self.epilogue
+        own = self.elements.sums_size if self.is_gradient else 0
+        self.totals = workspace(threads * own, "float64") if own else None
         if statistics:
             self.partials = Partials.allocate(shape.cout, threads, self.lanes)
         with T.parallel(0, threads) as thread:
@@ -56,10 +66,41 @@ class ForwardNest:
         with T.parallel(0, threads) as thread:
             if statistics:
                 self.partials.clear(thread)
+            if own:
+                zero(self.totals, thread * own, own, self.lanes)
             self.work(thread)
         if statistics:
             count = shape.n * shape.oh * shape.ow
             self.partials.finish(count, self.arguments["mean"], self.arguments["variance"])
+        if self.is_gradient:
+            finish(self.elements, self.totals, None)
+
+    def leave(
+        self, scratch: Buffer, width: int, thread: Expr, channel: Expr, count: int, each: Callable[[Write], None]
+    ) -> None:
+        """Write the epilogue of a gradient for `count` channels from `channel` on.
+
+        `each` calls what it is given for the pixels: with their number in `scratch`, [number][width], and in the map.
+        """
+        sums = Sums.zero(self.elements, width, self.lanes)
+        parts = dict(cut(count, self.lanes))
+
+        def write(number: Expr, pixel: Expr) -> None:
+            for start, lanes in parts.items():
+                with T.vectorized(0, lanes) as lane:
+                    inner = start + lane
+                    at = number * width + inner
+                    write_epilogue(self.elements, scratch[at], (scratch, at), sums, (pixel, channel + inner, inner))
+
+        each(write)
+        sums.flush(self.totals, thread, channel, parts)
+
+    def each_pixel(self, place: Place, micro: MicroTile, write: Write) -> None:
+        """Write loops over the output pixels of a micro tile; `write` is given their numbers in it and in the map."""
+        shape, rows, columns = self.shape, micro.row.size, micro.column.size
+        first = T.bind(place.output_pixels(micro, shape)[0])
+        with T.serial(0, micro.image.size) as i, T.serial(0, rows) as h, T.serial(0, columns) as w:
+            write(T.bind((i * rows + h) * columns + w), T.bind(first + (i * shape.oh + h) * shape.ow + w))
 
     def with_output_width(self, block: Expr, body: Callable[[int], None]) -> None:
         """Call `body` with the channels of output block `block`, which are fewer in the last."""

@@ -70,15 +70,16 @@ def build(problem: Problem, target: CpuTarget, shape: Convolution, params: tuple
 
 
 def _body(nest: WinogradNest) -> None:
-    shape, threads = nest.shape, nest.threads
+    threads = nest.threads
     weights = tir.workspace(nest.weights_size) if nest.wants_input else None
     partials = tir.workspace(threads * nest.partial_size) if nest.wants_weight else None
     sums = tir.workspace(threads * nest.sums_size, "float64") if nest.sums_size else None
-    bias = tir.workspace(threads * shape.cout, "float64") if "BiasGrad" in nest.spec.epilogue else None
+    of_bias = nest.problem.map("dy").c if "BiasGrad" in nest.spec.epilogue else 0
+    bias = tir.workspace(threads * of_bias, "float64") if of_bias else None
     if weights is not None:
         transform_weights(nest, weights)
     with T.parallel(0, threads) as thread:
-        for buffer, each in ((sums, nest.sums_size), (bias, shape.cout)):
+        for buffer, each in ((sums, nest.sums_size), (bias, of_bias)):
             if buffer is not None:
                 tir.zero(buffer, thread * each, each, nest.tiles.lanes)
         _chunks(nest, weights, partials, sums, bias, thread)

@@ -113,12 +113,12 @@ def _pixel(nest: WinogradNest, place: Place, tile: Expr) -> tuple[Expr, Expr, Ex
 def _prefetch_tile(nest: WinogradNest, place: Place, block: Expr, tile: Expr) -> None:
     """Ask for the lines of dx that the epilogue will write."""
     pixel, _, _ = _pixel(nest, place, tile)
-    corner = T.bind(nest.index("dx", pixel, block * nest.tiles.block))
+    corner = T.bind(nest.index(nest.result, pixel, block * nest.tiles.block))
     for i in range(OUT):
         for j in range(OUT):
-            at = corner + (i * nest.shape.columns.size + j) * nest.problem.map("dx").stride
+            at = corner + (i * nest.shape.columns.size + j) * nest.problem.map(nest.result).stride
             for v in range(0, nest.tiles.block, CACHE_LINE):
-                prefetch(nest.arguments["dx"], at + v, WRITE)
+                prefetch(nest.arguments[nest.result], at + v, WRITE)
 
 
 def _multiply(

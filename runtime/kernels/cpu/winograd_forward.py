@@ -40,7 +40,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest
+from bnfuse.runtime.kernels.cpu.forward_nest import ForwardNest, Write
 from bnfuse.runtime.kernels.cpu.nest import PackedTile, Place, cut, loop, places
 from bnfuse.runtime.kernels.cpu.partials import moments
 from bnfuse.runtime.kernels.cpu.tiles import (
@@ -341,6 +341,9 @@ class WinogradNest(ForwardNest):
         def body(width: int) -> None:
             for start, lanes in cut(width, self.lanes):
                 channel = T.bind(block * self.width + start)
+                if self.is_gradient:
+                    self.finish_gradient(place, first, count, start, channel, lanes)
+                    continue
                 sums = registers(2 * self.lanes, "float64")
                 cells = [span(moment * self.lanes, lanes) for moment in range(2)]
                 for cell in cells:
@@ -360,6 +363,22 @@ class WinogradNest(ForwardNest):
                     self.partials.add_sums(place.thread, channel, [sums[cell] for cell in cells], lanes)
 
         self.with_output_width(block, body)
+
+    def finish_gradient(self, place: Place, first: Expr, count: Expr, start: int, channel: Expr, lanes: int) -> None:
+        """Write the inverse transform and the epilogue of a gradient, pixel by pixel."""
+        cell = registers(self.lanes)
+
+        def each(write: Write) -> None:
+            def leave(pixels: Sequence[Expr], values: Sequence[Expr]) -> None:
+                for pixel, value in zip(pixels, values, strict=True):
+                    store(cell, span(0, lanes), value)
+                    write(0, pixel)
+
+            with T.serial(0, count) as i:
+                outputs = self.outputs(i * self.width + start, channel, lanes)
+                self.with_existing(place, self.square(first + i), outputs, leave)
+
+        self.leave(cell, self.lanes, place.thread, channel, lanes, each)
 
     def outputs(self, source: Expr, channel: Expr, lanes: int) -> Block:
         """Write the two by two outputs of a square: vectors of channels."""
