@@ -21,6 +21,7 @@ from bnfuse.runtime.lowering.norm import (
 from bnfuse.runtime.lowering.operands import named_values
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.transposed import lower_transposed
 from bnfuse.runtime.lowering.values import attributes_of
 
 PLAIN = {
@@ -73,4 +74,5 @@ def lower_bnfuse(low: Lowering, node: ir.Node) -> None:
     missing = [name for name in spec.attributes if name not in node.attributes]
     if missing:
         raise low.error(node, f"lacks the attribute {missing[0]}: rewrite the source graph with this version of bnfuse")
-    composed(low, node, spec, *named_values(node, spec), attributes_of(node))
+    lower = lower_transposed if spec.is_transposed else composed
+    lower(low, node, spec, *named_values(node, spec), attributes_of(node))

@@ -13,18 +13,23 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.opset.spec import WEIGHT_GRADS
 from bnfuse.runtime.kernels import registry
+from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, LINE, Member, is_packed, packed_elements
 from bnfuse.runtime.kernels.cuda.weights import table as table_of
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.program import program as p
 
-FORMS = {"Conv": FORWARD, "ConvGrad": BACKWARD, "ConvGradInput": BACKWARD}
+FORMS = {
+    **dict.fromkeys(TOWARDS_OUTPUT, FORWARD),
+    **dict.fromkeys((core for core in TOWARDS_INPUT if core not in WEIGHT_GRADS), BACKWARD),
+}
 
 
 def weight_ref(low: Lowering, core: str, value: ir.Value, group: int) -> Ref:
     """Give the weight as the kernel of a convolution reads it."""
-    if not low.target.packs_weights or core not in FORMS or not is_packed(low.shape(value)):
+    if not low.target.packs_weights or core not in FORMS or not is_packed(low.shape(value), core, group):
         return low.dense(value)
     return packed_weight(low, value, group, FORMS[core])
 

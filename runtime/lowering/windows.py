@@ -14,6 +14,7 @@ from bnfuse.runtime.lowering.operands import optional, present, result
 from bnfuse.runtime.lowering.sparse import lower_mean
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.steps import composed
+from bnfuse.runtime.lowering.transposed import lower_transposed
 from bnfuse.runtime.lowering.values import attributes_of
 
 IN_ONNXRUNTIME = "The file runs in onnxruntime."
@@ -89,7 +90,7 @@ def lower_conv_transpose(low: Lowering, node: ir.Node) -> None:
         raise low.error(node, f"of {list(low.shape(x))} by {list(kernel)} gives maps of {list(out)}: correct the file")
     window["output_padding"] = tuple(map(sub, out, transposed_size(window, size)))
     spec = OpSpec((), "ConvTranspose", ("Bias",) if bias is not None else ())
-    composed(low, node, spec, present(x=x, weight=weight, bias=bias), present(y=result(node, 0)), window)
+    lower_transposed(low, node, spec, present(x=x, weight=weight, bias=bias), present(y=result(node, 0)), window)
 
 
 # -- pooling -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from packed_weights import packed_raw
 
 from bnfuse.opset import reference
 from bnfuse.opset.spec import parse
+from bnfuse.runtime.kernels.common.sides import TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
 from bnfuse.runtime.targets.target import CudaTarget
@@ -95,7 +96,7 @@ def run_case(
     """
     operands = operands or case.operands()
     weight = operands["weight"]
-    on_tensor_cores = is_packed(weight.shape)
+    on_tensor_cores = is_packed(weight.shape, parse(case.op).core, case.group)
     precision = target.precision if on_tensor_cores else "fp32"
     expected = rounded_reference.run(parse(case.op), operands, case.attributes, precision)
     kernel = generator(case.problem(), target)
@@ -106,7 +107,7 @@ def run_case(
             arrays[param.name] = in_slot(case, param.name, source)
             offsets[param.name] = case.slots
         elif param.name == "weight" and on_tensor_cores:
-            form = BACKWARD if parse(case.op).is_gradient else FORWARD
+            form = FORWARD if parse(case.op).core in TOWARDS_OUTPUT else BACKWARD
             arrays["weight"] = packed_raw(weight.astype(np.float32), case.group, form, precision)
         elif param.name in operands:
             arrays[param.name] = operands[param.name].astype(np.float32)

@@ -3,6 +3,9 @@
 The input gradient is the forward convolution's tile with source and destination exchanged (conv_tile.py), the weight
 gradient a product over pixels (weight_tile.py). Both bring dy through BatchNormGrad on the way in, so that the input
 gradient of the BN that follows is never in memory.
+
+A ConvTranspose is an input gradient of which dx is called y, with a forward epilogue; in its weight's gradient x and
+dy have changed places (common/sides.py). Here they have the names of a Conv's gradient.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.opset.spec import CONV_GRADS, OpSpec
+from bnfuse.opset.spec import WEIGHT_GRADS, OpSpec
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
+from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
-from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes
+from bnfuse.runtime.kernels.cuda.conv_forward import shared_bytes, takes_packed
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans, weight_plans
 from bnfuse.runtime.kernels.cuda.conv_sizes import Tile, tile_of
 from bnfuse.runtime.kernels.cuda.conv_tile import emit
@@ -29,7 +33,7 @@ from bnfuse.runtime.kernels.cuda.partials import Team
 from bnfuse.runtime.kernels.cuda.vector import Reader, Reductions, width_of
 from bnfuse.runtime.kernels.cuda.weight_sizes import WeightTile, weight_tile_of
 from bnfuse.runtime.kernels.cuda.weight_tile import WeightEmitter
-from bnfuse.runtime.kernels.cuda.weights import BACKWARD, is_packed, packed_elements
+from bnfuse.runtime.kernels.cuda.weights import BACKWARD, packed_elements
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -43,7 +47,7 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
 
     A choice has a plan for each of the two tiles.
     """
-    if not is_packed(problem.weight):
+    if not takes_packed(problem):
         return (Choice("depthwise"),)
     inputs = (
         list(tile_plans(gradient_correlation(problem), Operand(problem, True), target, forward=False))
@@ -56,13 +60,13 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
 
 
 def wants_input(problem: Problem) -> bool:
-    """Tell whether dx is a result."""
-    return "dx" in problem.spec.results
+    """Tell whether dx is a result, or y of a transposed convolution."""
+    return problem.spec.core not in WEIGHT_GRADS
 
 
 def wants_weight(problem: Problem) -> bool:
     """Tell whether dweight is a result."""
-    return "dweight" in problem.spec.results
+    return problem.spec.weighs
 
 
 def conv_backward(problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: Any = None) -> Kernel:
@@ -72,9 +76,9 @@ def conv_backward(problem: Problem, target: CudaTarget, algorithm: str | None = 
     BnfuseError where the operator is no convolution's gradient.
     """
     spec = problem.spec
-    if spec.core not in CONV_GRADS:
+    if spec.core not in TOWARDS_INPUT:
         raise BnfuseError(f"{problem.op} is not the gradient of a convolution; ask for it from another generator")
-    if not is_packed(problem.weight):
+    if not takes_packed(problem):
         return depthwise_backward(problem, target)
     problem = with_groups_aligned(problem)
     made = Stages(problem, target, plan)
@@ -97,7 +101,7 @@ class Stages:
             operand = Operand(problem, True)
             chosen = input_plan or next(tile_plans(c, operand, target, forward=False))
             self.input = tile_of(c, chosen, target.precision, operand)
-            scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map("dx").c)
+            scratch += self.reductions.scratch(self.input.rows_of_partials, problem.map(self.result).c)
         if wants_weight(problem):
             c = forward_correlation(problem)
             planned = weight_plan or next(weight_plans(c, problem, target))
@@ -107,6 +111,11 @@ class Stages:
         if "BiasGrad" in problem.spec.epilogue:
             scratch.append(partials.partials_param(self.bias_rows, 1, problem.map("dy").c, name="bias_partials"))
         self.params = (*self.own, *scratch)
+
+    @property
+    def result(self) -> str:
+        """Name the map that is made."""
+        return EpiloguePlan(self.problem).result
 
     @property
     def epilogue(self) -> Problem:
@@ -138,14 +147,15 @@ class Stages:
         """Build the stage of dx and, where dx has sums, the one that merges their partials."""
         operand = Operand(self.problem, True)
         spec = self.epilogue.spec
-        names = {*operand.names, "weight", "dx", "partials", *EpiloguePlan(self.problem).maps}
+        names = {*operand.names, "weight", self.result, "partials", *EpiloguePlan(self.problem).maps}
         names |= {*EpiloguePlan(self.problem).vectors}
         names |= {n for n in spec.operands if n.startswith("inv_std")}
         launch: dict[str, Any] = {"grid": tile.grid, "threads": tile.plan.threads, "min_blocks": tile.plan.min_blocks}
         shared = shared_bytes(tile, self.reductions)
         with d.stage(f"{name}_input", self.taken(*names), **launch, shared=shared) as block:
             emit(block, tile, operand, self.epilogue)
-        sizes = {"rows": tile.plan.pixels, "total": tile.correlation.rows, "channels": self.problem.map("dx").c}
+        made = self.problem.map(self.result)
+        sizes = {"rows": tile.plan.pixels, "total": made.pixels, "channels": made.c}
         merge = self.reductions.merge(f"{name}_merge", self.params, tiles=tile.rows_of_partials, **sizes)
         return (block.stage, *merge)
 
@@ -162,9 +172,14 @@ class Stages:
     # -- the bias --------------------------------------------------------------------------------------------------
 
     @property
+    def gradient(self) -> Operand:
+        """Give dy and its prologue: at the convolution's output, or a transposed one's input."""
+        return Operand(self.problem, not self.problem.spec.is_transposed)
+
+    @property
     def bias_team(self) -> Team:
         """Lay out a block of the bias's sweep: up to 64 vectors of channels side by side, up to 256 threads."""
-        kinds = Operand(self.problem, True).maps.values()
+        kinds = self.gradient.maps.values()
         width = width_of(kinds)
         across = min(-(-self.problem.map("dy").c // width), 64)
         return Team(across, max(256 // across, 1), width)
@@ -177,7 +192,7 @@ class Stages:
 
     def bias_stages(self, name: str) -> tuple[Stage, ...]:
         """Build the sweep of dbias, the sum of dy behind BatchNormGrad, and the stage that merges its rows."""
-        operand, team, rows = Operand(self.problem, True), self.bias_team, self.bias_rows
+        operand, team, rows = self.gradient, self.bias_team, self.bias_rows
         kind = self.problem.map("dy")
         columns = -(-kind.c // (team.across * team.width))
         share = -(-kind.pixels // rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.conv_plan import tile_plans
@@ -23,7 +24,7 @@ STORE_THREADS = 256
 
 def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
     """List all ways to do a problem that are worth measuring, that of the rule first."""
-    if not is_packed(problem.weight):
+    if not takes_packed(problem):
         return (Choice("depthwise"),)
     return tuple(
         Choice("tile", plan)
@@ -34,20 +35,28 @@ def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
 def conv_forward(
     problem: Problem, target: CudaTarget, algorithm: str | None = None, plan: TilePlan | None = None
 ) -> Kernel:
-    """Make the kernel of a forward convolution. `weight` is packed (weights.py), but for depthwise ones."""
-    if not is_packed(problem.weight):
+    """Make the kernel of a forward convolution, or of dx of a transposed one, which is a convolution of dy.
+
+    `weight` is packed (weights.py), but for depthwise ones.
+    """
+    if not takes_packed(problem):
         return depthwise_forward(problem, target)
     problem = with_groups_aligned(problem)
     c = forward_correlation(problem)
     operand = Operand(problem, False)
     chosen = plan or next(tile_plans(c, operand, target, forward=True))
     tile = tile_of(c, chosen, target.precision, operand)
-    channels = problem.map("y").c
+    channels = problem.map(EpiloguePlan(problem).result).c
     scratch = Reductions.of(problem.spec).scratch(tile.rows_of_partials, channels)
     weight = packed_elements(problem.weight, problem.attribute("group"), FORWARD), target.map_dtype
     params = (*operator_params(problem, weight=weight), *scratch)
     name = unique_name(problem.op, (problem, plan), target)
     return Kernel(name, problem, target, params, lambda: _stages(name, params, problem, tile), plan)
+
+
+def takes_packed(problem: Problem) -> bool:
+    """Tell whether a problem's kernel reads a packed weight: it is no depthwise one."""
+    return is_packed(problem.weight, problem.spec.core, problem.attribute("group"))
 
 
 def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) -> tuple[Stage, ...]:
@@ -63,7 +72,7 @@ def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) 
         tiles=tile.rows_of_partials,
         rows=plan.pixels,
         total=c.rows,
-        channels=problem.map("y").c,
+        channels=problem.map(EpiloguePlan(problem).result).c,
     )
     return (*_stored(name, params, problem), block.stage, *merge)
 

@@ -474,7 +474,7 @@ class Emitter:
         left = None if self.c.outputs % plan.outputs == 0 else T.bind(self.c.outputs - inner)
         epilogue.open(T.bind(self.group * self.c.outputs + inner), left, self.c.outputs % 4 == 0)
         values = d.registers(team.width)
-        if isinstance(epilogue, ForwardEpilogue):  # the tile's first pixel exists
+        if isinstance(epilogue, ForwardEpilogue) and not epilogue.reductions.counted:  # the tile's first pixel exists
             shift, first = d.registers(team.width), vector * team.width
             for start in range(0, team.width, 4):
                 T.buffer_store(shift, floats[T.ramp(first + start, 1, 4)], [T.ramp(start, 1, 4)])

@@ -14,9 +14,8 @@ import math
 
 from bnfuse.runtime.kernels.common import geometry
 from bnfuse.runtime.kernels.common.geometry import convolution_of
+from bnfuse.runtime.kernels.common.sides import OF_RESULT
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-
-OUTPUT_MAPS = ("y", "dy", "grad_x")  # of a convolution's output; all others are of its input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +131,10 @@ def with_groups_aligned(problem: Problem) -> Problem:
     """Give a problem maps whose `align` holds at the first channel of every group, too."""
     outputs, per_group, *_ = problem.weight
     group = problem.attribute("group")
-    sides = dict.fromkeys(OUTPUT_MAPS, outputs // group)
+    at_input, at_output = per_group, outputs // group
+    like_x, like_y = (at_output, at_input) if problem.spec.is_transposed else (at_input, at_output)
     maps = tuple(
-        (name, dataclasses.replace(kind, align=math.gcd(kind.align, sides.get(name, per_group))))
+        (name, dataclasses.replace(kind, align=math.gcd(kind.align, like_y if name in OF_RESULT else like_x)))
         for name, kind in problem.maps
     )
     return problem if group == 1 else dataclasses.replace(problem, maps=maps)

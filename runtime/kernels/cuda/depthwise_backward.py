@@ -65,7 +65,8 @@ def depthwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
     dx) and `weight_partials` (dweight and the sum of dy) where there are such. BnfuseError for another operator.
     """
     spec = problem.spec
-    if spec.core not in CONV_GRADS or not is_depthwise(problem.weight, problem.attribute("group"), problem.map("x").c):
+    plain = spec.core in CONV_GRADS and not spec.is_transposed
+    if not plain or not is_depthwise(problem.weight, problem.attribute("group"), problem.map("x").c):
         raise BnfuseError(f"{problem.op} is no depthwise convolution's gradient; ask for it from another generator")
     params = operator_params(problem)
     scratch = []

@@ -41,8 +41,6 @@ from bnfuse.runtime.kernels.cuda.depthwise_shape import (
 from bnfuse.runtime.kernels.cuda.depthwise_sums import (
     add_first,
     add_value,
-    counted_row,
-    counted_statistics_stage,
     round_as_stored,
     team_of,
 )
@@ -57,7 +55,13 @@ from bnfuse.runtime.kernels.cuda.depthwise_window import (
 )
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Stage
 from bnfuse.runtime.kernels.cuda.operand import Operand
-from bnfuse.runtime.kernels.cuda.partials import Moments, partials_param, write_row
+from bnfuse.runtime.kernels.cuda.partials import (
+    Moments,
+    counted_row,
+    counted_statistics_stage,
+    partials_param,
+    write_row,
+)
 from bnfuse.runtime.kernels.kernel import Kernel, Param, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 

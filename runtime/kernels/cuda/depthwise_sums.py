@@ -1,13 +1,11 @@
 """What partials.py lacks for depthwise convolutions.
 
-Statistics whose rows of partial results stand for different numbers of pixels: the threads have strips and tiles that
-end where the map ends, so a row says of how many pixels it is, [tiles][count, mean, M2][channels], float32. And the
-merge of a weight gradient, whose result has its channels outside: [channel][tap].
+Moments of strips of pixels, and the merge of a weight gradient, whose result has its channels outside: [channel][tap].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -61,50 +59,6 @@ def add_value(moments: Moments, values: Buffer, at: int) -> None:
         d.put(moments.second, j, d.fma(apart, apart, moments.second[j]))
 
     d.unrolled(moments.width, one)
-
-
-def counted_row(moments: Moments, tid: Expr, shared: Buffer) -> Buffer:
-    """Join [count, mean, M2][width] of all lanes into lane 0 of the block, and give it."""
-    width = moments.width
-    made, row = moments.join(tid, shared), d.registers(3 * width)
-    for j in range(width):
-        d.put(row, j, moments.count[0])
-        d.put(row, width + j, made[j])
-        d.put(row, 2 * width + j, made[width + j])
-    return row
-
-
-def counted_statistics_stage(name: str, params: Sequence[Param], *, tiles: int, total: int, channels: int) -> Stage:
-    """Merge `partials` into "mean" and "variance" (biased), [channels] float32 each, of `total` pixels in all."""
-    shared = LANES // 2 * COLUMNS * 3 * 8
-    grid = -(-channels // COLUMNS), 1, 1
-    with d.stage(name, params, grid=grid, threads=LANES * COLUMNS, shared=shared) as block:
-        columns = Columns(block, tiles, channels, LANES, d.shared_memory(shared).view("float64"))
-        sums = d.registers(3, "float64")  # n*e, n*e*e, M2 where e is a row's mean less the first row's
-        for k in range(3):
-            d.put(sums, k, tirx.const(0, "float64"))
-        shift = T.bind(tirx.Cast("float64", block["partials"][channels + columns.held_channel]))
-
-        def add(_: Expr, values: Callable[[int], Expr]) -> None:
-            gap = T.bind(values(1) - shift)
-            weighted = T.bind(values(0) * gap)
-            d.put(sums, 0, sums[0] + weighted)
-            d.put(sums, 1, sums[1] + weighted * gap)
-            d.put(sums, 2, sums[2] + values(2))
-
-        columns.sweep(block["partials"], 3, add)
-        columns.join(sums, 3)
-
-        def store() -> None:
-            count = tirx.const(float(total), "float64")
-            gap = T.bind(sums[0] / count)
-            m2 = T.bind(sums[2] + (sums[1] - sums[0] * gap))
-            m2 = tirx.Select(m2 < tirx.const(0, "float64"), tirx.const(0, "float64"), m2)
-            d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
-            d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
-
-        columns.first_lane(store)
-    return block.stage
 
 
 def weights_stage(name: str, params: Sequence[Param], *, tiles: int, taps: int, channels: int) -> Stage:

@@ -32,12 +32,12 @@ class Operand:
     """A map with its prologue, as a convolution reads it."""
 
     problem: Problem
-    gradient: bool  # of dy, and not of x
+    gradient: bool  # of the map at the convolution's output, dy of a Conv's gradient, and not of that at its input
 
     @property
     def plan(self) -> ProloguePlan:
-        """Describe the prologue: that of dy, or that of x."""
-        return (ProloguePlan.of_gradient if self.gradient else ProloguePlan.of_input)(self.problem)
+        """Describe the prologue of the map on that side."""
+        return (ProloguePlan.at_output if self.gradient else ProloguePlan.at_input)(self.problem)
 
     @property
     def maps(self) -> dict[str, MapType]:
@@ -128,9 +128,7 @@ class Loader:
     @property
     def is_plain(self) -> bool:
         """Tell whether what is copied needs nothing done to it."""
-        spec = self.operand.problem.spec
-        steps_of = {"BatchNormGrad"} if self.operand.gradient else {*spec.prologue} - {"BatchNormGrad", "Slice"}
-        return not steps_of & {*spec.prologue} and self.precision != "tf32"
+        return not self.operand.plan.steps and self.precision != "tf32"
 
     @property
     def width(self) -> int:

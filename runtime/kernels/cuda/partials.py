@@ -7,6 +7,9 @@
 
 Statistics travel as mean and M2 (the sum of squared deviations from that mean) and join by Chan's formula, so a mean
 that is large beside the deviation costs nothing. The variance is never negative, and that of a constant is 0.
+
+Where rows stand for different numbers of pixels (strips that end where the map ends, the phases of a transposed
+convolution) a row says of how many it is: [tiles][count, mean, M2][channels].
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from bnfuse.runtime.kernels.kernel import Param
 COLUMNS = 8  # channels of a block that merges: 32 bytes of a row
 MOST_LANES = 128  # threads of one of its columns, at most, and
 SIDE_BY_SIDE = 4  # rows whose loads are on their way at a time: both chosen by hand
+
+COUNTED_LANES = 32  # rows with a count that a merging block reads side by side: chosen by hand
 
 # -- joining the threads of a tile ---------------------------------------------------------------------------------
 
@@ -201,6 +206,17 @@ class SharedMoments:
         return made
 
 
+def counted_row(moments: Moments, tid: Expr, shared: Buffer) -> Buffer:
+    """Join [count, mean, M2][width] of all lanes into lane 0 of the block, and give it."""
+    width = moments.width
+    made, row = moments.join(tid, shared), d.registers(3 * width)
+    for j in range(width):
+        d.put(row, j, moments.count[0])
+        d.put(row, width + j, made[j])
+        d.put(row, 2 * width + j, made[width + j])
+    return row
+
+
 def _not_negative(value: Expr) -> Expr:
     """Emit max(value, 0), but NaN stays."""
     value = T.bind(value)
@@ -327,6 +343,39 @@ def statistics_stage(name: str, params: Sequence[Param], *, tiles: int, rows: in
         columns.first_lane(store)
 
     return merge_stage(name, params, tiles, channels, 3, emit)
+
+
+def counted_statistics_stage(name: str, params: Sequence[Param], *, tiles: int, total: int, channels: int) -> Stage:
+    """Merge `partials` into "mean" and "variance" (biased), [channels] float32 each, of `total` pixels in all."""
+    shared = COUNTED_LANES // 2 * COLUMNS * 3 * 8
+    grid = -(-channels // COLUMNS), 1, 1
+    with d.stage(name, params, grid=grid, threads=COUNTED_LANES * COLUMNS, shared=shared) as block:
+        columns = Columns(block, tiles, channels, COUNTED_LANES, d.shared_memory(shared).view("float64"))
+        sums = d.registers(3, "float64")  # n*e, n*e*e, M2 where e is a row's mean less the first row's
+        for k in range(3):
+            d.put(sums, k, tirx.const(0, "float64"))
+        shift = T.bind(tirx.Cast("float64", block["partials"][channels + columns.held_channel]))
+
+        def add(_: Expr, values: Callable[[int], Expr]) -> None:
+            gap = T.bind(values(1) - shift)
+            weighted = T.bind(values(0) * gap)
+            d.put(sums, 0, sums[0] + weighted)
+            d.put(sums, 1, sums[1] + weighted * gap)
+            d.put(sums, 2, sums[2] + values(2))
+
+        columns.sweep(block["partials"], 3, add)
+        columns.join(sums, 3)
+
+        def store() -> None:
+            count = tirx.const(float(total), "float64")
+            gap = T.bind(sums[0] / count)
+            m2 = T.bind(sums[2] + (sums[1] - sums[0] * gap))
+            m2 = tirx.Select(m2 < tirx.const(0, "float64"), tirx.const(0, "float64"), m2)
+            d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
+            d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
+
+        columns.first_lane(store)
+    return block.stage
 
 
 def merge_stage(

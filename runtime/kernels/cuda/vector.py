@@ -133,19 +133,20 @@ class Reductions:
 
     statistics: bool
     totals: tuple[Total, ...]
+    counted: bool = False  # statistics of tiles that have different numbers of pixels
 
     @staticmethod
     def of(spec: OpSpec) -> Reductions:
         """Find what an operator reduces."""
-        return Reductions("Statistics" in spec.epilogue, totals_of(spec))
+        return Reductions("Statistics" in spec.epilogue, totals_of(spec), spec.core == "ConvTranspose")
 
     def __bool__(self) -> bool:
         return self.quantities > 0
 
     @property
     def quantities(self) -> int:
-        """Count the floats of a channel in a row of partials: mean and M2, or a sum for each total."""
-        return 2 if self.statistics else len(self.totals)
+        """Count the floats of a channel in a row of partials: [count,] mean and M2, or a sum for each total."""
+        return 2 + self.counted if self.statistics else len(self.totals)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -172,6 +173,8 @@ class Reductions:
     ) -> tuple[Stage, ...]:
         """Build the stage that merges the rows of partials, where there are any: `total` pixels in tiles of `rows`."""
         taken = [p for p in params if p.name == "partials" or p.name in self.results]
+        if self.statistics and self.counted:
+            return (partials.counted_statistics_stage(name, taken, tiles=tiles, total=total, channels=channels),)
         if self.statistics:
             stage = partials.statistics_stage(name, taken, tiles=tiles, rows=rows, total=total, channels=channels)
             return (stage,)
@@ -297,7 +300,10 @@ class ForwardEpilogue(Epilogue):
             self.moments.add(values)
 
     def joined(self) -> Buffer:
-        """Join the moments: mean and M2."""
+        """Join the moments: mean and M2, behind the count where rows have one."""
+        if self.reductions.counted:
+            assert isinstance(self.moments, partials.Moments)
+            return partials.counted_row(self.moments, self.block.tid, self.shared)
         return self.moments.join(self.block.tid, self.shared)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.opset.spec import TRANSPOSED
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda.device import (
     Block,
@@ -106,9 +107,12 @@ class Fields:
 WIDTH = len(dataclasses.fields(Fields))
 
 
-def is_packed(weight: Sequence[int]) -> bool:
-    """Tell whether a convolution's kernels read a packed weight: all do but those of one input channel a group."""
-    return weight[1] != 1
+def is_packed(weight: Sequence[int], core: str = "Conv", group: int = 1) -> bool:
+    """Tell whether a convolution's kernels read a packed weight: all do but those of one input channel a group.
+
+    Of a transposed convolution, and its gradients, those do that have one group.
+    """
+    return weight[1] != 1 or (core in TRANSPOSED and group == 1)
 
 
 def is_flat(weight: Sequence[int]) -> bool:
