@@ -134,7 +134,7 @@ def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
 
 def _conv_transpose_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Its window makes of dy a map of x's shape."""
-    return _window_between(node, *_operands(node, shapes, "x", "dy", "weight"), "x")
+    return _window_between(node, *_operands(node, shapes, "x", "dy", "weight"), "x", at_least=True)
 
 
 def _window_between(
@@ -143,9 +143,11 @@ def _window_between(
     x: Sequence[int] | None,
     weight: Sequence[int] | None,
     name: str,
+    *,
+    at_least: bool = False,
 ) -> str | None:
     """Check that a convolution with this weight and the node's window makes of x a map of dy's shape, `name` for
-    short."""
+    short; or one of that many pixels `at_least`."""
     given = attributes(node)
     if dy is None or x is None or weight is None:
         return None
@@ -160,7 +162,12 @@ def _window_between(
     if group < 1 or x[1] != weight[1] * group or weight[0] % group:
         return f"reads {x[1]} channels, and its weight is {list(weight)} in {group} groups"
     whole = [x[0], weight[0], *(axis.count(ceil=False) for axis in axes_of(window, x[2:]))]
-    return None if list(dy) == whole else f"has a window that makes {whole} of its map, and {name} is {list(dy)}"
+    fits = all(have <= most for have, most in zip(dy, whole, strict=True)) if at_least else list(dy) == whole
+    return (
+        None
+        if fits and list(dy[:2]) == whole[:2]
+        else f"has a window that makes {whole} of its map, and {name} is {list(dy)}"
+    )
 
 
 def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:

@@ -38,9 +38,14 @@ def transposed(x: ir.Value, body: Body) -> ir.Value:
 
 
 def transposed_input_gradient(dy: ir.Value, body: Body) -> ir.Value:
-    """Write dx of a ConvTranspose: the convolution of dy that it is the gradient of."""
+    """Write dx of a ConvTranspose: the convolution of dy that it is the gradient of.
+
+    Where output_padding is a stride or more, that has windows behind those of x.
+    """
     names = ("dilations", "group", "kernel_shape", "pads", "strides")
-    return body("Conv", dy, body["weight"], **{name: reference(name) for name in names})
+    dx = body("Conv", dy, body["weight"], **{name: reference(name) for name in names})
+    shape = body("Shape", body["x"])
+    return body("Slice", dx, body("Sub", shape, shape), shape)
 
 
 def weight_gradient(dy: ir.Value, x: ir.Value, body: Body) -> ir.Value:

@@ -173,7 +173,8 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
 def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes) -> Array:
     """Give the gradient at what the core read."""
     if op.core in TRANSPOSED:
-        return conv(dy, operands["weight"], attributes)
+        height, width = operands["x"].shape[2:]  # an output_padding of a stride or more makes further windows
+        return conv(dy, operands["weight"], attributes)[:, :, :height, :width]
     if op.core in CONV_GRADS:
         return conv_grad_input(dy, operands["x"].shape, operands["weight"], attributes)
     if op.core == "MaxPoolGrad":
@@ -228,7 +229,7 @@ def conv(x: Array, weight: Array, attributes: Attributes) -> Array:
 
 def conv_grad_weight(dy: Array, x: Array, shape: tuple[int, ...], attributes: Attributes) -> Array:
     """Compute the gradient at the weight, of `shape` OIHW."""
-    columns, _ = _columns(x, attributes)
+    columns, _ = _columns(x, attributes, dy.shape[2:])
     return (_by_group(dy, attributes) @ columns.swapaxes(-1, -2)).sum(axis=0).reshape(shape)
 
 
@@ -247,9 +248,13 @@ def conv_transpose(x: Array, weight: Array, attributes: Attributes) -> Array:
     return conv_grad_input(x, (x.shape[0], weight.shape[1] * attributes["group"], *size), weight, attributes)
 
 
-def _columns(x: Array, attributes: Attributes) -> tuple[Array, tuple[int, int]]:
-    """Unfold x to [N, group, C/group * kernel, output pixels]; gives the output's height and width too."""
+def _columns(x: Array, attributes: Attributes, out: tuple[int, ...] | None = None) -> tuple[Array, tuple[int, int]]:
+    """Unfold x to [N, group, C/group * kernel, output pixels]; gives the output's height and width too.
+
+    There are `out` of them; by default as many as windows fit.
+    """
     found = windows(x, attributes)
+    found = found if out is None else found[:, :, : out[0], : out[1]]
     n, _, h, w = found.shape[:4]
     return found.transpose(0, 1, 4, 5, 2, 3).reshape(n, attributes["group"], -1, h * w), (h, w)
 

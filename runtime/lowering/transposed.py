@@ -18,7 +18,6 @@ from bnfuse.runtime.kernels.cuda.weights import is_packed
 from bnfuse.runtime.lowering.norm import batch_norm_statistics
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.steps import OF_DY, composed, problem
-from bnfuse.runtime.lowering.weights import weight_ref
 
 Values = Mapping[str, ir.Value]
 Attributes = Mapping[str, Any]
@@ -86,10 +85,7 @@ class Parts:
         low, weight, epilogue = self.low, self.operands["weight"], self.spec.epilogue
         y = self.value("spread") if "Bias" in epilogue else self.results["y"]
         spec, kernel = OpSpec((), "ConvGradInput"), low.shape(weight)
-        refs: dict[str, Ref] = {
-            "dy": low.map(x),
-            "weight": weight_ref(low, spec.core, weight, self.attributes["group"]),
-        }
+        refs: dict[str, Ref] = {"dy": low.map(x), "weight": low.dense(weight)}
         shape = transposed_shape(low.shape(x), kernel, self.attributes)
         assert shape is not None
         refs["dx"] = refs["x"] = low.new_map(y, tuple(map(int, shape)))  # type: ignore[arg-type]
@@ -102,9 +98,12 @@ class Parts:
 
     def input_gradient(self, dy: ir.Value) -> None:
         """Write dx, a convolution of dy; then its epilogue."""
-        epilogue = self.spec.epilogue
+        low, weight, epilogue = self.low, self.operands["weight"], self.spec.epilogue
         dx = self.value("unfinished") if epilogue else self.results["dx"]
-        self.launch(OpSpec((), "Conv"), {"x": dy, "weight": self.operands["weight"]}, {"y": dx})
+        spec, kernel = OpSpec((), "Conv"), low.shape(weight)
+        refs: dict[str, Ref] = {"x": low.map(dy), "weight": low.dense(weight)}
+        refs["y"] = low.new_map(dx, low.shape(self.operands["x"]))
+        low.launch(registry.CONV_FORWARD, (problem(low, spec, refs, self.attributes, kernel), low.target), refs)
         if epilogue:
             masked = "Normalize" in self.spec.prologue and {*ACTIVATION_GRADS} & {*epilogue}
             spec = OpSpec(("Normalize",) if masked else (), "PointwiseGrad", epilogue)

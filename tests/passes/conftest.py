@@ -71,13 +71,16 @@ class _Network:
         pads = [k // 2] * 4
         self.node("Conv", inputs, y, kernel_shape=[k, k], strides=[s, s], pads=pads, group=g)
 
-    def up(self, y: str, x: str, out: str, bias: int = 0) -> None:
-        weight = self.rng.standard_normal((self.channels[x], int(out), 2, 2)) / np.sqrt(self.channels[x])
+    def up(
+        self, y: str, x: str, out: str, k: int = 2, s: int = 2, p: int = 0, more: int = 0, g: int = 1, bias: int = 0
+    ) -> None:
+        weight = self.rng.standard_normal((self.channels[x], int(out) // g, k, k)) / np.sqrt(self.channels[x])
         inputs = [x, self.parameter(f"{y}/weight", weight)]
         if bias:
             inputs.append(self.parameter(f"{y}/bias", self.rng.standard_normal(int(out))))
         self.channels[y] = int(out)
-        self.node("ConvTranspose", inputs, y, kernel_shape=[2, 2], strides=[2, 2])
+        window = {"kernel_shape": [k, k], "strides": [s, s], "pads": [p] * 4, "output_padding": [more] * 2, "group": g}
+        self.node("ConvTranspose", inputs, y, **window)
 
     def bn(self, y: str, x: str, zero: int = 0, eps: int = 5) -> None:
         c = self.channels[x]
@@ -121,8 +124,9 @@ def feeds_for(model: onnx.ModelProto, seed: int = 1) -> Feeds:
     rng = np.random.default_rng(seed)
     feeds = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     feeds = {value.name: feeds[value.name] for value in model.graph.input if value.name in feeds}
-    feeds["x"] = rng.standard_normal((2, 3, 8, 8)).astype(np.float32)
-    feeds["labels"] = rng.integers(0, 5, 2)
+    (shape,) = ([d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input if v.name == "x")
+    feeds["x"] = rng.standard_normal(shape).astype(np.float32)
+    feeds["labels"] = rng.integers(0, 5, shape[0])
     return feeds
 
 

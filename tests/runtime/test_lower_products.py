@@ -237,7 +237,7 @@ def test_a_transposed_convolution(attributes, weight):
 def test_its_bias_is_added():
     inputs = ("x", (2, 6, 5, 4)), ("w", (6, 3, 3, 2)), ("b", (3,))
     found = check(Graph("r = Relu(x)  t = ConvTranspose<strides = [2, 2]>(r, w, b)  y = Relu(t)", inputs))
-    assert found[2:4] == ["conv", "PointwiseBias"]
+    assert "PointwiseBias" not in found
 
 
 def test_its_weight_has_two_axes_of_space():
@@ -268,15 +268,14 @@ def transposed(draw):
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(transposed())
 def test_any_transposed_convolution_and_its_gradients(case):
-    """The gradients are a convolution's, and its weight's: <dy, y> = <dx, x> = <dweight, w>, as y is linear in both."""
+    """Of its gradients: <dy, y> = <dx, x> = <dweight, w>, as y is linear in both."""
     attributes, more, x, weight, out = case
     shape = (x[0], weight[1] * attributes["group"], *out)
     text = ", ".join(f"{k} = {list(v) if isinstance(v, tuple) else v}" for k, v in attributes.items())
     body = f"""y = ConvTranspose<{text}, output_padding = {list(more)}>(x, w)
-               dw = ai.bnfuse.ConvGradWeight<{text}>(x, dy, w)  dx = Conv<{text}>(dy, w)"""
+               dw = ai.bnfuse.ConvTransposeGradWeight<{text}>(dy, x, w)
+               dx = ai.bnfuse.ConvTransposeGradInput<{text}>(dy, x, w)"""
     graph = Graph(body, (("x", x), ("w", weight), ("dy", shape)), outputs=("y", "dw", "dx"))
-    if any(extra >= stride for extra, stride in zip(more, attributes["strides"], strict=True)):
-        graph = Graph(body.partition("dx =")[0], graph.inputs, outputs=("y", "dw"))  # that Conv would have more pixels
     feeds = graph.feeds()
     wide = {name: value.astype(np.float64) for name, value in feeds.items()}
     wanted = reference.conv_grad_input(wide["x"], shape, wide["w"], attributes)
@@ -285,5 +284,4 @@ def test_any_transposed_convolution_and_its_gradients(case):
     product = (wide["dy"] * wanted).sum()
     size = np.sqrt((wide["dy"] ** 2).sum() * (wanted**2).sum())
     for gradient, name in (("dw", "w"), ("dx", "x")):
-        if gradient in graph.outputs:
-            assert abs((found[gradient] * wide[name]).sum() - product) < 1e-5 * size, gradient
+        assert abs((found[gradient] * wide[name]).sum() - product) < 1e-5 * size, gradient

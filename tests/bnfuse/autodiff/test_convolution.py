@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from differentiated import check, differentiated, floats, many, node, seeds
+from differentiated import check, floats, many, node, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,11 +77,33 @@ def test_one_operator_gives_the_gradients_that_are_wanted(trained, operator):
     assert found.operators() == [operator]
 
 
-@pytest.mark.parametrize(("trained", "operators"), [("x", ["Conv"]), ("w", ["ConvGradWeight"])])
-def test_a_transposed_convolution_is_the_gradient_of_one(trained, operators):
+@pytest.mark.parametrize(
+    ("trained", "operators"),
+    [
+        ("x", ["ConvTransposeGradInput"]),
+        ("w", ["ConvTransposeGradWeight"]),
+        ("wb", ["ConvTransposeGradWeightBiasGrad"]),
+        ("b", ["ReduceSum"]),
+        ("xwb", ["ConvTransposeGradInput", "ConvTransposeGradWeightBiasGrad"]),
+    ],
+)
+def test_gradients_of_a_transposed_convolution_that_are_wanted(trained, operators):
+    feeds = {"x": floats(2, 3, 4, 4), "w": floats(3, 5, 3, 3, seed=1), "b": floats(5, seed=2)}
+
+    def function(torch, x, w, b):
+        return torch.nn.functional.conv_transpose2d(x, w, b, stride=2)
+
+    nodes = [node("ConvTranspose", "x w b", "y", strides=[2, 2])]
+    assert sorted(check(nodes, feeds, function, wanted=list(trained)).operators()) == operators
+
+
+def test_a_transposed_convolution_whose_output_is_padded_by_a_stride():
     feeds = {"x": floats(2, 3, 4, 4), "w": floats(3, 5, 3, 3, seed=1)}
-    found = differentiated([node("ConvTranspose", "x w", "y", strides=[2, 2])], feeds, wanted=[trained])
-    assert found.operators() == operators
+
+    def function(torch, x, w):
+        return torch.nn.functional.conv_transpose2d(x, w, dilation=2, output_padding=1)
+
+    check([node("ConvTranspose", "x w", "y", dilations=[2, 2], output_padding=[1, 1])], feeds, function)
 
 
 @pytest.mark.parametrize(

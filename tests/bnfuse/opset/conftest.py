@@ -13,9 +13,16 @@ from onnx import TensorProto, helper
 
 from bnfuse.opset import reference
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import CONV_GRADS, DOMAIN, WHOLE_OPS, OpSpec, PlainOp, find
+from bnfuse.opset.spec import CONV_GRADS, CONVS, DOMAIN, WHOLE_OPS, OpSpec, PlainOp, find
 
-CONV = {"dilations": [1, 1], "group": 1, "kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1]}
+CONV = {
+    "dilations": [1, 1],
+    "group": 1,
+    "kernel_shape": [3, 3],
+    "output_padding": [0, 0],
+    "pads": [1, 1, 1, 1],
+    "strides": [1, 1],
+}
 POOL = {
     "ceil_mode": 0,
     "count_include_pad": 0,
@@ -91,7 +98,7 @@ def make_case(
         return _whole_case(op, rng, shape)
     if isinstance(op, PlainOp):
         return _plain_case(op, rng, shape)
-    window = {**CONV, **(conv or {})} if op.core == "Conv" or op.core in CONV_GRADS else {**POOL, **(pool or {})}
+    window = {**CONV, **(conv or {})} if op.core in (*CONVS, *CONV_GRADS) else {**POOL, **(pool or {})}
     own = {
         "min": -0.5,
         "max": 0.75,
@@ -103,7 +110,8 @@ def make_case(
         **window,
         **attributes,
     }
-    weight = rng.normal(size=(out_channels, shape[1] // window.get("group", 1), *window["kernel_shape"]))
+    channels = (shape[1], out_channels) if op.is_transposed else (out_channels, shape[1])
+    weight = rng.normal(size=(channels[0], channels[1] // window.get("group", 1), *window["kernel_shape"]))
     x = rng.normal(size=shape)
     core = find(op.core.removesuffix("Input").removesuffix("Weight").removesuffix("Grad"))
     forward = reference.run(core, {"x": x, "weight": weight}, window)

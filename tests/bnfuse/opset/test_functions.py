@@ -44,6 +44,10 @@ NAMES = (
     "SliceBatchNormGradReluConvGradInputReluGradAccumulate",
     "ConvGradInput",
     "BatchNormGradNormalizeReluConvGradWeightBiasGrad",
+    "NormalizeReluConvTransposeBiasStatistics",
+    "AddConvTransposeStoreInput",
+    "SliceBatchNormGradNormalizeReluConvTransposeGradInputReluGradReduceAccumulate",
+    "BatchNormGradNormalizeTanhConvTransposeGradWeightBiasGrad",
     "SliceMaxPoolGradAddGradientReluGradReduceScale",
     "NormalizeMaxPoolGradReluGradAccumulate",
     "NormalizeAveragePoolGradReluGradReduce",
@@ -130,6 +134,30 @@ CONVOLUTIONS = [
     {"group": 6, "strides": [2, 2]},
     {"kernel_shape": [7, 7], "pads": [3, 3, 3, 3], "strides": [2, 2]},
 ]
+
+
+TRANSPOSED = [
+    {"kernel_shape": [4, 4], "strides": [2, 2]},
+    {"kernel_shape": [2, 2], "pads": [0, 0, 0, 0], "strides": [2, 2]},
+    {"kernel_shape": [3, 2], "pads": [1, 0, 2, 1], "strides": [2, 3], "output_padding": [1, 2]},
+    {"dilations": [2, 3], "pads": [2, 0, 1, 1]},
+    {"group": 2, "strides": [2, 2], "output_padding": [1, 1]},
+    {"kernel_shape": [1, 1], "pads": [0, 0, 0, 0], "strides": [3, 2]},
+]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "ConvTransposeGrad" in name])
+def test_gradients_where_the_output_is_padded_by_strides(name, case, assert_close):
+    """The convolution of dy has windows behind those of x. (onnxruntime's ConvTranspose is wrong here.)"""
+    it = case(name, conv={"dilations": [2, 3], "pads": [2, 0, 1, 1], "output_padding": [1, 2]})
+    assert_close(it.run_body(), it.expected(), 1e-5)
+
+
+@pytest.mark.parametrize("conv", TRANSPOSED, ids=str)
+@pytest.mark.parametrize("name", NAMES[NAMES.index("NormalizeReluConvTransposeBiasStatistics") :][:4])
+def test_transposed_convolutions_of_any_window(name, conv, case, assert_close):
+    it = case(name, conv=conv)
+    assert_close(it.run_body(), it.expected(), 1e-5)
 
 
 @pytest.mark.parametrize("conv", CONVOLUTIONS, ids=str)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import BACKWARD_CORES, FORWARD_CORES, OpSpec, find, parse, parse_steps
+from bnfuse.opset.spec import BACKWARD_CORES, FORWARD_CORES, WEIGHT_GRADS, OpSpec, find, parse, parse_steps
 
 PROLOGUES = st.tuples(
     st.sampled_from(["", "Normalize"]),
@@ -53,7 +53,7 @@ def test_forward_steps_come_back_from_their_name(prologue, core, epilogue):
 def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
     written = (steps(prologue), core, steps(epilogue))
     read = parse_steps("".join((*written[0], core, *written[2])))
-    without_dx = core == "ConvGradWeight" and {*written[2]} - {"BiasGrad"}
+    without_dx = core in WEIGHT_GRADS and {*written[2]} - {"BiasGrad"}
     masked = "".join(step.removesuffix("Grad") for step in written[2] if step.removesuffix("Grad") in ACTIVATIONS)
     shared = prologue[3] and masked and prologue[3] != masked and of_one_name(prologue[3], masked)
     assert read == (None if without_dx or shared else written)
@@ -72,7 +72,7 @@ def test_every_pair_of_activations_around_an_add_is_told_apart(core):
 def test_every_activation_and_gradient_around_a_core_is_told_apart():
     for first in ("", *ACTIVATIONS):
         for core in BACKWARD_CORES:
-            if core == "ConvGradWeight":
+            if core in WEIGHT_GRADS:
                 continue
             for masked in ("", *ACTIVATIONS):
                 after = (f"{masked}Grad",) if masked else ()
