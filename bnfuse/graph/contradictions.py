@@ -129,26 +129,21 @@ def _operands(node: onnx.NodeProto, shapes: Shapes, *names: str) -> list[Sequenc
 
 def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Its window makes of x a map of dy's shape."""
-    return _window_between(node, *_operands(node, shapes, "dy", "x", "weight"), "dy")
+    return _window_between(node, shapes, "dy", "x")
 
 
 def _conv_transpose_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Its window makes of dy a map of x's shape."""
-    return _window_between(node, *_operands(node, shapes, "x", "dy", "weight"), "x", at_least=True)
+    return _window_between(node, shapes, "x", "dy", at_least=True)
 
 
 def _window_between(
-    node: onnx.NodeProto,
-    dy: Sequence[int] | None,
-    x: Sequence[int] | None,
-    weight: Sequence[int] | None,
-    name: str,
-    *,
-    at_least: bool = False,
+    node: onnx.NodeProto, shapes: Shapes, made: str, read: str, *, at_least: bool = False
 ) -> str | None:
-    """Check that a convolution with this weight and the node's window makes of x a map of dy's shape, `name` for
-    short; or one of that many pixels `at_least`."""
+    """Check that a convolution with the node's window and weight makes of the map `read` one of the shape of `made`,
+    or one of that many pixels `at_least`."""
     given = attributes(node)
+    dy, x, weight = _operands(node, shapes, made, read, "weight")
     if dy is None or x is None or weight is None:
         return None
     if not len(dy) == len(x) == len(weight) == 4:
@@ -166,7 +161,7 @@ def _window_between(
     return (
         None
         if fits and list(dy[:2]) == whole[:2]
-        else f"has a window that makes {whole} of its map, and {name} is {list(dy)}"
+        else f"has a window that makes {whole} of its map, and {made} is {list(dy)}"
     )
 
 

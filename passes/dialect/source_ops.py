@@ -110,7 +110,8 @@ def _conv_transpose(node: ir.Node) -> Op | None:
     if not (is_map(x) and is_map(y) and weight is not None and weight.shape is not None):
         return None
     size, made = sizes(x)[2:], sizes(y)[2:]
-    given = {"strides": tuple(_attribute(node, "strides", (1, 1))), "kernel_shape": sizes(weight)[2:]}
+    given: dict[str, Any] = {"kernel_shape": sizes(weight)[2:]}
+    given |= {"strides": tuple(_attribute(node, "strides", (1, 1)))}
     given |= {"dilations": tuple(_attribute(node, "dilations", (1, 1))), "group": int(_attribute(node, "group", 1))}
     given |= {"pads": tuple(_attribute(node, "pads", (0, 0, 0, 0)))}
     wanted = (_attribute(node, "output_shape", None), _attribute(node, "output_padding", (0, 0)))
