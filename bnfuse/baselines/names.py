@@ -9,7 +9,6 @@ from bnfuse.core.errors import BnfuseError
 BASELINES = ("torch", "torch-cl", "torch-compile")
 GRAPH = "+graph"  # the whole step as one CUDA graph
 CUDA_BASELINES = (*BASELINES, *(baseline + GRAPH for baseline in BASELINES))
-DEVICES = ("cpu", "cuda")
 
 
 def baselines_of(device: str) -> tuple[str, ...]:

@@ -32,7 +32,6 @@ from .graph import Forward
 COMMUTATIVE = ("Add", "Mul", "Max", "Min")
 CLOSE = 1e-6  # relative, of numbers that exporters round in one way or another
 
-Tree = "Call | str | float"
 Found = Mapping[str, "str | float"]  # x: a tensor; alpha, ...: numbers
 
 

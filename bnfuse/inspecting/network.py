@@ -2,8 +2,8 @@
 
 FLOPs: the weight's gradient is as much work as the forward, and so is the input's, where anything before the layer is
 trained: twice the forward, once for the first layer ([Iandola16], section 4.3.3). Sweeps: those of the nodes that the
-gradient builder makes for the layer (BACKWARD), and of the sum over the gradients of a tensor with several readers.
-Both agree with the training graph's own count (test_inspect.py); what it stores besides the layers'
+gradient rules emit for the layer (BACKWARD), and of the sum over the gradients of a tensor with several readers. Both
+agree with the training graph's own count (test_inspect.py); what it stores besides the layers'
 outputs (indices of a max pooling, masks of dropout, the loss) is in its sweeps, and not in the sizes here.
 """
 

@@ -38,13 +38,6 @@ def test_gradient_of_the_window(tile):
     np.testing.assert_allclose(found, correlate(patch, dy), rtol=1e-13)
 
 
-def test_gradient_of_the_patch(tile):
-    _, window, dy = tile
-    products = np.multiply(winograd.output_gradient_transform(dy, same), winograd.weight_transform(window, same))
-    found = winograd.input_gradient_transform(products, same)
-    np.testing.assert_allclose(found, correlate(np.pad(dy, 2), window[::-1, ::-1]), rtol=1e-13, atol=1e-15)
-
-
 def test_a_whole_transform_of_the_input_takes_32_additions():
     """And no multiplication: what is bound is what is computed."""
     bound = []

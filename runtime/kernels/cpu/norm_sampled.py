@@ -22,8 +22,6 @@ from bnfuse.runtime.kernels.cpu.sweep import Args, Moments, Vector, prim_func, s
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.targets.target import CpuTarget
 
-Pixel = Callable[[Args, Expr], Expr]  # the pixel of the map that is the i-th of the sample
-
 SHARE = 1 << 13  # elements that are worth a thread; chosen by hand
 
 

@@ -71,11 +71,6 @@ def weight_gradient_transform(products: Block, bind: Bind) -> Block:
     return sandwich(transposed(G), products, bind)
 
 
-def input_gradient_transform(products: Block, bind: Bind) -> Block:
-    """Write B m B^T: 4x4 to 4x4, to be added to what the neighbouring patches give."""
-    return sandwich(transposed(B_T), products, bind)
-
-
 def sandwich(matrix: Matrix, block: Block, bind: Bind) -> list[list[Any]]:
     """Write matrix * block * matrix^T."""
     columns = [apply(matrix, column, bind) for column in zip(*block, strict=True)]

@@ -37,7 +37,6 @@ from bnfuse.runtime.kernels.cuda.weights import BACKWARD, packed_elements
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
-GRADIENT_CHANNELS = ("grad_p", "grad_q", "grad_w", "dbias")
 MERGE_THREADS = 256
 BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most: chosen by hand
 
