@@ -223,12 +223,13 @@ def exact(name: str, where: Where) -> dict[str, Any]:
 
 
 def without_dropout(module: Any) -> Any:
-    """Set the rates of all dropouts to 0."""
+    """Set the rates of all that drops at random to 0: dropouts, stochastic depth, rates that modules pass on."""
     import torch
 
     for part in module.modules():
-        if isinstance(part, torch.nn.modules.dropout._DropoutNd):
-            part.p = 0.0
+        for rate in ("p", "drop_prob", "drop_rate", "rate"):
+            if isinstance(getattr(part, rate, None), float):
+                setattr(part, rate, 0.0)
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.momentum is None:
             part.momentum = 0.1
     return module

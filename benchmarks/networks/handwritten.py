@@ -194,14 +194,15 @@ class DropPath(nn.Module if nn else object):  # type: ignore[misc]
 
     def __init__(self, rate: float, bernoulli: bool) -> None:
         super().__init__()
-        self.keep, self.bernoulli = 1 - rate, bernoulli
+        self.rate, self.bernoulli = rate, bernoulli
 
     def forward(self, x):
         if not self.training:
             return x
+        keep = 1 - self.rate
         if self.bernoulli:
-            return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(self.keep).div_(self.keep)
-        return x / self.keep * torch.floor(self.keep + torch.rand((x.shape[0], 1, 1, 1), device=x.device))
+            return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(keep).div_(keep)
+        return x / keep * torch.floor(keep + torch.rand((x.shape[0], 1, 1, 1), device=x.device))
 
 
 def with_drop_path(*, bernoulli: bool, dropout2d: bool) -> Module:

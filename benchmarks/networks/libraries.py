@@ -9,6 +9,11 @@ from typing import Any
 
 CLASSES = 10
 PIXEL_CLASSES = 5
+LOSS = "cross-entropy"
+AUXILIARY = {  # with the weights that the papers give them
+    "googlenet_aux": "cross-entropy@0 + 0.3*cross-entropy@1 + 0.3*cross-entropy@2",
+    "inception_v3_aux": "cross-entropy@0 + 0.4*cross-entropy@1",
+}
 Table = dict[str, tuple[Any, tuple[tuple[int, ...], ...], str]]
 
 TORCHVISION = (
@@ -104,7 +109,7 @@ def timm_network(name: str) -> Any:
 def torchvision_networks() -> Table:
     """List the classifiers of torchvision."""
     return {
-        f"tv_{name}": (functools.partial(torchvision_network, name), image_shape(name), "cross-entropy")
+        f"tv_{name}": (functools.partial(torchvision_network, name), image_shape(name), AUXILIARY.get(name, LOSS))
         for name in TORCHVISION
     }
 

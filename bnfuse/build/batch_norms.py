@@ -1,6 +1,7 @@
 """BatchNorms as exporters leave them: which of them train, and what their running statistics are.
 
-training_mode=0, --train-bn      a training BN with new running statistics
+training_mode=0, --train-bn      a training BN with new running statistics; it stays frozen where torch's exporter says
+                                 that it was in evaluation mode while others were not (a frozen backbone)
 training_mode=0 beside others    stays frozen: y = a*x + b (decompose/batch_norm.py)
 called twice (Siamese)           the second call updates what the first one gives
 statistics computed from the batch (track_running_stats=False)    constants whose update nobody reads
@@ -56,7 +57,8 @@ def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, fr
     if train_bn and not norms:
         forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
     changed = 0
-    training = [node for node in norms if train_bn or node.output[0] in trained]
+    evaluated = in_evaluation_mode(norms)
+    training = [n for n in norms if n.output[0] in trained or (train_bn and n.name not in evaluated)]
     for node in training:
         if not is_training(node):
             changed += 1
@@ -65,7 +67,8 @@ def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, fr
     if changed:
         why = "--train-bn" if train_bn else "the file's opset has no training_mode that would freeze them"
         forward.note(f"{changed} BatchNormalization nodes made to train ({why})")
-    _tell_frozen(forward, [node for node in norms if not is_training(node)], frozen_bn or bool(training))
+    remedy = "Export the module with them in training mode to train them" if train_bn else "--train-bn trains them"
+    _tell_frozen(forward, [node for node in norms if not is_training(node)], frozen_bn or bool(training), remedy)
     from_data = forward.from_data()
     training = [node for node in training if node.input[0] in from_data]
     for momentum, what in ((1.0, "never move"), (0.0, "are those of the last batch alone")):
@@ -77,7 +80,22 @@ def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, fr
             )
 
 
-def _tell_frozen(forward: Forward, frozen: list[onnx.NodeProto], meant: bool) -> None:
+def in_evaluation_mode(norms: list[onnx.NodeProto]) -> set[str]:
+    """Name the BatchNormalizations that torch's dynamo exporter found in evaluation mode, others in training.
+
+    It writes all of them for inference, and the operator of torch that each came from beside them.
+    """
+    sources = {
+        node.name: entry.value
+        for node in norms
+        for entry in node.metadata_props
+        if entry.key == "pkg.torch.onnx.fx_node"
+    }
+    evaluated = {name for name, source in sources.items() if "batch_norm_legit_no_training" in source}
+    return evaluated if len(evaluated) < len(norms) else set()
+
+
+def _tell_frozen(forward: Forward, frozen: list[onnx.NodeProto], meant: bool, remedy: str) -> None:
     if frozen and not meant:
         raise forward.error_at(
             frozen[0],
@@ -92,7 +110,7 @@ def _tell_frozen(forward: Forward, frozen: list[onnx.NodeProto], meant: bool) ->
     if frozen:
         forward.note(
             f"{len(frozen)} BatchNormalization nodes stay frozen ({some([node.name for node in frozen])}): they "
-            "normalise by their running statistics, which no step changes. --train-bn trains them"
+            f"normalise by their running statistics, which no step changes. {remedy}"
         )
 
 

@@ -70,3 +70,38 @@ def test_it_stays_where_the_convolution_has_another_reader(conv_norm):
 def test_what_is_fixed_says_whether_that_saves_anything(frozen, ops, conv_norm):
     model = build(conv_norm(training_mode=0), frozen_bn=True, loss="mse", freeze=frozen).model
     assert readers_of_data(model) == ops
+
+
+def exported_by_torch(*modes: str) -> onnx.ModelProto:
+    """Conv and BatchNormalization in turns, each with the operator of torch that the dynamo exporter says it was."""
+    nodes, tensors, x = [], [], "x"
+    for i, mode in enumerate(modes):
+        tensors.append(numpy_helper.from_array(np.ones((3, 3, 1, 1), np.float32), f"w{i}"))
+        tensors += [numpy_helper.from_array(np.ones(3, np.float32), f"{name}{i}") for name in ("s", "b", "m", "v")]
+        nodes.append(helper.make_node("Conv", [x, f"w{i}"], [f"c{i}"], name=f"conv{i}"))
+        nodes.append(
+            helper.make_node("BatchNormalization", [f"c{i}", *(f"{n}{i}" for n in "sbmv")], [f"y{i}"], name=f"bn{i}")
+        )
+        source = f"%bn : [num_users=1] = call_function[target=torch.ops.aten._native_batch_norm_legit_{mode}.default]"
+        nodes[-1].metadata_props.add(key="pkg.torch.onnx.fx_node", value=source)
+        x = f"y{i}"
+    info = helper.make_tensor_value_info
+    shape = [2, 3, 4, 4]
+    graph = helper.make_graph(nodes, "net", [info("x", 1, shape)], [info(x, 1, shape)], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+@pytest.mark.parametrize(
+    ("modes", "trained"),
+    [
+        (("no_training", "functional"), ["bn1"]),
+        (("functional", "functional"), ["bn0", "bn1"]),
+        (("no_training", "no_training"), ["bn0", "bn1"]),  # exported in evaluation mode: says nothing
+    ],
+)
+def test_what_torch_froze_beside_others_stays_frozen(modes, trained):
+    built = build(exported_by_torch(*modes), train_bn=True, loss="mse")
+    assert [node.name for node in built.model.graph.node if node.op_type == "BatchNorm"] == trained
+    told = [note for note in built.notes if "stay frozen (bn0)" in note]
+    assert len(told) == 2 - len(trained)
+    assert all("Export the module with them in training mode" in note for note in told)
