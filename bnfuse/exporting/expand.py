@@ -28,7 +28,7 @@ from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.sources import standard_node
-from bnfuse.opset.spec import CONV_ATTRIBUTES, CONVS, DOMAIN, FORWARD_CORES, OpSpec, find
+from bnfuse.opset.spec import CONV_TRANSPOSE_ATTRIBUTES, CONVS, DOMAIN, FORWARD_CORES, OpSpec, find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,5 +327,5 @@ def base_name(node: ir.Node) -> str:
 
 def plain(attributes: Mapping[str, Any], core: str) -> dict[str, Any]:
     """Give the attributes of a core as onnx.helper takes them."""
-    lists = {*CONV_ATTRIBUTES} - {"group"}
+    lists = {*CONV_TRANSPOSE_ATTRIBUTES} - {"group"}
     return {k: list(v) if k in lists and v is not None else v for k, v in attributes.items() if v is not None}

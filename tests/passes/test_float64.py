@@ -44,6 +44,26 @@ RESIDUAL = """
     g = add(d, f)
     out = relu(g)
 """
+UNET = """
+    a = conv(x, 4, k=3)
+    n = bn(a)
+    r = relu(n)
+    p = maxpool(r, k=2)
+    b = conv(p, 6, k=3)
+    m = bn(b)
+    s = relu(m)
+    u = up(s, 4, bias=1)
+    v = bn(u)
+    w = relu(v)
+    t = cat(w, r)
+    c = conv(t, 5, k=3)
+    d = bn(c)
+    e = silu(d)
+    f = up(e, 4, k=4, p=1)
+    g = bn(f)
+    h = relu(g)
+    out = up(h, 3, k=3, s=3, bias=1)
+"""
 
 
 def worst(expected, found):
@@ -63,7 +83,9 @@ def feeds(proto, seed=3, shift=0.0):
 
 @pytest.mark.parametrize("level", ["rcf", "mvf", "bnff", "icf"])
 @pytest.mark.parametrize(
-    "body", [DENSE.format(zero=0), DENSE.format(zero=1), RESIDUAL], ids=["dense", "dense, γ = 0", "residual"]
+    "body",
+    [DENSE.format(zero=0), DENSE.format(zero=1), RESIDUAL, UNET],
+    ids=["dense", "dense, γ = 0", "residual", "u-net"],
 )
 def test_a_rewrite_computes_the_same_in_float64(body, level, training, oracle):
     model = training(body)

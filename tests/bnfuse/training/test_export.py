@@ -7,6 +7,7 @@ import json
 import numpy as np
 import onnx
 import onnx.helper as h
+import onnx.parser
 import onnxruntime as ort
 import pytest
 from small_training import BATCH, SAMPLED, forward_model, small_data, small_graph
@@ -96,6 +97,63 @@ def test_graphs_of_all_levels_export_to_the_same_function(name, zoo):
         found[level] = run(exported, x)
     for level in ("bnff", "icf"):
         assert np.abs(found[level] - found["none"]).max() <= 1e-5 * np.abs(found["none"]).max()
+
+
+def generator() -> onnx.ModelProto:
+    """Transposed convolutions with BatchNorms before and behind, in groups and with biases, and a classifier."""
+    text = """<ir_version: 9, opset_import: ["": 18]>
+    g (float[4, 3, 4, 4] image) => (float[4, 10] logits) {
+        a = ConvTranspose<kernel_shape = [4, 4], strides = [2, 2], pads = [1, 1, 1, 1]>(image, w0, b0)
+        n, m0, v0 = BatchNormalization<training_mode = 1>(a, s0, z0, rm0, rv0)
+        r = Relu(n)
+        c = ConvTranspose<kernel_shape = [3, 3], strides = [2, 2], output_padding = [1, 1], group = 2>(r, w1)
+        k, m1, v1 = BatchNormalization<training_mode = 1>(c, s1, z1, rm1, rv1)
+        t = LeakyRelu(k)
+        u = ConvTranspose<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(t, w2, b2)
+        p = GlobalAveragePool(u)
+        q = Flatten(p)
+        logits = Gemm<transB = 1>(q, w3, b3)
+    }"""
+    model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    shapes = {
+        "w0": (3, 8, 4, 4),
+        "b0": (8,),
+        "w1": (8, 3, 3, 3),
+        "w2": (6, 5, 3, 3),
+        "b2": (5,),
+        "w3": (10, 5),
+        "b3": (10,),
+    }
+    values = {name: rng.standard_normal(shape) / 3 for name, shape in shapes.items()}
+    for i, channels in enumerate((8, 6)):
+        values |= {f"{name}{i}": np.ones(channels) for name in ("s", "rv")}
+        values |= {f"{name}{i}": np.zeros(channels) for name in ("z", "rm")}
+    tensors = [onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items()]
+    model.graph.initializer.extend(tensors)
+    for index, node in enumerate(model.graph.node):
+        node.name = f"n{index}"
+    return model
+
+
+@pytest.fixture(scope="module")
+def transposed() -> onnx.ModelProto:
+    return build_training_graph(generator())
+
+
+def test_transposed_convolutions_export_as_they_were(transposed):
+    found = {}
+    for level in ("none", "icf"):
+        graph = open_graph(bnfuse.rewrite(transposed, level=level).model)
+        exported = inference_model(graph, changed_state(graph))
+        check_standard(exported)
+        found[level] = run(exported, np.random.default_rng(1).standard_normal((3, 3, 4, 4)).astype(np.float32))
+    assert np.abs(found["icf"] - found["none"]).max() <= 1e-5 * np.abs(found["none"]).max()
+
+
+def test_transposed_convolutions_compile_to_what_their_file_computes(transposed):
+    fused = bnfuse.rewrite(transposed, level="icf")
+    assert fused.report.unfused == ()
+    assert bnfuse.verify(transposed, fused.model, runtime="tvm", threads=1).equal
 
 
 def test_removed_batch_norms_export_as_nothing():

@@ -9,6 +9,8 @@ import pytest
 import source_files
 from lowered_graph import Graph, assert_close, kernels, shapes_of
 
+from bnfuse.opset import reference
+from bnfuse.opset.spec import parse
 from bnfuse.runtime.kernels import registry
 
 on_cpu = source_files.load(pathlib.Path(__file__).parents[1] / "test_lower_products.py")
@@ -51,3 +53,55 @@ def test_maps_of_16_bits_are_resampled_as_they_lie(monkeypatch):
     assert kernels(made.program).count("Taps") == 2
     taps = [request.arguments[0] for request in made.requests if request.kind == registry.TAPS]
     assert {kind.dtype for problem in taps for kind in (problem.x, problem.y)} == {"bfloat16"}
+
+
+DEPTHWISE = {
+    "NormalizeReluConvTransposeBiasStatistics": ["Pointwise", "ConvGradInput", "Bias"],
+    "ConvTransposeStatistics": ["ConvGradInput", "BatchNormStatistics"],
+    "BatchNormGradNormalizeReluConvTransposeGradInputAddGradientReluGradReduce": ["Grad", "Conv", "Reduce"],
+    "BatchNormGradNormalizeReluConvTransposeGradWeightBiasGrad": ["Grad", "Pointwise", "ConvGradWeight", "BiasGrad"],
+}
+
+
+def transposed(op: str, x: tuple[int, ...], weight: tuple[int, ...], group: int) -> tuple[Graph, dict, dict]:
+    """A graph of one operator (stride 2, kernel 3), what it gives by the reference, and the shapes of that."""
+    spec = parse(op)
+    window = {"dilations": (1, 1), "group": group, "kernel_shape": (3, 3), "pads": (1, 1, 1, 1), "strides": (2, 2)}
+    window |= {"output_padding": (1, 1)} if spec.core == "ConvTranspose" else {}
+    y = (x[0], weight[1] * group, 2 * x[2], 2 * x[3])
+    maps = {**dict.fromkeys(("x", "dx", "other"), x), **dict.fromkeys(("y", "dy", "grad_x"), y)}
+    of_y = {"bias", "dbias", "grad_p", "grad_q", "grad_w", *(() if spec.is_gradient else ("mean", "variance"))}
+    shapes = {**maps, "weight": weight, "dweight": weight, **dict.fromkeys(of_y, y[1:2])}
+    shapes = {name: shapes.get(name, x[1:2]) for name in (*spec.operands, *spec.results)}
+    text = ", ".join(f"{name} = {list(value) if isinstance(value, tuple) else value}" for name, value in window.items())
+    body = f"{', '.join(spec.results)} = ai.bnfuse.{op}<{text}>({', '.join(spec.operands)})"
+    graph = Graph(body, tuple((name, shapes[name]) for name in spec.operands), outputs=spec.results)
+    wide = {name: value.astype(np.float64) for name, value in graph.feeds().items()}
+    return graph, reference.run(spec, wide, window), {name: shapes[name] for name in spec.results}
+
+
+def launched(made) -> list[str]:
+    """What is launched beside changes of layout."""
+    return [name for name in kernels(made.program) if not name.lower().startswith(("nchw", "nhwc", "layout"))]
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("op", DEPTHWISE)
+def test_a_depthwise_transposed_convolution_with_steps(op, target, monkeypatch):
+    """On a GPU its steps are sweeps around a depthwise kernel, on a CPU it is one kernel."""
+    graph, wanted, shapes = transposed(op, (2, 6, 5, 4), (6, 1, 3, 3), 6)
+    made, found = graph.on_gpu(shapes, monkeypatch) if target == "gpu" else graph.on_cpu(shapes)
+    assert_close(found, wanted, 1e-5)
+    names = launched(made)
+    assert len(names) == (len(DEPTHWISE[op]) if target == "gpu" else 1), names
+    assert target == "cpu" or all(part in name for part, name in zip(DEPTHWISE[op], names, strict=True)), names
+
+
+@pytest.mark.parametrize("outputs", [1, 5])
+@pytest.mark.parametrize("op", DEPTHWISE)
+def test_a_transposed_convolution_with_steps(op, outputs, monkeypatch):
+    """It is one kernel behind the one that packs its weight, also of one output channel."""
+    graph, wanted, shapes = transposed(op, (2, 6, 5, 4), (6, outputs, 3, 3), 1)
+    made, found = graph.on_gpu(shapes, monkeypatch)
+    assert_close(found, wanted, 1e-5)
+    assert len(launched(made)) == (1 if "GradWeight" in op else 2), launched(made)
