@@ -134,14 +134,14 @@ def _conv_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shape
 
 def _conv_transpose_grad(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:
     """Its window makes of dy a map of x's shape."""
-    return _window_between(node, shapes, "x", "dy", at_least=True)
+    return _window_between(node, shapes, "x", "dy", padded=True)
 
 
-def _window_between(
-    node: onnx.NodeProto, shapes: Shapes, made: str, read: str, *, at_least: bool = False
-) -> str | None:
-    """Check that a convolution with the node's window and weight makes of the map `read` one of the shape of `made`,
-    or one of that many pixels `at_least`."""
+def _window_between(node: onnx.NodeProto, shapes: Shapes, made: str, read: str, *, padded: bool = False) -> str | None:
+    """Check that a convolution with the node's window and weight makes of the map `read` one of the shape of `made`.
+
+    Where `read` may be padded by output_padding, up to a dilation, it has windows behind those of `made`.
+    """
     given = attributes(node)
     dy, x, weight = _operands(node, shapes, made, read, "weight")
     if dy is None or x is None or weight is None:
@@ -157,12 +157,11 @@ def _window_between(
     if group < 1 or x[1] != weight[1] * group or weight[0] % group:
         return f"reads {x[1]} channels, and its weight is {list(weight)} in {group} groups"
     whole = [x[0], weight[0], *(axis.count(ceil=False) for axis in axes_of(window, x[2:]))]
-    fits = all(have <= most for have, most in zip(dy, whole, strict=True)) if at_least else list(dy) == whole
-    return (
-        None
-        if fits and list(dy[:2]) == whole[:2]
-        else f"has a window that makes {whole} of its map, and {made} is {list(dy)}"
-    )
+    steps = zip(window["strides"], window["dilations"], strict=True)
+    spare = [0, 0, *((max(stride, dilation) - 1) // stride if padded else 0 for stride, dilation in steps)]
+    if all(0 <= most - have <= more for have, most, more in zip(dy, whole, spare, strict=True)):
+        return None
+    return f"has a window that makes {whole} of its map, and {made} is {list(dy)}"
 
 
 def _split(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto], shapes: Shapes) -> str | None:

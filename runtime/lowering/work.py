@@ -151,6 +151,7 @@ def shape_of(problem: Any, kernel: Kernel) -> str:
     if not isinstance(problem, Problem):
         return text
     if problem.weight:
-        text += f" -> {problem.weight[0]}"
+        outputs, per_group, *_ = problem.weight
+        text += f" -> {per_group * problem.attribute('group') if problem.spec.is_transposed else outputs}"
     strides = dict(problem.attributes).get("strides", ())
     return text + (f", stride {strides[0]}" if any(s != 1 for s in strides) else "")

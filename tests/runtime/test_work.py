@@ -41,6 +41,15 @@ def test_both_gradients_are_twice_the_work_and_an_accumulator_is_read_and_writte
     assert only.flops == 2 * 40 * (8 * 6 * 9)
 
 
+def test_a_transposed_convolution_works_on_the_pixels_that_it_reads():
+    x, y = MapType(2, 5, 4, 8, 8), MapType(2, 10, 8, 6, 6)
+    window = (*ATTRIBUTES[:2], ("kernel_shape", (4, 4)), ATTRIBUTES[3], ("strides", (2, 2)), ("output_padding", (0, 0)))
+    work = work_of(conv_backward(Problem("ConvTransposeBias", (("x", x), ("y", y)), window, (8, 6, 4, 4)), TARGET))
+    assert (work.kind, work.shape) == ("ConvTranspose 4x4", "2x5x4x8 -> 6, stride 2")
+    assert work.flops == 2 * 40 * (8 * 6 * 16)
+    assert work.bytes == 4 * (40 * 8 + 160 * 6 + 8 * 6 * 16 + 6)  # x, y, weight, bias
+
+
 def test_groups_strides_and_products_show_in_kind_and_shape():
     x, y = MapType(1, 8, 8, 16, 16), MapType(1, 4, 4, 16, 16)
     attributes = (*ATTRIBUTES[:1], ("group", 16), *ATTRIBUTES[2:4], ("strides", (2, 2)))

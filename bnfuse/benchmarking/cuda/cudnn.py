@@ -163,7 +163,7 @@ def beside(floors: list[Floor], ours: Iterable[dict[str, Any]]) -> list[dict[str
     times: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for row in ours:
         core, _, kind = row["kind"].partition(" ")
-        if core.startswith("Conv"):
+        if core == "Conv" or core.startswith("ConvGrad"):
             times[row["phase"], kind, row["shape"]] += row["seconds"]
     rows = []
     for floor in floors:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 
+from bnfuse.build import build_training_graph
 from bnfuse.build.named import build_model
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph import io
@@ -100,6 +103,37 @@ def test_the_window_of_a_gradient_that_is_not_its_convolutions(graph, name, valu
     node = nodes(graph, "ConvGrad")[0]
     set_ints(node, name, values)
     assert f"node '{node.name}' (ConvGrad) {said}" in message_of(graph)
+
+
+@pytest.fixture(scope="module")
+def transposed() -> onnx.ModelProto:
+    """A ConvTranspose of dilation 3 whose result is padded by 2, and what trains its weight and what it reads."""
+    text = """<ir_version: 9, opset_import: ["": 18]>
+    g (float[2, 3, 4, 4] image) => (float[2, 4] logits) {
+        c = Conv<kernel_shape = [1, 1]>(image, v)
+        y = ConvTranspose<kernel_shape = [3, 3], dilations = [3, 3], output_padding = [2, 1]>(c, w)
+        p = GlobalAveragePool(y)
+        logits = Flatten(p)
+    }"""
+    model = onnx.parser.parse_model(text)
+    shapes = {"v": (6, 3, 1, 1), "w": (6, 4, 3, 3)}
+    values = (onnx.numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in shapes.items())
+    model.graph.initializer.extend(values)
+    return build_training_graph(model)
+
+
+@pytest.mark.parametrize("core", ["ConvTransposeGradInput", "ConvTransposeGradWeight"])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("pads", [0, 0, 1 << 31, 0]), ("pads", [1, 1, 1, 1]), ("strides", [2, 1]), ("dilations", [1, 1])],
+)
+def test_the_window_of_a_transposed_convolutions_gradient(transposed, core, name, values):
+    graph = onnx.ModelProto()
+    graph.CopyFrom(transposed)
+    io.load(graph)
+    (node,) = nodes(graph, core)
+    set_ints(node, name, values)
+    assert f"node '{node.name}' ({core}) has a window that makes" in message_of(graph)
 
 
 def test_groups_that_do_not_divide_the_channels(graph):
