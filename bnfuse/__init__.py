@@ -25,10 +25,12 @@ from bnfuse.core.version import __version__
 
 if TYPE_CHECKING:
     from bnfuse.api import (
+        add_batch,
         bench,
         compile,
         diff,
         estimate,
+        evaluate,
         explore,
         export_inference,
         inspect,
@@ -47,10 +49,12 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(
         (
+            "add_batch",
             "bench",
             "compile",
             "diff",
             "estimate",
+            "evaluate",
             "explore",
             "export_inference",
             "inspect",
@@ -76,11 +80,13 @@ __all__ = [
     "BnfuseError",
     "GraphSignature",
     "__version__",
+    "add_batch",
     "bench",
     "build_training_graph",
     "compile",
     "diff",
     "estimate",
+    "evaluate",
     "explore",
     "export_inference",
     "inspect",

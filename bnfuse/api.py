@@ -25,14 +25,16 @@ if TYPE_CHECKING:
     from bnfuse.runtime import Step
     from bnfuse.runtime.program.optim import Optimizer
     from bnfuse.searching.result import SearchResult
-    from bnfuse.training import History
+    from bnfuse.training import Evaluation, History
     from bnfuse.verifying.verdict import Verification
 
 __all__ = [
+    "add_batch",
     "bench",
     "compile",
     "diff",
     "estimate",
+    "evaluate",
     "explore",
     "export_inference",
     "inspect",
@@ -122,12 +124,14 @@ def verify(
     threads: int | None = None,
     target: str = "cpu",
     precision: str | None = None,
+    batch: int | None = None,
     progress: Progress = quiet,
     **signature: Any,
 ) -> Verification:
     """Verify that both graphs compute the same loss, gradients and running statistics (docs/numerics.md).
 
-    `target` and `precision` are those of `compile`, for the runtime tvm.
+    `batch` compares them at another batch than theirs. `target` and `precision` are those of `compile`, for the
+    runtime tvm.
     """
     from bnfuse.verifying.verification import verify_graphs
 
@@ -146,6 +150,7 @@ def verify(
         threads=threads,
         target=target,
         precision=precision,
+        batch=batch,
         progress=progress,
     )
 
@@ -214,6 +219,7 @@ def compile(
     cache: bool | str | Path = True,
     tune: bool = False,
     precision: str | None = None,
+    batches: Sequence[int] = (),
     **signature: Any,
 ) -> Step:
     """Compile a training graph, rewritten or not, to a step. Without an optimiser parameters stay as they are.
@@ -224,6 +230,8 @@ def compile(
     `threads` is one a physical core by default. `progress(done, total, kernel)` hears of each kernel that had to be
     compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.
     `tune` measures kernels that can be made in several ways and remembers the fastest in that folder.
+    `batches` are batch sizes: a call takes the programs of its own, and all share parameters, statistics and the
+    optimiser's state. By default it is the graph's; `add_batch` compiles for more.
     """
     from bnfuse.runtime import compile_step
     from bnfuse.runtime.program.optim import require_optimizer
@@ -240,7 +248,18 @@ def compile(
         cache=cache,
         tune=tune,
         precision=precision,
+        batches=batches,
     )
+
+
+def add_batch(step: Step, batch: int, *, progress: Bar | None = None, cache: bool | str | Path = True) -> None:
+    """Compile a step for another batch size too, which shares its state. A size that it has is nothing to do.
+
+    Raises BnfuseError where its graph has no such batch. `progress` and `cache` are those of `compile`.
+    """
+    from bnfuse.runtime import add_batch as add
+
+    add(step, batch, progress=progress, cache=cache)
 
 
 def open_step(
@@ -326,9 +345,9 @@ def train(
     """Train on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluate after each epoch.
 
     `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, augment,
-    eval_every, patience, save_to, checkpoint_every, resume, metrics, log_every, plot. `export` is a file for the
-    trained network as a standard ONNX model for inference. With `skip_unreadable` files of a folder that cannot be read
-    are left out and counted; by default the first one raises. The others are those of `compile`.
+    last_batch, eval_every, patience, save_to, checkpoint_every, resume, metrics, log_every, plot. `export` is a file
+    for the trained network as a standard ONNX model for inference. With `skip_unreadable` files of a folder that cannot
+    be read are left out and counted; by default the first one raises. The others are those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
@@ -355,6 +374,39 @@ def train(
     )
 
 
+def evaluate(
+    source: Source,
+    data: Any,
+    *,
+    part: str | None = None,
+    state: str | Path | None = None,
+    target: str = "cpu",
+    precision: str | None = None,
+    threads: int | None = None,
+    skip_unreadable: bool = False,
+    progress: Progress = quiet,
+) -> Evaluation:
+    """Evaluate a network on `data`: images, right answers, accuracy, and the mean cross-entropy of the logits.
+
+    `source` is a Step, a step.bnf, a training graph (with the values of the checkpoint `state`), or a model for
+    inference that `export_inference` wrote. `part` is train, val or test, by default what training holds out. Each
+    image counts once, whatever the batch. docs/training.md
+    """
+    from bnfuse.training.evaluation import evaluate_source
+    from bnfuse.training.run import Compiling
+
+    require_gpu(target, precision)
+    return evaluate_source(
+        source,
+        data,
+        part=part,
+        state=state,
+        compiling=Compiling(target, precision, threads=threads),
+        skip_unreadable=skip_unreadable,
+        progress=progress,
+    )
+
+
 def export_inference(
     source: Source | Step,
     path: str | Path,
@@ -365,18 +417,18 @@ def export_inference(
     scale: float | None = None,
     classes: Sequence[str] = (),
     **signature: Any,
-) -> None:
+) -> str | None:
     """Write the trained network as a model for inference that any ONNX runtime runs: standard operators only.
 
     `source` is a step, with its state, or a training graph of any level, with its initial values; `state` (a dict of
     arrays by name, or a checkpoint's file) overrules both. BatchNormalization has the running statistics, Dropout is
     gone, the batch is `N` where shapes allow. `mean`, `std`, `scale` and `classes` go into the metadata: what images
     must be normalised by (x / scale - mean) / std, and the names of the classes. Raises where a value is not finite.
-    docs/training.md
+    Gives why the batch is fixed in the file, None where it is open. docs/training.md
     """
     from bnfuse.exporting import export_model
 
-    export_model(source, path, state=state, mean=mean, std=std, scale=scale, classes=classes, **signature)
+    return export_model(source, path, state=state, mean=mean, std=std, scale=scale, classes=classes, **signature)
 
 
 def bench(source: Source, *, plot: str | Path | None = None, progress: Progress = quiet, **options: Any) -> Benchmark:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bnfuse.runtime.session import Step
 
 _HOMES = {
+    "add_batch": "compile",
     "compile_step": "compile",
     "load_step": "loading",
     "Step": "session",
@@ -26,13 +27,13 @@ _HOMES = {
     "AdamW": "program.optim",
 }
 
-__all__ = ["SGD", "AdamW", "Step", "compile_step", "load_step"]
+__all__ = ["SGD", "AdamW", "Step", "add_batch", "compile_step", "load_step"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnfuse.runtime' has no attribute '{name}'")
-    if name == "compile_step":
+    if name in ("add_batch", "compile_step"):
         from bnfuse.runtime.targets.tvm import import_tvm
 
         import_tvm()

@@ -42,18 +42,20 @@ PARTS = ("training", "evaluation")
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """What the file holds: `compiled` are the programs of training and of evaluation, with their code."""
+    """What the file holds: `compiled` are the programs of training and of evaluation, with their code, of each batch
+    size, the first one's first."""
 
     target: Target
     optimizer: optim.Optimizer | None
-    compiled: tuple[Compiled, Compiled]
+    compiled: tuple[tuple[Compiled, Compiled], ...]
     state: Mapping[str, np.ndarray]
     model: bytes
 
 
 def write_artifact(artifact: Artifact, path: pathlib.Path) -> None:
     """Write the file; readers never see a part of it."""
-    parts = dict(zip(PARTS, artifact.compiled, strict=True))
+    pairs = enumerate(artifact.compiled)
+    parts = {part_name(part, size): one for size, pair in pairs for part, one in zip(PARTS, pair, strict=True)}
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         hashes, initial = {}, {}
@@ -115,18 +117,19 @@ def _read(file: zipfile.ZipFile, path: str, threads: int | None) -> Artifact:
     target = target_of(manifest["target"])
     backend_of(target).check(target, tuple(manifest["features"]), threads)
     initial = safetensors.numpy.load(file.read("initial.safetensors"))
-    training, evaluation = (_part(file, manifest, part, initial) for part in PARTS)
+    sizes = range(len(manifest["programs"]) // len(PARTS))
+    training, evaluation = ([_part(file, manifest, part_name(part, size), initial) for size in sizes] for part in PARTS)
     return Artifact(
         target,
         optim.from_data(manifest["optimizer"]),
-        (training, evaluation),
+        tuple(zip(training, evaluation, strict=True)),
         safetensors.numpy.load(file.read("state.safetensors")),
         file.read("model.onnx"),
     )
 
 
 def _part(file: zipfile.ZipFile, manifest: Mapping[str, Any], part: str, initial: Mapping[str, np.ndarray]) -> Compiled:
-    own = {int(k.split(".")[1]): v for k, v in initial.items() if k.startswith(f"{part}.")}
+    own = {int(k.rpartition(".")[2]): v for k, v in initial.items() if k.rpartition(".")[0] == part}
     codes = []
     for name in manifest["kernels"][part]:
         code = file.read(f"code/{name}.o")
@@ -134,6 +137,11 @@ def _part(file: zipfile.ZipFile, manifest: Mapping[str, Any], part: str, initial
             raise ValueError(f"code/{name}.o is damaged")
         codes.append(code)
     return Compiled(p.from_json(manifest["programs"][part], own), codes)
+
+
+def part_name(part: str, size: int) -> str:
+    """Name the program of a batch size in the file."""
+    return f"{part}/{size}" if size else part
 
 
 def check_format(manifest: Mapping[str, Any], path: str) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.ranges import check_whole
+from bnfuse.graph.batches import with_batch
 from bnfuse.graph.drawing import separated
 from bnfuse.graph.sampling import sampling_of
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
@@ -25,6 +29,7 @@ from bnfuse.runtime.lowering.update import update_phase
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer, require_optimizer
 from bnfuse.runtime.session import Step
+from bnfuse.runtime.sizes import Pair
 from bnfuse.runtime.targets.target import Target
 
 
@@ -38,6 +43,7 @@ def compile_step(
     cache: bool | str | pathlib.Path = True,
     tune: bool = False,
     precision: str | None = None,
+    batches: Sequence[int] = (),
 ) -> Step:
     """Compile the step of a training graph, rewritten or not.
 
@@ -45,28 +51,67 @@ def compile_step(
     optimiser the step computes loss and gradients and changes only running statistics. `progress(done, total, kernel)`
     is told of each kernel that had to be compiled. `cache` may be a folder.
     `tune` measures what nothing is remembered of (tuning.py); what is remembered is used with and without it.
+    `batches` are the batch sizes, the graph's own one by default. Raises BnfuseError where the graph has no other.
     """
     require_optimizer(optimizer)
     graph = open_graph(model)
+    graphs = [with_batch(graph, batch) for batch in dict.fromkeys(batches)] or [graph]
     machine = resolve(target, threads, precision)
-    training, evaluation = lower_graph(graph, machine, optimizer)
-    kept = _cache(cache)
-    memory = tuning.Memory(kept)
-    if tune:
-        tuning.tune(training, memory, kept, machine, progress=progress)
-    for part in (training, evaluation):
-        tuning.choose(part, memory)
-    codes = objects([*training.requests, *evaluation.requests], kept, progress=progress)
-    count = len(training.requests)
+    pairs = compiled_pairs(graphs, machine, optimizer, cache, tune=tune, progress=progress)
     step = Step(
-        Compiled(training.program, codes[:count]),
-        Compiled(evaluation.program, codes[count:]),
+        *pairs[0],
+        *pairs[1:],
         target=machine,
         optimizer=optimizer,
-        model=ir.to_proto(graph.model).SerializeToString(),
+        model=ir.to_proto(graphs[0].model).SerializeToString(),
     )
     step.load_state_dict(graph.state())
     return step
+
+
+def add_batch(
+    step: Step,
+    batch: int,
+    *,
+    progress: Progress | None = None,
+    cache: bool | str | pathlib.Path = True,
+    tune: bool = False,
+) -> None:
+    """Compile a step for another batch size too. Calls with so many samples run it, on the same state."""
+    check_whole("batch", batch, 1)
+    if batch in step.batches:
+        return
+    if not step.model:
+        raise BnfuseError("the step was made without its model: compile the training graph with all its batches")
+    graph = open_graph(onnx.ModelProto.FromString(step.model), name="the step's model")
+    (pair,) = compiled_pairs(
+        [with_batch(graph, batch)], step.target, step.optimizer, cache, tune=tune, progress=progress
+    )
+    step.add(*pair)
+
+
+def compiled_pairs(
+    graphs: Sequence[TrainingGraph],
+    machine: Target,
+    optimizer: Optimizer | None,
+    cache: bool | str | pathlib.Path,
+    *,
+    tune: bool,
+    progress: Progress | None,
+) -> list[Pair]:
+    """Lower and compile the programs of training and of evaluation of each graph."""
+    lowered = [lower_graph(graph, machine, optimizer) for graph in graphs]
+    kept = _cache(cache)
+    memory = tuning.Memory(kept)
+    for training, evaluation in lowered:
+        if tune:
+            tuning.tune(training, memory, kept, machine, progress=progress)
+        for part in (training, evaluation):
+            tuning.choose(part, memory)
+    parts = [part for pair in lowered for part in pair]
+    codes = iter(objects([request for part in parts for request in part.requests], kept, progress=progress))
+    compiled = [Compiled(part.program, list(itertools.islice(codes, len(part.requests)))) for part in parts]
+    return list(zip(compiled[::2], compiled[1::2], strict=True))
 
 
 def lower_graph(graph: TrainingGraph, target: Target, optimizer: Optimizer | None) -> tuple[Lowered, Lowered]:

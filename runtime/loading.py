@@ -16,6 +16,7 @@ def load_step(path: str | pathlib.Path, *, threads: int | None = None) -> Step:
     path = pathlib.Path(path)
     with reading(path):
         found = read_artifact(path, threads)
-        step = Step(*found.compiled, target=found.target, optimizer=found.optimizer, model=found.model)
+        first, *others = found.compiled
+        step = Step(*first, *others, target=found.target, optimizer=found.optimizer, model=found.model)
         step.load_state_dict(found.state)
     return step

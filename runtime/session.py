@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +17,12 @@ from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.graph.labels import Classes
 from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.artifact import Artifact, write_artifact
-from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import Exclusive, alone
 from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, shared_regions
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
+from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
 from bnfuse.runtime.state import State
 from bnfuse.runtime.targets.target import Target
 
@@ -52,6 +52,9 @@ class Step(Exclusive):
     A call is one thread's at a time: others wait. `forward`, `backward` and `update` are three calls, and refuse to go
     on with what another thread began; `outputs` and `gradients()` are of the last call, whoever made it.
 
+    It may be compiled for several batch sizes (sizes.py): a call takes the programs of its inputs' batch, and all of
+    them have one state. `evaluate` takes any number of samples.
+
     What a graph draws is no input of a call (draws.py): `epoch` moves the samples, `virtual_statistics` are those of
     the data that virtual samples are drawn like, `seed` and the count of steps say what random operators give, and
     `fix` replaces draws.
@@ -61,23 +64,19 @@ class Step(Exclusive):
         self,
         training: Compiled,
         evaluation: Compiled,
-        *,
+        *others: Pair,
         target: Target,
         optimizer: Optimizer | None = None,
         model: bytes = b"",
     ) -> None:
         super().__init__()
         self.target, self.optimizer, self.model = target, optimizer, model
-        self._compiled = (training, evaluation)
-        backend = backend_of(target)
-        self._train: Runner = backend.runner(training, target)
-        self._evaluate: Runner = backend.runner(evaluation, target, self._train)
-        self._state = State(self._train, optimizer)
+        self._sizes = Sizes(((training, evaluation), *others), target)
+        self._state = State(self._sizes.first.train, optimizer)
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
         self.seed = self.epoch = 0
-        self._draws = Draws(training.program)
         self._loss_scale = self._gradients_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
         self._seed_scale = 1.0  # what is written where the gradients begin
         self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
@@ -103,9 +102,33 @@ class Step(Exclusive):
         )
 
     @property
+    def _train(self) -> Runner:
+        """The program of training of the batch size of the last call."""
+        return self._sizes.now.train
+
+    @property
+    def _draws(self) -> Draws:
+        return self._sizes.first.draws
+
+    @property
     def program(self) -> p.Program:
-        """The program of training."""
+        """The program of training, of the first batch size."""
+        return self._sizes.first.train.program
+
+    @property
+    def latest(self) -> p.Program:
+        """The program of training, of the batch size of the last call."""
         return self._train.program
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes that the step is compiled for; the first is that of `program`."""
+        return tuple(self._sizes.by_batch)
+
+    @alone
+    def add(self, training: Compiled, evaluation: Compiled) -> None:
+        """Take the programs of another batch size (compile.py makes them): they share the state."""
+        self._sizes.add((training, evaluation))
 
     @property
     def report(self) -> p.Report:
@@ -142,7 +165,7 @@ class Step(Exclusive):
         By the input that is drawn, or by the name of what a random operator of the file gives.
         """
         on_host = {name: self._train.to_host(value, f"input '{name}'") for name, value in (values or {}).items()}
-        self._draws.fix(on_host)
+        self._sizes.fix(on_host)
 
     # -- running -----------------------------------------------------------------------------------------------
 
@@ -191,20 +214,41 @@ class Step(Exclusive):
 
     @alone
     def evaluate(self, *data: Any) -> Any:
-        """Logits by the running statistics instead of the batch's, as after training."""
+        """Logits by the running statistics instead of the batch's, as after training.
+
+        It takes any number of samples: batches that the step is compiled for, the last one filled up. Data on a GPU
+        must be of such a batch.
+        """
         self.require_evaluation()
-        names = [name for name in self.program.signature["data"] if name in self._evaluate.program.inputs]
-        self._evaluate.feed(names, data)
         if self._done == "forward":
             self._done = None  # both share the arena
-        self._evaluate.run(("forward",), self._scalars(("forward",)))
-        (logits,) = self._evaluate.program.outputs.values()
-        return self._evaluate.result(logits)
+        if (size := self._sizes.by_batch.get(rows_of(data))) is not None:
+            return self._evaluated(size, data)
+        first = self._sizes.first
+        paired(self._evaluated_names(first), data)
+        if not all(map(lies_on_host, data)):
+            return self._evaluated(first, data)  # it says what its batch must be
+        arrays = [np.asarray(first.evaluate.to_host(array, f"data input {place}")) for place, array in enumerate(data)]
+        if not arrays or not rows_of(arrays) or any(array.shape[:1] != arrays[0].shape[:1] for array in arrays):
+            return self._evaluated(first, data)  # it says what is wrong with them
+        return np.concatenate([self._evaluated(size, part)[:rows] for size, part, rows in self._sizes.cut(arrays)])
+
+    def _evaluated_names(self, size: Size) -> list[str]:
+        program = size.evaluate.program
+        return [name for name in program.signature["data"] if name in program.inputs]
+
+    def _evaluated(self, size: Size, data: Sequence[Any]) -> Any:
+        """Run the evaluation of one batch size."""
+        runner = size.evaluate
+        runner.feed(self._evaluated_names(size), data)
+        runner.run(("forward",), self._scalars(("forward",)))
+        (logits,) = runner.program.outputs.values()
+        return runner.result(logits)
 
     def require_evaluation(self) -> None:
         """Raise where the step can only train: the graph names no logits, or draws what belongs into them."""
-        if self._evaluate.program.refused:
-            raise BnfuseError(self._evaluate.program.refused)
+        if refused := self._sizes.first.evaluate.program.refused:
+            raise BnfuseError(refused)
 
     @alone
     def profile(self, *inputs: Any) -> list[LaunchTime]:
@@ -215,10 +259,12 @@ class Step(Exclusive):
     def _take(self, inputs: tuple[Any, ...]) -> None:
         """Take the inputs of a step. What the last one computed is no longer to be built upon."""
         self._done = None
+        self._sizes.choose(inputs)
         names = [name for name, _ in paired(self.inputs, inputs)]
-        drawn = self._draws.changed(seed=self.seed, epoch=self.epoch, step=self.steps)
+        draws = self._sizes.now.draws
+        drawn = draws.changed(seed=self.seed, epoch=self.epoch, step=self.steps)
         found = self._train.feed([*names, *drawn], [*inputs, *drawn.values()])
-        self._draws.sent()
+        draws.sent()
         self._check_labels(found)
 
     def _run(self, phases: tuple[p.Phase, ...]) -> None:
@@ -232,9 +278,9 @@ class Step(Exclusive):
     def _loss(self) -> Any:
         """Give the loss: a float; on the device an array of rank 0. Without a loss the outputs."""
         if self._output_gradients:
-            results = [self._train.result(self.program.outputs[name]) for name in self._output_gradients]
+            results = [self._train.result(self._train.program.outputs[name]) for name in self._output_gradients]
             return results[0] if len(results) == 1 else tuple(results)
-        found = self._train.result(self.program.outputs[self.program.signature["loss"]])
+        found = self._train.result(self._train.program.outputs[self.program.signature["loss"]])
         return float(found.reshape(())) if isinstance(found, np.ndarray) else found.reshape(())
 
     def _follow(self, phase: p.Phase, otherwise: str) -> None:
@@ -287,12 +333,12 @@ class Step(Exclusive):
     @alone
     def outputs(self) -> dict[str, np.ndarray]:
         """All outputs of the file after the last phase that ran, by name: copies."""
-        return {name: self._train.memory.read(tensor) for name, tensor in self.program.outputs.items()}
+        return {name: self._train.memory.read(tensor) for name, tensor in self._train.program.outputs.items()}
 
     @alone
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients by the names of the parameters: copies."""
-        found = {name: self._train.memory.read(tensor) for name, tensor in self.program.gradients.items()}
+        found = {name: self._train.memory.read(tensor) for name, tensor in self._train.program.gradients.items()}
         scale = self._gradients_scale
         return found if scale == 1 else {name: value / scale for name, value in found.items()}
 
@@ -321,14 +367,15 @@ class Step(Exclusive):
 
         The count of steps and the running statistics went on. A smaller `loss_scale` is the remedy.
         """
-        if self.program.finite is None or self.steps == 0:
+        program = self._train.program
+        if program.finite is None or self.steps == 0:
             return False
-        return not bool(self._train.memory.load(self.program.storages[self.program.finite])[0])
+        return not bool(self._train.memory.load(program.storages[program.finite])[0])
 
     @alone
     def device_output(self, name: str) -> DeviceArray:
         """Give an output of the file where it lies on the GPU. The next step writes over it."""
-        return self._on_device(self.program.outputs, name, "output")
+        return self._on_device(self._train.program.outputs, name, "output")
 
     @alone
     def device_gradient(self, name: str) -> DeviceArray:
@@ -336,7 +383,7 @@ class Step(Exclusive):
 
         The next step writes over it.
         """
-        return self._on_device(self.program.gradients, name, "gradient of a parameter")
+        return self._on_device(self._train.program.gradients, name, "gradient of a parameter")
 
     @alone
     def device_state(self, name: str) -> DeviceArray:
@@ -368,11 +415,13 @@ class Step(Exclusive):
     @property
     def device_bytes(self) -> int:
         """Of all regions of memory, training's and evaluation's, and of the code."""
-        training, evaluation = (compiled.program.regions for compiled in self._compiled)
-        shared = {name for name, size in shared_regions(evaluation).items() if training.get(name, -1) >= size}
-        apart = sum(size for name, size in evaluation.items() if name not in shared)
-        codes = {code for compiled in self._compiled for code in compiled.codes}
-        return sum(training.values()) + apart + sum(map(len, codes))
+        regions = [compiled.program.regions for pair in self._sizes.compiled for compiled in pair]
+        codes = {code for pair in self._sizes.compiled for compiled in pair for code in compiled.codes}
+        apart = 0
+        for other in regions[1:]:
+            shared = {name for name, size in shared_regions(other).items() if regions[0].get(name, -1) >= size}
+            apart += sum(size for name, size in other.items() if name not in shared)
+        return sum(regions[0].values()) + apart + sum(map(len, codes))
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -411,10 +460,10 @@ class Step(Exclusive):
     @alone
     def export(self, path: str | pathlib.Path) -> None:
         """Write the step, its code, state and model as one file (artifact.py)."""
-        artifact = Artifact(self.target, self.optimizer, self._compiled, self.state_dict(), self.model)
+        artifact = Artifact(self.target, self.optimizer, self._sizes.compiled, self.state_dict(), self.model)
         write_artifact(artifact, pathlib.Path(path))
 
     @property
-    def compiled(self) -> tuple[Compiled, Compiled]:
-        """The programs of training and of evaluation with their code."""
-        return self._compiled
+    def compiled(self) -> Pair:
+        """The programs of training and of evaluation, of the first batch size, with their code."""
+        return self._sizes.first.compiled

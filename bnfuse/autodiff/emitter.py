@@ -302,6 +302,16 @@ class Gradient:
         dtype = self.dtype(like).numpy()
         return self.emitter.constant(np.array(value, dtype), f"constant_{value:g}")
 
+    def count(self, value: ir.Value, result: ir.Value | None = None) -> ir.Value:
+        """Emit how many elements a value has, for each of a result's where that has several, as a scalar of floats.
+
+        It is no constant, so that it holds for any batch (bnfuse/graph/batches.py).
+        """
+        size = self.op("Size", value)
+        if result is not None and math.prod(self.shape(result)) != 1:
+            size = self.op("Div", size, self.op("Size", result))
+        return self.op("Cast", size, to=int(self.dtype(self.x)))
+
     def array(self, values: Any, dtype: Any, what: str = "constant") -> ir.Value:
         """Give a constant tensor."""
         return self.emitter.constant(np.asarray(values, dtype), f"{self.node.name}/grad/{what}")

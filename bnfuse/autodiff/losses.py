@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import onnx_ir as ir
 
@@ -63,7 +61,7 @@ def shares(g: Gradient) -> ir.Value:
         own = counts if own is None else g.mul(own, counts)
     if reduction == "mean":
         if own is None:
-            return g.expand(g.div(g.dy, g.number(max(math.prod(shape), 1), g.dy)), shape)
+            return g.expand(g.div(g.dy, g.count(labels)), shape)
         return g.mul(own, g.div(g.dy, g.op("ReduceSum", own, keepdims=0)))
     if own is None:
         return g.dy if reduction == "none" else g.expand(g.dy, shape)

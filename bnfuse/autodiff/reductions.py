@@ -41,11 +41,13 @@ def reduce_sum(g: Gradient) -> Contributions:
 
 @rule("ReduceMean")
 def reduce_mean(g: Gradient) -> Contributions:
-    """Pass equal shares on."""
+    """Pass equal shares on. How many they are is counted in the graph where the batch is among them."""
     axes = axes_of(g)
-    count = math.prod(g.shape(g.x)[axis] for axis in axes)
-    share = g.dy if count == 1 else g.div(g.dy, g.number(count, g.dy))
-    return [spread(g, kept(g, share, axes), axes)]
+    number = math.prod(g.shape(g.x)[axis] for axis in axes)
+    if number == 1:
+        return [spread(g, kept(g, g.dy, axes), axes)]
+    count = g.count(g.x, g.y) if 0 in axes else g.number(number, g.dy)
+    return [spread(g, kept(g, g.div(g.dy, count), axes), axes)]
 
 
 @rule("ReduceMax", "ReduceMin")

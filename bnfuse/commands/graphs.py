@@ -390,6 +390,9 @@ def verify(
     ] = Runtime.ort,
     steps: Annotated[int, typer.Option(min=0, help="Train both for so many steps and compare the losses.")] = 0,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of these steps.")] = 0.01,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Compare at another batch than that of the files.", show_default=False)
+    ] = None,
     target: options.Target = "cpu",
     precision: options.Precision = None,
     seed: options.Seed = 0,
@@ -405,6 +408,7 @@ def verify(
     bnfuse verify train.onnx fused.onnx
     bnfuse verify train.onnx fused.onnx --runtime tvm --steps 5
     bnfuse verify train.onnx fused.onnx --runtime float64     (where rounding leaves no verdict)
+    bnfuse verify train.onnx fused.onnx --batch 7
     bnfuse verify training_model.onnx fused.onnx --checkpoint checkpoint
     """
     from bnfuse import api
@@ -418,6 +422,7 @@ def verify(
         lr=lr,
         target=target,
         precision=precision,
+        batch=batch,
         threads=threads,
         progress=Progress(),
         **options.opening(checkpoint, data_input, labels_input),

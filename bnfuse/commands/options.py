@@ -119,6 +119,23 @@ WarmUp = Annotated[
     float, typer.Option(min=0, metavar="EPOCHS", help="The rate climbs linearly, step by step, for so long.")
 ]
 Augment = Annotated[str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")]
+
+
+class LastBatchName(str, enum.Enum):
+    """What becomes of images that do not fill the last batch of an epoch."""
+
+    drop = "drop"
+    train = "train"
+
+
+LastBatch = Annotated[
+    LastBatchName,
+    typer.Option(
+        "--last-batch",
+        help="Images that do not fill the last batch of an epoch: drop leaves them to the next epoch's order, "
+        "train makes a smaller batch of them (the step is compiled for it too).",
+    ),
+]
 SkipUnreadable = Annotated[
     bool, typer.Option("--skip-unreadable", help="Leave out files of a folder that cannot be read, and count them.")
 ]

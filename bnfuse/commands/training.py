@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ def train(
     schedule: options.Schedule = "cosine",
     warm_up: options.WarmUp = 0.0,
     augment: options.Augment = "none",
+    last_batch: options.LastBatch = options.LastBatchName.drop,
     eval_every: Annotated[int, typer.Option(min=1, metavar="EPOCHS", help="Evaluate every so many epochs.")] = 1,
     patience: Annotated[
         int | None,
@@ -85,6 +87,7 @@ def train(
     bnfuse train fused.onnx --data digits --epochs 5 --lr 0.05
     bnfuse train fused.onnx --data fashion-mnist --augment flip,pad-crop --save run/ --resume auto
     bnfuse train fused.onnx --data photos/ --epochs 90 --schedule step:30,60,80 --warm-up 5 --weight-decay 1e-4
+    bnfuse train fused.onnx --data digits --last-batch train
     bnfuse train fused.onnx --data digits --metrics run.jsonl --log-every 10 --plot run.png --export model.onnx
     """
     from bnfuse import api
@@ -99,6 +102,7 @@ def train(
         schedule=schedule,
         warm_up=warm_up,
         augment=augment,
+        last_batch=last_batch.value,
         eval_every=eval_every,
         patience=patience,
         save_to=save,
@@ -117,4 +121,58 @@ def train(
     show_json(history.to_json()) if json else show(history.sections())
 
 
-COMMANDS: tuple[Any, ...] = (train,)
+class PartName(str, enum.Enum):
+    """Parts of a data set."""
+
+    train = "train"
+    val = "val"
+    test = "test"
+
+
+def evaluate(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL.ONNX|TRAIN.ONNX|STEP.BNF",
+            help="A model for inference, a training graph, or a compiled step.",
+            show_default=False,
+        ),
+    ],
+    data: options.Data,
+    state: Annotated[
+        Path | None,
+        typer.Option(metavar="CKPT.safetensors", help="The values of a training graph or step.", show_default=False),
+    ] = None,
+    part: Annotated[
+        PartName | None,
+        typer.Option(help="Of the data (default: what training holds out).", show_default=False),
+    ] = None,
+    target: options.Target = "cpu",
+    precision: options.Precision = None,
+    skip_unreadable: options.SkipUnreadable = False,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Tell how well a network does on images: accuracy and cross-entropy, each image counted once.
+
+    \b
+    bnfuse evaluate model.onnx --data digits
+    bnfuse evaluate fused.onnx --data photos/ --state run/best.safetensors --part test
+    """
+    from bnfuse import api
+
+    found = api.evaluate(
+        source,
+        data,
+        part=part.value if part else None,
+        state=state,
+        target=target,
+        precision=precision,
+        threads=threads,
+        skip_unreadable=skip_unreadable,
+        progress=Progress(),
+    )
+    show_json(found.to_json()) if json else show(found.sections())
+
+
+COMMANDS: tuple[Any, ...] = (train, evaluate)

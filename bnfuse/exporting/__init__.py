@@ -44,8 +44,9 @@ def export_model(
     scale: float | None = None,
     classes: Sequence[str] = (),
     **signature: Any,
-) -> None:
-    """Write it (bnfuse.api.export_inference says what the arguments mean)."""
+) -> str | None:
+    """Write it (bnfuse.api.export_inference says what the arguments mean). Gives why its batch is fixed, None where it
+    is open."""
     graph, values = opened(source, **signature)
     if state is not None:
         values = checked_state(read_state(state), values, graph.name)
@@ -54,6 +55,7 @@ def export_model(
     about = {MEAN_KEY: mean and list(mean), STD_KEY: std and list(std), SCALE_KEY: scale, CLASSES_KEY: list(classes)}
     onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in about.items() if value})
     save(model, path)
+    return why_fixed(model)
 
 
 def require_finite(graph: TrainingGraph, values: Mapping[str, np.ndarray]) -> None:
@@ -97,6 +99,30 @@ def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> on
         if batch is None or is_open(model):
             return model
     raise AssertionError("one of the two is returned")
+
+
+def why_fixed(model: onnx.ModelProto) -> str | None:
+    """Tell why a model takes one batch alone, None for one that takes any: it names the first node whose result has as
+    many rows whatever comes in."""
+    sizes = [value.type.tensor_type.shape.dim[0] for value in model.graph.input]
+    if any(size.HasField("dim_param") for size in sizes):
+        return None
+    bare, batch = onnx.ModelProto(), sizes[0].dim_value
+    bare.CopyFrom(model)
+    for value in bare.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_param = BATCH
+    for value in bare.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    shapes = {v.name: v.type.tensor_type.shape.dim for v in (*inferred.graph.value_info, *inferred.graph.output)}
+    fed = {value.name for value in model.graph.input}
+    for node in model.graph.node:
+        if fed & {*node.input}:
+            fed |= {*node.output}
+            dims = next((shapes[name] for name in node.output if shapes.get(name)), ())
+            if any(dim.dim_value and dim.dim_value % batch == 0 for dim in dims[:1]):
+                return f"node '{node.name}' ({node.op_type}) has the batch of {batch} in a constant"
+    return f"the rows of output '{model.graph.output[0].name}' do not follow from those of the input"
 
 
 def assembled(expansion: Expansion, data: Sequence[str], graph: TrainingGraph, batch: str | None) -> onnx.ModelProto:

@@ -3,9 +3,9 @@
     history = train_step(step, data_for(step, "digits"), epochs=10)
     history = train_step(step, data, epochs=90, schedule="step:30,60", augment="flip", save_to="run/", resume="auto")
 
-The batch is the graph's; images that do not fill the last batch of an epoch wait for the next shuffle. Evaluation
-counts every held-out image once. Everything drawn follows from the seed and the place in the run, so that a run which
-is resumed from a checkpoint goes on bit by bit as it would have gone.
+The batch is the graph's; images that do not fill the last batch of an epoch wait for the next shuffle, or are a smaller
+batch where `last_batch="train"` says so. Evaluation counts every held-out image once. Everything drawn follows from
+the seed and the place in the run, so that a run which is resumed from a checkpoint goes on bit by bit as it would.
 
 A file for each idea: `run` (from a graph to its history), `loop` (the epochs), `options` (what can be asked of it),
 `loading` (batches, made ahead by a thread), `augment`, `schedules`, `feeding` (data of the step's size, evaluation),
@@ -13,7 +13,17 @@ A file for each idea: `run` (from a graph to its history), `loop` (the epochs), 
 """
 
 from .augment import Augment, parse_augment
-from .feeding import batch_of, data_for, evaluate_step, image_shape, random_feeds, raw_data_for, run_steps
+from .feeding import (
+    Evaluation,
+    batch_of,
+    data_for,
+    evaluate_data,
+    evaluate_step,
+    image_shape,
+    random_feeds,
+    raw_data_for,
+    run_steps,
+)
 from .history import Epoch, History
 from .loading import Batch, Loader, prefetched
 from .loop import train_step
@@ -24,6 +34,7 @@ __all__ = [
     "Augment",
     "Batch",
     "Epoch",
+    "Evaluation",
     "History",
     "Loader",
     "Options",
@@ -31,6 +42,7 @@ __all__ = [
     "batch_of",
     "cosine",
     "data_for",
+    "evaluate_data",
     "evaluate_step",
     "image_shape",
     "parse_augment",

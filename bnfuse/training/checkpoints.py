@@ -39,7 +39,7 @@ class Position:
 
     epoch: int = 0
     step: int = 0
-    loss_sum: float = 0.0  # over these steps
+    loss_sum: float = 0.0  # over these steps; a smaller batch counts for its share of a whole one
     seconds: float = 0.0  # that they took
     history: tuple[Epoch, ...] = ()
 

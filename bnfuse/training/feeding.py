@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import Section, join
 from bnfuse.data import Dataset, batches, load_data
 from bnfuse.data.dataset import check_all_labels
 from bnfuse.data.targets import Target, are_alike, checked, chosen_first, fed_labels, scored
 from bnfuse.graph.labels import classes_of
 from bnfuse.graph.training_graph import TrainingGraph
+from bnfuse.training.history import percent
 from bnfuse.training.loading import Loader, fed, prefetched
 from bnfuse.training.nonfinite import error_of_evaluation
 
@@ -53,43 +55,79 @@ def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return feeds
 
 
-def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> float:
-    """Give the share of images whose largest logit is their label's. Every image counts once: the last batch is filled
-    up, and what filled it is not counted. Raises DivergedError where a logit is not finite."""
-    return evaluate_batches(step, filled_batches(images, labels, batch_of(step)), len(labels))
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How well a network does on images: each of them counted once, by the running statistics."""
+
+    images: int
+    right: int  # whose largest logit is their label's
+    loss: float  # mean cross-entropy of the logits, in float64, whatever the loss of the training is
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return self.right / max(self.images, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give it as JSON's types; the keys are in docs/cli.md."""
+        return {"images": self.images, "right": self.right, "accuracy": self.accuracy, "loss": self.loss}
+
+    def sections(self) -> list[Section]:
+        """Show it in a line."""
+        line = f"{percent(self.accuracy)} right of {self.images:,} images, cross-entropy {self.loss:.4f}"
+        return [Section.lines("Evaluation", [line])]
+
+    def __str__(self) -> str:
+        return join(self.sections())
+
+
+def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> Evaluation:
+    """Evaluate a step on any number of images [N, C, H, W] with integer labels [N].
+
+    Every image counts once: the last batch is filled up, and what filled it is not counted. Raises DivergedError where
+    a logit is not finite.
+    """
+    return evaluate_batches(step.evaluate, slices(images, labels, batch_of(step)))
 
 
 def evaluate_data(
     step: Step, data: Dataset, part: tuple[np.ndarray, np.ndarray] | None = None, *, normalise: bool = False
-) -> float:
+) -> Evaluation:
     """Do what `evaluate_step` does on a part of the data (by default the one held out), normalised as the training part
     is."""
-    part = part or data.held_out
-    made = ((fed(data, x, normalise), y) for x, y in filled_batches(*part, batch_of(step)))
-    return evaluate_batches(step, made, len(part[1]))
+    made = ((fed(data, x, normalise), y) for x, y in slices(*(part or data.held_out), batch_of(step)))
+    return evaluate_batches(step.evaluate, made)
 
 
-def evaluate_batches(step: Step, parts: Iterator[tuple[np.ndarray, np.ndarray]], count: int) -> float:
-    """Give the share of right answers over batches of images and labels, `count` images in all. Raises DivergedError
-    where a logit is not finite."""
-    right = 0
+def evaluate_batches(
+    logits_of: Callable[[np.ndarray], np.ndarray], parts: Iterator[tuple[np.ndarray, np.ndarray]]
+) -> Evaluation:
+    """Evaluate what gives logits [N, classes] of images, over batches of images and labels. Raises DivergedError where
+    a logit is not finite."""
+    count, right, loss = 0, 0, 0.0
     with prefetched(parts) as ready:
         for x, y in ready:
-            logits = step.evaluate(x)[: len(y)]
+            logits = logits_of(x)
             if not np.isfinite(logits).all():
                 raise error_of_evaluation(x)
+            count += len(y)
             right += int((logits.argmax(1) == scored(y)).sum())
-    return right / max(count, 1)
+            loss += float(cross_entropies(logits, scored(y)).sum())
+    return Evaluation(count, right, loss / max(count, 1))
 
 
-def filled_batches(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Go through the batches in order; the images of the last one are filled up with zeros, its labels are not."""
+def cross_entropies(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Compute -log p of each label [N] from logits [N, classes], in float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    found: np.ndarray = np.log(np.exp(wide).sum(1)) - wide[np.arange(len(labels)), labels]
+    return found
+
+
+def slices(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Go through images and labels in order, `batch` at a time; the last one has what is left."""
     for start in range(0, len(labels), batch):
-        part = images[start : start + batch]
-        missing = batch - len(part)
-        if missing:
-            part = np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)])
-        yield part, labels[start : start + batch]
+        yield images[start : start + batch], labels[start : start + batch]
 
 
 def data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dataset:

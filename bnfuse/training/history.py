@@ -14,11 +14,12 @@ class Epoch:
     """What one epoch gave."""
 
     epoch: int
-    loss: float  # mean over the epoch's steps
+    loss: float  # mean over the epoch's images
     accuracy: float | None  # on held-out images, by the running statistics; None in an epoch that was not evaluated
     lr: float  # of the epoch's last step
     seconds: float
     images_per_second: float = 0.0  # of training alone
+    held_out_loss: float | None = None  # cross-entropy on held-out images, by the running statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class History:
     stopped: str | None = None  # why the run ended before its last epoch
     tested: int = 0  # images that were scored once, at the end, where others chose the best epoch
     test_accuracy: float | None = None  # on these
+    test_loss: float | None = None
 
     @property
     def accuracy(self) -> float:
@@ -50,7 +52,9 @@ class History:
             "held_out": self.held_out,
             "accuracy": self.accuracy,
             "best": None if best is None else {"epoch": best.epoch, "accuracy": best.accuracy},
-            "test": None if self.test_accuracy is None else {"images": self.tested, "accuracy": self.test_accuracy},
+            "test": None
+            if self.test_accuracy is None
+            else {"images": self.tested, "accuracy": self.test_accuracy, "loss": self.test_loss},
             "stopped": self.stopped,
             "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
         }
@@ -91,7 +95,7 @@ def percent(accuracy: float | None) -> str:
 
 def epoch_from(fields: Mapping[str, Any]) -> Epoch:
     """Read what `dataclasses.asdict` made of an epoch. Raises TypeError or KeyError where it is something else."""
-    accuracy = fields["accuracy"]
+    accuracy, held_out_loss = fields["accuracy"], fields.get("held_out_loss")
     return Epoch(
         int(fields["epoch"]),
         float(fields["loss"]),
@@ -99,4 +103,5 @@ def epoch_from(fields: Mapping[str, Any]) -> Epoch:
         float(fields["lr"]),
         float(fields["seconds"]),
         float(fields["images_per_second"]),
+        None if held_out_loss is None else float(held_out_loss),
     )

@@ -40,16 +40,18 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """Whole batches of the training part; images that fill no batch wait for the next epoch's order."""
+    """Batches of the training part. Images that fill no batch are a smaller one at the end of the epoch where `partial`
+    says so, else they wait for the next epoch's order."""
 
     data: Dataset
     batch: int
     seed: int = 0
     augment: Augment = dataclasses.field(default_factory=Augment)
     normalise: bool = False  # by the data's mean and std, in front of the augmentation: its padding is the mean
+    partial: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.batch <= len(self.data.train_y):
+        if not self.partial and not 1 <= self.batch <= len(self.data.train_y):
             count = len(self.data.train_y)
             raise BnfuseError(
                 f"{self.data.name}: {count} images do not fill a batch of {self.batch}, and the graph's batch is fixed"
@@ -59,12 +61,23 @@ class Loader:
     @property
     def steps(self) -> int:
         """Of an epoch."""
-        return len(self.data.train_y) // self.batch
+        return len(self.data.train_y) // self.batch + (self.rest > 0)
+
+    @property
+    def rest(self) -> int:
+        """Size of the smaller batch at the end of an epoch; 0 where there is none."""
+        return len(self.data.train_y) % self.batch if self.partial else 0
+
+    def images(self, steps: int) -> int:
+        """How many images the first `steps` steps of an epoch have."""
+        return min(steps * self.batch, len(self.data.train_y))
 
     @property
     def about(self) -> str:
         """What an epoch is, in a line."""
-        rest = len(self.data.train_y) % self.batch
+        rest, full = len(self.data.train_y) % self.batch, len(self.data.train_y) // self.batch
+        if self.rest:
+            return f"{full} batch{'' if full == 1 else 'es'} of {self.batch} and one of {self.rest} an epoch"
         whole = f"{self.steps} batch{'' if self.steps == 1 else 'es'} of {self.batch} an epoch"
         waiting = "1 image waits" if rest == 1 else f"{rest} images wait"
         return f"{whole}; {waiting} for the next epoch's order" if rest else whole

@@ -40,15 +40,20 @@ def train_step(
 def train_by(
     options: Options, step: Step, data: Dataset, *, progress: Progress = quiet, normalise: bool = False
 ) -> History:
-    """Do what `train_step` does, with the options in one. Raises BnfuseError before the first step for what cannot be,
+    """Do what `train_step` does, with the options in one. Compiles the step for a smaller last batch where they ask for
+    one and it is not. Raises BnfuseError before the first step for what cannot be,
     DivergedError where the loss or the state is not finite."""
+    from bnfuse.runtime import add_batch
+
     options.check()
     if len(data.test_y):
         step.require_evaluation()
     for place in (options.file, options.plot):
         if place is not None:
             checkpoints.remove_leftovers(Path(place).parent, Path(place).name)
-    loader = Loader(data, batch_of(step), options.seed, options.changes, normalise)
+    loader = Loader(data, batch_of(step), options.seed, options.changes, normalise, options.partial)
+    if loader.rest and loader.rest not in step.batches:
+        add_batch(step, loader.rest)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(Folder(options.folder)) if options.folder is not None else None
         run = Run(step, loader, options, progress, folder, step.lr)
@@ -94,9 +99,9 @@ class Run:
         found = History(at.history, len(data.train_y), len(data.held_out[1]), stopped)
         if data.final is None:
             return found
-        accuracy = evaluate_data(self.step, data, data.final, normalise=self.loader.normalise)
-        self.progress(f"{percent(accuracy)} right on the test images, after the last epoch")
-        return dataclasses.replace(found, tested=len(data.final[1]), test_accuracy=accuracy)
+        score = evaluate_data(self.step, data, data.final, normalise=self.loader.normalise)
+        self.progress(f"{percent(score.accuracy)} right on the test images, after the last epoch")
+        return dataclasses.replace(found, tested=score.images, test_accuracy=score.accuracy, test_loss=score.loss)
 
     # -- beginning -----------------------------------------------------------------------------------------------
 
@@ -133,6 +138,8 @@ class Run:
             "augment": str(loader.augment),
             "target": f"{step.target.kind} {step.target.precision}",
         }
+        if loader.partial:
+            found["last_batch"] = options.last_batch
         return {**found, "epochs": options.epochs} if self.schedule.needs_end else found
 
     # -- an epoch ------------------------------------------------------------------------------------------------
@@ -148,12 +155,14 @@ class Run:
             self._after_step(at, metrics)
         self._require_finite(at)
         trained = at.seconds
-        accuracy = None
+        score = None
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
-            accuracy = evaluate_data(self.step, self.loader.data, normalise=self.loader.normalise)
+            score = evaluate_data(self.step, self.loader.data, normalise=self.loader.normalise)
         seconds = trained + time.perf_counter() - begun
-        rate = (at.step * self.loader.batch) / max(trained, 1e-9)
-        done = Epoch(epoch, at.loss_sum / at.step, accuracy, self.step.lr, seconds, rate)
+        images = self.loader.images(at.step)
+        loss, rate = at.loss_sum / (images / self.loader.batch), images / max(trained, 1e-9)
+        accuracy, held_out_loss = (None, None) if score is None else (score.accuracy, score.loss)
+        done = Epoch(epoch, loss, accuracy, self.step.lr, seconds, rate, held_out_loss)
         return self._finish(Position(epoch, history=(*at.history, done)), metrics)
 
     def _one(self, batch: Batch, at: Position) -> Position:
@@ -170,7 +179,8 @@ class Run:
             step.backward()
             step.update()
         self.loss = loss
-        return dataclasses.replace(at, step=at.step + 1, loss_sum=at.loss_sum + loss)
+        share = len(batch.y) / self.loader.batch  # of a whole batch
+        return dataclasses.replace(at, step=at.step + 1, loss_sum=at.loss_sum + loss * share)
 
     def _require_finite(self, at: Position) -> None:
         """Before anything is kept of the state."""
@@ -181,7 +191,7 @@ class Run:
         """Write a line of metrics and a checkpoint, and draw the bar: each where it is due."""
         options, steps = self.options, self.loader.steps
         count, last = at.epoch * steps + at.step, at.step == steps
-        rate = at.step * self.loader.batch / max(at.seconds, 1e-9)
+        rate = self.loader.images(at.step) / max(at.seconds, 1e-9)
         if options.log_every and count % options.log_every == 0:
             fields = {"loss": self.loss, "lr": self.step.lr, "images_per_second": rate}
             metrics.write(kind="step", epoch=at.epoch + 1, step=count, **fields)

@@ -16,7 +16,9 @@ import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.core.errors import BnfuseError, DivergedError
+from bnfuse.graph.batches import with_batch
 from bnfuse.graph.signature import GraphSignature, signature_of
+from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.opset.spec import parse
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -62,6 +64,8 @@ def first_not_finite(step: Step, images: np.ndarray, *labels: np.ndarray) -> str
         return "the batch of images itself"
     model = ir.from_proto(onnx.ModelProto.FromString(step.model))
     signature = signature_of(model)
+    if len(images) != step.batches[0]:
+        model = with_batch(TrainingGraph(model, signature, "the step's model"), len(images)).model
     needed = forward_nodes(model.graph, signature)
     forward = [node for node in model.graph if node in needed]
     state: Arrays = {}

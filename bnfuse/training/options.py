@@ -16,6 +16,7 @@ from bnfuse.training.schedules import Schedule, parse_schedule
 
 Place = str | os.PathLike[str]
 AUTO = "auto"
+LAST_BATCHES = ("drop", "train")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Options:
     epochs, seed        passes over the training data; the seed of everything that is drawn
     schedule, warm_up   cosine, constant, step:30,60,80@0.1 or poly:2, behind so many epochs of linear climb
     augment             none, flip, pad-crop:4, or flip,pad-crop:4
+    last_batch          of images that do not fill the last batch of an epoch: "drop" leaves them to the next epoch's
+                        order, "train" makes a smaller batch of them, for which the step is compiled too
     eval_every          epochs between evaluations; `patience`: the run ends after so many without a gain
     save_to             a folder for last.safetensors and best.safetensors, every `checkpoint_every` steps and every
                         epoch; or a file NAME.safetensors for the state after each epoch
@@ -39,6 +42,7 @@ class Options:
     schedule: str | Schedule = "cosine"
     warm_up: float = 0.0
     augment: str | Augment | None = "none"
+    last_batch: str = "drop"
     eval_every: int = 1
     checkpoint_every: int | None = None
     save_to: Place | None = None
@@ -57,6 +61,11 @@ class Options:
     def changes(self) -> Augment:
         """The changes of training images. Raises BnfuseError where the text names none."""
         return parse_augment(self.augment)
+
+    @property
+    def partial(self) -> bool:
+        """Whether a smaller batch at the end of an epoch is trained on."""
+        return self.last_batch == "train"
 
     @property
     def folder(self) -> Path | None:
@@ -97,6 +106,8 @@ class Options:
             if value is not None or name in ("epochs", "eval_every"):
                 check_whole(name, value, 1)
         check_whole("seed", self.seed)
+        if self.last_batch not in LAST_BATCHES:
+            raise BnfuseError(f"last batch '{self.last_batch}' is unknown: it is {' or '.join(LAST_BATCHES)}")
         check_real("warm_up", self.warm_up)
         schedule, _ = self.rates, self.changes
         if schedule.warm_up >= self.epochs and schedule.needs_end:

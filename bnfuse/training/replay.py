@@ -62,13 +62,13 @@ def watching(model: onnx.ModelProto, forward: Collection[str]) -> onnx.ModelProt
 def drawn(step: Step) -> dict[str, np.ndarray]:
     """Tell what the step drew for itself."""
     mean, std = (values.tolist() for values in step.virtual_statistics)
-    shapes = {name: step.program.inputs[name].shape for name in step.sampling.virtual}
+    shapes = {name: step.latest.inputs[name].shape for name in step.sampling.virtual}
     virtual = {
         name: virtual_samples(shape, mean, std, seed=step.seed, step=step.steps) for name, shape in shapes.items()
     }
     random = {
         name: one.draw(held.shape, held.dtype, seed=step.seed, step=step.steps, name=name)
         for name, one in step.sampling.random.items()
-        if (held := step.program.inputs[name])
+        if (held := step.latest.inputs[name])
     }
     return {**step.sampling.offsets(seed=step.seed, epoch=step.epoch), **virtual, **random}

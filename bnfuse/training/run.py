@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
 from bnfuse.exporting import export_model, require_exportable, require_state
+from bnfuse.graph.batches import with_batch
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.training.feeding import batch_of, data_for, raw_data_for, run_steps
 from bnfuse.training.history import History
@@ -37,8 +39,8 @@ class Compiling:
     optimizer: Optimizer | None = None
     threads: int | None = None
 
-    def step(self, graph: TrainingGraph, progress: Progress) -> Step:
-        """Compile the graph; `progress` hears of each kernel by its bar."""
+    def step(self, graph: TrainingGraph, progress: Progress, batches: Sequence[int] = ()) -> Step:
+        """Compile the graph, for several `batches` if they are given; `progress` hears of each kernel by its bar."""
         from bnfuse.runtime import compile_step
 
         return compile_step(
@@ -48,6 +50,7 @@ class Compiling:
             threads=self.threads,
             progress=bar_of(progress),
             precision=self.precision,
+            batches=batches,
         )
 
 
@@ -78,19 +81,22 @@ def train_graph(
     require_loss(graph)
     given = isinstance(data, Dataset)
     found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
-    tell_of(found, graph, progress)
+    tell_of(found, graph, progress, options.partial)
+    batches = last_batches(graph, found, options.partial)
     require_state(graph, options.started_from)
     if export is not None:
         require_exportable(graph)
     if len(found.test_y):
         require_inference(graph)
     progress(f"preparing {graph.name}")
-    step = (compiling or Compiling()).step(graph, progress)
+    step = (compiling or Compiling()).step(graph, progress, batches)
     progress(f"{step.report.kernels} kernels, {step.target.place}")
     history = train_by(options, step, found, progress=progress, normalise=not given)
     if export is not None:
         mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)
-        export_model(step, export, mean=mean, std=std, scale=scale, classes=found.class_names)
+        fixed = export_model(step, export, mean=mean, std=std, scale=scale, classes=found.class_names)
+        if fixed is not None:
+            progress(f"note: {export} takes {graph.batch} images at a time: {fixed}")
     return history
 
 
@@ -139,7 +145,19 @@ def require_loss(source: TrainingGraph | Step) -> None:
         )
 
 
-def tell_of(data: Dataset, source: TrainingGraph | Step, progress: Progress) -> None:
+def last_batches(graph: TrainingGraph, data: Dataset, partial: bool) -> tuple[int, ...]:
+    """List the batch sizes of a training. Raises BnfuseError where the graph has no batch of what is left."""
+    rest = Loader(data, graph.batch, partial=partial).rest
+    if not rest:
+        return (graph.batch,)
+    try:
+        with_batch(graph, rest)
+    except BnfuseError as error:
+        raise BnfuseError(f"{error}; or leave the last {rest} images out with --last-batch drop") from None
+    return graph.batch, rest
+
+
+def tell_of(data: Dataset, source: TrainingGraph | Step, progress: Progress, partial: bool = False) -> None:
     """Say what the data are, and what an epoch of them is."""
-    for line in (*data.about, Loader(data, batch_of(source)).about):
+    for line in (*data.about, Loader(data, batch_of(source), partial=partial).about):
         progress(line)

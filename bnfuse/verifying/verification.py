@@ -22,6 +22,7 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.progress import Progress, bar_of, quiet
+from bnfuse.graph.batches import with_batch
 from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, dropouts
 from bnfuse.verifying.interface import check_same_interface
@@ -48,9 +49,10 @@ def verify_graphs(
     threads: int | None = None,
     target: str = "cpu",
     precision: str | None = None,
+    batch: int | None = None,
     progress: Progress = quiet,
 ) -> Verification:
-    """Compare at the initial state of `before`, on random images and labels.
+    """Compare at the initial state of `before`, on random images and labels, of `batch` samples where that is given.
 
     A ReLU whose input is zero but for rounding is open in one graph and closed in the other, and then gradients part by
     more than any tolerance. That is luck, of one image in many; a mistake is wrong on every image. So where one seed
@@ -65,6 +67,8 @@ def verify_graphs(
     if precision not in (None, *precisions):
         raise BnfuseError(f"precision '{precision}' is unknown: it is one of {', '.join(precisions)}")
     check_same_interface(before, after)
+    if batch is not None:
+        before, after = with_batch(before, batch), with_batch(after, batch)
     where = Where(threads, target, FLOAT64 if runtime == "float64" else precision, seed)
     refused: list[Verification] = []
     for attempt in range(SEEDS):

@@ -34,14 +34,16 @@ OF_THE_BATCH = {"count", "extent", "samples"}  # attributes
 SHAPE_ARITHMETIC = ("Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze")
 
 
-def batch_axes(graph: ir.Graph, inputs: Iterable[ir.Value]) -> dict[ir.Value, int]:
-    """Find the batch axis of every value that has one; `inputs` have theirs in front.
+def batch_axes(graph: ir.Graph, inputs: Iterable[ir.Value], counted: ir.Value | None = None) -> dict[ir.Value, int]:
+    """Find the batch axis of every value that has one; `inputs` have theirs in front. The size of `counted`, one of
+    them, stays what it is: it is that of the real samples.
 
     Raises BnfuseError that names the first operator through which the batch cannot be followed.
     """
     walk = Walk(dict.fromkeys(inputs, 0))
     for node in graph:
-        walk.visit(node)
+        if counted is None or node.op_type != "Size" or node.inputs[0] is not counted:
+            walk.visit(node)
     return walk.axes
 
 

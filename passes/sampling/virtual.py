@@ -67,7 +67,7 @@ class AddVirtual(ir.passes.InPlacePass):
         if self.count < 1 or batch % self.groups:
             raise BnfuseError(f"{self.count} virtual samples in {self.groups} groups of a batch of {batch}: give vdn:1")
         rows = Rows(self.count, batch // self.groups, self.groups)
-        axes = batch_axes(model.graph, [data, labels])
+        axes = batch_axes(model.graph, [data, labels], counted=labels)
         widen(editor, axes, batch, rows.total)
         first = next(iter(model.graph))
         virtual = add_input(editor, data, rows)
@@ -169,7 +169,7 @@ def interleave(editor: Editor, data: ir.Value, virtual: ir.Value, rows: Rows, *,
 
 def mask(editor: Editor, labels: ir.Value, rows: Rows, *, before: ir.Node) -> None:
     """Let what read the labels read marks that it ignores for the virtual rows."""
-    readers = list(labels.uses())
+    readers = [(node, index) for node, index in labels.uses() if node.op_type != "Size"]  # which counts the real ones
     losses = [node for node, _ in readers if node.op_type == "SoftmaxCrossEntropyLoss"]
     stated = any("ignore_index" in node.attributes for node in losses)
     ignored = ignored_label(losses)

@@ -15,6 +15,7 @@ from bnfuse.runtime.program import program as p
 if TYPE_CHECKING:
     from bnfuse.runtime.backends.cuda.array import DeviceArray
 
+SHARED = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER, p.GRADIENTS, p.NEW_RUNNING, p.ARENA)
 Scalars = Mapping[str, float]  # arguments that are known when the step runs, by name
 
 
@@ -84,8 +85,8 @@ class OnDevice(Protocol):
 
 
 def shared_regions(regions: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a runner's regions those that another one beside it uses too."""
-    return {name: regions[name] for name in (p.PARAMETERS, p.RUNNING, p.ARENA) if name in regions}
+    """Of a runner's regions those that another one beside it uses too: state, and what is written before it is read."""
+    return {name: regions[name] for name in SHARED if name in regions}
 
 
 def paired(names: Sequence[str], arrays: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -101,8 +102,7 @@ def check_input(name: str, tensor: p.Tensor, shape: tuple[int, ...], dtype: np.d
         what = f"input '{name}' has the shape {list(shape)}, the graph takes {list(tensor.shape)}"
         if shape[1:] == tensor.shape[1:]:
             what += (
-                f": its batch is fixed. Feed {tensor.shape[0]} at a time (bnfuse.training.evaluate_step fills the last "
-                f"batch up), or build the graph with --batch {shape[0]}"
+                f": it is compiled for that batch. bnfuse.add_batch(step, {shape[0]}) compiles it for another one too"
             )
         raise BnfuseError(what)
     if not np.can_cast(dtype, tensor.dtype, "same_kind"):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import onnx_ir as ir
 
 from bnfuse.graph.microsoft.source import Source
-from bnfuse.graph.values import static_shape
 from bnfuse.opset.spec import PLAIN_OPS
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -77,11 +73,8 @@ def of_rows(
 
 
 def _mean(source: Source, dloss: ir.Value, labels: ir.Value, kind: ir.DataType) -> ir.Value:
-    """Write dloss over the number of labels: a constant where both are known."""
-    known, shape = source.known(dloss), static_shape(labels)
-    if known is None or shape is None:
-        return source.calculate("Div", dloss, _count(source, labels, kind))
-    return source.constant(known.astype(kind.numpy()) / np.array(math.prod(shape), kind.numpy()), "dloss")
+    """Write dloss over the number of labels."""
+    return source.calculate("Div", dloss, _count(source, labels, kind))
 
 
 def _scalar(source: Source, value: ir.Value) -> ir.Value:
@@ -92,9 +85,7 @@ def _scalar(source: Source, value: ir.Value) -> ir.Value:
 
 
 def _count(source: Source, labels: ir.Value, kind: ir.DataType) -> ir.Value:
-    shape = static_shape(labels)
-    if shape is not None:
-        return source.constant(np.array(math.prod(shape), kind.numpy()), "count")
+    """Write how many labels there are. It is no constant, so that it holds for any batch."""
     size = source.op("Size", labels, shape=[], dtype=ir.DataType.INT64)
     return source.op("Cast", size, shape=[], dtype=kind, to=int(kind))
 

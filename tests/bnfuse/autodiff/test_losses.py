@@ -84,7 +84,7 @@ def test_the_forward_loss_gives_the_logarithms():
     feeds, _ = operands((3, 4), False, None)
     found = differentiated([node("SoftmaxCrossEntropyLoss", "x labels", "y")], feeds)
     assert [v.name for v in found.model.graph[0].outputs] == ["y", "softmaxcrossentropyloss/log_prob"]
-    assert found.operators() == ["Div", "Expand", "SoftmaxCrossEntropyGrad"]
+    assert found.operators() == ["Size", "Cast", "Div", "Expand", "SoftmaxCrossEntropyGrad"]
 
 
 @pytest.mark.parametrize("op", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])

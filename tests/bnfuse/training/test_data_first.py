@@ -98,9 +98,9 @@ def test_what_an_epoch_leaves_out_is_counted(data):
 
 
 def test_a_batch_of_another_size_has_a_hint(new_step, data):
-    said = message_of(new_step().evaluate, data.test_x)
-    assert "has the shape [40, 1, 8, 8], the graph takes [16, 1, 8, 8]: its batch is fixed. Feed 16 at a time" in said
-    assert said.endswith("or build the graph with --batch 40")
+    said = message_of(new_step(), data.test_x, data.test_y)
+    assert "has the shape [40, 1, 8, 8], the graph takes [16, 1, 8, 8]: it is compiled for that batch" in said
+    assert said.endswith("bnfuse.add_batch(step, 40) compiles it for another one too")
 
 
 def test_validation_chooses_and_the_test_part_is_scored_once_at_the_end(new_step, data, tmp_path):
@@ -123,7 +123,8 @@ def test_validation_chooses_and_the_test_part_is_scored_once_at_the_end(new_step
 
     assert history.accuracy == right(parts.val_x, parts.val_y)
     assert history.test_accuracy == right(parts.test_x, parts.test_y)
-    assert history.to_json()["test"] == {"images": 16, "accuracy": history.test_accuracy}
+    score = {"images": 16, "accuracy": history.test_accuracy, "loss": history.test_loss}
+    assert history.to_json()["test"] == score
     assert told[-1].endswith("right on the test images, after the last epoch")
     assert len(told) == 4
     again = train_step(new_step(), parts, epochs=3, resume=tmp_path)
@@ -146,3 +147,15 @@ def test_the_exported_mean_is_of_the_numbers_of_the_file_divided_by_the_scale(fa
     assert ": 83 to train on, 20 held out (x_test) to choose the best epoch by; 10 classes" in told[0]
     assert told[1].endswith("x_test chooses the best epoch, for there is no val: its accuracy flatters")
     assert told[2] == "5 batches of 16 an epoch; 3 images wait for the next epoch's order"
+
+
+def test_a_smaller_last_batch_is_told(data):
+    assert Loader(data, 16, partial=True).about == "5 batches of 16 and one of 3 an epoch"
+    assert Loader(data, 83, partial=True).about == "1 batch of 83 an epoch"
+
+
+def test_a_graph_that_has_no_smaller_batch_is_refused_before_it_is_compiled(graph, data, nothing_compiles):
+    with pytest.raises(BnfuseError, match=r"part of the batch.*or leave the last 3 images out with --last-batch drop"):
+        bnfuse.train(graph, data, epochs=1, last_batch="train")
+    with pytest.raises(BnfuseError, match="last batch 'pad' is unknown: it is drop or train"):
+        bnfuse.train(graph, data, epochs=1, last_batch="pad")

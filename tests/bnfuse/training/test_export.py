@@ -62,6 +62,9 @@ def test_a_trained_step_and_its_export_agree(sample, level, new_step, tmp_path):
     accuracy = float((logits.argmax(1) == data.test_y).mean())
     assert round(accuracy, 4) == round(history.accuracy, 4)
     assert accuracy > 0.2
+    found = bnfuse.evaluate(path, data.normalised())
+    assert (found.images, found.accuracy) == (203, history.accuracy)
+    assert np.isclose(found.loss, history.epochs[-1].held_out_loss, rtol=1e-4)
     assert np.abs(step.evaluate(x[:BATCH]) - logits[:BATCH]).max() < 1e-4
     assert np.abs(run(model, x[:1]) - logits[:1]).max() < 1e-4
     about = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
@@ -208,7 +211,7 @@ def test_a_reshape_that_holds_the_batch_is_freed_of_it():
     assert run(exported, np.zeros((5, 1, 8, 8), np.float32)).shape == (5, 10)
 
 
-def test_where_the_batch_cannot_be_left_open_it_stays():
+def test_where_the_batch_cannot_be_left_open_it_stays_and_is_filled_up(tmp_path):
     """A Reshape that mixes the batch with channels before it is taken apart again."""
     model = forward_model()
     (flatten,) = (node for node in model.graph.node if node.op_type == "Flatten")
@@ -222,6 +225,14 @@ def test_where_the_batch_cannot_be_left_open_it_stays():
     exported = inference_model(graph, graph.state())
     assert exported.graph.input[0].type.tensor_type.shape.dim[0].dim_value == BATCH
     assert run(exported, np.zeros((BATCH, 1, 8, 8), np.float32)).shape == (BATCH, 10)
+    path = tmp_path / "model.onnx"
+    assert bnfuse.export_inference(graph, path) == "node 'reshape1' (Reshape) has the batch of 16 in a constant"
+    data = small_data(test=21)
+    found = bnfuse.evaluate(path, data)
+    logits = np.concatenate([run(exported, np.repeat(x[None], BATCH, 0))[:1] for x in data.test_x]).astype(np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert (found.images, found.right) == (21, int((logits.argmax(1) == data.test_y).sum()))
+    assert np.isclose(found.loss, -np.log(p[np.arange(21), data.test_y]).mean(), rtol=1e-6)
 
 
 def segmenter(last: str) -> onnx.ModelProto:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from small_training import small_data
+from small_training import small_data, small_graph
 
 import bnfuse
 from bnfuse.core.errors import BnfuseError
@@ -276,3 +276,41 @@ def test_moments_and_the_count_of_adamw_go_on_too(graph, data, tmp_path):
     whole, part = (tmp_path / name / "last.safetensors" for name in ("whole", "part"))
     assert tensors_of(part) == tensors_of(whole)
     assert any(name.startswith("optimizer.") for name in tensors_of(part))
+
+
+@pytest.fixture(scope="module")
+def whole_graph():
+    """One whose batch can be another: nothing of it is drawn for the batch but Dropout's mask."""
+    return small_graph(sample=None)
+
+
+def test_a_run_with_a_smaller_last_batch_goes_on_to_the_same_end(whole_graph, new_step, data, tmp_path):
+    asked = {**RUN, "epochs": 2, "last_batch": "train"}
+    step = new_step(model=whole_graph)
+    history = train_step(step, data, **asked, save_to=tmp_path / "unbroken")
+    assert (step.batches, step.steps) == ((16, 3), 12)
+    broken = new_step(model=whole_graph)
+    interrupt_at(broken, 8)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(broken, data, **asked, save_to=tmp_path / "run")
+    again = train_step(new_step(model=whole_graph), data, **asked, save_to=tmp_path / "run", resume="auto")
+    for name in ("last.safetensors", "best.safetensors"):
+        assert tensors_of(tmp_path / "run" / name) == tensors_of(tmp_path / "unbroken" / name)
+    assert history_of(again) == history_of(history)
+    with pytest.raises(BnfuseError, match="is a run with last_batch train, not None"):
+        train_step(new_step(model=whole_graph), data, **{**asked, "last_batch": "drop"}, resume=tmp_path / "run")
+
+
+def test_an_epoch_with_a_smaller_last_batch_sees_every_image(whole_graph, new_step, data):
+    step, seen = new_step(model=whole_graph), []
+    forward = step.forward
+
+    def recorded(x, y):
+        seen.append((len(y), float(forward(x, y)), sorted(map(float, x.sum((1, 2, 3))))))
+        return seen[-1][1]
+
+    step.forward = recorded
+    history = train_step(step, data, epochs=1, last_batch="train")
+    assert [count for count, *_ in seen] == [16] * 5 + [3]
+    assert np.isclose(history.epochs[0].loss, sum(n * loss for n, loss, _ in seen) / 83)
+    assert sorted(v for *_, values in seen for v in values) == sorted(map(float, data.train_x.sum((1, 2, 3))))

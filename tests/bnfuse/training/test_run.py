@@ -10,7 +10,7 @@ import pytest
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.training import Options, data_for, evaluate_step, train_step
-from bnfuse.training.feeding import evaluate_data, fed_statistics
+from bnfuse.training.feeding import Evaluation, evaluate_data, fed_statistics
 from bnfuse.training.history import Epoch, History, best_of, without_gain
 from bnfuse.training.metrics import kept_lines
 
@@ -68,7 +68,9 @@ def test_the_best_epoch_is_the_first_of_the_best():
 
 def test_patience_ends_a_run_that_gains_nothing(new_step, data, monkeypatch, tmp_path):
     accuracies = iter([0.2, 0.5, 0.4, 0.5, 0.9])
-    monkeypatch.setattr("bnfuse.training.loop.evaluate_data", lambda *_, **__: next(accuracies))
+    monkeypatch.setattr(
+        "bnfuse.training.loop.evaluate_data", lambda *_, **__: Evaluation(100, round(100 * next(accuracies)), 0.5)
+    )
     history = train_step(new_step(), data, epochs=5, patience=2, save_to=tmp_path)
     assert [epoch.accuracy for epoch in history.epochs] == [0.2, 0.5, 0.4, 0.5]
     assert history.stopped.startswith("after epoch 4: 2 evaluations in a row")
@@ -145,8 +147,12 @@ def test_evaluation_counts_every_image_once(new_step, data):
         part = np.zeros((16, 1, 8, 8), np.float32)
         part[:8] = fed.test_x[start : start + 8]
         right += int((step.evaluate(part)[:8].argmax(1) == fed.test_y[start : start + 8]).sum())
-    assert evaluate_step(step, fed.test_x, fed.test_y) == right / 40
-    assert evaluate_data(step, data, normalise=True) == right / 40
+    found = evaluate_step(step, fed.test_x, fed.test_y)
+    assert (found.images, found.right, found.accuracy) == (40, right, right / 40)
+    assert evaluate_data(step, data, normalise=True) == found
+    logits = np.concatenate([step.evaluate(fed.test_x[i : i + 1]) for i in range(40)]).astype(np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert np.isclose(found.loss, -np.log(p[np.arange(40), fed.test_y]).mean(), rtol=1e-6)
 
 
 def test_virtual_samples_are_drawn_like_the_data_that_is_fed(new_step, data):

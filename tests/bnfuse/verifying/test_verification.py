@@ -113,6 +113,12 @@ def test_the_tolerance_of_a_curve_never_falls():
     assert tolerances == pytest.approx((MINIMUM, 0.08, 0.08))
 
 
+def test_graphs_are_compared_at_another_batch(before, after):
+    found = bnfuse.verify(before, after, batch=3)
+    assert found.equal
+    assert found.loss_before != bnfuse.verify(before, after).loss_before
+
+
 def test_the_same_seed_gives_the_same_figures(before, after):
     first, again, other = (bnfuse.verify(before, after, seed=seed) for seed in (3, 3, 4))
     assert first.loss_before == again.loss_before != other.loss_before
