@@ -165,13 +165,14 @@ def float64(name: str, where: Where) -> dict[str, Any]:
     inputs = network.inputs()
     labels = network.labels(module, inputs)
     truth = step_of_torch(module, inputs, labels, network.loss_of_torch, torch.float64)
-    model = widened(ir.to_proto(rewritten.model))
+    rewritten = ir.to_proto(rewritten.model)
+    signature, model = open_graph(rewritten).signature, widened(rewritten)
     inputs_of_graph = {value.name for value in model.graph.input}
     state = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name in inputs_of_graph}
     fed = [value.name for value in model.graph.input if value.name not in state]
     feeds = dict(zip(fed, (each.numpy() for each in (*inputs, *labels)), strict=True))
     found = run(model, {**state, **wide(feeds)})
-    running = {key: found[output] for key, output in open_graph(model).signature.running.items()}
+    running = {key: found[output] for key, output in signature.running.items()}
     errors = {
         "loss": abs(float(found["loss"]) - truth["loss"]) / abs(truth["loss"]),
         "gradients": distance({key: found[f"{key}_grad"] for key in truth["gradients"]}, truth["gradients"]),
