@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.autodiff.rules import Contributions, rule
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 
+SCALED = OpSpec((), "PointwiseGrad", ("Scale",))
 RESULTS = ("dx", "dscale", "dbias")  # of BatchNormGrad, in the order of the BatchNorm's operands
 
 
@@ -43,8 +46,17 @@ def frozen_batch_norm(g: Gradient) -> Contributions:
 
 @rule("ai.bnfuse::NormalizePointwise")
 def affine(g: Gradient) -> Contributions:
-    """Of y = a*x + b by channel."""
+    """Of y = a*x + b by channel; of maps by the operators of a BatchNorm's gradient, which the passes fuse."""
     a = g.operand(1)
+    if g.rank(g.x) == 4:
+        dx = g.own(SCALED, {"dy": g.dy, "acc_p": a})["dx"] if g.wants(0) else None
+        if not g.wants(1) and not g.wants(2):
+            return [dx]
+        width, dtype = g.shape(a), g.dtype(g.x).numpy()
+        operands = {"dz": g.dy, "x": g.x, "mean": g.array(np.zeros(width), dtype, "zeros")}
+        operands["inv_std"] = g.array(np.ones(width), dtype, "ones")
+        sums = g.own(PLAIN_OPS["BatchNormGradReduce"], operands)
+        return dx, sums["dgamma"], sums["dbeta"]
     axes = [axis for axis in range(g.rank(g.x)) if axis != 1]
     aligned = (g.shape(a)[0], *[1] * (g.rank(g.x) - 2))
     return g.mul(g.dy, g.reshape(a, aligned)), g.sum(g.mul(g.dy, g.x), axes), g.sum(g.dy, axes)

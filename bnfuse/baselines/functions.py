@@ -40,6 +40,13 @@ def chain(function: str) -> Convert:
     return write
 
 
+def affine(w: Writer, node: ir.Node) -> Any:
+    """Write the affine map of a frozen BatchNorm: a*x + b by channel."""
+    x, a, b = operands(w, node)
+    wide = (1, -1, 1, 1)
+    return w.call(operator.add, w.call(operator.mul, x, w.method("reshape", a, wide)), w.method("reshape", b, wide))
+
+
 def divide(w: Writer, node: ir.Node) -> Any:
     """Write Div of floats. Raises BnfuseError for integers, which ONNX rounds otherwise than torch."""
     dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
@@ -224,6 +231,7 @@ FUNCTIONS: dict[str, Convert] = {
     "Split": split,
     "Sqrt": named("sqrt"),
     "Squeeze": like_result,
+    "Normalize": affine,
     "Sub": binary(operator.sub),
     "Sum": chain("add"),
     "Transpose": transpose,

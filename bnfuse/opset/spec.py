@@ -410,13 +410,14 @@ LABELS = ("labels",)  # operands that are int64 or int32
 
 
 def is_unfused(op: OpSpec | PlainOp) -> bool:
-    """Tell whether an operator is one that training graphs have before any pass."""
+    """Tell whether an operator is one that training graphs have before any pass: the affine map of a frozen BatchNorm
+    and its gradient are among them."""
     if isinstance(op, PlainOp):
-        return op in WHOLE_OPS
+        return op in WHOLE_OPS or op.name == "BatchNormGradReduce"
     if op.core == "Pointwise":
-        return not op.epilogue and len(op.prologue) == 1 and op.prologue[0] in ACTIVATIONS
+        return not op.epilogue and len(op.prologue) == 1 and op.prologue[0] in (*ACTIVATIONS, "Normalize")
     if op.core == "PointwiseGrad":
-        return not op.prologue and len(op.epilogue) == 1 and op.epilogue[0] in GRADIENTS
+        return not op.prologue and len(op.epilogue) == 1 and op.epilogue[0] in (*GRADIENTS, "Scale")
     return op.is_gradient and not op.prologue and op.epilogue in ((), ("BiasGrad",))
 
 

@@ -1,12 +1,17 @@
 """BatchNormalizations that no pass takes apart.
 
-frozen: y = a*x + b    a = scale / sqrt(running variance + epsilon), b = bias - running mean * a
+frozen: y = a*x + b    a = scale / sqrt(running variance + epsilon), b = bias - running mean * a;
+                       of a map a NormalizePointwise, which the passes move into what reads y
 of a weight            weight standardisation through batch_norm (timm): by the mean and variance of the weight
 """
 
 from __future__ import annotations
 
+from bnfuse.opset.spec import OpSpec
+
 from .writer import Writer
+
+NORMALIZE = OpSpec(("Normalize",), "Pointwise")
 
 
 def batch_normalization(write: Writer) -> None:
@@ -19,6 +24,9 @@ def batch_normalization(write: Writer) -> None:
     if not write.given.get("training_mode"):
         a = write.add("Div", [scale, write.add("Sqrt", [write.add("Add", [variance, epsilon])])])
         b = write.add("Sub", [bias, write.add("Mul", [mean, a])])
+        if len(shape) == 4 and x in write.around.from_data:
+            write.own(NORMALIZE, [x, a, b])
+            return
         scaled = write.add("Mul", [x, write.reshape(a, aligned)])
         write.give(write.add("Add", [scaled, write.reshape(b, aligned)]))
     elif x not in write.around.from_data:

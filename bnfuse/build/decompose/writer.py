@@ -12,6 +12,8 @@ from onnx import helper, numpy_helper
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.protos import attributes, fresh
+from bnfuse.opset.schemas import register
+from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec
 
 from ..forward import element_types
 from ..graph import Forward
@@ -105,6 +107,14 @@ class Writer:
             self.give(output)
             return self.node.output[0]
         return output
+
+    def own(self, spec: OpSpec, inputs: Sequence[str]) -> None:
+        """Add an operator of ours without attributes, which gives the replaced node's result."""
+        register([spec.name])
+        imports = self.forward.model.opset_import
+        if DOMAIN not in {entry.domain for entry in imports}:
+            imports.append(helper.make_opsetid(DOMAIN, VERSION))
+        self.add(spec.name, inputs, last=True, domain=DOMAIN)
 
     def several(self, op: str, inputs: Sequence[str], results: int, **attrs: Any) -> list[str]:
         """Add a node of several results. Gives their names."""

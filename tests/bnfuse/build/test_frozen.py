@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from bnfuse.build import build
+from bnfuse.passes import rewrite
 
 
 def readers_of_data(model: onnx.ModelProto) -> list[str]:
@@ -56,13 +58,16 @@ def test_no_map_is_read_for_it(conv_norm):
 def test_it_stays_where_the_convolution_has_another_reader(conv_norm):
     more = [helper.make_node("Add", ["n", "c"], ["y"], name="sum")]
     model = build(conv_norm(more, training_mode=0), frozen_bn=True, loss="mse").model
-    assert readers_of_data(model) == ["Conv", "Mul", "Add", "Add"]
+    assert readers_of_data(model) == ["Conv", "NormalizePointwise", "Add"]
 
 
 @pytest.mark.parametrize(
     ("frozen", "ops"),
     [
-        (["w"], ["Conv", "Mul", "Add", "Relu"]),  # the gradient of the weight would be made for that of the scale
+        (
+            ["w"],
+            ["Conv", "NormalizePointwise", "Relu"],
+        ),  # the gradient of the weight would be made for that of the scale
         (["w", "scale"], ["Conv", "Relu"]),
         (["scale", "bias"], ["Conv", "Relu"]),
     ],
@@ -105,3 +110,37 @@ def test_what_torch_froze_beside_others_stays_frozen(modes, trained):
     told = [note for note in built.notes if "stay frozen (bn0)" in note]
     assert len(told) == 2 - len(trained)
     assert all("Export the module with them in training mode" in note for note in told)
+
+
+@pytest.mark.parametrize("frozen", [[], ["s", "b"]])
+def test_one_in_front_of_a_convolution_goes_into_it(frozen, forward, step):
+    """As in DenseNets: forward as its prologue, backward as its epilogue."""
+    values = {
+        **{name: np.random.default_rng(i).uniform(0.5, 2, 4).astype(np.float32) for i, name in enumerate("sbmv")},
+        "first": np.random.default_rng(5).standard_normal((4, 3, 1, 1)).astype(np.float32),
+        "last": np.random.default_rng(6).standard_normal((2, 4, 3, 3)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "first"], ["c"], "conv1"),
+        helper.make_node("Relu", ["c"], ["d"], "relu1"),
+        helper.make_node("BatchNormalization", ["d", *"sbmv"], ["n"], "norm", epsilon=1e-3),
+        helper.make_node("Relu", ["n"], ["r"], "relu2"),
+        helper.make_node("Conv", ["r", "last"], ["y"], "conv2"),
+    ]
+    source = forward(nodes, values, opset=17)
+    built = build(source, frozen_bn=True, loss="mse", freeze=frozen).model
+    fused = ir.to_proto(rewrite(ir.from_proto(built)).model)
+    ops = [node.op_type for node in fused.graph.node]
+    (backward,) = [op for op in ops if "ConvGrad" in op and "Normalize" in op]
+    assert "NormalizeReluConv" in ops and backward == (
+        "NormalizeReluConvGradReluGradScale" if frozen else "NormalizeReluConvGradReluGradReduceScale"
+    )
+    assert not {"Mul", "Add", "NormalizePointwise", "PointwiseGradScale"} & {
+        node.op_type for node in fused.graph.node if node.input[0] in ("c", "d", "n", "r")
+    }
+    expected, _ = step(built)
+    found, _ = step(fused)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    plain = [n for n in built.graph.node if n.op_type in ("NormalizePointwise", "PointwiseGradScale")]
+    assert len(plain) == 2
