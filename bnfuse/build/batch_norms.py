@@ -54,8 +54,6 @@ def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, fr
     Raises where a file has none that trains, and nothing says what is meant by it.
     """
     norms = batch_norms(forward)
-    if train_bn and not norms:
-        forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
     changed = 0
     evaluated = in_evaluation_mode(norms)
     training = [n for n in norms if n.output[0] in trained or (train_bn and n.name not in evaluated)]
@@ -93,6 +91,12 @@ def in_evaluation_mode(norms: list[onnx.NodeProto]) -> set[str]:
     }
     evaluated = {name for name, source in sources.items() if "batch_norm_legit_no_training" in source}
     return evaluated if len(evaluated) < len(norms) else set()
+
+
+def tell_none(forward: Forward) -> None:
+    """Note that there is none for --train-bn to train."""
+    if not batch_norms(forward):
+        forward.note("--train-bn found no BatchNormalization: exporters for inference fold it into the convolutions")
 
 
 def _tell_frozen(forward: Forward, frozen: list[onnx.NodeProto], meant: bool, remedy: str) -> None:

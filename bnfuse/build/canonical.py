@@ -6,6 +6,8 @@ Reshape to [batch, rest], Dropout with its mask and switched on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx
 from onnx import numpy_helper
@@ -44,6 +46,59 @@ def explicit_windows(forward: Forward) -> None:
         if node.op_type == "MaxPool" and not any(node.output[1:]):  # it orders the indices, which only gradients read
             remove_attributes(node, {"storage_order"})
         remove_attributes(node, {"auto_pad"})
+
+
+def pads_of_windows(forward: Forward) -> None:
+    """Let convolutions pad themselves what a Pad puts around their map with zeros, and poolings where nothing is below
+    0: the largest of such a window is the same with zeros as without, and no gradient passes where it is 0."""
+    makers, consumers, known = forward.producers(), forward.consumers(), forward.initializers()
+    gone: list[onnx.NodeProto] = []
+    for pad in forward.graph.node:
+        before, after = _zeros_around(pad, known)
+        readers = consumers.get(pad.output[0], [])
+        maker = makers.get(pad.input[0]) if pad.input else None
+        positive = maker is not None and (maker.op_type == "Relu" or _is_clip_at_zero(maker, known))
+        takers = ("Conv", "MaxPool") if positive else ("Conv",)
+        if not before or not readers or pad.output[0] in forward.output_names():
+            continue
+        if any(node.op_type not in takers or node.input[0] != pad.output[0] for node in readers):
+            continue
+        grown = [[a + b for a, b in zip([*before, *after], attributes(node)["pads"], strict=True)] for node in readers]
+        fits = all(_takes_pads(node, pads) for node, pads in zip(readers, grown, strict=True))
+        if fits:
+            for node, pads in zip(readers, grown, strict=True):
+                set_attribute(node, "pads", pads)
+                node.input[0] = pad.input[0]
+            gone.append(pad)
+    forward.remove_nodes(gone)
+
+
+def _zeros_around(node: onnx.NodeProto, known: dict[str, onnx.TensorProto]) -> tuple[list[int], list[int]]:
+    """Give how many zeros a Pad puts before and after each axis of the pixels; nothing for any other node."""
+    if node.op_type != "Pad" or attributes(node).get("mode", b"constant") != b"constant" or len(node.input) > 3:
+        return [], []
+    if node.input[1] not in known or any(name and name not in known for name in node.input[2:]):
+        return [], []
+    pads = numpy_helper.to_array(known[node.input[1]]).tolist()
+    rank = len(pads) // 2
+    filled = len(node.input) > 2 and node.input[2] and numpy_helper.to_array(known[node.input[2]]).any()
+    if filled or rank < 3 or min(pads) < 0 or any((*pads[:2], *pads[rank : rank + 2])):
+        return [], []
+    return pads[2:rank], pads[rank + 2 :]
+
+
+def _takes_pads(node: onnx.NodeProto, pads: list[int]) -> bool:
+    """Tell whether a window may have these pads: no pooling may lie in them as a whole, nor hang over them."""
+    if node.op_type == "Conv":
+        return True
+    given = attributes(node)
+    return not given.get("ceil_mode") and all(p < k for p, k in zip(pads, given["kernel_shape"] * 2, strict=True))
+
+
+def _is_clip_at_zero(node: onnx.NodeProto, known: dict[str, onnx.TensorProto]) -> bool:
+    if node.op_type != "Clip" or len(node.input) < 2 or node.input[1] not in known:
+        return False
+    return bool(numpy_helper.to_array(known[node.input[1]]) == 0)
 
 
 def explicit_dropout(forward: Forward) -> None:
@@ -147,13 +202,18 @@ def flatten_of_reshape(forward: Forward) -> None:
             set_attribute(node, "axis", 1)
 
 
-def fit_reshapes_to_batch(forward: Forward, old: int | None, new: int) -> None:
-    """Keep the batch, whatever it is now, in a Reshape to a constant shape that begins with the file's batch."""
+def fit_reshapes_to_batch(forward: Forward, old: int | None, new: int, shapes: Mapping[str, list[int] | None]) -> None:
+    """Keep the batch, whatever it is now, in a Reshape to a constant shape that begins with the file's batch.
+
+    One of a tensor that does not begin with it (`shapes` are those of the file) makes a vector a row, and stays.
+    """
     known = forward.initializers()
     for node in forward.graph.node:
         if node.op_type != "Reshape" or node.input[1] not in known:
             continue
-        target = numpy_helper.to_array(known[node.input[1]]).tolist()
+        target, before = numpy_helper.to_array(known[node.input[1]]).tolist(), shapes.get(node.input[0])
+        if before is not None and (not before or before[0] != old):
+            continue
         if len(target) > 1 and target[0] == old and old not in (0, -1, new):
             name = fresh(f"{node.name}/shape", forward.names())
             forward.set_initializer(name, np.array([0, *target[1:]], np.int64))

@@ -24,6 +24,10 @@ REMEDY = (
     'torch.onnx.export(net.train(), (images,), "net.onnx", dynamo=True, optimize=False) keeps them, with all weights '
     "and statistics, and build --train-bn trains them"
 )
+REMEDIES = {
+    "tf2onnx": "tf2onnx.convert.from_function of tf.function(lambda x: net(x, training=True)) keeps them, with all "
+    "weights and without the running statistics"
+}
 _ITEM = re.compile(r"getitem(_\d+)?$")
 _BATCH_NORM = re.compile(r"batch_?norm|fused?_?bn|bn_?fus", re.IGNORECASE)
 
@@ -33,13 +37,18 @@ def refuse_lost_batch_norms(forward: Forward, *, allowed: bool) -> None:
     lost = lost_batch_norms(forward)
     if lost and not allowed:
         raise forward.error(
-            f"{_number(len(lost))} folded away by its exporter ({some(lost)}), and nothing brings them back. {REMEDY}; "
+            f"{_number(len(lost))} folded away by its exporter ({some(lost)}), and nothing brings them back. "
+            f"{_remedy(forward)}; "
             "--allow-folded-bn builds the file as it is"
         )
     if lost:
         forward.warn(f"{_number(len(lost))} folded away by the exporter ({some(lost)}) and will not be trained")
     elif not allowed and (why := looks_folded(forward)):
-        forward.warn(f"{why}. If the network has BatchNorms, they are lost here: {REMEDY}")
+        forward.warn(f"{why}. If the network has BatchNorms, they are lost here: {_remedy(forward)}")
+
+
+def _remedy(forward: Forward) -> str:
+    return REMEDIES.get(forward.model.producer_name, REMEDY)
 
 
 def _number(lost: int) -> str:
@@ -59,6 +68,22 @@ def warn_of_lost_dropout(forward: Forward) -> None:
         forward.warn(
             f"the network was exported in evaluation mode, without its Dropouts ({some(lost)}): export net.train() to "
             "have them trained with"
+        )
+
+
+def refuse_constant_masks(forward: Forward) -> None:
+    """Refuse Dropouts whose masks tf2onnx has drawn, once and for all, and which would be parameters."""
+    if forward.model.producer_name != "tf2onnx":
+        return
+    masks = [
+        tensor.name
+        for tensor in forward.graph.initializer
+        if tensor.data_type == onnx.TensorProto.BOOL and "dropout" in tensor.name.lower()
+    ]
+    if masks:
+        raise forward.error(
+            f"the masks of its Dropouts are constants ({some(masks)}), the same in every step: export the network with "
+            "their rates set to 0"
         )
 
 

@@ -25,6 +25,7 @@ from bnfuse.graph.protos import (
     attributes,
     element_count,
     fresh,
+    shapes_of,
     static_shape,
     typed_values,
     without_large_values,
@@ -107,6 +108,7 @@ def read_forward(source: onnx.ModelProto | str | Path, *, file: str | None = Non
     forward.signed = frozenset(tensor.target for tensor in signature_of(forward.model).values())
     forward.lost = frozenset(lost_parameters(forward.model))
     name_nodes(forward)
+    drop_unread_inputs(forward)
     if batch is not None:
         set_batch(forward, batch)
     return forward
@@ -135,6 +137,17 @@ def separate_initializers_from_inputs(forward: Forward) -> None:
     forward.graph.input.extend(kept)
 
 
+def drop_unread_inputs(forward: Forward) -> None:
+    """Take out inputs of tf2onnx that nothing reads: constants that a function captured and that it folded."""
+    read = forward.consumers().keys() | forward.output_names()
+    unread = [value for value in forward.graph.input if value.name not in read]
+    if forward.model.producer_name != "tf2onnx" or not unread or len(unread) == len(forward.graph.input):
+        return
+    for value in unread:
+        forward.graph.input.remove(value)
+    forward.note(f"left out inputs that nothing reads: {', '.join(value.name for value in unread)}")
+
+
 def name_nodes(forward: Forward) -> None:
     """Give every node a name of its own: reports, errors and the diff speak of nodes by name."""
     taken: set[str] = set()
@@ -147,6 +160,7 @@ def set_batch(forward: Forward, batch: int) -> None:
     """Write `batch` into the first dimension of every data input."""
     if batch < 1:
         raise BnfuseError(f"--batch {batch} is out of range: it must be at least 1")
+    shapes = shapes_as_exported(forward)
     for value in forward.graph.input:
         dims = value.type.tensor_type.shape.dim
         if not dims:
@@ -154,7 +168,17 @@ def set_batch(forward: Forward, batch: int) -> None:
         old = dims[0].dim_value or None
         dims[0].ClearField("dim_param")
         dims[0].dim_value = batch
-        fit_reshapes_to_batch(forward, old, batch)
+        fit_reshapes_to_batch(forward, old, batch, shapes)
+
+
+def shapes_as_exported(forward: Forward) -> dict[str, list[int] | None]:
+    """Map names to the shapes that they have with the batch of the file, as far as onnx can tell."""
+    if not any(node.op_type == "Reshape" for node in forward.graph.node):
+        return {}
+    try:
+        return shapes_of(onnx.shape_inference.infer_shapes(without_large_values(forward.model)).graph)
+    except Exception:  # what is wrong with the file is told where its shapes are needed
+        return {}
 
 
 @dataclasses.dataclass

@@ -22,6 +22,7 @@ from .batch_norms import (
     copied_statistics,
     join_copied_statistics,
     stand_in_for_statistics,
+    tell_none,
     train_batch_norms,
 )
 from .canonical import (
@@ -32,8 +33,9 @@ from .canonical import (
     explicit_windows,
     flatten_logits,
     flatten_of_reshape,
+    pads_of_windows,
 )
-from .folded import refuse_lost_batch_norms, warn_of_lost_dropout
+from .folded import refuse_constant_masks, refuse_lost_batch_norms, warn_of_lost_dropout
 from .forward import Constants, check_valid, convert_opset, fold_constants, infer_shapes, settle_shapes
 from .graph import Forward
 from .initial_values import fill
@@ -42,8 +44,10 @@ from .losses import LOSSES, Term
 from .merged import separate_merged
 from .old_batch_norms import simplify_old_batch_norms
 from .soft_labels import write_soft_labels
+from .transposes import cancel_transposes
 from .traps import check_operators, refuse_own_loss
 from .variables import fixed_by_exporter, fixed_by_form, warn_of_lost_parameters
+from .written_norms import join_written_norms
 from .written_out import join_written_out
 
 
@@ -82,6 +86,7 @@ def repair(
         refuse_own_loss(forward, outputs)
     refuse_lost_batch_norms(forward, allowed=allow_folded_bn)
     warn_of_lost_dropout(forward)
+    refuse_constant_masks(forward)
     copied = copied_statistics(forward)
     constants = fold_constants(forward)
     constants.adopt(separate_merged(forward))
@@ -107,6 +112,10 @@ def repair(
     constants.names.update(untracked)
     fixed |= fixed_by_form(forward, constants.names)
     check_valid(forward)
+    fixed |= join_written_norms(forward)
+    if train_bn:
+        tell_none(forward)
+    cancel_transposes(forward, constants, keep=(*outputs, *labels))
     drop_zero_bias(forward, constants.names)
     merge_affine(forward, constants.placeholders, fixed)
     fill(forward, constants.placeholders, fixed, init, seed)
@@ -117,7 +126,15 @@ def repair(
     return Repaired(constants, fixed, untracked, outputs, attached)
 
 
-STEPS = (drop_copies, explicit_windows, explicit_dropout, explicit_transpose, add_of_sum, flatten_of_reshape)
+STEPS = (
+    drop_copies,
+    explicit_windows,
+    pads_of_windows,
+    explicit_dropout,
+    explicit_transpose,
+    add_of_sum,
+    flatten_of_reshape,
+)
 
 
 def make_canonical(forward: Forward) -> None:

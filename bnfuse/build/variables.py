@@ -212,6 +212,7 @@ def unsaid_numbers(forward: Forward, constants: set[str]) -> list[str]:
     for node in forward.graph.node if forward.model.producer_name != "pytorch" else ():
         for index, name in enumerate(node.input):
             is_number = name in known and not known[name].dims and known[name].data_type in FLOATS
+            is_number = is_number and node.op_type != "Clip"  # its bounds: ReLU6's, say
             if is_number and name not in constants and not is_generated(name) and reaches(node, index):
                 found[name] = None
     return list(found)
