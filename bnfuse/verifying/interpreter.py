@@ -54,7 +54,7 @@ def widened(model: onnx.ModelProto) -> onnx.ModelProto:
     for tensor in copy.graph.initializer:
         _widen(tensor)
     for attribute in (each for node in copy.graph.node for each in node.attribute):
-        if attribute.name == "to" and attribute.i == TensorProto.FLOAT:
+        if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT:
             attribute.i = TensorProto.DOUBLE
         if attribute.HasField("t"):
             _widen(attribute.t)
