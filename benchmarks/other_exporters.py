@@ -40,12 +40,15 @@ TOLERANCE = 1e-3
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], output: str) -> np.ndarray:
-    """Give an output of a model by onnxruntime."""
+    """Give an output of a model by onnxruntime; inputs that only the file has, tf2onnx's, are read by nothing."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    unread = {
+        value.name: np.zeros(value.shape, np.float32) for value in session.get_inputs() if value.name not in feeds
+    }
     known = {value.name for value in session.get_inputs()}
-    return session.run([output], {name: value for name, value in feeds.items() if name in known})[0]
+    return session.run([output], {name: value for name, value in {**unread, **feeds}.items() if name in known})[0]
 
 
 def in_training(model: onnx.ModelProto) -> onnx.ModelProto:
