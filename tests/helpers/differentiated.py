@@ -17,11 +17,11 @@ import onnx
 import onnx_ir as ir
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from interpreted import run
 from onnx import helper, numpy_helper
 
 from bnfuse.autodiff import differentiate
 from bnfuse.opset.spec import DOMAIN
+from bnfuse.verifying.interpreter import run
 
 Arrays = dict[str, np.ndarray]
 Nodes = Sequence[onnx.NodeProto]

@@ -10,7 +10,6 @@ import onnx_ir as ir
 import pytest
 from fake_cuda import FakeCuda, install
 from gpu_step import interpreted_step
-from interpreted import run
 from onnx import helper, numpy_helper
 
 from bnfuse import runtime
@@ -23,6 +22,7 @@ from bnfuse.opset.schemas import check_model
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes import rewrite
 from bnfuse.runtime.targets.target import CudaTarget
+from bnfuse.verifying.interpreter import run
 
 BATCH, STEPS = 4, 3
 SHAPES = {"w1": (6, 3, 3, 3), "w2": (5, 6, 1, 1), "w3": (4, 5)}

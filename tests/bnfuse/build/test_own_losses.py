@@ -7,12 +7,12 @@ import json
 import numpy as np
 import onnx
 import pytest
-from interpreted import run
 from onnx import TensorProto, helper, numpy_helper
 
 from bnfuse.build import build
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature
+from bnfuse.verifying.interpreter import run
 
 BATCH, CLASSES, FEATURES = 6, 3, 5
 WEIGHTS = np.array([0.5, 1.0, 2.0], np.float32)

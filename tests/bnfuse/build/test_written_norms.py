@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from interpreted import run
 from onnx import helper, numpy_helper
 
 from bnfuse.build import build
+from bnfuse.verifying.interpreter import run
 
 EPSILON = 1e-3
 PLACES = {"w": (4, 3, 3, 3), "v": (2, 4)}

@@ -19,7 +19,7 @@ from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, AdamW, Step, compile_step
 from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.verifying.noise import Reference
-from bnfuse.verifying.runners import CompiledRunner, Where
+from bnfuse.verifying.runners import CompiledRunner, OrtRunner, Where
 from bnfuse.verifying.verdict import is_right
 
 nets = load(pathlib.Path(__file__).parents[1] / "test_session.py")
@@ -143,7 +143,8 @@ def test_verify_judges_by_the_step_s_precision(monkeypatch):
     found = CompiledRunner(graph_of("icf"), Where(1, "cuda:sm_90", "fp16")).evaluate(feeds, state)
 
     def equal(graph: TrainingGraph, precision: str) -> bool:
-        reference = Reference(graph, Where(1, precision=precision), feeds, state, 0.0, 0, np.random.default_rng(1))
+        where, rng = Where(1, precision=precision), np.random.default_rng(1)
+        reference = Reference(graph, OrtRunner, where, feeds, state, 0.0, 0, rng)
         reference.draw(3)
         return is_right(*reference.judge(found, []))
 
