@@ -353,7 +353,7 @@ def test_the_page_of_densenet121_is_small():
     before = build_model("densenet121", zoo={"batch": 16}).model
     page = diff_page(before, bnfuse.rewrite(before, level="icf"))
     assert len(page.encode()) < LIMIT
-    assert len(Document(page).data["sides"][0]["nodes"]) == 922
+    assert len(Document(page).data["sides"][0]["nodes"]) == 924
 
 
 def test_a_foreign_graph_without_provenance_is_compared_by_its_structure():
