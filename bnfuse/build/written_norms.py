@@ -107,7 +107,7 @@ class Reader:
         if len(readers) != 1 or readers[0].op_type not in ("Add", "Mul"):
             return False
         (other,) = [name for name in readers[0].input if name != node.output[0]] or [""]
-        return self._length(other) is not None and self._vector(other) in self.values
+        return self._is_constant_vector(other)
 
     def _sums(self, node: onnx.NodeProto) -> Iterator[tuple[str, str | None]]:
         """Split the last node into what is scaled, and the vector that is added."""
@@ -118,14 +118,14 @@ class Reader:
         else:
             yield node.output[0], None
 
-    def _normalised(self, scaled: str, shift: str | None) -> Norm | None:
-        """Read x*r + shift, with shift = [bias] - mean*r, or d*r [+ bias]."""
+    def _normalised(self, scaled: str, shift: str | None, *, within: bool = False) -> Norm | None:
+        """Read x*r + shift, with shift = [bias] - mean*r, or d*r [+ bias]; not `within` another, also that scaled."""
         maker = self.makers.get(scaled)
         if maker is None or maker.op_type not in ("Mul", "Div"):
             return None
         for value, factor in self._factors(maker):
-            if maker.op_type == "Mul" and self._length(factor) is not None and self._vector(factor) in self.values:
-                inner = self._normalised(value, None)
+            if not within and maker.op_type == "Mul" and self._is_constant_vector(factor):
+                inner = self._normalised(value, None, within=True)
                 if inner is not None and inner.scale is None and self._meets(factor, value, inner):
                     return dataclasses.replace(inner, scale=factor, bias=shift)
             inverse = self._inverse(factor, divided=maker.op_type == "Div")
@@ -154,25 +154,28 @@ class Reader:
     def _inverse(self, factor: str, *, divided: bool) -> tuple[str, float, str | None] | None:
         """Read 1/Sqrt(variance + epsilon) [* scale], or where one divides by it, its reciprocal."""
         maker = self.makers.get(self._vector(factor))
+        if maker is None or maker.op_type != "Mul" or divided:
+            return self._root(maker, divided=divided)
+        for inner, scale in (maker.input, reversed(maker.input)):
+            if self._vector(scale) in self.values:
+                found = self._root(self.makers.get(self._vector(inner)), divided=False)
+                if found is not None:
+                    return found[0], found[1], scale
+        return None
+
+    def _root(self, maker: onnx.NodeProto | None, *, divided: bool) -> tuple[str, float, None] | None:
+        """Read 1/Sqrt(variance + epsilon), or where one divides by it, Sqrt(variance + epsilon)."""
+        if maker is not None and not divided:
+            if maker.op_type == "Reciprocal":
+                return self._root(self.makers.get(self._vector(maker.input[0])), divided=True)
+            if maker.op_type == "Div" and self._number(maker.input[0]) == 1:
+                return self._root(self.makers.get(self._vector(maker.input[1])), divided=True)
         if maker is None:
             return None
-        if maker.op_type == "Mul" and not divided:
-            for inner, scale in (maker.input, reversed(maker.input)):
-                found = self._inverse(inner, divided=False)
-                if found is not None and found[2] is None and self._vector(scale) in self.values:
-                    return found[0], found[1], scale
-            return None
-        if not divided:
-            if maker.op_type == "Reciprocal":
-                return self._inverse(maker.input[0], divided=True)
-            if maker.op_type == "Div" and self._number(maker.input[0]) == 1:
-                return self._inverse(maker.input[1], divided=True)
-            return (
-                self._shifted(maker.input[0])
-                if maker.op_type == "Pow" and self._number(maker.input[1]) == -0.5
-                else None
-            )
-        is_root = maker.op_type == "Sqrt" or (maker.op_type == "Pow" and self._number(maker.input[1]) == 0.5)
+        power = 0.5 if divided else -0.5
+        is_root = (divided and maker.op_type == "Sqrt") or (
+            maker.op_type == "Pow" and self._number(maker.input[1]) == power
+        )
         return self._shifted(maker.input[0]) if is_root else None
 
     def _shifted(self, name: str) -> tuple[str, float, None] | None:
@@ -250,6 +253,10 @@ class Reader:
         """Count the elements of a tensor with one axis that is not 1, at most; None for others."""
         shape = self.shapes.get(name)
         return None if shape is None or sum(size != 1 for size in shape) > 1 else math.prod(shape)
+
+    def _is_constant_vector(self, name: str) -> bool:
+        """Tell whether it is a vector that the file holds."""
+        return self._length(name) is not None and self._vector(name) in self.values
 
     def _lies_along(self, vector: str, value: str, axis: int) -> bool:
         """Tell whether a vector meets a tensor along this axis, where both are operands of one node."""

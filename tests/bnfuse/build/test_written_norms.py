@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import onnx
@@ -244,3 +245,24 @@ def test_what_is_no_batch_norm_stays(name):
     more = {"map_axes": np.array([1, 2, 3], np.int64), "other": np.full(4, 0.5, np.float32)}
     built = build(forward(nodes, more))
     assert not any(n.op_type == "BatchNorm" for n in built.model.graph.node)
+
+
+def test_products_of_products_are_followed_in_bounded_time():
+    """Each squares the one before: as a tree it has 2**300 leaves."""
+    nodes = [helper.make_node("ReduceMean", ["x", "axes"], ["v0"], name="mean")]
+    nodes += [helper.make_node("Mul", [f"v{i}", f"v{i}"], [f"v{i + 1}"], name=f"square{i}") for i in range(300)]
+    nodes += [helper.make_node("Mul", ["x", "v300"], ["y"], name="scaled")]
+    info = helper.make_tensor_value_info
+    tensors = [
+        numpy_helper.from_array(np.array([0, 2, 3]), "axes"),
+        numpy_helper.from_array(np.ones((3, 3, 1, 1), np.float32), "w"),
+    ]
+    nodes += [helper.make_node("Conv", ["y", "w"], ["z"], name="conv")]
+    shapes = [info("x", 1, [2, 3, 4, 4])], [info("z", 1, [2, 3, 4, 4])]
+    model = helper.make_model(
+        helper.make_graph(nodes, "net", *shapes, tensors), opset_imports=[helper.make_opsetid("", 18)], ir_version=10
+    )
+    begin = time.perf_counter()
+    built = build(model, loss="mse")
+    assert time.perf_counter() - begin < 20
+    assert not [node for node in built.model.graph.node if node.op_type == "BatchNorm"]
