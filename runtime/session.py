@@ -78,7 +78,7 @@ class Step(Exclusive):
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
         self.seed = self.epoch = 0
         self._loss_scale = self._gradients_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
-        self._seed_scale = 1.0  # what is written where the gradients begin
+        self._seeds: dict[int, float] = {}  # by batch size, what is written where the gradients begin; 1 in the file
         self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
         self._done_by = 0  # the thread that ran it
 
@@ -310,9 +310,10 @@ class Step(Exclusive):
 
     def _write_seed(self) -> None:
         """Let gradients begin with the loss scale, from when it is another one on."""
-        if self.program.seed is not None and self._seed_scale != self._loss_scale:
-            self._train.memory.store(self.program.storages[self.program.seed], np.full(1, self._loss_scale, np.float32))
-            self._seed_scale = self._loss_scale
+        batch, program = self._sizes.now.batch, self._train.program
+        if program.seed is not None and self._seeds.get(batch, 1.0) != self._loss_scale:
+            self._train.memory.store(program.storages[program.seed], np.full(1, self._loss_scale, np.float32))
+            self._seeds[batch] = self._loss_scale
 
     def _check_labels(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Labels are indices: a kernel must not be led outside of the classes. Those on a GPU are not looked at."""

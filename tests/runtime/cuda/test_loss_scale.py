@@ -7,13 +7,15 @@ import onnx
 import onnx.helper as h
 import pytest
 from fake_cuda import FakeCuda, install
-from gpu_step import interpreted_step
+from gpu_step import interpreted, interpreted_step
 
 from bnfuse.build import build_training_graph
+from bnfuse.graph.batches import with_batch
 from bnfuse.graph.feeds import draw_feeds
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
 from bnfuse.runtime import SGD, Step
+from bnfuse.runtime.compile import lower_graph
 from bnfuse.runtime.targets.target import CudaTarget
 
 LOSSES = ("l1@b + 0.5*cross-entropy@a", "none")
@@ -67,3 +69,22 @@ def test_gradients_and_updates_are_those_without_a_scale(monkeypatch, loss):
     for step in (plain, scaled):
         one(step)
     close({name: memory.read(tensor) for name, tensor in scaled.program.gradients.items()}, plain.gradients(), 64.0)
+
+
+def test_each_batch_size_begins_with_it(monkeypatch):
+    fake, graph, target = install(monkeypatch, FakeCuda()), graph_of(LOSSES[0]), CudaTarget("sm_90", 4, "fp16")
+    smaller = with_batch(graph, 4)
+    step = interpreted_step(graph, target, fake)
+    step.add(*(interpreted(made, fake) for made in lower_graph(smaller, target, None)))
+    found = {}
+    for each in (graph, smaller):
+        feeds = draw_feeds(each, np.random.default_rng(1))
+        step.forward(*(feeds[name] for name in step.inputs))
+        step.backward()
+        found[each.batch] = step.gradients()
+    alone = interpreted_step(smaller, target, fake)
+    alone.forward(*(feeds[name] for name in alone.inputs))
+    alone.backward()
+    for name, value in alone.gradients().items():
+        assert np.abs(value).max() > 1e-3
+        np.testing.assert_allclose(found[4][name], value, rtol=1e-6, err_msg=name)
