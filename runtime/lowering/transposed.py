@@ -30,8 +30,9 @@ def lower_transposed(
     if not low.target.packs_weights or is_packed(low.shape(operands["weight"]), spec.core, attributes["group"]):
         composed(low, node, spec, operands, results, attributes)
         return
-    parts = Parts(low, node, spec, operands, results, attributes)
-    parts.lower()
+    if "StoreInput" in spec.epilogue:
+        raise low.error(node, "stores the input of a depthwise transposed convolution, which no kernel of a GPU does")
+    Parts(low, node, spec, operands, results, attributes).lower()
 
 
 class Parts:

@@ -27,9 +27,11 @@ MAPS = ("x", "skip", "stored", "other", "dx", "acc", *OUTPUT_SIDE)
 
 @dataclasses.dataclass(frozen=True)
 class CudaCase(ConvCase):
-    """`slots` channels lie before and after those of each map; maps are stored as `dtype`, but those of `others`."""
+    """`slots` channels lie before and after those of each map, and four more behind those of `wider`; maps are stored as
+    `dtype`, but those of `others`."""
 
     dtype: str = "float32"
+    wider: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()  # maps of another type, by name
 
     @property
@@ -47,6 +49,8 @@ class CudaCase(ConvCase):
         n, c, h, w = self.shape(name)
         stride = c + 2 * self.slots
         align = next(a for a in (8, 4, 2, 1) if not (c % a or stride % a or self.slots % a))
+        if name in self.wider:
+            stride, align = stride + 4, 1
         return MapType(n, h, w, c, stride, self.dtype_of(name), align)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class Emitter:
         self.stride = plan.threads // self.chunk_lanes  # rows that one pass of all threads brings
         self.passes = tile.passes
         self.loader = Loader.make(operand, block, tile.precision, self.passes, self.shared if tile.ring else None)
-        self.flat = FlatView.of(c, operand.kind)
+        self.flat = FlatView.of(c, operand.maps.values())
         self.acc = d.registers(self.fragments[0] * self.fragments[1] * 4)
         self.warp_pixel = T.bind(block.warp // plan.warps[1])
         self.warp_output = T.bind(block.warp % plan.warps[1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from bnfuse.runtime.kernels.common import geometry
 from bnfuse.runtime.kernels.common.geometry import convolution_of
@@ -151,9 +152,10 @@ class FlatView:
     is_dense: bool
 
     @staticmethod
-    def of(correlation: Correlation, x: MapType) -> FlatView:
-        """View the windows of a correlation over its source, the map `x`."""
-        return FlatView(correlation, x.stride == x.c and correlation.groups == 1 and correlation.horizontal.step == 1)
+    def of(correlation: Correlation, maps: Iterable[MapType]) -> FlatView:
+        """View the windows of a correlation over its source, and over the further maps of its prologue."""
+        dense = all(kind.stride == kind.c for kind in maps)
+        return FlatView(correlation, dense and correlation.groups == 1 and correlation.horizontal.step == 1)
 
 
 def forward_correlation(problem: Problem) -> Correlation:

@@ -151,7 +151,7 @@ def _main_stage(name: str, problem: Problem, target: CudaTarget, params: tuple[P
             d.when(
                 block.tid < plan.vectors,
                 lambda: write_row(
-                    block["partials"], block.x, 3, work.channels, first, plan.lanes, row, nest.channels.left, False
+                    block["partials"], block.x, 3, work.channels, first, plan.lanes, row, nest.channels.guard, False
                 ),
             )
     return block.stage

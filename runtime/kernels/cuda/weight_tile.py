@@ -52,7 +52,7 @@ class WeightEmitter:
         self.gradient = Rows(block, gradient, tile.precision, plan.threads, tile.gradient_row, plan.pixels, ring)
         self.source = Rows(block, source, tile.precision, plan.threads, tile.source_row, tile.source_rows, ring)
         self.columns = self.fragments[1] * tile.taps
-        self.flat = FlatView.of(c, source.kind)
+        self.flat = FlatView.of(c, source.maps.values())
         self.acc = d.registers(self.fragments[0] * self.columns * 4)
         self.warp_output = T.bind(block.warp // plan.warps[1])
         self.warp_input = T.bind(block.warp % plan.warps[1])

@@ -75,6 +75,13 @@ def test_operators(op):
     check(Case(op, 1, 4, 5, 19, 22, (4, 4), (2, 2), (1, 1, 1, 1), slots=2), "bf16")
 
 
+@pytest.mark.parametrize("op", ["BatchNormGradConvTransposeGradInput", "BatchNormGradConvTransposeGradWeight"])
+def test_maps_of_a_prologue_have_strides_of_their_own(op):
+    """y is dense, and its gradient lies in the buffer of a Concat."""
+    sizes, more = SIZES["last"]
+    check(Case(op, *sizes, **more, wider=("grad_x",)), "fp32")
+
+
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(cases((*FORWARD, *INPUT, *WEIGHT), most=20), st.sampled_from(["bf16", "fp32"]))
 def test_any_geometry(drawn, precision):

@@ -74,6 +74,24 @@ def test_geometry(op, case):
     check(dataclasses.replace(case, op=op))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(CudaCase("ConvStatistics", 4, 4, 4, 116, 116, (3, 3), pads=PAD, group=116), id="116"),
+        pytest.param(CudaCase("ConvStatistics", 4, 4, 4, 232, 232, (3, 3), (2, 2), PAD, group=232), id="232"),
+        pytest.param(
+            CudaCase("ConvStatistics", 2, 2, 2, 464, 464, (3, 3), pads=PAD, group=464, dtype="bfloat16"), id="464-bf16"
+        ),
+    ],
+)
+def test_threads_beyond_the_last_channel_write_no_statistics(case):
+    target = gpu(PRECISIONS[case.dtype], multiprocessors=132)
+    work = forward_work(case.problem())
+    plan = forward_plan(case.problem(), work, target)
+    assert plan.vectors * plan.lanes * plan.chunks(work) > case.cout
+    check(case, multiprocessors=132)
+
+
 def test_where_windows_do_not_fit_taps_are_gathered():
     case = CudaCase(FORWARD, 1, 9, 19, 2, 2, (3, 17), pads=(6, 8, 6, 8), dilations=(6, 1), group=2)
     target = gpu()
