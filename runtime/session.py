@@ -231,6 +231,12 @@ class Step(Exclusive):
         arrays = [np.asarray(first.evaluate.to_host(array, f"data input {place}")) for place, array in enumerate(data)]
         if not arrays or not rows_of(arrays) or any(array.shape[:1] != arrays[0].shape[:1] for array in arrays):
             return self._evaluated(first, data)  # it says what is wrong with them
+        (logits,) = first.evaluate.program.outputs.values()
+        if logits.shape[:1] != (first.batch,):
+            raise BnfuseError(
+                f"the logits are {list(logits.shape)}, which is no row for each sample: give a batch of "
+                f"{' or '.join(map(str, self.batches))}"
+            )
         return np.concatenate([self._evaluated(size, part)[:rows] for size, part, rows in self._sizes.cut(arrays)])
 
     def _evaluated_names(self, size: Size) -> list[str]:
@@ -416,13 +422,15 @@ class Step(Exclusive):
     @property
     def device_bytes(self) -> int:
         """Of all regions of memory, training's and evaluation's, and of the code."""
-        regions = [compiled.program.regions for pair in self._sizes.compiled for compiled in pair]
+        programs = [compiled.program for pair in self._sizes.compiled for compiled in pair]
+        first = programs[0]
         codes = {code for pair in self._sizes.compiled for compiled in pair for code in compiled.codes}
         apart = 0
-        for other in regions[1:]:
-            shared = {name for name, size in shared_regions(other).items() if regions[0].get(name, -1) >= size}
-            apart += sum(size for name, size in other.items() if name not in shared)
-        return sum(regions[0].values()) + apart + sum(map(len, codes))
+        for other in programs[1:]:
+            common = shared_regions(other.regions, first, other)
+            shared = {name for name, size in common.items() if first.regions.get(name, -1) >= size}
+            apart += sum(size for name, size in other.regions.items() if name not in shared)
+        return sum(first.regions.values()) + apart + sum(map(len, codes))
 
     # -- state -------------------------------------------------------------------------------------------------
 

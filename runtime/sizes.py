@@ -17,13 +17,12 @@ import numpy as np
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.draws import Draws
-from bnfuse.runtime.backends.execution import Compiled, Runner
+from bnfuse.runtime.backends.execution import STATE, Compiled, Runner
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.target import Target
 
 Pair = tuple[Compiled, Compiled]  # the programs of training and of evaluation with their code
 HOST = (1, 3)  # kinds of devices of DLPack: CPU, and its pinned memory
-STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,7 @@ def pads_of_windows(forward: Forward) -> None:
         takers = ("Conv", "MaxPool") if positive else ("Conv",)
         if not before or not readers or pad.output[0] in forward.output_names():
             continue
-        if any(node.op_type not in takers or node.input[0] != pad.output[0] for node in readers):
+        if not all(node.op_type in takers and _reads_as_map_alone(node, pad.output[0]) for node in readers):
             continue
         grown = [[a + b for a, b in zip([*before, *after], attributes(node)["pads"], strict=True)] for node in readers]
         fits = all(_takes_pads(node, pads) for node, pads in zip(readers, grown, strict=True))
@@ -71,6 +71,11 @@ def pads_of_windows(forward: Forward) -> None:
                 node.input[0] = pad.input[0]
             gone.append(pad)
     forward.remove_nodes(gone)
+
+
+def _reads_as_map_alone(node: onnx.NodeProto, name: str) -> bool:
+    """Tell whether a value is a window's map and nothing else of it; places of maxima are counted in the map."""
+    return node.input[0] == name and list(node.input).count(name) == 1 and not any(node.output[1:])
 
 
 def _zeros_around(node: onnx.NodeProto, known: dict[str, onnx.TensorProto]) -> tuple[list[int], list[int]]:

@@ -171,10 +171,11 @@ class Turner:
         self.taken.add(name)
         return name
 
-    def ints(self, name: str, values: Sequence[int]) -> str:
-        """Add a constant of integers. Gives its name."""
+    def ints(self, name: str, values: Sequence[int], like: str = "") -> str:
+        """Add a constant of integers, of the type of the constant `like`. Gives its name."""
         name = self.fresh(name)
-        self.added[name] = numpy_helper.from_array(np.array(values, np.int64), name)
+        dtype = numpy_helper.to_array(self.values[like]).dtype if like else np.dtype(np.int64)
+        self.added[name] = numpy_helper.from_array(np.array(values, dtype), name)
         self.shapes[name] = [len(values)]
         return name
 
@@ -217,6 +218,7 @@ class Turner:
             return None
         whole = [1] * (len(perm) - len(shape)) + shape
         if math.prod(shape) == 1:
+            self._make(name)
             return name
         back = _inverse(perm)
         if not _is_reshape(whole, back) and math.prod(shape) * SMALL > elements:
@@ -319,7 +321,7 @@ def _slice(turner: Turner, node: onnx.NodeProto) -> bool:
     if axes is None:
         return False
     node.input[0], perm = found
-    turned = turner.ints(f"{node.name}/axes", [perm[axis % len(perm)] for axis in axes])
+    turned = turner.ints(f"{node.name}/axes", [perm[axis % len(perm)] for axis in axes], like=node.input[1])
     if len(node.input) > 3:
         node.input[3] = turned
     else:
@@ -334,7 +336,7 @@ def _reduce(turner: Turner, node: onnx.NodeProto) -> bool:
     found = turner.of(node)
     given = attributes(node)
     axes = list(given["axes"]) if "axes" in given else turner.integers(node, 1)
-    if found is None or axes is None:
+    if found is None or not axes:
         return False
     node.input[0], perm = found
     axes = [axis % len(perm) for axis in axes]

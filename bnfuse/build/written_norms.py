@@ -86,6 +86,7 @@ class Reader:
         self.from_data = forward.from_data()
         self.readers = forward.consumers()
         self.taken = forward.names() | {node.name for node in forward.graph.node}
+        self.vectors: dict[str, str] = {}  # what the file has in another shape -> the vector that was made of it
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -95,9 +96,15 @@ class Reader:
             return None
         for scaled, bias in self._sums(node):
             found = self._normalised(scaled, bias)
-            if found is not None:
+            if found is not None and self._is_whole(found):
                 return found
         return None
+
+    def _is_whole(self, norm: Norm) -> bool:
+        """Tell whether its scale and bias have one value for each channel."""
+        channels = (self.shapes[norm.x] or [])[norm.axis]
+        given = [self._vector(name) for name in (norm.scale, norm.bias) if name is not None]
+        return all(math.prod(self.values[name].dims) == channels for name in given)
 
     def _goes_on(self, node: onnx.NodeProto) -> bool:
         """Tell whether what a product or quotient gives is scaled or shifted by a vector yet: the last one counts."""
@@ -126,7 +133,9 @@ class Reader:
         for value, factor in self._factors(maker):
             if not within and maker.op_type == "Mul" and self._is_constant_vector(factor):
                 inner = self._normalised(value, None, within=True)
-                if inner is not None and inner.scale is None and self._meets(factor, value, inner):
+                vectors = [vector for vector in (factor, shift) if vector is not None]
+                meets = inner is not None and all(self._meets(vector, value, inner) for vector in vectors)
+                if inner is not None and inner.scale is None and meets:
                     return dataclasses.replace(inner, scale=factor, bias=shift)
             inverse = self._inverse(factor, divided=maker.op_type == "Div")
             if inverse is None:
@@ -138,11 +147,16 @@ class Reader:
             x, mean, centred, axis = found
             whole, perm = self._untransposed(value)
             place = axis if perm is None else perm.index(axis)
-            if not self._lies_along(factor, value, place):
+            if not all(self._lies_along(vector, value, place) for vector in (factor, shift) if vector is not None):
                 continue
             if whole == centred and (shift is None or self._vector(shift) in self.values):
                 return Norm(x, axis, epsilon, scale, shift, perm)
-            if whole == x and shift is not None and (bias := self._bias(shift, mean, factor)) is not None:
+            if (
+                whole == x
+                and maker.op_type == "Mul"
+                and shift is not None
+                and (bias := self._bias(shift, mean, factor)) is not None
+            ):
                 return Norm(x, axis, epsilon, scale, bias[0], perm)
         return None
 
@@ -325,11 +339,15 @@ class Reader:
         source = self._vector(given) if given is not None else None
         if source is not None and list(self.values[source].dims) == [channels]:
             return source
+        if source is not None and source in self.vectors:
+            return self.vectors[source]
         values = np.full(channels, value, np.float32)
         if source is not None:
             values = np.broadcast_to(numpy_helper.to_array(self.values[source]).reshape(-1), (channels,)).copy()
         name = self._fresh(name)
         self.forward.set_initializer(name, values)
+        if source is not None:
+            self.vectors[source] = name
         return name
 
     def _fresh(self, name: str) -> str:

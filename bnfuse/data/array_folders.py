@@ -15,7 +15,7 @@ class ArrayFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files = sorted(path.stem for path in folder.glob("*.npy"))
+        self.files = sorted(path.stem for path in folder.glob("*.npy") if path.is_file())
 
     def __contains__(self, name: str) -> bool:
         return name in self.files

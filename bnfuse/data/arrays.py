@@ -28,6 +28,8 @@ SUFFIXES = {"train": "", "val": "_val", "test": "_test"}
 FAR = 16  # times as large, the largest as well as the mean: numbers of another unit
 SOME = 1024  # images whose mean is taken
 
+LARGEST_ELEMENT = 1024  # bytes: what is larger is no number, and not to be read
+
 
 def array_file(
     path: Path, image: int | None = None, channels: int | None = None, targets: Sequence[Target] = ()
@@ -157,18 +159,30 @@ def check_sizes(
     for array, end in ((array, SUFFIXES[part]) for part in parts for array in ("x", *labels)):
         name = f"{array}{end}"
         shape = shape_in(arrays, name)
+        if dtype_in(arrays, name).itemsize > LARGEST_ELEMENT:
+            raise BnfuseError(f"{path}: {name} has elements of {dtype_in(arrays, name).itemsize} bytes: give numbers")
         if not (array == "x" and len(shape) in (3, 4)) and 8 * math.prod(shape) > MAX_BYTES:
             raise BnfuseError(f"{path}: {name} claims the shape {list(shape)}: it is too large")
 
 
 def shape_in(arrays: Any, name: str) -> tuple[int, ...]:
-    """Tell what the header of an array says."""
+    """Give the shape that the header of an array says."""
+    return header_of(arrays, name)[0]
+
+
+def dtype_in(arrays: Any, name: str) -> np.dtype[Any]:
+    """Give the type that the header of an array says."""
+    return header_of(arrays, name)[1]
+
+
+def header_of(arrays: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read the header of an array, and nothing else."""
     member = arrays.member(name) if isinstance(arrays, ArrayFolder) else arrays.zip.open(f"{name}.npy")
     with member as stream:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape: tuple[int, ...] = read(stream)[0]
-        return shape
+        shape, _, dtype = read(stream)
+        return shape, dtype
 
 
 def layout(shape: Sequence[int]) -> tuple[int, int, int]:

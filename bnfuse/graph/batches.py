@@ -335,7 +335,7 @@ class Rebatched:
             raise self.error(node, "has one value in a channel, which has no variance")
 
     def check_mean(self, node: ir.Node) -> None:
-        """Raise where a number that is no map is divided by a constant that may be a count of samples."""
+        """Raise where what is summed over the batch is divided by a constant that may be a count of samples."""
         if node.domain or node.op_type not in ("Div", "Mul") or len(node.inputs) != 2:
             return
         for place in (1,) if node.op_type == "Div" else (0, 1):
@@ -346,7 +346,8 @@ class Rebatched:
             divisor = float(found.reshape(())) if node.op_type == "Div" else 1 / (float(found.reshape(())) or math.inf)
             whole = math.isfinite(divisor) and abs(divisor - round(divisor)) <= 1e-6 * abs(divisor)
             counts = whole and divisor >= self.old and round(divisor) % self.old == 0
-            if counts and shape is not None and math.prod(shape) == 1:
+            summed = other in self.touched and other not in self.before  # it follows from data, over the batch
+            if counts and shape is not None and (math.prod(shape) == 1 or summed):
                 raise self.error(node, f"divides by the constant {divisor:g}, which may count samples")
 
     def count_elements(self) -> None:

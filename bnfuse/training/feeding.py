@@ -108,6 +108,10 @@ def evaluate_batches(
     with prefetched(parts) as ready:
         for x, y in ready:
             logits = logits_of(x)
+            if logits.ndim != 2 or len(logits) != len(y):
+                raise BnfuseError(
+                    f"the network gives {list(logits.shape)} for {len(y)} images: logits are [N, classes]"
+                )
             if not np.isfinite(logits).all():
                 raise error_of_evaluation(x)
             count += len(y)

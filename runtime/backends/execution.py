@@ -15,7 +15,8 @@ from bnfuse.runtime.program import program as p
 if TYPE_CHECKING:
     from bnfuse.runtime.backends.cuda.array import DeviceArray
 
-SHARED = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER, p.GRADIENTS, p.NEW_RUNNING, p.ARENA)
+STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)
+SHARED = (*STATE, p.GRADIENTS, p.NEW_RUNNING, p.ARENA)
 Scalars = Mapping[str, float]  # arguments that are known when the step runs, by name
 
 
@@ -84,9 +85,13 @@ class OnDevice(Protocol):
         """Give a tensor where it lies on the device."""
 
 
-def shared_regions(regions: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a runner's regions those that another one beside it uses too: state, and what is written before it is read."""
-    return {name: regions[name] for name in SHARED if name in regions}
+def shared_regions(regions: Mapping[str, Any], *programs: p.Program) -> dict[str, Any]:
+    """Of a runner's regions those that another one beside it uses too: state, and what is written before it is read.
+
+    Not what the `programs` of both find there from the start on (a gradient that is constant), each its own.
+    """
+    found_there = {program.storages[storage].region for program in programs for storage in program.initial}
+    return {name: regions[name] for name in SHARED if name in regions and (name in STATE or name not in found_there)}
 
 
 def paired(names: Sequence[str], arrays: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -27,7 +27,7 @@ MAPS = ("x", "skip", "stored", "other", "dx", "acc", *OUTPUT_SIDE)
 
 @dataclasses.dataclass(frozen=True)
 class CudaCase(ConvCase):
-    """`slots` channels lie before and after those of each map, and four more behind those of `wider`; maps are stored as
+    """`slots` channels lie before and after those of each map, four more behind those of `wider`; maps are stored as
     `dtype`, but those of `others`."""
 
     dtype: str = "float32"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import onnx
 import pytest
-import torch
+from onnx import helper, numpy_helper
 from small_training import forward_model, small_graph
-from torch.nn import functional
 
 import bnfuse
 from bnfuse.build import build_training_graph
@@ -39,11 +39,15 @@ class Torch:
     """The network, its optimiser and running statistics as ONNX defines them: of the biased variance."""
 
     def __init__(self, state: dict[str, np.ndarray]) -> None:
+        import torch
+
+        self.torch, self.functional = torch, torch.nn.functional
         self.values = {name: torch.tensor(value.astype(np.float64)) for name, value in state.items()}
         self.weights = [v.requires_grad_() for k, v in self.values.items() if not re.search(r"/(mean|var)$", k)]
         self.optimizer = torch.optim.SGD(self.weights, lr=0.1, momentum=0.9)
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        torch, functional = self.torch, self.functional
         maps = torch.tensor(x.astype(np.float64))
         for layer, stride in (("conv1", 1), ("conv2", 2)):
             v = {what: self.values[f"{layer}/bn/{what}"] for what in ("scale", "bias", "mean", "var")}
@@ -60,6 +64,7 @@ class Torch:
         return float(loss)
 
 
+@pytest.mark.torch
 def test_steps_of_several_batches_train_one_state_as_torch_does(step):
     assert step.batches == (16, 7)
     oracle = Torch(step.state_dict())
@@ -72,6 +77,7 @@ def test_steps_of_several_batches_train_one_state_as_torch_does(step):
         assert np.linalg.norm(value - wanted) <= 1e-5 * max(np.linalg.norm(wanted), 1e-2), name
 
 
+@pytest.mark.torch
 def test_gradients_and_outputs_are_those_of_the_batch_of_the_last_call(step):
     x, y = drawn(7)
     step.forward(x, y)
@@ -127,3 +133,46 @@ def test_samples_that_are_drawn_for_a_batch_have_no_other():
     sampled = small_graph()
     with pytest.raises(BnfuseError, match="build and rewrite the graph anew with the other --batch"):
         bnfuse.compile(sampled, batches=(16, 7))
+
+
+def test_a_gradient_that_is_constant_is_that_of_its_batch(own_loss):
+    """Of the bias of a sum: the count of samples, which is there from the start on."""
+    step = bnfuse.compile(build_training_graph(own_loss, loss="own"), threads=1)
+    bnfuse.add_batch(step, 7)
+    x = np.ones((16, 3), np.float32)
+    for batch in (16, 7, 16):
+        step(x[:batch])
+        np.testing.assert_array_equal(step.gradients()["bias"], np.full(5, batch, np.float32))
+
+
+@pytest.fixture
+def own_loss() -> onnx.ModelProto:
+    """x [16, 3] -> Gemm with a bias -> the sum of all."""
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "bias"], ["z"], name="layer"),
+        helper.make_node("ReduceSum", ["z"], ["loss"], name="sum", keepdims=0),
+    ]
+    tensors = [numpy_helper.from_array(np.ones(shape, np.float32), n) for n, shape in (("w", (3, 5)), ("bias", (5,)))]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "net", [info("x", 1, [16, 3])], [info("loss", 1, [])], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_rows_that_are_no_samples_are_not_cut():
+    """Scores of each pixel, as rows."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], name="turn", perm=[0, 2, 3, 1]),
+        helper.make_node("Reshape", ["t", "shape"], ["r"], name="rows"),
+        helper.make_node("Gemm", ["r", "w"], ["scores"], name="layer"),
+    ]
+    tensors = [
+        numpy_helper.from_array(np.array([-1, 3]), "shape"),
+        numpy_helper.from_array(np.ones((3, 5), np.float32), "w"),
+    ]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "net", [info("x", 1, [8, 3, 2, 2])], [info("scores", 1, [32, 5])], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    step = bnfuse.compile(build_training_graph(model), threads=1)
+    assert step.evaluate(np.ones((8, 3, 2, 2), np.float32)).shape == (32, 5)
+    with pytest.raises(BnfuseError, match="no row for each sample: give a batch of 8"):
+        step.evaluate(np.ones((5, 3, 2, 2), np.float32))

@@ -35,7 +35,9 @@ class CpuRunner:
     def __init__(self, compiled: Compiled, target: CpuTarget, beside: CpuRunner | None = None) -> None:
         check_threads(target.threads)
         self.program, self.threads = compiled.program, target.threads
-        self.memory: Memory = Memory(compiled.program, shared_regions(beside.memory.regions) if beside else None)
+        program = compiled.program
+        shared = shared_regions(beside.memory.regions, beside.program, program) if beside else None
+        self.memory: Memory = Memory(program, shared)
         self.mcpu, self.missing = target.mcpu, missing_features(features_of(target.mcpu))
         if not self.missing:
             self._tensors: dict[int, Any] = {}

@@ -135,7 +135,7 @@ class Device:
         self.modules: Modules = beside.modules if beside else Modules(self.queue)
         self.results: Results = beside.results if beside else Results(self.queue)
         with self.driver.active():
-            shared = shared_regions(beside.memory.regions) if beside else None
+            shared = shared_regions(beside.memory.regions, beside.program, program) if beside else None
             self.memory: DeviceMemory = DeviceMemory(program, self.queue, shared)
             self.calls = Calls(program, codes, self.modules, self.memory)
         self.is_fed_from_device = False

@@ -188,3 +188,8 @@ def test_values_that_float32_takes_for_zero_are_refused(tmp_path):
     assert message_of(tmp_path, x=BYTES * 1e-60, x_test=BYTES * 1e-60) == (
         "x holds values up to 2.55e-58, 0 in float32: scale them"
     )
+
+
+def test_elements_that_are_no_numbers_are_not_read(tmp_path):
+    said = message_of(tmp_path, x=np.zeros((4, 5, 5), "V2048"))
+    assert said == "x has elements of 2048 bytes: give numbers"

@@ -166,7 +166,7 @@ def test_a_sweep_as_json_csv_and_text(net):
 @pytest.mark.timeout(120)
 def test_500_points_of_a_large_network_take_less_than_a_minute():
     large = forward_workload(build_graph("densenet121", batch=32))
-    start = time.perf_counter()
+    start = time.process_time()  # of this process, whatever else the machine does
     found = sweep(large, HARDWARE, "cache", [(24 + 40 * index) * MIB for index in range(25)])
     assert len(large.layers) > 800
-    assert (time.perf_counter() - start) * 500 / len(found.points) < 60
+    assert (time.process_time() - start) * 500 / len(found.points) < 60

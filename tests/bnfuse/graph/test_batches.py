@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnx import helper, numpy_helper
 from small_training import forward_model
 
 import bnfuse
@@ -173,3 +174,23 @@ def test_random_values_are_drawn_for_the_batch():
     moved = with_batch(open_graph(build_training_graph(model)), 6)
     (draw,) = (node for node in moved.model.graph if node.op_type == "RandomUniformLike")
     assert draw.outputs[0].shape == [6, 1]
+
+
+def test_a_mean_over_the_batch_by_a_constant_is_refused():
+    """x.sum(0) / 16 stays divided by 16, of whatever shape it is."""
+    nodes = [
+        helper.make_node("Constant", [], ["sixteen"], value=numpy_helper.from_array(np.float32(16))),
+        helper.make_node("MatMul", ["x", "w"], ["z"], name="layer"),
+        helper.make_node("ReduceSum", ["z", "axes"], ["sums"], name="sums", keepdims=0),
+        helper.make_node("Div", ["sums", "sixteen"], ["means"], name="mean_16"),
+        helper.make_node("ReduceSum", ["means"], ["loss"], name="sum", keepdims=0),
+    ]
+    tensors = [
+        numpy_helper.from_array(np.ones((3, 5), np.float32), "w"),
+        numpy_helper.from_array(np.array([0]), "axes"),
+    ]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "net", [info("x", 1, [16, 3])], [info("loss", 1, [])], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    with pytest.raises(BnfuseError, match=r"'mean_16' \(Div\) divides by the constant 16, which may count samples"):
+        with_batch(open_graph(build_training_graph(model, loss="own")), 4)

@@ -19,6 +19,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.exporting import inference_model
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.training import train_step
+from bnfuse.training.feeding import evaluate_batches
 
 STANDARD = {"", "ai.onnx"}
 
@@ -294,3 +295,9 @@ def test_what_changes_in_evaluation_may_be_the_last_node(last, how):
     exported = inference_model(open_graph(graph), step.state_dict())
     assert [value.name for value in exported.graph.output] == ["logits"]
     np.testing.assert_allclose(run(exported, x[:5]), expected[:5], rtol=1e-4, atol=1e-5)
+
+
+def test_scores_of_pixels_are_no_logits():
+    parts = iter([(np.zeros((4, 3, 2, 2), np.float32), np.zeros(4, np.int64))])
+    with pytest.raises(BnfuseError, match=r"gives \[4, 5, 1, 1\] for 4 images: logits are \[N, classes\]"):
+        evaluate_batches(lambda x: np.zeros((len(x), 5, 1, 1), np.float32), parts)
