@@ -9,8 +9,8 @@ network's alone), and what it found is a line of `FOLDER/EXPORTER.jsonl`; networ
 again without --again. Ends with a table of stages and the refusals; the exit status is 1 where fewer than the share
 come through all stages.
 
-`verify` compares in onnxruntime, and in float64 where rounding noise leaves no verdict there. Three stages run when
-asked for: `float64` computes the rewritten file in float64 and compares it with the torch module in float64, `run`
+`verify` compares in onnxruntime, and in float64 where files are not equal there or cannot be judged. Three stages run
+when asked for: `float64` computes the rewritten file in float64 and compares it with the torch module in float64, `run`
 compares compiled files, `exact` a compiled step with the module.
 
 Needs torch, onnxscript, torchvision and timm.
@@ -103,16 +103,15 @@ def rewrite(name: str, where: Where) -> dict[str, Any]:
 
 
 def verify(name: str, where: Where, runtime: str = "ort") -> dict[str, Any]:
-    """Compare the two files, run by onnxruntime; in float64 too where rounding noise leaves no verdict."""
+    """Compare the two files, run by onnxruntime; in float64 where they are not equal there or cannot be judged."""
     import bnfuse
 
     before, after = (where.folder / f"{name}.{which}.onnx" for which in ("train", "fused"))
     found = bnfuse.verify(before, after, runtime=runtime, threads=1)
-    if not found.judged and found.verdict != "NOT equal":
-        unjudged, found = found, bnfuse.verify(before, after, runtime="float64")
-        result = {"unjudged": len(unjudged.unjudged), "tensors": len(unjudged.tensors)}
-    else:
-        result = {}
+    result = {}
+    if not found.equal:  # a ReLU at zero but for rounding says no too, in deep networks for every seed
+        result = {"in_float32": found.verdict, "unjudged": len(found.unjudged), "tensors": len(found.tensors)}
+        found = bnfuse.verify(before, after, runtime="float64")
     worst = [found.worst.tensor, found.worst.error, found.worst.tolerance]
     if not found.equal:
         raise AssertionError(f"{found.verdict}; the worst is {worst}")
