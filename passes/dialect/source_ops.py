@@ -92,15 +92,19 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None
 
 
+def _weighted(node: ir.Node, x: ir.Value, weight: ir.Value) -> tuple[dict[str, ir.Value], tuple[str, ...]]:
+    """Give the operands of a convolution of either kind, and the epilogue that its bias is."""
+    operands = {"x": x, "weight": weight}
+    if len(node.inputs) < 3 or node.inputs[2] is None:
+        return operands, ()
+    return {**operands, "bias": node.inputs[2]}, ("Bias",)
+
+
 def _conv(node: ir.Node) -> Op | None:
     x, weight, y = node.inputs[0], node.inputs[1], node.outputs[0]
     if not (is_map(x) and is_map(y) and weight is not None and weight.shape is not None):
         return None
-    operands = {"x": x, "weight": weight}
-    epilogue: tuple[str, ...] = ()
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        operands["bias"] = node.inputs[2]
-        epilogue = ("Bias",)
+    operands, epilogue = _weighted(node, x, weight)
     return _op(OpSpec((), "Conv", epilogue), operands, {"y": y}, _window(node, sizes(x), sizes(weight)[2:]), node)
 
 
@@ -119,11 +123,7 @@ def _conv_transpose(node: ir.Node) -> Op | None:
     more = tuple(have - least for have, least in zip(made, transposed_size(given, size), strict=True))
     if min(more) < 0:
         return None
-    operands = {"x": x, "weight": weight}
-    epilogue: tuple[str, ...] = ()
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        operands["bias"] = node.inputs[2]
-        epilogue = ("Bias",)
+    operands, epilogue = _weighted(node, x, weight)
     attributes = {**given, "output_padding": more}
     return _op(OpSpec((), "ConvTranspose", epilogue), operands, {"y": y}, attributes, node)
 
