@@ -124,6 +124,22 @@ class Erf(Written):
         return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
 
 
+class HardSwish(Written):
+    """The evaluator's sixth is of float32."""
+
+    def _run(self, x: Any) -> Any:
+        return (x * np.clip(x + 3, 0, 6) / 6,)
+
+
+class Gelu(Written):
+    """The evaluator's constants and erf are of float32."""
+
+    def _run(self, x: Any, approximate: bytes = b"none") -> Any:
+        if approximate == b"tanh":
+            return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
+        return (0.5 * x * (1 + np.vectorize(math.erf, otypes=[x.dtype])(math.sqrt(0.5) * x)),)
+
+
 def _places(shape: Sequence[int], indices: np.ndarray, axis: int) -> tuple[np.ndarray, ...]:
     places: list[Any] = list(np.indices(indices.shape))
     places[axis] = indices % shape[axis]

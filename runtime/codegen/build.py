@@ -12,6 +12,7 @@ import contextlib
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -98,6 +99,15 @@ def _result(found: tuple[str, str, bytes] | Exception) -> tuple[str, str, bytes]
     return found
 
 
+def _end_of(process: subprocess.Popen[bytes]) -> str:
+    """Say how a worker ended that gave no answer."""
+    status = process.wait()
+    if status == -signal.SIGKILL:
+        return "its compiler process was killed, as systems do that are short of memory: run less beside it"
+    ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return f"its compiler process {ended}"
+
+
 class _Worker:
     """A process that compiles what it finds in the queue, and the thread that talks to it."""
 
@@ -112,20 +122,27 @@ class _Worker:
         )
         threading.Thread(target=self._feed, daemon=True).start()
 
-    def _feed(self) -> None:
+    def _answer(self, request: bytes) -> bytes:
+        """Give what the process answers; nothing where it has ended."""
         assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(request + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return b""
+        return self._process.stdout.readline()
+
+    def _feed(self) -> None:
         while True:
             try:
                 key, request, name = self._waiting.get_nowait()
             except queue.Empty:
                 return
             try:
-                self._process.stdin.write(base64.b64encode(pickle.dumps(request)) + b"\n")
-                self._process.stdin.flush()
-                status, _, text = self._process.stdout.readline().partition(b" ")
+                status, _, text = self._answer(base64.b64encode(pickle.dumps(request))).partition(b" ")
                 code = base64.b64decode(text)
                 if status != b"ok":
-                    raise RuntimeError(f"kernel '{name}': {code.decode() or 'the compiler process ended'}")
+                    raise RuntimeError(f"kernel '{name}': {code.decode() or _end_of(self._process)}")
                 self._finished.put((key, name, code))
             except Exception as error:
                 self._finished.put(error)

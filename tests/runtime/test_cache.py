@@ -166,8 +166,17 @@ def test_a_kernel_that_cannot_be_compiled_is_named_by_a_worker_too():
     assert "\n" not in str(caught.value)
 
 
-def _of_worker(request: Request, name: str):
-    """What a worker process answers to one request."""
+def test_a_worker_that_is_killed_says_so():
+    from bnfuse.runtime.codegen import build
+
+    with pytest.raises(BnfuseError, match="kernel 'k': its compiler process was killed, as systems do that are short"):
+        build._result(_of_worker(relu(4), "k", lambda worker: worker._process.kill()))
+    with pytest.raises(BnfuseError, match="kernel 'k': its compiler process ended by SIGTERM"):
+        build._result(_of_worker(relu(4), "k", lambda worker: worker._process.terminate()))
+
+
+def _of_worker(request: Request, name: str, meanwhile=lambda worker: None):
+    """What a worker process answers to one request; `meanwhile` something happens to it."""
     import queue
 
     from bnfuse.runtime.codegen import build
@@ -175,6 +184,7 @@ def _of_worker(request: Request, name: str):
     waiting, finished = queue.SimpleQueue(), queue.SimpleQueue()
     waiting.put(("key", request, name))
     worker = build._Worker(waiting, finished)
+    meanwhile(worker)
     try:
         return finished.get(timeout=100)
     finally:
