@@ -13,6 +13,7 @@ PAGES = {
     "L1BN and RBN": "sampling.baseline_statistics",
     "Local statistics": "sampling.local",
     "Canonical form": "dialect.canonical",
+    "Canonical form, channel shuffles": "dialect.shuffle",
     "Pool first": "fusion.pool_first",
     "RCF and the forward half of BNFF": "fusion.pointwise",
     "Bias before a BN": "removal.drop_bias",
@@ -24,6 +25,7 @@ PAGES = {
     "BNFF, statistics": "fusion.statistics",
     "BNFF, input gradients": "fusion.batch_norm_grad",
     "ICF, BN before a Concat": "concat.sink",
+    "ICF, BN before a channel shuffle": "concat.shuffle",
     "ICF, statistics": "concat.statistics",
     "ICF, gradients": "concat.gradient",
 }

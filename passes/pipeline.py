@@ -28,9 +28,11 @@ from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
 from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.functions import add_functions
 from bnfuse.passes.concat.gradient import ConcatGradient
+from bnfuse.passes.concat.shuffle import ShuffleSink
 from bnfuse.passes.concat.sink import ConcatSink
 from bnfuse.passes.concat.statistics import ConcatStatistics
 from bnfuse.passes.dialect.canonical import Canonicalize
+from bnfuse.passes.dialect.shuffle import ChannelShuffle
 from bnfuse.passes.fission.batch_norm import SplitBatchNorm
 from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
@@ -131,7 +133,8 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     if pool_first:
         listed += [("pool-first", PoolFirst)]
     if rank >= LEVELS.index("rcf"):
-        listed += [("canonical", Canonicalize), ("rcf", ReluConvFusion)]
+        listed += [("canonical", Canonicalize), ("canonical/shuffle", ChannelShuffle)]
+        listed += [("rcf", ReluConvFusion)]
     if rank >= LEVELS.index("bnff"):
         listed += [("bnff/drop-bias", DropBias)]
     if rank >= LEVELS.index("mvf"):
@@ -141,6 +144,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         listed += _fusions("bnff", concats=not icf)
     across: list[tuple[str, PassFactory]] = [
         ("icf/concat-sink", ConcatSink),
+        ("icf/shuffle-sink", ShuffleSink),
         ("icf/concat-statistics", ConcatStatistics),
     ]
     across += [("icf/concat-gradient", ConcatGradient), *_fusions("icf", concats=True)]

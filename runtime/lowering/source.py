@@ -56,6 +56,7 @@ SOURCE_OPS: dict[tuple[str, str], Lower] = {
     ("", "Resize"): sparse.lower_resize,
     ("", "Upsample"): sparse.lower_resize,
     ("", "Pad"): sparse.lower_pad,
+    ("", "Gather"): sparse.lower_gather,
     ("", "Gemm"): dense.lower_gemm,
     ("", "MatMul"): dense.lower_matmul,
     ("", "SoftmaxCrossEntropyLoss"): dense.lower_softmax_loss,

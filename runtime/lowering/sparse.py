@@ -76,6 +76,22 @@ def lower_pad(low: Lowering, node: ir.Node) -> None:
     along_axes(low, node, x, matrices)
 
 
+def lower_gather(low: Lowering, node: ir.Node) -> None:
+    """Lower a Gather: constant channels of a map are picked where it lies, all else is generic."""
+    x, indices = low.operand(node, 0), low.operand(node, 1)
+    form, order = low.form(x), low.constant(indices)
+    axis = attributes_of(node).get("axis", 0)
+    if form.map is None or order is None or order.ndim != 1 or len(form.shape) != 4 or axis not in (1, -3):
+        lower_generic(low, node)
+        return
+    n, c, h, w = form.shape
+    made, held = low.new_map(node.outputs[0], (n, len(order), h, w)), low.map(x)
+    problem = TapsProblem(held.type, made.type, "c", 1, weighted=False)
+    picked = (order % c).astype(np.int32)
+    refs: dict[str, Ref] = {"x": held, "index": low.constant_storage(picked), "y": made}
+    low.launch(registry.TAPS, (problem, low.target), refs)
+
+
 def lower_mean(low: Lowering, node: ir.Node, x: ir.Value, window: dict[str, Any]) -> None:
     """Lower an average pooling as means along its axes, one after the other."""
     along_axes(low, node, x, mean_matrices(window, low.shape(x)))

@@ -111,6 +111,15 @@ class _Network:
         self.channels[y] = sum(self.channels[x] for x in xs)
         self.node("Concat", list(xs), y, axis=1)
 
+    def shuffle(self, y: str, x: str, g: int = 2) -> None:
+        c = self.channels[x]
+        for name, shape in ((f"{y}/groups", [0, g, c // g, -1, 8]), (f"{y}/whole", [0, c, -1, 8])):
+            self.values.append(onnx.numpy_helper.from_array(np.array(shape), name))
+        self.node("Reshape", [x, f"{y}/groups"], f"{y}/wide")
+        self.node("Transpose", [f"{y}/wide"], f"{y}/turned", perm=[0, 2, 1, 3, 4])
+        self.node("Reshape", [f"{y}/turned", f"{y}/whole"], y)
+        self.channels[y] = c
+
     def maxpool(self, y: str, x: str, k: int = 2, s: int = 2) -> None:
         self.node("MaxPool", [x], y, kernel_shape=[k, k], strides=[s, s], pads=[(k - 1) // 2] * 4)
 

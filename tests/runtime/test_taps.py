@@ -30,8 +30,8 @@ def sparse(out: int, size: int, most: int, rng: np.random.Generator, *, picks: b
 def run(x, matrix, axis, slots=((0, 0), (0, 0))):
     """x [n, h, w, c] with columns or rows mixed; maps in the given (further channels, offset) of wider buffers."""
     index, weight = taps_of(matrix)
-    n, h, w, c = x.shape
-    shape = (n, len(matrix), w, c) if axis == "h" else (n, h, len(matrix), c)
+    c = x.shape[3]
+    shape = made(x.shape, matrix, axis)
     kinds = [MapType(*full, full[3] + more) for full, (more, _) in zip((x.shape, shape), slots, strict=True)]
     problem = TapsProblem(*kinds, axis, index.shape[1], weight is not None)
     wide, out = (
@@ -42,21 +42,25 @@ def run(x, matrix, axis, slots=((0, 0), (0, 0))):
     arrays = {"x": wide, "index": index, "y": out} | ({} if weight is None else {"weight": weight})
     found = execute.call(taps(problem, TARGET), arrays, {"x": slots[0][1], "y": slots[1][1]})["y"].reshape(out.shape)
     outside = found.copy()
-    outside[..., slots[1][1] : slots[1][1] + c] = 7
+    outside[..., slots[1][1] : slots[1][1] + shape[3]] = 7
     assert (outside == 7).all()
-    return found[..., slots[1][1] : slots[1][1] + c]
+    return found[..., slots[1][1] : slots[1][1] + shape[3]]
+
+
+def made(shape, matrix, axis):
+    """The shape [n, h, w, c] of what a matrix makes along an axis of a map."""
+    return tuple(len(matrix) if name == axis else size for name, size in zip("nhwc", shape, strict=True))
 
 
 def wanted(x, matrix, axis):
-    return np.einsum(
-        "oi,niwc->nowc" if axis == "h" else "oi,nhic->nhoc", matrix.astype(np.float64), x.astype(np.float64)
-    )
+    along = {"h": "oi,niwc->nowc", "w": "oi,nhic->nhoc", "c": "oi,nhwi->nhwo"}[axis]
+    return np.einsum(along, matrix.astype(np.float64), x.astype(np.float64))
 
 
 def check(shape, out, most, axis, slots=((0, 0), (0, 0)), picks=False):
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape).astype(np.float32)
-    matrix = sparse(out, shape[1] if axis == "h" else shape[2], most, rng, picks=picks)
+    matrix = sparse(out, shape["nhwc".index(axis)], most, rng, picks=picks)
     np.testing.assert_allclose(run(x, matrix, axis, slots), wanted(x, matrix, axis), rtol=1e-5, atol=1e-5)
 
 
@@ -65,6 +69,11 @@ def test_equals_the_dense_product(axis):
     check((2, 6, 5, 16), 9, 4, axis)
     check((2, 6, 5, 37), 3, 1, axis, picks=True)
     check((1, 21, 23, 3), 4, 18, axis, slots=((5, 3), (2, 1)))
+
+
+@pytest.mark.parametrize(("c", "out", "slots"), [(16, 16, ((0, 0), (0, 0))), (37, 50, ((5, 3), (2, 1)))])
+def test_channels_are_picked(c, out, slots):
+    check((2, 3, 5, c), out, 1, "c", slots, picks=True)
 
 
 @settings(max_examples=8, deadline=None)

@@ -1,6 +1,8 @@
 """A linear map along one axis of a map whose matrix is sparse: Resize, Pad, a dilated mean, and their gradients.
 
 y[.., o, ..] = sum over t < taps of  weight[o, t] * x[.., index[o, t], ..]
+
+Along channels it picks: a channel shuffle has one tap and no weights.
 """
 
 from __future__ import annotations
@@ -25,19 +27,24 @@ UNROLLED = 8  # taps that are written out one by one: chosen by hand
 class TapsProblem:
     """Rows ("h") or columns ("w") of y [n, h, w, c] as mixtures of those of x, `taps` of them each.
 
-    Where not `weighted` there is one tap, taken as it is.
+    Where not `weighted` there is one tap, taken as it is; so are channels ("c").
     """
 
     x: MapType
     y: MapType
-    axis: Literal["h", "w"]
+    axis: Literal["h", "w", "c"]
     taps: int
     weighted: bool
 
     @property
+    def picks_channels(self) -> bool:
+        """Tell whether channels are taken in another order."""
+        return self.axis == "c"
+
+    @property
     def out(self) -> int:
-        """Count the rows or columns that are made."""
-        return self.y.h if self.axis == "h" else self.y.w
+        """Count the rows, columns or channels that are made."""
+        return {"h": self.y.h, "w": self.y.w, "c": self.y.c}[self.axis]
 
     def place(self, pixel: Expr) -> tuple[Expr, Expr, Expr]:
         """Write image, row and column of a pixel of y."""

@@ -27,6 +27,11 @@ def taps(problem: TapsProblem, target: CpuTarget) -> Kernel:
 
     def emit(args: Args) -> None:
         def visit(pixel: Expr, vector: Vector, is_first: Expr) -> None:
+            if problem.picks_channels:
+                with vector.each() as j:
+                    channel = vector.base + j
+                    args.write("y", pixel, channel, args.read("x", pixel, args["index"][channel]))
+                return
             place = tuple(T.bind(at) for at in problem.place(pixel))
             first = T.bind(first_of(problem, place))
             total = vector.local()

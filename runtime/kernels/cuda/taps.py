@@ -2,7 +2,8 @@
 
     thread: a pixel of y and a vector of channels; up to eight taps are fetched, then weighed and added, in float32
 
-All threads of a pixel read one row of the table. What neighbouring pixels share comes from the caches.
+All threads of a pixel read one row of the table. What neighbouring pixels share comes from the caches. Of channels that
+are picked each thread has one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def taps(problem: TapsProblem, target: CudaTarget) -> Kernel:
     """Make the kernel x, index, [weight] -> y. Raises BnfuseError as `taps_params` does."""
     params = taps_params(problem)
     y = problem.y
-    sweep = Sweep.of(y.pixels, y.c, width_of([problem.x, y]), target, reads=NO_UNROLL, sums=False)
+    width = 1 if problem.picks_channels else width_of([problem.x, y])
+    sweep = Sweep.of(y.pixels, y.c, width, target, reads=NO_UNROLL, sums=False)
     name = unique_name("Taps", problem, target)
 
     def build() -> tuple[Stage, ...]:
@@ -42,7 +44,7 @@ def _emit(block: Block, problem: TapsProblem, sweep: Sweep) -> None:
     reader = Reader(block, {"x": problem.x}, (), width, at_a_time)
     writer = Writer(block, "y", problem.y, width)
     channel, left = sweep.channel(block)
-    reader.open(channel, left, False)
+    reader.open(T.bind(block["index"][channel]) if problem.picks_channels else channel, left, False)
     total = d.registers(width)
 
     def some(first: Expr, count: int, place: tuple[Expr, Expr, Expr]) -> None:
@@ -54,6 +56,12 @@ def _emit(block: Block, problem: TapsProblem, sweep: Sweep) -> None:
             for j in range(width):
                 value = reader.values["x"][j]
                 d.put(total, j, value if weight is None else d.fma(weight, value, total[j]))
+
+    def pick(pixel: Expr) -> None:
+        reader.fetch(0, pixel)
+        reader.unpack(0)
+        d.put(total, 0, reader.values["x"][0])
+        writer.store(total, pixel, channel, left)
 
     def visit(pixel: Expr) -> None:
         place = tuple(T.bind(at) for at in problem.place(pixel))
@@ -71,6 +79,6 @@ def _emit(block: Block, problem: TapsProblem, sweep: Sweep) -> None:
         writer.store(total, pixel, channel, left)
 
     def finish(i: int, pixel: Expr, valid: Expr) -> None:
-        d.when(valid, lambda: visit(T.bind(pixel)))
+        d.when(valid, lambda: (pick if problem.picks_channels else visit)(T.bind(pixel)))
 
     sweep.run(block, left, lambda i, pixel, valid: None, finish)

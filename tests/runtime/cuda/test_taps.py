@@ -19,10 +19,9 @@ on_cpu = source_files.load(pathlib.Path(__file__).parents[1] / "test_taps.py")
 
 def run(x, matrix, axis, slots=((0, 0), (0, 0)), dtype="float32"):
     index, weight = taps_of(matrix)
-    n, h, w, c = x.shape
-    shape = (n, len(matrix), w, c) if axis == "h" else (n, h, len(matrix), c)
+    c, shape = x.shape[3], on_cpu.made(x.shape, matrix, axis)
     kinds = [
-        MapType(*full, full[3] + more, dtype, alignment(c, c + more, offset))
+        MapType(*full, full[3] + more, dtype, alignment(full[3], full[3] + more, offset))
         for full, (more, offset) in zip((x.shape, shape), slots, strict=True)
     ]
     wide = np.full((*x.shape[:3], kinds[0].stride), 7, np.float32)
@@ -30,7 +29,7 @@ def run(x, matrix, axis, slots=((0, 0), (0, 0)), dtype="float32"):
     kernel = taps(TapsProblem(*kinds, axis, index.shape[1], weight is not None), gpu())
     arrays = {"x": raw(wide, dtype), "index": index} | ({} if weight is None else {"weight": weight})
     found = run_kernel(kernel, arrays, {"x": slots[0][1], "y": slots[1][1]})["y"]
-    return values_of(found, dtype).reshape(*shape[:3], -1)[..., slots[1][1] : slots[1][1] + c]
+    return values_of(found, dtype).reshape(*shape[:3], -1)[..., slots[1][1] : slots[1][1] + shape[3]]
 
 
 on_cpu.run = run
@@ -53,3 +52,4 @@ def test_compiles_without_spills(arch, dtype):
     x, y = MapType(4, 28, 28, 64, 64, dtype, 8), MapType(4, 56, 28, 64, 64, dtype, 8)
     for count, weighted in ((1, False), (4, True), (20, True)):
         assert_no_spills(taps(TapsProblem(x, y, "h", count, weighted), gpu(arch=arch)))
+    assert_no_spills(taps(TapsProblem(x, x, "c", 1, weighted=False), gpu(arch=arch)))

@@ -1,0 +1,39 @@
+"""Channel shuffles are permutations of channels, and what is per channel crosses them."""
+
+import pytest
+
+BRANCH = """
+    c = conv(x, 6)
+    n = bn(c)
+    r = {act}(n)
+    s = shuffle(r, g={g})
+    out = conv(s, 4, k=3)
+"""
+
+
+@pytest.mark.parametrize("act", ["relu", "silu", "relu6"])
+@pytest.mark.parametrize("g", [2, 3])
+def test_a_batch_norm_and_its_activation_sink_through_a_shuffle(act, g, training, rewritten, ops):
+    result = rewritten(training(BRANCH.format(act=act, g=g)))
+    step = {"relu": "Relu", "silu": "QuickGelu", "relu6": "Clip"}[act]
+    assert result.report.unfused == ()
+    assert [op for op in ops(result) if op not in ("GlobalAveragePool", "GlobalAveragePoolGrad")] == sorted(
+        [
+            "BatchNormGradConvGradWeight",
+            "ConvStatistics",
+            *["Gather"] * (2 + 4 + 2),  # the map and its gradient, two coefficients and two statistics, two sums
+            f"Normalize{step}Conv",
+            f"Normalize{step}ConvGrad{step}GradReduce",
+        ]
+    )
+
+
+def test_a_shuffle_is_one_gather_at_every_level_that_moves_anything(training, rewritten, ops):
+    result = rewritten(training("c = conv(x, 6)\ns = shuffle(c)\nout = conv(s, 4)"), "rcf")
+    assert [op for op in ops(result) if op in ("Transpose", "Gather")] == ["Gather"] * 2
+
+
+def test_a_shuffled_map_with_another_reader_stays_and_says_so(training, rewritten):
+    result = rewritten(training("c = conv(x, 6)\nn = bn(c)\nr = relu(n)\ns = shuffle(r)\nout = add(s, r)"))
+    (entry,) = [entry for entry in result.report.passes if entry.name == "icf/shuffle-sink" for entry in entry.refused]
+    assert entry.reason == "r_grad is not the shuffle's gradient alone"
