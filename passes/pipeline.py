@@ -30,9 +30,11 @@ from bnfuse.opset.functions import add_functions
 from bnfuse.passes.concat.gradient import ConcatGradient
 from bnfuse.passes.concat.shuffle import ShuffleSink
 from bnfuse.passes.concat.sink import ConcatSink
+from bnfuse.passes.concat.split import SplitSink
 from bnfuse.passes.concat.statistics import ConcatStatistics
 from bnfuse.passes.dialect.canonical import Canonicalize
 from bnfuse.passes.dialect.shuffle import ChannelShuffle
+from bnfuse.passes.dialect.splits import MergeSplits
 from bnfuse.passes.fission.batch_norm import SplitBatchNorm
 from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
@@ -134,7 +136,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         listed += [("pool-first", PoolFirst)]
     if rank >= LEVELS.index("rcf"):
         listed += [("canonical", Canonicalize), ("canonical/shuffle", ChannelShuffle)]
-        listed += [("rcf", ReluConvFusion)]
+        listed += [("canonical/splits", MergeSplits), ("rcf", ReluConvFusion)]
     if rank >= LEVELS.index("bnff"):
         listed += [("bnff/drop-bias", DropBias)]
     if rank >= LEVELS.index("mvf"):
@@ -143,6 +145,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         listed += [("bnff/split-gradient", SplitBatchNormGrad)]
         listed += _fusions("bnff", concats=not icf)
     across: list[tuple[str, PassFactory]] = [
+        ("icf/split-sink", SplitSink),
         ("icf/concat-sink", ConcatSink),
         ("icf/shuffle-sink", ShuffleSink),
         ("icf/concat-statistics", ConcatStatistics),

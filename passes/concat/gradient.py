@@ -33,7 +33,7 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_split, leaves
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
-from bnfuse.passes.concat.statistics import find_statistics
+from bnfuse.passes.concat.statistics import statistics_of
 from bnfuse.passes.dialect.sampled_chain import accumulated, scaled_base
 from bnfuse.passes.dialect.source_ops import gradient_of, is_map, sizes
 from bnfuse.passes.dialect.steps import ACCUMULATIONS, try_spec
@@ -371,8 +371,7 @@ def read_share(
         return
     if shares is not None:
         x = producer_of(gradient, group)
-        statistics = find_statistics(x)
-        assert statistics is not None, "the ICF statistics pass runs first"
+        statistics = statistics_of(editor, x, node)
         n, _, h, w = sizes(x)
         ranges = {"count": math.prod((n, h, w)), "start": start - shares.start, "stop": stop - shares.start}
         coefficients = {"beta_term": shares.values[0], "gamma_term": shares.values[1], "mean": statistics["mean"]}

@@ -105,10 +105,26 @@ def move_into_readers(editor: Editor, source: Op) -> list[ir.Node]:
 
 def absorb(editor: Editor, source: Op, reader: Op) -> Op | None:
     """Put the source's steps into the reader's prologue, in the graph already; None where it has no room."""
+    found = absorbed(source, reader)
+    if found is None:
+        return None
+    spec, operands = found
+    return editor.replace(reader, spec, [source.node], operands=operands, attributes=source.attributes)
+
+
+def has_room_for(source: Op, node: ir.Node) -> bool:
+    """Tell whether a reader of the source's result has room for the source's steps."""
+    reader = read(node)
+    return reader is not None and isinstance(reader.spec, OpSpec) and absorbed(source, reader) is not None
+
+
+def absorbed(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | None:
+    """Compose the reader's operator with the source's steps in its prologue, and its operands that change; None where
+    it has no room."""
     y, steps = source.results["y"], source.steps.prologue
     names = [name for name, value in reader.operands.items() if value is y]
     if names == ["skip"]:
-        return absorb_skip(editor, source, reader)
+        return absorbed_skip(source, reader)
     if names != ["x"] or "Reduce" in reader.steps.epilogue:
         return None  # a reduction is over x itself
     if "Normalize" in reader.steps.prologue and "Normalize" in steps:
@@ -130,11 +146,12 @@ def absorb(editor: Editor, source: Op, reader: Op) -> Op | None:
         return None
     operands = {"x": source.operands["x"]}
     operands |= {name: source.operands[name] for name in ("a", "b") if name in source.operands}
-    return editor.replace(reader, spec, [source.node], operands=operands, attributes=source.attributes)
+    return spec, operands
 
 
-def absorb_skip(editor: Editor, source: Op, reader: Op) -> Op | None:
-    """Absorb the second operand of an Add: with its own coefficients, or in place of a first operand without steps."""
+def absorbed_skip(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | None:
+    """Compose an Add with the steps of its second operand: with its own coefficients, or in place of a first operand
+    without steps; None where it has no room."""
     prologue = reader.steps.prologue
     if prologue[0] == "Add":
         spec = try_spec((*source.steps.prologue, *prologue), reader.steps.core, reader.steps.epilogue)
@@ -145,9 +162,7 @@ def absorb_skip(editor: Editor, source: Op, reader: Op) -> Op | None:
         operands = {"skip": source.operands["x"], "skip_a": source.operands["a"], "skip_b": source.operands["b"]}
     else:
         return None
-    if spec is None or not attributes_agree(source, reader):
-        return None
-    return editor.replace(reader, spec, [source.node], operands=operands, attributes=source.attributes)
+    return None if spec is None or not attributes_agree(source, reader) else (spec, operands)
 
 
 def merge_activation(editor: Editor, add: Op) -> list[ir.Node]:

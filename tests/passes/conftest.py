@@ -37,11 +37,16 @@ class _Network:
 
     def parse(self, body: str) -> onnx.ModelProto:
         for line in filter(None, (line.strip() for line in body.splitlines())):
-            result, call = (part.strip() for part in line.split("=", 1))
+            result, call = (part.strip() for part in line.split(" = ", 1))
             name, arguments = re.fullmatch(r"(\w+)\((.*)\)", call).groups()  # type: ignore[union-attr]
             plain = [part.strip() for part in arguments.split(",") if "=" not in part]
             options = dict(part.strip().split("=") for part in arguments.split(",") if "=" in part)
-            getattr(self, name)(result, *plain, **{key: int(value) for key, value in options.items()})
+            results = [part.strip() for part in result.split(",")]
+            getattr(self, name)(
+                *(results if name != "cut" else (results,)),
+                *plain,
+                **{key: int(value) for key, value in options.items()},
+            )
         self.node("GlobalAveragePool", ["out"], "pooled")
         self.node("Flatten", ["pooled"], "flat")
         weight = self.parameter("fc/weight", self.rng.standard_normal((5, self.channels["out"])))
@@ -119,6 +124,23 @@ class _Network:
         self.node("Transpose", [f"{y}/wide"], f"{y}/turned", perm=[0, 2, 1, 3, 4])
         self.node("Reshape", [f"{y}/turned", f"{y}/whole"], y)
         self.channels[y] = c
+
+    def cut(self, ys: list[str], x: str, *sizes: str) -> None:
+        """Give the pieces of x of so many channels each."""
+        self.channels |= {y: int(size) for y, size in zip(ys, sizes, strict=True)}
+        lengths = self.integers(f"{ys[0]}/lengths", *map(int, sizes))
+        self.node("Split", [x, lengths], ys[0], tuple(ys[1:]), axis=1)
+
+    def part(self, y: str, x: str, start: str, stop: str) -> None:
+        """Give channels [start, stop) of x, by a Slice."""
+        bounds = {"starts": start, "ends": stop, "axes": 1, "steps": 1}
+        names = [self.integers(f"{y}/{name}", int(value)) for name, value in bounds.items()]
+        self.channels[y] = len(range(self.channels[x])[int(start) : int(stop)])
+        self.node("Slice", [x, *names], y)
+
+    def integers(self, name: str, *values: int) -> str:
+        self.values.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
 
     def maxpool(self, y: str, x: str, k: int = 2, s: int = 2) -> None:
         self.node("MaxPool", [x], y, kernel_shape=[k, k], strides=[s, s], pads=[(k - 1) // 2] * 4)
