@@ -26,6 +26,7 @@ STEPS = {
     "Normalize": NORMALIZE,
     "AddNormalized": 3,
     "Add": 1,
+    "Where": 1,
     "BatchNormGrad": GRADIENT_INPUT,
     "Bias": 1,
     "Statistics": STATISTICS,

@@ -28,7 +28,7 @@ from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.sources import standard_node
-from bnfuse.opset.spec import CONV_TRANSPOSE_ATTRIBUTES, CONVS, DOMAIN, FORWARD_CORES, OpSpec, find
+from bnfuse.opset.spec import CONV_TRANSPOSE_ATTRIBUTES, CONVS, DOMAIN, FORWARD_CORES, OpSpec, applied, find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +140,9 @@ class Expansion:
             raise self._unknown(node)
         operands = dict(zip(op.operands, node.inputs, strict=True))
         x, wanted = self._name(operands["x"]), dict(zip(op.results, node.outputs, strict=True))
-        for step in op.prologue:
-            x = self._enter(step, x, operands, node)
+        for step, of_some in applied(op.prologue):
+            made = self._enter(step, x, operands, node)
+            x = self._chosen(operands["active"], made, x, node) if of_some else made
         if "stored" in wanted:
             self.names[wanted["stored"]] = x
         if op.core == "Pointwise":
@@ -174,6 +175,16 @@ class Expansion:
         activation = ACTIVATIONS[step]
         given = {name: float(node.attributes[name].value) for name in activation.attributes}
         return self._activation(activation, x, given, node)
+
+    def _chosen(self, active: ir.Value | None, made: str, kept: str, node: ir.Node) -> str:
+        """Choose what is made where `active`, a constant [C], is positive, and what is kept in the other channels."""
+        assert active is not None
+        if active not in self.constants:
+            raise at_node(
+                node.name or "", node.op_type, "has an activation in channels that are no constant", file=self.file
+            )
+        chosen = self._constant(self.constants[active].reshape(1, -1, 1, 1) > 0, f"{active.name}/wide")
+        return self._once("Where", [chosen, made, kept], node)
 
     def _activation(self, activation: Activation, x: str, given: Mapping[str, float], node: ir.Node) -> str:
         """Write an activation: as the standard operator that it is, or by its formula.

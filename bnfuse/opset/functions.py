@@ -27,6 +27,7 @@ from bnfuse.opset.spec import (
     WEIGHT_GRADS,
     OpSpec,
     PlainOp,
+    applied,
     find,
 )
 
@@ -91,8 +92,9 @@ def _import_domains(model: ir.Model) -> None:
 def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     """Write the body of a forward operator; gives its results by name."""
     x = body["x"]
-    for step in op.prologue:
-        x = prologue_step(step, x, body)
+    for step, of_some in applied(op.prologue):
+        made = prologue_step(step, x, body)
+        x = chosen("active", made, x, body) if of_some else made
     results = {"stored": x}
     attributes = {name: reference(name) for name in FORWARD_CORES[op.core]}
     if op.core == "Conv":
@@ -121,6 +123,11 @@ def prologue_step(step: str, x: ir.Value, body: Body) -> ir.Value:
     if step == "AddNormalized":
         return body("Add", x, affine(body["skip"], "skip_a", "skip_b", body))
     return activation(step, x, body)
+
+
+def chosen(channels: str, made: ir.Value, kept: ir.Value, body: Body) -> ir.Value:
+    """Write what is made in the channels where the operand, [C], is positive, and what is kept in the others."""
+    return body("Where", body("Greater", body.per_channel(channels), body.constant(0.0)), made, kept)
 
 
 def affine(x: ir.Value, factor: str, shift: str, body: Body) -> ir.Value:
@@ -164,6 +171,8 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     if op.weighs:
         for kind in op.activations:
             act = activation(kind, z, body)
+        if "Where" in op.prologue:
+            act = chosen("active", act, z, body)
         ends = (act, dy) if op.is_transposed else (dy, act)
         results["dweight"] = weight_gradient(*ends, body)
     if op.core in WEIGHT_GRADS:
@@ -253,7 +262,8 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
         if step == "AddGradient":
             dx = body("Add", dx, body["other"])
         elif step in ACTIVATION_GRADS:
-            dx = body.formula(GRADIENTS[step].gradient, z=z, d=dx)
+            masked = body.formula(GRADIENTS[step].gradient, z=z, d=dx)
+            dx = chosen("masked", masked, dx, body) if "Where" in op.epilogue else masked
         elif step == "Reduce":
             results["dbeta"], results["dgamma"] = reduce(dx, ("x", "mean", "inv_std"), body)
         elif step == "ReduceOther":

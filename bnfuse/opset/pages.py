@@ -49,6 +49,10 @@ PROLOGUE = {
         "The normalise half of a BatchNorm, with a and b from BatchNormFinalize. Gradients recompute it from x.",
     ),
     **{name: Text(each.formula, each.about) for name, each in ACTIVATIONS.items()},
+    "Where": Text(
+        "x <- active > 0 ? f(x) : x, with the activation f after it",
+        "The activation holds in some channels: behind a Concat, in those of the operands that had one.",
+    ),
     "Add": Text("x <- x + skip", "A residual sum. skip has the shape of x."),
     "AddNormalized": Text(
         "x <- x + (skip_a*skip + skip_b)", "A residual sum whose second operand has a BatchNorm of its own."
@@ -104,6 +108,10 @@ EPILOGUE = {
     ),
     "BiasGrad": Text("dbias = sum of dy over N, H, W", "dy as it is after the prologue."),
     "AddGradient": Text("dx <- dx + other", "The gradient of another reader of the same map, added before the mask."),
+    "Where": Text(
+        "dx <- masked > 0 ? dx*f'(z) : dx, with the activation's gradient after it",
+        "The mask is of some channels: behind a Concat, of the operands that nothing else reads.",
+    ),
     **{f"{name}Grad": Text(each.gradient_formula, each.gradient_about) for name, each in ACTIVATIONS.items()},
     "Reduce": Text(
         "dbeta = sum of dx, dgamma = sum of dx*(x - mean)*inv_std, over N, H, W",
@@ -265,12 +273,12 @@ An operator is a core with the steps on its way in (its prologue) and on its way
 the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b), weight) and the statistics of the
 result. Steps come in this order:
 
-    forward    [Normalize] [{CHOICE}] [Add|AddNormalized] [{CHOICE}]
+    forward    [Normalize] [[Where] {CHOICE}] [Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [BatchNormGrad] [Normalize] [{CHOICE}]
+    backward   [Slice] [BatchNormGrad] [Normalize] [[Where] {CHOICE}]
                {"|".join(BACKWARD_CORES)}
-               [BiasGrad] [AddGradient] [{GRADIENT_CHOICE}] [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient] [[Where] {GRADIENT_CHOICE}] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight, the operands of the
 prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight, then the results of the
@@ -330,7 +338,7 @@ def step_attributes(name: str) -> tuple[str, ...]:
     """Give the attributes that a step brings: those that the smallest operator with it has beyond its core's."""
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
-    if name in ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized"):
+    if name in ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized", "Where"):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes

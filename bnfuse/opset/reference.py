@@ -18,7 +18,7 @@ from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.reference_whole import WHOLE, running, unbiased
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, TRANSPOSED, WEIGHT_GRADS, OpSpec, PlainOp
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, TRANSPOSED, WEIGHT_GRADS, OpSpec, PlainOp, applied
 
 Array = np.ndarray
 Operands = Mapping[str, Array]
@@ -46,8 +46,9 @@ def per_channel(values: Array) -> Array:
 
 def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str, Array]:
     x = operands["x"]
-    for step in op.prologue:
-        x = _prologue_step(step, x, operands, attributes)
+    for step, of_some in applied(op.prologue):
+        made = _prologue_step(step, x, operands, attributes)
+        x = np.where(per_channel(operands["active"]) > 0, made, x) if of_some else made
     results: dict[str, Array] = {"stored": x}
     if op.core == "Conv":
         y = conv(x, operands["weight"], attributes)
@@ -161,6 +162,8 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     act = z
     for kind in op.activations:
         act = activation(kind, z, attributes)
+    if "Where" in op.prologue:
+        act = np.where(per_channel(operands["active"]) > 0, act, z)
     if op.weighs:
         ends = (act, dy) if op.is_transposed else (dy, act)
         results["dweight"] = conv_grad_weight(*ends, operands["weight"].shape, attributes)
@@ -195,7 +198,8 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
         if step == "AddGradient":
             dx = dx + operands["other"]
         elif step in ACTIVATION_GRADS:
-            dx = activation_grad(step, dx, z, attributes)
+            masked = activation_grad(step, dx, z, attributes)
+            dx = np.where(per_channel(operands["masked"]) > 0, masked, dx) if "Where" in op.epilogue else masked
         elif step == "Reduce":
             results["dbeta"], results["dgamma"] = reduce(dx, operands["x"], operands["mean"], operands["inv_std"])
         elif step == "ReduceOther":

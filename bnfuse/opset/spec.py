@@ -9,18 +9,19 @@ The name of an operator is the concatenation of its steps, `NormalizeReluConvSta
 about it follows from the steps: operands, results and attributes here; the function body in `functions.py`,
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
-    forward    [Normalize] [Activation] [Add|AddNormalized] [Activation]
+    forward    [Normalize] [[Where] Activation] [Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Pointwise
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [BatchNormGrad]  [Normalize] [Activation]
+    backward   [Slice] [BatchNormGrad]  [Normalize] [[Where] Activation]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
-               [BiasGrad] [AddGradient] [ActivationGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient] [[Where] ActivationGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
     Normalize       x <- a*x + b
     Activation      x <- f(x): Relu, Clip, QuickGelu, ...      activations.py has them and their attributes
+    Where           the activation after it is of the channels where active > 0; others stay as they are
     Add             x <- x + skip
     AddNormalized   x <- x + (skip_a*skip + skip_b)
     Bias            y <- y + bias
@@ -35,6 +36,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     BiasGrad        sum of dy over N, H, W (after the steps before it) is also a result, `dbias`
     AddGradient     dx <- dx + other
     ActivationGrad  dx <- dx * f'(z)                           z is x after Normalize and before the activation
+    Where           the activation's gradient after it is of the channels where masked > 0; others stay as they are
     Reduce          dbeta = sum dx, dgamma = sum dx*(x - mean)*inv_std     over N, H, W
     ReduceOther     the same for another BN that shares dx: operands x_i, mean_i, inv_std_i (i = 1, 2, ...)
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
@@ -94,14 +96,15 @@ TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeigh
 
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
-    rf"(Normalize)?({_ACTIVATION})?(AddNormalized|Add)?({_ACTIVATION})?"
+    rf"(Normalize)?(?:(Where)?({_ACTIVATION}))?(AddNormalized|Add)?({_ACTIVATION})?"
     rf"({'|'.join(FORWARD_CORES)})"
     r"(Bias)?(StoreInput)?(Statistics)?"
 )
 _BACKWARD = re.compile(
-    rf"(Slice)?(BatchNormGrad)?(Normalize)?({_ACTIVATION})?"
+    rf"(Slice)?(BatchNormGrad)?(Normalize)?(?:(Where)?({_ACTIVATION}))?"
     rf"({'|'.join(BACKWARD_CORES)})"
-    rf"(BiasGrad)?(AddGradient)?((?:{_ACTIVATION})Grad)?(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
+    rf"(BiasGrad)?(AddGradient)?(?:(Where)?((?:{_ACTIVATION})Grad))?"
+    r"(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
 )
 
 
@@ -215,6 +218,7 @@ class OpSpec:
 
 PROLOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Normalize": ("a", "b"),
+    "Where": ("active",),
     "Add": ("skip",),
     "AddNormalized": ("skip", "skip_a", "skip_b"),
     "BatchNormGrad": ("grad_x", "grad_p", "grad_q", "grad_w"),
@@ -222,6 +226,7 @@ PROLOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
 EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Bias": ("bias",),
     "AddGradient": ("other",),
+    "Where": ("masked",),
     "Reduce": ("mean", "inv_std"),
     "Scale": ("acc_p",),
     "Accumulate": ("acc", "acc_p"),
@@ -234,25 +239,32 @@ EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def applied(steps: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+    """Give the steps without Where, and of each whether it is of some channels alone: Where stands before it."""
+    for before, step in zip(("", *steps), steps, strict=False):
+        if step != "Where":
+            yield step, before == "Where"
+
+
 def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
     """Prologue, core and epilogue of an operator's name, or None where it is not one."""
     if match := _FORWARD.fullmatch(name):
         steps = match.groups()
-        if steps[1] and steps[3] and not steps[2]:
+        if steps[2] and steps[4] and not steps[3]:
             return None
-        if steps[3] and share_attributes(steps[1], steps[3]):
+        if steps[4] and share_attributes(steps[2], steps[4]):
             return None
-        return tuple(s for s in steps[:4] if s), steps[4], tuple(s for s in steps[5:] if s)
+        return tuple(s for s in steps[:5] if s), steps[5], tuple(s for s in steps[6:] if s)
     if match := _BACKWARD.fullmatch(name):
         steps = match.groups()
-        others = ("ReduceOther",) * (len(steps[9]) // len("ReduceOther"))
-        epilogue = (*(s for s in steps[5:9] if s), *others, *(s for s in steps[10:] if s))
-        if steps[4] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
+        others = ("ReduceOther",) * (len(steps[11]) // len("ReduceOther"))
+        epilogue = (*(s for s in steps[6:11] if s), *others, *(s for s in steps[12:] if s))
+        if steps[5] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
             return None  # there is no dx to work on
-        masked = (steps[7] or "").removesuffix("Grad")
-        if masked != steps[3] and share_attributes(steps[3], masked):
+        masked = (steps[9] or "").removesuffix("Grad")
+        if masked != steps[4] and share_attributes(steps[4], masked):
             return None
-        return tuple(s for s in steps[:4] if s), steps[4], epilogue
+        return tuple(s for s in steps[:5] if s), steps[5], epilogue
     return None
 
 

@@ -55,7 +55,7 @@ def is_normalized(op: Op) -> bool:
     if not isinstance(op.spec, OpSpec) or op.spec.core != "Pointwise" or op.spec.epilogue:
         return False
     first, *rest = op.spec.prologue
-    return first == "Normalize" and (not rest or (len(rest) == 1 and rest[0] in ACTIVATIONS))
+    return first == "Normalize" and (not rest or (rest[-1] in ACTIVATIONS and rest[:-1] in ([], ["Where"])))
 
 
 def sink_forward(editor: Editor, split: ir.Node) -> None:

@@ -21,7 +21,7 @@ def has_room_after(spec: OpSpec, step: str) -> bool:
 
     Of the steps only ReduceOther may occur more than once.
     """
-    order = ("BiasGrad", "AddGradient", *ACTIVATION_GRADS, *REDUCTIONS, *ACCUMULATIONS)
+    order = ("BiasGrad", "AddGradient", "Where", *ACTIVATION_GRADS, *REDUCTIONS, *ACCUMULATIONS)
     later = {*order[order.index(step) + (step == "ReduceOther") :]}
     if step in ACTIVATION_GRADS:
         later |= {*ACTIVATION_GRADS}

@@ -145,7 +145,7 @@ def absorbed(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | Non
     if spec is None or not attributes_agree(source, reader):
         return None
     operands = {"x": source.operands["x"]}
-    operands |= {name: source.operands[name] for name in ("a", "b") if name in source.operands}
+    operands |= {name: source.operands[name] for name in ("a", "b", "active") if name in source.operands}
     return spec, operands
 
 

@@ -20,6 +20,8 @@ FORWARD = [
     ("GeluAddNormalizedReluPointwise", (1, 19, 3, 2)),
     ("NormalizeAddNormalizedReluPointwiseBiasStoreInputStatistics", (2, 33, 5, 5)),
     ("ReluAddNormalizedReluPointwise", (1, 1, 1, 1)),
+    ("NormalizeWhereReluPointwise", (2, 37, 3, 5)),
+    ("WhereQuickGeluAddPointwiseStatistics", (2, 21, 4, 3)),
 ]
 BACKWARD = [
     ("PointwiseGrad", (1, 1, 1, 1)),
@@ -30,6 +32,8 @@ BACKWARD = [
     ("NormalizePointwiseGradClipGradReduceScale", (1, 48, 5, 7)),
     ("NormalizePointwiseGradQuickGeluGradReduceAccumulate", (2, 24, 3, 3)),
     ("NormalizePointwiseGradGeluGradReduceScale", (2, 19, 3, 3)),
+    ("NormalizePointwiseGradWhereReluGradReduce", (2, 35, 4, 5)),
+    ("NormalizePointwiseGradAddGradientWhereQuickGeluGradReduce", (2, 19, 3, 3)),
     ("PointwiseGradAddGradientReluGradReduceReduceOtherReduceOther", (3, 17, 5, 5)),
     ("SliceBatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
 ]

@@ -40,6 +40,8 @@ PROLOGUES = (
     "ReluAddNormalized",
     "NormalizeAddNormalizedRelu",
     "NormalizeReluAddRelu",
+    "NormalizeWhereRelu",
+    "WhereQuickGeluAddRelu",
 )
 EPILOGUES = ("", "Bias", "Statistics", "BiasStatistics", "StoreInput", "BiasStoreInputStatistics")
 

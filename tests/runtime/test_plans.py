@@ -27,6 +27,7 @@ def problem_of(name: str) -> Problem:
         ("Conv", ["x"], []),
         ("NormalizeReluConvStatistics", ["x"], ["a", "b"]),
         ("NormalizeAddNormalizedReluConv", ["x", "skip"], ["a", "b", "skip_a", "skip_b"]),
+        ("NormalizeWhereReluConv", ["x"], ["a", "b", "active"]),
         ("SliceBatchNormGradNormalizeReluConvGradReluGradReduce", ["x"], ["a", "b"]),
     ],
 )
@@ -45,6 +46,7 @@ def test_a_prologue_can_go_without_its_last_step():
     plan = ProloguePlan.of_input(problem_of("NormalizeReluConv"))
     assert plan.ends_in("Relu") and not plan.without_last().ends_in("Relu")
     assert plan.without_last().vectors == plan.vectors
+    assert not ProloguePlan.of_input(problem_of("NormalizeWhereReluConv")).ends_in("Relu")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def test_a_prologue_can_go_without_its_last_step():
         ("PointwiseGradScale", [], ["acc_p"]),
         ("ConvGradAddGradient", ["other"], []),
         ("NormalizeConvGradClipGradReduce", ["x"], ["a", "b", "mean"]),
+        ("NormalizeConvGradWhereClipGradReduce", ["x"], ["a", "b", "masked", "mean"]),
         ("PointwiseGradReduceReduceOtherAccumulate", ["x", "x_1", "dx"], ["mean", "mean_1", "acc_p"]),
     ],
 )

@@ -1,7 +1,7 @@
 """The way out of a core, described once: what its steps read, what they make of an element, what is summed.
 
     y     [Bias]                                           then stored;  [Statistics] of y as stored
-    dx    {BiasGrad}  [AddGradient] [ActivationGrad]  {Reduce ReduceOther*}  [Scale|Accumulate]     then stored
+    dx    {BiasGrad}  [AddGradient] [[Where] ActivationGrad]  {Reduce ReduceOther*}  [Scale|Accumulate]     then stored
 
 What stands in braces takes sums of the value as it is there. A code generator keeps the element and the sums in places
 of its own and writes these steps in this order.
@@ -96,6 +96,7 @@ class EpiloguePlan:
         if not self.spec.is_gradient:
             return ("bias",) if "Bias" in self.spec.epilogue else ()
         names = ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
+        names += ["masked"] if "Where" in self.spec.epilogue else []
         names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
         return (*names, "acc_p") if self.places else tuple(names)
 
@@ -117,7 +118,8 @@ class EpiloguePlan:
             d = d + load("other", False)
         for step in self.masks:
             z = ProloguePlan.of_input(self.problem).before_activation(load)
-            d = steps.activation_grad(step, d, bind(z), dict(self.problem.attributes))
+            masked = steps.activation_grad(step, d, bind(z), dict(self.problem.attributes))
+            d = steps.chosen(load("masked", True), masked, d) if "Where" in self.spec.epilogue else masked
         return d
 
     @property

@@ -1,6 +1,6 @@
 """The way into a core, described once: which maps and vectors its steps read, and what they make of an element.
 
-    x after its steps     [Normalize] [Activation] [Add|AddNormalized] [Activation]
+    x after its steps     [Normalize] [[Where] Activation] [Add|AddNormalized] [Activation]
     dy after its steps    [BatchNormGrad]
 
 A code generator brings the operands (into registers, shared memory, vectors) and says by `load` where they are.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import PROLOGUE_OPERANDS
+from bnfuse.opset.spec import PROLOGUE_OPERANDS, applied
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import MapType, Problem
@@ -68,8 +68,8 @@ class ProloguePlan:
         return tuple(name for name in self.operands if name not in self.known)
 
     def ends_in(self, step: str) -> bool:
-        """Tell whether this is the last step."""
-        return self.steps[-1:] == (step,)
+        """Tell whether this is the last step, in all channels."""
+        return self.steps[-1:] == (step,) and self.steps[-2:-1] != ("Where",)
 
     def without_last(self) -> ProloguePlan:
         """Give the plan of all steps but the last."""
@@ -77,20 +77,13 @@ class ProloguePlan:
 
     def value(self, load: Load) -> Expr:
         """Write what the core reads. `load` is called once for each operand."""
-        return self._values(load)[0]
-
-    def before_activation(self, load: Load) -> Expr:
-        """Write z: x after Normalize and before the activation, which a mask asks for."""
-        return self._values(load)[1]
-
-    def _values(self, load: Load) -> tuple[Expr, Expr]:
         value = load(self.source, False)
-        z = value
-        for step in self.steps:
+        for step, of_some in applied(self.steps):
             if step == "Normalize":
-                z = value = steps.normalize(value, load("a", True), load("b", True))
+                value = steps.normalize(value, load("a", True), load("b", True))
             elif step in ACTIVATIONS:
-                value = steps.apply_activation(step, value, self.attributes)
+                made = steps.apply_activation(step, value, self.attributes)
+                value = steps.chosen(load("active", True), made, value) if of_some else made
             elif step == "Add":
                 value = value + load("skip", False)
             elif step == "AddNormalized":
@@ -98,4 +91,9 @@ class ProloguePlan:
             elif step == "BatchNormGrad":
                 q, w = load("grad_q", True), load("grad_w", True)
                 value = steps.batch_norm_grad(value, load("grad_p", True), load("grad_x", False), q, w)
-        return value, z
+        return value
+
+    def before_activation(self, load: Load) -> Expr:
+        """Write z: x after Normalize and before the activation, which a mask asks for."""
+        x = load(self.source, False)
+        return steps.normalize(x, load("a", True), load("b", True)) if "Normalize" in self.steps else x

@@ -223,6 +223,11 @@ def activation_grad(kind: str, d: Expr, z: Expr, attributes: Mapping[str, Any]) 
     return formula(GRADIENTS[kind].gradient, attributes, z=z, d=d)
 
 
+def chosen(channel: Expr, made: Expr, kept: Expr) -> Expr:
+    """Write what is made where the channel's value is positive, else what is kept: the step Where."""
+    return tirx.Select(channel > f32(0.0), made, kept)
+
+
 LONG = ("exp", "sigmoid", "tanh", "erf", "softplus", "elu")  # operations that read their operand many times
 
 

@@ -57,6 +57,10 @@ NAMES = (
     "NormalizePointwiseGradReluGradReduce",
     "PointwiseGradAddGradientScale",
     *(f"Normalize{name}ConvGrad{name}GradReduce" for name in ACTIVATIONS),
+    "NormalizeWhereLeakyReluAddReluConvBias",
+    "BatchNormGradNormalizeWhereQuickGeluConvGradAddGradientWhereQuickGeluGradReduce",
+    "NormalizeAveragePoolGradWhereReluGradReduceScale",
+    "NormalizeWhereReluConvTransposeGradWeight",
     *PLAIN_OPS,
 )
 
@@ -81,7 +85,7 @@ def test_the_list_has_every_step_and_core():
     found = {step for name in NAMES if (op := parse(name)) for step in (*op.prologue, op.core, *op.epilogue)}
     grammar = {*FORWARD_CORES, *BACKWARD_CORES, *ACTIVATIONS, *ACTIVATION_GRADS}
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
-    grammar |= {"BiasGrad", "AddGradient", "Reduce", "ReduceOther", "Scale", "Accumulate"}
+    grammar |= {"Where", "BiasGrad", "AddGradient", "Reduce", "ReduceOther", "Scale", "Accumulate"}
     assert found == grammar
 
 
@@ -91,7 +95,7 @@ def optional(*choices: str) -> st.SearchStrategy[str]:
 
 FORWARD_NAMES = st.tuples(
     optional("Normalize"),
-    optional(*ACTIVATIONS),
+    optional(*ACTIVATIONS, *(f"Where{name}" for name in ACTIVATIONS)),
     optional("Add", "AddNormalized"),
     st.sampled_from([*FORWARD_CORES]),
     optional("Bias"),
@@ -102,11 +106,11 @@ BACKWARD_NAMES = st.tuples(
     optional("Slice"),
     optional("BatchNormGrad"),
     optional("Normalize"),
-    optional(*ACTIVATIONS),
+    optional(*ACTIVATIONS, *(f"Where{name}" for name in ACTIVATIONS)),
     st.sampled_from([*BACKWARD_CORES]),
     optional("BiasGrad"),
     optional("AddGradient"),
-    optional(*ACTIVATION_GRADS),
+    optional(*ACTIVATION_GRADS, *(f"Where{name}" for name in ACTIVATION_GRADS)),
     optional("Reduce"),
     optional("ReduceOther"),
     optional("Scale", "Accumulate"),

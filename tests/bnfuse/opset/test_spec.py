@@ -9,19 +9,19 @@ from bnfuse.opset.spec import BACKWARD_CORES, FORWARD_CORES, WEIGHT_GRADS, OpSpe
 
 PROLOGUES = st.tuples(
     st.sampled_from(["", "Normalize"]),
-    st.sampled_from(["", *ACTIVATIONS]),
+    st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
     st.sampled_from(["", "Add", "AddNormalized"]),
     st.sampled_from(["", *ACTIVATIONS]),
 )
 EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "StoreInput", "Statistics")))
 GRADIENT_PROLOGUES = st.tuples(
     *(st.sampled_from(["", step]) for step in ("Slice", "BatchNormGrad", "Normalize")),
-    st.sampled_from(["", *ACTIVATIONS]),
+    st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
 )
 GRADIENT_EPILOGUES = st.tuples(
     st.sampled_from(["", "BiasGrad"]),
     st.sampled_from(["", "AddGradient"]),
-    st.sampled_from(["", *(f"{kind}Grad" for kind in ACTIVATIONS)]),
+    st.sampled_from(["", *(f"{where}{kind}Grad" for kind in ACTIVATIONS for where in ("", "Where "))]),
     st.sampled_from(["", "Reduce"]),
     st.sampled_from(["", "ReduceOther", "ReduceOther ReduceOther"]),
     st.sampled_from(["", "Scale", "Accumulate"]),
@@ -55,8 +55,16 @@ def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
     read = parse_steps("".join((*written[0], core, *written[2])))
     without_dx = core in WEIGHT_GRADS and {*written[2]} - {"BiasGrad"}
     masked = "".join(step.removesuffix("Grad") for step in written[2] if step.removesuffix("Grad") in ACTIVATIONS)
-    shared = prologue[3] and masked and prologue[3] != masked and of_one_name(prologue[3], masked)
+    entered = prologue[3].removeprefix("Where ")
+    shared = entered and masked and entered != masked and of_one_name(entered, masked)
     assert read == (None if without_dx or shared else written)
+
+
+@pytest.mark.parametrize(
+    "name", ["NormalizeWhereConv", "ReluWhereConv", "ConvGradWhere", "ConvGradWhereReduce", "WhereAddReluConv"]
+)
+def test_a_choice_of_channels_is_of_an_activation(name):
+    assert parse(name) is None
 
 
 @pytest.mark.parametrize("core", ["Conv", "Pointwise"])

@@ -42,6 +42,17 @@ CASES = {
     "halo-dilated": CudaCase(
         "NormalizeQuickGeluConvGradQuickGeluGrad", 1, 8, 8, 18, 16, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)
     ),
+    "halo-of-some-channels": CudaCase(
+        "BatchNormGradNormalizeWhereReluConvGradAddGradientWhereReluGradReduce",
+        2,
+        7,
+        7,
+        18,
+        20,
+        (3, 3),
+        pads=(1, 1, 1, 1),
+    ),
+    "pointwise-of-some-channels": CudaCase("NormalizeWhereReluConvGradWhereReluGradReduce", 2, 7, 7, 40, 24, slots=3),
     "halo-input-alone": CudaCase(OTHERS, 2, 7, 6, 36, 34, (3, 3), (1, 1), (1, 1, 1, 1)),
     "strided": CudaCase(FULL, 2, 9, 11, 20, 35, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
     "asymmetric": CudaCase(CLIP, 2, 6, 8, 9, 11, (3, 2), (2, 1), (0, 1, 2, 0)),

@@ -26,6 +26,8 @@ PROLOGUES = (
     "ReluAddNormalized",
     "NormalizeAddNormalizedRelu",
     "NormalizeReluAddRelu",
+    "NormalizeWhereRelu",
+    "WhereQuickGeluAddRelu",
 )
 EPILOGUES = ("", "Bias", "Statistics", "BiasStoreInputStatistics")
 

@@ -29,6 +29,7 @@ FORWARD_OPS = (
     "NormalizeReluAddReluConvStoreInput",
     "NormalizeAddNormalizedReluConvStatistics",
     "NormalizeQuickGeluConvBiasStoreInputStatistics",
+    "NormalizeWhereReluConvStatistics",
 )
 BACKWARD_OPS = (
     "ConvGrad",
@@ -38,6 +39,7 @@ BACKWARD_OPS = (
     "BatchNormGradNormalizeClipConvGradWeight",
     "BatchNormGradReluConvGrad",
     "NormalizeQuickGeluConvGradInputAddGradientQuickGeluGradReduceAccumulate",
+    "NormalizeWhereReluConvGradWhereReluGradReduce",
     BACKWARD,
 )
 
