@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import CONV_GRADS, OpSpec, parse
+from bnfuse.opset.spec import CONV_GRADS, MAPS_LIKE_X, OpSpec, parse
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
@@ -49,7 +49,7 @@ class Case:
             return self.weight
         if name in ("dy", "grad_x"):
             return self.y
-        if name in ("x", "skip", "other", "acc") or name.startswith("x_"):
+        if name in (*MAPS_LIKE_X, "acc") or name.startswith("x_"):
             return self.x
         return (self.y if name in ("bias", "grad_p", "grad_q", "grad_w") else self.x)[1:2]
 
@@ -60,7 +60,7 @@ def pick(rng: np.random.Generator, *options: Any) -> Any:
 
 def forward_op(rng: np.random.Generator) -> str:
     first = pick(rng, "", "Normalize") + pick(rng, *ACTIVATIONS)
-    second = pick(rng, "", "", "Add", "AddNormalized")
+    second = pick(rng, "", "", "Add", "AddNormalized", "SkipReluAddNormalized")
     last = pick(rng, "", "Relu") if second else ""
     return f"{first}{second}{last}Conv" + "".join(pick(rng, "", step) for step in ("Bias", "StoreInput", "Statistics"))
 
@@ -71,8 +71,9 @@ def backward_op(rng: np.random.Generator) -> str:
     way_in = pick(rng, "", "BatchNormGrad") + pick(rng, "", "Normalize") + activation
     if core == "ConvGradWeight":
         return way_in + core + pick(rng, "", "BiasGrad")
+    mask = f"{activation}Grad{pick(rng, '', 'AddSkipGradient')}" if activation else ""
     reduce = pick(rng, "", "Reduce", "ReduceReduceOther", "ReduceReduceOtherReduceOther")
-    steps = (pick(rng, "", "BiasGrad"), pick(rng, "", "AddGradient"), f"{activation}Grad" if activation else "", reduce)
+    steps = (pick(rng, "", "BiasGrad"), pick(rng, "", "AddGradient", "AddBatchNormGrad"), mask, reduce)
     return way_in + core + "".join(steps) + pick(rng, "", "Scale", "Accumulate")
 
 

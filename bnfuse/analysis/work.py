@@ -85,7 +85,8 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
     """Pick, of the feature maps that a node touches, those that are there for a BatchNorm alone.
 
     All of a node that does nothing else; of a fused one the maps that no other of its steps reads: the BN's own input
-    in the prologue of a gradient (`grad_x`), and those of other BNs that it reduces over (`x_1`, ...).
+    in the prologue of a gradient (`grad_x`), that of a BN whose input gradient is added (`other_x`), and those of other
+    BNs that it reduces over (`x_1`, ...).
     """
     if node.domain != DOMAIN:
         return touched if node.op_type == "BatchNormalization" else []
@@ -98,10 +99,11 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
         return touched
     readers: dict[bool, set[ir.Value | None]] = {True: set(), False: set()}  # whether it is a BN's own input
     for name, value in zip(op.operands, node.inputs, strict=False):
-        readers[name == "grad_x" or name.startswith("x_")].add(value)
+        readers[name in ("grad_x", "other_x") or name.startswith("x_")].add(value)
     return [(value, bytes_) for value, bytes_ in touched if value in readers[True] - readers[False]]
 
 
 def adds(op: OpSpec) -> bool:
     """Tell whether an operator adds another map to the one that it works on."""
-    return bool({"Add", "AddNormalized", "AddGradient"} & {*op.prologue, *op.epilogue})
+    additions = {"Add", "AddNormalized", "AddGradient", "AddBatchNormGrad", "AddSkipGradient"}
+    return bool(additions & {*op.prologue, *op.epilogue})

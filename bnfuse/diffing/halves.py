@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import onnx_ir as ir
 
 from bnfuse.analysis.match import label, sources
+from bnfuse.analysis.work import adds
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, OpSpec, PlainOp, parse
 
 BATCH_NORMS = ("BatchNorm", "BatchNormalization")
@@ -205,8 +206,10 @@ def places_of_gradient_input(inv_std: ir.Value | None) -> Iterator[Place]:
                     yield Place(label(reader), "sample")
                     yield from places_of_scale(operands_by_name(node).get("a"))
                 if name == "grad_q" and isinstance(spec, OpSpec):
-                    only_work = spec.core == "PointwiseGrad" and "AddGradient" not in spec.epilogue
+                    only_work = spec.core == "PointwiseGrad" and not adds(spec)
                     yield Place(label(reader), "own" if only_work else "prologue")
+                elif name == "other_q":
+                    yield Place(label(reader), "epilogue")
 
 
 def places_of_scale(a: ir.Value | None) -> Iterator[Place]:

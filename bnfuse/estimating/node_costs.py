@@ -32,14 +32,17 @@ STEPS = {
     "Statistics": STATISTICS,
     "BiasGrad": 1,
     "AddGradient": 1,
+    "AddBatchNormGrad": GRADIENT_INPUT + 1,
+    "AddSkipGradient": 1,
     "Reduce": REDUCE,
     "ReduceOther": REDUCE,
     "Scale": 1,
     "Accumulate": 2,
-    **dict.fromkeys(ACTIVATIONS, ELEMENTWISE["Activation"][0]),
+    **dict.fromkeys((*ACTIVATIONS, *(f"Skip{kind}" for kind in ACTIVATIONS)), ELEMENTWISE["Activation"][0]),
     **dict.fromkeys(ACTIVATION_GRADS, ELEMENTWISE["Activation"][1]),
 }
-ON_RESULT = ("Bias", "Statistics", "AddGradient", *ACTIVATION_GRADS, "Reduce", "ReduceOther", "Scale", "Accumulate")
+ADDITIONS = ("AddGradient", "AddBatchNormGrad", "AddSkipGradient")
+ON_RESULT = ("Bias", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", "ReduceOther", "Scale", "Accumulate")
 ON_GRADIENT = ("BatchNormGrad", "BiasGrad")
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
 

@@ -28,7 +28,17 @@ from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
 from bnfuse.opset.sources import standard_node
-from bnfuse.opset.spec import CONV_TRANSPOSE_ATTRIBUTES, CONVS, DOMAIN, FORWARD_CORES, OpSpec, applied, find
+from bnfuse.opset.spec import (
+    CONV_TRANSPOSE_ATTRIBUTES,
+    CONVS,
+    DOMAIN,
+    FORWARD_CORES,
+    OpSpec,
+    applied,
+    find,
+    of_skip,
+    skip_activation,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +151,7 @@ class Expansion:
         operands = dict(zip(op.operands, node.inputs, strict=True))
         x, wanted = self._name(operands["x"]), dict(zip(op.results, node.outputs, strict=True))
         for step, of_some in applied(op.prologue):
-            made = self._enter(step, x, operands, node)
+            made = self._enter(step, x, operands, node, skip_activation(op.prologue))
             x = self._chosen(operands["active"], made, x, node) if of_some else made
         if "stored" in wanted:
             self.names[wanted["stored"]] = x
@@ -163,16 +173,23 @@ class Expansion:
         self._node(op.core, inputs, outputs, name, **plain(given, op.core))
         self.names[wanted["y"]] = y
 
-    def _enter(self, step: str, x: str, operands: Mapping[str, ir.Value | None], node: ir.Node) -> str:
-        """One step of a prologue."""
+    def _enter(
+        self, step: str, x: str, operands: Mapping[str, ir.Value | None], node: ir.Node, skip_kind: str | None
+    ) -> str:
+        """One step of a prologue; `skip_kind` is the activation of the skip."""
         if step == "Normalize":
             return self._normalize(x, operands["a"], operands["b"], node)
         if step in ("Add", "AddNormalized"):
             skip = self._name(operands["skip"])
             if step == "AddNormalized":
                 skip = self._normalize(skip, operands["skip_a"], operands["skip_b"], node)
+            skip = self._activated(skip_kind, skip, node) if skip_kind else skip
             return self._once("Add", [x, skip], node)
-        activation = ACTIVATIONS[step]
+        return x if of_skip(step) else self._activated(step, x, node)
+
+    def _activated(self, kind: str, x: str, node: ir.Node) -> str:
+        """One activation of a prologue, with the node's attributes."""
+        activation = ACTIVATIONS[kind]
         given = {name: float(node.attributes[name].value) for name in activation.attributes}
         return self._activation(activation, x, given, node)
 

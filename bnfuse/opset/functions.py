@@ -29,6 +29,8 @@ from bnfuse.opset.spec import (
     PlainOp,
     applied,
     find,
+    of_skip,
+    skip_activation,
 )
 
 OLDEST_OPSET = 13  # ReduceSum has its axes as an input from here on
@@ -93,7 +95,7 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     """Write the body of a forward operator; gives its results by name."""
     x = body["x"]
     for step, of_some in applied(op.prologue):
-        made = prologue_step(step, x, body)
+        made = prologue_step(step, x, body, op.prologue)
         x = chosen("active", made, x, body) if of_some else made
     results = {"stored": x}
     attributes = {name: reference(name) for name in FORWARD_CORES[op.core]}
@@ -114,15 +116,15 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     return {**results, "y": y}
 
 
-def prologue_step(step: str, x: ir.Value, body: Body) -> ir.Value:
-    """Write one step on the way in, on the map that the core reads."""
+def prologue_step(step: str, x: ir.Value, body: Body, prologue: tuple[str, ...]) -> ir.Value:
+    """Write one step of a prologue, on the map that the core reads."""
     if step == "Normalize":
         return affine(x, "a", "b", body)
-    if step == "Add":
-        return body("Add", x, body["skip"])
-    if step == "AddNormalized":
-        return body("Add", x, affine(body["skip"], "skip_a", "skip_b", body))
-    return activation(step, x, body)
+    if step in ("Add", "AddNormalized"):
+        skip = body["skip"] if step == "Add" else affine(body["skip"], "skip_a", "skip_b", body)
+        kind = skip_activation(prologue)
+        return body("Add", x, activation(kind, skip, body) if kind else skip)
+    return x if of_skip(step) else activation(step, x, body)
 
 
 def chosen(channels: str, made: ir.Value, kept: ir.Value, body: Body) -> ir.Value:
@@ -159,8 +161,7 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     if "Slice" in op.prologue:
         dy = body.slice(dy, body.attribute("grad_start"), body.attribute("grad_stop"), axis=1)
     if "BatchNormGrad" in op.prologue:
-        own = body("Add", affine(body["grad_x"], "grad_q", "grad_w", body), body("Mul", body.per_channel("grad_p"), dy))
-        dy = own
+        dy = batch_norm_grad(dy, "grad_", body)
     results: dict[str, ir.Value] = {}
     if "BiasGrad" in op.epilogue:
         results["dbias"] = body.sum(dy)
@@ -178,6 +179,12 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     if op.core in WEIGHT_GRADS:
         return results
     return {**results, **epilogue(op, core_grad(op.core, dy, body), z, body)}
+
+
+def batch_norm_grad(dz: ir.Value, prefix: str, body: Body) -> ir.Value:
+    """Write the input gradient of a BN, p*dz + q*x + w; the names of the other operands begin with `prefix`."""
+    own = affine(body[f"{prefix}x"], f"{prefix}q", f"{prefix}w", body)
+    return body("Add", own, body("Mul", body.per_channel(f"{prefix}p"), dz))
 
 
 def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
@@ -261,6 +268,10 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
     for step in op.epilogue:
         if step == "AddGradient":
             dx = body("Add", dx, body["other"])
+        elif step == "AddBatchNormGrad":
+            dx = body("Add", dx, batch_norm_grad(body["other_dy"], "other_", body))
+        elif step == "AddSkipGradient":
+            dx = body("Add", dx, body["skip_grad"])
         elif step in ACTIVATION_GRADS:
             masked = body.formula(GRADIENTS[step].gradient, z=z, d=dx)
             dx = chosen("masked", masked, dx, body) if "Where" in op.epilogue else masked

@@ -15,6 +15,7 @@ from bnfuse.opset.spec import (
     FORWARD_CORES,
     INTEGERS,
     LABELS,
+    MAPS_LIKE_X,
     PLAIN_OPS,
     PROLOGUE_OPERANDS,
     VERSION,
@@ -56,6 +57,11 @@ PROLOGUE = {
     "Add": Text("x <- x + skip", "A residual sum. skip has the shape of x."),
     "AddNormalized": Text(
         "x <- x + (skip_a*skip + skip_b)", "A residual sum whose second operand has a BatchNorm of its own."
+    ),
+    "SkipActivation": Text(
+        "x <- x + f(skip) or x + f(skip_a*skip + skip_b)",
+        "The second operand of the Add or AddNormalized behind it goes through an activation: SkipRelu, SkipHardSwish, "
+        "and so on, with the activation's attributes. One that others of the operator share has them in common.",
     ),
 }
 
@@ -112,7 +118,17 @@ EPILOGUE = {
         "dx <- masked > 0 ? dx*f'(z) : dx, with the activation's gradient after it",
         "The mask is of some channels: behind a Concat, of the operands that nothing else reads.",
     ),
+    "AddBatchNormGrad": Text(
+        "dx <- dx + (other_p*other_dy + other_q*other_x + other_w)",
+        "The input gradient of a BatchNorm that reads the same map beside the core, as an identity branch does. "
+        "other_x is that BatchNorm's input, and the coefficients are as in BatchNormGrad.",
+    ),
     **{f"{name}Grad": Text(each.gradient_formula, each.gradient_about) for name, each in ACTIVATIONS.items()},
+    "AddSkipGradient": Text(
+        "dx <- dx + skip_grad",
+        "The gradient of a reader that takes the map as it is before the activation, as a skip past it does. It needs "
+        "the mask before it: without one it would be AddGradient.",
+    ),
     "Reduce": Text(
         "dbeta = sum of dx, dgamma = sum of dx*(x - mean)*inv_std, over N, H, W",
         "The reduction half of a BatchNorm's gradient. It reads dx after the mask.",
@@ -273,19 +289,20 @@ An operator is a core with the steps on its way in (its prologue) and on its way
 the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b), weight) and the statistics of the
 result. Steps come in this order:
 
-    forward    [Normalize] [[Where] {CHOICE}] [Add|AddNormalized] [{CHOICE}]
+    forward    [Normalize] [[Where] {CHOICE}] [[SkipActivation] Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [BatchNormGrad] [Normalize] [[Where] {CHOICE}]
                {"|".join(BACKWARD_CORES)}
-               [BiasGrad] [AddGradient] [[Where] {GRADIENT_CHOICE}] [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient] [AddBatchNormGrad] [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
+               [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight, the operands of the
 prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight, then the results of the
-epilogue's steps. Maps (x, y, dy, dx, skip, other, acc, stored, grad_x, x_i) are float32 [N, C, H, W], indices int64,
-weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are float32 [C], or [G, C] for G
-groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of any rank from 2 on. Every
-attribute is required.
+epilogue's steps. Maps (x, y, dy, dx, skip, other, other_dy, other_x, skip_grad, acc, stored, grad_x, x_i) are float32
+[N, C, H, W], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are
+float32 [C], or [G, C] for G groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of
+any rank from 2 on. Every attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators alone, so that any runtime executes it. The
 functions need opset 13 or later.
@@ -338,7 +355,8 @@ def step_attributes(name: str) -> tuple[str, ...]:
     """Give the attributes that a step brings: those that the smallest operator with it has beyond its core's."""
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
-    if name in ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized", "Where"):
+    alone = ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized", "Where", "SkipActivation", "AddSkipGradient")
+    if name in alone:
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes
@@ -372,7 +390,7 @@ def _entry(
     return "\n".join(lines).rstrip() + "\n"
 
 
-MAPS = ("x", "y", "dy", "dx", "dz", "skip", "other", "acc", "stored", "grad_x", "x_i", "log_prob", "dscores")
+MAPS = (*MAPS_LIKE_X, "y", "dy", "dx", "dz", "acc", "stored", "grad_x", "x_i", "log_prob", "dscores")
 
 
 WIDE = ("scale", "bias", "running_mean", "running_variance", "new_running_mean", "new_running_variance")

@@ -18,7 +18,17 @@ from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.reference_whole import WHOLE, running, unbiased
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, TRANSPOSED, WEIGHT_GRADS, OpSpec, PlainOp, applied
+from bnfuse.opset.spec import (
+    ACTIVATION_GRADS,
+    CONV_GRADS,
+    TRANSPOSED,
+    WEIGHT_GRADS,
+    OpSpec,
+    PlainOp,
+    applied,
+    of_skip,
+    skip_activation,
+)
 
 Array = np.ndarray
 Operands = Mapping[str, Array]
@@ -47,7 +57,7 @@ def per_channel(values: Array) -> Array:
 def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str, Array]:
     x = operands["x"]
     for step, of_some in applied(op.prologue):
-        made = _prologue_step(step, x, operands, attributes)
+        made = _prologue_step(step, x, operands, attributes, skip_activation(op.prologue))
         x = np.where(per_channel(operands["active"]) > 0, made, x) if of_some else made
     results: dict[str, Array] = {"stored": x}
     if op.core == "Conv":
@@ -70,15 +80,18 @@ def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str
     return results
 
 
-def _prologue_step(step: str, x: Array, operands: Operands, attributes: Attributes) -> Array:
-    """One step of a prologue, on the map that the core reads."""
+def _prologue_step(
+    step: str, x: Array, operands: Operands, attributes: Attributes, skip_kind: str | None = None
+) -> Array:
+    """One step of a prologue, on the map that the core reads; `skip_kind` is the activation of the skip."""
     if step == "Normalize":
         return per_channel(operands["a"]) * x + per_channel(operands["b"])
-    if step == "Add":
-        return x + operands["skip"]
-    if step == "AddNormalized":
-        return x + (per_channel(operands["skip_a"]) * operands["skip"] + per_channel(operands["skip_b"]))
-    return activation(step, x, attributes)
+    if step in ("Add", "AddNormalized"):
+        skip = operands["skip"]
+        if step == "AddNormalized":
+            skip = per_channel(operands["skip_a"]) * skip + per_channel(operands["skip_b"])
+        return x + (activation(skip_kind, skip, attributes) if skip_kind else skip)
+    return x if of_skip(step) else activation(step, x, attributes)
 
 
 def activation(kind: str, z: Array, attributes: Attributes) -> Array:
@@ -153,8 +166,7 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     if "Slice" in op.prologue:
         dy = dy[:, attributes["grad_start"] : attributes["grad_stop"]]
     if "BatchNormGrad" in op.prologue:
-        p, q, w = (per_channel(operands[f"grad_{name}"]) for name in "pqw")
-        dy = p * dy + q * operands["grad_x"] + w
+        dy = batch_norm_grad(dy, "grad_", operands)
     results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)} if "BiasGrad" in op.epilogue else {}
     z = operands.get("x", dy)  # where x is no operand, no step reads z
     if "Normalize" in op.prologue:
@@ -197,6 +209,10 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
     for step in op.epilogue:
         if step == "AddGradient":
             dx = dx + operands["other"]
+        elif step == "AddBatchNormGrad":
+            dx = dx + batch_norm_grad(operands["other_dy"], "other_", operands)
+        elif step == "AddSkipGradient":
+            dx = dx + operands["skip_grad"]
         elif step in ACTIVATION_GRADS:
             masked = activation_grad(step, dx, z, attributes)
             dx = np.where(per_channel(operands["masked"]) > 0, masked, dx) if "Where" in op.epilogue else masked
@@ -212,6 +228,12 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
             written = operands["acc"][:, attributes["acc_start"] : attributes["acc_stop"]]
             dx = written + per_channel(operands["acc_p"]) * dx
     return {"dx": dx, **results}
+
+
+def batch_norm_grad(dz: Array, prefix: str, operands: Operands) -> Array:
+    """Compute p*dz + q*x + w, the input gradient of a BN; the names of the other operands begin with `prefix`."""
+    p, q, w = (per_channel(operands[f"{prefix}{name}"]) for name in "pqw")
+    return p * dz + q * operands[f"{prefix}x"] + w
 
 
 def reduce(dz: Array, x: Array, mean: Array, inv_std: Array) -> tuple[Array, Array]:

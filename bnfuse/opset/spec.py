@@ -9,13 +9,14 @@ The name of an operator is the concatenation of its steps, `NormalizeReluConvSta
 about it follows from the steps: operands, results and attributes here; the function body in `functions.py`,
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
-    forward    [Normalize] [[Where] Activation] [Add|AddNormalized] [Activation]
+    forward    [Normalize] [[Where] Activation] [[SkipActivation] Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Pointwise
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [BatchNormGrad]  [Normalize] [[Where] Activation]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
-               [BiasGrad] [AddGradient] [[Where] ActivationGrad] [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]
+               [Reduce] [ReduceOther]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
@@ -24,6 +25,7 @@ Forward steps (all maps are NCHW in files; a, b, ... have one value per channel)
     Where           the activation after it is of the channels where active > 0; others stay as they are
     Add             x <- x + skip
     AddNormalized   x <- x + (skip_a*skip + skip_b)
+    SkipActivation  what is added is f of that, f(skip) or f(skip_a*skip + skip_b): SkipRelu, SkipHardSwish, ...
     Bias            y <- y + bias
     StoreInput      the x that the core read is also a result, `stored`
     Statistics      mean and biased variance of y over N, H, W are also results
@@ -35,8 +37,10 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Normalize ...   the forward prologue, recomputed from x; the weight gradient reads its result
     BiasGrad        sum of dy over N, H, W (after the steps before it) is also a result, `dbias`
     AddGradient     dx <- dx + other
+    AddBatchNormGrad  dx <- dx + (other_p*other_dy + other_q*other_x + other_w)     that of another reader, a BN
     ActivationGrad  dx <- dx * f'(z)                           z is x after Normalize and before the activation
     Where           the activation's gradient after it is of the channels where masked > 0; others stay as they are
+    AddSkipGradient dx <- dx + skip_grad                       the gradient of a skip that goes past the activation
     Reduce          dbeta = sum dx, dgamma = sum dx*(x - mean)*inv_std     over N, H, W
     ReduceOther     the same for another BN that shares dx: operands x_i, mean_i, inv_std_i (i = 1, 2, ...)
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
@@ -96,14 +100,14 @@ TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeigh
 
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
-    rf"(Normalize)?(?:(Where)?({_ACTIVATION}))?(AddNormalized|Add)?({_ACTIVATION})?"
+    rf"(Normalize)?(?:(Where)?({_ACTIVATION}))?(?:(Skip(?:{_ACTIVATION}))?(AddNormalized|Add))?({_ACTIVATION})?"
     rf"({'|'.join(FORWARD_CORES)})"
     r"(Bias)?(StoreInput)?(Statistics)?"
 )
 _BACKWARD = re.compile(
     rf"(Slice)?(BatchNormGrad)?(Normalize)?(?:(Where)?({_ACTIVATION}))?"
     rf"({'|'.join(BACKWARD_CORES)})"
-    rf"(BiasGrad)?(AddGradient)?(?:(Where)?((?:{_ACTIVATION})Grad))?"
+    rf"(BiasGrad)?(AddGradient)?(AddBatchNormGrad)?(?:(Where)?((?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
     r"(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
 )
 
@@ -165,7 +169,7 @@ class OpSpec:
         """Attribute names; every one is required on the node."""
         names = list((BACKWARD_CORES if self.is_gradient else FORWARD_CORES)[self.core])
         for kind in ACTIVATIONS:
-            if kind in self.prologue or f"{kind}Grad" in self.epilogue:
+            if {kind, f"Skip{kind}"} & {*self.prologue} or f"{kind}Grad" in self.epilogue:
                 names += ACTIVATIONS[kind].attributes
         if "Slice" in self.prologue:
             names += ["grad_start", "grad_stop"]
@@ -227,10 +231,15 @@ EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Bias": ("bias",),
     "AddGradient": ("other",),
     "Where": ("masked",),
+    "AddBatchNormGrad": ("other_dy", "other_x", "other_p", "other_q", "other_w"),
+    "AddSkipGradient": ("skip_grad",),
     "Reduce": ("mean", "inv_std"),
     "Scale": ("acc_p",),
     "Accumulate": ("acc", "acc_p"),
 }
+# operands that are maps, beside x_1, x_2, ... : those of an operator of steps whose size is that of its x
+MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad")
+
 EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
     "StoreInput": ("stored",),
     "Statistics": ("mean", "variance"),
@@ -250,22 +259,36 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
     """Prologue, core and epilogue of an operator's name, or None where it is not one."""
     if match := _FORWARD.fullmatch(name):
         steps = match.groups()
-        if steps[2] and steps[4] and not steps[3]:
+        first, skip, add, last = steps[2:6]
+        if first and last and not add:
             return None
-        if steps[4] and share_attributes(steps[2], steps[4]):
+        if share_attributes(first, last) or any(
+            kind != of_skip(skip) and share_attributes(of_skip(skip), kind) for kind in (first, last)
+        ):
             return None
-        return tuple(s for s in steps[:5] if s), steps[5], tuple(s for s in steps[6:] if s)
+        return tuple(s for s in steps[:6] if s), steps[6], tuple(s for s in steps[7:] if s)
     if match := _BACKWARD.fullmatch(name):
         steps = match.groups()
-        others = ("ReduceOther",) * (len(steps[11]) // len("ReduceOther"))
-        epilogue = (*(s for s in steps[6:11] if s), *others, *(s for s in steps[12:] if s))
+        others = ("ReduceOther",) * (len(steps[13]) // len("ReduceOther"))
+        epilogue = (*(s for s in steps[6:13] if s), *others, *(s for s in steps[14:] if s))
         if steps[5] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
             return None  # there is no dx to work on
-        masked = (steps[9] or "").removesuffix("Grad")
+        masked = (steps[10] or "").removesuffix("Grad")
         if masked != steps[4] and share_attributes(steps[4], masked):
             return None
         return tuple(s for s in steps[:5] if s), steps[5], epilogue
     return None
+
+
+def of_skip(step: str | None) -> str | None:
+    """Name the activation that a step such as SkipRelu applies to the skip; None for any other step."""
+    kind = step.removeprefix("Skip") if step else ""
+    return kind if kind != step and kind in ACTIVATIONS else None
+
+
+def skip_activation(prologue: tuple[str, ...]) -> str | None:
+    """Name the activation of a prologue's skip, None where it has none."""
+    return next((kind for step in prologue if (kind := of_skip(step))), None)
 
 
 def share_attributes(first: str | None, second: str | None) -> bool:

@@ -20,11 +20,11 @@ from bnfuse.core.windows import transposed_pads, transposed_size
 from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.sources import SOURCES, activation_of
 from bnfuse.opset.sources import forward_of as forward_of_activation
-from bnfuse.opset.spec import DOMAIN, OpSpec
+from bnfuse.opset.spec import DOMAIN, MAPS_LIKE_X, OpSpec
 from bnfuse.passes.rewriter import Op, own_op
 
 BATCH_NORM, BATCH_NORM_GRAD = "BatchNorm", "BatchNormGrad"
-MAPS = ("x", "dy", "dz", "acc", "skip", "grad_x", "other")  # operands that are maps
+MAPS = (*MAPS_LIKE_X, "dy", "dz", "acc", "grad_x")  # operands that are maps
 
 
 def read(node: ir.Node | None) -> Op | None:

@@ -6,6 +6,12 @@ from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
 
 REDUCTIONS = ("Reduce", "ReduceOther")
 ACCUMULATIONS = ("Scale", "Accumulate")
+ADDITIONS = ("AddGradient", "AddBatchNormGrad", "AddSkipGradient")  # steps that add another gradient to dx
+ORDER = (
+    *("BiasGrad", "AddGradient", "AddBatchNormGrad", "Where"),
+    *ACTIVATION_GRADS,
+    *("AddSkipGradient", *REDUCTIONS, *ACCUMULATIONS),
+)
 
 
 def try_spec(prologue: tuple[str, ...], core: str, epilogue: tuple[str, ...]) -> OpSpec | None:
@@ -16,13 +22,21 @@ def try_spec(prologue: tuple[str, ...], core: str, epilogue: tuple[str, ...]) ->
         return None
 
 
+def with_step(spec: OpSpec, step: str) -> OpSpec | None:
+    """Put one more step into a gradient's epilogue, where the grammar has it; None where that has no room for it.
+
+    What the steps behind it work on changes by that: `has_room_after` tells whether there are any.
+    """
+    before = tuple(other for other in spec.epilogue if ORDER.index(other) < ORDER.index(step))
+    return try_spec(spec.prologue, spec.core, (*before, step, *spec.epilogue[len(before) :]))
+
+
 def has_room_after(spec: OpSpec, step: str) -> bool:
     """Tell whether a step may still be appended to a gradient operator: nothing that comes after it is there yet.
 
     Of the steps only ReduceOther may occur more than once.
     """
-    order = ("BiasGrad", "AddGradient", "Where", *ACTIVATION_GRADS, *REDUCTIONS, *ACCUMULATIONS)
-    later = {*order[order.index(step) + (step == "ReduceOther") :]}
+    later = {*ORDER[ORDER.index(step) + (step == "ReduceOther") :]}
     if step in ACTIVATION_GRADS:
         later |= {*ACTIVATION_GRADS}
     return not later & {*spec.epilogue}

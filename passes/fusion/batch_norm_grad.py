@@ -3,7 +3,10 @@
     dx = BatchNormGradPointwiseGrad(dz, u, p, q, w)
     dt, dw = ConvGrad(dx, t, weight)            ->   dt, dw = BatchNormGradConvGrad(dz, t, weight, u, p, q, w)
 
-p*dz + q*u + w is computed while dz and u are read; dx is never stored. A Slice of a gradient moves the same way.
+p*dz + q*u + w is computed while dz and u are read; dx is never stored. A Slice of a gradient moves the same way. An
+operator that adds dx to its own result adds p*dz + q*u + w instead:
+
+    g = ConvGradAddGradient(..., dx)            ->   g = ConvGradAddBatchNormGrad(..., dz, u, p, q, w)
 
 Refuses a dx that is a graph output or has a reader with no room for it (a second BN's gradient, a Sum, ...): then dx
 must exist, and reading it once is cheaper than reading dz and u.
@@ -15,7 +18,8 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.dialect.source_ops import read
-from bnfuse.passes.dialect.steps import try_spec
+from bnfuse.passes.dialect.steps import try_spec, with_step
+from bnfuse.passes.fission.batch_norm_grad import INPUT_HALF
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 INPUT_HALVES = (("BatchNormGrad",), ("Slice", "BatchNormGrad"), ("Slice",))
@@ -50,25 +54,42 @@ def fuse(editor: Editor, half: Op) -> None:
     if dx.is_graph_output():
         editor.refuse(half.node, f"{dx.name} is a graph output")
         return
-    fused = []
+    fused: list[tuple[Op, OpSpec, dict[str, ir.Value]]] = []
     for reader in dict.fromkeys(use.node for use in dx.uses()):
         op = read(reader)
-        spec = with_half(half, op, dx) if op is not None else None
-        if op is None or spec is None:
+        found = with_half(half, op, dx) if op is not None else None
+        if op is None or found is None:
             editor.refuse(
                 half.node, f"{reader.op_type} '{reader.name}' reads {dx.name} and has no room for {half.spec.name}"
             )
             return
-        fused.append((op, spec))
-    for op, spec in fused:
-        editor.replace(op, spec, [half.node], operands=half.operands, attributes=half.attributes)
+        fused.append((op, *found))
+    for op, spec, operands in fused:
+        editor.replace(op, spec, [half.node], operands=operands, attributes=half.attributes)
     editor.remove_dead([half.node])
 
 
-def with_half(half: Op, reader: Op, dx: ir.Value) -> OpSpec | None:
-    """Compose a reader's operator with the half in its prologue; None where it has no room or reads dx otherwise."""
+def with_half(half: Op, reader: Op, dx: ir.Value) -> tuple[OpSpec, dict[str, ir.Value]] | None:
+    """Compose a reader's operator with the half, on its way in or among what it adds, and give the operands.
+
+    None where it has no room or reads dx otherwise.
+    """
     if not isinstance(reader.spec, OpSpec) or not reader.spec.is_gradient:
         return None
-    if [name for name, value in reader.operands.items() if value is dx] != ["dy"]:
-        return None
-    return try_spec((*half.steps.prologue, *reader.spec.prologue), reader.spec.core, reader.spec.epilogue)
+    names = [name for name, value in reader.operands.items() if value is dx]
+    if names == ["other"] and half.spec == INPUT_HALF:
+        return added(half, reader.spec)
+    spec = try_spec((*half.steps.prologue, *reader.spec.prologue), reader.spec.core, reader.spec.epilogue)
+    return (spec, half.operands) if names == ["dy"] and spec is not None else None
+
+
+def added(half: Op, spec: OpSpec) -> tuple[OpSpec, dict[str, ir.Value]] | None:
+    """Compose an operator that adds a half's dx with AddBatchNormGrad in AddGradient's place, and give the operands."""
+    without = tuple(step for step in spec.epilogue if step != "AddGradient")
+    found = with_step(OpSpec(spec.prologue, spec.core, without), "AddBatchNormGrad")
+    return (found, operands_of_sum(half)) if found is not None else None
+
+
+def operands_of_sum(half: Op) -> dict[str, ir.Value]:
+    """Give the operands of AddBatchNormGrad: dy, grad_x, grad_p, ... of a bare half by other names."""
+    return {("other_dy" if name == "dy" else f"other_{name[5:]}"): value for name, value in half.operands.items()}

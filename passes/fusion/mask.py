@@ -44,7 +44,7 @@ def is_mask(op: Op) -> bool:
         and op.spec.core == "PointwiseGrad"
         and op.spec.prologue in ((), ("Normalize",))
         and bool({*op.spec.epilogue} & {*ACTIVATION_GRADS, *REDUCTIONS})
-        and "AddGradient" not in op.spec.epilogue
+        and not {"AddGradient", "AddBatchNormGrad"} & {*op.spec.epilogue}
     )
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from bnfuse.analysis.owners import forward_name
 from bnfuse.opset.spec import DOMAIN, OpSpec
 from bnfuse.passes.dialect.source_ops import BATCH_NORM, BATCH_NORM_GRAD, read
+from bnfuse.passes.dialect.steps import ADDITIONS
 from bnfuse.passes.fusion.scale import is_scale
 from bnfuse.passes.rewriter import Op, Refusal, sources
 
@@ -79,8 +80,17 @@ def _standalone_map(op: Op) -> str | None:
     if steps.core == "PointwiseGrad" and {"Reduce", "ReduceOther"} & {*steps.epilogue}:
         return "gradient reductions"
     if steps.core == "PointwiseGrad" and ("BatchNormGrad" in steps.prologue or is_scale(op)):
-        return "gradient input"
+        return None if is_shared_sum(op) else "gradient input"
     return None
+
+
+def is_shared_sum(op: Op) -> bool:
+    """Tell whether an operator makes a sum of gradients that several read, as `x + y` is of maps in the forward pass.
+
+    Like that it is a map of the network's own, which is stored once: no half of a BN, wherever that went, would save it.
+    """
+    dx = op.results["dx"]
+    return bool({*ADDITIONS} & {*op.steps.epilogue}) and (dx.is_graph_output() or len(dx.uses()) > 1)
 
 
 def _through_gradient(node: ir.Node, names: tuple[str, ...]) -> list[str]:
@@ -106,7 +116,7 @@ def _left_by(level: str, node: ir.Node) -> str:
 def _left_gradient(op: Op) -> str:
     """Say why a PointwiseGrad that is neither a bare input half nor a mask that could move is a kernel of its own."""
     dy, dx = op.operands["dy"], op.results["dx"]
-    adds = "AddGradient" in op.steps.epilogue
+    adds = bool({*ADDITIONS} & {*op.steps.epilogue})
     if {"Reduce", "ReduceOther"} & {*op.steps.epilogue}:
         if "BatchNormGrad" in op.steps.prologue:
             what = "a sum that ends in the input gradient" if adds else "made from the input gradient"
@@ -114,10 +124,9 @@ def _left_gradient(op: Op) -> str:
         writer = dy.producer()
         return f"'{op.node.name}' makes {dx.name} of {dy.name}, and {_named([writer] if writer else [])} cannot"
     if adds:
-        readers = _named(use.node for use in dx.uses())
         return (
-            f"{dx.name} is its sum with {op.operands['other'].name}, and what reads it adds no gradients: "
-            f"{readers or 'it is a graph output'}"
+            f"{dx.name} is a sum of gradients, and only {_named(use.node for use in dx.uses()) or 'no node'} reads it, "
+            "without room for a sum"
         )
     return f"{dx.name} is read by {_named(use.node for use in dx.uses()) or 'no node'}, without room for it"
 

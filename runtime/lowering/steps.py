@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.shapes import transposed_shape
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONVS, DOMAIN, PLAIN_OPS, OpSpec, parse
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, PLAIN_OPS, OpSpec, parse
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.common.windows import index_dtype
@@ -35,7 +35,7 @@ KINDS = {
     **dict.fromkeys(POOL_GRADS, registry.POOL_BACKWARD),
 }
 OF_DY = {"Slice", "BatchNormGrad"}  # steps that do not work on x
-MAP_OPERANDS = ("x", "skip", "dy", "grad_x", "other", "indices")
+MAP_OPERANDS = (*MAPS_LIKE_X, "dy", "grad_x", "indices")
 RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
 
 Values = Mapping[str, ir.Value]

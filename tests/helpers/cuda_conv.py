@@ -14,7 +14,7 @@ from conv_case import ConvCase
 from packed_weights import packed_raw
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import parse
+from bnfuse.opset.spec import MAPS_LIKE_X, parse
 from bnfuse.runtime.kernels.common.sides import TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
@@ -22,7 +22,7 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 OUTPUT_SIDE = ("y", "dy", "grad_x")
-MAPS = ("x", "skip", "stored", "other", "dx", "acc", *OUTPUT_SIDE)
+MAPS = (*MAPS_LIKE_X, "stored", "dx", "acc", *OUTPUT_SIDE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,8 @@ FORWARD = [
     ("ReluAddNormalizedReluPointwise", (1, 1, 1, 1)),
     ("NormalizeWhereReluPointwise", (2, 37, 3, 5)),
     ("WhereQuickGeluAddPointwiseStatistics", (2, 21, 4, 3)),
+    ("NormalizeSkipHardSwishAddPointwiseStatistics", (2, 9, 3, 4)),
+    ("NormalizeSkipGeluAddNormalizedReluPointwise", (1, 21, 5, 3)),
 ]
 BACKWARD = [
     ("PointwiseGrad", (1, 1, 1, 1)),
@@ -35,5 +37,7 @@ BACKWARD = [
     ("NormalizePointwiseGradWhereReluGradReduce", (2, 35, 4, 5)),
     ("NormalizePointwiseGradAddGradientWhereQuickGeluGradReduce", (2, 19, 3, 3)),
     ("PointwiseGradAddGradientReluGradReduceReduceOtherReduceOther", (3, 17, 5, 5)),
+    ("BatchNormGradPointwiseGradAddGradientAddBatchNormGradReluGradReduceOther", (2, 18, 3, 5)),
+    ("NormalizePointwiseGradReluGradAddSkipGradientReduceReduceOther", (2, 11, 4, 3)),
     ("SliceBatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bnfuse.opset import reference
+from bnfuse.opset.spec import MAPS_LIKE_X
 
 
 def window(kernel, strides=(1, 1), pads=(0, 0, 0, 0), dilations=None, ceil=0, include=None):
@@ -39,6 +40,7 @@ MAX_GRAD = [
     ("MaxPoolGrad", (2, 21, 11, 9), window((3, 3), (2, 2), (1, 1, 1, 1))),
     ("NormalizeMaxPoolGradReluGradReduce", (1, 16, 12, 12), window((2, 2), (2, 2))),
     ("BatchNormGradNormalizeMaxPoolGradAddGradientClipGradReduceScale", (2, 5, 9, 10), window((3, 2), (2, 3), ceil=1)),
+    ("ReluMaxPoolGradAddBatchNormGradReluGradAddSkipGradient", (1, 17, 7, 8), window((2, 2), (2, 2))),
     ("MaxPoolGradReluGrad", (1, 33, 11, 8), window((3, 3), (1, 2), (2, 1, 1, 2), (2, 3))),
     ("SliceBatchNormGradMaxPoolGradReduceReduceOtherAccumulate", (2, 18, 7, 6), window((3, 3), (1, 1), (1, 1, 1, 1))),
 ]
@@ -69,7 +71,7 @@ def operands_of(op, shape, attributes, rng):
             size = pooled_shape(shape, attributes)
             if name == "dy" and "Slice" in op.prologue:
                 size = (size[0], size[1] + 7, *size[2:])
-        elif name in ("x", "skip", "other") or name.startswith("x_"):
+        elif name in MAPS_LIKE_X or name.startswith("x_"):
             size = shape
         elif name == "acc":
             size = (shape[0], shape[1] + 6, *shape[2:])

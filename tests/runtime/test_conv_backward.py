@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
-from bnfuse.opset.spec import parse
+from bnfuse.opset.spec import MAPS_LIKE_X, parse
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
@@ -49,7 +49,7 @@ class Case(ConvCase):
             return (self.cout, self.cin // self.group, *self.kernel)
         if name in MAP_OF_DY:
             return (self.n, self.cout, *self.out)
-        if name in ("x", "dx", "other", "acc") or name.startswith("x_"):
+        if name in (*MAPS_LIKE_X, "dx", "acc") or name.startswith("x_"):
             return (self.n, self.cin, self.h, self.w)
         return (self.channels(name),)
 
@@ -135,6 +135,9 @@ CASES = [
     Case("ConvGradWeight", 2, 17, 15, 16, 16, (7, 7), (1, 2), (3, 3, 3, 3), (2, 1), group=16),
     Case("BatchNormGradConvGradAddGradientReduceOther", 1, 7, 7, 6, 18, (5, 5), (1, 1), (2, 2, 2, 2), group=6),
     Case("ConvGrad", 1, 6, 10, 70, 34, (2, 3), (1, 3), (3, 0, 1, 4), (2, 3)),
+    Case("NormalizeReluConvGradAddBatchNormGradReluGradAddSkipGradientReduce", 2, 7, 7, 12, 20, (3, 3), slots=2),
+    Case("BatchNormGradConvGradAddGradientAddBatchNormGradReduceOther", 1, 6, 5, 17, 9, (1, 1)),
+    Case("ReluConvGradInputAddBatchNormGradReluGradReduceOther", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
 ]
 

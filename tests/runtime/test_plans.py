@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from bnfuse.opset.spec import parse
+from bnfuse.opset.spec import MAPS_LIKE_X, parse
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan, Total, totals_of
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
-MAPS = ("x", "y", "skip", "stored", "dy", "grad_x", "dx", "other", "x_1", "x_2")
+MAPS = (*MAPS_LIKE_X, "y", "stored", "dy", "grad_x", "dx", "x_1", "x_2")
 
 
 def problem_of(name: str) -> Problem:
@@ -28,6 +28,7 @@ def problem_of(name: str) -> Problem:
         ("NormalizeReluConvStatistics", ["x"], ["a", "b"]),
         ("NormalizeAddNormalizedReluConv", ["x", "skip"], ["a", "b", "skip_a", "skip_b"]),
         ("NormalizeWhereReluConv", ["x"], ["a", "b", "active"]),
+        ("NormalizeSkipReluAddNormalizedConv", ["x", "skip"], ["a", "b", "skip_a", "skip_b"]),
         ("SliceBatchNormGradNormalizeReluConvGradReluGradReduce", ["x"], ["a", "b"]),
     ],
 )
@@ -55,6 +56,8 @@ def test_a_prologue_can_go_without_its_last_step():
         ("ConvBiasStatistics", [], ["bias"]),
         ("PointwiseGradScale", [], ["acc_p"]),
         ("ConvGradAddGradient", ["other"], []),
+        ("ConvGradAddBatchNormGrad", ["other_dy", "other_x"], ["other_p", "other_q", "other_w"]),
+        ("ConvGradReluGradAddSkipGradient", ["skip_grad", "x"], []),
         ("NormalizeConvGradClipGradReduce", ["x"], ["a", "b", "mean"]),
         ("NormalizeConvGradWhereClipGradReduce", ["x"], ["a", "b", "masked", "mean"]),
         ("PointwiseGradReduceReduceOtherAccumulate", ["x", "x_1", "dx"], ["mean", "mean_1", "acc_p"]),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
-from bnfuse.opset.spec import parse
+from bnfuse.opset.spec import MAPS_LIKE_X, parse
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
@@ -49,7 +49,7 @@ class Case(ConvCase):
         if name in ("dy", "grad_x"):
             wide = 2 * self.slots if name == "dy" and "Slice" in self.op else 0
             return self.n, self.cout + wide, *out
-        if name in ("x", "dx", "other") or name.startswith("x_"):
+        if name in (*MAPS_LIKE_X, "dx") or name.startswith("x_"):
             return self.n, self.cin, self.h, self.w
         if name == "acc":
             return self.n, self.cin + 2 * self.slots, self.h, self.w

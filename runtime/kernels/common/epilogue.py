@@ -1,7 +1,8 @@
 """The way out of a core, described once: what its steps read, what they make of an element, what is summed.
 
     y     [Bias]                                           then stored;  [Statistics] of y as stored
-    dx    {BiasGrad}  [AddGradient] [[Where] ActivationGrad]  {Reduce ReduceOther*}  [Scale|Accumulate]     then stored
+    dx    {BiasGrad}  [AddGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]  {Reduce ReduceOther*}
+          [Scale|Accumulate]                               then stored
 
 What stands in braces takes sums of the value as it is there. A code generator keeps the element and the sums in places
 of its own and writes these steps in this order.
@@ -18,6 +19,13 @@ from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import Problem
+
+# steps that add to dx: the maps and the per-channel vectors that they read
+ADDITIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "AddGradient": (("other",), ()),
+    "AddBatchNormGrad": (("other_dy", "other_x"), ("other_p", "other_q", "other_w")),
+    "AddSkipGradient": (("skip_grad",), ()),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +93,7 @@ class EpiloguePlan:
         """List the maps that it reads, `dx` where it adds to what is there."""
         if not self.spec.is_gradient:
             return ()
-        names = ["other"] if "AddGradient" in self.spec.epilogue else []
+        names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][0]]
         names += ["x"] if self.masks or "Reduce" in self.spec.epilogue else []
         names += [f"x_{i}" for i in range(1, self.spec.others + 1)]
         return (*names, "dx") if "Accumulate" in self.spec.epilogue else tuple(names)
@@ -95,7 +103,8 @@ class EpiloguePlan:
         """List the per-channel vectors that it reads for each element (and not in the end, as inv_std)."""
         if not self.spec.is_gradient:
             return ("bias",) if "Bias" in self.spec.epilogue else ()
-        names = ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
+        names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][1]]
+        names += ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
         names += ["masked"] if "Where" in self.spec.epilogue else []
         names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
         return (*names, "acc_p") if self.places else tuple(names)
@@ -107,19 +116,24 @@ class EpiloguePlan:
     @property
     def changes(self) -> bool:
         """Tell whether `changed` does anything."""
-        return bool(self.masks) or "AddGradient" in self.spec.epilogue
+        return bool(self.masks) or bool({*ADDITIONS} & {*self.spec.epilogue})
 
     def changed(self, d: Expr, load: Load, bind: Callable[[Expr], Expr] = lambda z: z) -> Expr:
-        """Write dx with the other reader's gradient, behind the mask: what Reduce and ReduceOther sum.
+        """Write dx with other readers' gradients and behind the mask: what Reduce and ReduceOther sum.
 
         z, which a mask needs, is recomputed from x by the expression of the forward pass, and goes through `bind`.
         """
         if "AddGradient" in self.spec.epilogue:
             d = d + load("other", False)
+        if "AddBatchNormGrad" in self.spec.epilogue:
+            p, q, w = (load(f"other_{name}", True) for name in "pqw")
+            d = d + steps.batch_norm_grad(load("other_dy", False), p, load("other_x", False), q, w)
         for step in self.masks:
             z = ProloguePlan.of_input(self.problem).before_activation(load)
             masked = steps.activation_grad(step, d, bind(z), dict(self.problem.attributes))
             d = steps.chosen(load("masked", True), masked, d) if "Where" in self.spec.epilogue else masked
+        if "AddSkipGradient" in self.spec.epilogue:
+            d = d + load("skip_grad", False)
         return d
 
     @property

@@ -1,6 +1,6 @@
 """The way into a core, described once: which maps and vectors its steps read, and what they make of an element.
 
-    x after its steps     [Normalize] [[Where] Activation] [Add|AddNormalized] [Activation]
+    x after its steps     [Normalize] [[Where] Activation] [[SkipActivation] Add|AddNormalized] [Activation]
     dy after its steps    [BatchNormGrad]
 
 A code generator brings the operands (into registers, shared memory, vectors) and says by `load` where they are.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import PROLOGUE_OPERANDS, applied
+from bnfuse.opset.spec import PROLOGUE_OPERANDS, applied, skip_activation
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import MapType, Problem
@@ -84,10 +84,8 @@ class ProloguePlan:
             elif step in ACTIVATIONS:
                 made = steps.apply_activation(step, value, self.attributes)
                 value = steps.chosen(load("active", True), made, value) if of_some else made
-            elif step == "Add":
-                value = value + load("skip", False)
-            elif step == "AddNormalized":
-                value = value + steps.normalize(load("skip", False), load("skip_a", True), load("skip_b", True))
+            elif step in ("Add", "AddNormalized"):
+                value = value + self._skip(step, load)
             elif step == "BatchNormGrad":
                 q, w = load("grad_q", True), load("grad_w", True)
                 value = steps.batch_norm_grad(value, load("grad_p", True), load("grad_x", False), q, w)
@@ -97,3 +95,11 @@ class ProloguePlan:
         """Write z: x after Normalize and before the activation, which a mask asks for."""
         x = load(self.source, False)
         return steps.normalize(x, load("a", True), load("b", True)) if "Normalize" in self.steps else x
+
+    def _skip(self, step: str, load: Load) -> Expr:
+        """Write what Add or AddNormalized adds."""
+        skip = load("skip", False)
+        if step == "AddNormalized":
+            skip = steps.normalize(skip, load("skip_a", True), load("skip_b", True))
+        kind = skip_activation(self.steps)
+        return steps.apply_activation(kind, skip, self.attributes) if kind else skip

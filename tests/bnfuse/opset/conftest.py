@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from bnfuse.opset import reference
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import CONV_GRADS, CONVS, DOMAIN, WHOLE_OPS, OpSpec, PlainOp, find
+from bnfuse.opset.spec import CONV_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, WHOLE_OPS, OpSpec, PlainOp, find
 
 CONV = {
     "dilations": [1, 1],
@@ -123,7 +123,7 @@ def make_case(
         "grad_x": y,
         **dict.fromkeys(("grad_p", "grad_q", "grad_w", "bias"), (y[1],)),
         "acc": (shape[0], own["acc_stop"] + 1, *shape[2:]),
-        **dict.fromkeys(("skip", "other", *(f"x_{i}" for i in range(1, 9))), shape),
+        **dict.fromkeys((*MAPS_LIKE_X, *(f"x_{i}" for i in range(1, 9))), shape),
     }
     given = {"x": x, "weight": weight, "indices": forward.get("indices")}
     operands = {

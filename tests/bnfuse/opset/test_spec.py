@@ -5,12 +5,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import BACKWARD_CORES, FORWARD_CORES, WEIGHT_GRADS, OpSpec, find, parse, parse_steps
+from bnfuse.opset.spec import (
+    BACKWARD_CORES,
+    FORWARD_CORES,
+    WEIGHT_GRADS,
+    OpSpec,
+    find,
+    parse,
+    parse_steps,
+    skip_activation,
+)
 
 PROLOGUES = st.tuples(
     st.sampled_from(["", "Normalize"]),
     st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
-    st.sampled_from(["", "Add", "AddNormalized"]),
+    st.sampled_from(["", "Add", "AddNormalized", *(f"Skip{kind} Add" for kind in ACTIVATIONS)]),
     st.sampled_from(["", *ACTIVATIONS]),
 )
 EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "StoreInput", "Statistics")))
@@ -18,10 +27,11 @@ GRADIENT_PROLOGUES = st.tuples(
     *(st.sampled_from(["", step]) for step in ("Slice", "BatchNormGrad", "Normalize")),
     st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
 )
+AROUND = (("", ""), ("Where ", ""), ("", " AddSkipGradient"), ("Where ", " AddSkipGradient"))  # an ActivationGrad
 GRADIENT_EPILOGUES = st.tuples(
     st.sampled_from(["", "BiasGrad"]),
-    st.sampled_from(["", "AddGradient"]),
-    st.sampled_from(["", *(f"{where}{kind}Grad" for kind in ACTIVATIONS for where in ("", "Where "))]),
+    st.sampled_from(["", "AddGradient", "AddBatchNormGrad", "AddGradient AddBatchNormGrad"]),
+    st.sampled_from(["", *(f"{where}{kind}Grad{more}" for kind in ACTIVATIONS for where, more in AROUND)]),
     st.sampled_from(["", "Reduce"]),
     st.sampled_from(["", "ReduceOther", "ReduceOther ReduceOther"]),
     st.sampled_from(["", "Scale", "Accumulate"]),
@@ -44,7 +54,9 @@ def test_forward_steps_come_back_from_their_name(prologue, core, epilogue):
     read = parse_steps("".join((*written[0], core, *written[2])))
     activations = [step for step in written[0] if step in ACTIVATIONS]
     shared = len(activations) == 2 and of_one_name(*activations)
-    ambiguous = len(activations) == 2 and (not prologue[2] or shared)
+    skip = skip_activation(written[0])
+    shared |= skip is not None and any(kind != skip and of_one_name(kind, skip) for kind in activations)
+    ambiguous = (len(activations) == 2 and not prologue[2]) or shared
     assert read == (None if ambiguous else written)
 
 

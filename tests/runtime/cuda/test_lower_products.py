@@ -10,7 +10,7 @@ import source_files
 from lowered_graph import Graph, assert_close, kernels, shapes_of
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import parse
+from bnfuse.opset.spec import MAPS_LIKE_X, parse
 from bnfuse.runtime.kernels import registry
 
 on_cpu = source_files.load(pathlib.Path(__file__).parents[1] / "test_lower_products.py")
@@ -69,7 +69,7 @@ def transposed(op: str, x: tuple[int, ...], weight: tuple[int, ...], group: int)
     window = {"dilations": (1, 1), "group": group, "kernel_shape": (3, 3), "pads": (1, 1, 1, 1), "strides": (2, 2)}
     window |= {"output_padding": (1, 1)} if spec.core == "ConvTranspose" else {}
     y = (x[0], weight[1] * group, 2 * x[2], 2 * x[3])
-    maps = {**dict.fromkeys(("x", "dx", "other"), x), **dict.fromkeys(("y", "dy", "grad_x"), y)}
+    maps = {**dict.fromkeys((*MAPS_LIKE_X, "dx"), x), **dict.fromkeys(("y", "dy", "grad_x"), y)}
     of_y = {"bias", "dbias", "grad_p", "grad_q", "grad_w", *(() if spec.is_gradient else ("mean", "variance"))}
     shapes = {**maps, "weight": weight, "dweight": weight, **dict.fromkeys(of_y, y[1:2])}
     shapes = {name: shapes.get(name, x[1:2]) for name in (*spec.operands, *spec.results)}

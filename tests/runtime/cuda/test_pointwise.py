@@ -18,7 +18,7 @@ REDUCED = ("mean", "variance", "dbeta", "dgamma", "dbias")
 
 
 def is_map(name):
-    return name in ("x", "skip", "dy", "grad_x", "other", "acc", "y", "stored", "dx") or name.startswith("x_")
+    return name in (*spec.MAPS_LIKE_X, "dy", "grad_x", "acc", "y", "stored", "dx") or name.startswith("x_")
 
 
 def operands_of(op, shape, rng, dtype):

@@ -1,0 +1,104 @@
+"""Where maps or gradients add up: identity BatchNorms, skips past an activation, pre-activation."""
+
+IDENTITY = """
+    a = conv(x, 6)
+    n0 = bn(a)
+    x0 = relu(n0)
+    b = conv(x0, 6, k=3)
+    n1 = bn(b)
+    c = conv(x0, 6)
+    n2 = bn(c)
+    n3 = bn(x0)
+    s = add(n1, n2)
+    t = add(s, n3)
+    u = relu(t)
+    out = conv(u, 4)
+"""
+PRE_ACTIVATION = """
+    a = conv(x, 6)
+    n1 = bn(a)
+    r1 = relu(n1)
+    b = conv(r1, 6, k=3)
+    s1 = add(a, b)
+    n2 = bn(s1)
+    r2 = relu(n2)
+    c = conv(r2, 6, k=3)
+    s2 = add(s1, c)
+    n3 = bn(s2)
+    r3 = relu(n3)
+    out = conv(r3, 4)
+"""
+
+
+def test_the_gradient_of_an_identity_batch_norm_is_added_by_a_convolution(training, rewritten, ops, golden):
+    """RepVGG: x is read by two convolutions and a BN, and written by a sum whose BNs need its masked gradient."""
+    result = rewritten(training(IDENTITY), "bnff")
+    assert "BatchNormGradNormalizeReluConvGradAddGradientAddBatchNormGradReluGradReduce" in ops(result)
+    assert not any(name.startswith("BatchNormGradPointwiseGrad") for name in ops(result))
+    golden.check(result.model)
+
+
+def test_an_identity_batch_norm_beside_one_convolution(training, rewritten, ops):
+    model = training("""
+        a = conv(x, 6)
+        b = conv(a, 6, k=3)
+        n1 = bn(b)
+        n2 = bn(a)
+        s = add(n1, n2)
+        r = relu(s)
+        out = conv(r, 4)
+    """)
+    result = rewritten(model, "bnff")
+    assert "BatchNormGradConvGradAddBatchNormGrad" in ops(result)
+    assert result.report.unfused == ()
+
+
+def test_a_gradient_that_goes_past_the_relu_is_added_behind_the_mask(training, rewritten, ops):
+    """Xception: y = x + f(relu(x)); the BN before reduces over the sum."""
+    model = training("""
+        a = conv(x, 6)
+        n1 = bn(a)
+        b = conv(x, 6)
+        n2 = bn(b)
+        s = add(n1, n2)
+        r = relu(s)
+        c = conv(r, 6, k=3)
+        n3 = bn(c)
+        t = add(n3, s)
+        out = maxpool(t)
+    """)
+    result = rewritten(model, "bnff")
+    assert "BatchNormGradReluConvGradReluGradAddSkipGradientReduceOtherReduceOther" in ops(result)
+    assert (result.report.unfused, "Sum" in ops(result)) == ((), False)
+
+
+def test_a_term_with_room_before_its_mask_takes_the_others_whatever_the_order(training, rewritten, ops):
+    model = training("""
+        a = conv(x, 6)
+        n1 = bn(a)
+        b = conv(x, 6)
+        n2 = bn(b)
+        s = add(n1, n2)
+        r = relu(s)
+        c = conv(r, 6, k=3)
+        n3 = bn(c)
+        d = conv(s, 6, k=3)
+        n4 = bn(d)
+        t = add(n3, n4)
+        out = maxpool(t)
+    """)
+    result = rewritten(model, "bnff")
+    assert "BatchNormGradConvGradAddGradientReduceOtherReduceOther" in ops(result)
+    assert result.report.unfused == ()
+
+
+def test_before_a_batch_norm_that_comes_first_the_sum_of_gradients_is_stored_once(training, rewritten, ops):
+    """Pre-activation: a convolution and the skip further up read p*dz + q*x + w + other, as y + x is read in the
+    forward pass. Where nothing has been added yet, both read the BN's dz and x instead."""
+    result = rewritten(training(PRE_ACTIVATION), "bnff")
+    assert ops(result).count("AddPointwiseStatistics") == 2
+    sweeps = [name for name in ops(result) if name.startswith("BatchNormGradPointwiseGrad")]
+    assert sweeps == ["BatchNormGradPointwiseGradAddBatchNormGrad", "BatchNormGradPointwiseGradAddGradient"]
+    (first,) = result.report.unfused  # nothing but one convolution reads the last sum
+    assert (first.node, first.half) == ("n1", "gradient input")
+    assert first.reason.startswith("a_grad is a sum of gradients, and only ConvGradWeight 'a/grad' reads it")
