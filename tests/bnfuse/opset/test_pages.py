@@ -25,7 +25,7 @@ def test_page_is_up_to_date():
 def test_every_step_core_and_operator_has_a_text():
     assert {*pages.CORES} == {*FORWARD_CORES, *BACKWARD_CORES}
     assert {name for texts in pages.PLAIN_SECTIONS.values() for name in texts} == {*PLAIN_OPS}
-    assert {*pages.PROLOGUE} == {*PROLOGUE_OPERANDS, *ACTIVATIONS, "Slice"}
+    assert {*pages.PROLOGUE} == {*PROLOGUE_OPERANDS, *ACTIVATIONS, "Slice", "SkipActivation"}
     assert {*pages.EPILOGUE} == {*EPILOGUE_OPERANDS, *EPILOGUE_RESULTS, *ACTIVATION_GRADS, "ReduceOther"}
 
 
