@@ -87,7 +87,7 @@ def _standalone_map(op: Op) -> str | None:
 def is_shared_sum(op: Op) -> bool:
     """Tell whether an operator makes a sum of gradients that several read, as `x + y` is of maps in the forward pass.
 
-    Like that it is a map of the network's own, which is stored once: no half of a BN, wherever that went, would save it.
+    Like that it is a map of the network's own, which is stored once: no half of a BN, wherever it went, would save it.
     """
     dx = op.results["dx"]
     return bool({*ADDITIONS} & {*op.steps.epilogue}) and (dx.is_graph_output() or len(dx.uses()) > 1)
