@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import networks
@@ -94,12 +95,19 @@ def rewrite(name: str, where: Where) -> dict[str, Any]:
     """Rewrite at the highest level."""
     import bnfuse
 
-    done = bnfuse.rewrite(where.folder / f"{name}.train.onnx", level="icf")
+    before = where.folder / f"{name}.train.onnx"
+    done = bnfuse.rewrite(before, level="icf")
     bnfuse.save(done.model, where.folder / f"{name}.fused.onnx")
     report = done.report.to_json()
     reasons = collections.Counter(f"{each['half']}: {each['reason']}" for each in report["unfused"])
     unfused = len({each["node"] for each in report["unfused"]})
-    return {"batch_norms": report["batch_norms"], "unfused": unfused, "reasons": reasons.most_common()}
+    over = bnfuse.diff(before, done.model).over_least
+    return {
+        "batch_norms": report["batch_norms"],
+        "unfused": unfused,
+        "over_least": over and round(over, 3),
+        "reasons": reasons.most_common(),
+    }
 
 
 def verify(name: str, where: Where, runtime: str = "ort") -> dict[str, Any]:
@@ -385,6 +393,11 @@ def report(found: list[dict[str, Any]], stages: list[str], share: float) -> int:
         print(f"  {stage:8} {sum(entry.get(stage, {}).get('ok', False) for entry in exported)} of {len(exported)}")
     norms = sum(entry.get("rewrite", {}).get("batch_norms", 0) for entry in exported)
     print(f"  BatchNorms that keep a half: {sum(e.get('rewrite', {}).get('unfused', 0) for e in exported)} of {norms}")
+    rewritten = [{"name": e["name"], **e["rewrite"]} for e in exported if e.get("rewrite", {}).get("ok")]
+    if overs := [e["over_least"] for e in rewritten if e.get("over_least")]:
+        print(f"  bytes of feature maps over the least: {median(overs):.3f} in the median, {max(overs):.2f} at most")
+    for e in sorted((e for e in rewritten if e["unfused"]), key=lambda e: -e["unfused"]):
+        print(f"    {e['name']}: {e['unfused']} of {e['batch_norms']}, {e.get('over_least')} times the least")
     through = [entry for entry in exported if last(entry)[1]["ok"]]
     for entry in (entry for entry in exported if entry not in through):
         stage, result = last(entry)

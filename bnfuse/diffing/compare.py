@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis import match
+from bnfuse.analysis.bound import least_traffic
 from bnfuse.analysis.traffic import graph_traffic
 from bnfuse.diffing.halves import batch_norm_fates
 from bnfuse.diffing.report import Added, Changed, Diff, NameChanges, Removed, Renamed, Rewired
@@ -35,6 +36,7 @@ def diff_graphs(first: TrainingGraph, second: TrainingGraph) -> Diff:
         batch_norms=batch_norm_fates(before.graph, after.graph),
         traffic_before=graph_traffic(first),
         traffic_after=graph_traffic(second),
+        least=least_traffic(first),
     )
 
 

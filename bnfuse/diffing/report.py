@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from bnfuse.analysis.bound import Bound
 from bnfuse.analysis.traffic import Traffic
 from bnfuse.core.text import Section, change, count, join, number, scaled, some
 from bnfuse.diffing.halves import BatchNormFate, Place
@@ -90,6 +91,13 @@ class Diff:
     batch_norms: tuple[BatchNormFate, ...]
     traffic_before: Traffic
     traffic_after: Traffic
+    least: Bound | None  # bytes that the operators of `before` must move; None where they are fused already
+
+    @property
+    def over_least(self) -> float | None:
+        """How many times the least `after` moves, views left out."""
+        moved = self.traffic_after.total
+        return (moved.bytes - moved.aliased_bytes) / self.least.total if self.least and self.least.total else None
 
     @property
     def equal(self) -> bool:
@@ -124,6 +132,7 @@ class Diff:
             "feature_map_sweeps": self.traffic_json("sweeps"),
             "aliased_bytes": self.traffic_json("aliased_bytes"),
             "aliased_sweeps": self.traffic_json("aliased_sweeps"),
+            "least_bytes": dataclasses.asdict(self.least) if self.least else None,
         }
 
     def traffic_json(self, field: str) -> dict[str, dict[str, int]]:
@@ -160,6 +169,9 @@ class Diff:
         free = "of these, views at run time"
         rows.append((f"{free}, sweeps", number(old.aliased_sweeps), number(new.aliased_sweeps), ""))
         rows.append((f"{free}, bytes", scaled(old.aliased_bytes, "B"), scaled(new.aliased_bytes, "B"), ""))
+        if self.least and self.over_least:
+            least = scaled(self.least.total, "B")
+            rows.append(("the least for these operators", least, least, f"after: {self.over_least:.2f} times"))
         return Section.table("Feature maps read and written", ("", "before", "after", "change"), rows)
 
     def op_section(self) -> Section:

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from bnfuse.core.windows import transposed_pads, transposed_size
+from bnfuse.core.windows import resolved_pads, transposed_pads, transposed_size
 from bnfuse.opset import reference
 from bnfuse.opset.spec import DOMAIN, find
 
@@ -35,13 +35,24 @@ class Interpreter:
         own = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
         operators = [type(name, (Own,), {}) for name in sorted(own)]
         self.session = ReferenceEvaluator(model, new_ops=[*operators, *Written.__subclasses__()])
+        self.has_bodies = any(node.need_context() for node in self.session.rt_nodes_)
 
     def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> Arrays:
         """Compute the model's outputs, or the values of these names."""
         names = list(outputs or self.session.output_names)
+        nodes = self.session.rt_nodes_
+        last = {name: index for index, node in enumerate(nodes) for name in (*node.input, *node.output)}
+        last |= dict.fromkeys(("", *names), len(nodes))
+        found: dict[str, Any] = {"": None, **self.session.rt_inits_, **feeds}
         with np.errstate(all="ignore"):
-            found = self.session.run(names, dict(feeds))
-        return {name: np.asarray(value) for name, value in zip(names, found, strict=True)}
+            for index, node in enumerate(nodes):
+                context = {"context": found} if node.need_context() else {}
+                found |= zip(node.output, node.run(*(found[name] for name in node.input), **context), strict=False)
+                if not self.has_bodies:  # they read what no node's inputs tell
+                    for name in {*node.input, *node.output}:
+                        if last[name] == index:
+                            del found[name]
+        return {name: np.asarray(found[name]) for name in names}
 
 
 def widened(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -163,6 +174,27 @@ class ScatterElements(Written):
         else:
             y[places] = updates
         return (y,)
+
+
+class Conv(Written):
+    """Tap by tap: the evaluator writes a dilated kernel out with its zeros, which may take gigabytes."""
+
+    def _run(self, x: Any, weight: Any, bias: Any = None, **given: Any) -> Any:
+        kernel, rank, group = weight.shape[2:], x.ndim - 2, given.get("group", 1)
+        strides, dilations = (given.get(name) or [1] * rank for name in ("strides", "dilations"))
+        pads = resolved_pads({**given, "kernel_shape": kernel}, x.shape[2:])
+        x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)])
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+        out = [(size - r - 1) // s + 1 for size, r, s in zip(x.shape[2:], reach, strides, strict=True)]
+        taps, y = np.moveaxis(weight, (0, 1), (-2, -1)), np.zeros((), x.dtype)
+        for tap in np.ndindex(*kernel):
+            first = [t * d for t, d in zip(tap, dilations, strict=True)]
+            spaced = (slice(f, f + (o - 1) * s + 1, s) for f, o, s in zip(first, out, strides, strict=True))
+            read = (slice(None), slice(None), *spaced)
+            columns = x[read].reshape(x.shape[0], group, x.shape[1] // group, -1)
+            y = y + taps[tap].reshape(group, -1, weight.shape[1]) @ columns
+        y = y.reshape(x.shape[0], -1, *out)
+        return (y if bias is None else y + bias.reshape(-1, *[1] * rank),)
 
 
 class MaxPool(Written):

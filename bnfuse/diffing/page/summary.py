@@ -74,6 +74,8 @@ def traffic(page: Page) -> Markup:
     _, old, new = flows[-1]
     sweeps.append(("of these, views at run time", old.aliased_sweeps, new.aliased_sweeps))
     sizes.append(("of these, views at run time", old.aliased_bytes, new.aliased_bytes))
+    if page.diff.least:
+        sizes.append(("the least for these operators", page.diff.least.total, page.diff.least.total))
     return joined(
         [
             compared("Feature-map sweeps", sweeps, number),

@@ -1,0 +1,94 @@
+"""The least that a step must move: counted by hand on small networks, and what rewriting reaches on whole ones."""
+
+import onnx_ir as ir
+import pytest
+
+import bnfuse
+from bnfuse.analysis.bound import least_traffic
+from bnfuse.build import build_training_graph
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.models import build_forward
+
+CHANNEL = 2 * 8 * 8 * 4  # bytes of one channel of a batch of two images
+POOLED = 2 * 4  # of one channel of pooled ones
+
+
+def least(model):
+    found = least_traffic(open_graph(model))
+    return found.forward, found.backward
+
+
+def test_convolutions_around_a_batch_norm(training):
+    model = training("""
+        a = conv(x, 4)
+        n = bn(a)
+        r = relu(n)
+        out = conv(r, 6, k=3)
+    """)
+    forward = (3 + 4) + (4 + 6) + 6  # each convolution, and the pooling
+    backward = (4 + 4) + (4 + 4 + 3)  # reads a, writes the masked gradient; reads that, a and x
+    assert least(model) == (forward * CHANNEL + 6 * POOLED, backward * CHANNEL + 6 * POOLED)
+
+
+def test_a_residual_sum_is_stored_once(training):
+    model = training("""
+        a = conv(x, 4)
+        b = conv(a, 4, k=3)
+        n = bn(b)
+        s = add(n, a)
+        out = conv(s, 6)
+    """)
+    forward = (3 + 4) + (4 + 4) + (4 + 4 + 4) + (4 + 6) + 6  # the sum reads two and writes one
+    # of the last: reads s and, for the reductions, b; of the middle one, whose epilogue adds what s read of a: its
+    # gradient, b, a; of the first
+    backward = (4 + 4 + 4) + (4 + 4 + 4 + 4) + (4 + 3)
+    assert least(model) == (forward * CHANNEL + 6 * POOLED, backward * CHANNEL + 6 * POOLED)
+
+
+def test_concatenations_and_splits_move_nothing(training):
+    model = training("""
+        a = conv(x, 4)
+        n = bn(a)
+        b = conv(n, 2)
+        t = cat(n, b)
+        p, q = cut(t, 3, 3)
+        out = conv(q, 6)
+    """)
+    forward = (3 + 4) + (4 + 2) + (1 + 2 + 6) + 6  # q is the last channel of n, and b
+    assert least(model)[0] == forward * CHANNEL + 6 * POOLED
+
+
+def test_statistics_behind_statistics_take_a_pass_of_their_own(training):
+    one = training("""
+        a = conv(x, 4)
+        n = bn(a)
+        r = relu(n)
+        out = conv(r, 6)
+    """)
+    two = training("""
+        a = conv(x, 4)
+        n = bn(a)
+        r = relu(n)
+        m = bn(r)
+        out = conv(m, 6)
+    """)
+    assert [b - a for a, b in zip(least(one), least(two), strict=True)] == [4 * CHANNEL, 2 * 4 * CHANNEL]
+
+
+def test_of_a_fused_graph_there_is_none(training):
+    model = training("""
+        a = conv(x, 4)
+        n = bn(a)
+        out = conv(n, 6)
+    """)
+    after = bnfuse.rewrite(model, level="icf")
+    assert least_traffic(open_graph(after.model)) is None
+    assert bnfuse.diff(after, after).least is None
+
+
+@pytest.mark.parametrize("name", ["densenet121", "googlenet", "mobilenetv2", "resnet50", "vgg11"])
+def test_rewriting_comes_within_a_hundredth_of_it(name):
+    forward = build_forward(name, batch=2, image=64, classes=5)
+    before = ir.from_proto(build_training_graph(forward))
+    found = bnfuse.diff(before, bnfuse.rewrite(before, level="icf", pool_first=False))
+    assert 1 <= found.over_least < 1.01, found.over_least
