@@ -6,7 +6,13 @@
     dy, dw = ConvGrad(du, y, w)
 
 Neither z nor y is stored ([Jung19], section 3.2: RCF moves the Relu, BNFF the normalise half as well). A normalised
-map goes into an Add as one of its operands, with its own coefficients; the Relu after an Add goes into the Add.
+map goes into an Add as one of its operands, with its own coefficients and activation; the Relu after an Add goes into
+the Add. Where the sum is stored anyway, because its mask or a skip reads it, the activation goes into what reads its
+result, so that this is not stored beside it:
+
+    s = NormalizeAddPointwise(x, a, b, skip)             s = NormalizeAddPointwise(x, a, b, skip)
+    y = QuickGeluPointwise(s)                     ->     u = QuickGeluConv(s, w)
+    u = Conv(y, w);  t = Add(v, y)                       t = QuickGeluAddPointwise(s, v)
 
 Moves into every reader that has room for the steps; readers that have none (a Concat, a Reshape, ...) keep the stored
 map alive, and the refusal names them. RCF alone (`ReluConvFusion`) is all or nothing: it refuses a Relu whose result
@@ -18,11 +24,13 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, CONVS, OpSpec
-from bnfuse.passes.dialect.source_ops import read
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, CONVS, OpSpec, skip_activation
+from bnfuse.passes.dialect.source_ops import forward_of, read
 from bnfuse.passes.dialect.steps import try_spec
 from bnfuse.passes.fusion.mask import fuse_mask
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
+
+SUMS = {"Add", "AddNormalized"}
 
 
 class ReluConvFusion(ir.passes.InPlacePass):
@@ -78,9 +86,9 @@ class PointwiseFusion(ir.passes.InPlacePass):
             op = read(node) if node.graph is not None else None
             if op is None or not isinstance(op.spec, OpSpec) or op.spec.core != "Pointwise" or op.spec.epilogue:
                 continue
-            if "Normalize" in op.spec.prologue and not {"Add", "AddNormalized"} & {*op.spec.prologue}:
+            if ("Normalize" in op.spec.prologue and not SUMS & {*op.spec.prologue}) or is_of_stored_sum(op):
                 pending += move_into_readers(editor, op)
-            elif {"Add", "AddNormalized"} & {*op.spec.prologue} and op.spec.prologue[-1] not in ACTIVATIONS:
+            elif SUMS & {*op.spec.prologue} and op.spec.prologue[-1] not in ACTIVATIONS:
                 pending += merge_activation(editor, op)
         return editor.result()
 
@@ -156,13 +164,33 @@ def absorbed_skip(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] 
     if prologue[0] == "Add":
         spec = try_spec((*source.steps.prologue, *prologue), reader.steps.core, reader.steps.epilogue)
         operands = {**source.operands, "skip": reader.operands["x"]}
-    elif source.steps.prologue == ("Normalize",):
-        steps = tuple("AddNormalized" if step == "Add" else step for step in prologue)
-        spec = try_spec(steps, reader.steps.core, reader.steps.epilogue)
-        operands = {"skip": source.operands["x"], "skip_a": source.operands["a"], "skip_b": source.operands["b"]}
     else:
-        return None
+        own = steps_of_skip(source.steps.prologue)
+        if own is None or "Add" not in prologue or skip_activation(prologue):
+            return None
+        place = prologue.index("Add")
+        steps = (*prologue[:place], *own, *prologue[place + 1 :])
+        spec = try_spec(steps, reader.steps.core, reader.steps.epilogue)
+        names = {"skip": "x", "skip_a": "a", "skip_b": "b"}
+        operands = {name: source.operands[given] for name, given in names.items() if given in source.operands}
     return None if spec is None or not attributes_agree(source, reader) else (spec, operands)
+
+
+def steps_of_skip(steps: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Give the steps that add a skip which goes through `steps`; None where they are more than a skip can have."""
+    normalized = steps[:1] == ("Normalize",)
+    kinds = steps[normalized:]
+    if len(kinds) > 1 or not {*kinds} <= {*ACTIVATIONS}:
+        return None
+    return (*(f"Skip{kind}" for kind in kinds), "AddNormalized" if normalized else "Add")
+
+
+def is_of_stored_sum(op: Op) -> bool:
+    """Tell whether an operator activates a sum that is stored anyway, because others read it too."""
+    x = op.operands["x"]
+    summed = forward_of(x)
+    is_sum = summed is not None and summed.steps.core == "Pointwise" and bool(SUMS & {*summed.steps.prologue})
+    return _is_activation(op) and is_sum and (x.is_graph_output() or len(x.uses()) > 1)
 
 
 def merge_activation(editor: Editor, add: Op) -> list[ir.Node]:

@@ -102,3 +102,66 @@ def test_before_a_batch_norm_that_comes_first_the_sum_of_gradients_is_stored_onc
     (first,) = result.report.unfused  # nothing but one convolution reads the last sum
     assert (first.node, first.half) == ("n1", "gradient input")
     assert first.reason.startswith("a_grad is a sum of gradients, and only ConvGradWeight 'a/grad' reads it")
+
+
+def test_a_skip_has_the_steps_of_the_map_that_it_takes(training, rewritten, ops):
+    """MobileNetV3, HRNet: the first map of a stage, normalised and activated, is the skip of its first block."""
+    model = training("""
+        a = conv(x, 6)
+        n1 = bn(a)
+        r = silu(n1)
+        b = conv(r, 6, k=3)
+        n2 = bn(b)
+        s = add(n2, r)
+        out = maxpool(s)
+    """)
+    result = rewritten(model, "bnff")
+    assert "NormalizeSkipQuickGeluAddNormalizedPointwise" in ops(result)
+    assert (result.report.unfused, "NormalizeQuickGeluPointwise" in ops(result)) == ((), False)
+
+
+def test_two_skips_of_one_map_keep_apart_what_they_activate(training, rewritten, ops):
+    model = training("""
+        a = conv(x, 6)
+        n1 = bn(a)
+        r = relu(n1)
+        b = conv(x, 6)
+        n2 = bn(b)
+        u = relu6(n2)
+        s = add(r, u)
+        out = maxpool(s)
+    """)
+    result = rewritten(model, "bnff")
+    assert "NormalizeReluSkipClipAddNormalizedPointwise" in ops(result)
+
+
+def test_the_activation_of_a_stored_sum_goes_into_what_reads_it(training, rewritten, ops, golden):
+    """CSPResNet, ECA-ResNet: no Relu, so the mask needs the sum itself. Nothing stores the activated map beside it, and
+    the mask and the reductions of the BN before find the sum in the convolution that writes the gradient."""
+    model = training("""
+        a = conv(x, 6)
+        n1 = bn(a)
+        s1 = add(n1, a)
+        r1 = silu(s1)
+        b = conv(r1, 6, k=3)
+        n2 = bn(b)
+        s2 = add(n2, r1)
+        r2 = silu(s2)
+        out = conv(r2, 4)
+    """)
+    result = rewritten(model, "bnff")
+    assert {"QuickGeluAddNormalizedPointwise", "QuickGeluConv", "QuickGeluConvStatistics"} <= {*ops(result)}
+    assert "BatchNormGradQuickGeluConvGradAddGradientQuickGeluGradReduceOther" in ops(result)
+    assert {(entry.node, entry.half) for entry in result.report.unfused} == {("n1", "gradient input")}  # at the input
+    golden.check(result.model)
+
+
+def test_an_activated_sum_that_nothing_else_reads_is_stored_as_it_is_read(training, rewritten, ops):
+    model = training("""
+        a = conv(x, 6)
+        b = conv(x, 6)
+        s = add(a, b)
+        r = relu(s)
+        out = maxpool(r)
+    """)
+    assert "AddReluPointwise" in ops(rewritten(model, "bnff"))

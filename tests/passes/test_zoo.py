@@ -17,7 +17,7 @@ SWEEPS = {"BatchNorm", "BatchNormGrad", "Relu", "PointwiseGradReluGrad", "Split"
         ("densenet40", 32, 39, 0),
         ("resnet18", 32, 20, 0),
         ("resnet50", 32, 53, 0),
-        ("resnet20", 32, 21, 1),  # the stem's map is a residual too: stored once, by the normalise half
+        ("resnet20", 32, 21, 0),
         ("mobilenetv2", 32, 52, 0),
         ("vgg16", 32, 13, 0),
         ("googlenet", 64, 57, 0),
