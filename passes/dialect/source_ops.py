@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.core.windows import transposed_pads, transposed_size
-from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.sources import SOURCES, activation_of
 from bnfuse.opset.sources import forward_of as forward_of_activation
 from bnfuse.opset.spec import DOMAIN, MAPS_LIKE_X, OpSpec
@@ -156,6 +156,20 @@ def _activation(node: ir.Node) -> Op | None:
         return None
     activation, attributes = found
     return _op(forward_of_activation(activation), {"x": node.inputs[0]}, {"y": node.outputs[0]}, attributes, node)
+
+
+def is_pointwise(node: ir.Node) -> bool:
+    """Tell whether a node is an activation alone, or the gradient of one alone, of tensors of any rank."""
+    own = own_op(node)
+    if own is not None and isinstance(own.spec, OpSpec):
+        steps = own.spec
+        forward = steps.core == "Pointwise" and len(steps.prologue) == 1 and steps.prologue[0] in ACTIVATIONS
+        backward = steps.core == "PointwiseGrad" and len(steps.epilogue) == 1 and steps.epilogue[0] in GRADIENTS
+        return (forward and not steps.epilogue) or (backward and not steps.prologue)
+    if node.op_type == "Clip" and not node.domain:
+        return clip_bounds(*[*node.inputs[1:], None, None][:2]) is not None
+    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    return activation_of(node.domain, node.op_type, given, len(node.inputs)) is not None
 
 
 def _add(node: ir.Node) -> Op | None:
