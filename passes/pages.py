@@ -16,6 +16,7 @@ PAGES = {
     "Canonical form, channel shuffles": "dialect.shuffle",
     "Canonical form, Splits": "dialect.splits",
     "Canonical form, BatchNorms of rows": "dialect.rows",
+    "Canonical form, Resize": "dialect.resample",
     "Pool first": "fusion.pool_first",
     "RCF and the forward half of BNFF": "fusion.pointwise",
     "Bias before a BN": "removal.drop_bias",

@@ -33,6 +33,7 @@ from bnfuse.passes.concat.sink import ConcatSink
 from bnfuse.passes.concat.split import SplitSink
 from bnfuse.passes.concat.statistics import ConcatStatistics
 from bnfuse.passes.dialect.canonical import Canonicalize
+from bnfuse.passes.dialect.resample import ResizeAsResample
 from bnfuse.passes.dialect.rows import RowsAsMaps
 from bnfuse.passes.dialect.shuffle import ChannelShuffle
 from bnfuse.passes.dialect.splits import MergeSplits
@@ -139,7 +140,8 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         listed += [("canonical/rows", RowsAsMaps)]
     if rank >= LEVELS.index("rcf"):
         listed += [("canonical", Canonicalize), ("canonical/shuffle", ChannelShuffle)]
-        listed += [("canonical/splits", MergeSplits), ("rcf", ReluConvFusion)]
+        listed += [("canonical/splits", MergeSplits), ("canonical/resample", ResizeAsResample)]
+        listed += [("rcf", ReluConvFusion)]
     if rank >= LEVELS.index("bnff"):
         listed += [("bnff/drop-bias", DropBias)]
     if rank >= LEVELS.index("mvf"):

@@ -162,6 +162,11 @@ class Expansion:
         if op.core in CONVS:
             inputs += [self._name(operands["weight"])]
             inputs += [self._name(operands["bias"])] if "Bias" in op.epilogue else []
+        if op.core == "Resample":
+            rows, columns = self._name(operands["rows"]), self._name(operands["columns"])
+            turned = self._once("Transpose", [columns], node, {"perm": [1, 0]})
+            self._result("MatMul", [self._once("MatMul", [rows, x], node), turned], wanted["y"], node)
+            return
         given = {name: node.attributes[name].value for name in FORWARD_CORES[op.core]}
         y = str(wanted["y"].name)
         outputs = [y]

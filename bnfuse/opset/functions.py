@@ -34,6 +34,7 @@ from bnfuse.opset.spec import (
 )
 
 OLDEST_OPSET = 13  # ReduceSum has its axes as an input from here on
+TURNED = ir.AttrInt64s("perm", [1, 0])
 SCATTER_ADD_OPSET = 16  # ScatterElements can add from here on
 
 
@@ -105,6 +106,8 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
         y = transposed(x, body)
     elif op.core == "MaxPool":
         y, results["indices"] = body.node("MaxPool", [x], dict(attributes), wanted=(True, True))
+    elif op.core == "Resample":
+        y = body("MatMul", body("MatMul", body["rows"], x), body("Transpose", body["columns"], perm=TURNED))
     elif op.core == "Pointwise":
         y = x
     else:
@@ -193,6 +196,8 @@ def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
         return transposed_input_gradient(dy, body)
     if core in CONV_GRADS:
         return input_gradient(dy, body)
+    if core == "ResampleGrad":
+        return body("MatMul", body("MatMul", body("Transpose", body["rows"], perm=TURNED), dy), body["columns"])
     if core == "MaxPoolGrad":
         return max_pool_grad(dy, body)
     if core == "AveragePoolGrad":

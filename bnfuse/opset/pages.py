@@ -75,6 +75,11 @@ CORES = {
     "MaxPool": Text("y, indices = MaxPool(x)", "indices are flat positions in x (NCHW), the first of equal maxima."),
     "AveragePool": Text("y = AveragePool(x)", "As in ONNX."),
     "GlobalAveragePool": Text("y = mean of x over H, W", "y has the shape [N, C, 1, 1]."),
+    "Resample": Text(
+        "y = rows x columns^T",
+        "A linear map along rows and columns: a Resize in any mode, a Pad that repeats or reflects what is there. "
+        "rows is [OH, H] and columns [OW, W], constants of few entries a row.",
+    ),
     "Pointwise": Text("y = x", "No core: stores what the prologue made, or takes statistics of it."),
     "ConvGrad": Text(
         "dx, dweight = gradients of Conv",
@@ -99,6 +104,7 @@ CORES = {
     ),
     "AveragePoolGrad": Text("dx = each dy, shared out over its window", "Exact for every pad, stride and ceil_mode."),
     "GlobalAveragePoolGrad": Text("dx = dy/(H*W), everywhere", "x gives the shape."),
+    "ResampleGrad": Text("dx = rows^T dy columns", "x gives the shape, and is read where an epilogue step needs it."),
     "PointwiseGrad": Text("dx = dy", "No core. x is an operand only where an epilogue step reads it."),
 }
 
@@ -297,12 +303,12 @@ result. Steps come in this order:
                [BiasGrad] [AddGradient] [AddBatchNormGrad] [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
                [Reduce] [ReduceOther]* [Scale|Accumulate]
 
-The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight, the operands of the
-prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight, then the results of the
-epilogue's steps. Maps (x, y, dy, dx, skip, other, other_dy, other_x, skip_grad, acc, stored, grad_x, x_i) are float32
-[N, C, H, W], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are
-float32 [C], or [G, C] for G groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of
-any rank from 2 on. Every attribute is required.
+The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
+columns, the operands of the prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight,
+then the results of the epilogue's steps. Maps (x, y, dy, dx, skip, other, other_dy, other_x, skip_grad, acc, stored,
+grad_x, x_i) are float32 [N, C, H, W], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is
+int64; all other tensors are float32 [C], or [G, C] for G groups of samples. Operators of training graphs before any
+pass take maps [N, C, ...] of any rank from 2 on. Every attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators alone, so that any runtime executes it. The
 functions need opset 13 or later.

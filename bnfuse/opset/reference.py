@@ -68,6 +68,8 @@ def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str
         y, results["indices"] = max_pool(x, attributes)
     elif op.core == "AveragePool":
         y = average_pool(x, attributes)
+    elif op.core == "Resample":
+        y = operands["rows"] @ x @ operands["columns"].T
     elif op.core == "GlobalAveragePool":
         y = x.mean(axis=(2, 3), keepdims=True)
     else:
@@ -196,6 +198,8 @@ def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes
         return max_pool_grad(dy, operands["indices"], operands["x"].shape)
     if op.core == "AveragePoolGrad":
         return average_pool_grad(dy, operands["x"].shape, attributes)
+    if op.core == "ResampleGrad":
+        return np.asarray(operands["rows"].T @ dy @ operands["columns"])
     if op.core == "GlobalAveragePoolGrad":
         n, c, h, w = operands["x"].shape
         return np.broadcast_to(dy / (h * w), (n, c, h, w))

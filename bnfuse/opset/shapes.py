@@ -80,6 +80,8 @@ def _forward(op: OpSpec, shapes: Mapping[str, Shape], attributes: Attributes) ->
         y = x
     elif op.core == "GlobalAveragePool":
         y = (*x[:2], 1, 1)
+    elif op.core == "Resample":
+        y = (*x[:2], *((matrix[0] if matrix else None) for matrix in (shapes["rows"], shapes["columns"])))
     elif op.core == "ConvTranspose":
         y = transposed_shape(x, shapes["weight"], attributes)
     elif op.core == "Conv":

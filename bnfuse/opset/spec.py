@@ -10,11 +10,11 @@ about it follows from the steps: operands, results and attributes here; the func
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
     forward    [Normalize] [[Where] Activation] [[SkipActivation] Add|AddNormalized] [Activation]
-               Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Pointwise
+               Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [BatchNormGrad]  [Normalize] [[Where] Activation]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
-               |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|PointwiseGrad
+               |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
                [BiasGrad] [AddGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]
                [Reduce] [ReduceOther]* [Scale|Accumulate]
 
@@ -49,6 +49,9 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
 A ConvTranspose is the input gradient of the convolution that goes the other way: its own gradient at x is that
 convolution of dy, its weight gradient that convolution's with x and dy in each other's place.
 
+`Resample` is a linear map along each of H and W, y = rows x columns^T: Resize in all modes, Pad that repeats what is
+there. Its operands `rows` [OH, H] and `columns` [OW, W] are constants.
+
 `Pointwise` and `PointwiseGrad` are the cores that do nothing: `NormalizeReluPointwise` stores a normalised map,
 `BatchNormGradPointwiseGrad` stores the input gradient of a BN. With z = x a ReluGrad serves as well where x is the
 *output* of the Relu, because both have the same sign.
@@ -80,6 +83,7 @@ FORWARD_CORES: dict[str, tuple[str, ...]] = {
     "MaxPool": MAX_POOL_ATTRIBUTES,
     "AveragePool": AVERAGE_POOL_ATTRIBUTES,
     "GlobalAveragePool": (),
+    "Resample": (),
     "Pointwise": (),
 }
 BACKWARD_CORES: dict[str, tuple[str, ...]] = {
@@ -91,11 +95,13 @@ BACKWARD_CORES: dict[str, tuple[str, ...]] = {
     "MaxPoolGrad": MAX_POOL_ATTRIBUTES,
     "AveragePoolGrad": AVERAGE_POOL_ATTRIBUTES,
     "GlobalAveragePoolGrad": (),
+    "ResampleGrad": (),
     "PointwiseGrad": (),
 }
 CONVS = ("Conv", "ConvTranspose")
 CONV_GRADS = ("ConvGrad", "ConvGradInput", "ConvGradWeight", "ConvTransposeGradInput", "ConvTransposeGradWeight")
 WEIGHT_GRADS = ("ConvGradWeight", "ConvTransposeGradWeight")  # they have no dx
+RESAMPLES = ("Resample", "ResampleGrad")
 TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeight")
 
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
@@ -191,6 +197,8 @@ class OpSpec:
             yield "x"
         if self.core in CONVS or self.core in CONV_GRADS:
             yield "weight"
+        if self.core in RESAMPLES:
+            yield from ("rows", "columns")
         for step in self.prologue:
             yield from PROLOGUE_OPERANDS.get(step, ())
         other = 0

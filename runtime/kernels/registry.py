@@ -51,6 +51,8 @@ POOL_FORWARD = Kind("pool", "pool_forward")
 POOL_BACKWARD = Kind("pool", "pool_backward")
 SUM_MAPS = Kind("sum_maps", "sum_maps")
 TAPS = Kind("taps", "taps")
+RESAMPLE_FORWARD = Kind("resample", "resample_forward")
+RESAMPLE_BACKWARD = Kind("resample", "resample_backward")
 GENERIC = Kind("generic", "generic")
 
 GEMM = Kind("dense", "gemm")

@@ -14,12 +14,14 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.shapes import transposed_shape
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, PLAIN_OPS, OpSpec, parse
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, PLAIN_OPS, RESAMPLES, OpSpec, parse
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.layout import MapRef
+from bnfuse.runtime.lowering.resample import MATRICES
+from bnfuse.runtime.lowering.resample import launch as launch_resample
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.weights import weight_ref
 from bnfuse.runtime.program.program import ARENA
@@ -54,7 +56,7 @@ def composed(
     refs: dict[str, Ref] = {
         name: low.map(value) if is_map(name) else low.dense(value)
         for name, value in operands.items()
-        if name not in unread and name != "weight"
+        if name not in unread and name not in ("weight", *MATRICES)
     }
     if "weight" in operands:
         refs["weight"] = weight_ref(low, spec.core, operands["weight"], attributes["group"])
@@ -74,7 +76,11 @@ def composed(
     for name, value in results.items():
         if name not in refs:
             refs[name] = low.new_dense(value, weight if name == "dweight" else (channels(spec, name, weight, refs),))
-    low.launch(KINDS[spec.core], (problem(low, spec, refs, attributes, weight), low.target), refs)
+    made = problem(low, spec, refs, attributes, weight)
+    if spec.core in RESAMPLES:
+        launch_resample(low, node, made, refs, operands)
+    else:
+        low.launch(KINDS[spec.core], (made, low.target), refs)
 
 
 def elementwise(
@@ -95,7 +101,7 @@ def elementwise(
 def unread_operands(spec: OpSpec) -> set[str]:
     """Operands that the kernel does not get, or gets for their shape alone and must not keep alive."""
     reads_x = {*ACTIVATION_GRADS, "Reduce"} & {*spec.epilogue}
-    alone = spec.core in POOL_GRADS or (spec.core in INPUT_GRADS and not {*spec.prologue} - OF_DY)
+    alone = spec.core in (*POOL_GRADS, "ResampleGrad") or (spec.core in INPUT_GRADS and not {*spec.prologue} - OF_DY)
     return {"acc"} | ({"x"} if alone and not reads_x else set())
 
 
@@ -148,7 +154,10 @@ def forward_maps(
     """Define the maps that a forward operator writes."""
     shape = low.shape(operands["x"])
     weight = low.shape(operands["weight"]) if "weight" in operands else ()
-    out = output_shape(spec, shape, weight, attributes)
+    if spec.core == "Resample":
+        out = (*shape[:2], *(low.shape(operands[name])[0] for name in MATRICES))
+    else:
+        out = output_shape(spec, shape, weight, attributes)
     refs["y"] = low.new_map(results.get("y"), out)
     if "StoreInput" in spec.epilogue:
         refs["stored"] = low.new_map(results.get("stored"), shape)

@@ -116,6 +116,16 @@ class _Network:
         self.channels[y] = sum(self.channels[x] for x in xs)
         self.node("Concat", list(xs), y, axis=1)
 
+    def resize(self, y: str, x: str, h: int = 2, w: int = 2, mode: int = 0) -> None:
+        kind = ("nearest", "linear", "cubic")[mode]
+        rule = {"coordinate_transformation_mode": "half_pixel" if mode else "asymmetric", "nearest_mode": "floor"}
+        scales = self.parameter(f"{y}/scales", np.array([1, 1, h, w]))
+        self.node("Resize", [x, "", scales], y, mode=kind, **rule)
+
+    def reflect(self, y: str, x: str) -> None:
+        self.values.append(onnx.numpy_helper.from_array(np.array([0, 0, 1, 2, 0, 0, 1, 0]), f"{y}/pads"))
+        self.node("Pad", [x, f"{y}/pads"], y, mode="reflect")
+
     def shuffle(self, y: str, x: str, g: int = 2) -> None:
         c = self.channels[x]
         for name, shape in ((f"{y}/groups", [0, g, c // g, -1, 8]), (f"{y}/whole", [0, c, -1, 8])):

@@ -114,7 +114,8 @@ def make_case(
     weight = rng.normal(size=(channels[0], channels[1] // window.get("group", 1), *window["kernel_shape"]))
     x = rng.normal(size=shape)
     core = find(op.core.removesuffix("Input").removesuffix("Weight").removesuffix("Grad"))
-    forward = reference.run(core, {"x": x, "weight": weight}, window)
+    matrices = {"rows": rng.normal(size=(shape[2] + 3, shape[2])), "columns": rng.normal(size=(2, shape[3]))}
+    forward = reference.run(core, {"x": x, "weight": weight, **matrices}, window)
     y = forward["y"].shape
     own |= {"grad_stop": own["grad_start"] + y[1], "acc_stop": own["acc_start"] + shape[1]}
     sliced = own["grad_stop"] + 2 if "Slice" in op.prologue else y[1]
@@ -125,7 +126,7 @@ def make_case(
         "acc": (shape[0], own["acc_stop"] + 1, *shape[2:]),
         **dict.fromkeys((*MAPS_LIKE_X, *(f"x_{i}" for i in range(1, 9))), shape),
     }
-    given = {"x": x, "weight": weight, "indices": forward.get("indices")}
+    given = {"x": x, "weight": weight, **matrices, "indices": forward.get("indices")}
     operands = {
         operand: given[operand] if operand in given else rng.normal(size=shapes.get(operand, (shape[1],)))
         for operand in op.operands
