@@ -33,7 +33,31 @@ def test_a_shuffle_is_one_gather_at_every_level_that_moves_anything(training, re
     assert [op for op in ops(result) if op in ("Transpose", "Gather")] == ["Gather"] * 2
 
 
-def test_a_shuffled_map_with_another_reader_stays_and_says_so(training, rewritten):
-    result = rewritten(training("c = conv(x, 6)\nn = bn(c)\nr = relu(n)\ns = shuffle(r)\nout = add(s, r)"))
-    (entry,) = [entry for entry in result.report.passes if entry.name == "icf/shuffle-sink" for entry in entry.refused]
-    assert entry.reason == "r_grad is not the shuffle's gradient alone"
+def test_a_shuffled_map_that_something_else_reads_stays_and_says_so(training, rewritten):
+    model = training("c = conv(x, 6)\nn = bn(c)\nr = relu(n)\ns = shuffle(r)\nout = conv(s, 4)")
+    (relu,) = [node for node in model.graph if node.op_type == "Relu"]
+    model.graph.outputs.append(relu.outputs[0])
+    result = rewritten(model)
+    refused = [
+        refusal for entry in result.report.passes if entry.name == "icf/shuffle-sink" for refusal in entry.refused
+    ]
+    assert [refusal.reason for refusal in refused] == [
+        "r has another reader",
+        "c, which it is made of, is not shuffled",
+    ]
+
+
+def test_a_unit_of_two_halves(training, rewritten):
+    """ShuffleNetV2's: one half passes on as it is, the other through a convolution."""
+    model = training("""
+        a = conv(x, 6)
+        m = bn(a)
+        q = relu(m)
+        c = conv(x, 6, k=3)
+        n = bn(c)
+        r = relu(n)
+        t = cat(q, r)
+        s = shuffle(t)
+        out = conv(s, 4, k=3)
+    """)
+    assert rewritten(model).report.unfused == ()
