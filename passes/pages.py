@@ -29,6 +29,7 @@ PAGES = {
     "BNFF, input gradients": "fusion.batch_norm_grad",
     "ICF, BN before a Split": "concat.split",
     "ICF, BN before a Concat": "concat.sink",
+    "ICF, masks behind the Split of a Concat's gradient": "concat.mask",
     "ICF, BN before a channel shuffle": "concat.shuffle",
     "ICF, statistics": "concat.statistics",
     "ICF, gradients": "concat.gradient",

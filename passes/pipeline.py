@@ -28,6 +28,7 @@ from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
 from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.functions import add_functions
 from bnfuse.passes.concat.gradient import ConcatGradient
+from bnfuse.passes.concat.mask import ConcatMask
 from bnfuse.passes.concat.shuffle import ShuffleSink
 from bnfuse.passes.concat.sink import ConcatSink
 from bnfuse.passes.concat.split import SplitSink
@@ -167,6 +168,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     return [
         (f"{level}/map", PointwiseFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
+        *([(f"{level}/concat-mask", ConcatMask)] if level == "icf" else []),
         (f"{level}/mask", MaskFusion),
         *([(f"{level}/scale", ScaleFusion)] if concats else []),
         (f"{level}/statistics", StatisticsFusion),

@@ -69,6 +69,25 @@ def joined(editor: Editor, parts: Sequence[ir.Value], before: ir.Node, of: Itera
     return value
 
 
+def is_range(whole: ir.Value, start: int, part: ir.Value) -> bool:
+    """Tell whether a map or a vector is known to be the channels of another from `start` on."""
+    if whole is part:
+        return start == 0
+    writer, axis = whole.producer(), axis_of(whole)
+    if writer is not None and _is(writer, "Concat", axis):
+        for operand in writer.inputs:
+            assert operand is not None
+            if start < length(operand):
+                return is_range(operand, start, part)
+            start -= length(operand)
+        return False
+    writer = part.producer()
+    if writer is None or not _is(writer, "Split", axis) or writer.inputs[0] is None:
+        return False
+    before = sum(length(piece) for piece in writer.outputs[: writer.outputs.index(part)])
+    return start >= before and is_range(whole, start - before, writer.inputs[0])
+
+
 def _is(node: ir.Node, op_type: str, axis: int) -> bool:
     """Tell whether a node is a standard Concat or Split along this axis, all of whose shapes are known."""
     if node.op_type != op_type or node.domain:

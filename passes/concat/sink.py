@@ -1,182 +1,211 @@
-"""ICF for BN -> activation -> Concat (GoogLeNet, SqueezeNet with BN): the halves sink through the Concat.
+"""ICF for BN -> activation -> Concat (Inception, VoVNet, GhostNet, CSP, U-Net): the halves sink through the Concat.
 
-    y1 = NormalizeReluPointwise(x1, a1, b1)           t = Concat(x1, x2)
-    y2 = NormalizeReluPointwise(x2, a2, b2)    ->     y = NormalizeReluPointwise(t, Concat(a1, a2), Concat(b1, b2))
-    y  = Concat(y1, y2)
+    y1 = NormalizeReluPointwise(x1, a1, b1)         t = Concat(x1, x2, x3)
+    y2 = NormalizeReluPointwise(x2, a2, b2)    ->   y = NormalizeReluPointwise(t, Concat(a1, a2, 1), Concat(b1, b2, 0))
+    y  = Concat(y1, y2, x3)
 
-    dy1, dy2 = Split(dy)                       dz, db, dg = NormalizePointwiseGradReluGradReduce(dy, t, ...)
-    dz1, db1, dg1 = NormalizePointwiseGradReluGradReduce(dy1, x1, ...)    db1, db2 = Split(db); dg1, dg2 = Split(dg)
-    dz2, ...                                   dz1 and dz2 are read as channels of dz
+One map instead of many, written where the Concat wants it: what reads y has room for the steps. What else reads y1 has
+taken its steps already. An operand that is not normalised has a = 1 and b = 0; if it must not be activated either, the
+activation is one of some channels (Where). A Relu leaves what another Relu made, or a pooling of that, as it is.
 
-One map instead of many: what reads y has room for the steps, and what writes dy for the mask and the reductions.
+What is masked on the way back is the business of mask.py.
 
-Refuses a Concat of which an operand is not such a map, has another activation, or whose gradient is not split
-into these.
+Refuses operands with different activations, and a reader without room for the steps: then y must be stored, which is
+no loss only where every operand was stored for this Concat alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.analysis.owners import forward_name
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
-from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
-from bnfuse.passes.dialect.source_ops import forward_of, read, sizes
-from bnfuse.passes.dialect.steps import try_spec
-from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.spec import OpSpec
+from bnfuse.passes.concat.ranges import joined
+from bnfuse.passes.dialect.shuffle import permutation_of
+from bnfuse.passes.dialect.source_ops import constant_of, forward_of, is_map
+from bnfuse.passes.fusion.pointwise import has_room_for
+from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, sort
+
+POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One operand of the Concat: the map that normalises it, and what masks and reduces its gradient."""
+    """One operand of a Concat: what it is made of by steps, or (None) a map that is read as it is."""
 
-    forward: Op
-    mask: Op
+    value: ir.Value
+    source: Op | None
+
+    @property
+    def x(self) -> ir.Value:
+        """The map before the steps."""
+        return self.source.operands["x"] if self.source is not None else self.value
+
+    @property
+    def activation(self) -> str | None:
+        """The activation, which may be of some channels alone."""
+        last = self.source.steps.prologue[-1] if self.source is not None else ""
+        return last if last in ACTIVATIONS else None
+
+    def active(self) -> np.ndarray | None:
+        """Where it is activated: 1 or 0 for each channel; None where that is not known."""
+        count = channels(self.value)
+        if self.source is None or self.activation is None:
+            return np.zeros(count, np.float32)
+        if "active" in self.source.operands:
+            return constant_of(self.source.operands["active"])
+        return np.ones(count, np.float32)
+
+    def needs_choice(self, activation: str) -> bool:
+        """Tell whether an activation of all channels would change it."""
+        if self.activation is not None:
+            return "Where" in self.source.steps.prologue if self.source is not None else False
+        return activation != "Relu" or self.source is not None or not is_non_negative(self.value)
+
+
+def is_non_negative(value: ir.Value | None) -> bool:
+    """Tell whether a map comes from a Relu, through poolings, Concats and Splits at most: another Relu leaves it."""
+    writer = value.producer() if value is not None else None
+    if is_channel_concat(writer):
+        return all(is_non_negative(operand) for operand in writer.inputs)
+    if is_channel_split(writer):
+        return is_non_negative(writer.inputs[0])
+    op = forward_of(value)
+    if op is None or op.steps.core not in ("Pointwise", *POOLS) or "Bias" in op.steps.epilogue:
+        return False
+    if op.steps.prologue:
+        return op.steps.prologue[-1] == "Relu" and "Where" not in op.steps.prologue[-2:-1]
+    return op.steps.core in POOLS and is_non_negative(op.operands["x"])
 
 
 class ConcatSink(ir.passes.InPlacePass):
-    """Move the normalise halves and activations before a channel Concat behind it, forward and backward."""
+    """Move the normalise halves and activations before a channel Concat behind it."""
 
     def call(self, model: ir.Model) -> FusionResult:
         """Rewrite the model in place; gives what was fused and what was refused, by node names."""
         editor = Editor(model, "icf")
         for node in [node for node in model.graph if is_channel_concat(node)]:
-            forwards = [forward_of(value) for value in node.inputs]
-            if not any(op is not None and _normalizes(op) for op in forwards):
+            branches = branches_of(node)
+            if not any(branch.source is not None for branch in branches):
                 continue
-            branches, split = match(node)
-            if isinstance(branches, str):
-                editor.refuse(node, branches)
+            steps = steps_of(branches)
+            if isinstance(steps, str):
+                editor.refuse(node, steps)
+            elif reason := why_not(node, branches, steps):
+                editor.refuse(node, reason)
             else:
-                assert split is not None
-                sink(editor, node, branches, split)
+                sink(editor, node, branches, steps)
+        sort(model.graph)
         return editor.result()
 
 
-def _normalizes(op: Op) -> bool:
-    prologue = op.steps.prologue
-    return (
-        op.steps.core == "Pointwise" and prologue[:1] == ("Normalize",) and len(prologue) == 2 and not op.steps.epilogue
+def is_normalized(op: Op) -> bool:
+    """Tell whether an operator stores a normalised map, activated or not, and does nothing else."""
+    if not isinstance(op.spec, OpSpec) or op.spec.core != "Pointwise" or op.spec.epilogue:
+        return False
+    first, *rest = op.spec.prologue
+    return first == "Normalize" and (not rest or (rest[-1] in ACTIVATIONS and rest[:-1] in ([], ["Where"])))
+
+
+def branches_of(concat: ir.Node) -> list[Branch]:
+    """List the operands of a Concat; one that must be stored normalised anyway is read as that."""
+    found = []
+    for value in concat.inputs:
+        assert value is not None
+        op = forward_of(value)
+        stored = value.is_graph_output() or any(not _moves(use.node) for use in value.uses())
+        found.append(Branch(value, op if op is not None and is_normalized(op) and not stored else None))
+    return found
+
+
+def _moves(node: ir.Node) -> bool:
+    """Tell whether a reader takes no steps itself but lets them move on: what has room has taken them before."""
+    return is_channel_concat(node) or is_channel_split(node) or permutation_of(node) is not None
+
+
+def steps_of(branches: Sequence[Branch]) -> tuple[str, ...] | str:
+    """Find the steps that hold of all operands together, or give the reason why there are none."""
+    if not all(is_map(branch.x) for branch in branches):
+        return "its operands are not all float32 maps of rank 4"
+    activated = [branch for branch in branches if branch.activation is not None]
+    if not activated:
+        return ("Normalize",)
+    first = activated[0]
+    for branch in activated[1:]:
+        if branch.activation != first.activation or _attributes(branch) != _attributes(first):
+            return "its operands have different activations"
+    assert first.activation is not None
+    if not any(branch.needs_choice(first.activation) for branch in branches):
+        return "Normalize", first.activation
+    if any(branch.active() is None for branch in branches):
+        return "it is not known which channels of an operand are activated"
+    return "Normalize", "Where", first.activation
+
+
+def _attributes(branch: Branch) -> dict[str, Any]:
+    return branch.source.attributes if branch.source is not None else {}
+
+
+def why_not(concat: ir.Node, branches: Sequence[Branch], steps: tuple[str, ...]) -> str | None:
+    """Tell why the steps do not move behind a Concat, or None."""
+    y = concat.outputs[0]
+    readers = list(dict.fromkeys(use.node for use in y.uses()))
+    source = _behind(y, branches, steps, concat)
+    without = [node for node in readers if not takes(source, node)]
+    if y.is_graph_output() or without:
+        alone = all(branch.source is not None and is_only_read_by(branch.value, concat) for branch in branches)
+        if not alone:
+            who = f"{without[0].op_type} '{without[0].name}' reads it and has no room" if without else "it is an output"
+            return f"{y.name} would have to be stored normalised, with operands that are not: {who}"
+    return None
+
+
+def _behind(y: ir.Value, branches: Sequence[Branch], steps: tuple[str, ...], node: ir.Node) -> Op:
+    """Describe the operator that would stand behind the Concat; of its operands only what they are called is right."""
+    attributes = next((_attributes(branch) for branch in branches if branch.activation is not None), {})
+    return Op(OpSpec(steps, "Pointwise"), dict.fromkeys(("x", "a", "b", "active"), y), {"y": y}, attributes, node)
+
+
+def takes(source: Op, node: ir.Node) -> bool:
+    """Tell whether a reader has room for the steps, or all that reads what it makes of the map has."""
+    if has_room_for(source, node):
+        return True
+    if not _moves(node):
+        return False
+    made = [value for value in node.outputs if value.uses() or value.is_graph_output()]
+    behind = [dataclasses.replace(source, results={"y": value}) for value in made]
+    return all(
+        not op.results["y"].is_graph_output() and all(takes(op, use.node) for use in op.results["y"].uses())
+        for op in behind
     )
 
 
-def match(concat: ir.Node) -> tuple[list[Branch] | str, ir.Node | None]:
-    """Match the branches of a Concat and the Split of its gradient, or give the reason why it stays."""
-    split = split_of(concat)
-    if split is None:
-        return "its gradient is not split", None
-    branches: list[Branch] = []
-    for value, piece in zip(concat.inputs, split.outputs, strict=True):
-        forward = forward_of(value)
-        if value is None or forward is None or not _normalizes(forward):
-            return f"{value.name if value else 'an operand'} is not a normalised and activated map", None
-        if not is_only_read_by(value, concat):
-            return f"{value.name} has another reader", None
-        readers = [use.node for use in piece.uses()]
-        mask = read(readers[0]) if len(readers) == 1 and not piece.is_graph_output() else None
-        if mask is None or not _masks(mask, forward):
-            return f"{piece.name} is read by more than its own mask", None
-        branches.append(Branch(forward, mask))
-    first = branches[0]
-    for branch in branches[1:]:
-        if branch.forward.spec != first.forward.spec or branch.forward.attributes != first.forward.attributes:
-            return "its operands have different activations", None
-        if branch.mask.spec != first.mask.spec:
-            return "its operands' gradients are reduced in different ways", None
-    return branches, split
+def sink(editor: Editor, concat: ir.Node, branches: Sequence[Branch], steps: tuple[str, ...]) -> None:
+    """Put the raw maps together, and one operator with the steps of all behind them."""
+    nodes = [concat, *dict.fromkeys(branch.source.node for branch in branches if branch.source is not None)]
 
-
-def split_of(concat: ir.Node) -> ir.Node | None:
-    """Find the Split of a Concat's gradient: the one that is named after it, or whose first piece its first map masks.
-
-    What is done with it does not follow from that: each piece must be the dy of the mask of its map.
-    """
-    splits = [node for node in concat.graph or () if is_channel_split(node)]
-    named = [node for node in splits if forward_name(node.name or "") == concat.name]
-    first = forward_of(concat.inputs[0])
-    masked = []
-    for use in first.operands["x"].uses() if first is not None and not named else ():
-        dy = op.operands.get("dy") if (op := read(use.node)) is not None else None
-        split = dy.producer() if dy is not None else None
-        if is_channel_split(split) and dy is split.outputs[0] and split not in masked:
-            masked.append(split)
-    found = [node for node in (*named, *masked) if len(node.outputs) == len(concat.inputs)]
-    return found[0] if len(found) == 1 else None
-
-
-def _masks(mask: Op, forward: Op) -> bool:
-    return (
-        isinstance(mask.spec, OpSpec)
-        and mask.spec.core == "PointwiseGrad"
-        and mask.spec.prologue == ("Normalize",)
-        and mask.spec.epilogue
-        in ((f"{forward.steps.prologue[1]}Grad",), (f"{forward.steps.prologue[1]}Grad", "Reduce"))
-        and mask.spec.epilogue[0] in ACTIVATION_GRADS
-        and mask.operands["x"] is forward.operands["x"]
-        and all(_reads_as_dy(use.node, mask.results["dx"]) for use in mask.results["dx"].uses())
-        and not mask.results["dx"].is_graph_output()
-    )
-
-
-def _reads_as_dy(node: ir.Node, value: ir.Value) -> bool:
-    """Whether a reader of a branch's dz can read it as channels of a wider gradient."""
-    op = read(node)
-    return (
-        op is not None
-        and isinstance(op.spec, OpSpec)
-        and op.spec.is_gradient
-        and [name for name, operand in op.operands.items() if operand is value] == ["dy"]
-        and try_spec(("Slice", *op.spec.prologue), op.spec.core, op.spec.epilogue) is not None
-    )
-
-
-def sink(editor: Editor, concat: ir.Node, branches: list[Branch], split: ir.Node) -> None:
-    """Put one operator behind the Concat, and one before the gradient's Split, in the place of one for each branch."""
-    first = branches[0]
-    forwards, masks = [b.forward for b in branches], [b.mask for b in branches]
-    nodes = [concat, *(op.node for op in forwards)]
-
-    def joined(name: str, ops: list[Op]) -> ir.Value:
-        values = [op.operands[name] for op in ops]
-        (value,) = editor.standard("Concat", values, 1, before=concat, of=nodes, axis=0)
-        value.shape, value.type = ir.Shape([sum(sizes(v)[0] for v in values)]), values[0].type
-        return value
+    def coefficient(branch: Branch, name: str, other: float) -> ir.Value:
+        if branch.source is not None:
+            return branch.source.operands[name]
+        array = np.full(channels(branch.value), other, np.float32)
+        return editor.constant(f"{branch.value.name}/{name}", array)
 
     y = concat.outputs[0]
-    (t,) = editor.standard("Concat", [op.operands["x"] for op in forwards], 1, before=concat, of=nodes, axis=1)
-    t.shape, t.type = y.shape, y.type
-    steps = {"x": t, "a": joined("a", forwards), "b": joined("b", forwards)}
-    statistics: dict[str, ir.Value] = {
-        name: joined(name, masks) for name in ("mean", "inv_std") if name in first.mask.operands
-    }
-    editor.emit(
-        first.forward.steps, steps, first.forward.attributes, {"y": y}, before=concat, of=nodes,
-        name=editor.fresh(f"{concat.name}/normalize"),
-    )  # fmt: skip
-
-    dy = split.inputs[0]
-    assert dy is not None
-    dz = ir.Value(name=editor.fresh(f"{dy.name}/masked"), shape=y.shape, type=y.type)
-    made = editor.emit(
-        first.mask.steps, {"dy": dy, **steps, **statistics}, first.mask.attributes, {"dx": dz},
-        before=split, of=[split, *(op.node for op in masks)], name=editor.fresh(f"{split.name}/mask"),
-    )  # fmt: skip
-    start = 0
-    for mask in masks:
-        stop = start + channels(mask.operands["x"])
-        for reader in dict.fromkeys(use.node for use in mask.results["dx"].uses()):
-            op = read(reader)
-            assert op is not None
-            spec = OpSpec(("Slice", *op.steps.prologue), op.steps.core, op.steps.epilogue)
-            editor.replace(op, spec, operands={"dy": made["dx"]}, attributes={"grad_start": start, "grad_stop": stop})
-        start = stop
-    lengths = np.array([sizes(op.operands["x"])[1] for op in masks], np.int64)
-    for name in ("dbeta", "dgamma") if "Reduce" in first.mask.steps.epilogue else ():
-        sizes_value = editor.constant(f"{split.name}/lengths", lengths)
-        parts = editor.standard("Split", [made[name], sizes_value], len(masks), before=split, of=[split], axis=0)
-        for mask, part in zip(masks, parts, strict=True):
-            editor.take_over(mask.results[name], part)
-    editor.remove_dead([*(op.node for op in masks), split, concat, *(op.node for op in forwards)])
+    t = joined(editor, [branch.x for branch in branches], concat, nodes)
+    operands = {"x": t}
+    for name, other in (("a", 1.0), ("b", 0.0)):
+        parts = [coefficient(branch, name, other) for branch in branches]
+        operands[name] = joined(editor, parts, concat, nodes)
+    if "Where" in steps:
+        active = [known for branch in branches if (known := branch.active()) is not None]
+        operands["active"] = editor.constant(f"{y.name}/active", np.concatenate(active))
+    attributes = _behind(y, branches, steps, concat).attributes
+    name = editor.fresh(f"{concat.name}/normalize")
+    editor.emit(OpSpec(steps, "Pointwise"), operands, attributes, {"y": y}, before=concat, of=nodes, name=name)
+    editor.remove_dead(nodes)

@@ -22,9 +22,9 @@ import dataclasses
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
-from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import CONV_GRADS, PLAIN_OPS, OpSpec
+from bnfuse.opset.spec import CONV_GRADS, PLAIN_OPS
 from bnfuse.passes.concat.ranges import joined, pieces
+from bnfuse.passes.concat.sink import is_normalized
 from bnfuse.passes.dialect.source_ops import forward_of, gradient_of, is_map, read
 from bnfuse.passes.dialect.steps import REDUCTIONS, has_room_after
 from bnfuse.passes.fusion.mask import is_mask
@@ -48,14 +48,6 @@ class SplitSink(ir.passes.InPlacePass):
                 sink_backward(editor, node)
         sort(model.graph)
         return editor.result()
-
-
-def is_normalized(op: Op) -> bool:
-    """Tell whether an operator stores a normalised map, activated or not, and does nothing else."""
-    if not isinstance(op.spec, OpSpec) or op.spec.core != "Pointwise" or op.spec.epilogue:
-        return False
-    first, *rest = op.spec.prologue
-    return first == "Normalize" and (not rest or (rest[-1] in ACTIVATIONS and rest[:-1] in ([], ["Where"])))
 
 
 def sink_forward(editor: Editor, split: ir.Node) -> None:

@@ -107,14 +107,11 @@ def fuse_reduce(editor: Editor, reduce: Op) -> bool:
     if producer is None:
         editor.refuse(reduce.node, f"{dz.name} is written by {_writer(dz)}, which has no epilogue")
         return False
-    steps = producer.steps
-    own = reads(producer, x) or (steps.core not in CONV_GRADS and not {*ACTIVATION_GRADS, "Reduce"} & {*steps.epilogue})
-    step = "Reduce" if own and "Reduce" not in steps.epilogue and "ReduceOther" not in steps.epilogue else "ReduceOther"
-    spec = try_spec(steps.prologue, steps.core, (*steps.epilogue, step)) if has_room_after(steps, step) else None
+    spec = reduced(producer, x)
     if spec is None:
-        editor.refuse(reduce.node, f"{producer.node.op_type} '{producer.node.name}' has no room for {step}")
+        editor.refuse(reduce.node, f"{producer.node.op_type} '{producer.node.name}' has no room for Reduce")
         return False
-    if step == "Reduce":
+    if spec.others == producer.steps.others:
         operands = {name: reduce.operands[name] for name in ("x", "mean", "inv_std")}
         results = {name: reduce.results[name] for name in ("dbeta", "dgamma")}
     else:
@@ -122,6 +119,15 @@ def fuse_reduce(editor: Editor, reduce: Op) -> bool:
         results = {f"{name}_{spec.others}": reduce.results[name] for name in ("dbeta", "dgamma")}
     editor.replace(producer, spec, [reduce.node], operands=operands, results=results)
     return True
+
+
+def reduced(producer: Op, x: ir.Value) -> OpSpec | None:
+    """Compose a gradient operator that also reduces over a map: its own (Reduce) or another one (ReduceOther); None
+    where it has no room."""
+    steps = producer.steps
+    own = reads(producer, x) or (steps.core not in CONV_GRADS and not {*ACTIVATION_GRADS, "Reduce"} & {*steps.epilogue})
+    step = "Reduce" if own and "Reduce" not in steps.epilogue and "ReduceOther" not in steps.epilogue else "ReduceOther"
+    return try_spec(steps.prologue, steps.core, (*steps.epilogue, step)) if has_room_after(steps, step) else None
 
 
 def reads(producer: Op, x: ir.Value) -> bool:

@@ -203,3 +203,173 @@ def test_a_gradient_that_nothing_reads_leaves_no_node(training, rewritten):
     result = rewritten(training("c = conv(x, 2)\nt = cat(x, c)\nn = bn(t)\nout = relu(n)"))
     outputs = set(result.model.graph.outputs)
     assert all(value.uses() or value in outputs for node in result.model.graph for value in node.outputs[:1])
+
+
+def swept(result) -> list[str]:
+    """The halves that keep a sweep."""
+    return [entry.half for entry in result.report.unfused]
+
+
+AGGREGATED = """
+    s = conv(x, 5)
+    ns = bn(s)
+    rs = relu(ns)
+    p = maxpool(rs, k=3, s=1)
+    a = conv(p, 4, k=3)
+    na = bn(a)
+    ra = relu(na)
+    b = conv(ra, 3, k=3)
+    nb = bn(b)
+    rb = relu(nb)
+    t = cat(p, ra, rb)
+    c = conv(t, 6)
+    nc = bn(c)
+    out = relu(nc)
+"""
+
+
+def test_an_operand_with_another_reader_and_a_pooled_one(training, rewritten, ops, golden):
+    """VoVNet: the next convolution reads what is concatenated, and the first operand is stored as it is."""
+    result = rewritten(training(AGGREGATED))
+    assert swept(result) == []
+    assert "NormalizeReluConvStatistics" in ops(result)  # a Relu leaves a pooled Relu as it is
+    assert any("WhereReluGradReduce" in op for op in ops(result))  # only rb is masked where its gradient is written
+    golden.check(result.model)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu6"])
+def test_an_activation_is_of_the_channels_that_had_it(activation, training, rewritten, ops):
+    result = rewritten(training(AGGREGATED.replace("relu", activation)))
+    assert swept(result) == []
+    assert any(op.startswith("NormalizeWhere") and op.endswith("ConvStatistics") for op in ops(result))
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_a_map_that_is_not_normalised_is_not_activated(activation, training, rewritten, ops):
+    """U-Net: what is made larger has no BN, the skip has one."""
+    model = training(f"""
+        a = conv(x, 4, k=3)
+        n = bn(a)
+        r = {activation}(n)
+        b = conv(r, 6, s=2)
+        u = up(b, 3)
+        t = cat(u, r)
+        c = conv(t, 5, k=3)
+        m = bn(c)
+        out = relu(m)
+    """)
+    result = rewritten(model)
+    assert swept(result) == []
+    assert any(op.startswith("NormalizeWhere") for op in ops(result))
+
+
+def test_normalised_maps_without_activation_are_reduced_behind_a_residual_sum(training, rewritten, ops):
+    """GhostNet: halves without an activation are concatenated and added to a skip."""
+    model = training("""
+        s = conv(x, 7)
+        a = conv(s, 4, k=3)
+        na = bn(a)
+        b = conv(na, 3, k=3)
+        nb = bn(b)
+        t = cat(na, nb)
+        e = add(t, s)
+        c = conv(e, 6)
+        d = conv(e, 6)
+        out = add(c, d)
+    """)
+    result = rewritten(model)
+    assert "NormalizeAddPointwise" in ops(result)
+    assert "normalise" not in swept(result)
+
+
+def test_concats_within_concats(training, rewritten, ops):
+    """Inception-v3: branches fork once more before they are joined."""
+    model = training("""
+        s = conv(x, 4)
+        ns = bn(s)
+        rs = relu(ns)
+        a = conv(rs, 3)
+        na = bn(a)
+        ra = relu(na)
+        b = conv(rs, 2, k=3)
+        nb = bn(b)
+        rb = relu(nb)
+        c = conv(rs, 5)
+        nc = bn(c)
+        rc = relu(nc)
+        u = cat(ra, rb)
+        t = cat(rc, u)
+        p = maxpool(t, k=3, s=1)
+        d = conv(p, 4)
+        e = conv(t, 4)
+        out = add(d, e)
+    """)
+    result = rewritten(model)
+    assert swept(result) == []
+    assert {"NormalizeReluMaxPool", "NormalizeReluConv"} <= {*ops(result)}
+
+
+def test_a_map_that_is_pooled_and_concatenated_with_what_comes_of_it(training, rewritten):
+    """YOLO's SPPF."""
+    model = training("""
+        a = conv(x, 4)
+        n = bn(a)
+        r = silu(n)
+        p = maxpool(r, k=3, s=1)
+        q = maxpool(p, k=3, s=1)
+        t = cat(r, p, q)
+        c = conv(t, 5)
+        m = bn(c)
+        out = silu(m)
+    """)
+    assert swept(rewritten(model)) == []
+
+
+def test_a_cross_stage_partial_block(training, rewritten):
+    """CSP: one half of a split map goes through layers, then both are joined."""
+    model = training("""
+        a = conv(x, 8)
+        n = bn(a)
+        r = silu(n)
+        p, q = cut(r, 4, 4)
+        b = conv(q, 4, k=3)
+        nb = bn(b)
+        rb = silu(nb)
+        t = cat(p, rb)
+        c = conv(t, 6)
+        m = bn(c)
+        out = silu(m)
+    """)
+    assert swept(rewritten(model)) == []
+
+
+def test_what_has_no_room_keeps_the_maps_apart(training, rewritten, ops):
+    """Storing the whole normalised would move more than storing the half that is."""
+    model = training("""
+        a = conv(x, 4)
+        na = bn(a)
+        ra = relu6(na)
+        b = conv(x, 6)
+        t = cat(ra, b)
+        u = silu(t)
+        out = conv(u, 4)
+    """)
+    result = rewritten(model)
+    assert "NormalizeClipPointwise" in ops(result)
+    refused = next(entry for entry in result.report.passes if entry.name == "icf/concat-sink").refused
+    assert ["would have to be stored normalised" in refusal.reason for refusal in refused] == [True]
+
+
+def test_where_all_are_normalised_one_sweep_takes_the_place_of_several(training, rewritten, ops):
+    model = training("""
+        a = conv(x, 4)
+        na = bn(a)
+        ra = relu6(na)
+        b = conv(x, 6)
+        nb = bn(b)
+        rb = relu6(nb)
+        t = cat(ra, rb)
+        u = silu(t)
+        out = conv(u, 4)
+    """)
+    assert ops(rewritten(model)).count("NormalizeClipPointwise") == 1

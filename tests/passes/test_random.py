@@ -87,3 +87,67 @@ def test_every_level_of_a_random_sampled_network(seed, training, oracle):
         for name, value in expected.items():
             error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + floor)
             assert error < 1e-9, f"{level}: {name} is off by {error:.1e}"
+
+
+def random_branches(seed: int) -> str:
+    """Ten to twenty nodes of one size: layers, mostly of one activation, that Splits and Concats cut and join."""
+    rng = random.Random(seed)
+    lines = ["v0 = conv(x, 6)", "v1 = bn(v0)"]
+    channels = {"v0": 6, "v1": 6}
+    unread = ["v1"]
+    usual = rng.choice(["relu", "relu", "silu", "relu6"])
+
+    def put(call: str, counts: list[int], *operands: str) -> list[str]:
+        names = [f"v{len(channels) + index}" for index in range(len(counts))]
+        lines.append(f"{', '.join(names)} = {call}")
+        channels.update(zip(names, counts, strict=True))
+        unread[:] = [value for value in unread if value not in operands] + names
+        return names
+
+    def layer(x: str) -> None:
+        count = rng.choice([2, 3, 4])
+        (c,) = put(f"conv({x}, {count}, k={rng.choice([1, 3])})", [count], x)
+        (n,) = put(f"bn({c})", [count], c)
+        if rng.random() < 0.8:
+            put(f"{usual if rng.random() < 0.9 else 'silu'}({n})", [count], n)
+
+    while len(lines) < 10 + seed % 11:
+        kind = rng.choice(["layer"] * 4 + ["cat"] * 3 + ["cut", "cut", "part", "maxpool", "avgpool", "add", "act"])
+        x, y, z = (rng.choice(unread if rng.random() < 0.6 else [*channels]) for _ in range(3))
+        count = channels[x]
+        if kind == "layer":
+            layer(x)
+        elif kind == "cat" and count + channels[y] + channels[z] <= 20:
+            parts = [x, y, z][: rng.choice([2, 3])]
+            put(f"cat({', '.join(parts)})", [sum(channels[part] for part in parts)], *parts)
+        elif kind == "cut" and count > 3:
+            first = rng.randint(1, count - 2)
+            counts = [first, count - first] if rng.random() < 0.7 else [1, first, count - first - 1]
+            put(f"cut({x}, {', '.join(map(str, counts))})", counts, x)
+        elif kind == "part" and count > 2:
+            put(f"part({x}, 1, {count})", [count - 1], x)
+        elif kind in ("maxpool", "avgpool"):
+            put(f"{kind}({x}, k=3, s=1{', p=1' if kind == 'avgpool' else ''})", [count], x)
+        elif kind == "add" and (same := [other for other in channels if channels[other] == count and other != x]):
+            put(f"add({x}, {(other := rng.choice(same))})", [count], x, other)
+        elif kind == "act":
+            put(f"{usual}({x})", [count], x)
+    return "\n".join([*lines, f"all = cat({', '.join(unread)})", "out = conv(all, 4)"])
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_network_of_splits_and_concats(seed, training, oracle):
+    model = training(random_branches(seed))
+    source = ir.to_proto(model)
+    rng = np.random.default_rng(seed)
+    feeds = {"x": rng.standard_normal((2, 3, 8, 8)), "labels": rng.integers(0, 5, 2)}
+    expected = oracle.evaluate(source, feeds)
+    floor = 1e-3 * max(float(np.linalg.norm(value)) for name, value in expected.items() if name.endswith("_grad"))
+    result = rewrite(model)
+    found = oracle.evaluate(ir.to_proto(result.model), feeds)
+    assert [*found] == [*expected]
+    for name, value in expected.items():
+        error = np.linalg.norm(found[name] - value) / (np.linalg.norm(value) + floor)
+        assert error < 1e-9, f"{name} is off by {error:.1e}"
+    again = rewrite(result.model)
+    assert [entry.name for entry in again.report.passes if entry.changed] == []
