@@ -143,7 +143,10 @@ def absorbed(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | Non
         masked = [step for step in reader.steps.epilogue if step in ACTIVATION_GRADS]
         if masked and source.steps.activations and (source.steps.activations, masked) != (("Relu",), ["ReluGrad"]):
             return None  # a Relu's result has the sign of its input; no other activation's result tells its mask
-        prologue = (*(s for s in reader.steps.prologue if s == "BatchNormGrad"), *(("Normalize",) if masked else ()))
+        prologue = (
+            *(s for s in reader.steps.prologue if s in ("Slice", "BatchNormGrad")),
+            *(("Normalize",) if masked else ()),
+        )
         if masked and "Normalize" not in steps:
             prologue = reader.steps.prologue
     elif reader.steps.is_gradient:
