@@ -15,6 +15,7 @@ PAGES = {
     "Canonical form": "dialect.canonical",
     "Canonical form, channel shuffles": "dialect.shuffle",
     "Canonical form, Splits": "dialect.splits",
+    "Canonical form, stacks of maps": "dialect.stacks",
     "Canonical form, BatchNorms of rows": "dialect.rows",
     "Canonical form, Resize": "dialect.resample",
     "Pool first": "fusion.pool_first",

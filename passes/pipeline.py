@@ -38,6 +38,7 @@ from bnfuse.passes.dialect.resample import ResizeAsResample
 from bnfuse.passes.dialect.rows import RowsAsMaps
 from bnfuse.passes.dialect.shuffle import ChannelShuffle
 from bnfuse.passes.dialect.splits import MergeSplits
+from bnfuse.passes.dialect.stacks import UnstackMaps
 from bnfuse.passes.fission.batch_norm import SplitBatchNorm
 from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
@@ -140,7 +141,8 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     if rank >= LEVELS.index("mvf"):
         listed += [("canonical/rows", RowsAsMaps)]
     if rank >= LEVELS.index("rcf"):
-        listed += [("canonical", Canonicalize), ("canonical/shuffle", ChannelShuffle)]
+        listed += [("canonical", Canonicalize), ("canonical/stacks", UnstackMaps)]
+        listed += [("canonical/shuffle", ChannelShuffle)]
         listed += [("canonical/splits", MergeSplits), ("canonical/resample", ResizeAsResample)]
         listed += [("rcf", ReluConvFusion)]
     if rank >= LEVELS.index("bnff"):
