@@ -116,6 +116,8 @@ class _Plan:
     def add(self, node: ir.Node) -> None:
         """Add what a node moves."""
         read, written = node_maps(node, self.graph)
+        if not read and not written:
+            return
         for value, size in read:
             if value not in self.made:
                 self.store(value, size)
@@ -135,7 +137,7 @@ class _Plan:
             self.sum(node, read, written)
         elif kind in ("sum", "elementwise"):
             self.elementwise(read, written)
-        elif operands or written:
+        else:
             self.anchor(node, operands, written)
 
     def store(self, value: ir.Value, size: int) -> None:

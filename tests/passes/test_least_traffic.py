@@ -1,5 +1,7 @@
 """The least that a step must move: counted by hand on small networks, and what rewriting reaches on whole ones."""
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -73,6 +75,25 @@ def test_statistics_behind_statistics_take_a_pass_of_their_own(training):
         out = conv(m, 6)
     """)
     assert [b - a for a, b in zip(least(one), least(two), strict=True)] == [4 * CHANNEL, 2 * 4 * CHANNEL]
+
+
+def test_rows_are_no_maps():
+    assert least(rows()) == (0, 0)
+
+
+def rows():
+    """A classifier whose only BatchNorm is of rows: no map of rank 4."""
+    helper, rng = onnx.helper, np.random.default_rng(0)
+    arrays = {"w": rng.standard_normal((4, 3)), "b": np.zeros(4), "v": np.ones(4), "fc": rng.standard_normal((5, 4))}
+    nodes = [
+        helper.make_node("Gemm", ["x", "w"], ["h"], name="h", transB=1),
+        helper.make_node("BatchNormalization", ["h", "v", "b", "b", "v"], ["n", "m1", "v1"], name="n", training_mode=1),
+        helper.make_node("Gemm", ["n", "fc"], ["logits"], name="logits", transB=1),
+    ]
+    ends = [helper.make_tensor_value_info(n, 1, shape) for n, shape in (("x", [4, 3]), ("logits", [4, 5]))]
+    values = [onnx.numpy_helper.from_array(a.astype(np.float32), name) for name, a in arrays.items()]
+    graph = helper.make_graph(nodes, "rows", ends[:1], ends[1:], values)
+    return build_training_graph(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8))
 
 
 def test_of_a_fused_graph_there_is_none(training):
