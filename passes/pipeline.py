@@ -27,11 +27,9 @@ from bnfuse.graph.microsoft import convert
 from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
 from bnfuse.graph.signature import GraphSignature, signature_of
 from bnfuse.opset.functions import add_functions
+from bnfuse.passes.concat.backward import SinkBackward
+from bnfuse.passes.concat.forward import SinkForward
 from bnfuse.passes.concat.gradient import ConcatGradient
-from bnfuse.passes.concat.mask import ConcatMask
-from bnfuse.passes.concat.shuffle import ShuffleSink
-from bnfuse.passes.concat.sink import ConcatSink
-from bnfuse.passes.concat.split import SplitSink
 from bnfuse.passes.concat.statistics import ConcatStatistics
 from bnfuse.passes.dialect.canonical import Canonicalize
 from bnfuse.passes.dialect.resample import ResizeAsResample
@@ -153,9 +151,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         listed += [("bnff/split-gradient", SplitBatchNormGrad)]
         listed += _fusions("bnff", concats=not icf)
     across: list[tuple[str, PassFactory]] = [
-        ("icf/split-sink", SplitSink),
-        ("icf/concat-sink", ConcatSink),
-        ("icf/shuffle-sink", ShuffleSink),
+        ("icf/sink", SinkForward),
         ("icf/concat-statistics", ConcatStatistics),
     ]
     across += [("icf/concat-gradient", ConcatGradient), *_fusions("icf", concats=True)]
@@ -170,7 +166,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     return [
         (f"{level}/map", PointwiseFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
-        *([(f"{level}/concat-mask", ConcatMask)] if level == "icf" else []),
+        *([(f"{level}/sink-gradient", SinkBackward)] if level == "icf" else []),
         (f"{level}/mask", MaskFusion),
         *([(f"{level}/scale", ScaleFusion)] if concats else []),
         (f"{level}/statistics", StatisticsFusion),
@@ -220,7 +216,12 @@ def rewrite(
     if reports:
         finish(model)
     # what kept a half from crossing a Concat says more than what the passes inside a layer say of it afterwards
-    refused += [refusal for report in reports if report.name.startswith("icf/concat") for refusal in report.refused]
+    refused += [
+        refusal
+        for report in reports
+        if report.name.startswith(("icf/concat", "icf/sink"))
+        for refusal in report.refused
+    ]
     unfused = find_unfused(model, names, refused, level)
     nodes = model.graph.num_nodes()
     return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, nodes, removed, sampled))

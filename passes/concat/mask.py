@@ -24,10 +24,12 @@ import onnx_ir as ir
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, PLAIN_OPS, OpSpec
 from bnfuse.passes.concat.ranges import is_range, joined, length, pieces
-from bnfuse.passes.dialect.source_ops import gradient_of, is_map, read
+from bnfuse.passes.concat.sink import lets_through
+from bnfuse.passes.concat.split import is_cut_mask
+from bnfuse.passes.dialect.source_ops import MAPS, gradient_of, is_map, read
 from bnfuse.passes.dialect.steps import REDUCTIONS, has_room_after, try_spec
-from bnfuse.passes.fusion.mask import is_mask, reduced
-from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by
+from bnfuse.passes.fusion.mask import reduced
+from bnfuse.passes.rewriter import Editor, Op, is_only_read_by
 
 REDUCE = PLAIN_OPS["BatchNormGradReduce"]
 
@@ -53,24 +55,16 @@ class Piece:
         return self.mask is not None and "dbeta" in self.mask.spec.results
 
 
-class ConcatMask(ir.passes.InPlacePass):
-    """Move masks and reductions of the pieces of a Concat's gradient into what writes it."""
-
-    def call(self, model: ir.Model) -> FusionResult:
-        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
-        editor = Editor(model, "icf")
-        for split in [node for node in model.graph if is_channel_split(node) and is_map(node.inputs[0])]:
-            whole = split.inputs[0]
-            if split.graph is None or whole is None or is_channel_split(whole.producer()):  # a part of that one
-                continue
-            found = [piece_of(value, start) for value, start in flat_pieces(split)]
-            masks = [piece.mask for piece in found if piece.mask is not None]
-            if not masks:
-                continue
-            if reason := move(editor, split, found):
-                for mask in masks:
-                    editor.refuse(mask.node, reason)
-        return editor.result()
+def sink_backward(editor: Editor, split: ir.Node) -> None:
+    """Move masks and reductions of a Split's pieces into what writes the gradient that is split, or refuse."""
+    whole = split.inputs[0] if is_channel_split(split) else None
+    if not is_map(whole) or is_channel_split(whole.producer()):  # then it is a part of that one
+        return
+    found = [piece_of(value, start) for value, start in flat_pieces(split)]
+    masks = [piece.mask for piece in found if piece.mask is not None]
+    if masks and (reason := move(editor, split, found)):
+        for op in masks:
+            editor.refuse(op.node, reason)
 
 
 def flat_pieces(split: ir.Node, start: int = 0) -> Iterator[tuple[ir.Value, int]]:
@@ -92,7 +86,7 @@ def piece_of(value: ir.Value, start: int) -> Piece:
             continue
         if op.spec is REDUCE and op.operands["dz"] is value:
             return Piece(value, start, op)
-        if is_mask(op) and op.operands["dy"] is value and is_only_read_by(value, use.node) and not op.steps.others:
+        if is_cut_mask(op, value) and is_only_read_by(value, use.node):
             return Piece(value, start, op)
     return Piece(value, start, None)
 
@@ -103,6 +97,8 @@ def move(editor: Editor, split: ir.Node, found: Sequence[Piece]) -> str | None:
     producer = gradient_of(dy)
     if dy is None or producer is None:
         writer = dy.producer() if dy is not None else None
+        if writer is not None and lets_through(writer):
+            return join(editor, split, found)
         return (
             f"the gradient that is split is written by {writer.op_type if writer else 'no node'}, without an epilogue"
         )
@@ -138,6 +134,40 @@ def move(editor: Editor, split: ir.Node, found: Sequence[Piece]) -> str | None:
     operands |= statistics(editor, found, producer.node) if reduces else {}
     fused = editor.replace(producer, spec, nodes, operands=operands, attributes=attributes)
     hand_out(editor, split, found, {name: fused.results[name] for name in ("dbeta", "dgamma") if reduces})
+    return None
+
+
+def join(editor: Editor, split: ir.Node, found: Sequence[Piece]) -> str | None:
+    """Put one mask before a Split in the place of one for each piece, or give the reason why they stay.
+
+    What puts the gradient together or permutes it may let the mask through.
+    """
+    dy, first = split.inputs[0], found[0].mask
+    assert dy is not None
+    if first is None or not is_only_read_by(dy, split):
+        return f"{dy.name} is not masked as a whole"
+    ops = [piece.mask for piece in found if piece.mask is not None]
+    if len(ops) < len(found) or any(op.spec != first.spec or op.attributes != first.attributes for op in ops):
+        return f"the pieces of {dy.name} are not masked alike"
+    whole = [
+        w
+        for w in _wholes(first.operands["x"])
+        if all(is_range(w, p.start, o.operands["x"]) for p, o in zip(found, ops, strict=True))
+    ]
+    if not whole:
+        return f"no Concat puts together what the masks of {dy.name} are made from"
+    nodes = [op.node for op in ops]
+    operands = {
+        name: joined(editor, [op.operands[name] for op in ops], split, nodes)
+        for name in first.operands
+        if name not in MAPS
+    }
+    operands |= {"x": whole[0], "dz" if first.spec is REDUCE else "dy": dy}
+    base = editor.fresh(f"{split.name}/mask")
+    made = editor.emit(first.spec, operands, first.attributes, {}, before=split, of=nodes, name=base)
+    if "dx" in made:
+        split.replace_input_with(0, made["dx"])
+    hand_out(editor, split, found, {name: value for name, value in made.items() if name != "dx"})
     return None
 
 

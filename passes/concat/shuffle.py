@@ -23,34 +23,19 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, PlainOp
-from bnfuse.passes.concat.split import is_cut_mask, is_normalized
+from bnfuse.passes.concat.sink import is_normalized
+from bnfuse.passes.concat.split import is_cut_mask
 from bnfuse.passes.dialect.shuffle import permutation_of
 from bnfuse.passes.dialect.source_ops import MAPS, forward_of, read
-from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, sort
+from bnfuse.passes.rewriter import Editor, Op, is_only_read_by
 
 Order = npt.NDArray[np.int64]
 
 
-class ShuffleSink(ir.passes.InPlacePass):
-    """Move normalise halves and activations before a permutation of channels behind it, and masks and reductions behind
-    the permutation of their gradient before that."""
-
-    def call(self, model: ir.Model) -> FusionResult:
-        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
-        editor = Editor(model, "icf")
-        for node in [node for node in model.graph if node.op_type == "Gather"]:
-            order = permutation_of(node)
-            if order is not None and node.graph is not None:
-                sink_forward(editor, node)
-                sink_backward(editor, node, order)
-        sort(model.graph)
-        return editor.result()
-
-
 def sink_forward(editor: Editor, shuffle: ir.Node) -> None:
     """Permute a map before it is normalised, and what is per channel with it; or refuse."""
-    forward = forward_of(shuffle.inputs[0])
-    if forward is None or not is_normalized(forward) or shuffle.graph is None:
+    forward = forward_of(shuffle.inputs[0]) if permutation_of(shuffle) is not None else None
+    if forward is None or not is_normalized(forward):
         return
     y, order = forward.results["y"], shuffle.inputs[1]
     assert order is not None
@@ -64,8 +49,11 @@ def sink_forward(editor: Editor, shuffle: ir.Node) -> None:
     editor.remove_dead([shuffle, forward.node])
 
 
-def sink_backward(editor: Editor, back: ir.Node, inverse: Order) -> None:
+def sink_backward(editor: Editor, back: ir.Node) -> None:
     """Mask and reduce a gradient before it is permuted back, or refuse."""
+    inverse = permutation_of(back)
+    if inverse is None:
+        return
     for reader in dict.fromkeys(use.node for use in back.outputs[0].uses()):
         op, dy = read(reader), back.outputs[0]
         reduces = op is not None and op.spec is PLAIN_OPS["BatchNormGradReduce"] and op.operands["dz"] is dy

@@ -8,7 +8,7 @@ One map instead of many, written where the Concat wants it: what reads y has roo
 taken its steps already. An operand that is not normalised has a = 1 and b = 0; if it must not be activated either, the
 activation is one of some channels (Where). A Relu leaves what another Relu made, or a pooling of that, as it is.
 
-What is masked on the way back is the business of mask.py.
+What is masked on the way back is the business of concat/mask.py.
 
 Refuses operands with different activations, and a reader without room for the steps: then y must be stored, which is
 no loss only where every operand was stored for this Concat alone.
@@ -30,7 +30,7 @@ from bnfuse.passes.concat.ranges import joined
 from bnfuse.passes.dialect.shuffle import permutation_of
 from bnfuse.passes.dialect.source_ops import constant_of, forward_of, is_map
 from bnfuse.passes.fusion.pointwise import has_room_for
-from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, sort
+from bnfuse.passes.rewriter import Editor, Op, is_only_read_by
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 
@@ -84,25 +84,19 @@ def is_non_negative(value: ir.Value | None) -> bool:
     return op.steps.core in POOLS and is_non_negative(op.operands["x"])
 
 
-class ConcatSink(ir.passes.InPlacePass):
-    """Move the normalise halves and activations before a channel Concat behind it."""
-
-    def call(self, model: ir.Model) -> FusionResult:
-        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
-        editor = Editor(model, "icf")
-        for node in [node for node in model.graph if is_channel_concat(node)]:
-            branches = branches_of(node)
-            if not any(branch.source is not None for branch in branches):
-                continue
-            steps = steps_of(branches)
-            if isinstance(steps, str):
-                editor.refuse(node, steps)
-            elif reason := why_not(node, branches, steps):
-                editor.refuse(node, reason)
-            else:
-                sink(editor, node, branches, steps)
-        sort(model.graph)
-        return editor.result()
+def sink_forward(editor: Editor, node: ir.Node) -> None:
+    """Move the steps of a Concat's operands behind it, or refuse."""
+    if not is_channel_concat(node):
+        return
+    branches = branches_of(node)
+    if not any(branch.source is not None for branch in branches):
+        return
+    steps = steps_of(branches)
+    reason = steps if isinstance(steps, str) else why_not(node, branches, steps)
+    if reason:
+        editor.refuse(node, reason)
+    elif not isinstance(steps, str):
+        sink(editor, node, branches, steps)
 
 
 def is_normalized(op: Op) -> bool:
@@ -119,13 +113,16 @@ def branches_of(concat: ir.Node) -> list[Branch]:
     for value in concat.inputs:
         assert value is not None
         op = forward_of(value)
-        stored = value.is_graph_output() or any(not _moves(use.node) for use in value.uses())
-        found.append(Branch(value, op if op is not None and is_normalized(op) and not stored else None))
+        if op is not None and is_normalized(op) and not value.is_graph_output():
+            moved = all(lets_through(use.node) or has_room_for(op, use.node) for use in value.uses())
+            found.append(Branch(value, op if moved else None))
+        else:
+            found.append(Branch(value, None))
     return found
 
 
-def _moves(node: ir.Node) -> bool:
-    """Tell whether a reader takes no steps itself but lets them move on: what has room has taken them before."""
+def lets_through(node: ir.Node) -> bool:
+    """Tell whether a reader takes no steps itself but lets them move on."""
     return is_channel_concat(node) or is_channel_split(node) or permutation_of(node) is not None
 
 
@@ -157,7 +154,7 @@ def why_not(concat: ir.Node, branches: Sequence[Branch], steps: tuple[str, ...])
     y = concat.outputs[0]
     readers = list(dict.fromkeys(use.node for use in y.uses()))
     source = _behind(y, branches, steps, concat)
-    without = [node for node in readers if not takes(source, node)]
+    without = [node for node in readers if not takes(source, node, set())]
     if y.is_graph_output() or without:
         alone = all(branch.source is not None and is_only_read_by(branch.value, concat) for branch in branches)
         if not alone:
@@ -172,18 +169,21 @@ def _behind(y: ir.Value, branches: Sequence[Branch], steps: tuple[str, ...], nod
     return Op(OpSpec(steps, "Pointwise"), dict.fromkeys(("x", "a", "b", "active"), y), {"y": y}, attributes, node)
 
 
-def takes(source: Op, node: ir.Node) -> bool:
-    """Tell whether a reader has room for the steps, or all that reads what it makes of the map has."""
-    if has_room_for(source, node):
+def takes(source: Op, node: ir.Node, seen: set[ir.Node]) -> bool:
+    """Tell whether a reader has room for the steps, or all that reads what it makes of the map has.
+
+    `seen` are the Concats, Splits and shuffles that are asked about already.
+    """
+    if node in seen or has_room_for(source, node):
         return True
-    if not _moves(node):
+    if not lets_through(node):
         return False
-    made = [value for value in node.outputs if value.uses() or value.is_graph_output()]
-    behind = [dataclasses.replace(source, results={"y": value}) for value in made]
-    return all(
-        not op.results["y"].is_graph_output() and all(takes(op, use.node) for use in op.results["y"].uses())
-        for op in behind
-    )
+    seen.add(node)
+    for value in node.outputs:
+        behind = dataclasses.replace(source, results={"y": value})
+        if value.is_graph_output() or not all(takes(behind, use.node, seen) for use in value.uses()):
+            return False
+    return True
 
 
 def sink(editor: Editor, concat: ir.Node, branches: Sequence[Branch], steps: tuple[str, ...]) -> None:

@@ -22,37 +22,21 @@ import dataclasses
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
-from bnfuse.opset.spec import CONV_GRADS, PLAIN_OPS
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, PLAIN_OPS
 from bnfuse.passes.concat.ranges import joined, pieces
-from bnfuse.passes.concat.sink import is_normalized
+from bnfuse.passes.concat.sink import is_normalized, lets_through
 from bnfuse.passes.dialect.source_ops import forward_of, gradient_of, is_map, read
 from bnfuse.passes.dialect.steps import REDUCTIONS, has_room_after
 from bnfuse.passes.fusion.mask import is_mask
 from bnfuse.passes.fusion.pointwise import has_room_for
-from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, sort
+from bnfuse.passes.rewriter import Editor, Op, is_only_read_by
 
 REDUCE = PLAIN_OPS["BatchNormGradReduce"]
 
 
-class SplitSink(ir.passes.InPlacePass):
-    """Move the normalise halves and activations before a channel Split behind it, and the masks and reductions behind
-    the Concat of its gradients before that."""
-
-    def call(self, model: ir.Model) -> FusionResult:
-        """Rewrite the model in place; gives what was fused and what was refused, by node names."""
-        editor = Editor(model, "icf")
-        for node in list(model.graph):
-            if is_channel_split(node):
-                sink_forward(editor, node)
-            elif is_channel_concat(node):
-                sink_backward(editor, node)
-        sort(model.graph)
-        return editor.result()
-
-
 def sink_forward(editor: Editor, split: ir.Node) -> None:
     """Let each piece of a normalised map be normalised on its own, or refuse."""
-    source = forward_of(split.inputs[0])
+    source = forward_of(split.inputs[0]) if is_channel_split(split) else None
     if source is None or not is_normalized(source):
         return
     if reason := why_not_forward(source, split):
@@ -73,7 +57,7 @@ def why_not_forward(source: Op, split: ir.Node) -> str | None:
     if y.is_graph_output():
         return f"{y.name} is a graph output"
     for use in y.uses():
-        if use.node is not split and not is_channel_split(use.node) and not has_room_for(source, use.node):
+        if use.node is not split and not lets_through(use.node) and not has_room_for(source, use.node):
             return f"{use.node.op_type} '{use.node.name}' reads {y.name} whole and has no room for its steps"
     if any(not is_map(piece) or piece.is_graph_output() for piece in split.outputs):
         return f"a piece of {y.name} is a graph output"
@@ -85,14 +69,13 @@ def why_not_forward(source: Op, split: ir.Node) -> str | None:
 def takes_piece(source: Op, piece: ir.Value) -> bool:
     """Tell whether a reader of a piece would take the source's steps, or hand them on across a Concat or a Split."""
     of_piece = dataclasses.replace(source, results={"y": piece})
-    return any(
-        is_channel_concat(use.node) or is_channel_split(use.node) or has_room_for(of_piece, use.node)
-        for use in piece.uses()
-    )
+    return any(lets_through(use.node) or has_room_for(of_piece, use.node) for use in piece.uses())
 
 
 def sink_backward(editor: Editor, concat: ir.Node) -> None:
-    """Let each piece of a gradient be masked and reduced on its own."""
+    """Let each piece of a gradient be masked and reduced on its own, or refuse."""
+    if not is_channel_concat(concat):
+        return
     dy = concat.outputs[0]
     for reader in dict.fromkeys(use.node for use in dy.uses()):
         op = read(reader)
@@ -105,8 +88,8 @@ def sink_backward(editor: Editor, concat: ir.Node) -> None:
 
 
 def is_cut_mask(op: Op, dy: ir.Value) -> bool:
-    """Tell whether an operator masks this gradient and may reduce it, over one map."""
-    return is_mask(op) and op.operands["dy"] is dy and not op.steps.others
+    """Tell whether an operator masks this gradient and may reduce it, over one map, and does nothing else."""
+    return is_mask(op) and op.operands["dy"] is dy and {*op.steps.epilogue} <= {"Where", *ACTIVATION_GRADS, "Reduce"}
 
 
 def why_not_backward(op: Op, concat: ir.Node) -> str | None:
@@ -123,7 +106,7 @@ def why_not_backward(op: Op, concat: ir.Node) -> str | None:
 def takes(piece: ir.Value | None, index: int, op: Op, concat: ir.Node, step: str) -> bool:
     """Tell whether what writes a piece of a gradient would take its mask, or hand it on across a Concat or a Split."""
     writer = piece.producer() if piece is not None else None
-    if is_channel_concat(writer) or is_channel_split(writer) or (writer is not None and writer.op_type == "Sum"):
+    if writer is not None and (lets_through(writer) or writer.op_type == "Sum"):
         return True
     producer = gradient_of(piece)
     if producer is None or piece is None or not is_only_read_by(piece, concat):

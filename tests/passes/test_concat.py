@@ -110,7 +110,7 @@ def test_a_concat_of_different_activations_stays_and_says_why(training, rewritte
         out = conv(t, 4)
     """)
     result = rewritten(model)
-    refused = next(entry for entry in result.report.passes if entry.name == "icf/concat-sink").refused
+    refused = next(entry for entry in result.report.passes if entry.name == "icf/sink").refused
     assert [refusal.reason for refusal in refused] == ["its operands have different activations"]
     assert {entry.half for entry in result.report.unfused} == {"normalise", "gradient reductions"}
 
@@ -356,7 +356,7 @@ def test_what_has_no_room_keeps_the_maps_apart(training, rewritten, ops):
     """)
     result = rewritten(model)
     assert "NormalizeClipPointwise" in ops(result)
-    refused = next(entry for entry in result.report.passes if entry.name == "icf/concat-sink").refused
+    refused = next(entry for entry in result.report.passes if entry.name == "icf/sink").refused
     assert ["would have to be stored normalised" in refusal.reason for refusal in refused] == [True]
 
 

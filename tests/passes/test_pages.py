@@ -15,4 +15,4 @@ def test_the_pass_reference_is_up_to_date():
 def test_every_pass_has_its_page():
     passes = ROOT / "passes"
     files = [path for path in passes.rglob("*.py") if "InPlacePass)" in path.read_text(encoding="utf-8")]
-    assert {".".join(path.relative_to(passes).with_suffix("").parts) for path in files} == {*PAGES.values()}
+    assert {".".join(path.relative_to(passes).with_suffix("").parts) for path in files} <= {*PAGES.values()}

@@ -66,7 +66,7 @@ def test_a_map_that_is_an_output_or_is_read_whole_stays_and_says_why(training, r
     """)
     result = rewritten(model)
     assert [entry.half for entry in result.report.unfused] == ["normalise", "gradient reductions"]
-    (sink,) = [entry for entry in result.report.passes if entry.name == "icf/split-sink"]
+    (sink,) = [entry for entry in result.report.passes if entry.name == "icf/sink"]
     assert any("reads r whole and has no room for its steps" in refusal.reason for refusal in sink.refused)
 
 
