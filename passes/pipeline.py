@@ -40,6 +40,7 @@ from bnfuse.passes.dialect.stacks import UnstackMaps
 from bnfuse.passes.fission.batch_norm import SplitBatchNorm
 from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
+from bnfuse.passes.fusion.gate import GateFusion
 from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
 from bnfuse.passes.fusion.mask import MaskFusion
 from bnfuse.passes.fusion.pointwise import PointwiseFusion, ReluConvFusion
@@ -164,6 +165,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     What is scaled can no longer sink through a Concat, so below icf the scale moves at once, and there afterwards.
     """
     return [
+        (f"{level}/gate", GateFusion),
         (f"{level}/map", PointwiseFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
         *([(f"{level}/sink-gradient", SinkBackward)] if level == "icf" else []),

@@ -12,10 +12,10 @@ import math
 import onnx_ir as ir
 
 from bnfuse.graph.values import declared_shape
-from bnfuse.opset.spec import CONV_GRADS, DOMAIN, TRANSPOSED, OpSpec, PlainOp, find, parse
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, SHARED, TRANSPOSED, OpSpec, PlainOp, find, parse
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
-BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", "ReduceOther"}
+BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", *SHARED}
 
 
 def flops(node: ir.Node) -> int:
@@ -105,5 +105,5 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
 
 def adds(op: OpSpec) -> bool:
     """Tell whether an operator adds another map to the one that it works on."""
-    additions = {"Add", "AddNormalized", "AddGradient", "AddBatchNormGrad", "AddSkipGradient"}
+    additions = {"Add", "AddNormalized", "AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient"}
     return bool(additions & {*op.prologue, *op.epilogue})

@@ -15,7 +15,7 @@ from bnfuse.analysis.work import flops as dense_flops
 from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import ACTIVATION_GRADS, WHOLE_OPS, OpSpec, PlainOp
+from bnfuse.opset.spec import ACTIVATION_GRADS, SHARED, WHOLE_OPS, OpSpec, PlainOp
 from bnfuse.opset.traffic import RESHAPES
 
 # operations for each element of the map that the step works on (see operations.ELEMENTWISE for BatchNorm in all)
@@ -25,25 +25,29 @@ REDUCE = ELEMENTWISE["BatchNorm"][1] - GRADIENT_INPUT
 STEPS = {
     "Normalize": NORMALIZE,
     "AddNormalized": 3,
+    "Gate": 1,
     "Add": 1,
     "Where": 1,
+    "GateGrad": 1,
     "BatchNormGrad": GRADIENT_INPUT,
     "Bias": 1,
     "Statistics": STATISTICS,
     "BiasGrad": 1,
     "AddGradient": 1,
+    "AddGatedGradient": 2,
     "AddBatchNormGrad": GRADIENT_INPUT + 1,
     "AddSkipGradient": 1,
     "Reduce": REDUCE,
     "ReduceOther": REDUCE,
+    "ReduceGated": REDUCE + 1,
     "Scale": 1,
     "Accumulate": 2,
     **dict.fromkeys((*ACTIVATIONS, *(f"Skip{kind}" for kind in ACTIVATIONS)), ELEMENTWISE["Activation"][0]),
     **dict.fromkeys(ACTIVATION_GRADS, ELEMENTWISE["Activation"][1]),
 }
-ADDITIONS = ("AddGradient", "AddBatchNormGrad", "AddSkipGradient")
-ON_RESULT = ("Bias", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", "ReduceOther", "Scale", "Accumulate")
-ON_GRADIENT = ("BatchNormGrad", "BiasGrad")
+ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient")
+ON_RESULT = ("Bias", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate")
+ON_GRADIENT = ("GateGrad", "BatchNormGrad", "BiasGrad")
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
 
 # standard operators whose type is not that of an operator of the zoo

@@ -184,6 +184,8 @@ class Expansion:
         """One step of a prologue; `skip_kind` is the activation of the skip."""
         if step == "Normalize":
             return self._normalize(x, operands["a"], operands["b"], node)
+        if step == "Gate":
+            return self._once("Mul", [self._name(operands["gate"]), x], node)
         if step in ("Add", "AddNormalized"):
             skip = self._name(operands["skip"])
             if step == "AddNormalized":

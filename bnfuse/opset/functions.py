@@ -22,6 +22,7 @@ from bnfuse.opset.spec import (
     CONV_GRADS,
     DOMAIN,
     FORWARD_CORES,
+    SHARED,
     TRANSPOSED,
     VERSION,
     WEIGHT_GRADS,
@@ -123,6 +124,8 @@ def prologue_step(step: str, x: ir.Value, body: Body, prologue: tuple[str, ...])
     """Write one step of a prologue, on the map that the core reads."""
     if step == "Normalize":
         return affine(x, "a", "b", body)
+    if step == "Gate":
+        return body("Mul", body["gate"], x)
     if step in ("Add", "AddNormalized"):
         skip = body["skip"] if step == "Add" else affine(body["skip"], "skip_a", "skip_b", body)
         kind = skip_activation(prologue)
@@ -163,6 +166,8 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     dy = body["dy"]
     if "Slice" in op.prologue:
         dy = body.slice(dy, body.attribute("grad_start"), body.attribute("grad_stop"), axis=1)
+    if "GateGrad" in op.prologue:
+        dy = body("Mul", body["grad_gate"], dy)
     if "BatchNormGrad" in op.prologue:
         dy = batch_norm_grad(dy, "grad_", body)
     results: dict[str, ir.Value] = {}
@@ -177,6 +182,8 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
             act = activation(kind, z, body)
         if "Where" in op.prologue:
             act = chosen("active", act, z, body)
+        if "Gate" in op.prologue:
+            act = body("Mul", body["gate"], act)
         ends = (act, dy) if op.is_transposed else (dy, act)
         results["dweight"] = weight_gradient(*ends, body)
     if op.core in WEIGHT_GRADS:
@@ -273,6 +280,8 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
     for step in op.epilogue:
         if step == "AddGradient":
             dx = body("Add", dx, body["other"])
+        elif step == "AddGatedGradient":
+            dx = body("Add", dx, body("Mul", body["other_gate"], body["other"]))
         elif step == "AddBatchNormGrad":
             dx = body("Add", dx, batch_norm_grad(body["other_dy"], "other_", body))
         elif step == "AddSkipGradient":
@@ -282,10 +291,11 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
             dx = chosen("masked", masked, dx, body) if "Where" in op.epilogue else masked
         elif step == "Reduce":
             results["dbeta"], results["dgamma"] = reduce(dx, ("x", "mean", "inv_std"), body)
-        elif step == "ReduceOther":
+        elif step in SHARED:
             other += 1
             names = (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
-            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(dx, names, body)
+            shared = body("Mul", body[f"gate_{other}"], dx) if step == "ReduceGated" else dx
+            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, names, body)
         elif step == "Scale":
             dx = body("Mul", body.per_channel("acc_p"), dx)
         elif step == "Accumulate":

@@ -18,6 +18,7 @@ from bnfuse.opset.spec import (
     MAPS_LIKE_X,
     PLAIN_OPS,
     PROLOGUE_OPERANDS,
+    SHARED,
     VERSION,
     OpSpec,
     attribute_type,
@@ -39,6 +40,10 @@ PROLOGUE = {
         "Reads a range of the channels of dy: the gradient of a Concat's result serves each producer without a Split. "
         "What follows (grad_x among it) has the channels of the range.",
     ),
+    "GateGrad": Text(
+        "dy <- grad_gate*dy",
+        "dy is the gradient behind a gate that needs none of its own, such as a drop path's; grad_gate is like gate.",
+    ),
     "BatchNormGrad": Text(
         "dy <- grad_p*dy + grad_q*grad_x + grad_w",
         "The input gradient of the BatchNorm that follows the core in the forward graph, computed where it is read. "
@@ -53,6 +58,12 @@ PROLOGUE = {
     "Where": Text(
         "x <- active > 0 ? f(x) : x, with the activation f after it",
         "The activation holds in some channels: behind a Concat, in those of the operands that had one.",
+    ),
+    "Gate": Text(
+        "x <- gate*x",
+        "A factor for each sample and channel, [N, C, 1, 1], as squeeze-excitation and drop paths have it, or for each "
+        "channel, [1, C, 1, 1]. A map like x serves too: GateGlobalAveragePool is the mean of a product of two maps. "
+        "Of gradients those of convolutions take it, for the weight's; dx is that of the gated map.",
     ),
     "Add": Text("x <- x + skip", "A residual sum. skip has the shape of x."),
     "AddNormalized": Text(
@@ -124,6 +135,9 @@ EPILOGUE = {
         "dx <- masked > 0 ? dx*f'(z) : dx, with the activation's gradient after it",
         "The mask is of some channels: behind a Concat, of the operands that nothing else reads.",
     ),
+    "AddGatedGradient": Text(
+        "dx <- dx + other_gate*other", "The same for a reader behind a gate: other is the gradient of the gated map."
+    ),
     "AddBatchNormGrad": Text(
         "dx <- dx + (other_p*other_dy + other_q*other_x + other_w)",
         "The input gradient of a BatchNorm that reads the same map beside the core, as an identity branch does. "
@@ -142,6 +156,10 @@ EPILOGUE = {
     "ReduceOther": Text(
         "dbeta_i = sum of dx, dgamma_i = sum of dx*(x_i - mean_i)*inv_std_i",
         "The same for another BatchNorm that shares dx, as the two of a residual sum do. Repeatable: i = 1, 2, ...",
+    ),
+    "ReduceGated": Text(
+        "dbeta_i = sum of gate_i*dx, dgamma_i = sum of gate_i*dx*(x_i - mean_i)*inv_std_i",
+        "ReduceOther for a BatchNorm behind a gate (a drop path in front of a residual sum), numbered with those.",
     ),
     "Scale": Text("dx <- acc_p*dx", "The first term of a gradient that BatchNorms over the same channels add up."),
     "Accumulate": Text(
@@ -295,20 +313,21 @@ An operator is a core with the steps on its way in (its prologue) and on its way
 the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b), weight) and the statistics of the
 result. Steps come in this order:
 
-    forward    [Normalize] [[Where] {CHOICE}] [[SkipActivation] Add|AddNormalized] [{CHOICE}]
+    forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [BatchNormGrad] [Normalize] [[Where] {CHOICE}]
+    backward   [Slice] [GateGrad] [BatchNormGrad] [Normalize] [[Where] {CHOICE}] [Gate]
                {"|".join(BACKWARD_CORES)}
-               [BiasGrad] [AddGradient] [AddBatchNormGrad] [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
-               [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
+               [[Where] {GRADIENT_CHOICE} [AddSkipGradient]] [Reduce] [ReduceOther|ReduceGated]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
 columns, the operands of the prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight,
 then the results of the epilogue's steps. Maps (x, y, dy, dx, skip, other, other_dy, other_x, skip_grad, acc, stored,
-grad_x, x_i) are float32 [N, C, H, W], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is
-int64; all other tensors are float32 [C], or [G, C] for G groups of samples. Operators of training graphs before any
-pass take maps [N, C, ...] of any rank from 2 on. Every attribute is required.
+grad_x, x_i) are float32 [N, C, H, W], gates (gate, grad_gate, other_gate, gate_i) [N, C, 1, 1] or [1, C, 1, 1], indices
+int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are float32 [C], or [G,
+C] for G groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of any rank from 2 on.
+Every attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators alone, so that any runtime executes it. The
 functions need opset 13 or later.
@@ -349,8 +368,8 @@ def _steps(
 ) -> Iterator[str]:
     yield f"## {title}\n"
     for name, text in texts.items():
-        if name == "ReduceOther":
-            taken: tuple[str, ...] = ("x_i", "mean_i", "inv_std_i")
+        if name in SHARED:
+            taken: tuple[str, ...] = ("x_i", "mean_i", "inv_std_i", *(("gate_i",) if name == "ReduceGated" else ()))
             given: tuple[str, ...] = ("dbeta_i", "dgamma_i")
         else:
             taken, given = operands.get(name, ()), results.get(name, ())
@@ -361,8 +380,8 @@ def step_attributes(name: str) -> tuple[str, ...]:
     """Give the attributes that a step brings: those that the smallest operator with it has beyond its core's."""
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
-    alone = ("Bias", "StoreInput", "Statistics", "Add", "AddNormalized", "Where", "SkipActivation", "AddSkipGradient")
-    if name in alone:
+    alone = ("Bias", "StoreInput", "Statistics", "Gate", "Add", "AddNormalized", "Where", "SkipActivation")
+    if name in (*alone, "AddSkipGradient"):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes
@@ -396,6 +415,7 @@ def _entry(
     return "\n".join(lines).rstrip() + "\n"
 
 
+GATES = ("gate", "grad_gate", "other_gate", "gate_i")
 MAPS = (*MAPS_LIKE_X, "y", "dy", "dx", "dz", "acc", "stored", "grad_x", "x_i", "log_prob", "dscores")
 
 
@@ -414,6 +434,8 @@ def shape_of(name: str, *, grouped: bool = False, any_rank: bool = False) -> str
         return "[N, C, H, W] int64"
     if name in INTEGERS:
         return "[3] int64" if name == "offset" else "[points] int64"
+    if name in GATES:
+        return "[N, C, 1, 1]"
     if name in MAPS:
         return "[N, C, ...]" if any_rank else "[N, C, H, W]"
     return "[G, C]" if grouped and name not in WIDE else "[C]"

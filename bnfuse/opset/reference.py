@@ -21,6 +21,7 @@ from bnfuse.opset.reference_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     CONV_GRADS,
+    SHARED,
     TRANSPOSED,
     WEIGHT_GRADS,
     OpSpec,
@@ -88,6 +89,8 @@ def _prologue_step(
     """One step of a prologue, on the map that the core reads; `skip_kind` is the activation of the skip."""
     if step == "Normalize":
         return per_channel(operands["a"]) * x + per_channel(operands["b"])
+    if step == "Gate":
+        return operands["gate"] * x
     if step in ("Add", "AddNormalized"):
         skip = operands["skip"]
         if step == "AddNormalized":
@@ -167,6 +170,8 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     dy = operands["dy"]
     if "Slice" in op.prologue:
         dy = dy[:, attributes["grad_start"] : attributes["grad_stop"]]
+    if "GateGrad" in op.prologue:
+        dy = operands["grad_gate"] * dy
     if "BatchNormGrad" in op.prologue:
         dy = batch_norm_grad(dy, "grad_", operands)
     results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)} if "BiasGrad" in op.epilogue else {}
@@ -178,6 +183,8 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
         act = activation(kind, z, attributes)
     if "Where" in op.prologue:
         act = np.where(per_channel(operands["active"]) > 0, act, z)
+    if "Gate" in op.prologue:
+        act = operands["gate"] * act
     if op.weighs:
         ends = (act, dy) if op.is_transposed else (dy, act)
         results["dweight"] = conv_grad_weight(*ends, operands["weight"].shape, attributes)
@@ -213,6 +220,8 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
     for step in op.epilogue:
         if step == "AddGradient":
             dx = dx + operands["other"]
+        elif step == "AddGatedGradient":
+            dx = dx + operands["other_gate"] * operands["other"]
         elif step == "AddBatchNormGrad":
             dx = dx + batch_norm_grad(operands["other_dy"], "other_", operands)
         elif step == "AddSkipGradient":
@@ -222,10 +231,11 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
             dx = np.where(per_channel(operands["masked"]) > 0, masked, dx) if "Where" in op.epilogue else masked
         elif step == "Reduce":
             results["dbeta"], results["dgamma"] = reduce(dx, operands["x"], operands["mean"], operands["inv_std"])
-        elif step == "ReduceOther":
+        elif step in SHARED:
             other += 1
+            shared = operands[f"gate_{other}"] * dx if step == "ReduceGated" else dx
             read = (operands[f"{name}_{other}"] for name in ("x", "mean", "inv_std"))
-            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(dx, *read)
+            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, *read)
         elif step == "Scale":
             dx = per_channel(operands["acc_p"]) * dx
         elif step == "Accumulate":

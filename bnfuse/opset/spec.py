@@ -9,20 +9,21 @@ The name of an operator is the concatenation of its steps, `NormalizeReluConvSta
 about it follows from the steps: operands, results and attributes here; the function body in `functions.py`,
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
-    forward    [Normalize] [[Where] Activation] [[SkipActivation] Add|AddNormalized] [Activation]
+    forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [BatchNormGrad]  [Normalize] [[Where] Activation]
+    backward   [Slice] [GateGrad] [BatchNormGrad]  [Normalize] [[Where] Activation] [Gate]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
-               [BiasGrad] [AddGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]
-               [Reduce] [ReduceOther]* [Scale|Accumulate]
+               [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
+               [[Where] ActivationGrad [AddSkipGradient]] [Reduce] [ReduceOther|ReduceGated]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
     Normalize       x <- a*x + b
     Activation      x <- f(x): Relu, Clip, QuickGelu, ...      activations.py has them and their attributes
     Where           the activation after it is of the channels where active > 0; others stay as they are
+    Gate            x <- gate*x                                gate is [N, C, 1, 1], [1, C, 1, 1], or a map like x
     Add             x <- x + skip
     AddNormalized   x <- x + (skip_a*skip + skip_b)
     SkipActivation  what is added is f of that, f(skip) or f(skip_a*skip + skip_b): SkipRelu, SkipHardSwish, ...
@@ -33,18 +34,23 @@ Forward steps (all maps are NCHW in files; a, b, ... have one value per channel)
 Backward steps. `x` is the map that the forward operator read, before its prologue:
 
     Slice           dy <- dy[:, grad_start : grad_stop]        attributes grad_start, grad_stop
+    GateGrad        dy <- grad_gate*dy                         grad_gate is like gate
     BatchNormGrad   dy <- grad_p*dy + grad_q*grad_x + grad_w   the input gradient of the BN that follows the core
     Normalize ...   the forward prologue, recomputed from x; the weight gradient reads its result
     BiasGrad        sum of dy over N, H, W (after the steps before it) is also a result, `dbias`
     AddGradient     dx <- dx + other
+    AddGatedGradient  dx <- dx + other_gate*other              that of another reader, behind a gate
     AddBatchNormGrad  dx <- dx + (other_p*other_dy + other_q*other_x + other_w)     that of another reader, a BN
     ActivationGrad  dx <- dx * f'(z)                           z is x after Normalize and before the activation
     Where           the activation's gradient after it is of the channels where masked > 0; others stay as they are
     AddSkipGradient dx <- dx + skip_grad                       the gradient of a skip that goes past the activation
     Reduce          dbeta = sum dx, dgamma = sum dx*(x - mean)*inv_std     over N, H, W
     ReduceOther     the same for another BN that shares dx: operands x_i, mean_i, inv_std_i (i = 1, 2, ...)
+    ReduceGated     the same for one that shares dx behind a gate: of gate_i*dx
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
+
+A gradient behind a Gate is that of the gated map: its epilogue neither masks nor reduces the map in front of it.
 
 A ConvTranspose is the input gradient of the convolution that goes the other way: its own gradient at x is that
 convolution of dy, its weight gradient that convolution's with x and dy in each other's place.
@@ -106,16 +112,21 @@ TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeigh
 
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
-    rf"(Normalize)?(?:(Where)?({_ACTIVATION}))?(?:(Skip(?:{_ACTIVATION}))?(AddNormalized|Add))?({_ACTIVATION})?"
-    rf"({'|'.join(FORWARD_CORES)})"
-    r"(Bias)?(StoreInput)?(Statistics)?"
+    rf"(?P<way_in>(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(Gate)?"
+    rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(?P<add>AddNormalized|Add))?(?P<last>{_ACTIVATION})?)"
+    rf"(?P<core>{'|'.join(FORWARD_CORES)})"
+    r"(?P<way_out>(Bias)?(StoreInput)?(Statistics)?)"
 )
 _BACKWARD = re.compile(
-    rf"(Slice)?(BatchNormGrad)?(Normalize)?(?:(Where)?({_ACTIVATION}))?"
-    rf"({'|'.join(BACKWARD_CORES)})"
-    rf"(BiasGrad)?(AddGradient)?(AddBatchNormGrad)?(?:(Where)?((?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
-    r"(Reduce(?!Other))?((?:ReduceOther)*)(Scale|Accumulate)?"
+    rf"(?P<way_in>(Slice)?(GateGrad)?(BatchNormGrad)?(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?P<gate>Gate)?)"
+    rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
+    rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"
+    rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
+    r"(?P<own>Reduce(?!Other|Gated))?(?P<others>(?:ReduceOther|ReduceGated)*)(Scale|Accumulate)?)"
 )
+SHARED = ("ReduceOther", "ReduceGated")  # reductions of further BNs, numbered from 1 on
+_SHARED = re.compile("|".join(SHARED))
+OF_GRADIENT = ("Slice", "GateGrad", "BatchNormGrad")  # steps of the prologue that work on dy; all others work on x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +197,7 @@ class OpSpec:
     @property
     def others(self) -> int:
         """How many other BNs reduce over the same gradient."""
-        return self.epilogue.count("ReduceOther")
+        return sum(self.epilogue.count(step) for step in SHARED)
 
     def _operands(self) -> Iterator[str]:
         if self.is_gradient:
@@ -203,9 +214,10 @@ class OpSpec:
             yield from PROLOGUE_OPERANDS.get(step, ())
         other = 0
         for step in self.epilogue:
-            if step == "ReduceOther":
+            if step in SHARED:
                 other += 1
                 yield from (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
+                yield from (f"gate_{other}",) if step == "ReduceGated" else ()
             else:
                 yield from EPILOGUE_OPERANDS.get(step, ())
 
@@ -221,7 +233,7 @@ class OpSpec:
                 yield "indices"
         other = 0
         for step in self.epilogue:
-            if step == "ReduceOther":
+            if step in SHARED:
                 other += 1
                 yield from (f"dbeta_{other}", f"dgamma_{other}")
             else:
@@ -231,13 +243,16 @@ class OpSpec:
 PROLOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Normalize": ("a", "b"),
     "Where": ("active",),
+    "Gate": ("gate",),
     "Add": ("skip",),
     "AddNormalized": ("skip", "skip_a", "skip_b"),
+    "GateGrad": ("grad_gate",),
     "BatchNormGrad": ("grad_x", "grad_p", "grad_q", "grad_w"),
 }
 EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Bias": ("bias",),
     "AddGradient": ("other",),
+    "AddGatedGradient": ("other", "other_gate"),
     "Where": ("masked",),
     "AddBatchNormGrad": ("other_dy", "other_x", "other_p", "other_q", "other_w"),
     "AddSkipGradient": ("skip_grad",),
@@ -266,26 +281,37 @@ def applied(steps: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
 def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
     """Prologue, core and epilogue of an operator's name, or None where it is not one."""
     if match := _FORWARD.fullmatch(name):
-        steps = match.groups()
-        first, skip, add, last = steps[2:6]
-        if first and last and not add:
+        first, skip, last = match["first"], of_skip(match["skip"]), match["last"]
+        if first and last and not match["add"]:
             return None
         if share_attributes(first, last) or any(
-            kind != of_skip(skip) and share_attributes(of_skip(skip), kind) for kind in (first, last)
+            kind != skip and share_attributes(skip, kind) for kind in (first, last)
         ):
             return None
-        return tuple(s for s in steps[:6] if s), steps[6], tuple(s for s in steps[7:] if s)
+        return _steps(match, "way_in"), match["core"], _steps(match, "way_out")
     if match := _BACKWARD.fullmatch(name):
-        steps = match.groups()
-        others = ("ReduceOther",) * (len(steps[13]) // len("ReduceOther"))
-        epilogue = (*(s for s in steps[6:13] if s), *others, *(s for s in steps[14:] if s))
-        if steps[5] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
+        epilogue = _steps(match, "way_out")
+        masked = (match["mask"] or "").removesuffix("Grad")
+        if match["core"] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
             return None  # there is no dx to work on
-        masked = (steps[10] or "").removesuffix("Grad")
-        if masked != steps[4] and share_attributes(steps[4], masked):
+        if match["gate"] and (match["core"] not in CONV_GRADS or masked or match["own"]):
+            return None  # dx is the gradient of the gated map
+        if masked != match["first"] and share_attributes(match["first"], masked):
             return None
-        return tuple(s for s in steps[:5] if s), steps[5], epilogue
+        return _steps(match, "way_in"), match["core"], epilogue
     return None
+
+
+def _steps(match: re.Match[str], side: str) -> tuple[str, ...]:
+    """Give the steps within a group of a name: its own groups, those of other BNs one by one."""
+    start, stop = match.span(side)
+    names = {index: name for name, index in match.re.groupindex.items()}
+    found: list[str] = []
+    for index in range(match.re.groupindex[side] + 1, match.re.groups + 1):
+        first, last = match.span(index)
+        if start <= first < last <= stop:
+            found += _SHARED.findall(match[index]) if names.get(index) == "others" else [match[index]]
+    return tuple(found)
 
 
 def of_skip(step: str | None) -> str | None:

@@ -36,7 +36,7 @@ from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 from bnfuse.passes.concat.statistics import statistics_of
 from bnfuse.passes.dialect.sampled_chain import accumulated, scaled_base
 from bnfuse.passes.dialect.source_ops import gradient_of, is_map, sizes
-from bnfuse.passes.dialect.steps import ACCUMULATIONS, try_spec
+from bnfuse.passes.dialect.steps import ACCUMULATIONS, ADDITIONS, try_spec
 from bnfuse.passes.fission.batch_norm_grad import INPUT_HALF
 from bnfuse.passes.fusion.gradient_sum import gathers_concat
 from bnfuse.passes.fusion.scale import is_scale
@@ -319,7 +319,7 @@ def add_other(editor: Editor, term: Term, before: Sum | None, group: Group) -> S
     free = (
         writer is not None
         and not is_read_outside(term.value, group.glue)
-        and not {"AddGradient", *ACCUMULATIONS} & {*writer.steps.epilogue}
+        and not {*ADDITIONS, *ACCUMULATIONS} & {*writer.steps.epilogue}
     )
     spec = (
         try_spec(writer.steps.prologue, writer.steps.core, (*writer.steps.epilogue, "AddGradient"))

@@ -3,6 +3,7 @@
     Conv, ConvTranspose [bias]       the same [Bias]
     MaxPool, AveragePool, ...        the same
     Relu and other activations, Add  Pointwise with the step in its prologue
+    Mul of a map by [N, C, 1, 1]     GatePointwise
     ConvGrad, PointwiseGradReluGrad  what they are: operators of ai.bnfuse
 
 Only float32 maps of rank 4 with static shapes are read; for anything else `read` gives None, and the node stays.
@@ -24,7 +25,7 @@ from bnfuse.opset.spec import DOMAIN, MAPS_LIKE_X, OpSpec
 from bnfuse.passes.rewriter import Op, own_op
 
 BATCH_NORM, BATCH_NORM_GRAD = "BatchNorm", "BatchNormGrad"
-MAPS = (*MAPS_LIKE_X, "dy", "dz", "acc", "grad_x")  # operands that are maps
+MAPS = (*MAPS_LIKE_X, "dy", "dz", "acc", "grad_x", "gate", "grad_gate", "other_gate")  # operands that are maps
 
 
 def read(node: ir.Node | None) -> Op | None:
@@ -179,6 +180,19 @@ def _add(node: ir.Node) -> Op | None:
     return _op(OpSpec(("Add",), "Pointwise"), {"x": x, "skip": skip}, {"y": node.outputs[0]}, {}, node)
 
 
+def _gate(node: ir.Node) -> Op | None:
+    """Read the product of a map and a factor for each of its channels, of each sample or of all."""
+    for x, gate in (node.inputs[:2], node.inputs[1::-1]):
+        if is_map(x) and is_map(gate) and is_gate_of(sizes(gate), sizes(x)):
+            return _op(OpSpec(("Gate",), "Pointwise"), {"x": x, "gate": gate}, {"y": node.outputs[0]}, {}, node)
+    return None
+
+
+def is_gate_of(gate: tuple[int, ...], x: tuple[int, ...]) -> bool:
+    """Tell whether a tensor of these sizes is a gate of a map of several pixels: [N, C, 1, 1] or [1, C, 1, 1]."""
+    return x[2] * x[3] > 1 and gate in ((*x[:2], 1, 1), (1, x[1], 1, 1))
+
+
 def clip_bounds(low: ir.Value | None, high: ir.Value | None) -> dict[str, Any] | None:
     """Give the attributes of a Clip step from a node's bounds; None where a bound is computed at run time."""
     bounds = dict(ACTIVATIONS["Clip"].defaults)
@@ -240,4 +254,5 @@ _READERS: dict[tuple[str, str], Callable[[ir.Node], Op | None]] = {
     ("", "GlobalAveragePool"): _global_average_pool,
     **{source: _activation for source in SOURCES if source[0] != DOMAIN},
     ("", "Add"): _add,
+    ("", "Mul"): _gate,
 }

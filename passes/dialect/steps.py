@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, SHARED, OpSpec
 
-REDUCTIONS = ("Reduce", "ReduceOther")
+REDUCTIONS = ("Reduce", *SHARED)
 ACCUMULATIONS = ("Scale", "Accumulate")
-ADDITIONS = ("AddGradient", "AddBatchNormGrad", "AddSkipGradient")  # steps that add another gradient to dx
+# steps that add another gradient to dx
+ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient")
 ORDER = (
-    *("BiasGrad", "AddGradient", "AddBatchNormGrad", "Where"),
+    *("BiasGrad", "AddGradient", "AddGatedGradient", "AddBatchNormGrad", "Where"),
     *ACTIVATION_GRADS,
     *("AddSkipGradient", *REDUCTIONS, *ACCUMULATIONS),
 )
@@ -34,9 +35,9 @@ def with_step(spec: OpSpec, step: str) -> OpSpec | None:
 def has_room_after(spec: OpSpec, step: str) -> bool:
     """Tell whether a step may still be appended to a gradient operator: nothing that comes after it is there yet.
 
-    Of the steps only ReduceOther may occur more than once.
+    Of the steps only the reductions of further BNs may occur more than once.
     """
-    later = {*ORDER[ORDER.index(step) + (step == "ReduceOther") :]}
+    later = {*ACCUMULATIONS} if step in SHARED else {*ORDER[ORDER.index(step) :]}
     if step in ACTIVATION_GRADS:
         later |= {*ACTIVATION_GRADS}
     return not later & {*spec.epilogue}

@@ -3,8 +3,8 @@
     dx = BatchNormGradPointwiseGrad(dz, u, p, q, w)
     dt, dw = ConvGrad(dx, t, weight)            ->   dt, dw = BatchNormGradConvGrad(dz, t, weight, u, p, q, w)
 
-p*dz + q*u + w is computed while dz and u are read; dx is never stored. A Slice of a gradient moves the same way. An
-operator that adds dx to its own result adds p*dz + q*u + w instead:
+p*dz + q*u + w is computed while dz and u are read; dx is never stored. A Slice of a gradient, or a gate in front of the
+half, moves the same way. An operator that adds dx to its own result adds p*dz + q*u + w instead:
 
     g = ConvGradAddGradient(..., dx)            ->   g = ConvGradAddBatchNormGrad(..., dz, u, p, q, w)
 
@@ -22,7 +22,13 @@ from bnfuse.passes.dialect.steps import try_spec, with_step
 from bnfuse.passes.fission.batch_norm_grad import INPUT_HALF
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
-INPUT_HALVES = (("BatchNormGrad",), ("Slice", "BatchNormGrad"), ("Slice",))
+INPUT_HALVES = (
+    ("BatchNormGrad",),
+    ("GateGrad", "BatchNormGrad"),
+    ("GateGrad",),
+    ("Slice", "BatchNormGrad"),
+    ("Slice",),
+)
 
 
 class BatchNormGradFusion(ir.passes.InPlacePass):
@@ -39,7 +45,7 @@ class BatchNormGradFusion(ir.passes.InPlacePass):
 
 
 def is_input_half(op: Op) -> bool:
-    """Tell whether an operator only applies q*x + p*dz + w, slices a gradient, or both."""
+    """Tell whether an operator only applies q*x + p*dz + w, slices or gates a gradient, or does both."""
     return (
         isinstance(op.spec, OpSpec)
         and op.spec.core == "PointwiseGrad"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OF_GRADIENT, OpSpec
 from bnfuse.passes.dialect.source_ops import forward_of, gradient_of, read
 from bnfuse.passes.dialect.steps import REDUCTIONS, has_room_after, try_spec
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by
@@ -44,7 +44,7 @@ def is_mask(op: Op) -> bool:
         and op.spec.core == "PointwiseGrad"
         and op.spec.prologue in ((), ("Normalize",))
         and bool({*op.spec.epilogue} & {*ACTIVATION_GRADS, *REDUCTIONS})
-        and not {"AddGradient", "AddBatchNormGrad"} & {*op.spec.epilogue}
+        and not {"AddGradient", "AddGatedGradient", "AddBatchNormGrad"} & {*op.spec.epilogue}
     )
 
 
@@ -61,7 +61,7 @@ def fuse_mask(editor: Editor, mask: Op) -> bool:
         operands.pop("x", None)  # the convolution reads the same map, or one with the same signs
     else:
         # x gave a pooling's gradient its shape at most; now it gives the mask
-        own = tuple(step for step in prologue if step in ("Slice", "BatchNormGrad"))
+        own = tuple(step for step in prologue if step in OF_GRADIENT)
         prologue = (*own, *mask.steps.prologue)
     spec = OpSpec(prologue, producer.steps.core, (*producer.steps.epilogue, *mask.steps.epilogue))
     editor.replace(producer, spec, [mask.node], operands=operands, attributes=mask.attributes, results=mask.results)
@@ -77,6 +77,8 @@ def why_not_mask(mask: Op, producer: Op | None) -> str | None:
         return f"{dy.name} has other readers"
     if not has_room_after(producer.steps, first) or {*REDUCTIONS} & {*producer.steps.epilogue}:
         return f"{producer.node.op_type} '{producer.node.name}' has no room for {first}"
+    if "Gate" in producer.steps.prologue:
+        return f"'{producer.node.name}' reads a gated map, not what the mask is made from"
     if producer.steps.core in CONV_GRADS and not masks_what_it_reads(mask, producer):
         return f"'{producer.node.name}' reads {producer.operands['x'].name}, not what the mask is made from"
     if any(producer.attributes.get(key, value) != value for key, value in mask.attributes.items()):
@@ -126,7 +128,7 @@ def reduced(producer: Op, x: ir.Value) -> OpSpec | None:
     where it has no room."""
     steps = producer.steps
     own = reads(producer, x) or (steps.core not in CONV_GRADS and not {*ACTIVATION_GRADS, "Reduce"} & {*steps.epilogue})
-    step = "Reduce" if own and "Reduce" not in steps.epilogue and "ReduceOther" not in steps.epilogue else "ReduceOther"
+    step = "Reduce" if own and not {"Gate", *REDUCTIONS} & {*steps.prologue, *steps.epilogue} else "ReduceOther"
     return try_spec(steps.prologue, steps.core, (*steps.epilogue, step)) if has_room_after(steps, step) else None
 
 

@@ -7,8 +7,9 @@
 
 Neither z nor y is stored ([Jung19], section 3.2: RCF moves the Relu, BNFF the normalise half as well). A normalised
 map goes into an Add as one of its operands, with its own coefficients and activation; the Relu after an Add goes into
-the Add. Where the sum is stored anyway, because its mask or a skip reads it, the activation goes into what reads its
-result, so that this is not stored beside it:
+the Add. A gate behind a normalised map goes with it: NormalizeReluGateConv, and NormalizeReluGateConvGrad for the
+weight's gradient. Where the sum is stored anyway, because its mask or a skip reads it, the activation goes into what
+reads its result, so that this is not stored beside it:
 
     s = NormalizeAddPointwise(x, a, b, skip)             s = NormalizeAddPointwise(x, a, b, skip)
     y = QuickGeluPointwise(s)                     ->     u = QuickGeluConv(s, w)
@@ -24,7 +25,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, CONVS, OpSpec, skip_activation
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, CONVS, OF_GRADIENT, OpSpec, skip_activation
 from bnfuse.passes.dialect.source_ops import forward_of, read
 from bnfuse.passes.dialect.steps import try_spec
 from bnfuse.passes.fusion.mask import fuse_mask
@@ -141,41 +142,43 @@ def absorbed(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | Non
     if reader.steps.is_gradient and reader.steps.core not in CONV_GRADS:
         # only convolutions need the activated map itself; a mask needs z, and a pooling's gradient the shape
         masked = [step for step in reader.steps.epilogue if step in ACTIVATION_GRADS]
+        if masked and "Gate" in steps:
+            return None
         if masked and source.steps.activations and (source.steps.activations, masked) != (("Relu",), ["ReluGrad"]):
             return None  # a Relu's result has the sign of its input; no other activation's result tells its mask
-        prologue = (
-            *(s for s in reader.steps.prologue if s in ("Slice", "BatchNormGrad")),
-            *(("Normalize",) if masked else ()),
-        )
+        prologue = (*(s for s in reader.steps.prologue if s in OF_GRADIENT), *(("Normalize",) if masked else ()))
         if masked and "Normalize" not in steps:
             prologue = reader.steps.prologue
     elif reader.steps.is_gradient:
-        own = [step for step in reader.steps.prologue if step in ("Slice", "BatchNormGrad")]
+        own = [step for step in reader.steps.prologue if step in OF_GRADIENT]
         prologue = (*own, *steps, *reader.steps.prologue[len(own) :])
     spec = try_spec(prologue, reader.steps.core, reader.steps.epilogue)
     if spec is None or not attributes_agree(source, reader):
         return None
     operands = {"x": source.operands["x"]}
-    operands |= {name: source.operands[name] for name in ("a", "b", "active") if name in source.operands}
+    operands |= {name: source.operands[name] for name in ("a", "b", "active", "gate") if name in source.operands}
     return spec, operands
 
 
 def absorbed_skip(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | None:
-    """Compose an Add with the steps of its second operand: with its own coefficients, or in place of a first operand
-    without steps; None where it has no room."""
-    prologue = reader.steps.prologue
+    """Compose an Add with the steps of its second operand: with its own coefficients and activation, or in place of the
+    first operand, which becomes the second one; None where it has no room."""
+    prologue, leaving = reader.steps.prologue, (reader.steps.core, reader.steps.epilogue)
     if prologue[0] == "Add":
-        spec = try_spec((*source.steps.prologue, *prologue), reader.steps.core, reader.steps.epilogue)
+        spec = try_spec((*source.steps.prologue, *prologue), *leaving)
         operands = {**source.operands, "skip": reader.operands["x"]}
     else:
-        own = steps_of_skip(source.steps.prologue)
-        if own is None or "Add" not in prologue or skip_activation(prologue):
+        if "Add" not in prologue or skip_activation(prologue):
             return None
         place = prologue.index("Add")
-        steps = (*prologue[:place], *own, *prologue[place + 1 :])
-        spec = try_spec(steps, reader.steps.core, reader.steps.epilogue)
-        names = {"skip": "x", "skip_a": "a", "skip_b": "b"}
-        operands = {name: source.operands[given] for name, given in names.items() if given in source.operands}
+        front, rest = prologue[:place], prologue[place + 1 :]
+        if own := steps_of_skip(source.steps.prologue):
+            spec, operands = try_spec((*front, *own, *rest), *leaving), as_skip(source.operands)
+        elif own := steps_of_skip(front):
+            spec = try_spec((*source.steps.prologue, *own, *rest), *leaving)
+            operands = {**source.operands, **as_skip(reader.operands)}
+        else:
+            return None
     return None if spec is None or not attributes_agree(source, reader) else (spec, operands)
 
 
@@ -186,6 +189,11 @@ def steps_of_skip(steps: tuple[str, ...]) -> tuple[str, ...] | None:
     if len(kinds) > 1 or not {*kinds} <= {*ACTIVATIONS}:
         return None
     return (*(f"Skip{kind}" for kind in kinds), "AddNormalized" if normalized else "Add")
+
+
+def as_skip(operands: dict[str, ir.Value]) -> dict[str, ir.Value]:
+    """Name the operands of a normalised map as those of the second one of a sum."""
+    return {f"skip{name}": operands[own] for name, own in (("", "x"), ("_a", "a"), ("_b", "b")) if own in operands}
 
 
 def is_of_stored_sum(op: Op) -> bool:

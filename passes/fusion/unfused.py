@@ -10,7 +10,7 @@ import onnx_ir as ir
 from bnfuse.analysis.owners import forward_name
 from bnfuse.opset.spec import DOMAIN, OpSpec
 from bnfuse.passes.dialect.source_ops import BATCH_NORM, BATCH_NORM_GRAD, read
-from bnfuse.passes.dialect.steps import ADDITIONS
+from bnfuse.passes.dialect.steps import ADDITIONS, REDUCTIONS
 from bnfuse.passes.fusion.scale import is_scale
 from bnfuse.passes.rewriter import Op, Refusal, sources
 
@@ -77,7 +77,7 @@ def _standalone_map(op: Op) -> str | None:
         and not {"Add", "AddNormalized"} & {*steps.prologue}
     ):
         return "normalise"
-    if steps.core == "PointwiseGrad" and {"Reduce", "ReduceOther"} & {*steps.epilogue}:
+    if steps.core == "PointwiseGrad" and {*REDUCTIONS} & {*steps.epilogue}:
         return "gradient reductions"
     if steps.core == "PointwiseGrad" and ("BatchNormGrad" in steps.prologue or is_scale(op)):
         return None if is_shared_sum(op) else "gradient input"
@@ -117,7 +117,7 @@ def _left_gradient(op: Op) -> str:
     """Say why a PointwiseGrad that is neither a bare input half nor a mask that could move is a kernel of its own."""
     dy, dx = op.operands["dy"], op.results["dx"]
     adds = bool({*ADDITIONS} & {*op.steps.epilogue})
-    if {"Reduce", "ReduceOther"} & {*op.steps.epilogue}:
+    if {*REDUCTIONS} & {*op.steps.epilogue}:
         if "BatchNormGrad" in op.steps.prologue:
             what = "a sum that ends in the input gradient" if adds else "made from the input gradient"
             return f"{dx.name} is {what} of a BatchNorm, not of a convolution: '{op.node.name}' makes it in a sweep"

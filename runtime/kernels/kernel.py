@@ -16,13 +16,15 @@ have the exact number of elements given in `Param.elements` (for a map: that of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from bnfuse.opset.spec import OpSpec, parse
 from bnfuse.runtime.targets.target import Target
 
 Access = Literal["in", "out", "inout"]
+
+GATED = {"gate": "x", "grad_gate": "dy"}  # gates, by the map that they multiply; all others are of dx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class MapType:
     dtype: str = "float32"  # as stored
     align: int = 0  # on a GPU: offset, stride and c are multiples of this power of two (at most 8)
     whole: int = 0  # where the images are some of those in a buffer: the elements of all of it
+    spread: int = 1  # pixels of the maps beside it for which one of its own stands: a gate's are whole images
 
     @property
     def pixels(self) -> int:
@@ -48,9 +51,14 @@ class MapType:
         """Count the elements of the whole buffer."""
         return self.whole or self.pixels * self.stride
 
+    def pixel(self, number: Any) -> Any:
+        """Give the pixel that stands for pixel `number` (counted over n, h, w) of the maps beside it."""
+        return number if self.spread == 1 else number // self.spread
+
     def __repr__(self) -> str:
-        """Show all fields by name, `whole` where it says something."""
-        names = [f.name for f in dataclasses.fields(self) if f.name != "whole" or self.whole]
+        """Show all fields by name, `whole` and `spread` where they say something."""
+        defaults = {"whole": 0, "spread": 1}
+        names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != defaults.get(f.name)]
         return f"MapType({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
@@ -73,16 +81,20 @@ class Problem:
     `PointwiseGradReluGrad`.
 
     `maps` has every operand and result that is a feature map, by its name in the spec: x, y, skip, stored, dy,
-    grad_x, dx, other, x_1, ... and MaxPool's indices. What the lowering resolves, kernels never see: after a `Slice`,
-    dy *is* the slot of that channel range; under `Accumulate`, dx *is* the slot acc[:, acc_start:acc_stop], updated
-    in place, and `acc` is no parameter. The indices of a MaxPool never leave the runtime: they are the position inside
-    the window (row*kernel width + column), in NHWC.
+    grad_x, dx, other, x_1, ... and MaxPool's indices; gates too, which know how many pixels of the map that they
+    multiply one of theirs stands for. What the lowering resolves, kernels never see: after a `Slice`, dy *is* the slot
+    of that channel range; under `Accumulate`, dx *is* the slot acc[:, acc_start:acc_stop], updated in place, and `acc`
+    is no parameter. The indices of a MaxPool never leave the runtime: they are the position inside the window
+    (row*kernel width + column), in NHWC.
     """
 
     op: str  # OpSpec.name
     maps: tuple[tuple[str, MapType], ...]
     attributes: tuple[tuple[str, Any], ...] = ()  # name and value; lists as tuples
     weight: tuple[int, ...] = ()  # OIHW, convolutions only
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "maps", tuple(with_spread(dict(self.maps)).items()))
 
     @property
     def spec(self) -> OpSpec:
@@ -98,6 +110,20 @@ class Problem:
     def attribute(self, name: str) -> Any:
         """Give an attribute's value, a list as a tuple; KeyError where the problem has none of that name."""
         return dict(self.attributes)[name]
+
+
+def is_gate(name: str) -> bool:
+    """Tell whether an operand is a gate: a map of which a pixel stands for those of an image, or of all images."""
+    return name in (*GATED, "other_gate") or name.startswith("gate_")
+
+
+def with_spread(maps: Mapping[str, MapType]) -> dict[str, MapType]:
+    """Say of each gate how many pixels of the map that it multiplies one of its own stands for."""
+    found = dict(maps)
+    for name in filter(is_gate, maps):
+        beside = maps[GATED.get(name, "dx")]
+        found[name] = dataclasses.replace(maps[name], spread=beside.pixels // maps[name].pixels)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import OF_GRADIENT, OpSpec
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.common.prologue import OF_GRADIENT
 from bnfuse.runtime.kernels.common.resample import AXES, MOST_TAPS, Tables, tables_of
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.layout import MapRef

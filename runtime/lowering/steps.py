@@ -14,11 +14,21 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.shapes import transposed_shape
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, PLAIN_OPS, RESAMPLES, OpSpec, parse
+from bnfuse.opset.spec import (
+    ACTIVATION_GRADS,
+    CONVS,
+    DOMAIN,
+    MAPS_LIKE_X,
+    OF_GRADIENT,
+    PLAIN_OPS,
+    RESAMPLES,
+    OpSpec,
+    parse,
+)
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.common.windows import index_dtype
-from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.kernels.kernel import MapType, Problem, is_gate
 from bnfuse.runtime.lowering.layout import MapRef
 from bnfuse.runtime.lowering.resample import MATRICES
 from bnfuse.runtime.lowering.resample import launch as launch_resample
@@ -36,7 +46,6 @@ KINDS = {
     **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), registry.POOL_FORWARD),
     **dict.fromkeys(POOL_GRADS, registry.POOL_BACKWARD),
 }
-OF_DY = {"Slice", "BatchNormGrad"}  # steps that do not work on x
 MAP_OPERANDS = (*MAPS_LIKE_X, "dy", "grad_x", "indices")
 RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
 
@@ -45,7 +54,7 @@ Values = Mapping[str, ir.Value]
 
 def is_map(name: str) -> bool:
     """Whether an operand is a feature map; x_1, x_2, ... are those of further reductions."""
-    return name in MAP_OPERANDS or name.startswith("x_")
+    return name in MAP_OPERANDS or name.startswith("x_") or is_gate(name)
 
 
 def composed(
@@ -101,7 +110,8 @@ def elementwise(
 def unread_operands(spec: OpSpec) -> set[str]:
     """Operands that the kernel does not get, or gets for their shape alone and must not keep alive."""
     reads_x = {*ACTIVATION_GRADS, "Reduce"} & {*spec.epilogue}
-    alone = spec.core in (*POOL_GRADS, "ResampleGrad") or (spec.core in INPUT_GRADS and not {*spec.prologue} - OF_DY)
+    of_x = {*spec.prologue} - {*OF_GRADIENT}
+    alone = spec.core in (*POOL_GRADS, "ResampleGrad") or (spec.core in INPUT_GRADS and not of_x)
     return {"acc"} | ({"x"} if alone and not reads_x else set())
 
 

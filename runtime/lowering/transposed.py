@@ -12,12 +12,12 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.shapes import transposed_shape
-from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, OF_GRADIENT, OpSpec
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cuda.weights import is_packed
 from bnfuse.runtime.lowering.norm import batch_norm_statistics
 from bnfuse.runtime.lowering.state import Lowering, Ref
-from bnfuse.runtime.lowering.steps import OF_DY, composed, problem
+from bnfuse.runtime.lowering.steps import composed, problem
 
 Values = Mapping[str, ir.Value]
 Attributes = Mapping[str, Any]
@@ -65,7 +65,7 @@ class Parts:
 
     def entered(self) -> ir.Value:
         """Give x after its prologue."""
-        steps = tuple(step for step in self.spec.prologue if step not in OF_DY)
+        steps = tuple(step for step in self.spec.prologue if step not in OF_GRADIENT)
         if not steps:
             return self.operands["x"]
         made = self.value("entered")
@@ -74,7 +74,7 @@ class Parts:
 
     def gradient(self) -> ir.Value:
         """Give dy after its prologue."""
-        steps = tuple(step for step in self.spec.prologue if step in OF_DY)
+        steps = tuple(step for step in self.spec.prologue if step in OF_GRADIENT)
         if not steps:
             return self.operands["dy"]
         made = self.value("gradient")

@@ -17,7 +17,7 @@ from bnfuse.opset import reference
 from bnfuse.opset.spec import MAPS_LIKE_X, parse
 from bnfuse.runtime.kernels.common.sides import TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
 from bnfuse.runtime.targets.target import CudaTarget
 
 NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -39,10 +39,10 @@ class CudaCase(ConvCase):
         return {"acc_start": 0, "acc_stop": self.cin, "grad_start": 0, "grad_stop": self.cout}
 
     def is_map(self, name: str) -> bool:
-        return name in MAPS or name.startswith("x_")
+        return name in MAPS or name.startswith("x_") or is_gate(name)
 
     def dtype_of(self, name: str) -> str:
-        return dict(self.others).get(name, self.dtype)
+        return dict(self.others).get(name, "float32" if is_gate(name) else self.dtype)
 
     def kind(self, name: str) -> MapType:
         """The type of a map."""
@@ -57,6 +57,8 @@ class CudaCase(ConvCase):
         out = reference.window_counts((self.h, self.w), self.geometry)
         if name in OUTPUT_SIDE:
             return (self.n, self.cout, *out)
+        if is_gate(name):
+            return (self.n, self.cout if name == "grad_gate" else self.cin, 1, 1)
         if self.is_map(name):
             return (self.n, self.cin, self.h, self.w)
         if name in ("weight", "dweight"):

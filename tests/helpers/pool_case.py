@@ -6,6 +6,7 @@ import numpy as np
 
 from bnfuse.opset import reference
 from bnfuse.opset.spec import MAPS_LIKE_X
+from bnfuse.runtime.kernels.kernel import is_gate
 
 
 def window(kernel, strides=(1, 1), pads=(0, 0, 0, 0), dilations=None, ceil=0, include=None):
@@ -35,6 +36,7 @@ AVERAGE = [
 GLOBAL = [
     ("GlobalAveragePool", (3, 85, 7, 7), {}),
     ("NormalizeReluGlobalAveragePoolStatistics", (4, 64, 3, 5), {}),
+    ("NormalizeHardSwishGateGlobalAveragePool", (3, 21, 5, 4), {}),
 ]
 MAX_GRAD = [
     ("MaxPoolGrad", (2, 21, 11, 9), window((3, 3), (2, 2), (1, 1, 1, 1))),
@@ -51,6 +53,7 @@ AVERAGE_GRAD = [
     ("BatchNormGradAveragePoolGrad", (1, 7, 10, 11), window((3, 4), (2, 3), (0, 1, 1, 2), ceil=1, include=0)),
     ("GlobalAveragePoolGrad", (3, 85, 7, 7), {}),
     ("NormalizeGlobalAveragePoolGradReluGradReduceAccumulate", (2, 30, 4, 5), {}),
+    ("NormalizeGlobalAveragePoolGradAddGatedGradientHardSwishGradReduce", (2, 30, 4, 5), {}),
 ]
 POOLED = {"dy", "grad_x"}  # at the resolution of y; every other map of a gradient is at that of x
 
@@ -73,6 +76,8 @@ def operands_of(op, shape, attributes, rng):
                 size = (size[0], size[1] + 7, *size[2:])
         elif name in MAPS_LIKE_X or name.startswith("x_"):
             size = shape
+        elif is_gate(name):
+            size = shape if name == "gate" else (*shape[:2], 1, 1)
         elif name == "acc":
             size = (shape[0], shape[1] + 6, *shape[2:])
         made[name] = rng.normal(size=size).astype(np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 from packed_weights import ROUNDED
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import OF_GRADIENT, OpSpec
 
 Arrays = dict[str, np.ndarray]
 
@@ -41,14 +41,15 @@ def _forward(spec: OpSpec, operands: Arrays, attributes: Mapping[str, Any], prec
 
 
 def _backward(spec: OpSpec, operands: Arrays, attributes: Mapping[str, Any], precision: str) -> Arrays:
-    forward = tuple(step for step in spec.prologue if step != "BatchNormGrad")
+    forward = tuple(step for step in spec.prologue if step not in OF_GRADIENT)
     dy = operands["dy"]
-    if "BatchNormGrad" in spec.prologue:
-        dy = reference.run(OpSpec(("BatchNormGrad",), "PointwiseGrad"), operands, attributes)["dx"]
+    if own := tuple(step for step in spec.prologue if step in OF_GRADIENT):
+        dy = reference.run(OpSpec(own, "PointwiseGrad"), operands, attributes)["dx"]
     read = {"dy": dy, "x": _entered(forward, operands, attributes), "weight": operands["weight"]}
     read = {name: rounded(value, precision) for name, value in read.items()}
     found = reference.run(OpSpec((), spec.core), read, attributes) | {"dbias": dy.sum(axis=reference.SUMMED)}
     if "dx" in found:
-        leaving = OpSpec(forward, "PointwiseGrad", tuple(step for step in spec.epilogue if step != "BiasGrad"))
+        masked = tuple(step for step in forward if step != "Gate")
+        leaving = OpSpec(masked, "PointwiseGrad", tuple(step for step in spec.epilogue if step != "BiasGrad"))
         found |= reference.run(leaving, {**operands, "dy": found["dx"]}, attributes)
     return found

@@ -59,7 +59,7 @@ class _Network:
 
     def node(self, op: str, inputs: list[str], result: str, more: tuple[str, ...] = (), **attributes: object) -> None:
         self.nodes.append(onnx.helper.make_node(op, inputs, [result, *more], name=result, **attributes))
-        self.channels.setdefault(result, self.channels.get(inputs[0], 0))
+        self.channels.setdefault(result, self.channels.get(inputs[0], 0) if inputs else 0)
 
     def parameter(self, name: str, value: np.ndarray) -> str:
         if name not in {tensor.name for tensor in self.values}:
@@ -108,6 +108,36 @@ class _Network:
     def silu(self, y: str, x: str) -> None:
         self.node("Sigmoid", [x], f"{y}/sigmoid")
         self.node("Mul", [x, f"{y}/sigmoid"], y)
+
+    def sigmoid(self, y: str, x: str, hard: int = 0) -> None:
+        self.node("HardSigmoid" if hard else "Sigmoid", [x], y, **({"alpha": 1 / 6} if hard else {}))
+
+    def hardswish(self, y: str, x: str) -> None:
+        self.node("HardSwish", [x], y)
+
+    def mean(self, y: str, x: str, reduce: int = 0) -> None:
+        if reduce:
+            self.node("ReduceMean", [x], y, axes=[-1, -2])
+        else:
+            self.node("GlobalAveragePool", [x], y)
+
+    def mul(self, y: str, a: str, b: str) -> None:
+        self.channels[y] = self.channels[a]
+        self.node("Mul", [a, b], y)
+
+    def drop(self, y: str, x: str, divide: int = 0) -> None:
+        """A drop path that has drawn already: a factor for each of two samples; 1 and 2 divide before and after it."""
+        factor = onnx.numpy_helper.from_array(np.array([0.5, 2], np.float32).reshape(2, 1, 1, 1))
+        self.node("Constant", [], f"{y}/factor", value=factor)
+        keep = self.parameter(f"{y}/keep", np.array(0.8))
+        scaled = f"{y}/scaled"
+        if divide == 1:
+            self.node("Div", [x, keep], scaled)
+        else:
+            self.node("Mul", [x, f"{y}/factor"], y if not divide else scaled)
+        if divide:
+            self.node(*(("Mul", [scaled, f"{y}/factor"]) if divide == 1 else ("Div", [scaled, keep])), y)
+        self.channels[y] = self.channels[x]
 
     def add(self, y: str, a: str, b: str) -> None:
         self.node("Add", [a, b], y)

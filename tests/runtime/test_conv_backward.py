@@ -20,13 +20,15 @@ from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import choose_tiles, conv_shape
-from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem
+from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
 from bnfuse.runtime.targets.target import CpuTarget
 
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 MAP_OF_DY = ("dy", "grad_x")
 CHANNELS_OF_DY = ("grad_p", "grad_q", "grad_w")
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
+
+GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Case(ConvCase):
         return reference.window_counts((self.h, self.w), self.attributes)
 
     def channels(self, name: str) -> int:
-        return self.cout if name in (*MAP_OF_DY, *CHANNELS_OF_DY, "dbias") else self.cin
+        return self.cout if name in (*MAP_OF_DY, *CHANNELS_OF_DY, "grad_gate", "dbias") else self.cin
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in ("weight", "dweight"):
@@ -51,6 +53,8 @@ class Case(ConvCase):
             return (self.n, self.cout, *self.out)
         if name in (*MAPS_LIKE_X, "dx", "acc") or name.startswith("x_"):
             return (self.n, self.cin, self.h, self.w)
+        if is_gate(name):
+            return (self.n, self.channels(name), 1, 1)
         return (self.channels(name),)
 
     def offset(self, name: str) -> int:
@@ -135,6 +139,11 @@ CASES = [
     Case("ConvGradWeight", 2, 17, 15, 16, 16, (7, 7), (1, 2), (3, 3, 3, 3), (2, 1), group=16),
     Case("BatchNormGradConvGradAddGradientReduceOther", 1, 7, 7, 6, 18, (5, 5), (1, 1), (2, 2, 2, 2), group=6),
     Case("ConvGrad", 1, 6, 10, 70, 34, (2, 3), (1, 3), (3, 0, 1, 4), (2, 3)),
+    Case("GateGradBatchNormGradNormalizeHardSwishGateConvGradReduceGatedReduceOther", 3, 7, 7, 40, 24, slots=3),
+    Case(GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
+    Case(GATED, 2, 8, 7, 33, 17, (1, 1), (2, 2)),
+    Case(GATED, 3, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19, slots=1),
+    Case("GateGradConvGradInputAddGatedGradientReluGradReduceReduceGated", 2, 14, 14, 64, 32, (3, 3), pads=(1,) * 4),
     Case("NormalizeReluConvGradAddBatchNormGradReluGradAddSkipGradientReduce", 2, 7, 7, 12, 20, (3, 3), slots=2),
     Case("BatchNormGradConvGradAddGradientAddBatchNormGradReduceOther", 1, 6, 5, 17, 9, (1, 1)),
     Case("ReluConvGradInputAddBatchNormGradReluGradReduceOther", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
@@ -152,6 +161,7 @@ EPILOGUES = (
     "ConvGradBiasGradReluGradScale",
     "NormalizeReluConvGradAddGradientReluGradReduceReduceOtherAccumulate",
     "BatchNormGradNormalizeClipConvGradClipGradReduce",
+    GATED,
 )
 
 

@@ -41,6 +41,9 @@ PROLOGUES = (
     "NormalizeAddNormalizedRelu",
     "NormalizeReluAddRelu",
     "NormalizeWhereRelu",
+    "Gate",
+    "NormalizeHardSwishGate",
+    "NormalizeGateSkipReluAddNormalizedRelu",
     "WhereQuickGeluAddRelu",
 )
 EPILOGUES = ("", "Bias", "Statistics", "BiasStatistics", "StoreInput", "BiasStoreInputStatistics")
@@ -54,6 +57,7 @@ class Case(ConvCase):
         shapes = {
             "x": (self.n, self.cin, self.h, self.w),
             "skip": (self.n, self.cin, self.h, self.w),
+            "gate": (self.n, self.cin, 1, 1),
             "weight": (self.cout, self.cin // self.group, *self.kernel),
             "bias": (self.cout,),
         }

@@ -10,6 +10,7 @@ from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.pointwise import pointwise_backward, pointwise_forward
+from bnfuse.runtime.kernels.kernel import is_gate
 
 TARGET = resolve("cpu", 2)
 
@@ -21,8 +22,8 @@ def operands_of(op, shape, rng, stop=None):
         is_map = name in (*spec.MAPS_LIKE_X, "dy", "grad_x", "acc") or name.startswith("x_")
         n, c, h, w = shape
         wide = name == "acc" or (name == "dy" and "Slice" in op.prologue)
-        size = (n, c + 5, h, w) if wide else shape
-        made[name] = rng.normal(size=size if is_map else shape[1]).astype(np.float32)
+        size = (n, c + 5, h, w) if wide else shape if is_map else (n, c, 1, 1) if is_gate(name) else c
+        made[name] = rng.normal(size=size).astype(np.float32)
     return made
 
 

@@ -1,8 +1,8 @@
 """The way out of a core, described once: what its steps read, what they make of an element, what is summed.
 
     y     [Bias]                                           then stored;  [Statistics] of y as stored
-    dx    {BiasGrad}  [AddGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]  {Reduce ReduceOther*}
-          [Scale|Accumulate]                               then stored
+    dx    {BiasGrad}  [AddGradient|AddGatedGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]
+          {Reduce ReduceOther|ReduceGated*}  [Scale|Accumulate]     then stored
 
 What stands in braces takes sums of the value as it is there. A code generator keeps the element and the sums in places
 of its own and writes these steps in this order.
@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 from bnfuse.opset.activations import GRADIENTS
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import SHARED, OpSpec
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, Load
@@ -23,6 +23,7 @@ from bnfuse.runtime.kernels.kernel import Problem
 # steps that add to dx: the maps and the per-channel vectors that they read
 ADDITIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "AddGradient": (("other",), ()),
+    "AddGatedGradient": (("other", "other_gate"), ()),
     "AddBatchNormGrad": (("other_dy", "other_x"), ("other_p", "other_q", "other_w")),
     "AddSkipGradient": (("skip_grad",), ()),
 }
@@ -36,6 +37,11 @@ class Total:
     results: tuple[str, ...]
     suffix: str | None = None  # of the BN whose x, mean and inv_std it takes
     of_bias: bool = False  # of dy, before the steps of the epilogue
+    gate: str | None = None  # the map by which the value is multiplied first
+
+    def behind_gate(self, value: Expr, load: Load) -> Expr:
+        """Write what it sums of a value: the value, or that times its gate."""
+        return value if self.gate is None else value * load(self.gate, False)
 
     def centred(self, load: Load) -> Expr:
         """Write x - mean of its BN."""
@@ -49,12 +55,20 @@ class Total:
 
 def totals_of(spec: OpSpec) -> tuple[Total, ...]:
     """List what a gradient's epilogue sums, in the order in which it is summed."""
+    gates = gates_of(spec)
     suffixes = [""] if "Reduce" in spec.epilogue else []
     suffixes += [f"_{i}" for i in range(1, spec.others + 1)]
     totals = [Total(("dbias",), of_bias=True)] if "BiasGrad" in spec.epilogue else []
-    if suffixes:  # the sum of dx is the dbeta of every BN that shares dx
-        totals.append(Total(tuple(f"dbeta{s}" for s in suffixes)))
-    return (*totals, *(Total((f"dgamma{s}",), s) for s in suffixes))
+    if plain := [s for s in suffixes if s not in gates]:  # the sum of dx is the dbeta of every BN that shares dx
+        totals.append(Total(tuple(f"dbeta{s}" for s in plain)))
+    totals += [Total((f"dbeta{s}",), gate=gate) for s, gate in gates.items()]
+    return (*totals, *(Total((f"dgamma{s}",), s, gate=gates.get(s)) for s in suffixes))
+
+
+def gates_of(spec: OpSpec) -> dict[str, str]:
+    """Map the suffixes of the BNs that share dx behind a gate to the gates' names."""
+    shared = [step for step in spec.epilogue if step in SHARED]
+    return {f"_{i}": f"gate_{i}" for i, step in enumerate(shared, 1) if step == "ReduceGated"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +110,7 @@ class EpiloguePlan:
         names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][0]]
         names += ["x"] if self.masks or "Reduce" in self.spec.epilogue else []
         names += [f"x_{i}" for i in range(1, self.spec.others + 1)]
+        names += gates_of(self.spec).values()
         return (*names, "dx") if "Accumulate" in self.spec.epilogue else tuple(names)
 
     @property
@@ -125,6 +140,8 @@ class EpiloguePlan:
         """
         if "AddGradient" in self.spec.epilogue:
             d = d + load("other", False)
+        if "AddGatedGradient" in self.spec.epilogue:
+            d = steps.fma(load("other_gate", False), load("other", False), d)
         if "AddBatchNormGrad" in self.spec.epilogue:
             p, q, w = (load(f"other_{name}", True) for name in "pqw")
             d = d + steps.batch_norm_grad(load("other_dy", False), p, load("other_x", False), q, w)

@@ -1,7 +1,7 @@
 """The way into a core, described once: which maps and vectors its steps read, and what they make of an element.
 
-    x after its steps     [Normalize] [[Where] Activation] [[SkipActivation] Add|AddNormalized] [Activation]
-    dy after its steps    [BatchNormGrad]
+    x after its steps     [Normalize] [[Where] Activation] [Gate] [[SkipActivation] Add|AddNormalized] [Activation]
+    dy after its steps    [GateGrad] [BatchNormGrad]
 
 A code generator brings the operands (into registers, shared memory, vectors) and says by `load` where they are.
 """
@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import PROLOGUE_OPERANDS, applied, skip_activation
+from bnfuse.opset.spec import OF_GRADIENT, PROLOGUE_OPERANDS, applied, skip_activation
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import MapType, Problem
-
-OF_GRADIENT = ("Slice", "BatchNormGrad")  # steps of dy; all others are of x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +82,12 @@ class ProloguePlan:
             elif step in ACTIVATIONS:
                 made = steps.apply_activation(step, value, self.attributes)
                 value = steps.chosen(load("active", True), made, value) if of_some else made
+            elif step == "Gate":
+                value = value * load("gate", False)
             elif step in ("Add", "AddNormalized"):
                 value = value + self._skip(step, load)
+            elif step == "GateGrad":
+                value = value * load("grad_gate", False)
             elif step == "BatchNormGrad":
                 q, w = load("grad_q", True), load("grad_w", True)
                 value = steps.batch_norm_grad(value, load("grad_p", True), load("grad_x", False), q, w)

@@ -82,7 +82,8 @@ class Elements:
 
     def index(self, name: str, pixel: Expr, channel: Expr) -> Expr:
         """Write where a channel of a pixel lies in the flat buffer of a map."""
-        return self.offsets[name] + pixel * self.problem.map(name).stride + channel
+        kind = self.problem.map(name)
+        return self.offsets[name] + kind.pixel(pixel) * kind.stride + channel
 
     def load(self, name: str, pixel: Expr, channel: Expr) -> Expr:
         """Read an element of a map."""
@@ -134,11 +135,12 @@ class Sums:
             self._add_moments(d, inner)
         for q, term in enumerate(self.elements.reductions):
             slot = q * self.block + inner
+            load = self.elements.loader(pixel, channel)
+            value = term.behind_gate(d, load)
             if term.suffix is None:
-                store(self.registers, slot, self.registers[slot] + d)
+                store(self.registers, slot, self.registers[slot] + value)
             else:
-                centred = term.centred(self.elements.loader(pixel, channel))
-                store(self.registers, slot, steps.fma(d, centred, self.registers[slot]))
+                store(self.registers, slot, steps.fma(value, term.centred(load), self.registers[slot]))
 
     def flush(self, sums: Buffer, thread: Expr, first: Expr, widths: dict[int, int]) -> None:
         """Add to the thread's sums of the channels from `first`; `widths` has the vectors' starts and widths."""

@@ -21,7 +21,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 def pointwise_forward(problem: Problem, target: CpuTarget) -> Kernel:
     """Make the kernel of a sweep: what it reads and stores are maps [pixels, c], float32.
 
-    [Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics].
+    [Normalize][act][Gate][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics].
     """
     y, prologue = problem.map("y"), ProloguePlan.of_input(problem)
 
@@ -44,7 +44,7 @@ def pointwise_forward(problem: Problem, target: CpuTarget) -> Kernel:
 def pointwise_backward(problem: Problem, target: CpuTarget) -> Kernel:
     """Make the kernel of a backward sweep, the steps in the order of the grammar.
 
-    [BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it.
+    [GateGrad][BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it.
     """
     dx, prologue = problem.map("dx"), ProloguePlan.of_gradient(problem)
 
@@ -109,4 +109,5 @@ class BackwardEpilogue:
     def _add(self, channel: Expr, value: Expr, load: Load, *, of_bias: bool) -> None:
         for total, sums in self.sums:
             if total.of_bias == of_bias:
-                sums.add(channel, value if total.suffix is None else value * total.centred(load))
+                summed = total.behind_gate(value, load)
+                sums.add(channel, summed if total.suffix is None else summed * total.centred(load))

@@ -34,7 +34,7 @@ class MapRef:
 
     def at(self, pixel: Expr, channel: Expr) -> Expr:
         """Write the index of channel `channel` of pixel `pixel` (counted over n, h, w) in `buffer`."""
-        return self.offset + pixel * self.type.stride + channel
+        return self.offset + self.type.pixel(pixel) * self.type.stride + channel
 
     def pixel(self, n: Expr, h: Expr, w: Expr) -> Expr:
         """Write the number of a pixel, counted over n, h, w."""

@@ -154,7 +154,7 @@ class FlatView:
     @staticmethod
     def of(correlation: Correlation, maps: Iterable[MapType]) -> FlatView:
         """View the windows of a correlation over its source, and over the further maps of its prologue."""
-        dense = all(kind.stride == kind.c for kind in maps)
+        dense = all(kind.stride == kind.c and kind.spread == 1 for kind in maps)
         return FlatView(correlation, dense and correlation.groups == 1 and correlation.horizontal.step == 1)
 
 

@@ -116,7 +116,7 @@ class Map:
 
     def at(self, pixel: Expr, channel: Expr) -> Expr:
         """Find the index of channel `channel` of pixel `pixel` (counted over n, h, w) in `buffer`."""
-        return self.offset + pixel * self.type.stride + channel
+        return self.offset + self.type.pixel(pixel) * self.type.stride + channel
 
 
 @contextlib.contextmanager

@@ -18,12 +18,12 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 
 def pointwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
-    """Make the kernel: [Normalize][act][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics], NHWC."""
+    """Make the kernel: the prologue of the grammar, Pointwise, [Bias][StoreInput][Statistics]; NHWC."""
     return _map(problem, target, "y", Operand(problem, gradient=False))
 
 
 def pointwise_backward(problem: Problem, target: CudaTarget) -> Kernel:
-    """Make the kernel: [BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it, as in the grammar."""
+    """Make the kernel: [GateGrad][BatchNormGrad][Normalize][act] PointwiseGrad and the steps behind it."""
     return _map(problem, target, "dx", Operand(problem, gradient=True))
 
 

@@ -308,7 +308,7 @@ class ForwardEpilogue(Epilogue):
 
 
 class BackwardEpilogue(Epilogue):
-    """[BiasGrad][AddGradient][mask][Reduce][ReduceOther]*[Scale|Accumulate] and the store of dx.
+    """The epilogue of a gradient, as the grammar has it, and the store of dx.
 
     z, which the mask needs, is recomputed from x by the expression of the forward pass.
     """
@@ -336,10 +336,12 @@ class BackwardEpilogue(Epilogue):
         for q, total in enumerate(self.reductions.totals):
             if total.of_bias == of_bias:
                 at = q * self.width + j
+                load = self.reader.load(j)
+                value = total.behind_gate(values[j], load)
                 if total.suffix is None:
-                    d.put(self.sums, at, self.sums[at] + values[j])
+                    d.put(self.sums, at, self.sums[at] + value)
                 else:
-                    d.put(self.sums, at, d.fma(values[j], total.centred(self.reader.load(j)), self.sums[at]))
+                    d.put(self.sums, at, d.fma(value, total.centred(load), self.sums[at]))
 
     def joined(self) -> Buffer:
         """Join the sums."""

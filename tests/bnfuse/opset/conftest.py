@@ -126,6 +126,9 @@ def make_case(
         "acc": (shape[0], own["acc_stop"] + 1, *shape[2:]),
         **dict.fromkeys((*MAPS_LIKE_X, *(f"x_{i}" for i in range(1, 9))), shape),
     }
+    gate = (shape[0], shape[1], 1, 1)
+    shapes |= dict.fromkeys(("gate", "other_gate", *(f"gate_{i}" for i in range(1, 9))), gate)
+    shapes["grad_gate"] = (y[0], y[1], 1, 1)
     given = {"x": x, "weight": weight, **matrices, "indices": forward.get("indices")}
     operands = {
         operand: given[operand] if operand in given else rng.normal(size=shapes.get(operand, (shape[1],)))

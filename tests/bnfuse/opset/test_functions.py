@@ -63,6 +63,13 @@ NAMES = (
     "SlicePointwiseGradAccumulate",
     "NormalizePointwiseGradReluGradReduce",
     "PointwiseGradAddGradientScale",
+    "NormalizeHardSwishGateConvStatistics",
+    "NormalizeGateAddNormalizedReluPointwiseStatistics",
+    "NormalizeGateSkipReluAddNormalizedReluConv",
+    "NormalizeQuickGeluGateGlobalAveragePool",
+    "GateGradBatchNormGradNormalizeReluGateConvGradBiasGradAddGradientReduceOtherReduceGated",
+    "SliceGateGradPointwiseGradReduceGatedReduceOtherScale",
+    "NormalizeGlobalAveragePoolGradAddGatedGradientReluGradReduceReduceGated",
     *(f"Normalize{name}ConvGrad{name}GradReduce" for name in ACTIVATIONS),
     "NormalizeWhereLeakyReluAddReluConvBias",
     "BatchNormGradNormalizeWhereQuickGeluConvGradAddGradientWhereQuickGeluGradReduce",
@@ -94,6 +101,7 @@ def test_the_list_has_every_step_and_core():
     grammar = {*FORWARD_CORES, *BACKWARD_CORES, *ACTIVATIONS, *ACTIVATION_GRADS}
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
     grammar |= {"BiasGrad", "AddGradient", "AddBatchNormGrad", "Where", "AddSkipGradient"}
+    grammar |= {"Gate", "GateGrad", "AddGatedGradient", "ReduceGated"}
     grammar |= {"Reduce", "ReduceOther", "Scale", "Accumulate"}
     assert found == grammar
 
@@ -105,6 +113,7 @@ def optional(*choices: str) -> st.SearchStrategy[str]:
 FORWARD_NAMES = st.tuples(
     optional("Normalize"),
     optional(*ACTIVATIONS, *(f"Where{name}" for name in ACTIVATIONS)),
+    optional("Gate"),
     optional("Add", "AddNormalized", *(f"Skip{name}Add" for name in ACTIVATIONS), "SkipReluAddNormalized"),
     st.sampled_from([*FORWARD_CORES]),
     optional("Bias"),
@@ -113,16 +122,18 @@ FORWARD_NAMES = st.tuples(
 )
 BACKWARD_NAMES = st.tuples(
     optional("Slice"),
+    optional("GateGrad"),
     optional("BatchNormGrad"),
     optional("Normalize"),
     optional(*ACTIVATIONS, *(f"Where{name}" for name in ACTIVATIONS)),
+    optional("Gate"),
     st.sampled_from([*BACKWARD_CORES]),
     optional("BiasGrad"),
-    optional("AddGradient"),
+    optional("AddGradient", "AddGatedGradient"),
     optional("AddBatchNormGrad"),
     optional(*ACTIVATION_GRADS, *(f"Where{name}" for name in ACTIVATION_GRADS), "ReluGradAddSkipGradient"),
     optional("Reduce"),
-    optional("ReduceOther"),
+    optional("ReduceOther", "ReduceGated"),
     optional("Scale", "Accumulate"),
 )
 SAMPLED = [op.name for op in (*SAMPLING_OPS, *LOCAL_OPS, *BASELINE_OPS)]

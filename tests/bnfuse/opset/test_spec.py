@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.spec import (
     BACKWARD_CORES,
+    CONV_GRADS,
     FORWARD_CORES,
     WEIGHT_GRADS,
     OpSpec,
@@ -19,21 +20,23 @@ from bnfuse.opset.spec import (
 PROLOGUES = st.tuples(
     st.sampled_from(["", "Normalize"]),
     st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
+    st.sampled_from(["", "Gate"]),
     st.sampled_from(["", "Add", "AddNormalized", *(f"Skip{kind} Add" for kind in ACTIVATIONS)]),
     st.sampled_from(["", *ACTIVATIONS]),
 )
 EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "StoreInput", "Statistics")))
 GRADIENT_PROLOGUES = st.tuples(
-    *(st.sampled_from(["", step]) for step in ("Slice", "BatchNormGrad", "Normalize")),
+    *(st.sampled_from(["", step]) for step in ("Slice", "GateGrad", "BatchNormGrad", "Normalize")),
     st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
+    st.sampled_from(["", "Gate"]),
 )
 AROUND = (("", ""), ("Where ", ""), ("", " AddSkipGradient"), ("Where ", " AddSkipGradient"))  # an ActivationGrad
 GRADIENT_EPILOGUES = st.tuples(
     st.sampled_from(["", "BiasGrad"]),
-    st.sampled_from(["", "AddGradient", "AddBatchNormGrad", "AddGradient AddBatchNormGrad"]),
+    st.sampled_from(["", "AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddGradient AddBatchNormGrad"]),
     st.sampled_from(["", *(f"{where}{kind}Grad{more}" for kind in ACTIVATIONS for where, more in AROUND)]),
     st.sampled_from(["", "Reduce"]),
-    st.sampled_from(["", "ReduceOther", "ReduceOther ReduceOther"]),
+    st.sampled_from(["", "ReduceOther", "ReduceGated ReduceOther", "ReduceOther ReduceOther"]),
     st.sampled_from(["", "Scale", "Accumulate"]),
 )
 
@@ -56,7 +59,7 @@ def test_forward_steps_come_back_from_their_name(prologue, core, epilogue):
     shared = len(activations) == 2 and of_one_name(*activations)
     skip = skip_activation(written[0])
     shared |= skip is not None and any(kind != skip and of_one_name(kind, skip) for kind in activations)
-    ambiguous = (len(activations) == 2 and not prologue[2]) or shared
+    ambiguous = (len(activations) == 2 and not prologue[3]) or shared
     assert read == (None if ambiguous else written)
 
 
@@ -67,9 +70,10 @@ def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
     read = parse_steps("".join((*written[0], core, *written[2])))
     without_dx = core in WEIGHT_GRADS and {*written[2]} - {"BiasGrad"}
     masked = "".join(step.removesuffix("Grad") for step in written[2] if step.removesuffix("Grad") in ACTIVATIONS)
-    entered = prologue[3].removeprefix("Where ")
+    entered = prologue[4].removeprefix("Where ")
     shared = entered and masked and entered != masked and of_one_name(entered, masked)
-    assert read == (None if without_dx or shared else written)
+    behind_gate = prologue[5] and (core not in CONV_GRADS or masked or "Reduce" in written[2])
+    assert read == (None if without_dx or shared or behind_gate else written)
 
 
 @pytest.mark.parametrize(

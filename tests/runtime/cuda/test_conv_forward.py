@@ -27,6 +27,8 @@ PROLOGUES = (
     "NormalizeAddNormalizedRelu",
     "NormalizeReluAddRelu",
     "NormalizeWhereRelu",
+    "NormalizeHardSwishGate",
+    "NormalizeGateAddNormalized",
     "WhereQuickGeluAddRelu",
 )
 EPILOGUES = ("", "Bias", "Statistics", "BiasStoreInputStatistics")
@@ -50,6 +52,8 @@ CASES = {
     "asymmetric": CudaCase("ConvBias", 1, 7, 9, 9, 7, (3, 2), (2, 1), (1, 0, 2, 1)),
     "flat": CudaCase("ReluConvStatistics", 1, 12, 13, 6, 9, (5, 5), pads=(2, 2, 2, 2)),
     "flat-stem": CudaCase("NormalizeConvBiasStatistics", 2, 13, 13, 3, 24, (7, 7), (2, 2), (3, 3, 3, 3)),
+    "flat-behind-a-gate": CudaCase("NormalizeReluGateConv", 3, 6, 6, 3, 40, (3, 3), pads=(1, 1, 1, 1)),
+    "halo-behind-a-gate": CudaCase("NormalizeGateConvStatistics", 3, 9, 8, 24, 40, (3, 3), pads=(1, 1, 1, 1), slots=8),
     "flat-beside-a-wider-map": CudaCase("AddConv", 2, 6, 6, 3, 40, (3, 3), pads=(1, 1, 1, 1), wider=("skip",)),
     "window-as-large-as-the-image": CudaCase("ReluConvStatistics", 5, 4, 3, 10, 36, (4, 3)),
     "dilated-strided": CudaCase("NormalizeReluConv", 2, 9, 9, 18, 20, (3, 3), (2, 2), (2, 1, 2, 1), (2, 3)),

@@ -30,6 +30,7 @@ FORWARD_OPS = (
     "NormalizeAddNormalizedReluConvStatistics",
     "NormalizeQuickGeluConvBiasStoreInputStatistics",
     "NormalizeWhereReluConvStatistics",
+    "NormalizeReluGateConvStatistics",
 )
 BACKWARD_OPS = (
     "ConvGrad",
@@ -40,6 +41,7 @@ BACKWARD_OPS = (
     "BatchNormGradReluConvGrad",
     "NormalizeQuickGeluConvGradInputAddGradientQuickGeluGradReduceAccumulate",
     "NormalizeWhereReluConvGradWhereReluGradReduce",
+    "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated",
     BACKWARD,
 )
 

@@ -11,7 +11,7 @@ from pointwise_case import BACKWARD
 
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.kernels.cuda.pointwise import pointwise_backward, pointwise_forward
-from bnfuse.runtime.kernels.kernel import MapType, Problem
+from bnfuse.runtime.kernels.kernel import MapType, Problem, is_gate
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2**-8, "fp16": 2**-11}
 REDUCED = ("mean", "variance", "dbeta", "dgamma", "dbias")
@@ -21,13 +21,20 @@ def is_map(name):
     return name in (*spec.MAPS_LIKE_X, "dy", "grad_x", "acc", "y", "stored", "dx") or name.startswith("x_")
 
 
+def size_of(name, shape, *, wide):
+    """The sizes of an operand; `wide` ones have five channels more."""
+    n, c, h, w = shape
+    if is_gate(name):
+        return (n, c, 1, 1)
+    return ((n, c + 5, h, w) if wide else shape) if is_map(name) else (c,)
+
+
 def operands_of(op, shape, rng, dtype):
     """Random operands of an operator whose maps all have this NCHW shape, as float64 that the type can hold."""
     made = {}
     for name in op.operands:
-        n, c, h, w = shape
         wide = name == "acc" or (name == "dy" and "Slice" in op.prologue)
-        size = ((n, c + 5, h, w) if wide else shape) if is_map(name) else c
+        size = size_of(name, shape, wide=wide)
         made[name] = rounded(rng.normal(size=size), dtype if is_map(name) else "float32")
     return made
 
