@@ -10,7 +10,8 @@ something else reads too, or that is no gradient of a normalised map, stays as i
 (Where). What is the sum of a piece and another reader's gradient is masked behind that sum, by what writes its last
 term. Where no piece is masked, a convolution that reads another map (a residual sum) reduces over t as well.
 
-Refuses a gradient that is not written by an operator with room, or by a convolution that reads another map.
+Refuses a gradient that is not written by an operator with room, or by a convolution that reads another map; and where
+reading all of t costs more than the sweeps over its pieces.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, PLAIN_OPS, OpSpec
+from bnfuse.opset.traffic import reads_elements_of_x
 from bnfuse.passes.concat.ranges import is_range, joined, length, pieces
 from bnfuse.passes.concat.sink import lets_through
 from bnfuse.passes.concat.split import is_cut_mask
@@ -108,6 +110,8 @@ def move(editor: Editor, split: ir.Node, found: Sequence[Piece]) -> str | None:
     masking = masking_of(found)
     if isinstance(masking, str):
         return masking
+    if not is_worth_it(producer, found, t, sweeps=3 if masking else 2):
+        return f"few of {t.name}'s channels are theirs: to read it costs more than to read those again"
     if not masking:
         return reduce_alone(editor, split, found, producer, t)
     if reason := why_not(producer, split, masking[0]):
@@ -224,6 +228,15 @@ def _wholes(value: ir.Value) -> list[ir.Value]:
                 found.append(use.node.outputs[0])
                 pending.append(use.node.outputs[0])
     return found
+
+
+def is_worth_it(producer: Op, found: Sequence[Piece], t: ir.Value, sweeps: int) -> bool:
+    """Tell whether an operator reads a map already, or reading it costs no more than so many sweeps over the pieces: of
+    the gradient, of their own map and, where they are masked, of the result."""
+    if producer.operands.get("x") is t and reads_elements_of_x(producer.steps):
+        return True
+    own = sum(channels(piece.value) for piece in found if piece.mask is not None)
+    return length(t) <= sweeps * own
 
 
 def masking_of(found: Sequence[Piece]) -> tuple[str, ...] | str:

@@ -373,3 +373,19 @@ def test_where_all_are_normalised_one_sweep_takes_the_place_of_several(training,
         out = conv(u, 4)
     """)
     assert ops(rewritten(model)).count("NormalizeClipPointwise") == 1
+
+
+@pytest.mark.parametrize(("others", "moves"), [(4, True), (9, False)])
+def test_a_pooling_reads_the_whole_only_where_that_is_less_than_the_sweeps(others, moves, training, rewritten, ops):
+    model = training(f"""
+        a = conv(x, 4)
+        n = bn(a)
+        r = relu6(n)
+        b = conv(x, {others})
+        t = cat(r, b)
+        p = maxpool(t, k=2)
+        out = conv(p, 4)
+    """)
+    result = rewritten(model)
+    assert ("NormalizeMaxPoolGradWhereClipGradReduce" in ops(result)) == moves
+    assert swept(result) == ([] if moves else ["gradient reductions"])
