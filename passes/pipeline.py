@@ -140,8 +140,8 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     if rank >= LEVELS.index("mvf"):
         listed += [("canonical/rows", RowsAsMaps)]
     if rank >= LEVELS.index("rcf"):
-        listed += [("canonical", Canonicalize), ("canonical/stacks", UnstackMaps)]
-        listed += [("canonical/shuffle", ChannelShuffle)]
+        listed += [("canonical", Canonicalize), ("canonical/shuffle", ChannelShuffle)]
+        listed += [("canonical/stacks", UnstackMaps)]
         listed += [("canonical/splits", MergeSplits), ("canonical/resample", ResizeAsResample)]
         listed += [("rcf", ReluConvFusion)]
     if rank >= LEVELS.index("bnff"):

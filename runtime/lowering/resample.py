@@ -1,4 +1,4 @@
-"""Lowering of Resample and ResampleGrad: one launch, or two where a pixel would mix very many.
+"""Lowering of Resample and ResampleGrad: one launch, or two where a pixel would mix very many, or compute too much.
 
 Of two, the first has the way in and goes along the axis that makes less, the second has the way out.
 """
@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from bnfuse.opset.spec import OF_GRADIENT, OpSpec
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.common.resample import AXES, MOST_TAPS, Tables, tables_of
+from bnfuse.runtime.kernels.common.resample import AXES, Tables, is_one_launch, tables_of
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 from bnfuse.runtime.lowering.layout import MapRef
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -32,7 +32,7 @@ def launch(
     matrices = [matrix_of(low, node, operands[name], transposed=problem.spec.is_gradient) for name in MATRICES]
     described = [tables_of(matrix, name) for matrix, name in zip(matrices, AXES, strict=True)]
     taps = [said[f"{name}_taps"] for (said, _), name in zip(described, AXES, strict=True)]
-    if max(taps[0], 1) * max(taps[1], 1) <= MOST_TAPS or 0 in taps:
+    if is_one_launch(problem, taps):
         _launch(low, problem, described, refs)
         return
     unchanged: list[Described] = [({f"{name}_taps": 0, f"{name}_weighted": False}, {}) for name in AXES]

@@ -7,7 +7,9 @@ from resample_case import CASES, LINEAR, described, matrices, operands_of
 from bnfuse.opset import reference, spec
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
+from bnfuse.runtime.kernels.common.resample import is_one_launch
 from bnfuse.runtime.kernels.cpu.resample import resample_backward, resample_forward
+from bnfuse.runtime.kernels.kernel import Problem
 
 TARGET = resolve("cpu", 2)
 
@@ -38,3 +40,19 @@ def test_equals_the_reference(name, shape, scales, mode):
 def test_slots_of_wider_buffers():
     check("NormalizeReluResample", (2, 19, 3, 5), (2, 2), LINEAR, slots={"x": (32, 7), "y": (24, 3)})
     check("NormalizeResampleGradReluGradReduce", (2, 19, 3, 5), (2, 2), LINEAR, slots={"dy": (32, 7), "dx": (24, 3)})
+
+
+@pytest.mark.parametrize(
+    ("name", "taps", "launches"),
+    [
+        ("NormalizeReluResample", (2, 2), 1),
+        ("NormalizeReluResample", (4, 4), 2),
+        ("NormalizeGeluResample", (1, 1), 1),
+        ("NormalizeGeluResample", (2, 2), 2),
+        ("NormalizeResampleGradGeluGradReduce", (2, 2), 1),
+        ("ResampleGrad", (20, 0), 1),
+    ],
+)
+def test_what_is_one_launch(name, taps, launches):
+    problem = Problem(name, ())
+    assert (1 if is_one_launch(problem, taps) else 2) == launches

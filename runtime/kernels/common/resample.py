@@ -9,13 +9,16 @@ the transposed matrices. An axis that stays as it is has no table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tvm import tirx
 
+from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.expressions import parts_of
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.steps import Expr
 from bnfuse.runtime.kernels.common.taps import taps_of
@@ -23,7 +26,9 @@ from bnfuse.runtime.kernels.common.windows import coordinates
 from bnfuse.runtime.kernels.kernel import MapType, Param, Problem
 
 AXES = ("row", "column")
-MOST_TAPS = 36  # of a pixel in one go: 6x6 are more reads of the cache than two sweeps' of memory; chosen by hand
+MOST_TAPS = 9  # of a pixel in one go: 4x4 are more reads of the cache than two sweeps are of memory; chosen by hand
+COSTLY_TAPS = 2  # the same where each tap computes a function that is no polynomial anew
+COSTLY = {"exp", "sigmoid", "tanh", "erf", "softplus", "elu"}
 Tables = dict[str, npt.NDArray[Any]]
 
 
@@ -63,6 +68,18 @@ def resample_params(problem: Problem) -> tuple[Param, ...]:
         if axis.weighted:
             params.append(Param(f"{name}_weight", "in", size * axis.taps))
     return tuple(params)
+
+
+def is_one_launch(problem: Problem, taps: Sequence[int]) -> bool:
+    """Tell whether both axes, of so many taps (0: stays as it is), go into one launch."""
+    return 0 in taps or math.prod(taps) <= most_taps(problem)
+
+
+def most_taps(problem: Problem) -> int:
+    """Tell how many taps a pixel has at most in one go."""
+    steps = [step for step in problem.spec.prologue if step in ACTIVATIONS and not problem.spec.is_gradient]
+    costly = any(part.operation in COSTLY for step in steps for part in parts_of(ACTIVATIONS[step].value))
+    return COSTLY_TAPS if costly else MOST_TAPS
 
 
 def source(problem: Problem) -> MapType:

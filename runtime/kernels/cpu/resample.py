@@ -84,5 +84,4 @@ def _sweep(
         each_source(problem, pixel, args, T.serial, T.bind, tap)
         store(pixel, vector, total, is_first)
 
-    lanes = None if reductions else SIDE_BY_SIDE * target.lanes
-    sweep(made.pixels, made.c, target, visit, reductions, lanes=lanes)
+    sweep(made.pixels, made.c, target, visit, reductions, lanes=SIDE_BY_SIDE * target.lanes)
