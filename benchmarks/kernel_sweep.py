@@ -51,7 +51,7 @@ class Case:
             return self.y
         if name in (*MAPS_LIKE_X, "acc") or name.startswith("x_"):
             return self.x
-        return (self.y if name in ("bias", "grad_p", "grad_q", "grad_w") else self.x)[1:2]
+        return (self.y if name in ("bias", "grad_a", "grad_b", "grad_p", "grad_q", "grad_w") else self.x)[1:2]
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:

@@ -46,6 +46,7 @@ from bnfuse.passes.fusion.mask import MaskFusion
 from bnfuse.passes.fusion.pointwise import PointwiseFusion, ReluConvFusion
 from bnfuse.passes.fusion.pool_first import PoolFirst
 from bnfuse.passes.fusion.scale import ScaleFusion
+from bnfuse.passes.fusion.shared_mask import SharedMaskFusion
 from bnfuse.passes.fusion.statistics import StatisticsFusion
 from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused
 from bnfuse.passes.removal.drop_bias import DropBias
@@ -156,7 +157,10 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         ("icf/concat-statistics", ConcatStatistics),
     ]
     across += [("icf/concat-gradient", ConcatGradient), *_fusions("icf", concats=True)]
-    return [listed, across] if icf else [listed] if listed else []
+    stages = [listed, across] if icf else [listed] if listed else []
+    if rank >= LEVELS.index("bnff"):  # what is left then has no better place
+        stages.append([(f"{level}/shared-mask", SharedMaskFusion), *_fusions(level, concats=True)])
+    return stages
 
 
 def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:

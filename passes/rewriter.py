@@ -173,7 +173,7 @@ class Editor:
         assert op.node.graph is None, f"{op.node.name} is still read"
         first = next(iter(values.values())).producer()
         assert first is not None
-        return Op(spec, operands, values, attributes, first)
+        return Op(spec, {name: operands[name] for name in spec.operands}, values, attributes, first)
 
     def standard(
         self,

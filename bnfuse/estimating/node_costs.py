@@ -15,7 +15,7 @@ from bnfuse.analysis.work import flops as dense_flops
 from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import ACTIVATION_GRADS, SHARED, WHOLE_OPS, OpSpec, PlainOp
+from bnfuse.opset.spec import ACTIVATION_GRADS, MASKED_REDUCTIONS, OF_GRADIENT, SHARED, WHOLE_OPS, OpSpec, PlainOp
 from bnfuse.opset.traffic import RESHAPES
 
 # operations for each element of the map that the step works on (see operations.ELEMENTWISE for BatchNorm in all)
@@ -40,6 +40,7 @@ STEPS = {
     "Reduce": REDUCE,
     "ReduceOther": REDUCE,
     "ReduceGated": REDUCE + 1,
+    **dict.fromkeys(MASKED_REDUCTIONS, REDUCE + NORMALIZE + ELEMENTWISE["Activation"][1]),
     "Scale": 1,
     "Accumulate": 2,
     **dict.fromkeys((*ACTIVATIONS, *(f"Skip{kind}" for kind in ACTIVATIONS)), ELEMENTWISE["Activation"][0]),
@@ -47,7 +48,6 @@ STEPS = {
 }
 ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient")
 ON_RESULT = ("Bias", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate")
-ON_GRADIENT = ("GateGrad", "BatchNormGrad", "BiasGrad")
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
 
 # standard operators whose type is not that of an operator of the zoo
@@ -105,9 +105,10 @@ def step_flops(node: ir.Node, op: OpSpec) -> int:
     result = elements("dx", "x") if op.is_gradient else elements("y")
     gradient = elements("grad_x", "dy")
     total = 0
-    for step in (*op.prologue, *op.epilogue):
-        on = result if step in ON_RESULT else gradient if step in ON_GRADIENT else elements("x", "dx")
-        total += STEPS.get(step, 0) * on
+    for step in op.prologue:
+        total += STEPS.get(step, 0) * (gradient if step in OF_GRADIENT else elements("x", "dx"))
+    for step in op.epilogue:
+        total += STEPS.get(step, 0) * (result if step in ON_RESULT else gradient)
     if op.core == "MaxPoolGrad":
         total += elements("dy")
     elif op.core.endswith("PoolGrad"):

@@ -22,6 +22,7 @@ from bnfuse.opset.spec import (
     CONV_GRADS,
     DOMAIN,
     FORWARD_CORES,
+    MASKED_REDUCTIONS,
     SHARED,
     TRANSPOSED,
     VERSION,
@@ -29,6 +30,7 @@ from bnfuse.opset.spec import (
     OpSpec,
     PlainOp,
     applied,
+    around_batch_norm_grad,
     find,
     of_skip,
     skip_activation,
@@ -169,7 +171,7 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     if "GateGrad" in op.prologue:
         dy = body("Mul", body["grad_gate"], dy)
     if "BatchNormGrad" in op.prologue:
-        dy = batch_norm_grad(dy, "grad_", body)
+        dy = own_batch_norm_grad(op, dy, body)
     results: dict[str, ir.Value] = {}
     if "BiasGrad" in op.epilogue:
         results["dbias"] = body.sum(dy)
@@ -191,9 +193,21 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     return {**results, **epilogue(op, core_grad(op.core, dy, body), z, body)}
 
 
-def batch_norm_grad(dz: ir.Value, prefix: str, body: Body) -> ir.Value:
+def own_batch_norm_grad(op: OpSpec, dy: ir.Value, body: Body) -> ir.Value:
+    """Write dy behind BatchNormGrad and the gradients of activations around it."""
+    before, behind = around_batch_norm_grad(op.prologue)
+    x = body["grad_x"]
+    if before:
+        dy = body.formula(GRADIENTS[before].gradient, z=affine(x, "grad_a", "grad_b", body), d=dy)
+    if behind is None:
+        return batch_norm_grad(dy, "grad_", body)
+    dy = batch_norm_grad(dy, "grad_", body, activation(behind.removesuffix("Grad"), x, body))
+    return body.formula(GRADIENTS[behind].gradient, z=x, d=dy)
+
+
+def batch_norm_grad(dz: ir.Value, prefix: str, body: Body, x: ir.Value | None = None) -> ir.Value:
     """Write the input gradient of a BN, p*dz + q*x + w; the names of the other operands begin with `prefix`."""
-    own = affine(body[f"{prefix}x"], f"{prefix}q", f"{prefix}w", body)
+    own = affine(body[f"{prefix}x"] if x is None else x, f"{prefix}q", f"{prefix}w", body)
     return body("Add", own, body("Mul", body.per_channel(f"{prefix}p"), dz))
 
 
@@ -295,6 +309,9 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
             other += 1
             names = (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
             shared = body("Mul", body[f"gate_{other}"], dx) if step == "ReduceGated" else dx
+            if step in MASKED_REDUCTIONS:
+                behind = affine(body[f"x_{other}"], f"a_{other}", f"b_{other}", body)
+                shared = body.formula(GRADIENTS[MASKED_REDUCTIONS[step]].gradient, z=behind, d=dx)
             results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, names, body)
         elif step == "Scale":
             dx = body("Mul", body.per_channel("acc_p"), dx)

@@ -48,7 +48,9 @@ PROLOGUE = {
         "dy <- grad_p*dy + grad_q*grad_x + grad_w",
         "The input gradient of the BatchNorm that follows the core in the forward graph, computed where it is read. "
         "grad_x is that BatchNorm's input, a map like dy; grad_p, grad_q, grad_w come from BatchNormFinalize (its a) "
-        "and BatchNormGradFinalize.",
+        "and BatchNormGradFinalize. The gradient of an activation may stand before it, of the activation behind the "
+        "BatchNorm: dy <- dy*f'(z) with z = grad_a*grad_x + grad_b, [C] each; or behind it, of the activation before "
+        "the BatchNorm: dy <- (grad_p*dy + grad_q*f(grad_x) + grad_w)*f'(grad_x).",
     ),
     "Normalize": Text(
         "x <- a*x + b",
@@ -119,6 +121,8 @@ CORES = {
     "PointwiseGrad": Text("dx = dy", "No core. x is an operand only where an epilogue step reads it."),
 }
 
+MASKED = "ReduceActivationGrad"  # stands for ReduceReluGrad and its like
+
 EPILOGUE = {
     "Bias": Text("y <- y + bias", "The bias of a convolution."),
     "StoreInput": Text(
@@ -160,6 +164,11 @@ EPILOGUE = {
     "ReduceGated": Text(
         "dbeta_i = sum of gate_i*dx, dgamma_i = sum of gate_i*dx*(x_i - mean_i)*inv_std_i",
         "ReduceOther for a BatchNorm behind a gate (a drop path in front of a residual sum), numbered with those.",
+    ),
+    MASKED: Text(
+        "dbeta_i = sum of d, dgamma_i = sum of d*(x_i - mean_i)*inv_std_i; d = dx*f'(a_i*x_i + b_i)",
+        "ReduceOther for a BatchNorm and the activation behind it, where dx is needed as it is, too: behind a residual "
+        "sum. ReduceReluGrad, ReduceHardSwishGrad, and so on, with the activation's attributes.",
     ),
     "Scale": Text("dx <- acc_p*dx", "The first term of a gradient that BatchNorms over the same channels add up."),
     "Accumulate": Text(
@@ -316,10 +325,12 @@ result. Steps come in this order:
     forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [GateGrad] [BatchNormGrad] [Normalize] [[Where] {CHOICE}] [Gate]
+    backward   [Slice] [GateGrad] [[ActivationGrad] BatchNormGrad [ActivationGrad]]
+               [Normalize] [[Where] {CHOICE}] [Gate]
                {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
-               [[Where] {GRADIENT_CHOICE} [AddSkipGradient]] [Reduce] [ReduceOther|ReduceGated]* [Scale|Accumulate]
+               [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
+               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
 columns, the operands of the prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight,
@@ -368,8 +379,9 @@ def _steps(
 ) -> Iterator[str]:
     yield f"## {title}\n"
     for name, text in texts.items():
-        if name in SHARED:
-            taken: tuple[str, ...] = ("x_i", "mean_i", "inv_std_i", *(("gate_i",) if name == "ReduceGated" else ()))
+        if name in (*SHARED, MASKED):
+            more = {"ReduceGated": ("gate_i",), MASKED: ("a_i", "b_i")}
+            taken: tuple[str, ...] = ("x_i", "mean_i", "inv_std_i", *more.get(name, ()))
             given: tuple[str, ...] = ("dbeta_i", "dgamma_i")
         else:
             taken, given = operands.get(name, ()), results.get(name, ())
@@ -381,7 +393,7 @@ def step_attributes(name: str) -> tuple[str, ...]:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
     alone = ("Bias", "StoreInput", "Statistics", "Gate", "Add", "AddNormalized", "Where", "SkipActivation")
-    if name in (*alone, "AddSkipGradient"):
+    if name in (*alone, "AddSkipGradient", MASKED):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes

@@ -21,12 +21,14 @@ from bnfuse.opset.reference_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     CONV_GRADS,
+    MASKED_REDUCTIONS,
     SHARED,
     TRANSPOSED,
     WEIGHT_GRADS,
     OpSpec,
     PlainOp,
     applied,
+    around_batch_norm_grad,
     of_skip,
     skip_activation,
 )
@@ -173,7 +175,7 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     if "GateGrad" in op.prologue:
         dy = operands["grad_gate"] * dy
     if "BatchNormGrad" in op.prologue:
-        dy = batch_norm_grad(dy, "grad_", operands)
+        dy = _own_batch_norm_grad(op, dy, operands, attributes)
     results: dict[str, Array] = {"dbias": dy.sum(axis=SUMMED)} if "BiasGrad" in op.epilogue else {}
     z = operands.get("x", dy)  # where x is no operand, no step reads z
     if "Normalize" in op.prologue:
@@ -192,6 +194,19 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
         dx = _core_grad(op, dy, operands, attributes)
         results |= _epilogue(op, dx, z, operands, attributes)
     return results
+
+
+def _own_batch_norm_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes) -> Array:
+    """Give dy behind BatchNormGrad and the gradients of activations around it."""
+    before, behind = around_batch_norm_grad(op.prologue)
+    x = operands["grad_x"]
+    if before:
+        z = per_channel(operands["grad_a"]) * x + per_channel(operands["grad_b"])
+        dy = activation_grad(before, dy, z, attributes)
+    if behind is None:
+        return batch_norm_grad(dy, "grad_", operands)
+    read = activation(behind.removesuffix("Grad"), x, attributes)
+    return activation_grad(behind, batch_norm_grad(dy, "grad_", {**operands, "grad_x": read}), x, attributes)
 
 
 def _core_grad(op: OpSpec, dy: Array, operands: Operands, attributes: Attributes) -> Array:
@@ -234,6 +249,9 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
         elif step in SHARED:
             other += 1
             shared = operands[f"gate_{other}"] * dx if step == "ReduceGated" else dx
+            if step in MASKED_REDUCTIONS:
+                a, b = (per_channel(operands[f"{name}_{other}"]) for name in "ab")
+                shared = activation_grad(MASKED_REDUCTIONS[step], dx, a * operands[f"x_{other}"] + b, attributes)
             read = (operands[f"{name}_{other}"] for name in ("x", "mean", "inv_std"))
             results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, *read)
         elif step == "Scale":

@@ -12,11 +12,13 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
     forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [GateGrad] [BatchNormGrad]  [Normalize] [[Where] Activation] [Gate]
+    backward   [Slice] [GateGrad] [[ActivationGrad] BatchNormGrad [ActivationGrad]]
+               [Normalize] [[Where] Activation] [Gate]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
-               [[Where] ActivationGrad [AddSkipGradient]] [Reduce] [ReduceOther|ReduceGated]* [Scale|Accumulate]
+               [[Where] ActivationGrad [AddSkipGradient]]
+               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
@@ -36,6 +38,9 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Slice           dy <- dy[:, grad_start : grad_stop]        attributes grad_start, grad_stop
     GateGrad        dy <- grad_gate*dy                         grad_gate is like gate
     BatchNormGrad   dy <- grad_p*dy + grad_q*grad_x + grad_w   the input gradient of the BN that follows the core
+    ActivationGrad  before it, of the activation behind that BN: dy <- dy * f'(grad_a*grad_x + grad_b)
+    ActivationGrad  behind it, of the activation before that BN, which is then over f(grad_x), as BatchNormGrad is:
+                    dy <- dy * f'(grad_x)
     Normalize ...   the forward prologue, recomputed from x; the weight gradient reads its result
     BiasGrad        sum of dy over N, H, W (after the steps before it) is also a result, `dbias`
     AddGradient     dx <- dx + other
@@ -47,6 +52,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Reduce          dbeta = sum dx, dgamma = sum dx*(x - mean)*inv_std     over N, H, W
     ReduceOther     the same for another BN that shares dx: operands x_i, mean_i, inv_std_i (i = 1, 2, ...)
     ReduceGated     the same for one that shares dx behind a gate: of gate_i*dx
+    ReduceActivationGrad  the same for one that shares dx behind an activation: of dx * f'(a_i*x_i + b_i)
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
 
@@ -68,6 +74,7 @@ Source: [Jung19], sections 3.2 to 3.4; the exact backward forms are in docs/math
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -110,6 +117,9 @@ WEIGHT_GRADS = ("ConvGradWeight", "ConvTransposeGradWeight")  # they have no dx
 RESAMPLES = ("Resample", "ResampleGrad")
 TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeight")
 
+MASKED_REDUCTIONS = {f"Reduce{step}": step for step in ACTIVATION_GRADS}  # and what they do with dx first
+SHARED = ("ReduceOther", "ReduceGated", *MASKED_REDUCTIONS)  # reductions of further BNs, numbered from 1 on
+
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
     rf"(?P<way_in>(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(Gate)?"
@@ -118,15 +128,16 @@ _FORWARD = re.compile(
     r"(?P<way_out>(Bias)?(StoreInput)?(Statistics)?)"
 )
 _BACKWARD = re.compile(
-    rf"(?P<way_in>(Slice)?(GateGrad)?(BatchNormGrad)?(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?P<gate>Gate)?)"
+    rf"(?P<way_in>(Slice)?(GateGrad)?(?:(?P<before>(?:{_ACTIVATION})Grad)?(BatchNormGrad)(?P<behind>(?:{_ACTIVATION})Grad)?)?"
+    rf"(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?P<gate>Gate)?)"
     rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
     rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"
     rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
-    r"(?P<own>Reduce(?!Other|Gated))?(?P<others>(?:ReduceOther|ReduceGated)*)(Scale|Accumulate)?)"
+    rf"(?P<own>Reduce(?!Other|Gated|(?:{_ACTIVATION})Grad))?(?P<others>(?:{'|'.join(SHARED)})*)(Scale|Accumulate)?)"
 )
-SHARED = ("ReduceOther", "ReduceGated")  # reductions of further BNs, numbered from 1 on
 _SHARED = re.compile("|".join(SHARED))
-OF_GRADIENT = ("Slice", "GateGrad", "BatchNormGrad")  # steps of the prologue that work on dy; all others work on x
+# steps of the prologue that work on dy; all others work on x
+OF_GRADIENT = ("Slice", "GateGrad", "BatchNormGrad", *ACTIVATION_GRADS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +197,8 @@ class OpSpec:
         """Attribute names; every one is required on the node."""
         names = list((BACKWARD_CORES if self.is_gradient else FORWARD_CORES)[self.core])
         for kind in ACTIVATIONS:
-            if {kind, f"Skip{kind}"} & {*self.prologue} or f"{kind}Grad" in self.epilogue:
+            written = {kind, f"Skip{kind}", f"{kind}Grad", f"Reduce{kind}Grad"}
+            if written & {*self.prologue, *self.epilogue}:
                 names += ACTIVATIONS[kind].attributes
         if "Slice" in self.prologue:
             names += ["grad_start", "grad_stop"]
@@ -210,14 +222,14 @@ class OpSpec:
             yield "weight"
         if self.core in RESAMPLES:
             yield from ("rows", "columns")
-        for step in self.prologue:
-            yield from PROLOGUE_OPERANDS.get(step, ())
+        yield from prologue_operands(self.prologue)
         other = 0
         for step in self.epilogue:
             if step in SHARED:
                 other += 1
                 yield from (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
                 yield from (f"gate_{other}",) if step == "ReduceGated" else ()
+                yield from (f"a_{other}", f"b_{other}") if step in MASKED_REDUCTIONS else ()
             else:
                 yield from EPILOGUE_OPERANDS.get(step, ())
 
@@ -271,6 +283,25 @@ EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def prologue_operands(steps: tuple[str, ...]) -> Iterator[str]:
+    """List what the steps of a prologue read, in their order."""
+    for place, step in enumerate(steps):
+        if step in ACTIVATION_GRADS:
+            yield from ("grad_a", "grad_b") if "BatchNormGrad" in steps[place:] else ()
+        else:
+            yield from PROLOGUE_OPERANDS.get(step, ())
+
+
+def around_batch_norm_grad(prologue: tuple[str, ...]) -> tuple[str | None, str | None]:
+    """Name the gradients of activations before and behind a prologue's BatchNormGrad, each None where there is none."""
+    if "BatchNormGrad" not in prologue:
+        return None, None
+    place = prologue.index("BatchNormGrad")
+    sides = (prologue[:place], prologue[place:])
+    before, behind = (next((step for step in side if step in ACTIVATION_GRADS), None) for side in sides)
+    return before, behind
+
+
 def applied(steps: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
     """Give the steps without Where, and of each whether it is of some channels alone: Where stands before it."""
     for before, step in zip(("", *steps), steps, strict=False):
@@ -296,7 +327,10 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
             return None  # there is no dx to work on
         if match["gate"] and (match["core"] not in CONV_GRADS or masked or match["own"]):
             return None  # dx is the gradient of the gated map
-        if masked != match["first"] and share_attributes(match["first"], masked):
+        grads = [step.removesuffix("Grad") for step in (match["before"], match["behind"]) if step]
+        grads += [MASKED_REDUCTIONS[step].removesuffix("Grad") for step in epilogue if step in MASKED_REDUCTIONS]
+        kinds = dict.fromkeys(kind for kind in (match["first"], masked, *grads) if kind)
+        if any(share_attributes(kind, other) for kind, other in itertools.combinations(kinds, 2)):
             return None
         return _steps(match, "way_in"), match["core"], epilogue
     return None

@@ -8,6 +8,11 @@ half, moves the same way. An operator that adds dx to its own result adds p*dz +
 
     g = ConvGradAddGradient(..., dx)            ->   g = ConvGradAddBatchNormGrad(..., dz, u, p, q, w)
 
+The gradient of an activation in front of the BN (u = relu(v), as in ConvMixer) goes with it:
+
+    dv = BatchNormGradPointwiseGradReluGrad(dz, u, u, p, q, w)
+    dt, dw = ConvGrad(dv, t, weight)            ->   dt, dw = BatchNormGradReluGradConvGrad(dz, t, weight, u, p, q, w)
+
 Refuses a dx that is a graph output or has a reader with no room for it (a second BN's gradient, a Sum, ...): then dx
 must exist, and reading it once is cheaper than reading dz and u.
 """
@@ -16,8 +21,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec
-from bnfuse.passes.dialect.source_ops import read
+from bnfuse.opset.spec import ACTIVATION_GRADS, OpSpec
+from bnfuse.passes.dialect.source_ops import forward_of, read
 from bnfuse.passes.dialect.steps import try_spec, with_step
 from bnfuse.passes.fission.batch_norm_grad import INPUT_HALF
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
@@ -28,6 +33,7 @@ INPUT_HALVES = (
     ("GateGrad",),
     ("Slice", "BatchNormGrad"),
     ("Slice",),
+    *(("BatchNormGrad", step) for step in ACTIVATION_GRADS),
 )
 
 
@@ -39,6 +45,8 @@ class BatchNormGradFusion(ir.passes.InPlacePass):
         editor = Editor(model, "bnff")
         for node in list(model.graph):
             op = read(node) if node.graph is not None else None
+            if op is not None and (x := activated_input(op)) is not None:
+                op = take_activation(editor, op, x)
             if op is not None and is_input_half(op):
                 fuse(editor, op)
         return editor.result()
@@ -52,6 +60,32 @@ def is_input_half(op: Op) -> bool:
         and op.spec.prologue in INPUT_HALVES
         and not op.spec.epilogue
     )
+
+
+def activated_input(op: Op) -> ir.Value | None:
+    """Find the map of which an operator masks the input gradient of a BN over the activated map; None for another.
+
+    Of a Relu that is its result, which has the sign of what it is of.
+    """
+    if not isinstance(op.spec, OpSpec) or op.spec.prologue != ("BatchNormGrad",) or op.spec.core != "PointwiseGrad":
+        return None
+    if len(op.spec.epilogue) != 1 or op.spec.epilogue[0] not in ACTIVATION_GRADS:
+        return None
+    kind = op.spec.epilogue[0].removesuffix("Grad")
+    x, read_by_norm = op.operands["x"], op.operands["grad_x"]
+    if kind == "Relu" and x is read_by_norm:
+        return x
+    made = forward_of(read_by_norm)
+    activates = made is not None and made.steps.core == "Pointwise" and made.steps.prologue == (kind,)
+    if made is None or not activates or made.operands["x"] is not x:
+        return None
+    return x if all(op.attributes.get(key) == value for key, value in made.attributes.items()) else None
+
+
+def take_activation(editor: Editor, op: Op, x: ir.Value) -> Op:
+    """Put the mask of a BN's masked input gradient into its way in, behind the BN's gradient."""
+    spec = OpSpec((*op.steps.prologue, *op.steps.epilogue), op.steps.core)
+    return editor.replace(op, spec, operands={"grad_x": x})
 
 
 def fuse(editor: Editor, half: Op) -> None:
@@ -86,7 +120,8 @@ def with_half(half: Op, reader: Op, dx: ir.Value) -> tuple[OpSpec, dict[str, ir.
     if names == ["other"] and half.spec == INPUT_HALF:
         return added(half, reader.spec)
     spec = try_spec((*half.steps.prologue, *reader.spec.prologue), reader.spec.core, reader.spec.epilogue)
-    return (spec, half.operands) if names == ["dy"] and spec is not None else None
+    agree = all(reader.attributes.get(key, value) == value for key, value in half.attributes.items())
+    return (spec, half.operands) if names == ["dy"] and spec is not None and agree else None
 
 
 def added(half: Op, spec: OpSpec) -> tuple[OpSpec, dict[str, ir.Value]] | None:

@@ -63,7 +63,7 @@ class CudaCase(ConvCase):
             return (self.n, self.cin, self.h, self.w)
         if name in ("weight", "dweight"):
             return (self.cout, self.cin // self.group, *self.kernel)
-        output_side = name in ("bias", "dbias", "grad_p", "grad_q", "grad_w")
+        output_side = name in ("bias", "dbias", "grad_a", "grad_b", "grad_p", "grad_q", "grad_w")
         forward_result = name in ("mean", "variance") and not parse(self.op).is_gradient
         return (self.cout if output_side or forward_result else self.cin,)
 

@@ -43,6 +43,8 @@ BACKWARD = [
     ("GateGradBatchNormGradPointwiseGradAddGatedGradient", (3, 20, 3, 5)),
     ("PointwiseGradAddGatedGradientReluGradReduceReduceGatedReduceOtherReduceGated", (3, 17, 5, 5)),
     ("BatchNormGradPointwiseGradAddGradientAddBatchNormGradReluGradReduceOther", (2, 18, 3, 5)),
+    ("LeakyReluGradBatchNormGradPointwiseGradAddGradientReduceLeakyReluGradReduceOther", (2, 17, 3, 5)),
+    ("GateGradReluGradBatchNormGradGeluGradPointwiseGradReduceMishGrad", (2, 9, 4, 3)),
     ("NormalizePointwiseGradReluGradAddSkipGradientReduceReduceOther", (2, 11, 4, 3)),
     ("SliceBatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
 ]

@@ -12,7 +12,7 @@ from bnfuse.opset.spec import MAPS_LIKE_X, parse
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 LIKE_Y = ("y", "dy", "grad_x")
-CHANNELS_OF_Y = ("grad_p", "grad_q", "grad_w", "dbias", "bias")
+CHANNELS_OF_Y = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w", "dbias", "bias")
 
 FORWARD = (
     "ConvTranspose",

@@ -165,3 +165,75 @@ def test_an_activated_sum_that_nothing_else_reads_is_stored_as_it_is_read(traini
         out = maxpool(r)
     """)
     assert "AddReluPointwise" in ops(rewritten(model, "bnff"))
+
+
+ACTIVATED_RESIDUAL = """
+    a = conv(x, 6)
+    n0 = bn(a)
+    s0 = relu6(n0)
+    b = conv(s0, 6, k=3)
+    n1 = bn(b)
+    r1 = relu6(n1)
+    s1 = add(r1, s0)
+    c = conv(s1, 6, k=3)
+    n2 = bn(c)
+    r2 = relu6(n2)
+    s2 = add(r2, s1)
+    out = conv(s2, 4)
+"""
+
+
+def test_a_gradient_that_a_skip_reads_unmasked_is_masked_where_its_batch_norm_reads_it(
+    training, rewritten, ops, golden
+):
+    """CSPDarknet: y = x + f(bn(..)). What writes the gradient of y sums the masked one, and stores it as it is."""
+    result = rewritten(training(ACTIVATED_RESIDUAL), "bnff")
+    assert {
+        "ClipGradBatchNormGradConvGradAddGradientReduceClipGrad",
+        "ConvGradReduceClipGrad",
+        "ClipGradBatchNormGradNormalizeClipConvGradAddGradientClipGradReduce",
+    } <= {*ops(result)}
+    assert result.report.unfused == ()
+    golden.check(result.model)
+
+
+def test_a_masked_gradient_that_others_read_too_stays_a_sweep_and_says_why(training, rewritten):
+    model = training(ACTIVATED_RESIDUAL)
+    masked = next(node for node in model.graph if node.name == "r2/grad").outputs[0]
+    model.graph.outputs.append(masked)
+    result = rewritten(model, "bnff")
+    refused = [entry.reason for report in result.report.passes if "shared" in report.name for entry in report.refused]
+    assert f"{masked.name} is read by more than the input gradient of its BatchNorm" in refused
+    assert ("n2", "gradient reductions") in {(entry.node, entry.half) for entry in result.report.unfused}
+
+
+CONV_MIXER = """
+    a = conv(x, 6, bias=1)
+    r0 = relu(a)
+    n0 = bn(r0)
+    b = conv(n0, 6, k=3, g=6, bias=1)
+    r1 = relu(b)
+    n1 = bn(r1)
+    s = add(n1, n0)
+    c = conv(s, 6, bias=1)
+    r2 = relu(c)
+    n2 = bn(r2)
+    out = conv(n2, 4)
+"""
+
+
+def test_the_activation_before_a_batch_norm_masks_its_input_gradient_where_it_is_read(training, rewritten, ops):
+    """ConvMixer: a convolution, an activation, then the BN."""
+    result = rewritten(training(CONV_MIXER), "bnff")
+    assert {
+        "BatchNormGradReluGradConvGradWeightBiasGrad",
+        "BatchNormGradReluGradNormalizeConvGradBiasGradAddGradientReduce",
+        "BatchNormGradReluGradConvGradBiasGradReduceOther",
+    } <= {*ops(result)}
+    assert result.report.unfused == ()
+
+
+def test_an_activation_whose_result_does_not_tell_its_mask_is_read_as_it_was(training, rewritten, ops):
+    result = rewritten(training(CONV_MIXER.replace("relu(", "silu(")), "bnff")
+    assert "BatchNormGradQuickGeluGradConvGradBiasGradReduceOther" in ops(result)
+    assert result.report.unfused == ()

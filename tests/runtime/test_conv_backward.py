@@ -25,7 +25,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
 MAP_OF_DY = ("dy", "grad_x")
-CHANNELS_OF_DY = ("grad_p", "grad_q", "grad_w")
+CHANNELS_OF_DY = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w")
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
@@ -146,6 +146,9 @@ CASES = [
     Case("GateGradConvGradInputAddGatedGradientReluGradReduceReduceGated", 2, 14, 14, 64, 32, (3, 3), pads=(1,) * 4),
     Case("NormalizeReluConvGradAddBatchNormGradReluGradAddSkipGradientReduce", 2, 7, 7, 12, 20, (3, 3), slots=2),
     Case("BatchNormGradConvGradAddGradientAddBatchNormGradReduceOther", 1, 6, 5, 17, 9, (1, 1)),
+    Case("ReluGradBatchNormGradNormalizeReluConvGradAddGradientReduceReluGrad", 2, 7, 6, 18, 20, (3, 3), slots=2),
+    Case("BatchNormGradQuickGeluGradConvGradBiasGradReduceOther", 1, 7, 5, 33, 17, (1, 1)),
+    Case("ReluGradBatchNormGradConvGradReduceReluGrad", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
     Case("ReluConvGradInputAddBatchNormGradReluGradReduceOther", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
 ]

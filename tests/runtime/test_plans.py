@@ -43,6 +43,13 @@ def test_what_the_prologue_of_dy_reads():
     assert ([*plan.maps], [*plan.vectors]) == (["dy", "grad_x"], ["grad_p", "grad_q", "grad_w"])
 
 
+def test_what_gradients_of_activations_around_that_of_a_batch_norm_read():
+    plan = ProloguePlan.of_gradient(problem_of("ReluGradBatchNormGradConvGrad"))
+    assert ([*plan.maps], [*plan.vectors]) == (["dy", "grad_x"], ["grad_a", "grad_b", "grad_p", "grad_q", "grad_w"])
+    plan = ProloguePlan.of_gradient(problem_of("BatchNormGradReluGradReluConvGrad"))
+    assert ([*plan.maps], [*plan.vectors]) == (["dy", "grad_x"], ["grad_p", "grad_q", "grad_w"])
+
+
 def test_a_prologue_can_go_without_its_last_step():
     plan = ProloguePlan.of_input(problem_of("NormalizeReluConv"))
     assert plan.ends_in("Relu") and not plan.without_last().ends_in("Relu")
@@ -60,6 +67,7 @@ def test_a_prologue_can_go_without_its_last_step():
         ("ConvGradReluGradAddSkipGradient", ["skip_grad", "x"], []),
         ("NormalizeConvGradClipGradReduce", ["x"], ["a", "b", "mean"]),
         ("NormalizeConvGradWhereClipGradReduce", ["x"], ["a", "b", "masked", "mean"]),
+        ("ConvGradReduceOtherReduceReluGrad", ["x_1", "x_2"], ["a_2", "b_2", "mean_1", "mean_2"]),
         ("PointwiseGradReduceReduceOtherAccumulate", ["x", "x_1", "dx"], ["mean", "mean_1", "acc_p"]),
     ],
 )

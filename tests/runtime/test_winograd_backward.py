@@ -53,7 +53,7 @@ class Case(ConvCase):
             return self.n, self.cin, self.h, self.w
         if name == "acc":
             return self.n, self.cin + 2 * self.slots, self.h, self.w
-        return (self.cout if name in ("grad_p", "grad_q", "grad_w", "dbias") else self.cin,)
+        return (self.cout if name in ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w", "dbias") else self.cin,)
 
 
 def operands(case: Case, seed: int = 0) -> dict[str, np.ndarray]:

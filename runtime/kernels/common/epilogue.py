@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 from bnfuse.opset.activations import GRADIENTS
-from bnfuse.opset.spec import SHARED, OpSpec
+from bnfuse.opset.spec import MASKED_REDUCTIONS, SHARED, OpSpec
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, Load
@@ -38,10 +38,7 @@ class Total:
     suffix: str | None = None  # of the BN whose x, mean and inv_std it takes
     of_bias: bool = False  # of dy, before the steps of the epilogue
     gate: str | None = None  # the map by which the value is multiplied first
-
-    def behind_gate(self, value: Expr, load: Load) -> Expr:
-        """Write what it sums of a value: the value, or that times its gate."""
-        return value if self.gate is None else value * load(self.gate, False)
+    mask: str | None = None  # or the gradient of an activation that it goes through first, behind its BN
 
     def centred(self, load: Load) -> Expr:
         """Write x - mean of its BN."""
@@ -55,20 +52,28 @@ class Total:
 
 def totals_of(spec: OpSpec) -> tuple[Total, ...]:
     """List what a gradient's epilogue sums, in the order in which it is summed."""
-    gates = gates_of(spec)
+    gates, masks = gates_of(spec), masks_of(spec)
     suffixes = [""] if "Reduce" in spec.epilogue else []
     suffixes += [f"_{i}" for i in range(1, spec.others + 1)]
     totals = [Total(("dbias",), of_bias=True)] if "BiasGrad" in spec.epilogue else []
-    if plain := [s for s in suffixes if s not in gates]:  # the sum of dx is the dbeta of every BN that shares dx
+    plain = [s for s in suffixes if s not in {**gates, **masks}]
+    if plain:  # the sum of dx is the dbeta of every BN that shares dx
         totals.append(Total(tuple(f"dbeta{s}" for s in plain)))
     totals += [Total((f"dbeta{s}",), gate=gate) for s, gate in gates.items()]
-    return (*totals, *(Total((f"dgamma{s}",), s, gate=gates.get(s)) for s in suffixes))
+    totals += [Total((f"dbeta{s}",), mask=mask) for s, mask in masks.items()]
+    return (*totals, *(Total((f"dgamma{s}",), s, gate=gates.get(s), mask=masks.get(s)) for s in suffixes))
 
 
 def gates_of(spec: OpSpec) -> dict[str, str]:
     """Map the suffixes of the BNs that share dx behind a gate to the gates' names."""
     shared = [step for step in spec.epilogue if step in SHARED]
     return {f"_{i}": f"gate_{i}" for i, step in enumerate(shared, 1) if step == "ReduceGated"}
+
+
+def masks_of(spec: OpSpec) -> dict[str, str]:
+    """Map the suffixes of the BNs that share dx behind an activation to what its gradient is called."""
+    shared = [step for step in spec.epilogue if step in SHARED]
+    return {f"_{i}": MASKED_REDUCTIONS[step] for i, step in enumerate(shared, 1) if step in MASKED_REDUCTIONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +126,7 @@ class EpiloguePlan:
         names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][1]]
         names += ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
         names += ["masked"] if "Where" in self.spec.epilogue else []
+        names += [f"{name}{suffix}" for suffix in masks_of(self.spec) for name in "ab"]
         names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
         return (*names, "acc_p") if self.places else tuple(names)
 
@@ -152,6 +158,16 @@ class EpiloguePlan:
         if "AddSkipGradient" in self.spec.epilogue:
             d = d + load("skip_grad", False)
         return d
+
+    def summed(self, total: Total, value: Expr, load: Load) -> Expr:
+        """Write what a total sums of a value: the value itself, or that behind its gate or mask."""
+        if total.gate is not None:
+            return value * load(total.gate, False)
+        if total.mask is not None:
+            suffix = total.results[0].removeprefix("dbeta").removeprefix("dgamma")
+            z = steps.normalize(load(f"x{suffix}", False), load(f"a{suffix}", True), load(f"b{suffix}", True))
+            return steps.activation_grad(total.mask, value, z, dict(self.problem.attributes))
+        return value
 
     @property
     def places(self) -> bool:

@@ -17,7 +17,7 @@ INT32_LIMIT = 2**31
 
 # per-channel operands and results that have the channels of the core's output; all others have those of its input
 OF_OUTPUT = ("bias", "mean", "variance")
-OF_OUTPUT_GRADIENT = ("grad_p", "grad_q", "grad_w", "dbias")
+OF_OUTPUT_GRADIENT = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w", "dbias")
 
 
 def unique_name(op: str, problem: Any, target: Target) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import OF_GRADIENT, PROLOGUE_OPERANDS, applied, skip_activation
+from bnfuse.opset.spec import OF_GRADIENT, applied, around_batch_norm_grad, prologue_operands, skip_activation
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import MapType, Problem
@@ -53,7 +53,7 @@ class ProloguePlan:
     @property
     def operands(self) -> tuple[str, ...]:
         """List all that is read, in the order of the operator's operands."""
-        return (self.source, *(name for step in self.steps for name in PROLOGUE_OPERANDS.get(step, ())))
+        return (self.source, *prologue_operands(self.steps))
 
     @property
     def maps(self) -> dict[str, MapType]:
@@ -89,14 +89,26 @@ class ProloguePlan:
             elif step == "GateGrad":
                 value = value * load("grad_gate", False)
             elif step == "BatchNormGrad":
-                q, w = load("grad_q", True), load("grad_w", True)
-                value = steps.batch_norm_grad(value, load("grad_p", True), load("grad_x", False), q, w)
+                value = self._batch_norm_grad(value, load)
         return value
 
     def before_activation(self, load: Load) -> Expr:
         """Write z: x after Normalize and before the activation, which a mask asks for."""
         x = load(self.source, False)
         return steps.normalize(x, load("a", True), load("b", True)) if "Normalize" in self.steps else x
+
+    def _batch_norm_grad(self, dy: Expr, load: Load) -> Expr:
+        """Write dy behind BatchNormGrad and the gradients of activations around it."""
+        before, behind = around_batch_norm_grad(self.steps)
+        x = read = load("grad_x", False)
+        if before:
+            z = steps.normalize(x, load("grad_a", True), load("grad_b", True))
+            dy = steps.activation_grad(before, dy, z, self.attributes)
+        if behind:
+            read = steps.apply_activation(behind.removesuffix("Grad"), x, self.attributes)
+        q, w = load("grad_q", True), load("grad_w", True)
+        dy = steps.batch_norm_grad(dy, load("grad_p", True), read, q, w)
+        return steps.activation_grad(behind, dy, x, self.attributes) if behind else dy
 
     def _skip(self, step: str, load: Load) -> Expr:
         """Write what Add or AddNormalized adds."""

@@ -136,7 +136,7 @@ class Sums:
         for q, term in enumerate(self.elements.reductions):
             slot = q * self.block + inner
             load = self.elements.loader(pixel, channel)
-            value = term.behind_gate(d, load)
+            value = EpiloguePlan(self.elements.problem).summed(term, d, load)
             if term.suffix is None:
                 store(self.registers, slot, self.registers[slot] + value)
             else:

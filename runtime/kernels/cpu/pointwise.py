@@ -109,5 +109,5 @@ class BackwardEpilogue:
     def _add(self, channel: Expr, value: Expr, load: Load, *, of_bias: bool) -> None:
         for total, sums in self.sums:
             if total.of_bias == of_bias:
-                summed = total.behind_gate(value, load)
+                summed = self.plan.summed(total, value, load)
                 sums.add(channel, summed if total.suffix is None else summed * total.centred(load))

@@ -337,7 +337,7 @@ class BackwardEpilogue(Epilogue):
             if total.of_bias == of_bias:
                 at = q * self.width + j
                 load = self.reader.load(j)
-                value = total.behind_gate(values[j], load)
+                value = self.plan.summed(total, values[j], load)
                 if total.suffix is None:
                     d.put(self.sums, at, self.sums[at] + value)
                 else:

@@ -122,7 +122,7 @@ def make_case(
     shapes = {
         "dy": (y[0], sliced, *y[2:]),
         "grad_x": y,
-        **dict.fromkeys(("grad_p", "grad_q", "grad_w", "bias"), (y[1],)),
+        **dict.fromkeys(("grad_a", "grad_b", "grad_p", "grad_q", "grad_w", "bias"), (y[1],)),
         "acc": (shape[0], own["acc_stop"] + 1, *shape[2:]),
         **dict.fromkeys((*MAPS_LIKE_X, *(f"x_{i}" for i in range(1, 9))), shape),
     }

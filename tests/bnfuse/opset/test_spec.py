@@ -1,14 +1,18 @@
 """Names and steps of operators."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.spec import (
+    ACTIVATION_GRADS,
     BACKWARD_CORES,
     CONV_GRADS,
     FORWARD_CORES,
+    MASKED_REDUCTIONS,
     WEIGHT_GRADS,
     OpSpec,
     find,
@@ -26,7 +30,9 @@ PROLOGUES = st.tuples(
 )
 EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "StoreInput", "Statistics")))
 GRADIENT_PROLOGUES = st.tuples(
-    *(st.sampled_from(["", step]) for step in ("Slice", "GateGrad", "BatchNormGrad", "Normalize")),
+    *(st.sampled_from(["", step]) for step in ("Slice", "GateGrad")),
+    st.sampled_from(["", *(f"{kind} BatchNormGrad" for kind in ("", *ACTIVATION_GRADS)), "BatchNormGrad ReluGrad"]),
+    st.sampled_from(["", "Normalize"]),
     st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
     st.sampled_from(["", "Gate"]),
 )
@@ -36,7 +42,7 @@ GRADIENT_EPILOGUES = st.tuples(
     st.sampled_from(["", "AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddGradient AddBatchNormGrad"]),
     st.sampled_from(["", *(f"{where}{kind}Grad{more}" for kind in ACTIVATIONS for where, more in AROUND)]),
     st.sampled_from(["", "Reduce"]),
-    st.sampled_from(["", "ReduceOther", "ReduceGated ReduceOther", "ReduceOther ReduceOther"]),
+    st.sampled_from(["", "ReduceOther", "ReduceGated ReduceOther", "ReduceOther ReduceOther", *MASKED_REDUCTIONS]),
     st.sampled_from(["", "Scale", "Accumulate"]),
 )
 
@@ -70,8 +76,10 @@ def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
     read = parse_steps("".join((*written[0], core, *written[2])))
     without_dx = core in WEIGHT_GRADS and {*written[2]} - {"BiasGrad"}
     masked = "".join(step.removesuffix("Grad") for step in written[2] if step.removesuffix("Grad") in ACTIVATIONS)
-    entered = prologue[4].removeprefix("Where ")
-    shared = entered and masked and entered != masked and of_one_name(entered, masked)
+    grads = [step for step in (*written[0], *written[2]) if step in ACTIVATION_GRADS]
+    grads += [MASKED_REDUCTIONS[step] for step in written[2] if step in MASKED_REDUCTIONS]
+    kinds = {*(step for step in written[0] if step in ACTIVATIONS), *(step.removesuffix("Grad") for step in grads)}
+    shared = any(of_one_name(*pair) for pair in itertools.combinations(kinds, 2))
     behind_gate = prologue[5] and (core not in CONV_GRADS or masked or "Reduce" in written[2])
     assert read == (None if without_dx or shared or behind_gate else written)
 

@@ -70,7 +70,8 @@ def transposed(op: str, x: tuple[int, ...], weight: tuple[int, ...], group: int)
     window |= {"output_padding": (1, 1)} if spec.core == "ConvTranspose" else {}
     y = (x[0], weight[1] * group, 2 * x[2], 2 * x[3])
     maps = {**dict.fromkeys((*MAPS_LIKE_X, "dx"), x), **dict.fromkeys(("y", "dy", "grad_x"), y)}
-    of_y = {"bias", "dbias", "grad_p", "grad_q", "grad_w", *(() if spec.is_gradient else ("mean", "variance"))}
+    of_y = {"bias", "dbias", "grad_a", "grad_b", "grad_p", "grad_q", "grad_w"}
+    of_y |= set() if spec.is_gradient else {"mean", "variance"}
     shapes = {**maps, "weight": weight, "dweight": weight, **dict.fromkeys(of_y, y[1:2])}
     shapes = {name: shapes.get(name, x[1:2]) for name in (*spec.operands, *spec.results)}
     text = ", ".join(f"{name} = {list(value) if isinstance(value, tuple) else value}" for name, value in window.items())
