@@ -1,5 +1,12 @@
 """Where maps or gradients add up: identity BatchNorms, skips past an activation, pre-activation."""
 
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import bnfuse
+
 IDENTITY = """
     a = conv(x, 6)
     n0 = bn(a)
@@ -237,3 +244,31 @@ def test_an_activation_whose_result_does_not_tell_its_mask_is_read_as_it_was(tra
     result = rewritten(training(CONV_MIXER.replace("relu(", "silu(")), "bnff")
     assert "BatchNormGradQuickGeluGradConvGradBiasGradReduceOther" in ops(result)
     assert result.report.unfused == ()
+
+
+BODIES = {
+    "identity": IDENTITY,
+    "pre-activation": PRE_ACTIVATION,
+    "activated residual": ACTIVATED_RESIDUAL,
+    "activation first": CONV_MIXER,
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_step_gives_the_gradients_of_the_file(name, training, ort):
+    model = training(BODIES[name])
+    proto = ir.to_proto(model)
+    step = bnfuse.compile(bnfuse.rewrite(proto).model, target="cpu")
+    values = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    images = np.random.default_rng(3).standard_normal((2, 3, 8, 8)).astype(np.float32)
+    labels = np.array([1, 3])
+    loss = step.forward(images, labels)
+    step.backward()
+    wanted = ort(model, {"x": images, "labels": labels})
+    assert loss == pytest.approx(float(wanted["loss"]), rel=1e-5)
+    found = step.gradients()
+    assert {*found} == {name.removesuffix("_grad") for name in wanted if name.endswith("_grad")} & {*values}
+    floor = 1e-3 * max(float(np.linalg.norm(wanted[f"{name}_grad"])) for name in found)
+    for name, gradient in found.items():
+        error = np.linalg.norm(gradient - wanted[f"{name}_grad"]) / (np.linalg.norm(wanted[f"{name}_grad"]) + floor)
+        assert error < 1e-4, f"{name} is off by {error:.1e}"
