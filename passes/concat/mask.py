@@ -10,6 +10,8 @@ something else reads too, or that is no gradient of a normalised map, stays as i
 (Where). What is the sum of a piece and another reader's gradient is masked behind that sum, by what writes its last
 term. Where no piece is masked, a convolution that reads another map (a residual sum) reduces over t as well.
 
+Where that has no room, one mask before the Split takes the place of all, if there is one for each piece.
+
 Refuses a gradient that is not written by an operator with room, or by a convolution that reads another map; and where
 reading all of t costs more than the sweeps over its pieces.
 """
@@ -26,7 +28,6 @@ from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_s
 from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, PLAIN_OPS, OpSpec
 from bnfuse.opset.traffic import reads_elements_of_x
 from bnfuse.passes.concat.ranges import is_range, joined, length, pieces
-from bnfuse.passes.concat.sink import lets_through
 from bnfuse.passes.concat.split import is_cut_mask
 from bnfuse.passes.dialect.source_ops import MAPS, gradient_of, is_map, read
 from bnfuse.passes.dialect.steps import REDUCTIONS, has_room_after, try_spec
@@ -64,7 +65,7 @@ def sink_backward(editor: Editor, split: ir.Node) -> None:
         return
     found = [piece_of(value, start) for value, start in flat_pieces(split)]
     masks = [piece.mask for piece in found if piece.mask is not None]
-    if masks and (reason := move(editor, split, found)):
+    if masks and (reason := move(editor, split, found)) and join(editor, split, found):
         for op in masks:
             editor.refuse(op.node, reason)
 
@@ -99,8 +100,6 @@ def move(editor: Editor, split: ir.Node, found: Sequence[Piece]) -> str | None:
     producer = gradient_of(dy)
     if dy is None or producer is None:
         writer = dy.producer() if dy is not None else None
-        if writer is not None and lets_through(writer):
-            return join(editor, split, found)
         return (
             f"the gradient that is split is written by {writer.op_type if writer else 'no node'}, without an epilogue"
         )
@@ -144,7 +143,7 @@ def move(editor: Editor, split: ir.Node, found: Sequence[Piece]) -> str | None:
 def join(editor: Editor, split: ir.Node, found: Sequence[Piece]) -> str | None:
     """Put one mask before a Split in the place of one for each piece, or give the reason why they stay.
 
-    What puts the gradient together or permutes it may let the mask through.
+    What puts the gradient together or permutes it may let the mask through; one sweep is no more than several.
     """
     dy, first = split.inputs[0], found[0].mask
     assert dy is not None
