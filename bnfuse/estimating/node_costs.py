@@ -28,6 +28,7 @@ STEPS = {
     "Gate": 1,
     "Add": 1,
     "Where": 1,
+    "SkipGate": 1,
     "GateGrad": 1,
     "BatchNormGrad": GRADIENT_INPUT,
     "Bias": 1,

@@ -191,8 +191,10 @@ class Expansion:
             if step == "AddNormalized":
                 skip = self._normalize(skip, operands["skip_a"], operands["skip_b"], node)
             skip = self._activated(skip_kind, skip, node) if skip_kind else skip
+            if "skip_gate" in operands:
+                skip = self._once("Mul", [self._name(operands["skip_gate"]), skip], node)
             return self._once("Add", [x, skip], node)
-        return x if of_skip(step) else self._activated(step, x, node)
+        return x if step == "SkipGate" or of_skip(step) else self._activated(step, x, node)
 
     def _activated(self, kind: str, x: str, node: ir.Node) -> str:
         """One activation of a prologue, with the node's attributes."""

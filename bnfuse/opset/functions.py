@@ -131,8 +131,9 @@ def prologue_step(step: str, x: ir.Value, body: Body, prologue: tuple[str, ...])
     if step in ("Add", "AddNormalized"):
         skip = body["skip"] if step == "Add" else affine(body["skip"], "skip_a", "skip_b", body)
         kind = skip_activation(prologue)
-        return body("Add", x, activation(kind, skip, body) if kind else skip)
-    return x if of_skip(step) else activation(step, x, body)
+        skip = activation(kind, skip, body) if kind else skip
+        return body("Add", x, body("Mul", body["skip_gate"], skip) if "SkipGate" in prologue else skip)
+    return x if step == "SkipGate" or of_skip(step) else activation(step, x, body)
 
 
 def chosen(channels: str, made: ir.Value, kept: ir.Value, body: Body) -> ir.Value:

@@ -71,6 +71,10 @@ PROLOGUE = {
     "AddNormalized": Text(
         "x <- x + (skip_a*skip + skip_b)", "A residual sum whose second operand has a BatchNorm of its own."
     ),
+    "SkipGate": Text(
+        "x <- x + skip_gate*skip or x + skip_gate*(skip_a*skip + skip_b)",
+        "The second operand of the Add or AddNormalized behind it, normalised and activated, is multiplied by a gate.",
+    ),
     "SkipActivation": Text(
         "x <- x + f(skip) or x + f(skip_a*skip + skip_b)",
         "The second operand of the Add or AddNormalized behind it goes through an activation: SkipRelu, SkipHardSwish, "
@@ -322,7 +326,7 @@ An operator is a core with the steps on its way in (its prologue) and on its way
 the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b), weight) and the statistics of the
 result. Steps come in this order:
 
-    forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] Add|AddNormalized] [{CHOICE}]
+    forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [GateGrad] [[ActivationGrad] BatchNormGrad [ActivationGrad]]
@@ -335,10 +339,10 @@ result. Steps come in this order:
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
 columns, the operands of the prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight,
 then the results of the epilogue's steps. Maps (x, y, dy, dx, skip, other, other_dy, other_x, skip_grad, acc, stored,
-grad_x, x_i) are float32 [N, C, H, W], gates (gate, grad_gate, other_gate, gate_i) [N, C, 1, 1] or [1, C, 1, 1], indices
-int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are float32 [C], or [G,
-C] for G groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of any rank from 2 on.
-Every attribute is required.
+grad_x, x_i) are float32 [N, C, H, W], gates (gate, skip_gate, grad_gate, other_gate, gate_i) [N, C, 1, 1] or
+[1, C, 1, 1], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are
+float32 [C], or [G, C] for G groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of
+any rank from 2 on. Every attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators alone, so that any runtime executes it. The
 functions need opset 13 or later.
@@ -393,7 +397,7 @@ def step_attributes(name: str) -> tuple[str, ...]:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
     alone = ("Bias", "StoreInput", "Statistics", "Gate", "Add", "AddNormalized", "Where", "SkipActivation")
-    if name in (*alone, "AddSkipGradient", MASKED):
+    if name in (*alone, "SkipGate", "AddSkipGradient", MASKED):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes
@@ -427,7 +431,7 @@ def _entry(
     return "\n".join(lines).rstrip() + "\n"
 
 
-GATES = ("gate", "grad_gate", "other_gate", "gate_i")
+GATES = ("gate", "skip_gate", "grad_gate", "other_gate", "gate_i")
 MAPS = (*MAPS_LIKE_X, "y", "dy", "dx", "dz", "acc", "stored", "grad_x", "x_i", "log_prob", "dscores")
 
 

@@ -97,8 +97,9 @@ def _prologue_step(
         skip = operands["skip"]
         if step == "AddNormalized":
             skip = per_channel(operands["skip_a"]) * skip + per_channel(operands["skip_b"])
-        return x + (activation(skip_kind, skip, attributes) if skip_kind else skip)
-    return x if of_skip(step) else activation(step, x, attributes)
+        skip = activation(skip_kind, skip, attributes) if skip_kind else skip
+        return x + (operands["skip_gate"] * skip if "skip_gate" in operands else skip)
+    return x if step == "SkipGate" or of_skip(step) else activation(step, x, attributes)
 
 
 def activation(kind: str, z: Array, attributes: Attributes) -> Array:

@@ -9,7 +9,7 @@ The name of an operator is the concatenation of its steps, `NormalizeReluConvSta
 about it follows from the steps: operands, results and attributes here; the function body in `functions.py`,
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
-    forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] Add|AddNormalized] [Activation]
+    forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [GateGrad] [[ActivationGrad] BatchNormGrad [ActivationGrad]]
@@ -29,6 +29,7 @@ Forward steps (all maps are NCHW in files; a, b, ... have one value per channel)
     Add             x <- x + skip
     AddNormalized   x <- x + (skip_a*skip + skip_b)
     SkipActivation  what is added is f of that, f(skip) or f(skip_a*skip + skip_b): SkipRelu, SkipHardSwish, ...
+    SkipGate        what is added is skip_gate times that
     Bias            y <- y + bias
     StoreInput      the x that the core read is also a result, `stored`
     Statistics      mean and biased variance of y over N, H, W are also results
@@ -123,7 +124,7 @@ SHARED = ("ReduceOther", "ReduceGated", *MASKED_REDUCTIONS)  # reductions of fur
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
     rf"(?P<way_in>(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(Gate)?"
-    rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(?P<add>AddNormalized|Add))?(?P<last>{_ACTIVATION})?)"
+    rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(SkipGate)?(?P<add>AddNormalized|Add))?(?P<last>{_ACTIVATION})?)"
     rf"(?P<core>{'|'.join(FORWARD_CORES)})"
     r"(?P<way_out>(Bias)?(StoreInput)?(Statistics)?)"
 )
@@ -256,6 +257,7 @@ PROLOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Normalize": ("a", "b"),
     "Where": ("active",),
     "Gate": ("gate",),
+    "SkipGate": ("skip_gate",),
     "Add": ("skip",),
     "AddNormalized": ("skip", "skip_a", "skip_b"),
     "GateGrad": ("grad_gate",),

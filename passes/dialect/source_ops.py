@@ -25,7 +25,8 @@ from bnfuse.opset.spec import DOMAIN, MAPS_LIKE_X, OpSpec
 from bnfuse.passes.rewriter import Op, own_op
 
 BATCH_NORM, BATCH_NORM_GRAD = "BatchNorm", "BatchNormGrad"
-MAPS = (*MAPS_LIKE_X, "dy", "dz", "acc", "grad_x", "gate", "grad_gate", "other_gate")  # operands that are maps
+# operands that are maps
+MAPS = (*MAPS_LIKE_X, "dy", "dz", "acc", "grad_x", "gate", "skip_gate", "grad_gate", "other_gate")
 
 
 def read(node: ir.Node | None) -> Op | None:

@@ -24,12 +24,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OF_GRADIENT, SHARED, OpSpec
-from bnfuse.passes.dialect.source_ops import constant_of, forward_of, gradient_of, is_map, read, sizes
+from bnfuse.opset.spec import SHARED, OpSpec
+from bnfuse.passes.dialect.source_ops import constant_of, forward_of, gradient_of, is_gate_of, is_map, read, sizes
 from bnfuse.passes.dialect.steps import has_room_after, try_spec
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, sort
 
 GATE = OpSpec(("Gate",), "Pointwise")
+MEAN_GRAD = OpSpec((), "GlobalAveragePoolGrad")
 AREA = (2, 3)  # the axes of height and width
 
 
@@ -44,6 +45,7 @@ class GateFusion(ir.passes.InPlacePass):
                 merge_division(editor, node)
         for node in list(model.graph):
             if node.graph is not None and node.op_type == "Mul" and not node.domain:
+                narrow(editor, node)
                 widen(editor, node)
         for node in list(model.graph):
             if node.graph is None:
@@ -53,6 +55,8 @@ class GateFusion(ir.passes.InPlacePass):
             elif (op := read(node)) is not None:
                 if "AddGradient" in op.node.op_type:
                     fuse_added(editor, op)
+                elif op.spec == MEAN_GRAD:
+                    repeat(editor, op)
                 elif op.spec.name == "BatchNormGradReduce":
                     fuse_reduce(editor, op)
                 elif op.spec == GATE:
@@ -116,6 +120,20 @@ def is_division(node: ir.Node) -> bool:
     """Tell whether a node divides by one constant."""
     divisor = constant_of(node.inputs[1]) if node.op_type == "Div" and not node.domain else None
     return divisor is not None and divisor.size == 1
+
+
+def narrow(editor: Editor, node: ir.Node) -> None:
+    """Multiply by a gate as it is, not by what a graph expands it to."""
+    for place, (x, wide) in enumerate((node.inputs[1::-1], node.inputs[:2])):
+        expand = wide.producer() if wide is not None else None
+        if expand is None or expand.op_type != "Expand" or expand.domain or not (is_map(x) and is_map(wide)):
+            continue
+        gate = expand.inputs[0]
+        if is_map(gate) and sizes(x) == sizes(wide) and is_gate_of(sizes(gate), sizes(x)):
+            node.replace_input_with(place, gate)
+            editor.remove_dead([expand])
+            editor.fused.append(node.name or "Mul")
+            return
 
 
 def widen(editor: Editor, node: ir.Node) -> None:
@@ -183,6 +201,19 @@ def sums_images(node: ir.Node) -> bool:
 # Gradients behind a gate
 
 
+def repeat(editor: Editor, mean: Op) -> None:
+    """Give each sum of gradients a pooling's gradient of its own, where several add one: those of branches."""
+    dx = mean.results["dx"]
+    readers = list(dict.fromkeys(use.node for use in dx.uses()))
+    if dx.is_graph_output() or any(reader.op_type != "Sum" or reader.domain for reader in readers):
+        return
+    for reader in readers[1:]:
+        own = editor.emit(MEAN_GRAD, mean.operands, {}, {}, before=reader, of=[mean.node])["dx"]
+        for place, value in enumerate(reader.inputs):
+            if value is dx:
+                reader.replace_input_with(place, own)
+
+
 def fuse_added(editor: Editor, op: Op) -> None:
     """Multiply the gradient of another reader by its gate where it is added."""
     gate = gate_of(op.operands.get("other"))
@@ -236,6 +267,4 @@ def with_gate(op: Op, product: ir.Value) -> OpSpec | None:
         return None
     if [name for name, value in op.operands.items() if value is product] != ["dy"]:
         return None
-    if op.spec.core == "PointwiseGrad" and not {*OF_GRADIENT} & {*op.spec.prologue}:
-        return None  # a mask alone: a sweep that must stay reads the product as well
     return try_spec(("GateGrad", *op.spec.prologue), op.spec.core, op.spec.epilogue)

@@ -168,7 +168,7 @@ def absorbed_skip(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] 
         spec = try_spec((*source.steps.prologue, *prologue), *leaving)
         operands = {**source.operands, "skip": reader.operands["x"]}
     else:
-        if "Add" not in prologue or skip_activation(prologue):
+        if "Add" not in prologue or skip_activation(prologue) or "SkipGate" in prologue:
             return None
         place = prologue.index("Add")
         front, rest = prologue[:place], prologue[place + 1 :]
@@ -185,15 +185,18 @@ def absorbed_skip(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] 
 def steps_of_skip(steps: tuple[str, ...]) -> tuple[str, ...] | None:
     """Give the steps that add a skip which goes through `steps`; None where they are more than a skip can have."""
     normalized = steps[:1] == ("Normalize",)
-    kinds = steps[normalized:]
+    gated = steps[-1:] == ("Gate",)
+    kinds = steps[normalized : len(steps) - gated]
     if len(kinds) > 1 or not {*kinds} <= {*ACTIVATIONS}:
         return None
-    return (*(f"Skip{kind}" for kind in kinds), "AddNormalized" if normalized else "Add")
+    gate = ("SkipGate",) if gated else ()
+    return (*(f"Skip{kind}" for kind in kinds), *gate, "AddNormalized" if normalized else "Add")
 
 
 def as_skip(operands: dict[str, ir.Value]) -> dict[str, ir.Value]:
-    """Name the operands of a normalised map as those of the second one of a sum."""
-    return {f"skip{name}": operands[own] for name, own in (("", "x"), ("_a", "a"), ("_b", "b")) if own in operands}
+    """Name the operands of a normalised, perhaps gated map as those of the second one of a sum."""
+    names = {"x": "skip", "a": "skip_a", "b": "skip_b", "gate": "skip_gate"}
+    return {name: operands[own] for own, name in names.items() if own in operands}
 
 
 def is_of_stored_sum(op: Op) -> bool:

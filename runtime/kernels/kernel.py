@@ -24,7 +24,7 @@ from bnfuse.runtime.targets.target import Target
 
 Access = Literal["in", "out", "inout"]
 
-GATED = {"gate": "x", "grad_gate": "dy"}  # gates, by the map that they multiply; all others are of dx
+GATED = {"gate": "x", "skip_gate": "x", "grad_gate": "dy"}  # gates, by the map that they multiply; all others are of dx
 
 
 @dataclasses.dataclass(frozen=True)

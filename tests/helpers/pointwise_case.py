@@ -22,7 +22,7 @@ FORWARD = [
     ("ReluAddNormalizedReluPointwise", (1, 1, 1, 1)),
     ("NormalizeWhereReluPointwise", (2, 37, 3, 5)),
     ("NormalizeGateAddNormalizedReluPointwiseStatistics", (3, 19, 4, 5)),
-    ("NormalizeGateSkipReluAddNormalizedReluPointwise", (3, 19, 4, 5)),
+    ("NormalizeReluGateSkipReluSkipGateAddNormalizedPointwise", (3, 19, 4, 5)),
     ("GatePointwise", (2, 37, 3, 5)),
     ("WhereQuickGeluAddPointwiseStatistics", (2, 21, 4, 3)),
     ("NormalizeSkipHardSwishAddPointwiseStatistics", (2, 9, 3, 4)),

@@ -121,6 +121,11 @@ class _Network:
         else:
             self.node("GlobalAveragePool", [x], y)
 
+    def expand(self, y: str, x: str, size: str) -> None:
+        shape = np.array([2, self.channels[x], int(size), int(size)], np.int64)
+        self.node("Constant", [], f"{y}/shape", value=onnx.numpy_helper.from_array(shape))
+        self.node("Expand", [x, f"{y}/shape"], y)
+
     def mul(self, y: str, a: str, b: str) -> None:
         self.channels[y] = self.channels[a]
         self.node("Mul", [a, b], y)

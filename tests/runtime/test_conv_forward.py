@@ -43,7 +43,7 @@ PROLOGUES = (
     "NormalizeWhereRelu",
     "Gate",
     "NormalizeHardSwishGate",
-    "NormalizeGateSkipReluAddNormalizedRelu",
+    "NormalizeReluGateSkipReluSkipGateAddNormalized",
     "WhereQuickGeluAddRelu",
 )
 EPILOGUES = ("", "Bias", "Statistics", "BiasStatistics", "StoreInput", "BiasStoreInputStatistics")
@@ -57,7 +57,7 @@ class Case(ConvCase):
         shapes = {
             "x": (self.n, self.cin, self.h, self.w),
             "skip": (self.n, self.cin, self.h, self.w),
-            "gate": (self.n, self.cin, 1, 1),
+            **dict.fromkeys(("gate", "skip_gate"), (self.n, self.cin, 1, 1)),
             "weight": (self.cout, self.cin // self.group, *self.kernel),
             "bias": (self.cout,),
         }

@@ -1,6 +1,7 @@
 """The way into a core, described once: which maps and vectors its steps read, and what they make of an element.
 
-    x after its steps     [Normalize] [[Where] Activation] [Gate] [[SkipActivation] Add|AddNormalized] [Activation]
+    x after its steps     [Normalize] [[Where] Activation] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized]
+                          [Activation]
     dy after its steps    [GateGrad] [BatchNormGrad]
 
 A code generator brings the operands (into registers, shared memory, vectors) and says by `load` where they are.
@@ -116,4 +117,5 @@ class ProloguePlan:
         if step == "AddNormalized":
             skip = steps.normalize(skip, load("skip_a", True), load("skip_b", True))
         kind = skip_activation(self.steps)
-        return steps.apply_activation(kind, skip, self.attributes) if kind else skip
+        skip = steps.apply_activation(kind, skip, self.attributes) if kind else skip
+        return skip * load("skip_gate", False) if "SkipGate" in self.steps else skip

@@ -127,7 +127,7 @@ def make_case(
         **dict.fromkeys((*MAPS_LIKE_X, *(f"x_{i}" for i in range(1, 9))), shape),
     }
     gate = (shape[0], shape[1], 1, 1)
-    shapes |= dict.fromkeys(("gate", "other_gate", *(f"gate_{i}" for i in range(1, 9))), gate)
+    shapes |= dict.fromkeys(("gate", "skip_gate", "other_gate", *(f"gate_{i}" for i in range(1, 9))), gate)
     shapes["grad_gate"] = (y[0], y[1], 1, 1)
     given = {"x": x, "weight": weight, **matrices, "indices": forward.get("indices")}
     operands = {

@@ -66,7 +66,7 @@ NAMES = (
     "PointwiseGradAddGradientScale",
     "NormalizeHardSwishGateConvStatistics",
     "NormalizeGateAddNormalizedReluPointwiseStatistics",
-    "NormalizeGateSkipReluAddNormalizedReluConv",
+    "NormalizeGateSkipReluSkipGateAddNormalizedReluConv",
     "NormalizeQuickGeluGateGlobalAveragePool",
     "GateGradBatchNormGradNormalizeReluGateConvGradBiasGradAddGradientReduceOtherReduceGated",
     "SliceGateGradPointwiseGradReduceGatedReduceOtherScale",
@@ -105,7 +105,7 @@ def test_the_list_has_every_step_and_core():
     grammar = {*FORWARD_CORES, *BACKWARD_CORES, *ACTIVATIONS, *ACTIVATION_GRADS}
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
     grammar |= {"BiasGrad", "AddGradient", "AddBatchNormGrad", "Where", "AddSkipGradient"}
-    grammar |= {"Gate", "GateGrad", "AddGatedGradient", "ReduceGated"}
+    grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated"}
     grammar |= {"Reduce", "ReduceOther", "Scale", "Accumulate"}
     assert found == grammar
 
@@ -118,7 +118,9 @@ FORWARD_NAMES = st.tuples(
     optional("Normalize"),
     optional(*ACTIVATIONS, *(f"Where{name}" for name in ACTIVATIONS)),
     optional("Gate"),
-    optional("Add", "AddNormalized", *(f"Skip{name}Add" for name in ACTIVATIONS), "SkipReluAddNormalized"),
+    optional(
+        "Add", "AddNormalized", *(f"Skip{name}Add" for name in ACTIVATIONS), "SkipReluAddNormalized", "SkipGateAdd"
+    ),
     st.sampled_from([*FORWARD_CORES]),
     optional("Bias"),
     optional("StoreInput"),

@@ -25,7 +25,9 @@ PROLOGUES = st.tuples(
     st.sampled_from(["", "Normalize"]),
     st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
     st.sampled_from(["", "Gate"]),
-    st.sampled_from(["", "Add", "AddNormalized", *(f"Skip{kind} Add" for kind in ACTIVATIONS)]),
+    st.sampled_from(
+        ["", "Add", "AddNormalized", *(f"Skip{kind} Add" for kind in ACTIVATIONS), "SkipRelu SkipGate Add"]
+    ),
     st.sampled_from(["", *ACTIVATIONS]),
 )
 EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "StoreInput", "Statistics")))
