@@ -21,13 +21,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec
 from bnfuse.opset.traffic import RESHAPES
-from bnfuse.passes.dialect.source_ops import constant_of, gradient_of, is_map, sizes
+from bnfuse.passes.dialect.source_ops import constant_of, is_map, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult, sort
 
 MOST = 16  # maps of a stack
-MEAN_GRAD = OpSpec((), "GlobalAveragePoolGrad")
 ELEMENTWISE = ("Mul", "Add", "Sub", "Div", "Sum")
 PIXELS, MAPS = (3, 4), (1,)  # axes of a stack
 
@@ -174,17 +172,8 @@ class Unstacking:
         for value in node.inputs:
             assert value is not None
             maps = [value] if is_scalar(value) else self.of(value, node)
-            operands.append(self.repeated(maps[0], count, node) if len(maps) == 1 else maps)
+            operands.append(maps * count if len(maps) == 1 else maps)
         return [self.emit(node.op_type, list(each), node) for each in zip(*operands, strict=True)]
-
-    def repeated(self, value: ir.Value, count: int, node: ir.Node) -> list[ir.Value]:
-        """Give a map for each of a stack's. Sums get a gradient of a mean each: they write it anyway."""
-        writer = gradient_of(value) if node.op_type == "Sum" else None
-        if writer is None or writer.spec != MEAN_GRAD:
-            return [value] * count
-        of = [writer.node]
-        more = [self.editor.emit(MEAN_GRAD, writer.operands, {}, {}, before=node, of=of)["dx"] for _ in range(1, count)]
-        return [value, *more]
 
     def of(self, stack: ir.Value, before: ir.Node) -> list[ir.Value]:
         """Give the maps of a stack; one that comes from elsewhere, of single pixels, is cut into them."""
