@@ -48,6 +48,7 @@ from bnfuse.passes.fusion.pool_first import PoolFirst
 from bnfuse.passes.fusion.scale import ScaleFusion
 from bnfuse.passes.fusion.shared_mask import SharedMaskFusion
 from bnfuse.passes.fusion.statistics import StatisticsFusion
+from bnfuse.passes.fusion.sum_mask import SumIntoMask
 from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused
 from bnfuse.passes.removal.drop_bias import DropBias
 from bnfuse.passes.removal.placements import Selection, select
@@ -160,6 +161,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     stages = [listed, across] if icf else [listed] if listed else []
     if rank >= LEVELS.index("bnff"):  # what is left then has no better place
         stages.append([(f"{level}/shared-mask", SharedMaskFusion), *_fusions(level, concats=True)])
+        stages.append([(f"{level}/sum-and-mask", SumIntoMask)])
     return stages
 
 

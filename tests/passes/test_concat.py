@@ -389,3 +389,36 @@ def test_a_pooling_reads_the_whole_only_where_that_is_less_than_the_sweeps(other
     result = rewritten(model)
     assert ("NormalizeMaxPoolGradWhereClipGradReduce" in ops(result)) == moves
     assert swept(result) == ([] if moves else ["gradient reductions"])
+
+
+RES2NET = """
+    a = conv(x, 6)
+    n = bn(a)
+    r = relu(n)
+    p, q, u = cut(r, 2, 2, 2)
+    b = conv(p, 2, k=3)
+    nb = bn(b)
+    rb = relu(nb)
+    s = add(rb, q)
+    c = conv(s, 2, k=3)
+    nc = bn(c)
+    rc = relu(nc)
+    t = cat(rb, rc, u)
+    d = conv(t, 6)
+    nd = bn(d)
+    out = relu(nd)
+"""
+
+
+def test_a_gradient_that_two_layers_read_is_added_where_it_is_masked(training, rewritten, ops):
+    """Res2Net: the gradient of a sum goes to a piece of the map that is split and to the layer before."""
+    result = rewritten(training(RES2NET))
+    assert "Sum" not in ops(result)
+    assert ops(result).count("NormalizePointwiseGradAddGradientReluGradReduce") == 1
+    assert "normalise" not in swept(result)
+
+
+def test_a_sum_that_a_convolution_takes_goes_there_and_not_into_a_sweep(training, rewritten, ops):
+    body = RES2NET.replace("s = add(rb, q)", "s = add(rb, rb)")
+    result = rewritten(training(body))
+    assert not any("PointwiseGradAddGradient" in op for op in ops(result))
