@@ -11,8 +11,8 @@ the anchor that writes their map, so what is summed up behind two of them takes 
 input gradient p*dz + q*x + w only q and w are waited for: what several of them over one x add up to is the sum of p*dz,
 which the anchors that write dz accumulate, and x, read with it.
 
-The bound is that of the operators as they stand. A schedule that does two convolutions in one, or computes a sum anew
-in each of its readers, may move less.
+Sums of the forward pass are stored, or computed anew by what reads them, whatever moves less. The bound is that of the
+operators as they stand; a schedule that does two convolutions in one may move less.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ class _Plan:
             if value not in self.made:
                 self.store(value, size)
         operands, kind = [value for value, _ in read], kind_of(node)
-        if kind == "view" and not operands:  # of what is no map
-            for value, size in written:
-                self.store(value, size)
+        if not operands:
+            self.source(node, written)
         elif kind == "view":
             self.view(node, operands, written)
         elif kind == "batch norm":
@@ -144,6 +143,15 @@ class _Plan:
         """Have a map be there as it is."""
         self.made[value] = (Segment(int(value.shape[1]), {value: size}),)  # type: ignore[index, arg-type]
         self.order[value] = len(self.order)
+
+    def source(self, node: ir.Node, written: Touched) -> None:
+        """Have a map be there that is made of none: another shape of what is no map; zeros and what is drawn are no map
+        to read."""
+        for value, size in written:
+            if kind_of(node) == "view":
+                self.store(value, size)
+            else:
+                self.made[value] = (Segment(int(value.shape[1]), {}),)  # type: ignore[index, arg-type]
 
     def anchor(self, node: ir.Node, operands: list[ir.Value], written: Touched) -> None:
         """Make a pass of a node."""
@@ -207,11 +215,17 @@ class _Plan:
         """Add the other terms where the last one is written, or store the sum in a pass of its own."""
         terms, forward = largest(read), node in self.forward
         made = self.made
+        if overlap([made[value] for value in terms]) < 2:  # zeros but for one, in each channel
+            self.elementwise(read, written)
+            return
         takers = [value for value in terms if value not in self.late and self.taker(value, made, forward)]
         alike = all(value in self.rest and maps_of(self.rest[value]) == maps_of(self.rest[terms[0]]) for value in terms)
         if not takers and alike:
             made = self.scaled
             takers = [value for value in terms if self.taker(value, made, forward)]
+        if not takers and forward and self.is_read_seldom(written[0][0], read):
+            self.elementwise(read, written)
+            return
         if not takers:
             self.anchor(node, terms, written)
             return
@@ -224,6 +238,24 @@ class _Plan:
                 self.scaled[value], self.rest[value] = made[last], self.rest[last]
                 self.made[value] = joined([made[last], self.rest[last]])
                 self.late.add(value)
+
+    def is_read_seldom(self, total: ir.Value, read: Touched) -> bool:
+        """Tell whether reading the terms as often as the sum is read moves less than storing it."""
+        terms = sum(maps_of(joined([self.made[value] for value, _ in read])).values())
+        readers, size = self.readers(total), max(size for _, size in read)
+        return readers * terms < terms + size + readers * size
+
+    def readers(self, value: ir.Value) -> int:
+        """Count what reads a value's elements, or what is elementwise of it; not masks, where they are at hand."""
+        found = 0
+        for node in dict.fromkeys(use.node for use in value.uses()):
+            if node not in self.forward:
+                found += not is_mask(node) and any(v is value for v, _ in node_maps(node, self.graph)[0])
+            elif kind_of(node) in ("view", "elementwise", "batch norm"):
+                found += sum(self.readers(each) for each in node.outputs)
+            else:
+                found += 1
+        return found
 
     def taker(self, value: ir.Value, made: Mapping[ir.Value, Made], forward: bool) -> Pass | None:
         """Find what writes a value and may change it: it is (part of) one map, in this phase, and has one reader."""
@@ -276,6 +308,13 @@ def joined(all_made: Sequence[Made]) -> Made:
     )
 
 
+def overlap(all_made: Sequence[Made]) -> int:
+    """Count of how many values a channel is made, at the most."""
+    ends = sorted({end for made in all_made for end in ends_of(made)})
+    pieces = [[between(made, start, stop) for made in all_made] for start, stop in zip([0, *ends], ends, strict=False)]
+    return max((sum(bool(maps_of(made)) for made in piece) for piece in pieces), default=0)
+
+
 def together(maps: Iterable[Sizes]) -> Sizes:
     """Give all maps; of one that several have, the most that one of them has."""
     found: Sizes = {}
@@ -325,6 +364,11 @@ def largest(read: Touched) -> list[ir.Value]:
     """List the operands of the largest size, each once: others are repeated over it."""
     most = max((size for _, size in read), default=0)
     return list(dict.fromkeys(value for value, size in read if size == most))
+
+
+def is_mask(node: ir.Node) -> bool:
+    """Tell whether a node of the backward pass is elementwise, or a BatchNorm's gradient."""
+    return kind_of(node) in ("elementwise", "gradient")
 
 
 def kind_of(node: ir.Node) -> str:

@@ -32,18 +32,32 @@ def test_convolutions_around_a_batch_norm(training):
     assert least(model) == (forward * CHANNEL + 6 * POOLED, backward * CHANNEL + 6 * POOLED)
 
 
-def test_a_residual_sum_is_stored_once(training):
+def test_a_residual_sum_that_much_reads_is_stored_once(training):
     model = training("""
         a = conv(x, 4)
         b = conv(a, 4, k=3)
         n = bn(b)
         s = add(n, a)
+        c = conv(s, 4, k=3)
+        out = add(c, s)
+    """)
+    forward = (3 + 4) + (4 + 4) + (4 + 4 + 4) + (4 + 4) + 4  # the sum reads two and writes one; the last is c's to add
+    # c's: reads s and, for the reductions, b; b's, whose epilogue adds what s read of a: the gradient, b, a; a's
+    backward = (4 + 4 + 4) + (4 + 4 + 4 + 4) + (4 + 3)
+    assert least(model) == (forward * CHANNEL + 4 * POOLED, backward * CHANNEL + 4 * POOLED)
+
+
+def test_a_sum_that_is_read_by_one_convolution_is_computed_there(training):
+    model = training("""
+        a = conv(x, 4)
+        n = bn(a)
+        b = conv(x, 4)
+        m = bn(b)
+        s = add(n, m)
         out = conv(s, 6)
     """)
-    forward = (3 + 4) + (4 + 4) + (4 + 4 + 4) + (4 + 6) + 6  # the sum reads two and writes one
-    # of the last: reads s and, for the reductions, b; of the middle one, whose epilogue adds what s read of a: its
-    # gradient, b, a; of the first
-    backward = (4 + 4 + 4) + (4 + 4 + 4 + 4) + (4 + 3)
+    forward = (3 + 4) + (3 + 4) + (4 + 4 + 6) + 6
+    backward = (4 + 4 + 4) + 2 * (4 + 4 + 3)
     assert least(model) == (forward * CHANNEL + 6 * POOLED, backward * CHANNEL + 6 * POOLED)
 
 
