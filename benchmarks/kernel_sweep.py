@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import CONV_GRADS, MAPS_LIKE_X, OpSpec, parse
+from bnfuse.opset.spec import (
+    CONV_GRADS,
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    OpSpec,
+    is_numbered_map,
+    parse,
+)
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.conv_backward import conv_backward
@@ -47,9 +54,9 @@ class Case:
         """Of an operand, in NCHW or OIHW."""
         if name == "weight":
             return self.weight
-        if name in ("dy", "grad_x"):
+        if name in MAPS_LIKE_DY:
             return self.y
-        if name in (*MAPS_LIKE_X, "acc") or name.startswith("x_"):
+        if name in (*MAPS_LIKE_X, "acc") or is_numbered_map(name):
             return self.x
         return (self.y if name in ("bias", "grad_a", "grad_b", "grad_p", "grad_q", "grad_w") else self.x)[1:2]
 

@@ -19,6 +19,7 @@ from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.functions_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
+    ADDED_REDUCTIONS,
     CONV_GRADS,
     DOMAIN,
     FORWARD_CORES,
@@ -198,6 +199,8 @@ def own_batch_norm_grad(op: OpSpec, dy: ir.Value, body: Body) -> ir.Value:
     """Write dy behind BatchNormGrad and the gradients of activations around it."""
     before, behind = around_batch_norm_grad(op.prologue)
     x = body["grad_x"]
+    if "AddGrad" in op.prologue:
+        dy = body("Add", dy, body["grad_other"])
     if before:
         dy = body.formula(GRADIENTS[before].gradient, z=affine(x, "grad_a", "grad_b", body), d=dy)
     if behind is None:
@@ -312,7 +315,8 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
             shared = body("Mul", body[f"gate_{other}"], dx) if step == "ReduceGated" else dx
             if step in MASKED_REDUCTIONS:
                 behind = affine(body[f"x_{other}"], f"a_{other}", f"b_{other}", body)
-                shared = body.formula(GRADIENTS[MASKED_REDUCTIONS[step]].gradient, z=behind, d=dx)
+                whole = body("Add", dx, body[f"other_{other}"]) if step in ADDED_REDUCTIONS else dx
+                shared = body.formula(GRADIENTS[MASKED_REDUCTIONS[step]].gradient, z=behind, d=whole)
             results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, names, body)
         elif step == "Scale":
             dx = body("Mul", body.per_channel("acc_p"), dx)

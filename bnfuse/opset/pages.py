@@ -44,6 +44,10 @@ PROLOGUE = {
         "dy <- grad_gate*dy",
         "dy is the gradient behind a gate that needs none of its own, such as a drop path's; grad_gate is like gate.",
     ),
+    "AddGrad": Text(
+        "dy <- dy + grad_other",
+        "The gradient of another reader, where the sum is not stored: both are needed as they are, too.",
+    ),
     "BatchNormGrad": Text(
         "dy <- grad_p*dy + grad_q*grad_x + grad_w",
         "The input gradient of the BatchNorm that follows the core in the forward graph, computed where it is read. "
@@ -172,7 +176,8 @@ EPILOGUE = {
     MASKED: Text(
         "dbeta_i = sum of d, dgamma_i = sum of d*(x_i - mean_i)*inv_std_i; d = dx*f'(a_i*x_i + b_i)",
         "ReduceOther for a BatchNorm and the activation behind it, where dx is needed as it is, too: behind a residual "
-        "sum. ReduceReluGrad, ReduceHardSwishGrad, and so on, with the activation's attributes.",
+        "sum. ReduceReluGrad, ReduceHardSwishGrad, and so on, with the activation's attributes. ReduceAddedReluGrad "
+        "and its like have an operand other_i, a map like dx, behind b_i: d = (dx + other_i)*f'(a_i*x_i + b_i).",
     ),
     "Scale": Text("dx <- acc_p*dx", "The first term of a gradient that BatchNorms over the same channels add up."),
     "Accumulate": Text(
@@ -329,12 +334,12 @@ result. Steps come in this order:
     forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [GateGrad] [[ActivationGrad] BatchNormGrad [ActivationGrad]]
+    backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] {CHOICE}] [Gate]
                {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
-               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad]* [Scale|Accumulate]
+               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]* [Scale|Accumulate]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
 columns, the operands of the prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight,

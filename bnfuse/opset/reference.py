@@ -20,6 +20,7 @@ from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.reference_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
+    ADDED_REDUCTIONS,
     CONV_GRADS,
     MASKED_REDUCTIONS,
     SHARED,
@@ -201,6 +202,7 @@ def _own_batch_norm_grad(op: OpSpec, dy: Array, operands: Operands, attributes: 
     """Give dy behind BatchNormGrad and the gradients of activations around it."""
     before, behind = around_batch_norm_grad(op.prologue)
     x = operands["grad_x"]
+    dy = dy + operands["grad_other"] if "AddGrad" in op.prologue else dy
     if before:
         z = per_channel(operands["grad_a"]) * x + per_channel(operands["grad_b"])
         dy = activation_grad(before, dy, z, attributes)
@@ -252,7 +254,8 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
             shared = operands[f"gate_{other}"] * dx if step == "ReduceGated" else dx
             if step in MASKED_REDUCTIONS:
                 a, b = (per_channel(operands[f"{name}_{other}"]) for name in "ab")
-                shared = activation_grad(MASKED_REDUCTIONS[step], dx, a * operands[f"x_{other}"] + b, attributes)
+                whole = dx + operands[f"other_{other}"] if step in ADDED_REDUCTIONS else dx
+                shared = activation_grad(MASKED_REDUCTIONS[step], whole, a * operands[f"x_{other}"] + b, attributes)
             read = (operands[f"{name}_{other}"] for name in ("x", "mean", "inv_std"))
             results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, *read)
         elif step == "Scale":

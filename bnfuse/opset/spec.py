@@ -12,13 +12,13 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
     forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [StoreInput] [Statistics]
-    backward   [Slice] [GateGrad] [[ActivationGrad] BatchNormGrad [ActivationGrad]]
+    backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] Activation] [Gate]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] ActivationGrad [AddSkipGradient]]
-               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad]* [Scale|Accumulate]
+               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]* [Scale|Accumulate]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
@@ -38,6 +38,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
 
     Slice           dy <- dy[:, grad_start : grad_stop]        attributes grad_start, grad_stop
     GateGrad        dy <- grad_gate*dy                         grad_gate is like gate
+    AddGrad         dy <- dy + grad_other                      the gradient of another reader
     BatchNormGrad   dy <- grad_p*dy + grad_q*grad_x + grad_w   the input gradient of the BN that follows the core
     ActivationGrad  before it, of the activation behind that BN: dy <- dy * f'(grad_a*grad_x + grad_b)
     ActivationGrad  behind it, of the activation before that BN, which is then over f(grad_x), as BatchNormGrad is:
@@ -54,6 +55,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     ReduceOther     the same for another BN that shares dx: operands x_i, mean_i, inv_std_i (i = 1, 2, ...)
     ReduceGated     the same for one that shares dx behind a gate: of gate_i*dx
     ReduceActivationGrad  the same for one that shares dx behind an activation: of dx * f'(a_i*x_i + b_i)
+    ReduceAddedActivationGrad  and beside another gradient: of (dx + other_i) * f'(a_i*x_i + b_i)
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
 
@@ -118,7 +120,11 @@ WEIGHT_GRADS = ("ConvGradWeight", "ConvTransposeGradWeight")  # they have no dx
 RESAMPLES = ("Resample", "ResampleGrad")
 TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeight")
 
-MASKED_REDUCTIONS = {f"Reduce{step}": step for step in ACTIVATION_GRADS}  # and what they do with dx first
+ADDED_REDUCTIONS = tuple(f"ReduceAdded{step}" for step in ACTIVATION_GRADS)
+MASKED_REDUCTIONS = {  # and what they do with dx first
+    **{f"Reduce{step}": step for step in ACTIVATION_GRADS},
+    **dict(zip(ADDED_REDUCTIONS, ACTIVATION_GRADS, strict=True)),
+}
 SHARED = ("ReduceOther", "ReduceGated", *MASKED_REDUCTIONS)  # reductions of further BNs, numbered from 1 on
 
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
@@ -129,16 +135,17 @@ _FORWARD = re.compile(
     r"(?P<way_out>(Bias)?(StoreInput)?(Statistics)?)"
 )
 _BACKWARD = re.compile(
-    rf"(?P<way_in>(Slice)?(GateGrad)?(?:(?P<before>(?:{_ACTIVATION})Grad)?(BatchNormGrad)(?P<behind>(?:{_ACTIVATION})Grad)?)?"
+    rf"(?P<way_in>(Slice)?(GateGrad)?"
+    rf"(?:(?:(AddGrad)?(?P<before>(?:{_ACTIVATION})Grad))?(BatchNormGrad)(?P<behind>(?:{_ACTIVATION})Grad)?)?"
     rf"(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?P<gate>Gate)?)"
     rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
     rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"
     rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
-    rf"(?P<own>Reduce(?!Other|Gated|(?:{_ACTIVATION})Grad))?(?P<others>(?:{'|'.join(SHARED)})*)(Scale|Accumulate)?)"
+    rf"(?P<own>Reduce(?!Other|Gated|(?:Added)?(?:{_ACTIVATION})Grad))?(?P<others>(?:{'|'.join(SHARED)})*)(Scale|Accumulate)?)"
 )
 _SHARED = re.compile("|".join(SHARED))
 # steps of the prologue that work on dy; all others work on x
-OF_GRADIENT = ("Slice", "GateGrad", "BatchNormGrad", *ACTIVATION_GRADS)
+OF_GRADIENT = ("Slice", "GateGrad", "AddGrad", "BatchNormGrad", *ACTIVATION_GRADS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +205,7 @@ class OpSpec:
         """Attribute names; every one is required on the node."""
         names = list((BACKWARD_CORES if self.is_gradient else FORWARD_CORES)[self.core])
         for kind in ACTIVATIONS:
-            written = {kind, f"Skip{kind}", f"{kind}Grad", f"Reduce{kind}Grad"}
+            written = {kind, f"Skip{kind}", f"{kind}Grad", f"Reduce{kind}Grad", f"ReduceAdded{kind}Grad"}
             if written & {*self.prologue, *self.epilogue}:
                 names += ACTIVATIONS[kind].attributes
         if "Slice" in self.prologue:
@@ -231,6 +238,7 @@ class OpSpec:
                 yield from (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
                 yield from (f"gate_{other}",) if step == "ReduceGated" else ()
                 yield from (f"a_{other}", f"b_{other}") if step in MASKED_REDUCTIONS else ()
+                yield from (f"other_{other}",) if step in ADDED_REDUCTIONS else ()
             else:
                 yield from EPILOGUE_OPERANDS.get(step, ())
 
@@ -261,6 +269,7 @@ PROLOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Add": ("skip",),
     "AddNormalized": ("skip", "skip_a", "skip_b"),
     "GateGrad": ("grad_gate",),
+    "AddGrad": ("grad_other",),
     "BatchNormGrad": ("grad_x", "grad_p", "grad_q", "grad_w"),
 }
 EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
@@ -274,8 +283,10 @@ EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Scale": ("acc_p",),
     "Accumulate": ("acc", "acc_p"),
 }
-# operands that are maps, beside x_1, x_2, ... : those of an operator of steps whose size is that of its x
+# operands that are maps: those of an operator of steps whose size is that of its x, those like its dy
 MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad")
+MAPS_LIKE_DY = ("dy", "grad_x", "grad_other")
+_NUMBERED = re.compile(r"(x|other)_\d+")
 
 EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
     "StoreInput": ("stored",),
@@ -283,6 +294,11 @@ EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
     "BiasGrad": ("dbias",),
     "Reduce": ("dbeta", "dgamma"),
 }
+
+
+def is_numbered_map(name: str) -> bool:
+    """Tell whether an operand is a map like x that a reduction of a further BN reads: x_1, other_1, x_2, ..."""
+    return _NUMBERED.fullmatch(name) is not None
 
 
 def prologue_operands(steps: tuple[str, ...]) -> Iterator[str]:

@@ -21,12 +21,17 @@ from bnfuse.core.windows import transposed_pads, transposed_size
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.sources import SOURCES, activation_of
 from bnfuse.opset.sources import forward_of as forward_of_activation
-from bnfuse.opset.spec import DOMAIN, MAPS_LIKE_X, OpSpec
+from bnfuse.opset.spec import (
+    DOMAIN,
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    OpSpec,
+)
 from bnfuse.passes.rewriter import Op, own_op
 
 BATCH_NORM, BATCH_NORM_GRAD = "BatchNorm", "BatchNormGrad"
 # operands that are maps
-MAPS = (*MAPS_LIKE_X, "dy", "dz", "acc", "grad_x", "gate", "skip_gate", "grad_gate", "other_gate")
+MAPS = (*MAPS_LIKE_X, *MAPS_LIKE_DY, "dz", "acc", "gate", "skip_gate", "grad_gate", "other_gate")
 
 
 def read(node: ir.Node | None) -> Op | None:

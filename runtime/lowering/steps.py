@@ -18,11 +18,13 @@ from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     CONVS,
     DOMAIN,
+    MAPS_LIKE_DY,
     MAPS_LIKE_X,
     OF_GRADIENT,
     PLAIN_OPS,
     RESAMPLES,
     OpSpec,
+    is_numbered_map,
     parse,
 )
 from bnfuse.runtime.kernels import registry
@@ -46,7 +48,7 @@ KINDS = {
     **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool"), registry.POOL_FORWARD),
     **dict.fromkeys(POOL_GRADS, registry.POOL_BACKWARD),
 }
-MAP_OPERANDS = (*MAPS_LIKE_X, "dy", "grad_x", "indices")
+MAP_OPERANDS = (*MAPS_LIKE_X, *MAPS_LIKE_DY, "indices")
 RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
 
 Values = Mapping[str, ir.Value]
@@ -54,7 +56,7 @@ Values = Mapping[str, ir.Value]
 
 def is_map(name: str) -> bool:
     """Whether an operand is a feature map; x_1, x_2, ... are those of further reductions."""
-    return name in MAP_OPERANDS or name.startswith("x_") or is_gate(name)
+    return name in MAP_OPERANDS or is_numbered_map(name) or is_gate(name)
 
 
 def composed(

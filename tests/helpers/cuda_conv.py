@@ -14,14 +14,19 @@ from conv_case import ConvCase
 from packed_weights import packed_raw
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import MAPS_LIKE_X, parse
+from bnfuse.opset.spec import (
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    is_numbered_map,
+    parse,
+)
 from bnfuse.runtime.kernels.common.sides import TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.cuda.weights import BACKWARD, FORWARD, is_packed
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
 from bnfuse.runtime.targets.target import CudaTarget
 
 NUMPY = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-OUTPUT_SIDE = ("y", "dy", "grad_x")
+OUTPUT_SIDE = ("y", *MAPS_LIKE_DY)
 MAPS = (*MAPS_LIKE_X, "stored", "dx", "acc", *OUTPUT_SIDE)
 
 
@@ -39,7 +44,7 @@ class CudaCase(ConvCase):
         return {"acc_start": 0, "acc_stop": self.cin, "grad_start": 0, "grad_stop": self.cout}
 
     def is_map(self, name: str) -> bool:
-        return name in MAPS or name.startswith("x_") or is_gate(name)
+        return name in MAPS or is_numbered_map(name) or is_gate(name)
 
     def dtype_of(self, name: str) -> str:
         return dict(self.others).get(name, "float32" if is_gate(name) else self.dtype)

@@ -45,6 +45,7 @@ BACKWARD = [
     ("BatchNormGradPointwiseGradAddGradientAddBatchNormGradReluGradReduceOther", (2, 18, 3, 5)),
     ("LeakyReluGradBatchNormGradPointwiseGradAddGradientReduceLeakyReluGradReduceOther", (2, 17, 3, 5)),
     ("GateGradReluGradBatchNormGradGeluGradPointwiseGradReduceMishGrad", (2, 9, 4, 3)),
+    ("AddGradReluGradBatchNormGradPointwiseGradReduceAddedReluGrad", (2, 19, 4, 3)),
     ("NormalizePointwiseGradReluGradAddSkipGradientReduceReduceOther", (2, 11, 4, 3)),
     ("SliceBatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
 ]

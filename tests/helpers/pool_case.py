@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import MAPS_LIKE_X
+from bnfuse.opset.spec import (
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    is_numbered_map,
+)
 from bnfuse.runtime.kernels.kernel import is_gate
 
 
@@ -55,7 +59,7 @@ AVERAGE_GRAD = [
     ("NormalizeGlobalAveragePoolGradReluGradReduceAccumulate", (2, 30, 4, 5), {}),
     ("NormalizeGlobalAveragePoolGradAddGatedGradientHardSwishGradReduce", (2, 30, 4, 5), {}),
 ]
-POOLED = {"dy", "grad_x"}  # at the resolution of y; every other map of a gradient is at that of x
+POOLED = {*MAPS_LIKE_DY}  # at the resolution of y; every other map of a gradient is at that of x
 
 
 def pooled_shape(shape, attributes):
@@ -74,7 +78,7 @@ def operands_of(op, shape, attributes, rng):
             size = pooled_shape(shape, attributes)
             if name == "dy" and "Slice" in op.prologue:
                 size = (size[0], size[1] + 7, *size[2:])
-        elif name in MAPS_LIKE_X or name.startswith("x_"):
+        elif name in MAPS_LIKE_X or is_numbered_map(name):
             size = shape
         elif is_gate(name):
             size = shape if name == "gate" else (*shape[:2], 1, 1)

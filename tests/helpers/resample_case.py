@@ -5,6 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from bnfuse.opset.resampling import pad_matrices, resize_matrices
+from bnfuse.opset.spec import (
+    MAPS_LIKE_DY,
+    is_numbered_map,
+)
 from bnfuse.runtime.kernels.common.resample import tables_of
 
 NEAREST = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
@@ -41,10 +45,10 @@ def operands_of(op, shape, rows, columns, rng):
     size = (*shape[:2], len(rows), len(columns))
     made = {"rows": rows, "columns": columns}
     for name in op.operands:
-        if name in ("dy", "grad_x"):
+        if name in MAPS_LIKE_DY:
             more = 7 if name == "dy" and "Slice" in op.prologue else 0
             shaped = (size[0], size[1] + more, *size[2:])
-        elif name in ("x", "skip", "other") or name.startswith("x_"):
+        elif name in ("x", "skip", "other") or is_numbered_map(name):
             shaped = shape
         elif name == "acc":
             shaped = (shape[0], shape[1] + 6, *shape[2:])

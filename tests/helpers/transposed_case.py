@@ -8,10 +8,15 @@ from conv_case import ConvCase
 from hypothesis import strategies as st
 
 from bnfuse.core.windows import transposed_size
-from bnfuse.opset.spec import MAPS_LIKE_X, parse
+from bnfuse.opset.spec import (
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    is_numbered_map,
+    parse,
+)
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
-LIKE_Y = ("y", "dy", "grad_x")
+LIKE_Y = ("y", *MAPS_LIKE_DY)
 CHANNELS_OF_Y = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w", "dbias", "bias")
 
 FORWARD = (
@@ -58,7 +63,7 @@ class TransposedCase(ConvCase):
             return (self.cin, self.cout // self.group, *self.kernel)
         if name in LIKE_Y:
             return (self.n, self.cout, *self.out)
-        if name in (*MAPS_LIKE_X, "dx", "acc") or name.startswith("x_"):
+        if name in (*MAPS_LIKE_X, "dx", "acc") or is_numbered_map(name):
             return (self.n, self.cin, self.h, self.w)
         of_y = name in CHANNELS_OF_Y or (forward and name in ("mean", "variance"))
         return (self.cout if of_y else self.cin,)

@@ -246,11 +246,63 @@ def test_an_activation_whose_result_does_not_tell_its_mask_is_read_as_it_was(tra
     assert result.report.unfused == ()
 
 
+RES2NET = """
+    a = conv(x, 8)
+    n0 = bn(a)
+    r0 = relu(n0)
+    p0, p1, p2, p3 = cut(r0, 2, 2, 2, 2)
+    b = conv(p0, 2, k=3)
+    n1 = bn(b)
+    r1 = relu(n1)
+    s1 = add(r1, p1)
+    c = conv(s1, 2, k=3)
+    n2 = bn(c)
+    r2 = relu(n2)
+    s2 = add(r2, p2)
+    d = conv(s2, 2, k=3)
+    n3 = bn(d)
+    r3 = relu(n3)
+    t = cat(r1, r2, r3, p3)
+    e = conv(t, 8)
+    n4 = bn(e)
+    out = relu(n4)
+"""
+
+
+def test_a_sum_of_two_gradients_that_others_read_is_made_where_it_is_read(training, rewritten, ops):
+    """Res2Net: the gradient of r2 is a piece of t's and all of s2's, which p2 needs unmasked."""
+    result = rewritten(training(RES2NET))
+    assert {
+        "AddGradReluGradBatchNormGradConvGradReduceAddedReluGradReduceReluGrad",
+        "BatchNormGradConvGradReduceAddedReluGradReduceReluGrad",
+        "AddGradReluGradBatchNormGradNormalizeReluConvGradReluGradReduce",
+    } <= {*ops(result)}
+    assert (result.report.unfused, "Sum" in ops(result)) == ((), False)
+
+
+def test_the_pieces_of_a_gradient_are_masked_where_their_whole_is_read(training, rewritten, ops, golden):
+    """The gradients of p1 and p2 lie in that of r0 unmasked, those of p0 and p3 masked: n0 masks all."""
+    result = rewritten(training(RES2NET))
+    assert "ReluGradBatchNormGradConvGradWeight" in ops(result)
+    golden.check(result.model)
+
+
+def test_pieces_stay_masked_where_a_mask_twice_is_not_one(training, rewritten):
+    result = rewritten(training(RES2NET.replace("relu(", "silu(")))
+    assert {(entry.node, entry.half) for entry in result.report.unfused} == {("n0", "gradient reductions")}
+
+
+def test_a_piece_that_is_not_masked_keeps_the_others_so(training, rewritten):
+    model = training(RES2NET.replace("p0, p1, p2, p3 = cut(r0, 2, 2, 2, 2)", "p0, p1, p2, p3 = cut(n0, 2, 2, 2, 2)"))
+    rewritten(model)
+
+
 BODIES = {
     "identity": IDENTITY,
     "pre-activation": PRE_ACTIVATION,
     "activated residual": ACTIVATED_RESIDUAL,
     "activation first": CONV_MIXER,
+    "pieces": RES2NET,
 }
 
 

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
-from bnfuse.opset.spec import MAPS_LIKE_X, parse
+from bnfuse.opset.spec import (
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    is_numbered_map,
+    parse,
+)
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
@@ -24,7 +29,7 @@ from bnfuse.runtime.kernels.kernel import Kernel, MapType, Problem, is_gate
 from bnfuse.runtime.targets.target import CpuTarget
 
 TARGET = dataclasses.replace(resolve("cpu"), threads=2)
-MAP_OF_DY = ("dy", "grad_x")
+MAP_OF_DY = MAPS_LIKE_DY
 CHANNELS_OF_DY = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w")
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 
@@ -51,7 +56,7 @@ class Case(ConvCase):
             return (self.cout, self.cin // self.group, *self.kernel)
         if name in MAP_OF_DY:
             return (self.n, self.cout, *self.out)
-        if name in (*MAPS_LIKE_X, "dx", "acc") or name.startswith("x_"):
+        if name in (*MAPS_LIKE_X, "dx", "acc") or is_numbered_map(name):
             return (self.n, self.cin, self.h, self.w)
         if is_gate(name):
             return (self.n, self.channels(name), 1, 1)
@@ -148,6 +153,7 @@ CASES = [
     Case("BatchNormGradConvGradAddGradientAddBatchNormGradReduceOther", 1, 6, 5, 17, 9, (1, 1)),
     Case("ReluGradBatchNormGradNormalizeReluConvGradAddGradientReduceReluGrad", 2, 7, 6, 18, 20, (3, 3), slots=2),
     Case("BatchNormGradQuickGeluGradConvGradBiasGradReduceOther", 1, 7, 5, 33, 17, (1, 1)),
+    Case("AddGradReluGradBatchNormGradConvGradAddGradientReduceReluGradReduceAddedReluGrad", 2, 7, 6, 17, 9, (3, 3)),
     Case("ReluGradBatchNormGradConvGradReduceReluGrad", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
     Case("ReluConvGradInputAddBatchNormGradReluGradReduceOther", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),

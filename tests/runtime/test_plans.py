@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from bnfuse.opset.spec import MAPS_LIKE_X, parse
+from bnfuse.opset.spec import (
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    parse,
+)
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan, Total, totals_of
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
-MAPS = (*MAPS_LIKE_X, "y", "stored", "dy", "grad_x", "dx", "x_1", "x_2")
+MAPS = (*MAPS_LIKE_X, *MAPS_LIKE_DY, "y", "stored", "dx", "x_1", "x_2", "other_1", "other_2")
 
 
 def problem_of(name: str) -> Problem:
     op = parse(name)
     assert op is not None
-    kinds = {each: MapType(2, 3, 3, 6 if each in ("y", "dy", "grad_x") else 4, 8) for each in MAPS}
+    kinds = {each: MapType(2, 3, 3, 6 if each in ("y", *MAPS_LIKE_DY) else 4, 8) for each in MAPS}
     maps = tuple((each, kinds[each]) for each in (*op.operands, *op.results) if each in kinds)
     return Problem(name, maps, (("min", 0.0), ("max", 6.0)), (6, 4, 1, 1))
 
@@ -46,6 +50,8 @@ def test_what_the_prologue_of_dy_reads():
 def test_what_gradients_of_activations_around_that_of_a_batch_norm_read():
     plan = ProloguePlan.of_gradient(problem_of("ReluGradBatchNormGradConvGrad"))
     assert ([*plan.maps], [*plan.vectors]) == (["dy", "grad_x"], ["grad_a", "grad_b", "grad_p", "grad_q", "grad_w"])
+    plan = ProloguePlan.of_gradient(problem_of("AddGradReluGradBatchNormGradConvGrad"))
+    assert [*plan.maps] == ["dy", "grad_other", "grad_x"]
     plan = ProloguePlan.of_gradient(problem_of("BatchNormGradReluGradReluConvGrad"))
     assert ([*plan.maps], [*plan.vectors]) == (["dy", "grad_x"], ["grad_p", "grad_q", "grad_w"])
 
@@ -67,6 +73,7 @@ def test_a_prologue_can_go_without_its_last_step():
         ("ConvGradReluGradAddSkipGradient", ["skip_grad", "x"], []),
         ("NormalizeConvGradClipGradReduce", ["x"], ["a", "b", "mean"]),
         ("NormalizeConvGradWhereClipGradReduce", ["x"], ["a", "b", "masked", "mean"]),
+        ("ConvGradReduceOtherReduceAddedReluGrad", ["x_1", "x_2", "other_2"], ["a_2", "b_2", "mean_1", "mean_2"]),
         ("ConvGradReduceOtherReduceReluGrad", ["x_1", "x_2"], ["a_2", "b_2", "mean_1", "mean_2"]),
         ("PointwiseGradReduceReduceOtherAccumulate", ["x", "x_1", "dx"], ["mean", "mean_1", "acc_p"]),
     ],

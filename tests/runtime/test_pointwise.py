@@ -19,7 +19,7 @@ def operands_of(op, shape, rng, stop=None):
     """Random operands of an operator whose maps all have this NCHW shape, float32."""
     made = {}
     for name in op.operands:
-        is_map = name in (*spec.MAPS_LIKE_X, "dy", "grad_x", "acc") or name.startswith("x_")
+        is_map = name in (*spec.MAPS_LIKE_X, *spec.MAPS_LIKE_DY, "acc") or spec.is_numbered_map(name)
         n, c, h, w = shape
         wide = name == "acc" or (name == "dy" and "Slice" in op.prologue)
         size = (n, c + 5, h, w) if wide else shape if is_map else (n, c, 1, 1) if is_gate(name) else c

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import reference
-from bnfuse.opset.spec import MAPS_LIKE_X, parse
+from bnfuse.opset.spec import (
+    MAPS_LIKE_DY,
+    MAPS_LIKE_X,
+    is_numbered_map,
+    parse,
+)
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import tir
@@ -46,10 +51,10 @@ class Case(ConvCase):
         out = tuple(size + self.pads[i] + self.pads[i + 2] - 2 for i, size in enumerate((self.h, self.w)))
         if name in ("weight", "dweight"):
             return self.cout, self.cin, 3, 3
-        if name in ("dy", "grad_x"):
+        if name in MAPS_LIKE_DY:
             wide = 2 * self.slots if name == "dy" and "Slice" in self.op else 0
             return self.n, self.cout + wide, *out
-        if name in (*MAPS_LIKE_X, "dx") or name.startswith("x_"):
+        if name in (*MAPS_LIKE_X, "dx") or is_numbered_map(name):
             return self.n, self.cin, self.h, self.w
         if name == "acc":
             return self.n, self.cin + 2 * self.slots, self.h, self.w

@@ -2,7 +2,7 @@
 
     y     [Bias]                                           then stored;  [Statistics] of y as stored
     dx    {BiasGrad}  [AddGradient|AddGatedGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]
-          {Reduce ReduceOther|ReduceGated*}  [Scale|Accumulate]     then stored
+          {Reduce ReduceOther|ReduceGated|ReduceActivationGrad|...*}  [Scale|Accumulate]     then stored
 
 What stands in braces takes sums of the value as it is there. A code generator keeps the element and the sums in places
 of its own and writes these steps in this order.
@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 from bnfuse.opset.activations import GRADIENTS
-from bnfuse.opset.spec import MASKED_REDUCTIONS, SHARED, OpSpec
+from bnfuse.opset.spec import ADDED_REDUCTIONS, MASKED_REDUCTIONS, SHARED, OpSpec
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, Load
@@ -39,6 +39,7 @@ class Total:
     of_bias: bool = False  # of dy, before the steps of the epilogue
     gate: str | None = None  # the map by which the value is multiplied first
     mask: str | None = None  # or the gradient of an activation that it goes through first, behind its BN
+    added: str | None = None  # another gradient that is added before that
 
     def centred(self, load: Load) -> Expr:
         """Write x - mean of its BN."""
@@ -60,8 +61,11 @@ def totals_of(spec: OpSpec) -> tuple[Total, ...]:
     if plain:  # the sum of dx is the dbeta of every BN that shares dx
         totals.append(Total(tuple(f"dbeta{s}" for s in plain)))
     totals += [Total((f"dbeta{s}",), gate=gate) for s, gate in gates.items()]
-    totals += [Total((f"dbeta{s}",), mask=mask) for s, mask in masks.items()]
-    return (*totals, *(Total((f"dgamma{s}",), s, gate=gates.get(s), mask=masks.get(s)) for s in suffixes))
+    added = added_to(spec)
+    totals += [Total((f"dbeta{s}",), mask=mask, added=added.get(s)) for s, mask in masks.items()]
+    for s in suffixes:
+        totals.append(Total((f"dgamma{s}",), s, gate=gates.get(s), mask=masks.get(s), added=added.get(s)))
+    return tuple(totals)
 
 
 def gates_of(spec: OpSpec) -> dict[str, str]:
@@ -74,6 +78,12 @@ def masks_of(spec: OpSpec) -> dict[str, str]:
     """Map the suffixes of the BNs that share dx behind an activation to what its gradient is called."""
     shared = [step for step in spec.epilogue if step in SHARED]
     return {f"_{i}": MASKED_REDUCTIONS[step] for i, step in enumerate(shared, 1) if step in MASKED_REDUCTIONS}
+
+
+def added_to(spec: OpSpec) -> dict[str, str]:
+    """Map the suffixes of the BNs that share the sum of dx and another gradient to that other's name."""
+    shared = [step for step in spec.epilogue if step in SHARED]
+    return {f"_{i}": f"other_{i}" for i, step in enumerate(shared, 1) if step in ADDED_REDUCTIONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +125,7 @@ class EpiloguePlan:
         names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][0]]
         names += ["x"] if self.masks or "Reduce" in self.spec.epilogue else []
         names += [f"x_{i}" for i in range(1, self.spec.others + 1)]
-        names += gates_of(self.spec).values()
+        names += (*gates_of(self.spec).values(), *added_to(self.spec).values())
         return (*names, "dx") if "Accumulate" in self.spec.epilogue else tuple(names)
 
     @property
@@ -166,7 +176,8 @@ class EpiloguePlan:
         if total.mask is not None:
             suffix = total.results[0].removeprefix("dbeta").removeprefix("dgamma")
             z = steps.normalize(load(f"x{suffix}", False), load(f"a{suffix}", True), load(f"b{suffix}", True))
-            return steps.activation_grad(total.mask, value, z, dict(self.problem.attributes))
+            whole = value if total.added is None else value + load(total.added, False)
+            return steps.activation_grad(total.mask, whole, z, dict(self.problem.attributes))
         return value
 
     @property

@@ -102,6 +102,7 @@ class ProloguePlan:
         """Write dy behind BatchNormGrad and the gradients of activations around it."""
         before, behind = around_batch_norm_grad(self.steps)
         x = read = load("grad_x", False)
+        dy = dy + load("grad_other", False) if "AddGrad" in self.steps else dy
         if before:
             z = steps.normalize(x, load("grad_a", True), load("grad_b", True))
             dy = steps.activation_grad(before, dy, z, self.attributes)

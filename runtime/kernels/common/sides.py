@@ -16,11 +16,11 @@ here for what they read. Its weight [C, M/group, kH, kW] is that convolution's, 
 
 from __future__ import annotations
 
-from bnfuse.opset.spec import OpSpec
+from bnfuse.opset.spec import MAPS_LIKE_DY, OpSpec
 
 TOWARDS_OUTPUT = ("Conv", "ConvTransposeGradInput")
 TOWARDS_INPUT = ("ConvGrad", "ConvGradInput", "ConvGradWeight", "ConvTranspose", "ConvTransposeGradWeight")
-OF_RESULT = ("y", "dy", "grad_x")  # maps like an operator's result; all others are like its x
+OF_RESULT = ("y", *MAPS_LIKE_DY)  # maps like an operator's result; all others are like its x
 
 
 def sides(spec: OpSpec) -> tuple[str, str]:

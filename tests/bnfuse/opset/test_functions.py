@@ -72,6 +72,7 @@ NAMES = (
     "SliceGateGradPointwiseGradReduceGatedReduceOtherScale",
     "GateGradLeakyReluGradBatchNormGradNormalizeLeakyReluConvGradAddGradientReduceLeakyReluGradReduceOther",
     "BatchNormGradGeluGradReluConvGradBiasGradReluGradReduceReduceSigmoidGrad",
+    "GateGradAddGradReluGradBatchNormGradConvGradReduceReduceAddedReluGradReduceOther",
     "SliceReluGradBatchNormGradTanhGradPointwiseGradAddGradientReduceMishGradReduceGated",
     "NormalizeGlobalAveragePoolGradAddGatedGradientReluGradReduceReduceGated",
     *(f"Normalize{name}ConvGrad{name}GradReduce" for name in ACTIVATIONS),
@@ -105,7 +106,7 @@ def test_the_list_has_every_step_and_core():
     grammar = {*FORWARD_CORES, *BACKWARD_CORES, *ACTIVATIONS, *ACTIVATION_GRADS}
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
     grammar |= {"BiasGrad", "AddGradient", "AddBatchNormGrad", "Where", "AddSkipGradient"}
-    grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated"}
+    grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated", "AddGrad"}
     grammar |= {"Reduce", "ReduceOther", "Scale", "Accumulate"}
     assert found == grammar
 
@@ -129,7 +130,11 @@ FORWARD_NAMES = st.tuples(
 BACKWARD_NAMES = st.tuples(
     optional("Slice"),
     optional("GateGrad"),
-    optional("BatchNormGrad", *(f"{name}BatchNormGrad" for name in ACTIVATION_GRADS), "BatchNormGradTanhGrad"),
+    optional(
+        "BatchNormGrad",
+        *(f"{name}BatchNormGrad" for name in (*ACTIVATION_GRADS, "AddGradEluGrad")),
+        "BatchNormGradTanhGrad",
+    ),
     optional("Normalize"),
     optional(*ACTIVATIONS, *(f"Where{name}" for name in ACTIVATIONS)),
     optional("Gate"),

@@ -33,7 +33,13 @@ PROLOGUES = st.tuples(
 EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "StoreInput", "Statistics")))
 GRADIENT_PROLOGUES = st.tuples(
     *(st.sampled_from(["", step]) for step in ("Slice", "GateGrad")),
-    st.sampled_from(["", *(f"{kind} BatchNormGrad" for kind in ("", *ACTIVATION_GRADS)), "BatchNormGrad ReluGrad"]),
+    st.sampled_from(
+        [
+            "",
+            *(f"{kind} BatchNormGrad" for kind in ("", "AddGrad EluGrad", *ACTIVATION_GRADS)),
+            "BatchNormGrad ReluGrad",
+        ]
+    ),
     st.sampled_from(["", "Normalize"]),
     st.sampled_from(["", *ACTIVATIONS, *(f"Where {kind}" for kind in ACTIVATIONS)]),
     st.sampled_from(["", "Gate"]),

@@ -18,7 +18,7 @@ REDUCED = ("mean", "variance", "dbeta", "dgamma", "dbias")
 
 
 def is_map(name):
-    return name in (*spec.MAPS_LIKE_X, "dy", "grad_x", "acc", "y", "stored", "dx") or name.startswith("x_")
+    return name in (*spec.MAPS_LIKE_X, *spec.MAPS_LIKE_DY, "acc", "y", "stored", "dx") or spec.is_numbered_map(name)
 
 
 def size_of(name, shape, *, wide):
