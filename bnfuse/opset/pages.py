@@ -402,7 +402,7 @@ def step_attributes(name: str) -> tuple[str, ...]:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
     alone = ("Bias", "StoreInput", "Statistics", "Gate", "Add", "AddNormalized", "Where", "SkipActivation")
-    if name in (*alone, "SkipGate", "AddSkipGradient", MASKED):
+    if name in (*alone, "SkipGate", "AddGrad", "AddSkipGradient", MASKED):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes
