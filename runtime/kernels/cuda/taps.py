@@ -2,18 +2,20 @@
 
     thread: a pixel of y and a vector of channels; up to eight taps are fetched, then weighed and added, in float32
 
-All threads of a pixel read one row of the table. What neighbouring pixels share comes from the caches. Of channels that
-are picked each thread has one.
+All threads of a pixel read one row of the table. What neighbouring pixels share comes from the caches. Channels
+that are picked come one by one.
 """
 
 from __future__ import annotations
 
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.taps import UNROLLED, TapsProblem, first_of, taps_params
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage
+from bnfuse.runtime.kernels.cuda.operand import words_of
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
 from bnfuse.runtime.kernels.cuda.vector import Reader, Writer, width_of
 from bnfuse.runtime.kernels.kernel import Kernel
@@ -26,8 +28,7 @@ def taps(problem: TapsProblem, target: CudaTarget) -> Kernel:
     """Make the kernel x, index, [weight] -> y. Raises BnfuseError as `taps_params` does."""
     params = taps_params(problem)
     y = problem.y
-    width = 1 if problem.picks_channels else width_of([problem.x, y])
-    sweep = Sweep.of(y.pixels, y.c, width, target, reads=NO_UNROLL, sums=False)
+    sweep = Sweep.of(y.pixels, y.c, width_of([problem.x, y]), target, reads=NO_UNROLL, sums=False)
     name = unique_name("Taps", problem, target)
 
     def build() -> tuple[Stage, ...]:
@@ -44,8 +45,12 @@ def _emit(block: Block, problem: TapsProblem, sweep: Sweep) -> None:
     reader = Reader(block, {"x": problem.x}, (), width, at_a_time)
     writer = Writer(block, "y", problem.y, width)
     channel, left = sweep.channel(block)
-    reader.open(T.bind(block["index"][channel]) if problem.picks_channels else channel, left, False)
+    reader.open(channel, left, False)
     total = d.registers(width)
+    picked = d.registers(width, "int32")
+    for j in range(width) if problem.picks_channels else ():
+        index = block["index"][channel + j]
+        d.put(picked, j, index if left is None else tirx.if_then_else(j < left, index, T.int32(0)))
 
     def some(first: Expr, count: int, place: tuple[Expr, Expr, Expr]) -> None:
         for i in range(count):
@@ -58,10 +63,19 @@ def _emit(block: Block, problem: TapsProblem, sweep: Sweep) -> None:
                 d.put(total, j, value if weight is None else d.fma(weight, value, total[j]))
 
     def pick(pixel: Expr) -> None:
-        reader.fetch(0, pixel)
+        source = block.map("x", problem.x)
+        per_word = 4 // d.size_of(problem.x.dtype)
+        for word in range(words_of(problem.x, width)):
+            found: Expr = T.uint32(0)
+            for half in range(per_word):
+                raw = source.buffer[source.at(pixel, picked[word * per_word + half])]
+                if per_word == 1:
+                    found = d.bits(raw)
+                else:
+                    found = tirx.bitwise_or(found, tirx.Cast("uint32", raw) << T.uint32(16 * half))
+            d.put(reader.raw["x"], word, found)
         reader.unpack(0)
-        d.put(total, 0, reader.values["x"][0])
-        writer.store(total, pixel, channel, left)
+        writer.store(reader.values["x"], pixel, channel, left)
 
     def visit(pixel: Expr) -> None:
         place = tuple(T.bind(at) for at in problem.place(pixel))

@@ -46,6 +46,15 @@ def test_maps_of_16_bits_are_rounded_once(channels, most, dtype):
     np.testing.assert_allclose(run(x, matrix, "h", dtype=dtype), exact, rtol=2**-8, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("c", "out", "slots"), [(16, 16, ((0, 0), (0, 0))), (37, 51, ((5, 3), (3, 1)))])
+def test_channels_of_16_bits_are_picked_as_they_are(c, out, slots, dtype):
+    rng = np.random.default_rng(0)
+    x = rounded(rng.normal(size=(2, 3, 5, c)), dtype).astype(np.float32)
+    matrix = on_cpu.sparse(out, c, 1, rng, picks=True)
+    np.testing.assert_array_equal(run(x, matrix, "c", slots, dtype), on_cpu.wanted(x, matrix, "c"))
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiles_without_spills(arch, dtype):
