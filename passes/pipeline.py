@@ -42,6 +42,7 @@ from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fusion.gate import GateFusion
 from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
+from bnfuse.passes.fusion.layer_scale import LayerScaleFusion
 from bnfuse.passes.fusion.mask import MaskFusion
 from bnfuse.passes.fusion.pointwise import PointwiseFusion, ReluConvFusion
 from bnfuse.passes.fusion.pool_first import PoolFirst
@@ -171,6 +172,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     What is scaled can no longer sink through a Concat, so below icf the scale moves at once, and there afterwards.
     """
     return [
+        (f"{level}/layer-scale", LayerScaleFusion),
         (f"{level}/gate", GateFusion),
         (f"{level}/map", PointwiseFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),

@@ -126,6 +126,11 @@ class _Network:
         self.node("Constant", [], f"{y}/shape", value=onnx.numpy_helper.from_array(shape))
         self.node("Expand", [x, f"{y}/shape"], y)
 
+    def scale(self, y: str, x: str) -> None:
+        self.channels[y] = self.channels[x]
+        values = self.rng.standard_normal((1, self.channels[x], 1, 1))
+        self.node("Mul", [x, self.parameter(f"{y}/gamma", values)], y)
+
     def mul(self, y: str, a: str, b: str) -> None:
         self.channels[y] = self.channels[a]
         self.node("Mul", [a, b], y)

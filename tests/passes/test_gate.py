@@ -207,3 +207,31 @@ def test_a_gate_that_the_graph_expands_is_read_as_it_is(training, rewritten, ops
     result = rewritten(training(squeeze().replace("u = mul(a1, g)", "e = expand(g, 8)\n    u = mul(a1, e)")), "bnff")
     assert result.report.unfused == ()
     assert "NormalizeReluGateConvStatistics" in ops(result)
+
+
+SCALED = """
+    c0 = conv(x, 6)
+    n0 = bn(c0)
+    r0 = relu(n0)
+    c1 = conv(r0, 6, k=3)
+    n1 = bn(c1)
+    u = scale(n1)
+    t = add(u, r0)
+    c2 = conv(t, 5)
+    n2 = bn(c2)
+    out = relu(n2)
+"""
+
+
+def test_a_layer_scale_takes_its_gradient_from_the_sums_of_the_batch_norm(training, rewritten, ops):
+    result = rewritten(training(SCALED), "bnff")
+    assert result.report.unfused == ()
+    assert gated_sums(result) == 1
+    assert "BatchNormGradConvGradReduceOther" in ops(result)
+    assert any(name.startswith("GateGradBatchNormGrad") for name in ops(result))
+    assert not [n for n in result.model.graph if n.op_type == "Mul" and 8 in (n.outputs[0].shape or ())]
+
+
+def test_a_layer_scale_behind_an_activation_has_a_gradient_of_its_own(training, rewritten):
+    result = rewritten(training(SCALED.replace("u = scale(n1)", "r1 = silu(n1)\n    u = scale(r1)")), "bnff")
+    assert {entry.half for entry in result.report.unfused} <= {"normalise", "gradient reductions"}
