@@ -33,6 +33,7 @@ from bnfuse.opset.spec import (
     applied,
     around_batch_norm_grad,
     find,
+    masks_gated,
     of_skip,
     skip_activation,
 )
@@ -181,12 +182,14 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
     z = act = body["x"] if op.reads_x else dy
     if "Normalize" in op.prologue and (masked or op.weighs):
         z = act = affine(z, "a", "b", body)
+    if masks_gated(op.prologue) and (masked or op.weighs):
+        z = act = body("Mul", body["gate"], z)
     if op.weighs:
         for kind in op.activations:
             act = activation(kind, z, body)
         if "Where" in op.prologue:
             act = chosen("active", act, z, body)
-        if "Gate" in op.prologue:
+        if "Gate" in op.prologue and not masks_gated(op.prologue):
             act = body("Mul", body["gate"], act)
         ends = (act, dy) if op.is_transposed else (dy, act)
         results["dweight"] = weight_gradient(*ends, body)

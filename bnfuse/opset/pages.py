@@ -69,7 +69,8 @@ PROLOGUE = {
         "x <- gate*x",
         "A factor for each sample and channel, [N, C, 1, 1], as squeeze-excitation and drop paths have it, or for each "
         "channel, [1, C, 1, 1]. A map like x serves too: GateGlobalAveragePool is the mean of a product of two maps. "
-        "Of gradients those of convolutions take it, for the weight's; dx is that of the gated map.",
+        "Of gradients those of convolutions take it, for the weight's; dx is that of the gated map. An activation "
+        "stands in front of it or behind it, and then z, which masks read, is gate*(a*x + b).",
     ),
     "Add": Text("x <- x + skip", "A residual sum. skip has the shape of x."),
     "AddNormalized": Text(
@@ -335,7 +336,7 @@ result. Steps come in this order:
                {"|".join(FORWARD_CORES)}
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
-               [Normalize] [[Where] {CHOICE}] [Gate]
+               [Normalize] [[Where] {CHOICE}] [Gate [{CHOICE}]]
                {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]

@@ -30,6 +30,7 @@ from bnfuse.opset.spec import (
     PlainOp,
     applied,
     around_batch_norm_grad,
+    masks_gated,
     of_skip,
     skip_activation,
 )
@@ -182,12 +183,14 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
     z = operands.get("x", dy)  # where x is no operand, no step reads z
     if "Normalize" in op.prologue:
         z = _prologue_step("Normalize", z, operands, attributes)
+    if masks_gated(op.prologue):
+        z = operands["gate"] * z
     act = z
     for kind in op.activations:
         act = activation(kind, z, attributes)
     if "Where" in op.prologue:
         act = np.where(per_channel(operands["active"]) > 0, act, z)
-    if "Gate" in op.prologue:
+    if "Gate" in op.prologue and not masks_gated(op.prologue):
         act = operands["gate"] * act
     if op.weighs:
         ends = (act, dy) if op.is_transposed else (dy, act)

@@ -13,7 +13,7 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [StoreInput] [Statistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
-               [Normalize] [[Where] Activation] [Gate]
+               [Normalize] [[Where] Activation] [Gate [Activation]]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
@@ -59,7 +59,8 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
 
-A gradient behind a Gate is that of the gated map: its epilogue neither masks nor reduces the map in front of it.
+A gradient behind a Gate is that of the gated map, whose activation may follow (z is gate*(a*x + b) then): its epilogue
+neither masks nor reduces the map in front of it.
 
 A ConvTranspose is the input gradient of the convolution that goes the other way: its own gradient at x is that
 convolution of dy, its weight gradient that convolution's with x and dy in each other's place.
@@ -137,7 +138,7 @@ _FORWARD = re.compile(
 _BACKWARD = re.compile(
     rf"(?P<way_in>(Slice)?(GateGrad)?"
     rf"(?:(?:(AddGrad)?(?P<before>(?:{_ACTIVATION})Grad))?(BatchNormGrad)(?P<behind>(?:{_ACTIVATION})Grad)?)?"
-    rf"(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?P<gate>Gate)?)"
+    rf"(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?:(?P<gate>Gate)(?P<last>{_ACTIVATION})?)?)"
     rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
     rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"
     rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
@@ -320,6 +321,11 @@ def around_batch_norm_grad(prologue: tuple[str, ...]) -> tuple[str | None, str |
     return before, behind
 
 
+def masks_gated(prologue: tuple[str, ...]) -> bool:
+    """Tell whether a Gate stands before a prologue's activation, so that a mask's z is the gated map."""
+    return "Gate" in prologue and not {*ACTIVATIONS} & {*prologue[: prologue.index("Gate")]}
+
+
 def applied(steps: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
     """Give the steps without Where, and of each whether it is of some channels alone: Where stands before it."""
     for before, step in zip(("", *steps), steps, strict=False):
@@ -343,11 +349,13 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         masked = (match["mask"] or "").removesuffix("Grad")
         if match["core"] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
             return None  # there is no dx to work on
-        if match["gate"] and (match["core"] not in CONV_GRADS or masked or match["own"]):
+        if match["gate"] and (match["own"] or (match["core"] not in CONV_GRADS and not masked)):
             return None  # dx is the gradient of the gated map
+        if match["gate"] and match["first"] and (masked or match["last"]):
+            return None
         grads = [step.removesuffix("Grad") for step in (match["before"], match["behind"]) if step]
         grads += [MASKED_REDUCTIONS[step].removesuffix("Grad") for step in epilogue if step in MASKED_REDUCTIONS]
-        kinds = dict.fromkeys(kind for kind in (match["first"], masked, *grads) if kind)
+        kinds = dict.fromkeys(kind for kind in (match["first"], match["last"], masked, *grads) if kind)
         if any(share_attributes(kind, other) for kind, other in itertools.combinations(kinds, 2)):
             return None
         return _steps(match, "way_in"), match["core"], epilogue

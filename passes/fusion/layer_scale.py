@@ -5,8 +5,8 @@
     t = Mul(d, y)                                     dscale = scale*t + bias*s
     dscale = ReduceSum(t, N H W)
 
-As y is scale*x_hat + bias, the sums that the BN's gradient takes over d are those of the scale's gradient too, so y need
-not exist for it, and what writes d takes them (`MaskFusion`). The rest is of [C].
+As y is scale*x_hat + bias, the sums that the BN's gradient takes over d are those of the scale's gradient too, so y
+need not exist for it, and what writes d takes them (`MaskFusion`). The rest is of [C].
 
 Refuses nothing that it matches: a scale of an activated map, and one for each sample, are left to `GateFusion`.
 """
@@ -60,48 +60,44 @@ def fuse(editor: Editor, reduce: Op, scaled: Op) -> None:
         if name in reduce.results:
             (made,) = editor.standard("Mul", [total, vector], 1, before=node, of=of)
             editor.take_over(reduce.results[name], made)
-    for total in [total for use in d.uses() if (total := scale_gradient(use.node, d, reduce.operands["x"]))]:
-        fuse_scale(editor, total, sums, d)
+    for product in [use.node for use in d.uses()]:
+        found = scale_gradient(product, d, reduce.operands["x"])
+        if found is not None:
+            fuse_scale(editor, product, *found, sums)
     editor.remove_dead([node, scaled.node])
 
 
-def scale_gradient(product: ir.Node, d: ir.Value, x: ir.Value) -> ir.Node | None:
-    """Find the sum for each channel of d times what a normalise half makes of x, if a product is read by that alone."""
+def scale_gradient(product: ir.Node, d: ir.Value, x: ir.Value) -> tuple[ir.Node, Op] | None:
+    """Find the sum for each channel of d times what a normalise half makes of x, if a product is read by that alone.
+
+    Gives it, and the BatchNormFinalize that has the half's scale and bias.
+    """
     if product.op_type != "Mul" or product.domain or d not in product.inputs:
         return None
-    y = product.inputs[0] if product.inputs[1] is d else product.inputs[1]
-    normalize = forward_of(y)
+    normalize = forward_of(product.inputs[0] if product.inputs[1] is d else product.inputs[1])
     total = next((use.node for use in product.outputs[0].uses()), None)
     if normalize is None or normalize.spec != NORMALIZE or normalize.operands["x"] is not x or total is None:
         return None
     axes = constant_of(total.inputs[1]) if total.op_type == "ReduceSum" and len(total.inputs) > 1 else None
     if axes is None or sorted(int(axis) % 4 for axis in axes.flat) != PER_CHANNEL:
         return None
-    finalize = own_op(normalize.operands["a"].producer()) if normalize.operands["a"].producer() else None  # type: ignore[arg-type]
-    is_found = finalize is not None and finalize.spec.name == "BatchNormFinalize"
-    return total if is_found and is_only_read_by(product.outputs[0], total) else None
-
-
-def fuse_scale(editor: Editor, total: ir.Node, sums: dict[str, ir.Value], d: ir.Value) -> None:
-    """Make the scale's gradient: scale*(sum of d*x_hat) + bias*(sum of d)."""
-    product = total.inputs[0].producer()  # type: ignore[union-attr]
-    assert product is not None
-    y = product.inputs[0] if product.inputs[1] is d else product.inputs[1]
-    normalize = forward_of(y)
-    producer = normalize.operands["a"].producer() if normalize is not None else None
+    producer = normalize.operands["a"].producer()
     finalize = own_op(producer) if producer is not None else None
-    assert finalize is not None
-    of, shape = [total, product], sums["dbeta"].shape
-    parts = []
+    is_own = finalize is not None and finalize.spec.name == "BatchNormFinalize"
+    return (total, finalize) if finalize and is_own and is_only_read_by(product.outputs[0], total) else None
+
+
+def fuse_scale(editor: Editor, product: ir.Node, total: ir.Node, finalize: Op, sums: dict[str, ir.Value]) -> None:
+    """Make the scale's gradient: scale*(sum of d*x_hat) + bias*(sum of d)."""
+    of, result = [total, product], total.outputs[0]
+    made = []
     for name, which in (("scale", "dgamma"), ("bias", "dbeta")):
         (part,) = editor.standard("Mul", [finalize.operands[name], sums[which]], 1, before=total, of=of)
-        part.shape, part.type = shape, sums[which].type
-        parts.append(part)
-    (added,) = editor.standard("Add", parts, 1, before=total, of=of)
-    added.shape, added.type = shape, parts[0].type
-    result = total.outputs[0]
-    assert result.shape is not None
-    form = editor.constant(f"{total.name}/form", np.array([int(size) for size in result.shape], np.int64))  # type: ignore[arg-type]
-    (made,) = editor.standard("Reshape", [added, form], 1, before=total, of=of)
-    editor.take_over(result, made)
+        made.append(part)
+    (added,) = editor.standard("Add", made, 1, before=total, of=of)
+    for value in (*made, added):
+        value.shape, value.type = sums["dbeta"].shape, sums["dbeta"].type
+    form = editor.constant(f"{total.name}/form", np.array(sizes(result), np.int64))
+    (gradient,) = editor.standard("Reshape", [added, form], 1, before=total, of=of)
+    editor.take_over(result, gradient)
     editor.remove_dead([total, product])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OF_GRADIENT, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OF_GRADIENT, OpSpec, masks_gated
 from bnfuse.passes.dialect.source_ops import forward_of, gradient_of, read
 from bnfuse.passes.dialect.steps import REDUCTIONS, has_room_after, try_spec
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by
@@ -42,7 +42,7 @@ def is_mask(op: Op) -> bool:
     return (
         isinstance(op.spec, OpSpec)
         and op.spec.core == "PointwiseGrad"
-        and op.spec.prologue in ((), ("Normalize",))
+        and op.spec.prologue in ((), ("Normalize",), ("Normalize", "Gate"))
         and bool({*op.spec.epilogue} & {*ACTIVATION_GRADS, *REDUCTIONS})
         and not {"AddGradient", "AddGatedGradient", "AddBatchNormGrad"} & {*op.spec.epilogue}
     )
@@ -77,7 +77,7 @@ def why_not_mask(mask: Op, producer: Op | None) -> str | None:
         return f"{dy.name} has other readers"
     if not has_room_after(producer.steps, first) or {*REDUCTIONS} & {*producer.steps.epilogue}:
         return f"{producer.node.op_type} '{producer.node.name}' has no room for {first}"
-    if "Gate" in producer.steps.prologue:
+    if "Gate" in producer.steps.prologue and not masks_gated(producer.steps.prologue):
         return f"'{producer.node.name}' reads a gated map, not what the mask is made from"
     if producer.steps.core in CONV_GRADS and not masks_what_it_reads(mask, producer):
         return f"'{producer.node.name}' reads {producer.operands['x'].name}, not what the mask is made from"
@@ -90,7 +90,7 @@ def masks_what_it_reads(mask: Op, conv: Op) -> bool:
     """Tell whether the z of the convolution's prologue is the z of the mask (or, for a Relu, has its sign)."""
     x = conv.operands["x"]
     if "Normalize" in mask.steps.prologue or "Normalize" in conv.steps.prologue:
-        return all(mask.operands.get(name) is conv.operands.get(name) for name in ("x", "a", "b"))
+        return all(mask.operands.get(name) is conv.operands.get(name) for name in ("x", "a", "b", "gate"))
     if x is mask.operands.get("x", x):
         return True
     stored = forward_of(x)

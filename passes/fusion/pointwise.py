@@ -142,11 +142,12 @@ def absorbed(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | Non
     if reader.steps.is_gradient and reader.steps.core not in CONV_GRADS:
         # only convolutions need the activated map itself; a mask needs z, and a pooling's gradient the shape
         masked = [step for step in reader.steps.epilogue if step in ACTIVATION_GRADS]
-        if masked and "Gate" in steps:
+        if masked and "Gate" in steps and source.steps.activations:
             return None
+        front = tuple(step for step in steps if step in ("Normalize", "Gate")) if masked else ()
         if masked and source.steps.activations and (source.steps.activations, masked) != (("Relu",), ["ReluGrad"]):
             return None  # a Relu's result has the sign of its input; no other activation's result tells its mask
-        prologue = (*(s for s in reader.steps.prologue if s in OF_GRADIENT), *(("Normalize",) if masked else ()))
+        prologue = (*(s for s in reader.steps.prologue if s in OF_GRADIENT), *front)
         if masked and "Normalize" not in steps:
             prologue = reader.steps.prologue
     elif reader.steps.is_gradient:

@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.opset.shapes import transposed_shape
-from bnfuse.opset.spec import ACTIVATION_GRADS, OF_GRADIENT, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, OF_GRADIENT, OpSpec, masks_gated
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cuda.weights import is_packed
 from bnfuse.runtime.lowering.norm import batch_norm_statistics
@@ -107,7 +107,8 @@ class Parts:
         low.launch(registry.CONV_FORWARD, (problem(low, spec, refs, self.attributes, kernel), low.target), refs)
         if epilogue:
             masked = "Normalize" in self.spec.prologue and {*ACTIVATION_GRADS} & {*epilogue}
-            spec = OpSpec(("Normalize",) if masked else (), "PointwiseGrad", epilogue)
+            front = ("Normalize", "Gate") if masks_gated(self.spec.prologue) else ("Normalize",)
+            spec = OpSpec(front if masked else (), "PointwiseGrad", epilogue)
             self.launch(spec, {**self.operands, "dy": dx}, self.results)
 
     def weight_gradient(self, dy: ir.Value, x: ir.Value) -> None:

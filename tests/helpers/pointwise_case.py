@@ -40,6 +40,7 @@ BACKWARD = [
     ("NormalizePointwiseGradWhereReluGradReduce", (2, 35, 4, 5)),
     ("NormalizePointwiseGradAddGradientWhereQuickGeluGradReduce", (2, 19, 3, 3)),
     ("PointwiseGradAddGradientReluGradReduceReduceOtherReduceOther", (3, 17, 5, 5)),
+    ("NormalizeGatePointwiseGradClipGradReduceOther", (3, 20, 3, 5)),
     ("GateGradBatchNormGradPointwiseGradAddGatedGradient", (3, 20, 3, 5)),
     ("PointwiseGradAddGatedGradientReluGradReduceReduceGatedReduceOtherReduceGated", (3, 17, 5, 5)),
     ("BatchNormGradPointwiseGradAddGradientAddBatchNormGradReluGradReduceOther", (2, 18, 3, 5)),

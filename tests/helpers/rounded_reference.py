@@ -12,7 +12,7 @@ import numpy as np
 from packed_weights import ROUNDED
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import OF_GRADIENT, OpSpec
+from bnfuse.opset.spec import OF_GRADIENT, OpSpec, masks_gated
 
 Arrays = dict[str, np.ndarray]
 
@@ -49,7 +49,7 @@ def _backward(spec: OpSpec, operands: Arrays, attributes: Mapping[str, Any], pre
     read = {name: rounded(value, precision) for name, value in read.items()}
     found = reference.run(OpSpec((), spec.core), read, attributes) | {"dbias": dy.sum(axis=reference.SUMMED)}
     if "dx" in found:
-        masked = tuple(step for step in forward if step != "Gate")
+        masked = forward if masks_gated(forward) else tuple(step for step in forward if step != "Gate")
         leaving = OpSpec(masked, "PointwiseGrad", tuple(step for step in spec.epilogue if step != "BiasGrad"))
         found |= reference.run(leaving, {**operands, "dy": found["dx"]}, attributes)
     return found

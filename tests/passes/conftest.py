@@ -128,8 +128,12 @@ class _Network:
 
     def scale(self, y: str, x: str) -> None:
         self.channels[y] = self.channels[x]
-        values = self.rng.standard_normal((1, self.channels[x], 1, 1))
-        self.node("Mul", [x, self.parameter(f"{y}/gamma", values)], y)
+        shape = onnx.numpy_helper.from_array(np.array([1, -1, 1, 1]))
+        self.node("Constant", [], f"{y}/shape", value=shape)
+        gamma = self.parameter(f"{y}/gamma", self.rng.standard_normal(self.channels[x]))
+        self.node("Tanh", [gamma], f"{y}/bounded")  # a plain parameter becomes one of the BatchNorm in front
+        self.node("Reshape", [f"{y}/bounded", f"{y}/shape"], f"{y}/factor")
+        self.node("Mul", [x, f"{y}/factor"], y)
 
     def mul(self, y: str, a: str, b: str) -> None:
         self.channels[y] = self.channels[a]

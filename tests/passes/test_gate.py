@@ -235,3 +235,15 @@ def test_a_layer_scale_takes_its_gradient_from_the_sums_of_the_batch_norm(traini
 def test_a_layer_scale_behind_an_activation_has_a_gradient_of_its_own(training, rewritten):
     result = rewritten(training(SCALED.replace("u = scale(n1)", "r1 = silu(n1)\n    u = scale(r1)")), "bnff")
     assert {entry.half for entry in result.report.unfused} <= {"normalise", "gradient reductions"}
+
+
+@pytest.mark.parametrize("act", ["relu", "relu6", "silu"])
+def test_an_activation_behind_the_gate_and_its_mask_go_with_it(act, training, rewritten, ops):
+    body = squeeze().replace("a1 = relu(n1)", "a1 = bn(c1)")
+    body = body.replace("u = mul(a1, g)", f"v = mul(a1, g)\n    u = {act}(v)")
+    result = rewritten(training(body.replace("    n1 = bn(c1)\n", "")), "bnff", tolerance=5e-4)
+    assert result.report.unfused == ()
+    kind = {"relu": "Relu", "relu6": "Clip", "silu": "QuickGelu"}[act]
+    assert f"NormalizeGate{kind}ConvStatistics" in ops(result)
+    assert f"BatchNormGradNormalizeGate{kind}ConvGrad{kind}Grad" in ops(result)
+    assert "GlobalAveragePoolGradAddGatedGradientReduce" in ops(result)

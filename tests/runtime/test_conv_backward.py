@@ -33,6 +33,7 @@ MAP_OF_DY = MAPS_LIKE_DY
 CHANNELS_OF_DY = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w")
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 
+ACTIVATED = "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther"
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
 
 
@@ -147,6 +148,9 @@ CASES = [
     Case("GateGradBatchNormGradNormalizeHardSwishGateConvGradReduceGatedReduceOther", 3, 7, 7, 40, 24, slots=3),
     Case(GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
     Case(GATED, 2, 8, 7, 33, 17, (1, 1), (2, 2)),
+    Case(ACTIVATED, 3, 7, 7, 40, 24, slots=2),
+    Case(ACTIVATED, 3, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19),
+    Case(ACTIVATED, 2, 14, 14, 64, 32, (3, 3), pads=(1, 1, 1, 1)),
     Case(GATED, 3, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19, slots=1),
     Case("GateGradConvGradInputAddGatedGradientReluGradReduceReduceGated", 2, 14, 14, 64, 32, (3, 3), pads=(1,) * 4),
     Case("NormalizeReluConvGradAddBatchNormGradReluGradAddSkipGradientReduce", 2, 7, 7, 12, 20, (3, 3), slots=2),

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 from bnfuse.opset.activations import GRADIENTS
-from bnfuse.opset.spec import ADDED_REDUCTIONS, MASKED_REDUCTIONS, SHARED, OpSpec
+from bnfuse.opset.spec import ADDED_REDUCTIONS, MASKED_REDUCTIONS, SHARED, OpSpec, masks_gated
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, Load
@@ -124,6 +124,7 @@ class EpiloguePlan:
             return ()
         names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][0]]
         names += ["x"] if self.masks or "Reduce" in self.spec.epilogue else []
+        names += ["gate"] if self.masks and masks_gated(self.spec.prologue) else []
         names += [f"x_{i}" for i in range(1, self.spec.others + 1)]
         names += (*gates_of(self.spec).values(), *added_to(self.spec).values())
         return (*names, "dx") if "Accumulate" in self.spec.epilogue else tuple(names)

@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import OF_GRADIENT, applied, around_batch_norm_grad, prologue_operands, skip_activation
+from bnfuse.opset.spec import (
+    OF_GRADIENT,
+    applied,
+    around_batch_norm_grad,
+    masks_gated,
+    prologue_operands,
+    skip_activation,
+)
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import MapType, Problem
@@ -94,9 +101,10 @@ class ProloguePlan:
         return value
 
     def before_activation(self, load: Load) -> Expr:
-        """Write z: x after Normalize and before the activation, which a mask asks for."""
+        """Write z: x after Normalize, and a Gate that follows it, before the activation, which a mask asks for."""
         x = load(self.source, False)
-        return steps.normalize(x, load("a", True), load("b", True)) if "Normalize" in self.steps else x
+        z = steps.normalize(x, load("a", True), load("b", True)) if "Normalize" in self.steps else x
+        return z * load("gate", False) if masks_gated(self.steps) else z
 
     def _batch_norm_grad(self, dy: Expr, load: Load) -> Expr:
         """Write dy behind BatchNormGrad and the gradients of activations around it."""

@@ -70,6 +70,8 @@ NAMES = (
     "NormalizeQuickGeluGateGlobalAveragePool",
     "GateGradBatchNormGradNormalizeReluGateConvGradBiasGradAddGradientReduceOtherReduceGated",
     "SliceGateGradPointwiseGradReduceGatedReduceOtherScale",
+    "BatchNormGradNormalizeGateClipConvGradBiasGradClipGrad",
+    "NormalizeGatePointwiseGradQuickGeluGradReduceOther",
     "GateGradLeakyReluGradBatchNormGradNormalizeLeakyReluConvGradAddGradientReduceLeakyReluGradReduceOther",
     "BatchNormGradGeluGradReluConvGradBiasGradReluGradReduceReduceSigmoidGrad",
     "GateGradAddGradReluGradBatchNormGradConvGradReduceReduceAddedReluGradReduceOther",

@@ -15,6 +15,7 @@ from bnfuse.runtime.kernels.kernel import Choice
 
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 CLIP = "NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale"
+ACTIVATED = "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther"
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
 OTHERS = "ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther"
 MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -65,6 +66,7 @@ CASES = {
     "gated": CudaCase(GATED, 3, 7, 7, 40, 24, slots=3),
     "halo-gated": CudaCase(GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
     "few-channels-gated": CudaCase(GATED, 2, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),
+    "activated-behind-a-gate": CudaCase(ACTIVATED, 3, 7, 7, 40, 24, slots=3),
     "groups-of-8": CudaCase(
         "NormalizeReluConvGradReluGradReduce", 2, 6, 6, 24, 36, (3, 3), (1, 1), (1, 1, 1, 1), group=3
     ),

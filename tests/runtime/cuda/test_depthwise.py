@@ -41,6 +41,7 @@ BACKWARD_OPS = (
     "BatchNormGradReluConvGrad",
     "NormalizeQuickGeluConvGradInputAddGradientQuickGeluGradReduceAccumulate",
     "NormalizeWhereReluConvGradWhereReluGradReduce",
+    "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther",
     "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated",
     BACKWARD,
 )
