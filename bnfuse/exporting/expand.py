@@ -5,7 +5,8 @@
 
 What follows from parameters alone is computed here and becomes an initializer: coefficients of several BatchNorms over
 a Concat, and the running mean less the bias that the drop-bias pass took out of a convolution. Steps that several
-operators have in common on their way in (a map with several readers) are written once.
+operators have in common on their way in (a map with several readers) are written once. What passes took across Concats,
+Splits and shuffles goes back (placed.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import onnx
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
+from bnfuse.analysis.provenance import channels
 from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.exporting.placed import Entry, is_placed, parts_of, shuffled, whole_of
 from bnfuse.graph.constants import evaluate
 from bnfuse.graph.protos import fresh
 from bnfuse.opset import reference
@@ -59,7 +62,9 @@ class Expansion:
         self.names: dict[ir.Value, str] = {}  # of maps
         self.constants: dict[ir.Value, np.ndarray] = {}
         self.norms: dict[ir.Value, tuple[str, tuple[Norm, ...]]] = {}  # a or b of these, one after the other
+        self.affine: list[tuple[np.ndarray, np.ndarray, Norm]] = []  # a and b of each BatchNorm
         self._used: dict[str, np.ndarray] = {}
+        self._split: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self._made: dict[Any, str] = {}  # steps of prologues that are there already
         for name, value in graph.initializers.items():
             if name in state:
@@ -82,6 +87,17 @@ class Expansion:
             else:
                 self._standard(node)
         self._name_output()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Take out what nothing reads: concatenations of maps before their steps."""
+        read = {self.output}
+        kept = []
+        for node in reversed(self.nodes):
+            if read & {*node.output}:
+                read |= {*node.input}
+                kept.append(node)
+        self.nodes = kept[::-1]
 
     def _name_output(self) -> None:
         """Give the result the name that it has in the training graph, whichever node it came from."""
@@ -98,7 +114,9 @@ class Expansion:
 
     def initializers(self) -> list[onnx.TensorProto]:
         """List the constants that nodes read."""
-        return [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in self._used.items()]
+        read = {name for node in self.nodes for name in node.input}
+        used = {name: array for name, array in self._used.items() if name in read}
+        return [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in used.items()]
 
     # -- constants -----------------------------------------------------------------------------------------------
 
@@ -136,6 +154,7 @@ class Expansion:
             norm = Norm(base_name(node), operands, float(node.attributes["epsilon"].value))
             for which, value in zip("ab", node.outputs, strict=False):
                 self.norms[value] = (which, (norm,))
+            self.affine.append((self.constants[node.outputs[0]], self.constants[node.outputs[1]], norm))
         elif node.op_type in ("Concat", "Identity") and not node.domain:
             parts = [self.norms.get(value) for value in node.inputs if value is not None]
             if all(parts) and len({part[0] for part in parts if part}) == 1:
@@ -149,8 +168,9 @@ class Expansion:
         if not isinstance(op, OpSpec) or op.is_gradient:
             raise self._unknown(node)
         operands = dict(zip(op.operands, node.inputs, strict=True))
-        x, wanted = self._name(operands["x"]), dict(zip(op.results, node.outputs, strict=True))
-        for step, of_some in applied(op.prologue):
+        wanted = dict(zip(op.results, node.outputs, strict=True))
+        x, steps = self._placed(op, operands, node)
+        for step, of_some in steps:
             made = self._enter(step, x, operands, node, skip_activation(op.prologue))
             x = self._chosen(operands["active"], made, x, node) if of_some else made
         if "stored" in wanted:
@@ -177,6 +197,77 @@ class Expansion:
             raise self._unknown(node)
         self._node(op.core, inputs, outputs, name, **plain(given, op.core))
         self.names[wanted["y"]] = y
+
+    def _placed(
+        self, op: OpSpec, operands: Mapping[str, ir.Value | None], node: ir.Node
+    ) -> tuple[str, list[tuple[str, bool]]]:
+        """Give x, with its first steps where it is put together from maps that have them each, and the other steps."""
+        steps, x = list(applied(op.prologue)), operands["x"]
+        assert x is not None
+        coefficients = [operands.get(name) for name in ("a", "b")]
+        known = all(value in self.constants for value in coefficients if value is not None)
+        if op.prologue[:1] != ("Normalize",) or not known or x in self.constants or not is_placed(x):
+            return self._name(x), steps
+        a, b = (self.constants[value] for value in coefficients if value is not None)
+        kind, of_some = steps[1] if len(steps) > 1 and steps[1][0] in ACTIVATIONS else (None, False)
+        active = self.constants.get(operands["active"]) if of_some and operands["active"] is not None else None
+        if of_some and active is None:
+            return self._name(x), steps
+        entry = Entry(a, b, np.full(len(a), kind is not None) if active is None else active > 0)
+        return self._entered(x, entry, kind, node), steps[1 if kind is None else 2 :]
+
+    def _entered(self, value: ir.Value, entry: Entry, kind: str | None, node: ir.Node) -> str:
+        """Write a map after its steps, which what it is put together, permuted or cut from takes before."""
+        if (parts := parts_of(value, entry)) is not None:
+            names = [self._entered(part, each, kind, node) for part, each in parts]
+            return self._once("Concat", names, node, {"axis": 1})
+        if (found := shuffled(value, entry, self.constants)) is not None:
+            source, each, order = found
+            names = [self._entered(source, each, kind, node), self._name(order)]
+            return self._once("Gather", names, node, {"axis": 1})
+        if (cut := self._cut(value, entry, kind, node)) is not None:
+            return cut
+        x = self._name(value) if entry.is_identity else self._affine(value, entry, node)
+        if kind is None or not entry.active.any():
+            return x
+        made = self._activated(kind, x, node)
+        if entry.active.all():
+            return made
+        chosen = self._constant(entry.active.reshape(1, -1, 1, 1), f"{value.name}/active")
+        return self._once("Where", [chosen, made, x], node)
+
+    def _cut(self, value: ir.Value, entry: Entry, kind: str | None, node: ir.Node) -> str | None:
+        """Write a piece of a map that one BatchNorm normalises, activated in all or none of its channels."""
+        whole, split = whole_of(value), value.producer()
+        if whole is None or split is None or len({*entry.active.tolist()}) > 1:
+            return None
+        source, start = whole
+        for a, b, _ in self.affine:
+            stop = start + len(entry.a)
+            if len(a) == channels(source) and entry.matches(a[start:stop], b[start:stop]):
+                active = np.full(len(a), bool(entry.active[0]))
+                return self._piece(split, value, self._entered(source, Entry(a, b, active), kind, node))
+        return None
+
+    def _piece(self, split: ir.Node, value: ir.Value, whole: str) -> str:
+        """Give one result of a Split of another map than it was."""
+        counts = [channels(piece) for piece in split.outputs]
+        key = whole, tuple(counts)
+        if key not in self._split:
+            pieces = [self._fresh(f"{whole}/piece") for _ in counts]
+            lengths = self._constant(np.array(counts, np.int64), f"{whole}/lengths")
+            self._node("Split", [whole, lengths], pieces, self._fresh(f"{whole}/split"), axis=1)
+            self._split[key] = pieces
+        return self._split[key][split.outputs.index(value)]
+
+    def _affine(self, value: ir.Value, entry: Entry, node: ir.Node) -> str:
+        """a*x + b as the BatchNormalization whose coefficients these are, or as Mul and Add."""
+        x = self._name(value)
+        for a, b, norm in self.affine:
+            if entry.matches(a, b):
+                return self._batch_norm(x, (norm,))
+        wide = [self._constant(v.reshape(1, -1, 1, 1), f"{value.name}/wide") for v in (entry.a, entry.b)]
+        return self._once("Add", [self._once("Mul", [x, wide[0]], node), wide[1]], node)
 
     def _enter(
         self, step: str, x: str, operands: Mapping[str, ir.Value | None], node: ir.Node, skip_kind: str | None

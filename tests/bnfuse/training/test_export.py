@@ -103,6 +103,53 @@ def test_graphs_of_all_levels_export_to_the_same_function(name, zoo):
         assert np.abs(found[level] - found["none"]).max() <= 1e-5 * np.abs(found["none"]).max()
 
 
+BRANCHES = """<ir_version: 9, opset_import: ["": 18]>
+    g (float[4, 3, 8, 8] image) => (float[4, 10] logits) {
+        c0 = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(image, w0)
+        n0, m0, v0 = BatchNormalization<training_mode = 1>(c0, s0, z0, rm0, rv0)
+        a0 = LeakyRelu(n0)
+        left, right = Split<axis = 1>(a0, lengths)
+        c1 = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(right, w1)
+        n1, m1, v1 = BatchNormalization<training_mode = 1>(c1, s1, z1, rm1, rv1)
+        a1 = LeakyRelu(n1)
+        stacked = Reshape(a1, wide)
+        turned = Transpose<perm = [0, 2, 1, 3, 4]>(stacked)
+        mixed = Reshape(turned, narrow)
+        p = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(left)
+        t = Concat<axis = 1>(left, mixed, p)
+        c2 = Conv<kernel_shape = [1, 1]>(t, w2)
+        n2, m2, v2 = BatchNormalization<training_mode = 1>(c2, s2, z2, rm2, rv2)
+        a2 = LeakyRelu(n2)
+        pooled = GlobalAveragePool(a2)
+        q = Flatten(pooled)
+        logits = Gemm<transB = 1>(q, w3)
+    }"""
+
+
+def test_what_crossed_a_concat_a_split_or_a_shuffle_goes_back():
+    model, rng = onnx.parser.parse_model(BRANCHES), np.random.default_rng(0)
+    shapes = {"w0": (8, 3, 3, 3), "w1": (4, 4, 3, 3), "w2": (6, 12, 1, 1), "w3": (10, 6)}
+    values = {name: rng.standard_normal(shape).astype(np.float32) / 3 for name, shape in shapes.items()}
+    for i, channels in enumerate((8, 4, 6)):
+        values |= {f"{name}{i}": np.ones(channels, np.float32) for name in ("s", "rv")}
+        values |= {f"{name}{i}": np.zeros(channels, np.float32) for name in ("z", "rm")}
+    for name, sizes in (("lengths", [4, 4]), ("wide", [4, 2, 2, 8, 8]), ("narrow", [4, 4, 8, 8])):
+        values[name] = np.array(sizes, np.int64)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    built = build_training_graph(model)
+    found, kinds = {}, {}
+    for level in ("none", "icf"):
+        graph = open_graph(bnfuse.rewrite(built, level=level).model)
+        exported = inference_model(graph, changed_state(graph))
+        check_standard(exported)
+        kinds[level] = [node.op_type for node in exported.graph.node]
+        found[level] = run(exported, np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype(np.float32))
+    assert np.abs(found["icf"] - found["none"]).max() <= 1e-5 * np.abs(found["none"]).max()
+    for kind in ("BatchNormalization", "LeakyRelu", "Split", "Concat"):
+        assert kinds["icf"].count(kind) == kinds["none"].count(kind), kind
+    assert not {"Mul", "Add", "Where"} & {*kinds["icf"]}
+
+
 def generator() -> onnx.ModelProto:
     """Transposed convolutions with BatchNorms before and behind, in groups and with biases, and a classifier."""
     text = """<ir_version: 9, opset_import: ["": 18]>
