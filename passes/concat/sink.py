@@ -94,7 +94,9 @@ def sink_forward(editor: Editor, node: ir.Node) -> None:
     steps = steps_of(branches)
     reason = steps if isinstance(steps, str) else why_not(node, branches, steps)
     if reason:
-        editor.refuse(node, reason)
+        for branch in branches:
+            if branch.source is not None:
+                editor.refuse(branch.source.node, f"Concat '{node.name}' keeps it: {reason}")
     elif not isinstance(steps, str):
         sink(editor, node, branches, steps)
 

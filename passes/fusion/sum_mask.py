@@ -5,7 +5,7 @@
       g, x, ..)                                                    g1, x, .., g2)
 
 The sum is neither written nor read back. It runs when all other passes have found nothing more to do: what writes a
-term would take the sum and the mask with it (gradient_sum.py), but of Res2Net's gradients two layers read each.
+term would take the sum and the mask with it (gradient_sum.py), but what pads or splits gradients has no way out.
 
 Refuses a Sum that something else reads, or whose reader does more than masking and reducing it.
 """
