@@ -49,6 +49,21 @@ def dense_layers() -> onnx.ModelProto:
     return h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
 
 
+def gated_layers() -> onnx.ModelProto:
+    """Squeeze-excitation behind a depthwise convolution, and a residual branch whose samples have factors."""
+    net = nets.Net()
+    x = net.op("Relu", net.bn(net.conv("image", 3, 12, 3, 2), 12))
+    weight = net.weight(net.rng.standard_normal((12, 1, 3, 3)) / 2)
+    window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "group": 12}
+    y = net.op("HardSwish", net.bn(net.op("Conv", x, weight, **window), 12))
+    squeezed = net.op("Relu", net.conv(net.op("GlobalAveragePool", y), 12, 4))
+    y = net.op("Mul", y, net.op("Sigmoid", net.conv(squeezed, 4, 12)))
+    y = net.bn(net.conv(y, 12, 12), 12)
+    kept = np.linspace(0.5, 1.5, nets.BATCH, dtype=np.float32).reshape(nets.BATCH, 1, 1, 1)
+    factors = net.op("Constant", value=onnx.numpy_helper.from_array(kept))
+    return net.model(net.op("Add", x, net.op("Mul", y, factors)), 12)
+
+
 def graph_of(level: str) -> TrainingGraph:
     model = build_training_graph(dense_layers())
     return open_graph(model if level == "none" else rewrite(open_graph(model).model, level=level))
@@ -111,6 +126,22 @@ def test_gradients_of_a_dense_block_are_the_cpu_s(monkeypatch, level, precision,
     assert worst[-1][1] < tolerance, worst
     images = nets.batch()[0]
     assert distance(mine.evaluate(images), cpu.evaluate(images)) < tolerance
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 0.05)])
+def test_gradients_behind_gates_are_the_cpu_s(monkeypatch, precision, tolerance):
+    fake = install(monkeypatch, FakeCuda(seed=5))
+    fused = rewrite(open_graph(build_training_graph(gated_layers())).model)
+    assert fused.report.unfused == ()
+    graph = open_graph(fused.model)
+    cpu = compile_step(graph, threads=1)
+    mine = interpreted_step(graph, gpu(precision), fake)
+    worst = []
+    for i in range(4):
+        worst.append(max(gradient_errors(mine, cpu, nets.batch(i)).items(), key=lambda item: item[1]))
+        if worst[-1][1] < tolerance:
+            break
+    assert worst[-1][1] < tolerance, worst
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
