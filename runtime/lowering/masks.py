@@ -3,6 +3,8 @@
     mask = Div(Cast(Less(u, keep)), keep)
     y = Mul(x, mask)                               ->      y's readers read x
 
+A gate that is a mask leaves the operator that reads it: NormalizeGateAddPointwise becomes NormalizeAddPointwise.
+
 Frameworks leave out a multiplication by a mask of two values, 0 and c, where it keeps what it multiplies on average
 (c = 1/keep, or c = 1 with a scale by 1/keep beside it), and where c = 1 (timm's scale_by_keep=False). How a mask is
 spelt does not matter: whatever follows from one draw and constants, element by element, is computed over the quantiles
@@ -25,6 +27,7 @@ from bnfuse.graph.drawing import DROPOUTS, FED, LIKE, constant, distribution_of,
 from bnfuse.graph.sampling import Random
 from bnfuse.graph.training_graph import put_in_place
 from bnfuse.graph.values import static_shape
+from bnfuse.opset.spec import DOMAIN, OpSpec, parse
 from bnfuse.opset.traffic import SHAPE_READERS
 
 QUANTILES = 4096
@@ -84,9 +87,10 @@ def without_masks(graph: ir.Graph, opset: int, file: str | None = None) -> None:
     for node in nodes:
         walk.visit(node)
     for node in nodes:
-        for index in walk.ends(node):
+        at = node
+        for index in reversed(walk.ends(node)):
             try:
-                drop(walk, node, index)
+                at = drop(walk, at, index)
             except Unknown as why:
                 require_dropouts(walk, node.inputs[index], str(why), file)
     still = ancestors(graph.outputs)
@@ -265,10 +269,12 @@ def operands(node: ir.Node) -> list[ir.Value]:
     return [value for index, value in enumerate(node.inputs) if value is not None and index != skipped]
 
 
-def drop(walk: Walk, node: ir.Node, index: int) -> None:
-    """Let what read the product of data and mask read the data."""
+def drop(walk: Walk, node: ir.Node, index: int) -> ir.Node:
+    """Let what read the product of data and mask read the data; gives the node that is in the place of this one."""
     random, y = node.inputs[index], node.outputs[0]
     assert random is not None
+    if (spec := without_gate(node, index)) is not None:
+        return drop_gate(walk, node, index, spec)
     x = masked(walk, node, index)
     mask = walk.mask(random)
     if node.op_type == "Where" and index == 0 and x is node.inputs[2]:
@@ -285,6 +291,38 @@ def drop(walk: Walk, node: ir.Node, index: int) -> None:
         elif source is not None and scaling(walk, source, 1, mask):
             x = source.inputs[1] or x
     put_in_place(y, x)
+    return node
+
+
+def without_gate(node: ir.Node, index: int) -> OpSpec | None:
+    """Give the operator of steps that lacks the gate which a node of ours reads there; None where it reads no gate."""
+    spec = parse(node.op_type) if node.domain == DOMAIN else None
+    step = {"gate": "Gate", "skip_gate": "SkipGate"}.get(spec.operands[index]) if spec is not None else None
+    if spec is None or step is None or spec.is_gradient:
+        return None
+    return OpSpec(tuple(other for other in spec.prologue if other != step), spec.core, spec.epilogue)
+
+
+def drop_gate(walk: Walk, node: ir.Node, index: int, spec: OpSpec) -> ir.Node:
+    """Put an operator without its gate in the place of one whose gate is a mask, and leave out what scales for it."""
+    gate, x = node.inputs[index], node.inputs[0]
+    assert gate is not None
+    mask = walk.mask(gate)
+    if mask.is_plain and spec.core == "Pointwise" and not spec.epilogue:
+        for reader, place in list(node.outputs[0].uses()):
+            if scaling(walk, reader, place, mask):
+                put_in_place(reader.outputs[0], node.outputs[0])
+    source = x.producer() if x is not None else None
+    if mask.is_plain and not spec.prologue and source is not None:
+        x = next((source.inputs[i] for i in (0, 1) if scaling(walk, source, i, mask)), x)
+    operands = [x, *(value for place, value in enumerate(node.inputs) if place not in (0, index))]
+    bare = ir.Node(DOMAIN, spec.name, operands, node.attributes.values(), num_outputs=len(node.outputs), name=node.name)
+    assert node.graph is not None
+    node.graph.insert_after(node, bare)
+    for old, new in zip(node.outputs, bare.outputs, strict=True):
+        new.name, new.shape, new.type = f"{old.name}/inference" if old.name else "", old.shape, old.type
+        put_in_place(old, new)
+    return bare
 
 
 def masked(walk: Walk, node: ir.Node, index: int) -> ir.Value:
