@@ -157,6 +157,7 @@ CASES = [
     Case("BatchNormGradConvGradAddGradientAddBatchNormGradReduceOther", 1, 6, 5, 17, 9, (1, 1)),
     Case("ReluGradBatchNormGradNormalizeReluConvGradAddGradientReduceReluGrad", 2, 7, 6, 18, 20, (3, 3), slots=2),
     Case("BatchNormGradQuickGeluGradConvGradBiasGradReduceOther", 1, 7, 5, 33, 17, (1, 1)),
+    Case("BatchNormGradReluGradNormalizeConvGradBiasGradAddBatchNormGradReduce", 2, 7, 6, 19, 19, (3, 3), group=19),
     Case("AddGradReluGradBatchNormGradConvGradAddGradientReduceReluGradReduceAddedReluGrad", 2, 7, 6, 17, 9, (3, 3)),
     Case("ReluGradBatchNormGradConvGradReduceReluGrad", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
     Case("ReluConvGradInputAddBatchNormGradReluGradReduceOther", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),

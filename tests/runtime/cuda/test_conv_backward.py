@@ -16,6 +16,10 @@ from bnfuse.runtime.kernels.kernel import Choice
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 CLIP = "NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale"
 ACTIVATED = "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther"
+SUMS = (
+    "ReluGradBatchNormGradNormalizeReluConvGradAddGradientAddBatchNormGradReluGradAddSkipGradientReduceReduceReluGrad"
+)
+READ = "AddGradReluGradBatchNormGradConvGradReduceAddedReluGradReduceReluGrad"
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
 OTHERS = "ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther"
 MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -74,6 +78,11 @@ CASES = {
     "groups-pointwise": CudaCase(FULL, 2, 6, 6, 32, 32, group=8, slots=8),
     "groups-weight-alone": CudaCase("ConvGradWeight", 2, 7, 5, 32, 16, (3, 3), (1, 2), (3, 3, 3, 3), (2, 1), group=8),
     "one-pixel": CudaCase(FULL, 3, 1, 1, 17, 21),
+    "sums": CudaCase(SUMS, 2, 7, 7, 40, 24, slots=3),
+    "halo-sums": CudaCase(SUMS, 2, 8, 8, 33, 32, (3, 3), pads=(1, 1, 1, 1)),
+    "sums-made-where-they-are-read": CudaCase(READ, 2, 7, 6, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
+    "few-channels-read-so": CudaCase(READ, 2, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),
+    "an-activation-first": CudaCase("BatchNormGradQuickGeluGradConvGradBiasGradReduceOther", 2, 7, 7, 40, 24),
 }
 
 

@@ -31,6 +31,7 @@ FORWARD_OPS = (
     "NormalizeQuickGeluConvBiasStoreInputStatistics",
     "NormalizeWhereReluConvStatistics",
     "NormalizeReluGateConvStatistics",
+    "NormalizeSkipReluAddNormalizedConvStatistics",
 )
 BACKWARD_OPS = (
     "ConvGrad",
@@ -43,6 +44,8 @@ BACKWARD_OPS = (
     "NormalizeWhereReluConvGradWhereReluGradReduce",
     "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther",
     "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated",
+    "BatchNormGradReluGradNormalizeConvGradBiasGradAddBatchNormGradReduce",
+    "AddGradReluGradBatchNormGradReluConvGradReluGradAddSkipGradientReduceAddedReluGrad",
     BACKWARD,
 )
 
