@@ -170,9 +170,9 @@ class _Network:
         self.values.append(onnx.numpy_helper.from_array(np.array([0, 0, 1, 2, 0, 0, 1, 0]), f"{y}/pads"))
         self.node("Pad", [x, f"{y}/pads"], y, mode="reflect")
 
-    def shuffle(self, y: str, x: str, g: int = 2) -> None:
+    def shuffle(self, y: str, x: str, g: int = 2, w: int = 8) -> None:
         c = self.channels[x]
-        for name, shape in ((f"{y}/groups", [0, g, c // g, -1, 8]), (f"{y}/whole", [0, c, -1, 8])):
+        for name, shape in ((f"{y}/groups", [0, g, c // g, -1, w]), (f"{y}/whole", [0, c, -1, w])):
             self.values.append(onnx.numpy_helper.from_array(np.array(shape), name))
         self.node("Reshape", [x, f"{y}/groups"], f"{y}/wide")
         self.node("Transpose", [f"{y}/wide"], f"{y}/turned", perm=[0, 2, 1, 3, 4])
