@@ -271,17 +271,18 @@ class Writer:
             self.maps[rows] = rows if len(rows.shape or ()) == 4 else self.reshape(rows, (m, c, 1, 1), before)
         return self.maps[rows]
 
-    def reshape(self, value: ir.Value, shape: Iterable[int], before: ir.Node) -> ir.Value:
-        """Insert a Reshape."""
+    def reshape(self, value: ir.Value, shape: Iterable[int], before: ir.Node, *, rows: bool = True) -> ir.Value:
+        """Insert a Reshape; of rows it leaves open how many there are."""
         shape = list(shape)
-        sizes_value = self.editor.constant("shape_" + "_".join(map(str, shape)), np.array(shape, np.int64))
+        written = [-1, *shape[1:]] if rows else shape
+        sizes_value = self.editor.constant("shape_" + "_".join(map(str, written)), np.array(written, np.int64))
         (made,) = self.editor.standard("Reshape", [value, sizes_value], 1, before=before, of=[before])
         made.shape, made.type = ir.Shape(shape), value.type
         return made
 
-    def give(self, old: ir.Value, made: ir.Value, before: ir.Node) -> None:
+    def give(self, old: ir.Value, made: ir.Value, before: ir.Node, *, rows: bool = True) -> None:
         """Let what reads rows (or a matrix) read a map's, in the old shape, from here on."""
-        back = self.reshape(made, sizes(old), before)
+        back = self.reshape(made, sizes(old), before, rows=rows)
         self.maps[old] = made
         self.editor.take_over(old, back)
 
@@ -317,7 +318,7 @@ class Writer:
                 (flat,) = self.editor.standard("Transpose", [matrix], 1, before=before, of=[product.node], perm=[1, 0])
                 flat.shape, flat.type = ir.Shape((k, c)), matrix.type
                 matrix = flat
-            self.matrices[product.matrix] = self.reshape(matrix, (*sizes(matrix), 1, 1), before)
+            self.matrices[product.matrix] = self.reshape(matrix, (*sizes(matrix), 1, 1), before, rows=False)
         return self.matrices[product.matrix]
 
     def product(self, product: Product) -> None:
@@ -353,14 +354,14 @@ class Writer:
         readers = [use.node for use in old.uses()]
         if turned and not old.is_graph_output() and readers and all(is_turn(node) for node in readers):
             for node in readers:
-                self.give(node.outputs[0], made, before)
+                self.give(node.outputs[0], made, before, rows=False)
             self.gone += readers
         elif turned:
-            flat = self.reshape(made, sizes(old)[::-1], before)
+            flat = self.reshape(made, sizes(old)[::-1], before, rows=False)
             (back,) = self.editor.standard("Transpose", [flat], 1, before=before, of=[before], perm=[1, 0])
             self.editor.take_over(old, back)
         else:
-            self.give(old, made, before)
+            self.give(old, made, before, rows=False)
 
     def remove(self) -> None:
         """Remove what was written anew, and the views that nothing reads any more."""

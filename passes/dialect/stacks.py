@@ -216,9 +216,9 @@ class Unstacking:
         self.maps[back] = list(maps)
 
     def reshape(self, value: ir.Value, shape: Iterable[int], before: ir.Node) -> ir.Value:
-        """Insert a Reshape."""
+        """Insert a Reshape, which leaves open how many samples there are."""
         shape = list(shape)
-        given = self.editor.constant(f"{before.name}/shape", np.array(shape, np.int64))
+        given = self.editor.constant(f"{before.name}/shape", np.array([-1, *shape[1:]], np.int64))
         (made,) = self.editor.standard("Reshape", [value, given], 1, before=before, of=[before])
         made.shape, made.type = ir.Shape(shape), value.type
         return made
