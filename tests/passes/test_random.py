@@ -151,3 +151,25 @@ def test_a_random_network_of_splits_and_concats(seed, training, oracle):
         assert error < 1e-9, f"{name} is off by {error:.1e}"
     again = rewrite(result.model)
     assert [entry.name for entry in again.report.passes if entry.changed] == []
+
+
+@pytest.mark.parametrize("seed", range(len(SPECS)))
+def test_a_random_sampled_network_of_splits_and_concats(seed, training, oracle):
+    model = training(random_branches(seed))
+    names = [node.name for node in model.graph if node.op_type == "BatchNorm"]
+    parts = SPECS[seed].split(",")
+    spec = ",".join(part for part in parts if "=" not in part or fnmatch.filter(names, part.split("=")[0]))
+    rng = np.random.default_rng(seed)
+    feeds = {"x": rng.standard_normal((2, 3, 8, 8)), "labels": rng.integers(0, 5, 2)}
+    feeds["virtual"] = rng.standard_normal((1, 3, 8, 8))
+    found = []
+    for level in ("none", "icf"):
+        result = rewrite(model, level=level, sample=spec)
+        drawn = sampling_of(result.model)
+        used = {k: v for k, v in feeds.items() if k != "virtual" or drawn.virtual}
+        found.append(oracle.evaluate(ir.to_proto(result.model), {**used, **drawn.offsets(seed=seed, epoch=0)}))
+    expected, fused = found
+    floor = 1e-3 * max(float(np.linalg.norm(value)) for name, value in expected.items() if name.endswith("_grad"))
+    for name, value in expected.items():
+        error = np.linalg.norm(fused[name] - value) / (np.linalg.norm(value) + floor)
+        assert error < 1e-9, f"{name} is off by {error:.1e}"
