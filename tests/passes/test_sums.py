@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
 import bnfuse
@@ -324,3 +325,31 @@ def test_a_step_gives_the_gradients_of_the_file(name, training, ort):
     for name, gradient in found.items():
         error = np.linalg.norm(gradient - wanted[f"{name}_grad"]) / (np.linalg.norm(wanted[f"{name}_grad"]) + floor)
         assert error < 1e-4, f"{name} is off by {error:.1e}"
+
+
+SKIPS = """
+    a = conv(x, 6)
+    n0 = bn(a)
+    s0 = silu(n0)
+    b = conv(s0, 6, k=3)
+    n1 = bn(b)
+    s1 = add(n1, s0)
+    r1 = silu(s1)
+    c = conv(r1, 6, k=3)
+    n2 = bn(c)
+    s2 = add(n2, r1)
+    out = conv(s2, 4)
+"""
+
+
+@pytest.mark.parametrize("name", [*BODIES, "skips"])
+def test_what_is_exported_of_it_is_what_is_exported_of_the_file(name, training, tmp_path):
+    proto = ir.to_proto(training({**BODIES, "skips": SKIPS}[name]))
+    images, logits = np.random.default_rng(5).standard_normal((2, 3, 8, 8)).astype(np.float32), []
+    for model in (proto, bnfuse.rewrite(proto).model):
+        bnfuse.export_inference(model, tmp_path / "exported.onnx")
+        exported = onnx.load(tmp_path / "exported.onnx")
+        assert not any(node.domain for node in exported.graph.node)
+        session = ort.InferenceSession(exported.SerializeToString(), providers=["CPUExecutionProvider"])
+        logits.append(session.run(None, {session.get_inputs()[0].name: images})[0])
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
