@@ -184,7 +184,7 @@ class Expansion:
             inputs += [self._name(operands["bias"])] if "Bias" in op.epilogue else []
         if op.core == "Resample":
             rows, columns = self._name(operands["rows"]), self._name(operands["columns"])
-            turned = self._once("Transpose", [columns], node, {"perm": [1, 0]})
+            turned = self._once("Transpose", [columns], node, {"perm": (1, 0)})
             self._result("MatMul", [self._once("MatMul", [rows, x], node), turned], wanted["y"], node)
             return
         given = {name: node.attributes[name].value for name in FORWARD_CORES[op.core]}

@@ -6,8 +6,10 @@ import random
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
+import bnfuse
 from bnfuse.passes import rewrite
 from bnfuse.verifying import interpreter
 
@@ -84,3 +86,16 @@ def test_a_random_network_of_views(seed, training):
             assert error < 1e-9, f"{level}: {name} is off by {error:.1e}"
         again = rewrite(result.model, level=level)
         assert [entry.name for entry in again.report.passes if entry.changed] == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_exported_of_it_is_what_is_exported_of_the_file(seed, training, tmp_path):
+    proto = ir.to_proto(training(random_views(seed + 30)))
+    images, logits = np.random.default_rng(seed).standard_normal((2, 3, 8, 8)).astype(np.float32), []
+    for model in (proto, bnfuse.rewrite(proto).model):
+        bnfuse.export_inference(model, tmp_path / "exported.onnx")
+        exported = onnx.load(tmp_path / "exported.onnx")
+        assert not any(node.domain for node in exported.graph.node)
+        session = ort.InferenceSession(exported.SerializeToString(), providers=["CPUExecutionProvider"])
+        logits.append(session.run(None, {session.get_inputs()[0].name: images})[0])
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
