@@ -162,7 +162,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     stages = [listed, across] if icf else [listed] if listed else []
     if rank >= LEVELS.index("bnff"):  # what is left then has no better place
         stages.append([(f"{level}/shared-mask", SharedMaskFusion), *_fusions(level, concats=True)])
-        stages.append([(f"{level}/sum-and-mask", SumIntoMask)])
+        stages.append([(f"{level}/sum-and-mask", SumIntoMask), *_fusions(level, concats=True)])
     return stages
 
 

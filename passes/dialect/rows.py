@@ -243,7 +243,7 @@ class Writer:
     def __init__(self, editor: Editor, region: Region) -> None:
         self.editor, self.region = editor, region
         self.maps: dict[ir.Value, ir.Value] = {}  # of the origin of each row, as [M, C, 1, 1]
-        self.matrices: dict[ir.Value, ir.Value] = {}
+        self.matrices: dict[tuple[ir.Value, bool], ir.Value] = {}  # weights, by matrix and whether it is turned
         self.gone: list[ir.Node] = []
 
     def write(self) -> None:
@@ -308,7 +308,8 @@ class Writer:
 
     def weight(self, product: Product, before: ir.Node) -> ir.Value:
         """Give the matrix of a product as the weight [K, C, 1, 1]."""
-        if product.matrix not in self.matrices:
+        key = (product.matrix, product.turned)
+        if key not in self.matrices:
             matrix, turned = product.matrix, product.turned
             producer = matrix.producer()
             if turned and producer is not None and is_turn(producer):
@@ -318,8 +319,8 @@ class Writer:
                 (flat,) = self.editor.standard("Transpose", [matrix], 1, before=before, of=[product.node], perm=[1, 0])
                 flat.shape, flat.type = ir.Shape((k, c)), matrix.type
                 matrix = flat
-            self.matrices[product.matrix] = self.reshape(matrix, (*sizes(matrix), 1, 1), before, rows=False)
-        return self.matrices[product.matrix]
+            self.matrices[key] = self.reshape(matrix, (*sizes(matrix), 1, 1), before, rows=False)
+        return self.matrices[key]
 
     def product(self, product: Product) -> None:
         """Write a product as a convolution."""

@@ -69,12 +69,18 @@ def cuts_of(node: ir.Node) -> list[Cut]:
 
 
 def merge_cuts(editor: Editor, x: ir.Value) -> None:
-    """Put one Split in the place of all that cuts the channels of a map, where their ranges do not overlap."""
+    """Put one Split in the place of all that cuts the channels of a map, where their ranges do not overlap.
+
+    Not where a range is empty, which no other piece stands for, nor where two graph outputs are one piece.
+    """
     nodes = [node for node in dict.fromkeys(use.node for use in x.uses()) if cuts_of(node)]
     if len(nodes) == 1 and nodes[0].op_type == "Split":
         return
     cuts = [cut for node in nodes for cut in cuts_of(node) if cut.value.uses() or cut.value.is_graph_output()]
     ranges = sorted({(cut.start, cut.stop) for cut in cuts})
+    given = [(cut.start, cut.stop) for cut in cuts if cut.value.is_graph_output()]
+    if len({*given}) < len(given) or any(start == stop for start, stop in ranges):
+        return
     if not cuts or any(first[1] > second[0] for first, second in itertools.pairwise(ranges)):
         return
     bounds = sorted({0, channels(x), *(bound for pair in ranges for bound in pair)})

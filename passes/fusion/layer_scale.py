@@ -61,29 +61,35 @@ def fuse(editor: Editor, reduce: Op, scaled: Op) -> None:
             (made,) = editor.standard("Mul", [total, vector], 1, before=node, of=of)
             editor.take_over(reduce.results[name], made)
     for product in [use.node for use in d.uses()]:
-        found = scale_gradient(product, d, reduce.operands["x"])
+        found = scale_gradient(product, d, reduce)
         if found is not None:
             fuse_scale(editor, product, *found, sums)
     editor.remove_dead([node, scaled.node])
 
 
-def scale_gradient(product: ir.Node, d: ir.Value, x: ir.Value) -> tuple[ir.Node, Op] | None:
-    """Find the sum for each channel of d times what a normalise half makes of x, if a product is read by that alone.
+def scale_gradient(product: ir.Node, d: ir.Value, reduce: Op) -> tuple[ir.Node, Op] | None:
+    """Find the sum for each channel of d times what the BatchNorm's normalise half makes of x, if a product is read by
+    that alone.
 
-    Gives it, and the BatchNormFinalize that has the half's scale and bias.
+    Gives it, and the BatchNormFinalize that has the half's scale and bias; another BatchNorm of x has other sums.
     """
     if product.op_type != "Mul" or product.domain or d not in product.inputs:
         return None
     normalize = forward_of(product.inputs[0] if product.inputs[1] is d else product.inputs[1])
     total = next((use.node for use in product.outputs[0].uses()), None)
-    if normalize is None or normalize.spec != NORMALIZE or normalize.operands["x"] is not x or total is None:
+    if normalize is None or normalize.spec != NORMALIZE or normalize.operands["x"] is not reduce.operands["x"] or total is None:
         return None
     axes = constant_of(total.inputs[1]) if total.op_type == "ReduceSum" and len(total.inputs) > 1 else None
     if axes is None or sorted(int(axis) % 4 for axis in axes.flat) != PER_CHANNEL:
         return None
     producer = normalize.operands["a"].producer()
     finalize = own_op(producer) if producer is not None else None
-    is_own = finalize is not None and finalize.spec.name == "BatchNormFinalize"
+    is_own = (
+        finalize is not None
+        and finalize.spec.name == "BatchNormFinalize"
+        and finalize.results.get("inv_std") is reduce.operands["inv_std"]
+        and finalize.operands["mean"] is reduce.operands["mean"]
+    )
     return (total, finalize) if finalize and is_own and is_only_read_by(product.outputs[0], total) else None
 
 
