@@ -48,7 +48,7 @@ STEPS = {
     **dict.fromkeys(ACTIVATION_GRADS, ELEMENTWISE["Activation"][1]),
 }
 ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient")
-ON_RESULT = ("Bias", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate")
+ON_RESULT = ("Bias", "Where", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate")
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
 
 # standard operators whose type is not that of an operator of the zoo
@@ -84,7 +84,7 @@ def composed_type(op: OpSpec) -> str:
     if "Pool" in op.core:
         return "Pool"
     steps = {*op.prologue, *op.epilogue}
-    if steps & {"Normalize", "BatchNormGrad", "AddNormalized", "Reduce", "Statistics"}:
+    if steps & {"Normalize", "BatchNormGrad", "AddNormalized", "AddBatchNormGrad", "Reduce", "Statistics", *SHARED}:
         return "BatchNorm"
     return "Activation" if steps & {*ACTIVATIONS, *ACTIVATION_GRADS} else "Add" if steps else "Copy"
 

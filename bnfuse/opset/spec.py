@@ -349,6 +349,8 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         masked = (match["mask"] or "").removesuffix("Grad")
         if match["core"] in WEIGHT_GRADS and {*epilogue} - {"BiasGrad"}:
             return None  # there is no dx to work on
+        if match["core"] == "ConvTransposeGradInput" and "BiasGrad" in epilogue:
+            return None  # a forward convolution of dy, which sums what it makes
         if match["gate"] and (match["own"] or (match["core"] not in CONV_GRADS and not masked)):
             return None  # dx is the gradient of the gated map
         if match["gate"] and match["first"] and (masked or match["last"]):

@@ -77,7 +77,12 @@ def scale_gradient(product: ir.Node, d: ir.Value, reduce: Op) -> tuple[ir.Node, 
         return None
     normalize = forward_of(product.inputs[0] if product.inputs[1] is d else product.inputs[1])
     total = next((use.node for use in product.outputs[0].uses()), None)
-    if normalize is None or normalize.spec != NORMALIZE or normalize.operands["x"] is not reduce.operands["x"] or total is None:
+    if (
+        normalize is None
+        or normalize.spec != NORMALIZE
+        or normalize.operands["x"] is not reduce.operands["x"]
+        or total is None
+    ):
         return None
     axes = constant_of(total.inputs[1]) if total.op_type == "ReduceSum" and len(total.inputs) > 1 else None
     if axes is None or sorted(int(axis) % 4 for axis in axes.flat) != PER_CHANNEL:

@@ -106,8 +106,9 @@ class Parts:
         refs["y"] = low.new_map(dx, low.shape(self.operands["x"]))
         low.launch(registry.CONV_FORWARD, (problem(low, spec, refs, self.attributes, kernel), low.target), refs)
         if epilogue:
-            masked = "Normalize" in self.spec.prologue and {*ACTIVATION_GRADS} & {*epilogue}
-            front = ("Normalize", "Gate") if masks_gated(self.spec.prologue) else ("Normalize",)
+            of_mask = ("Normalize", "Gate") if masks_gated(self.spec.prologue) else ("Normalize",)
+            front = tuple(step for step in of_mask if step in self.spec.prologue)
+            masked = bool({*ACTIVATION_GRADS} & {*epilogue})
             spec = OpSpec(front if masked else (), "PointwiseGrad", epilogue)
             self.launch(spec, {**self.operands, "dy": dx}, self.results)
 

@@ -10,6 +10,7 @@ from bnfuse.opset.spec import (
     is_numbered_map,
 )
 from bnfuse.runtime.kernels.common.resample import tables_of
+from bnfuse.runtime.kernels.kernel import is_gate
 
 NEAREST = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 LINEAR = {"mode": "linear", "coordinate_transformation_mode": "half_pixel"}
@@ -22,6 +23,8 @@ CASES = [
     ("NormalizeAddNormalizedReluResample", (2, 33, 6, 5), (0.5, 1), LINEAR),
     ("NormalizeResampleBiasStatistics", (1, 7, 5, 4), (1.6, 2), CUBIC),
     ("NormalizeReluResample", (1, 5, 4, 5), (2, 1, 1, 3), "reflect"),
+    ("NormalizeGateHardSwishResample", (2, 64, 7, 7), (1, 2), NEAREST),
+    ("NormalizeGateReluResample", (2, 21, 3, 5), (1, 2), LINEAR),
     ("ResampleGrad", (2, 21, 3, 5), (2, 2), NEAREST),
     ("NormalizeResampleGradReluGradReduce", (2, 16, 4, 4), (2, 3), NEAREST),
     ("BatchNormGradNormalizeResampleGradAddGradientClipGradReduceScale", (1, 5, 5, 3), (2, 2), LINEAR),
@@ -50,6 +53,8 @@ def operands_of(op, shape, rows, columns, rng):
             shaped = (size[0], size[1] + more, *size[2:])
         elif name in ("x", "skip", "other") or is_numbered_map(name):
             shaped = shape
+        elif is_gate(name):
+            shaped = (*shape[:2], 1, 1)
         elif name == "acc":
             shaped = (shape[0], shape[1] + 6, *shape[2:])
         else:

@@ -13,7 +13,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.reference import activation
 from bnfuse.opset.spec import (
     OF_GRADIENT,
     applied,
@@ -72,6 +75,12 @@ class ProloguePlan:
     def vectors(self) -> tuple[str, ...]:
         """List the per-channel vectors that are read."""
         return tuple(name for name in self.operands if name not in self.known)
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Tell whether zeros of all maps are made zeros, as pixels are brought that are not there."""
+        kinds = {step.removeprefix("Skip") for step in self.steps} & {*ACTIVATIONS}
+        return not self.vectors and not any(activation(kind, np.zeros(1), self.attributes).any() for kind in kinds)
 
     def ends_in(self, step: str) -> bool:
         """Tell whether this is the last step, in all channels."""

@@ -92,6 +92,14 @@ def result(problem: Problem) -> MapType:
     return problem.map("dx" if problem.spec.is_gradient else "y")
 
 
+def within(pixel: Expr, problem: Problem) -> Expr:
+    """Write the number of a source's pixel. Beside a gate, whose pixel is a quotient of it, TVM has to know that it is
+    one: it comes from a table."""
+    if all(kind.spread == 1 for _, kind in problem.maps):
+        return pixel
+    return tirx.Max(tirx.Min(pixel, tirx.const(source(problem).pixels - 1, "int32")), tirx.const(0, "int32"))
+
+
 Bind = Callable[[Expr], Expr]
 Body = Callable[[Expr, "Expr | None"], None]  # of a pixel of the source, and its weight (None: 1)
 
@@ -127,7 +135,7 @@ def each_source(problem: Problem, pixel: Expr, table: Any, loop: Any, bind: Bind
 
         def at_column(across: Expr, other: Expr | None) -> None:
             both = weight if other is None else other if weight is None else bind(weight * other)
-            body(bind(base + across), both)
+            body(bind(within(base + across, problem)), both)
 
         along(columns, column, at_column)
 

@@ -20,7 +20,7 @@ from bnfuse.opset.spec import MAPS_LIKE_DY, OpSpec
 
 TOWARDS_OUTPUT = ("Conv", "ConvTransposeGradInput")
 TOWARDS_INPUT = ("ConvGrad", "ConvGradInput", "ConvGradWeight", "ConvTranspose", "ConvTransposeGradWeight")
-OF_RESULT = ("y", *MAPS_LIKE_DY)  # maps like an operator's result; all others are like its x
+OF_RESULT = ("y", "grad_gate", *MAPS_LIKE_DY)  # maps like an operator's result; all others are like its x
 
 
 def sides(spec: OpSpec) -> tuple[str, str]:

@@ -165,9 +165,8 @@ class WeightEmitter:
     def finish(self, step: Expr, turn: Expr, side: Expr) -> None:
         """Take what has been fetched through both prologues, into shared memory."""
         pixel = T.bind(step * self.plan.pixels)
-        exact = self.c.rows % self.plan.pixels == 0
-        needs = exact or not self.gradient.loader.operand.vectors  # zeros stay zeros where nothing is added
-        inside = None if needs else (lambda row: pixel + row < self.c.rows)
+        clean = self.c.rows % self.plan.pixels == 0 or self.gradient.loader.operand.plan.keeps_zero
+        inside = None if clean else (lambda row: pixel + row < self.c.rows)
         slots = self.gradient_slots(turn)
         self.gradient.finish(self.store, slots, self.c.outputs, *self.gradient_place(), inside)
         base = self.tile.buffers * self.tile.gradient_bytes + side * self.tile.source_bytes

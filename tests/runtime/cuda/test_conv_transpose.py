@@ -70,6 +70,16 @@ def test_other_precisions(op, precision):
     check(Case(op, *sizes, **more), precision)
 
 
+@pytest.mark.parametrize("op", ["BatchNormGradSigmoidConvTransposeGradWeight", "SoftplusConvTransposeGradWeight"])
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [((2, 5, 7, 9, 10), {"kernel": (3, 3), "pads": (1, 1, 1, 1), "slots": 1}), ((1, 5, 3, 9, 10), {"slots": 3})],
+    ids=["same", "pointwise"],
+)
+def test_what_an_activation_makes_of_pixels_that_are_not_there_is_not_summed(op, sizes, more):
+    check(Case(op, *sizes, **more), "fp32")
+
+
 @pytest.mark.parametrize("op", [op for op in (*FORWARD, *INPUT, *WEIGHT) if op not in FULL])
 def test_operators(op):
     check(Case(op, 1, 4, 5, 19, 22, (4, 4), (2, 2), (1, 1, 1, 1), slots=2), "bf16")
