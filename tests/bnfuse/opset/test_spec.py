@@ -83,6 +83,7 @@ def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
     written = (steps(prologue), core, steps(epilogue))
     read = parse_steps("".join((*written[0], core, *written[2])))
     without_dx = core in WEIGHT_GRADS and {*written[2]} - {"BiasGrad"}
+    without_dx = without_dx or (core == "ConvTransposeGradInput" and "BiasGrad" in written[2])
     masked = "".join(step.removesuffix("Grad") for step in written[2] if step.removesuffix("Grad") in ACTIVATIONS)
     grads = [step for step in (*written[0], *written[2]) if step in ACTIVATION_GRADS]
     grads += [MASKED_REDUCTIONS[step] for step in written[2] if step in MASKED_REDUCTIONS]
