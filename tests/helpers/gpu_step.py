@@ -8,16 +8,17 @@ from typing import Any
 
 import lockstep
 import numpy as np
-from fake_cuda import FakeCuda, floats
+import pytest
+from fake_cuda import FakeCuda, floats, install
 
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.runtime.backends.execution import Compiled
-from bnfuse.runtime.compile import lower_graph
+from bnfuse.runtime.compile import compile_step, lower_graph
 from bnfuse.runtime.kernels.cuda.container import Code, Stage, pack
 from bnfuse.runtime.kernels.cuda.device import RAW
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.lowering.graph import Lowered
-from bnfuse.runtime.program.optim import Optimizer
+from bnfuse.runtime.program.optim import SGD, Optimizer
 from bnfuse.runtime.session import Step
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -69,3 +70,21 @@ def call_of(kernel: Kernel, stage: Any) -> Callable[..., None]:
         )
 
     return call
+
+
+def check_both_targets(
+    graph: TrainingGraph, shape: tuple[int, ...], precision: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take one step on a CPU and on an interpreted GPU, of images of this shape in 5 classes: they change the same."""
+    fake = install(monkeypatch, FakeCuda(seed=5))
+    optimizer = SGD(lr=0.1)
+    cpu = compile_step(graph, threads=1, optimizer=optimizer)
+    mine = interpreted_step(graph, CudaTarget("sm_90", 4, precision), fake, optimizer)
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal(shape).astype(np.float32), rng.integers(0, 5, shape[0])
+    before = cpu.state_dict()
+    assert float(mine(x, y)) == pytest.approx(float(cpu(x, y)), rel=tolerance)
+    expected, found = cpu.state_dict(), mine.state_dict()
+    for name, value in expected.items():
+        change, own = np.asarray(value) - np.asarray(before[name]), np.asarray(found[name]) - np.asarray(before[name])
+        assert np.abs(own - change).max() <= 4 * tolerance * np.abs(change).max() + 1e-6, name

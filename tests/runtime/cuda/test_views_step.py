@@ -7,15 +7,11 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
-from fake_cuda import FakeCuda, install
-from gpu_step import interpreted_step
+from gpu_step import check_both_targets
 
-import bnfuse
 from bnfuse.build import build_training_graph
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 from bnfuse.passes import rewrite
-from bnfuse.runtime import compile_step
-from bnfuse.runtime.targets.target import CudaTarget
 
 NETWORK = """<ir_version: 8, opset_import: ["": 17]> g (float[4,3,4,5] image) => (float[4,5] logits) {
     c1 = Conv(image, w1)
@@ -64,15 +60,4 @@ def graph() -> TrainingGraph:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
 def test_a_step_of_both_targets_is_the_same(graph, precision, tolerance, monkeypatch):
-    fake = install(monkeypatch, FakeCuda(seed=5))
-    optimizer = bnfuse.SGD(lr=0.1)
-    cpu = compile_step(graph, threads=1, optimizer=optimizer)
-    mine = interpreted_step(graph, CudaTarget("sm_90", 4, precision), fake, optimizer)
-    rng = np.random.default_rng(1)
-    x, y = rng.standard_normal((4, 3, 4, 5)).astype(np.float32), rng.integers(0, 5, 4)
-    before = cpu.state_dict()
-    assert float(mine(x, y)) == pytest.approx(float(cpu(x, y)), rel=tolerance)
-    expected, found = cpu.state_dict(), mine.state_dict()
-    for name, value in expected.items():
-        change, own = np.asarray(value) - np.asarray(before[name]), np.asarray(found[name]) - np.asarray(before[name])
-        assert np.abs(own - change).max() <= 4 * tolerance * np.abs(change).max() + 1e-6, name
+    check_both_targets(graph, (4, 3, 4, 5), precision, tolerance, monkeypatch)
