@@ -32,7 +32,8 @@ class TorchStep:
 
     The batch is a tensor in the network's memory format, on the device, before the first step, and torch-compile has
     compiled both directions, so neither is in the times. `loss` is that of the last step, a torch scalar. `precision`
-    (on a GPU) is fp32, tf32, or by autocast bf16 or fp16, the latter with torch's loss scaling.
+    (on a GPU) is fp32, tf32, or by autocast bf16 or fp16, the latter with torch's loss scaling. `module` and
+    `criterion` (of what it gives, and the labels) stand in for those that are written from the graph.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class TorchStep:
         threads: int | None = None,
         device: str = "cpu",
         precision: str = "fp32",
+        module: Any = None,
+        criterion: Any = None,
     ) -> None:
         check_names(baseline, device, precision)
         self.torch = torch = import_torch()
@@ -56,9 +59,9 @@ class TorchStep:
         self.name, self.device, self.precision = baseline, device, precision
         base = without_graph(baseline)
         layout = torch.contiguous_format if base == "torch" else channels_last(torch, graph)
-        self.module = torch_module(graph)
-        self.module.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # in place
-        self.criterion = torch_loss(graph).to(device)
+        self.module: Any = torch_module(graph) if module is None else module
+        self.module.to(device=device, memory_format=layout)  # in place
+        self.criterion = torch_loss(graph).to(device) if criterion is None else criterion
         self.signature = graph.signature
         data, labels = batch_of(torch, self.signature, feeds)
         self.data = [laid_out(images.to(device), layout) for images in data]
