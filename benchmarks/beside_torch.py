@@ -147,7 +147,7 @@ def known(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def print_table(found: list[dict[str, Any]]) -> None:
-    """Print minimum (median) of each candidate in ms, then the best of torch and the first level over the last level."""
+    """Print minimum (median) of each in ms, and by how much the best of torch and the first level are behind."""
     ratios = []
     for line in found:
         steps = line["steps"]
