@@ -108,23 +108,14 @@ def yolo(c: int = 32, outputs: int = 18) -> Any:
 def networks() -> dict[str, Network]:
     """List them by the names that papers use."""
     torchvision = (
+        *("mobilenet_v3_large", "efficientnet_b0", "regnet_y_1_6gf", "shufflenet_v2_x1_0", "inception_v3"),
         "convnext_tiny",
-        "mobilenet_v3_large",
-        "efficientnet_b0",
-        "regnet_y_1_6gf",
-        "shufflenet_v2_x1_0",
-        "inception_v3",
     )
-
     timm = ("cspdarknet53", "res2net50_26w_4s", "ghostnet_100", "vovnet39a", "repvgg_a0", "hrnet_w18_small")
     return {
-        **{
-            name: Network("torchvision", functools.partial(torchvision_network, name), (IMAGES,))
-            for name in torchvision
-        },
-        **{name: Network("timm", functools.partial(timm_network, name), (IMAGES,)) for name in timm},
+        **{name: Network("torchvision", functools.partial(torchvision_network, name), IMAGES) for name in torchvision},
+        **{name: Network("timm", functools.partial(timm_network, name), IMAGES) for name in timm},
         "convmixer_768_32": Network("timm", functools.partial(timm_network, "convmixer_768_32"), ((4, 3, 224, 224),)),
-        "convnext_tiny": Network("torchvision", functools.partial(torchvision_network, "convnext_tiny"), (IMAGES,)),
         "unet": Network("handwritten", unet, ((4, 3, 256, 256),)),
-        "yolo": Network("handwritten", yolo, ((16, 3, 224, 224),)),
+        "yolo": Network("handwritten", yolo, IMAGES),
     }

@@ -59,8 +59,8 @@ class TorchStep:
         self.name, self.device, self.precision = baseline, device, precision
         base = without_graph(baseline)
         layout = torch.contiguous_format if base == "torch" else channels_last(torch, graph)
-        self.module: Any = torch_module(graph) if module is None else module
-        self.module.to(device=device, memory_format=layout)  # in place
+        self.module = torch_module(graph) if module is None else module
+        self.module.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # in place
         self.criterion = torch_loss(graph).to(device) if criterion is None else criterion
         self.signature = graph.signature
         data, labels = batch_of(torch, self.signature, feeds)
