@@ -46,6 +46,7 @@ from bnfuse.passes.fusion.layer_scale import LayerScaleFusion
 from bnfuse.passes.fusion.mask import MaskFusion
 from bnfuse.passes.fusion.pointwise import PointwiseFusion, ReluConvFusion
 from bnfuse.passes.fusion.pool_first import PoolFirst
+from bnfuse.passes.fusion.relu_out import ReluOut
 from bnfuse.passes.fusion.scale import ScaleFusion
 from bnfuse.passes.fusion.shared_mask import SharedMaskFusion
 from bnfuse.passes.fusion.statistics import StatisticsFusion
@@ -162,7 +163,8 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     stages = [listed, across] if icf else [listed] if listed else []
     if rank >= LEVELS.index("bnff"):  # what is left then has no better place
         stages.append([(f"{level}/shared-mask", SharedMaskFusion), *_fusions(level, concats=True)])
-        stages.append([(f"{level}/sum-and-mask", SumIntoMask), *_fusions(level, concats=True)])
+        last: list[tuple[str, PassFactory]] = [(f"{level}/relu-out", ReluOut), (f"{level}/sum-and-mask", SumIntoMask)]
+        stages.append([*last, *_fusions(level, concats=True)])
     return stages
 
 

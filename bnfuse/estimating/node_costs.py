@@ -48,7 +48,9 @@ STEPS = {
     **dict.fromkeys(ACTIVATION_GRADS, ELEMENTWISE["Activation"][1]),
 }
 ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient")
-ON_RESULT = ("Bias", "Where", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate")
+ON_RESULT = (
+    *("Bias", "Relu", "Where", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate"),
+)
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
 
 # standard operators whose type is not that of an operator of the zoo

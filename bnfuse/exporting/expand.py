@@ -189,13 +189,16 @@ class Expansion:
             return
         given = {name: node.attributes[name].value for name in FORWARD_CORES[op.core]}
         y = str(wanted["y"].name)
-        outputs = [y]
+        made = self._fresh(f"{y}/before_activation") if "Relu" in op.epilogue else y
+        outputs = [made]
         if "indices" in wanted and wanted["indices"].uses():
             outputs.append(self._name_of_result(wanted["indices"]))
         name = base_name(node)
         if op.core not in (*CONVS, "MaxPool", "AveragePool", "GlobalAveragePool"):
             raise self._unknown(node)
         self._node(op.core, inputs, outputs, name, **plain(given, op.core))
+        if made != y:
+            self._node("Relu", [made], [y], self._fresh(f"{name}/relu"))
         self.names[wanted["y"]] = y
 
     def _placed(

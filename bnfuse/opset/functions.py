@@ -119,6 +119,8 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
         y = body(op.core, x, **attributes)
     if "Bias" in op.epilogue:
         y = body("Add", y, body.per_channel("bias"))
+    if "Relu" in op.epilogue:
+        y = activation("Relu", y, body)
     if "Statistics" in op.epilogue:
         results["mean"], results["variance"] = statistics(y, body)
     return {**results, "y": y}

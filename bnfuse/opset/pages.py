@@ -134,6 +134,11 @@ MASKED = "ReduceActivationGrad"  # stands for ReduceReluGrad and its like
 
 EPILOGUE = {
     "Bias": Text("y <- y + bias", "The bias of a convolution."),
+    "Relu": Text(
+        "y <- max(y, 0)",
+        "The activation in front of a BatchNorm, whose statistics are then those of its result. Relu alone: its "
+        "gradient is told by what it makes, so nothing needs the map as it was before.",
+    ),
     "StoreInput": Text(
         "stored = x", "The x that the core read is also written, for a second reader. It has x's shape."
     ),
@@ -334,7 +339,7 @@ result. Steps come in this order:
 
     forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
-               [Bias] [StoreInput] [Statistics]
+               [Bias] [Relu] [StoreInput] [Statistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] {CHOICE}] [Gate [{CHOICE}]]
                {"|".join(BACKWARD_CORES)}

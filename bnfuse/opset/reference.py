@@ -81,6 +81,8 @@ def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str
         y = x
     if "Bias" in op.epilogue:
         y = y + per_channel(operands["bias"])
+    if "Relu" in op.epilogue:
+        y = activation("Relu", y, attributes)
     if "Statistics" in op.epilogue:
         results["mean"], results["variance"] = statistics(y)
     results["y"] = y

@@ -11,7 +11,7 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
     forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
-               [Bias] [StoreInput] [Statistics]
+               [Bias] [Relu] [StoreInput] [Statistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] Activation] [Gate [Activation]]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
@@ -31,6 +31,7 @@ Forward steps (all maps are NCHW in files; a, b, ... have one value per channel)
     SkipActivation  what is added is f of that, f(skip) or f(skip_a*skip + skip_b): SkipRelu, SkipHardSwish, ...
     SkipGate        what is added is skip_gate times that
     Bias            y <- y + bias
+    Relu            y <- relu(y): the activation whose gradient its result tells
     StoreInput      the x that the core read is also a result, `stored`
     Statistics      mean and biased variance of y over N, H, W are also results
 
@@ -133,7 +134,7 @@ _FORWARD = re.compile(
     rf"(?P<way_in>(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(Gate)?"
     rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(SkipGate)?(?P<add>AddNormalized|Add))?(?P<last>{_ACTIVATION})?)"
     rf"(?P<core>{'|'.join(FORWARD_CORES)})"
-    r"(?P<way_out>(Bias)?(StoreInput)?(Statistics)?)"
+    r"(?P<way_out>(Bias)?(Relu)?(StoreInput)?(Statistics)?)"
 )
 _BACKWARD = re.compile(
     rf"(?P<way_in>(Slice)?(GateGrad)?"

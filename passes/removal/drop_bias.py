@@ -46,6 +46,8 @@ class DropBias(ir.passes.InPlacePass):
             conv = forward_of(y)
             if y is None or conv is None or conv.steps.core not in CONVS or "Bias" not in conv.steps.epilogue:
                 continue
+            if "Relu" in conv.steps.epilogue:
+                continue
             if reason := why_not(y):
                 editor.refuse(conv.node, reason)
             else:

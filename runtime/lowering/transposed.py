@@ -82,16 +82,17 @@ class Parts:
         return made
 
     def forward(self, x: ir.Value) -> None:
-        """Write y, which is dx of the convolution of which x is dy; then its bias and its statistics."""
+        """Write y, which is dx of the convolution of which x is dy; then its bias, activation and statistics."""
         low, weight, epilogue = self.low, self.operands["weight"], self.spec.epilogue
-        y = self.value("spread") if "Bias" in epilogue else self.results["y"]
+        changed = bool({"Bias", "Relu"} & {*epilogue})
+        y = self.value("spread") if changed else self.results["y"]
         spec, kernel = OpSpec((), "ConvGradInput"), low.shape(weight)
         refs: dict[str, Ref] = {"dy": low.map(x), "weight": low.dense(weight)}
         shape = transposed_shape(low.shape(x), kernel, self.attributes)
         assert shape is not None
         refs["dx"] = refs["x"] = low.new_map(y, tuple(map(int, shape)))  # type: ignore[arg-type]
         low.launch(registry.CONV_BACKWARD, (problem(low, spec, refs, self.attributes, kernel), low.target), refs)
-        if "Bias" in epilogue:
+        if changed:
             self.launch(OpSpec((), "Pointwise", epilogue), {**self.operands, "x": y}, self.results)
         elif "Statistics" in epilogue:
             found = {name: self.results[name] for name in ("mean", "variance") if name in self.results}

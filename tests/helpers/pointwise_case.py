@@ -16,6 +16,7 @@ FORWARD = [
     ("ReluPointwiseStatistics", (2, 3, 5, 7)),
     ("NormalizeReluPointwiseBiasStatistics", (3, 19, 4, 5)),
     ("NormalizeClipPointwiseStoreInput", (2, 64, 3, 3)),
+    ("NormalizePointwiseBiasReluStatistics", (2, 21, 3, 5)),
     ("QuickGeluAddPointwise", (1, 5, 9, 2)),
     ("GeluAddNormalizedReluPointwise", (1, 19, 3, 2)),
     ("NormalizeAddNormalizedReluPointwiseBiasStoreInputStatistics", (2, 33, 5, 5)),

@@ -46,7 +46,18 @@ PROLOGUES = (
     "NormalizeReluGateSkipReluSkipGateAddNormalized",
     "WhereQuickGeluAddRelu",
 )
-EPILOGUES = ("", "Bias", "Statistics", "BiasStatistics", "StoreInput", "BiasStoreInputStatistics")
+EPILOGUES = (
+    *(
+        "",
+        "Bias",
+        "Statistics",
+        "BiasStatistics",
+        "StoreInput",
+        "BiasStoreInputStatistics",
+        "Relu",
+        "BiasReluStatistics",
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +116,10 @@ def check(case: Case, target: CpuTarget = TARGET, tolerance: float = 2e-6, gener
         pytest.param(Case(FULL, 2, 3, 3, 4, 6, (3, 3), (3, 3), (5, 4, 6, 3)), id="windows-in-the-padding"),
         pytest.param(Case(FULL, 2, 6, 6, 24, 36, (3, 3), pads=(1, 1, 1, 1), group=3), id="grouped"),
         pytest.param(Case(FULL, 2, 9, 9, 21, 21, (3, 3), pads=(1, 1, 1, 1), group=21, slots=1), id="depthwise"),
+        pytest.param(
+            Case("NormalizeConvBiasReluStatistics", 2, 9, 9, 21, 21, (3, 3), pads=(1, 1, 1, 1), group=21, slots=1),
+            id="depthwise-before-a-relu",
+        ),
         pytest.param(
             Case("NormalizeReluConvBiasStoreInputStatistics", 1, 8, 7, 5, 15, (5, 3), (2, 1), (2, 1, 2, 1), group=5),
             id="depthwise-with-multiplier",

@@ -41,6 +41,7 @@ SAME = (1, 1, 1, 1)
             Case("NormalizeReluConvStoreInput", 1, 6, 5, 9, 3, WINDOW, pads=(4, 3, 3, 4)), id="squares-in-the-padding"
         ),
         pytest.param(Case("ConvBiasStatistics", 5, 3, 3, 1, 1, WINDOW), id="one-output-an-image"),
+        pytest.param(Case("ConvBiasReluStatistics", 2, 9, 7, 12, 33, WINDOW, pads=SAME), id="before-a-relu"),
     ],
 )
 def test_convolution_is_that_of_the_reference(case):

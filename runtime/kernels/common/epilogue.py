@@ -1,6 +1,6 @@
 """The way out of a core, described once: what its steps read, what they make of an element, what is summed.
 
-    y     [Bias]                                           then stored;  [Statistics] of y as stored
+    y     [Bias] [Relu]                                    then stored;  [Statistics] of y as stored
     dx    {BiasGrad}  [AddGradient|AddGatedGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]
           {Reduce ReduceOther|ReduceGated|ReduceActivationGrad|...*}  [Scale|Accumulate]     then stored
 
@@ -141,13 +141,16 @@ class EpiloguePlan:
         names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
         return (*names, "acc_p") if self.places else tuple(names)
 
-    def biased(self, value: Expr, load: Load) -> Expr:
-        """Write y: the core's result with its bias."""
-        return value + load("bias", True) if "Bias" in self.spec.epilogue else value
+    def finished(self, value: Expr, load: Load) -> Expr:
+        """Write y: the core's result with its bias, and behind its activation."""
+        value = value + load("bias", True) if "Bias" in self.spec.epilogue else value
+        return steps.apply_activation("Relu", value, {}) if "Relu" in self.spec.epilogue else value
 
     @property
     def changes(self) -> bool:
-        """Tell whether `changed` does anything."""
+        """Tell whether `changed`, or `finished` of a forward operator, does anything."""
+        if not self.spec.is_gradient:
+            return bool({"Bias", "Relu"} & {*self.spec.epilogue})
         return bool(self.masks) or bool({*ADDITIONS} & {*self.spec.epilogue})
 
     def changed(self, d: Expr, load: Load, bind: Callable[[Expr], Expr] = lambda z: z) -> Expr:

@@ -203,7 +203,7 @@ def epilogue_value(elements: Elements, d: Expr, cell: tuple[Buffer, Expr], sums:
     pixel, channel, inner = where
     plan, load = EpiloguePlan(elements.problem), elements.loader(pixel, channel)
     buffer, index = cell
-    store(buffer, index, plan.changed(d, load) if elements.spec.is_gradient else plan.biased(d, load))
+    store(buffer, index, plan.changed(d, load) if elements.spec.is_gradient else plan.finished(d, load))
     sums.add(buffer[index], pixel, channel, inner)
     return plan.placed(buffer[index], load)  # as it is, of y
 

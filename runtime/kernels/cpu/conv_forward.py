@@ -86,7 +86,7 @@ def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
 def conv_forward(
     problem: Problem, target: CpuTarget, algorithm: str | None = None, plan: Tiles | None = None
 ) -> Kernel:
-    """Make the kernel of a forward operator with core Conv: any prologue, Bias, StoreInput, Statistics.
+    """Make the kernel of a forward operator with core Conv: any prologue, Bias, Relu, StoreInput, Statistics.
 
     Or that of ConvTransposeGradInput, a convolution of dy with a gradient's epilogue. `algorithm` is one of
     `algorithms`, the first by default; `plan` has the tiles of the direct one. Raises BnfuseError for an algorithm that
@@ -288,7 +288,7 @@ class ConvNest(ForwardNest):
                     store(accumulators, index, accumulators[index] + product)
 
     def finish(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
-        """Write bias, statistics, y."""
+        """Write bias, activation, statistics, y."""
         shape = self.shape
         if self.is_gradient:
             self.finish_gradient(place, part, micro, accumulators)
@@ -299,9 +299,7 @@ class ConvNest(ForwardNest):
             for start, lanes in cut(width, self.lanes):
                 channel = part.group * shape.group_cout + part.block * self.width + start
                 values = [accumulators[span(p * self.width + start, lanes)] for p in range(micro.pixels)]
-                if "Bias" in self.epilogue:
-                    bias = T.bind(self.arguments["bias"][span(channel, lanes)])
-                    values = [T.bind(value + bias) for value in values]
+                values = self.finished(values, channel, lanes)
                 for pixel, value in zip(pixels, values, strict=True):
                     store(self.y.buffer, span(self.y.at(pixel, channel), lanes), value)
                 if "Statistics" in self.epilogue:

@@ -164,10 +164,7 @@ class DepthwiseNest(ForwardNest):
             each = functools.partial(self.each_pixel, place, micro)
             self.leave(self.scratch, self.lanes, place.thread, target, width, each)
             return
-        values = [accumulators[slot] for slot in slots]
-        if "Bias" in self.epilogue:
-            bias = T.bind(self.arguments["bias"][span(target, width)])
-            values = [T.bind(value + bias) for value in values]
+        values = self.finished([accumulators[slot] for slot in slots], target, width)
         for pixel, value in zip(place.output_pixels(micro, shape), values, strict=True):
             if self.is_streamed and width == self.lanes:
                 stream.stream(self.y.buffer, self.y.at(pixel, target), value, width)

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Elements, Sums, finish, write_epilogue
 from bnfuse.runtime.kernels.cpu.entry import Entry
 from bnfuse.runtime.kernels.cpu.nest import MicroTile, Place, covers_input, cut
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
-from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, with_width, workspace, zero
+from bnfuse.runtime.kernels.cpu.tir import Arguments, Buffer, Expr, span, splat, with_width, workspace, zero
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.target import CpuTarget
 
@@ -74,6 +75,15 @@ class ForwardNest:
             self.partials.finish(count, self.arguments["mean"], self.arguments["variance"])
         if self.is_gradient:
             finish(self.elements, self.totals, None)
+
+    def finished(self, values: list[Expr], channel: Expr, lanes: int) -> list[Expr]:
+        """Give vectors of what is made of the channels from `channel` on with their bias, and behind the activation."""
+        if "Bias" in self.epilogue:
+            bias = T.bind(self.arguments["bias"][span(channel, lanes)])
+            values = [T.bind(value + bias) for value in values]
+        if "Relu" in self.epilogue:
+            values = [T.bind(steps.maximum(value, splat(0, lanes))) for value in values]
+        return values
 
     def leave(
         self, scratch: Buffer, width: int, thread: Expr, channel: Expr, count: int, each: Callable[[Write], None]

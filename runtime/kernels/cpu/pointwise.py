@@ -21,7 +21,7 @@ from bnfuse.runtime.targets.target import CpuTarget
 def pointwise_forward(problem: Problem, target: CpuTarget) -> Kernel:
     """Make the kernel of a sweep: what it reads and stores are maps [pixels, c], float32.
 
-    [Normalize][act][Gate][Add|AddNormalized][act] Pointwise [Bias][StoreInput][Statistics].
+    [Normalize][act][Gate][Add|AddNormalized][act] Pointwise [Bias][Relu][StoreInput][Statistics].
     """
     y, prologue = problem.map("y"), ProloguePlan.of_input(problem)
 
@@ -60,7 +60,7 @@ def pointwise_backward(problem: Problem, target: CpuTarget) -> Kernel:
 
 
 class ForwardEpilogue:
-    """Bias and Statistics of a forward operator. `store` is called inside a vectorised loop, once per element of y."""
+    """Bias, Relu and Statistics of an operator. `store` is called inside a vectorised loop, once per element of y."""
 
     def __init__(self, problem: Problem, args: Args) -> None:
         self.plan, self.args = EpiloguePlan(problem), args
@@ -68,7 +68,7 @@ class ForwardEpilogue:
 
     def store(self, pixel: Expr, channel: Expr, value: Expr, is_first: Expr) -> None:
         """Store an element of y, and take it into the statistics as it is stored."""
-        self.args.write("y", pixel, channel, self.plan.biased(value, self.args.loader(pixel, channel)))
+        self.args.write("y", pixel, channel, self.plan.finished(value, self.args.loader(pixel, channel)))
         for moments in self.reductions:
             moments.add(channel, self.args.read("y", pixel, channel), is_first)
 

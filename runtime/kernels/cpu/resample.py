@@ -28,7 +28,7 @@ SIDE_BY_SIDE = 4  # vectors that go through the taps together; chosen by hand
 
 
 def resample_forward(problem: Problem, target: CpuTarget) -> Kernel:
-    """Make the kernel of [Normalize][act][Add|AddNormalized][act] Resample [Bias][Statistics]."""
+    """Make the kernel of [Normalize][act][Add|AddNormalized][act] Resample [Bias][Relu][Statistics]."""
     plan = ProloguePlan.of_input(problem)
 
     def emit(args: Args) -> None:

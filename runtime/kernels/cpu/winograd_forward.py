@@ -336,7 +336,7 @@ class WinogradNest(ForwardNest):
         return ((place.image + image) * self.shape.oh + place.row + row) * self.shape.ow + column
 
     def finish(self, place: Place, first: Expr, count: Expr, block: Expr) -> None:
-        """Write the inverse transform, bias, statistics, y."""
+        """Write the inverse transform, bias, activation, statistics, y."""
 
         def body(width: int) -> None:
             for start, lanes in cut(width, self.lanes):
@@ -385,10 +385,8 @@ class WinogradNest(ForwardNest):
         at = T.bind(source)
         products = load_block(self.products, PATCH, lambda i, j: at + (i * PATCH + j) * self.product_stride, lanes)
         outputs = output_transform(products, T.bind)
-        if "Bias" not in self.epilogue:
-            return outputs
-        bias = T.bind(self.arguments["bias"][span(channel, lanes)])
-        return [[T.bind(value + bias) for value in row] for row in outputs]
+        finished = self.finished([value for row in outputs for value in row], channel, lanes)
+        return [finished[i : i + OUT] for i in range(0, len(finished), OUT)]
 
     def with_existing(self, place: Place, square: tuple[Expr, Expr, Expr], outputs: Block, leave: Leave) -> None:
         """Call `leave(pixels, values)` with the outputs of a square that lie inside of y."""

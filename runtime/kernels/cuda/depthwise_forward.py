@@ -4,7 +4,7 @@
         slide: the rows that are left move up, the next row, loaded one slide ago, is activated once and joins them;
                the row after it is asked for
         for the outputs side by side:  sum over taps of window * weight, float32
-            + bias; sum and squared deviations of the tile; store y
+            + bias, activation; sum and squared deviations of the tile; store y
     a block joins the moments of its threads in shared memory and writes one row of partials
     merge: mean and variance of the rows
 
@@ -26,6 +26,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.geometry import spatial_axes
 from bnfuse.runtime.kernels.common.params import operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
@@ -195,13 +196,22 @@ class _Forward:
         d.when(self.channels.is_any(self.plan, self.work.channels), run)
 
     def finish(self, tile: Tile, row: Expr, sums: Buffer, bias: Buffer | None) -> None:
-        """Finish the outputs side by side: bias, statistics and the store; `sums` [strip][lane]."""
+        """Finish the outputs side by side: bias, activation, statistics and the store; `sums` [strip][lane]."""
         y, plan, count = self.problem.map("y"), self.plan, self.channels.count
         target = self.block.map("y", y)
         pixel = T.bind((tile.image * y.h + row) * y.w + tile.column)
-        if bias is not None:
+        epilogue = EpiloguePlan(self.problem)
+        if epilogue.changes:
+
+            def change(j: int, e: Expr) -> None:
+                def load(name: str, per_channel: bool) -> Expr:
+                    assert bias is not None and (name, per_channel) == ("bias", True)
+                    return bias[e]
+
+                d.put(sums, j * count + e, epilogue.finished(sums[j * count + e], load))
+
             for j in range(plan.strip):
-                self.channels.each(lambda e, j=j: d.put(sums, j * count + e, sums[j * count + e] + bias[e]))  # type: ignore[misc]
+                self.channels.each(partial(change, j))
         if self.moments is not None:  # of y as it is stored
             round_as_stored(sums, plan.strip * count, y.dtype)
             add_first(self.moments, sums)

@@ -18,7 +18,7 @@ from bnfuse.runtime.targets.target import CudaTarget
 
 
 def pointwise_forward(problem: Problem, target: CudaTarget) -> Kernel:
-    """Make the kernel: the prologue of the grammar, Pointwise, [Bias][StoreInput][Statistics]; NHWC."""
+    """Make the kernel: the prologue of the grammar, Pointwise, [Bias][Relu][StoreInput][Statistics]; NHWC."""
     return _map(problem, target, "y", Operand(problem, gradient=False))
 
 

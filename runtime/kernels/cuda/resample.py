@@ -25,7 +25,7 @@ NO_UNROLL = 9  # maps read at a pixel: a thread takes one pixel at a time
 
 
 def resample_forward(problem: Problem, target: CudaTarget) -> Kernel:
-    """Make the kernel: [Normalize][act][Add|AddNormalized][act] Resample [Bias][Statistics], NHWC."""
+    """Make the kernel: [Normalize][act][Add|AddNormalized][act] Resample [Bias][Relu][Statistics], NHWC."""
     return _resample(problem, target, Operand(problem, gradient=False))
 
 

@@ -272,7 +272,7 @@ class Epilogue:
 
 
 class ForwardEpilogue(Epilogue):
-    """[Bias][Statistics] and the store of y. The statistics are those of y as stored."""
+    """[Bias][Relu][Statistics] and the store of y. The statistics are those of y as stored."""
 
     def open(self, channel: Expr, left: Expr | None, aligned: bool | None = None) -> None:
         """Begin as `Epilogue.open`, with moments of no pixels."""
@@ -288,10 +288,10 @@ class ForwardEpilogue(Epilogue):
             self.moments.clear()
 
     def steps(self, values: Buffer) -> None:
-        """Add the bias, if there is one."""
-        if self.plan.vectors:
+        """Add the bias and activate, if there is anything to do."""
+        if self.plan.changes:
             for j in range(self.width):
-                d.put(values, j, self.plan.biased(values[j], self.reader.load(j)))
+                d.put(values, j, self.plan.finished(values[j], self.reader.load(j)))
 
     def account(self, values: Buffer) -> None:
         """Take the vector, rounded as it is stored, into the moments."""

@@ -35,6 +35,7 @@ NAMES = (
     "NormalizeSkipHardSwishAddPointwise",
     "NormalizeTanhSkipLeakyReluAddNormalizedLeakyReluPointwiseStatistics",
     "NormalizeQuickGeluConvBias",
+    "NormalizeReluConvBiasReluStoreInputStatistics",
     "NormalizeReluMaxPoolStatistics",
     "ReluAveragePoolStoreInputStatistics",
     "NormalizeClipGlobalAveragePool",
@@ -126,6 +127,7 @@ FORWARD_NAMES = st.tuples(
     ),
     st.sampled_from([*FORWARD_CORES]),
     optional("Bias"),
+    optional("Relu"),
     optional("StoreInput"),
     optional("Statistics"),
 )

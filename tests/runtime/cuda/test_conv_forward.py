@@ -31,7 +31,7 @@ PROLOGUES = (
     "NormalizeGateAddNormalized",
     "WhereQuickGeluAddRelu",
 )
-EPILOGUES = ("", "Bias", "Statistics", "BiasStoreInputStatistics")
+EPILOGUES = ("", "Bias", "Statistics", "BiasStoreInputStatistics", "BiasReluStatistics")
 
 
 def check(case: CudaCase, precision: str, choice: Choice | None = None, arch: str = "sm_90") -> None:

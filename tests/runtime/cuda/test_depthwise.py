@@ -25,6 +25,7 @@ BACKWARD = "BatchNormGradNormalizeClipConvGradBiasGradAddGradientClipGradReduceR
 FORWARD_OPS = (
     "Conv",
     "ReluConvBiasStatistics",
+    "NormalizeConvReluStatistics",
     FORWARD,
     "NormalizeReluAddReluConvStoreInput",
     "NormalizeAddNormalizedReluConvStatistics",

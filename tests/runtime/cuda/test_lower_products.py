@@ -57,6 +57,7 @@ def test_maps_of_16_bits_are_resampled_as_they_lie(monkeypatch):
 
 DEPTHWISE = {
     "NormalizeReluConvTransposeBiasStatistics": ["Pointwise", "ConvGradInput", "Bias"],
+    "NormalizeReluConvTransposeReluStatistics": ["Pointwise", "ConvGradInput", "Relu"],
     "ConvTransposeStatistics": ["ConvGradInput", "BatchNormStatistics"],
     "BatchNormGradNormalizeReluConvTransposeGradInputAddGradientReluGradReduce": ["Grad", "Conv", "Reduce"],
     "BatchNormGradNormalizeReluConvTransposeGradWeightBiasGrad": ["Grad", "Pointwise", "ConvGradWeight", "BiasGrad"],
