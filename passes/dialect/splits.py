@@ -3,9 +3,11 @@
     y1 = Slice(x, 0:8); y2 = Slice(x, 8:24)                     y1, y2 = Split(x)
     y1, _ = Split(x); _, y2 = Split(x)                    ->    y1, y2 = Split(x)
     dx = Sum(Concat(d1, zeros), Pad(d2), ...)             ->    dx = Sum(Concat(d1, d2), ...)
+    d1, d2 = Split(dy); dx = Concat(d1, d2)               ->    dx = dy
 
 Exporters write a Slice or a Split of its own for every piece that is read. A Split is a view, a Slice is a copy, and
-what is added to zeros is no sum.
+what is added to zeros is no sum. Where a shortcut goes to some channels alone (`x[:, :8] += shortcut`, ReXNet), the
+gradient is cut and put together again.
 
 Refuses nothing: ranges that overlap, that are not constant or that have steps are not theirs, and stay.
 """
@@ -43,6 +45,9 @@ class MergeSplits(ir.passes.InPlacePass):
                 merge_cuts(editor, node.inputs[0])
             elif node.op_type == "Sum" and not node.domain and is_map(node.outputs[0]):
                 merge_terms(editor, node)
+        for node in list(model.graph):
+            if is_channel_concat(node):
+                rejoin(editor, node)
         sort(model.graph)
         return editor.result()
 
@@ -147,6 +152,31 @@ def filled(term: ir.Value) -> list[Cut] | None:
         return None
     first = int(pads[1])
     return [Cut(first, first + channels(writer.inputs[0]), writer.inputs[0])]
+
+
+def rejoin(editor: Editor, concat: ir.Node) -> None:
+    """Put what a Split cuts in the place of all its pieces, where a Concat has them in their order."""
+    parts, found = [value for value in concat.inputs if value is not None], list[ir.Value]()
+    splits = []
+    while parts:
+        split = parts[0].producer()
+        pieces = list(split.outputs) if is_channel_split(split) else []
+        if split is not None and pieces and is_map(split.inputs[0]) and parts[: len(pieces)] == pieces:
+            found.append(split.inputs[0])
+            splits.append(split)
+        else:
+            pieces = parts[:1]
+            found += pieces
+        parts = parts[len(pieces) :]
+    if not splits or concat.outputs[0].is_graph_output():
+        return
+    if len(found) > 1:
+        (whole,) = editor.standard("Concat", found, 1, before=concat, of=[concat], axis=1)
+        editor.take_over(concat.outputs[0], whole)
+    else:
+        concat.outputs[0].replace_all_uses_with(found[0])
+    editor.fused.append(concat.name or concat.op_type)
+    editor.remove_dead([concat, *splits])
 
 
 def is_zero(value: ir.Value) -> bool:
