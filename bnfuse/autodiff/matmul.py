@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
@@ -34,9 +35,16 @@ def gemm(g: Gradient) -> Contributions:
 
 @rule("MatMul")
 def matmul(g: Gradient) -> Contributions:
-    """DA = dy*B^T, dB = A^T*dy, summed over the batch axes that were broadcast; vectors are matrices of one row."""
+    """DA = dy*B^T, dB = A^T*dy, summed over the batch axes that were broadcast; vectors are matrices of one row.
+
+    A constant matrix beside a map mixes its rows or columns: it is turned here, and has no gradient.
+    """
     a, b = g.operand(0), g.operand(1)
     shape_a, shape_b = g.shape(a), g.shape(b)
+    for matrix, other, place in ((g.known(a), shape_b, 1), (g.known(b), shape_a, 0)):
+        if matrix is not None and matrix.ndim == 2 and len(other) == 4:
+            turned = g.array(np.ascontiguousarray(matrix.T), matrix.dtype, "matrix")
+            return (g.op("MatMul", g.dy, turned), None) if place == 0 else (None, g.op("MatMul", turned, g.dy))
     if len(shape_b) == 2 and len(shape_a) != 1:
         return by_matrix(g, a, b)
     matrix_a = shape_a if len(shape_a) > 1 else (1, *shape_a)

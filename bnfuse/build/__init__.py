@@ -24,6 +24,7 @@ from .repair import make_canonical, repair
 from .training import NOTES_KEY, add_loss, finish, gradient_graph
 from .traps import check_forward, drop_unread_inputs
 from .variables import choose_variables
+from .written_pools import join_written_pools
 
 __all__ = ["NOTES_KEY", "Built", "Term", "build", "build_training_graph"]
 
@@ -103,6 +104,7 @@ def build(
         found.constants.names.update(graph_loss.untrained(forward, train))
         found.fixed.update(graph_loss.constants)
     variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze, found.untracked)
+    found.constants.names.update(join_written_pools(forward, variables.all))
     decompose(forward, found.constants, frozenset(variables.all), frozenset(variables.frozen))
     make_canonical(forward)
     ends = graph_loss.ends(forward) if graph_loss else add_loss(forward, ending.terms, found.outputs)

@@ -1,11 +1,15 @@
 """Canonical form: a Resize, and a Pad that repeats or reflects what is there, is a linear map along rows and columns.
 
-    y = Resize(x, scales)                  ->    y  = Resample(x, rows, columns)            rows x columns^T
+    y = Resize(x, scales)
+    y = MatMul(MatMul(rows, x), columns^T) ->    y  = Resample(x, rows, columns)            rows x columns^T
     t = MatMul(rows^T, dy)                       dx = ResampleGrad(dy, x, rows, columns)    rows^T dy columns
     dx = MatMul(t, columns)
 
 As an operator of steps it has a way in and a way out: a BatchNorm and its activation go into its own reading, the mask
 and the reductions into what its gradient writes, and the map that is resampled is never stored normalised.
+
+A product with constant matrices is one where its map is made as one, by a convolution, say: so adaptive poolings are
+written whose windows overlap.
 
 Refuses what changes samples or channels, what is computed at run time, and matrices of more than four million elements,
 which the file would hold.
@@ -22,10 +26,11 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from bnfuse.analysis.owners import forward_name
+from bnfuse.analysis.provenance import is_channel_concat
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.resampling import PAD_MODES, Matrices, pad_matrices, resize_matrices
 from bnfuse.opset.spec import OpSpec
-from bnfuse.passes.dialect.source_ops import constant_of, is_map, sizes
+from bnfuse.passes.dialect.source_ops import constant_of, is_batch_norm, is_map, read, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult, is_only_read_by
 
 MOST_ELEMENTS = 1 << 22
@@ -72,9 +77,13 @@ class ResizeAsResample(ir.passes.InPlacePass):
                 editor.refuse(node, found)
             else:
                 made.append(write(editor, node, *found, known))
-        for node in [n for n in model.graph if n.op_type == "MatMul" and not n.domain] if made else ():
+        for node in [n for n in model.graph if n.op_type == "MatMul" and not n.domain]:
             if node.graph is not None and (products := products_at(node)) is not None:
-                write_gradient(editor, products, made)
+                if forward_name(node.name or "") == (node.name or ""):
+                    if is_made_as_map(products.dy):
+                        made.append(write(editor, products.nodes[-1], *as_forward(products), known, products))
+                else:
+                    write_gradient(editor, products, made)
         return editor.result()
 
 
@@ -121,9 +130,17 @@ def _pad(node: ir.Node, attributes: Mapping[str, Any], x: ir.Value) -> Matrices 
     return pad_matrices(mode, [int(n) for n in pads], None if axes is None else [int(n) for n in axes], sizes(x))
 
 
-def write(editor: Editor, node: ir.Node, rows: Matrix, columns: Matrix, known: dict[bytes, ir.Value]) -> Made:
-    """Put a Resample in the place of a node."""
-    x = node.inputs[0]
+def write(
+    editor: Editor,
+    node: ir.Node,
+    rows: Matrix,
+    columns: Matrix,
+    known: dict[bytes, ir.Value],
+    products: Products | None = None,
+) -> Made:
+    """Put a Resample in the place of a node, or of the products that end in it."""
+    x = products.dy if products is not None else node.inputs[0]
+    nodes = products.nodes if products is not None else (node,)
     assert x is not None
 
     def constant(matrix: Matrix) -> ir.Value:
@@ -134,8 +151,8 @@ def write(editor: Editor, node: ir.Node, rows: Matrix, columns: Matrix, known: d
 
     name = node.name or node.op_type
     operands = {"x": x, "rows": constant(rows), "columns": constant(columns)}
-    editor.emit(FORWARD, operands, {}, {"y": node.outputs[0]}, before=node, of=[node], name=name)
-    editor.remove_dead([node])
+    editor.emit(FORWARD, operands, {}, {"y": node.outputs[0]}, before=node, of=nodes, name=name)
+    editor.remove_dead(nodes)
     return Made(name, operands, rows, columns)
 
 
@@ -152,6 +169,20 @@ def products_at(node: ir.Node) -> Products | None:
         return Products((node,), dy, matrix if is_left else None, None if is_left else matrix)
     left, right = (matrix, second[1]) if is_left else (second[1], matrix)
     return Products((node, uses[0].node), dy, left, right)
+
+
+def is_made_as_map(value: ir.Value) -> bool:
+    """Tell whether what writes a value makes feature maps, and not matrices side by side as attention has them."""
+    writer = value.producer()
+    return writer is not None and (read(writer) is not None or is_batch_norm(writer) or is_channel_concat(writer))
+
+
+def as_forward(products: Products) -> tuple[Matrix, Matrix]:
+    """Give the matrices [OH, H] and [OW, W] of products that are a forward map; ones of a side without a product."""
+    height, width = sizes(products.dy)[2:]
+    rows = products.left if products.left is not None else np.eye(height, dtype=np.float32)
+    columns = products.right.T if products.right is not None else np.eye(width, dtype=np.float32)
+    return rows, columns
 
 
 def _side(node: ir.Node) -> tuple[ir.Value, Matrix, bool] | None:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
 from bnfuse.passes.dialect.source_ops import constant_of, is_map, sizes
-from bnfuse.passes.rewriter import Editor, FusionResult, sort
+from bnfuse.passes.rewriter import Editor, FusionResult, is_only_read_by, sort
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,19 +156,19 @@ def filled(term: ir.Value) -> list[Cut] | None:
 
 
 def rejoin(editor: Editor, concat: ir.Node) -> None:
-    """Put what a Split cuts in the place of all its pieces, where a Concat has them in their order."""
+    """Put what a Split cuts in the place of its pieces, where a Concat has them in their order and, if they are not all
+    of them, nothing else reads them."""
     parts, found = [value for value in concat.inputs if value is not None], list[ir.Value]()
     splits = []
     while parts:
+        run = run_of_pieces(parts, concat)
         split = parts[0].producer()
-        pieces = list(split.outputs) if is_channel_split(split) else []
-        if split is not None and pieces and is_map(split.inputs[0]) and parts[: len(pieces)] == pieces:
-            found.append(split.inputs[0])
+        if len(run) > 1 and split is not None:
+            found.append(whole_of(editor, split, run))
             splits.append(split)
         else:
-            pieces = parts[:1]
-            found += pieces
-        parts = parts[len(pieces) :]
+            found.append(parts[0])
+        parts = parts[len(run) :]
     if not splits or concat.outputs[0].is_graph_output():
         return
     if len(found) > 1:
@@ -177,6 +178,41 @@ def rejoin(editor: Editor, concat: ir.Node) -> None:
         concat.outputs[0].replace_all_uses_with(found[0])
     editor.fused.append(concat.name or concat.op_type)
     editor.remove_dead([concat, *splits])
+
+
+def run_of_pieces(parts: Sequence[ir.Value], concat: ir.Node) -> Sequence[ir.Value]:
+    """Give the values at the beginning that are neighbouring pieces of one Split of a map, all of them or ones that the
+    Concat alone reads; the first value alone where there are no such ones."""
+    split = parts[0].producer()
+    if not is_channel_split(split) or not is_map(split.inputs[0]):
+        return parts[:1]
+    outputs = list(split.outputs)
+    first = outputs.index(parts[0])
+    count = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(parts, outputs[first:], strict=False))
+    )
+    if count == len(outputs) or all(is_only_read_by(piece, concat) for piece in parts[:count]):
+        return parts[:count]
+    return parts[:1]
+
+
+def whole_of(editor: Editor, split: ir.Node, run: Sequence[ir.Value]) -> ir.Value:
+    """Give what neighbouring pieces of a Split make together: what is split, or one piece of a coarser Split."""
+    x, outputs = split.inputs[0], list(split.outputs)
+    assert x is not None
+    if len(run) == len(outputs):
+        return x
+    first = outputs.index(run[0])
+    kept = [*outputs[:first], None, *outputs[first + len(run) :]]
+    lengths = np.array([channels(v) if v is not None else sum(map(channels, run)) for v in kept], np.int64)
+    size = editor.constant(f"{x.name}/lengths", lengths)
+    pieces = editor.standard("Split", [x, size], len(kept), before=split, of=[split], axis=1)
+    n, _, h, w = sizes(x)
+    for piece, length, old in zip(pieces, lengths, kept, strict=True):
+        piece.shape, piece.type = ir.Shape([n, int(length), h, w]), x.type
+        if old is not None:
+            editor.take_over(old, piece)
+    return pieces[first]
 
 
 def is_zero(value: ir.Value) -> bool:
