@@ -12,10 +12,10 @@ import math
 import onnx_ir as ir
 
 from bnfuse.graph.values import declared_shape
-from bnfuse.opset.spec import CONV_GRADS, DOMAIN, SHARED, TRANSPOSED, OpSpec, PlainOp, find, parse
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, IMAGE_STEPS, SHARED, TRANSPOSED, OpSpec, PlainOp, find, parse
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
-BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", *SHARED}
+BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", *SHARED, *IMAGE_STEPS}
 
 
 def flops(node: ir.Node) -> int:

@@ -15,7 +15,17 @@ from bnfuse.analysis.work import flops as dense_flops
 from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
 from bnfuse.opset.activations import ACTIVATIONS
-from bnfuse.opset.spec import ACTIVATION_GRADS, MASKED_REDUCTIONS, OF_GRADIENT, SHARED, WHOLE_OPS, OpSpec, PlainOp
+from bnfuse.opset.spec import (
+    ACTIVATION_GRADS,
+    IMAGE_GATES,
+    IMAGE_STEPS,
+    MASKED_REDUCTIONS,
+    OF_GRADIENT,
+    SHARED,
+    WHOLE_OPS,
+    OpSpec,
+    PlainOp,
+)
 from bnfuse.opset.traffic import RESHAPES
 
 # operations for each element of the map that the step works on (see operations.ELEMENTWISE for BatchNorm in all)
@@ -42,6 +52,9 @@ STEPS = {
     "ReduceOther": REDUCE,
     "ReduceGated": REDUCE + 1,
     **dict.fromkeys(MASKED_REDUCTIONS, REDUCE + NORMALIZE + ELEMENTWISE["Activation"][1]),
+    "ImageStatistics": STATISTICS,
+    "ImageReduce": REDUCE,
+    **dict.fromkeys(IMAGE_GATES, 2 * REDUCE + NORMALIZE + sum(ELEMENTWISE["Activation"])),
     "Scale": 1,
     "Accumulate": 2,
     **dict.fromkeys((*ACTIVATIONS, *(f"Skip{kind}" for kind in ACTIVATIONS)), ELEMENTWISE["Activation"][0]),
@@ -50,6 +63,7 @@ STEPS = {
 ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient")
 ON_RESULT = (
     *("Bias", "Relu", "Where", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate"),
+    *IMAGE_STEPS,
 )
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched
 

@@ -23,6 +23,7 @@ from bnfuse.opset.spec import (
     CONV_GRADS,
     DOMAIN,
     FORWARD_CORES,
+    IMAGE_GATES,
     MASKED_REDUCTIONS,
     SHARED,
     TRANSPOSED,
@@ -123,6 +124,8 @@ def forward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
         y = activation("Relu", y, body)
     if "Statistics" in op.epilogue:
         results["mean"], results["variance"] = statistics(y, body)
+    if "ImageStatistics" in op.epilogue:
+        results["image_mean"], results["image_variance"] = image_statistics(y, body)
     return {**results, "y": y}
 
 
@@ -163,6 +166,20 @@ def statistics(y: ir.Value, body: Body) -> tuple[ir.Value, ir.Value]:
     centred = body("Sub", y, mean)
     variance = body("Div", body.sum(body("Mul", centred, centred)), count)
     return body("Reshape", mean, body.constant([-1])), variance
+
+
+def image_statistics(y: ir.Value, body: Body) -> tuple[ir.Value, ir.Value]:
+    """Mean and biased variance of each image and channel, [N, C], in two passes."""
+    total = body("ReduceSum", y, body.constant([2, 3]), keepdims=1)
+    count = body("Cast", body("Div", body("Size", y), body("Size", total)), to=int(ir.DataType.FLOAT))
+    centred = body("Sub", y, body("Div", total, count))
+    variance = body("Div", image_sum(body("Mul", centred, centred), body), count)
+    return body("Div", image_sum(y, body), count), variance
+
+
+def image_sum(x: ir.Value, body: Body) -> ir.Value:
+    """Sum over H and W, [N, C]."""
+    return body("ReduceSum", x, body.constant([2, 3]), keepdims=0)
 
 
 # Backward
@@ -328,7 +345,31 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
         elif step == "Accumulate":
             written = body.slice(body["acc"], body.attribute("acc_start"), body.attribute("acc_stop"), axis=1)
             dx = body("Add", written, body("Mul", body.per_channel("acc_p"), dx))
+        elif step == "ImageReduce":
+            results["image_sum"] = image_sum(dx, body)
+            results["image_dot"] = image_sum(body("Mul", dx, body["x"]), body)
+        elif step in IMAGE_GATES:
+            results |= image_gate(IMAGE_GATES[step], dx, body)
     return {"dx": dx, **results}
+
+
+def image_gate(kind: str | None, dx: ir.Value, body: Body) -> dict[str, ir.Value]:
+    """Write what the gradient of a gate and of the BatchNorm before it sum over each image, [N, C] each."""
+    x = body["gated_x"]
+    z = affine(x, "gated_a", "gated_b", body)
+    normalised = body("Mul", body("Sub", x, body.per_channel("gated_mean")), body.per_channel("gated_inv_std"))
+    ones = body("Expand", body.constant(1.0), body("Shape", x))
+    value = activation(kind, z, body) if kind else z
+    slope = body.formula(GRADIENTS[f"{kind}Grad"].gradient, z=z, d=ones) if kind else ones
+    sloped = body("Mul", dx, slope)
+    summed = {
+        "image_gate": body("Mul", dx, value),
+        "image_beta": sloped,
+        "image_gamma": body("Mul", sloped, normalised),
+        "image_slope": slope,
+        "image_tilt": body("Mul", slope, normalised),
+    }
+    return {name: image_sum(each, body) for name, each in summed.items()}
 
 
 def reduce(dz: ir.Value, names: tuple[str, str, str], body: Body) -> tuple[ir.Value, ir.Value]:

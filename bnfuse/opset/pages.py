@@ -22,6 +22,7 @@ from bnfuse.opset.spec import (
     VERSION,
     OpSpec,
     attribute_type,
+    is_of_images,
     parse,
 )
 
@@ -130,6 +131,7 @@ CORES = {
     "PointwiseGrad": Text("dx = dy", "No core. x is an operand only where an epilogue step reads it."),
 }
 
+IMAGE_GATE = "ImageGateActivation"  # stands for ImageGate, ImageGateRelu and their like
 MASKED = "ReduceActivationGrad"  # stands for ReduceReluGrad and its like
 
 EPILOGUE = {
@@ -146,6 +148,10 @@ EPILOGUE = {
         "mean, variance = those of y over N, H, W",
         "The statistics half of the BatchNorm that reads y. The variance is biased, never a difference of raw sums: it "
         "is right to 1e-5 where the mean is a thousand standard deviations.",
+    ),
+    "ImageStatistics": Text(
+        "image_mean, image_variance = those of y over H, W",
+        "The same of each image and channel, [N, C]: what statistics of samples and groups of channels are made of.",
     ),
     "BiasGrad": Text("dbias = sum of dy over N, H, W", "dy as it is after the prologue."),
     "AddGradient": Text("dx <- dx + other", "The gradient of another reader of the same map, added before the mask."),
@@ -184,6 +190,19 @@ EPILOGUE = {
         "ReduceOther for a BatchNorm and the activation behind it, where dx is needed as it is, too: behind a residual "
         "sum. ReduceReluGrad, ReduceHardSwishGrad, and so on, with the activation's attributes. ReduceAddedReluGrad "
         "and its like have an operand other_i, a map like dx, behind b_i: d = (dx + other_i)*f'(a_i*x_i + b_i).",
+    ),
+    "ImageReduce": Text(
+        "image_sum = sum of dx, image_dot = sum of dx*x, over H, W",
+        "The sums of each image and channel, [N, C], that the gradient of what ImageStatistics serve takes.",
+    ),
+    IMAGE_GATE: Text(
+        "z = gated_a*gated_x + gated_b; image_gate = sum of dx*f(z); image_beta = sum of dx*f'(z); "
+        "image_gamma = sum of dx*f'(z)*(gated_x - gated_mean)*gated_inv_std; image_slope = sum of f'(z); "
+        "image_tilt = sum of f'(z)*(gated_x - gated_mean)*gated_inv_std; all over H, W",
+        "dx is the gradient of gate*f(z), where gate is made of the mean of f(z) over each image. image_gate is the "
+        "gate's gradient; of the others and the gate follow those of the BatchNorm that made z, when the gate's own "
+        "is known, without another sweep. ImageGateRelu, ImageGateHardSwish, and so on, with the activation's "
+        "attributes; ImageGate alone is f(z) = z.",
     ),
     "Scale": Text("dx <- acc_p*dx", "The first term of a gradient that BatchNorms over the same channels add up."),
     "Accumulate": Text(
@@ -339,21 +358,22 @@ result. Steps come in this order:
 
     forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
-               [Bias] [Relu] [StoreInput] [Statistics]
+               [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] {CHOICE}] [Gate [{CHOICE}]]
                {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
-               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]* [Scale|Accumulate]
+               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
+               [Scale|Accumulate|ImageReduce|ImageGate|ImageGateActivation]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
 columns, the operands of the prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight,
 then the results of the epilogue's steps. Maps (x, y, dy, dx, skip, other, other_dy, other_x, skip_grad, acc, stored,
-grad_x, x_i) are float32 [N, C, H, W], gates (gate, skip_gate, grad_gate, other_gate, gate_i) [N, C, 1, 1] or
-[1, C, 1, 1], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are
-float32 [C], or [G, C] for G groups of samples. Operators of training graphs before any pass take maps [N, C, ...] of
-any rank from 2 on. Every attribute is required.
+grad_x, x_i) are float32 [N, C, H, W], gates (gate, skip_gate, grad_gate, other_gate, gate_i) [N, C, 1, 1] or [1, C, 1,
+1], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are float32
+[C], or [G, C] for G groups of samples; sums of images (image_mean, image_sum, ...) are float32 [N, C]. Operators of
+training graphs before any pass take maps [N, C, ...] of any rank from 2 on. Every attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators alone, so that any runtime executes it. The
 functions need opset 13 or later.
@@ -399,7 +419,8 @@ def _steps(
             taken: tuple[str, ...] = ("x_i", "mean_i", "inv_std_i", *more.get(name, ()))
             given: tuple[str, ...] = ("dbeta_i", "dgamma_i")
         else:
-            taken, given = operands.get(name, ()), results.get(name, ())
+            known = "ImageGate" if name == IMAGE_GATE else name
+            taken, given = operands.get(known, ()), results.get(known, ())
         yield _entry(name, text, taken, given, step_attributes(name))
 
 
@@ -408,7 +429,7 @@ def step_attributes(name: str) -> tuple[str, ...]:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
     alone = ("Bias", "StoreInput", "Statistics", "Gate", "Add", "AddNormalized", "Where", "SkipActivation")
-    if name in (*alone, "SkipGate", "AddGrad", "AddSkipGradient", MASKED):
+    if name in (*alone, "SkipGate", "AddGrad", "AddSkipGradient", "ImageStatistics", MASKED, IMAGE_GATE):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes
@@ -463,6 +484,8 @@ def shape_of(name: str, *, grouped: bool = False, any_rank: bool = False) -> str
         return "[3] int64" if name == "offset" else "[points] int64"
     if name in GATES:
         return "[N, C, 1, 1]"
+    if is_of_images(name):
+        return "[N, C]"
     if name in MAPS:
         return "[N, C, ...]" if any_rank else "[N, C, H, W]"
     return "[G, C]" if grouped and name not in WIDE else "[C]"

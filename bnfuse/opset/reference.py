@@ -22,6 +22,7 @@ from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     ADDED_REDUCTIONS,
     CONV_GRADS,
+    IMAGE_GATES,
     MASKED_REDUCTIONS,
     SHARED,
     TRANSPOSED,
@@ -40,6 +41,7 @@ Operands = Mapping[str, Array]
 Attributes = Mapping[str, Any]
 
 SUMMED = (0, 2, 3)  # N, H, W
+OF_IMAGE = (2, 3)  # H, W
 
 
 def run(op: OpSpec | PlainOp, operands: Operands, attributes: Attributes) -> dict[str, Array]:
@@ -85,6 +87,8 @@ def _forward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[str
         y = activation("Relu", y, attributes)
     if "Statistics" in op.epilogue:
         results["mean"], results["variance"] = statistics(y)
+    if "ImageStatistics" in op.epilogue:
+        results["image_mean"], results["image_variance"] = y.mean(axis=OF_IMAGE), y.var(axis=OF_IMAGE)
     results["y"] = y
     return results
 
@@ -268,7 +272,29 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
         elif step == "Accumulate":
             written = operands["acc"][:, attributes["acc_start"] : attributes["acc_stop"]]
             dx = written + per_channel(operands["acc_p"]) * dx
+        elif step == "ImageReduce":
+            results["image_sum"] = dx.sum(axis=OF_IMAGE)
+            results["image_dot"] = (dx * operands["x"]).sum(axis=OF_IMAGE)
+        elif step in IMAGE_GATES:
+            results |= _image_gate(IMAGE_GATES[step], dx, operands, attributes)
     return {"dx": dx, **results}
+
+
+def _image_gate(kind: str | None, dx: Array, operands: Operands, attributes: Attributes) -> dict[str, Array]:
+    """Sum over each image what the gradient of a gate and of the BatchNorm before it take of dx, [N, C] each."""
+    x = operands["gated_x"]
+    mean, inv_std, a, b = (per_channel(operands[f"gated_{name}"]) for name in ("mean", "inv_std", "a", "b"))
+    z, normalised = a * x + b, (x - mean) * inv_std
+    value = activation(kind, z, attributes) if kind else z
+    slope = activation_grad(f"{kind}Grad", np.ones_like(z), z, attributes) if kind else np.ones_like(z)
+    summed = {
+        "image_gate": dx * value,
+        "image_beta": dx * slope,
+        "image_gamma": dx * slope * normalised,
+        "image_slope": slope,
+        "image_tilt": slope * normalised,
+    }
+    return {name: values.sum(axis=OF_IMAGE) for name, values in summed.items()}
 
 
 def batch_norm_grad(dz: Array, prefix: str, operands: Operands) -> Array:

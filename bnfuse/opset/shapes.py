@@ -10,7 +10,7 @@ from typing import Any
 
 from bnfuse.core.windows import transposed_size
 from bnfuse.opset.reference import window_counts
-from bnfuse.opset.spec import WHOLE_OPS, OpSpec, PlainOp
+from bnfuse.opset.spec import WHOLE_OPS, OpSpec, PlainOp, is_of_images
 
 Dim = int | str | None
 Shape = tuple[Dim, ...] | None
@@ -28,6 +28,11 @@ def result_shapes(op: OpSpec | PlainOp, shapes: Mapping[str, Shape], attributes:
 def channels(shape: Shape) -> Shape:
     """Give the shape of a coefficient of a map: (C,)."""
     return (shape[1],) if shape and len(shape) > 1 else (None,)
+
+
+def of_images(shape: Shape) -> Shape:
+    """Give the shape of what is summed over each image of a map: (N, C)."""
+    return shape[:2] if shape and len(shape) > 1 else (None, None)
 
 
 def window_shape(x: Shape, out_channels: Dim, attributes: Attributes) -> Shape:
@@ -89,7 +94,8 @@ def _forward(op: OpSpec, shapes: Mapping[str, Shape], attributes: Attributes) ->
         y = window_shape(x, weight[0] if weight else None, attributes)
     else:
         y = window_shape(x, x[1], attributes)
-    return {"y": y, "indices": y, "stored": x, "mean": channels(y), "variance": channels(y)}
+    found = {"y": y, "indices": y, "stored": x, "mean": channels(y), "variance": channels(y)}
+    return {**found, **{name: of_images(y) for name in op.results if is_of_images(name)}}
 
 
 def _backward(op: OpSpec, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
@@ -98,4 +104,5 @@ def _backward(op: OpSpec, shapes: Mapping[str, Shape], attributes: Attributes) -
         dy = (dy[0], attributes["grad_stop"] - attributes["grad_start"], *dy[2:])
     dx = shapes["x"] if op.reads_x else dy
     found = {"dx": dx, "dweight": shapes.get("weight"), "dbias": channels(dy)}
+    found |= {name: of_images(dx) for name in op.results if is_of_images(name)}
     return {name: found.get(name, channels(dx)) for name in op.results}

@@ -11,14 +11,15 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
     forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
-               [Bias] [Relu] [StoreInput] [Statistics]
+               [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] Activation] [Gate [Activation]]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] ActivationGrad [AddSkipGradient]]
-               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]* [Scale|Accumulate]
+               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
+               [Scale|Accumulate|ImageReduce|ImageGate|ImageGateActivation]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
@@ -34,6 +35,7 @@ Forward steps (all maps are NCHW in files; a, b, ... have one value per channel)
     Relu            y <- relu(y): the activation whose gradient its result tells
     StoreInput      the x that the core read is also a result, `stored`
     Statistics      mean and biased variance of y over N, H, W are also results
+    ImageStatistics the same over H, W: of each image and channel, [N, C]
 
 Backward steps. `x` is the map that the forward operator read, before its prologue:
 
@@ -59,6 +61,11 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     ReduceAddedActivationGrad  and beside another gradient: of (dx + other_i) * f'(a_i*x_i + b_i)
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
+    ImageReduce     image_sum = sum dx, image_dot = sum dx*x               over H, W: of each image and channel, [N, C]
+    ImageGate       dx is the gradient of gate*f(z), z = gated_a*gated_x + gated_b, and of each image and channel are
+                    summed over H, W: image_gate of dx*f(z), image_beta of dx*f'(z), image_slope of f'(z), and
+                    image_gamma, image_tilt of the last two times (gated_x - gated_mean)*gated_inv_std. ImageGateRelu,
+                    ImageGateHardSwish, ... say which f; ImageGate alone is f(z) = z
 
 A gradient behind a Gate is that of the gated map, whose activation may follow (z is gate*(a*x + b) then): its epilogue
 neither masks nor reduces the map in front of it.
@@ -129,12 +136,18 @@ MASKED_REDUCTIONS = {  # and what they do with dx first
 }
 SHARED = ("ReduceOther", "ReduceGated", *MASKED_REDUCTIONS)  # reductions of further BNs, numbered from 1 on
 
+# sums of each image and channel: on the way out of a gradient, behind a gate for each activation in front of it
+IMAGE_GATES: dict[str, str | None] = {"ImageGate": None, **{f"ImageGate{kind}": kind for kind in ACTIVATIONS}}
+IMAGE_REDUCTIONS = ("ImageReduce", *IMAGE_GATES)
+IMAGE_STEPS = ("ImageStatistics", *IMAGE_REDUCTIONS)
+READ_X = (*ACTIVATION_GRADS, "Reduce", "ImageReduce")  # steps of a gradient's epilogue that read x itself
+
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
     rf"(?P<way_in>(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(Gate)?"
     rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(SkipGate)?(?P<add>AddNormalized|Add))?(?P<last>{_ACTIVATION})?)"
     rf"(?P<core>{'|'.join(FORWARD_CORES)})"
-    r"(?P<way_out>(Bias)?(Relu)?(StoreInput)?(Statistics)?)"
+    r"(?P<way_out>(Bias)?(Relu)?(StoreInput)?(Statistics|ImageStatistics)?)"
 )
 _BACKWARD = re.compile(
     rf"(?P<way_in>(Slice)?(GateGrad)?"
@@ -143,7 +156,8 @@ _BACKWARD = re.compile(
     rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
     rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"
     rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
-    rf"(?P<own>Reduce(?!Other|Gated|(?:Added)?(?:{_ACTIVATION})Grad))?(?P<others>(?:{'|'.join(SHARED)})*)(Scale|Accumulate)?)"
+    rf"(?P<own>Reduce(?!Other|Gated|(?:Added)?(?:{_ACTIVATION})Grad))?(?P<others>(?:{'|'.join(SHARED)})*)"
+    rf"(?P<last_step>Scale|Accumulate|ImageReduce|ImageGate(?:{_ACTIVATION})?)?)"
 )
 _SHARED = re.compile("|".join(SHARED))
 # steps of the prologue that work on dy; all others work on x
@@ -190,7 +204,7 @@ class OpSpec:
     @property
     def reads_x(self) -> bool:
         """Whether `x` is an operand: always, but for a PointwiseGrad that neither masks nor reduces."""
-        return self.core != "PointwiseGrad" or bool({*ACTIVATION_GRADS, "Reduce"} & {*self.epilogue})
+        return self.core != "PointwiseGrad" or bool({*READ_X} & {*self.epilogue})
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -208,6 +222,7 @@ class OpSpec:
         names = list((BACKWARD_CORES if self.is_gradient else FORWARD_CORES)[self.core])
         for kind in ACTIVATIONS:
             written = {kind, f"Skip{kind}", f"{kind}Grad", f"Reduce{kind}Grad", f"ReduceAdded{kind}Grad"}
+            written.add(f"ImageGate{kind}")
             if written & {*self.prologue, *self.epilogue}:
                 names += ACTIVATIONS[kind].attributes
         if "Slice" in self.prologue:
@@ -284,9 +299,10 @@ EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Reduce": ("mean", "inv_std"),
     "Scale": ("acc_p",),
     "Accumulate": ("acc", "acc_p"),
+    **dict.fromkeys(IMAGE_GATES, ("gated_x", "gated_mean", "gated_inv_std", "gated_a", "gated_b")),
 }
 # operands that are maps: those of an operator of steps whose size is that of its x, those like its dy
-MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad")
+MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad", "gated_x")
 MAPS_LIKE_DY = ("dy", "grad_x", "grad_other")
 _NUMBERED = re.compile(r"(x|other)_\d+")
 
@@ -295,7 +311,20 @@ EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
     "Statistics": ("mean", "variance"),
     "BiasGrad": ("dbias",),
     "Reduce": ("dbeta", "dgamma"),
+    "ImageStatistics": ("image_mean", "image_variance"),
+    "ImageReduce": ("image_sum", "image_dot"),
+    **dict.fromkeys(IMAGE_GATES, ("image_gate", "image_beta", "image_gamma", "image_slope", "image_tilt")),
 }
+
+
+def is_of_images(name: str) -> bool:
+    """Tell whether a result is of each image and channel, [N, C]."""
+    return name.startswith("image_")
+
+
+def image_step(epilogue: tuple[str, ...]) -> str | None:
+    """Name the step of an epilogue that sums over each image, None where it has none."""
+    return next((step for step in epilogue if step in IMAGE_STEPS), None)
 
 
 def is_numbered_map(name: str) -> bool:
@@ -352,13 +381,15 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
             return None  # there is no dx to work on
         if match["core"] == "ConvTransposeGradInput" and "BiasGrad" in epilogue:
             return None  # a forward convolution of dy, which sums what it makes
-        if match["gate"] and (match["own"] or (match["core"] not in CONV_GRADS and not masked)):
+        of_gated = match["own"] or match["last_step"] == "ImageReduce"
+        if match["gate"] and (of_gated or (match["core"] not in CONV_GRADS and not masked)):
             return None  # dx is the gradient of the gated map
         if match["gate"] and match["first"] and (masked or match["last"]):
             return None
         grads = [step.removesuffix("Grad") for step in (match["before"], match["behind"]) if step]
         grads += [MASKED_REDUCTIONS[step].removesuffix("Grad") for step in epilogue if step in MASKED_REDUCTIONS]
-        kinds = dict.fromkeys(kind for kind in (match["first"], match["last"], masked, *grads) if kind)
+        behind_gate = IMAGE_GATES.get(match["last_step"] or "")
+        kinds = dict.fromkeys(kind for kind in (match["first"], match["last"], masked, behind_gate, *grads) if kind)
         if any(share_attributes(kind, other) for kind, other in itertools.combinations(kinds, 2)):
             return None
         return _steps(match, "way_in"), match["core"], epilogue

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, DOMAIN, OpSpec, PlainOp, find
+from bnfuse.opset.spec import DOMAIN, READ_X, OpSpec, PlainOp, find
 
 Shape = tuple[int, ...]
 Touched = list[tuple[ir.Value, int]]
@@ -27,7 +27,8 @@ def maps_touched(
 ) -> tuple[Touched, Touched]:
     """(read, written): each feature map at each operand and result of the node, with the bytes touched.
 
-    A map that is read at two inputs is listed twice. A tensor of unknown shape, and a result without a name (it is
+    A map that is read at two inputs is listed twice, but for the map behind a gate of which sums are taken where the
+    operator has it at hand as its x. A tensor of unknown shape, and a result without a name (it is
     not computed), are not listed.
     """
     op = find(node.op_type) if node.domain == DOMAIN else None
@@ -48,12 +49,15 @@ def reads_elements_of_x(op: OpSpec) -> bool:
     """Whether a gradient reads x itself, and not its shape alone."""
     if not op.is_gradient or op.weighs:
         return True
-    return bool({*ACTIVATION_GRADS, "Reduce"} & {*op.epilogue})
+    return bool({*READ_X} & {*op.epilogue})
 
 
 def _own_values(node: ir.Node, op: OpSpec | PlainOp) -> tuple[list[tuple[str, ir.Value]], list[tuple[str, ir.Value]]]:
     shape_only = isinstance(op, OpSpec) and not reads_elements_of_x(op)
     unread = {"weight", "x"} if shape_only else {"weight"}
+    if "gated_x" in op.operands and "x" in op.operands and "x" not in unread:
+        x, gated = (node.inputs[op.operands.index(name)] for name in ("x", "gated_x"))
+        unread |= {"gated_x"} if x is gated else set()
     operands = [(name, value) for name, value in _named(op.operands, node.inputs) if name not in unread]
     return operands, [(name, value) for name, value in _named(op.results, node.outputs) if name != "dweight"]
 

@@ -9,7 +9,8 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 
-from bnfuse.runtime.kernels.kernel import Choice, Kernel
+from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
+from bnfuse.runtime.targets.target import Target
 
 KERNELS = "bnfuse.runtime.kernels"
 
@@ -36,6 +37,14 @@ class Kind:
         """Give what tells all ways to make one; None where its module knows one way only."""
         return getattr(self._module(target), "choices", None)
 
+    def takes_image_sums(self, problem: Problem, target: Target) -> bool:
+        """Tell whether a kernel of this kind takes the sums over images of a problem, which a sweep has to otherwise.
+
+        A module that knows says so by a function of this name.
+        """
+        able = getattr(self._module(target.backend), "takes_image_sums", None)
+        return able is not None and bool(able(problem, target))
+
     def _module(self, target: str) -> object:
         assert target in self.on, f"no {self} for {target}"
         return importlib.import_module(f"{KERNELS}.{target}.{self.module}")
@@ -50,6 +59,7 @@ POINTWISE_BACKWARD = Kind("pointwise", "pointwise_backward")
 POOL_FORWARD = Kind("pool", "pool_forward")
 POOL_BACKWARD = Kind("pool", "pool_backward")
 SUM_MAPS = Kind("sum_maps", "sum_maps")
+IMAGE_SUMS = Kind("images", "image_sums")
 TAPS = Kind("taps", "taps")
 RESAMPLE_FORWARD = Kind("resample", "resample_forward")
 RESAMPLE_BACKWARD = Kind("resample", "resample_backward")

@@ -15,19 +15,22 @@ import onnx_ir as ir
 
 from bnfuse.opset.shapes import transposed_shape
 from bnfuse.opset.spec import (
-    ACTIVATION_GRADS,
     CONVS,
     DOMAIN,
     MAPS_LIKE_DY,
     MAPS_LIKE_X,
     OF_GRADIENT,
     PLAIN_OPS,
+    READ_X,
     RESAMPLES,
     OpSpec,
+    image_step,
     is_numbered_map,
+    is_of_images,
     parse,
 )
 from bnfuse.runtime.kernels import registry
+from bnfuse.runtime.kernels.common.images import of_map, source_of
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem, is_gate
@@ -86,12 +89,24 @@ def composed(
     weight = low.shape(operands["weight"]) if "weight" in operands else ()
     for name, value in results.items():
         if name not in refs:
-            refs[name] = low.new_dense(value, weight if name == "dweight" else (channels(spec, name, weight, refs),))
+            refs[name] = low.new_dense(value, vector_shape(spec, name, weight, refs))
     made = problem(low, spec, refs, attributes, weight)
+    step, apart = image_step(spec.epilogue), None
+    if step is not None and (spec.core in RESAMPLES or not KINDS[spec.core].takes_image_sums(made, low.target)):
+        bare = OpSpec(spec.prologue, spec.core, tuple(other for other in spec.epilogue if other != step))
+        made, apart = problem(low, bare, refs, attributes, weight), of_map(made)
     if spec.core in RESAMPLES:
         launch_resample(low, node, made, refs, operands)
     else:
         low.launch(KINDS[spec.core], (made, low.target), refs)
+    if apart is not None:
+        image_sums(low, apart, refs)
+
+
+def image_sums(low: Lowering, sums: Problem, refs: Mapping[str, Ref]) -> None:
+    """Launch the sweep that sums over the images of what an operator has written (kernels/common/images.py)."""
+    written = refs["dx" if sums.spec.is_gradient else "y"]
+    low.launch(registry.IMAGE_SUMS, (sums, low.target), {**refs, source_of(sums): written})
 
 
 def elementwise(
@@ -111,7 +126,7 @@ def elementwise(
 
 def unread_operands(spec: OpSpec) -> set[str]:
     """Operands that the kernel does not get, or gets for their shape alone and must not keep alive."""
-    reads_x = {*ACTIVATION_GRADS, "Reduce"} & {*spec.epilogue}
+    reads_x = {*READ_X} & {*spec.epilogue}
     of_x = {*spec.prologue} - {*OF_GRADIENT}
     alone = spec.core in (*POOL_GRADS, "ResampleGrad") or (spec.core in INPUT_GRADS and not of_x)
     return {"acc"} | ({"x"} if alone and not reads_x else set())
@@ -137,12 +152,14 @@ def indices_type(low: Lowering, y: MapType, attributes: Mapping[str, Any]) -> Ma
     return low.map_type((y.n, y.c, y.h, y.w), index_dtype(attributes["kernel_shape"]))
 
 
-def channels(spec: OpSpec, result: str, weight: tuple[int, ...], refs: Mapping[str, Ref]) -> int:
-    """Length of a per-channel result."""
+def vector_shape(spec: OpSpec, result: str, weight: tuple[int, ...], refs: Mapping[str, Ref]) -> tuple[int, ...]:
+    """Shape of a result that is no map: of each channel, of each image and channel, or the weight's."""
+    if result == "dweight":
+        return weight
     name = "dy" if result == "dbias" else "dx" if spec.is_gradient else "y"
     ref = refs[name]
     assert isinstance(ref, MapRef)
-    return ref.type.c
+    return (ref.type.n, ref.type.c) if is_of_images(result) else (ref.type.c,)
 
 
 def gradient_shape(low: Lowering, spec: OpSpec, operands: Values, refs: Mapping[str, Ref]) -> tuple[int, ...]:

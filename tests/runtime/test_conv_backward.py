@@ -18,6 +18,7 @@ from bnfuse.opset.spec import (
     MAPS_LIKE_DY,
     MAPS_LIKE_X,
     is_numbered_map,
+    is_of_images,
     parse,
 )
 from bnfuse.runtime.backends.cpu import execute
@@ -61,7 +62,7 @@ class Case(ConvCase):
             return (self.n, self.cin, self.h, self.w)
         if is_gate(name):
             return (self.n, self.channels(name), 1, 1)
-        return (self.channels(name),)
+        return (self.n, self.cin) if is_of_images(name) else (self.channels(name),)
 
     def offset(self, name: str) -> int:
         """Each map in a slot of its own, so that no two are at the same place."""
@@ -161,6 +162,11 @@ CASES = [
     Case("AddGradReluGradBatchNormGradConvGradAddGradientReduceReluGradReduceAddedReluGrad", 2, 7, 6, 17, 9, (3, 3)),
     Case("ReluGradBatchNormGradConvGradReduceReluGrad", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
     Case("ReluConvGradInputAddBatchNormGradReluGradReduceOther", 2, 6, 6, 19, 19, (3, 3), pads=(1, 1, 1, 1), group=19),
+    Case("BatchNormGradNormalizeHardSwishGateConvGradImageGateHardSwish", 3, 7, 7, 40, 24, slots=3),
+    Case("NormalizeReluGateConvGradReduceOtherImageGateRelu", 5, 3, 4, 37, 9),
+    Case("GateGradConvGradAddGradientReluGradReduceImageGate", 3, 9, 7, 20, 33, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
+    Case("NormalizeReluConvGradReluGradImageReduce", 2, 9, 8, 34, 12, (3, 2), pads=(1, 1, 1, 0), group=2),
+    Case("ConvGradInputImageReduce", 4, 2, 3, 19, 40),
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
 ]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.opset.spec import INTEGERS, OpSpec
+from bnfuse.opset.spec import INTEGERS, OpSpec, is_of_images
 from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.kernel import Access, Param, Problem
 from bnfuse.runtime.targets.target import Target
@@ -62,6 +62,9 @@ def _extent(problem: Problem, name: str, weight: tuple[int, str] | None) -> tupl
         return weight
     if name in ("weight", "dweight"):
         return math.prod(problem.weight), "float32"
+    if is_of_images(name):
+        made = maps["dx" if problem.spec.is_gradient else "y"]
+        return made.n * made.c, "float32"
     of_output = name in (OF_OUTPUT_GRADIENT if problem.spec.is_gradient else OF_OUTPUT)
     sides = ("dy", "y", "dx", "x") if of_output else ("x", "dx", "y")
     return next(maps[side].c for side in sides if side in maps), "float32"

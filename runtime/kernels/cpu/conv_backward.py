@@ -41,10 +41,11 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT
 from bnfuse.runtime.kernels.cpu import tir
-from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, finish
+from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import (
     Place,
     bias_gradient,
@@ -60,6 +61,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_pack import (
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_shape import Plan, alternatives, choose_tiles, conv_shape
 from bnfuse.runtime.kernels.cpu.depthwise_backward import depthwise_backward, is_depthwise
+from bnfuse.runtime.kernels.cpu.images import Slots, runs_of, store_sums
 from bnfuse.runtime.kernels.cpu.winograd_backward import winograd_backward
 from bnfuse.runtime.kernels.cpu.winograd_backward_shape import is_faster, is_possible
 from bnfuse.runtime.kernels.kernel import Choice, Kernel, Problem
@@ -71,11 +73,22 @@ NAME = "conv_backward"
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """List the kernels that can make the gradients of a problem, the one of choice first."""
     shape = conv_shape(problem, target.threads)
+    if takes_image_sums(problem, target):
+        return ("direct",)
     if is_depthwise(shape, target):
         return ("depthwise",)
     if not is_possible(shape):
         return ("direct",)
     return ("winograd", "direct") if is_faster(shape, target) else ("direct", "winograd")
+
+
+def takes_image_sums(problem: Problem, target: CpuTarget) -> bool:
+    """Tell whether the sums over images of a problem are taken on the way out: where the direct algorithm is chosen."""
+    shape = conv_shape(problem, target.threads)
+    plan = ImagePlan.of(problem)
+    if plan is None or plan.statistics or is_depthwise(shape, target):
+        return False
+    return not (is_possible(shape) and is_faster(shape, target))
 
 
 def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
@@ -126,21 +139,27 @@ def _body(nest: Nest) -> None:
         "sums": (threads * nest.sums_size, "float64"),
         "bias": (threads * nest.problem.map("dy").c if "BiasGrad" in nest.spec.epilogue else 0, "float64"),
     }
-    space = {name: tir.workspace(size, dtype) for name, (size, dtype) in sizes.items() if size}
+    space: dict[str, Any] = {name: tir.workspace(size, dtype) for name, (size, dtype) in sizes.items() if size}
     if "packed" in space:
         pack_weights(nest, space["packed"])
+    plan = ImagePlan.of(nest.problem)
+    if plan is not None:
+        made = nest.problem.map(nest.result)
+        space["images"] = Slots.allocate(made.n, threads, len(plan.results), made.c)
     with T.parallel(0, threads) as thread:
         for name, buffer in space.items():
-            if name != "packed":
+            if name not in ("packed", "images"):
                 each = sizes[name][0] // threads
                 tir.zero(buffer, thread * each, each, nest.tiles.lanes)
         _tiles(nest, space, thread)
     if "partial" in space:
         unpack_weight_gradient(nest, space["partial"])
     finish(nest, space.get("sums"), space.get("bias"))
+    if plan is not None:
+        store_sums(plan, space["images"], runs_of(nest.items, threads, nest.images_of), nest.arguments)
 
 
-def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
+def _tiles(nest: Nest, space: dict[str, Any], thread: Any) -> None:
     """Write a thread's share of the tiles."""
     grad = tir.workspace(nest.grad_size)
     read = tir.workspace(nest.read_size) if nest.wants_weight else None
@@ -153,7 +172,7 @@ def _tiles(nest: Nest, space: dict[str, Buffer], thread: Any) -> None:
         item = T.bind(first + number)
         image = T.bind(item // nest.tile_rows * nest.tiles.images)
         unit = T.bind(item % nest.tile_rows * nest.tiles.rows)
-        place = Place(thread, group, image, unit, scratch)
+        place = Place(thread, group, image, unit, scratch, space.get("images"))
         pack_grad(nest, grad, group, image, unit)
         if "bias" in space:
             bias_gradient(nest, grad, space["bias"], place)

@@ -11,6 +11,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.geometry import Axis
+from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     CACHE_LINE,
@@ -25,6 +26,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     write_epilogue,
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, when
+from bnfuse.runtime.kernels.cpu.images import RowSums, Slots
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 
 
@@ -37,6 +39,7 @@ class Place:
     image: Expr
     unit: Expr
     scratch: Buffer  # a micro-tile of dx
+    images: Slots | None = None  # the sums over images
 
 
 def opaque(index: Expr) -> Expr:
@@ -274,14 +277,27 @@ class _Micro:
         height = _remaining(rows, self.row_residue, self.place.unit + self.row)
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
         width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
-        with T.serial(0, tiles.micro_images) as n, T.serial(0, height) as i, T.serial(0, width) as j:
-            pixel = T.bind(self.pixel(n, i, j))
-            for start, lanes in widths.items():
-                with T.vectorized(0, lanes) as lane:
-                    inner = start + lane
-                    index = self.cell(n, i, j) + inner
-                    write_epilogue(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
+        with T.serial(0, tiles.micro_images) as n, T.serial(0, height) as i:
+            row = self._row_sums(tiles.block)
+            with T.serial(0, width) as j:
+                pixel = T.bind(self.pixel(n, i, j))
+                for start, lanes in widths.items():
+                    with T.vectorized(0, lanes) as lane:
+                        inner = start + lane
+                        index = self.cell(n, i, j) + inner
+                        write_epilogue(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
+                        if row is not None:
+                            row.add(acc[index], self.nest.loader(pixel, first + inner), inner)
+            if row is not None and self.place.images is not None:
+                made = self.nest.problem.map(self.nest.result)
+                image = T.bind(tirx.floordiv(self.pixel(n, i, 0), made.h * made.w))
+                row.flush(self.place.images, image, self.place.thread, first, widths)
         part.flush(sums, self.place.thread, first, widths)
+
+    def _row_sums(self, block: int) -> RowSums | None:
+        """Begin the sums over a row of pixels, which are all of one image; None where there are none."""
+        plan = ImagePlan.of(self.nest.problem)
+        return None if plan is None else RowSums.zero(plan, block)
 
 
 def _floor_offset(axis: Axis, residue: Expr, tap: Expr) -> Expr:

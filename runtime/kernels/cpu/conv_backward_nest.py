@@ -129,6 +129,18 @@ class Nest(Elements):
         """Count the tiles that the threads share."""
         return self.shape.n // self.tiles.images * self.tile_rows
 
+    def images_of(self, first: int, last: int) -> tuple[int, int]:
+        """Give the first and the last image, as the map counts them, of the tiles from `first` to `last`."""
+        made, axis = self.problem.map(self.result), self.shape.rows
+
+        def row(item: int, rows: int) -> int:
+            image, unit = divmod(item, self.tile_rows)
+            return image * self.tiles.images * axis.size + min((unit * self.tiles.rows + rows) * axis.stride, axis.size)
+
+        pixels = (made.h * made.w) // self.shape.columns.size if self.shape.columns.size else 1
+        behind = row(last, self.tiles.rows) + (self.tiles.images - 1) * axis.size
+        return row(first, 0) // pixels, (behind - 1) // pixels
+
     @property
     def grad_rows(self) -> int:
         """Count the rows of the grad tile, with its borders and with what the last micro-tile overhangs."""

@@ -32,6 +32,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.cpu import winograd_forward
 from bnfuse.runtime.kernels.cpu.depthwise_forward import DepthwiseNest
@@ -46,6 +47,7 @@ from bnfuse.runtime.kernels.cpu.nest import (
     micro_tiles,
     places,
 )
+from bnfuse.runtime.kernels.cpu.partials import moments
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape, Tiles, alternatives, choose_tiles, conv_shape, flatten
 from bnfuse.runtime.kernels.cpu.tir import (
     Arguments,
@@ -70,16 +72,29 @@ from bnfuse.runtime.targets.target import CpuTarget
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """List the algorithms that can do a convolution, the one that the cost rule chooses first."""
     shape = conv_shape(problem)
-    if not winograd_forward.takes(shape):
+    if not winograd_forward.takes(shape) or takes_image_sums(problem, target):
         return ("direct",)
     return ("winograd", "direct") if winograd_forward.wins(shape, target) else ("direct", "winograd")
+
+
+def takes_image_sums(problem: Problem, target: CpuTarget) -> bool:
+    """Tell whether statistics of images are taken on the way out: by the direct algorithm, where that is chosen."""
+    shape, plan = conv_shape(problem), ImagePlan.of(problem)
+    if plan is None or not plan.statistics or problem.spec.core != "Conv" or shape.is_depthwise:
+        return False
+    return not (winograd_forward.takes(shape) and winograd_forward.wins(shape, target))
+
+
+def seen(problem: Problem) -> ConvShape:
+    """Give the shape as the direct algorithm sees it: pixels in a list, of each image where sums are of images."""
+    return flatten(conv_shape(problem), whole_batch=ImagePlan.of(problem) is None)
 
 
 def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:
     """List all ways to do a problem that are worth measuring, that of the rules first."""
     able = algorithms(problem, target)
     shape = conv_shape(problem)
-    plans = [] if shape.is_depthwise else alternatives(flatten(shape), target)
+    plans = [] if shape.is_depthwise else alternatives(seen(problem), target)
     return (*(Choice(name) for name in able), *(Choice("direct", plan) for plan in plans))
 
 
@@ -116,7 +131,7 @@ def nest(
         return WinogradNest(problem, target, arguments, shape, choose_winograd_tiles(shape, target))
     if shape.is_depthwise:
         return DepthwiseNest(problem, target, arguments, shape)
-    flat = flatten(shape)
+    flat = seen(problem)
     return ConvNest(problem, target, arguments, flat, plan or choose_tiles(flat, target))
 
 
@@ -304,8 +319,29 @@ class ConvNest(ForwardNest):
                     store(self.y.buffer, span(self.y.at(pixel, channel), lanes), value)
                 if "Statistics" in self.epilogue:
                     self.partials.add(place.thread, channel, values, lanes)
+                if self.images is not None:
+                    self.add_images(place, micro, channel, values, lanes)
 
         self.with_output_width(part.block, body)
+
+    def add_images(self, place: Place, micro: MicroTile, channel: Expr, values: list[Expr], lanes: int) -> None:
+        """Add the sums of y and y^2 over the pixels of each image in a micro tile."""
+        assert self.images is not None
+        each = micro.pixels // micro.image.size
+        for i in range(micro.image.size):
+            image = place.image + micro.image.start + i
+            sums = moments(values[i * each : (i + 1) * each], lanes)
+            self.images.add(image, place.thread, channel, sums, lanes)
+
+    def images_of(self, first: int, last: int) -> tuple[int, int]:
+        """Give the first and the last image of the tiles from `first` to `last`."""
+        rows, images = math.ceil(self.shape.oh / self.tiles.rows), self.tiles.images
+        return first // rows * images, min((last // rows + 1) * images, self.shape.n) - 1
+
+    @property
+    def items(self) -> int:
+        """Count the tiles that the threads share."""
+        return math.ceil(self.shape.n / self.tiles.images) * math.ceil(self.shape.oh / self.tiles.rows)
 
     def finish_gradient(self, place: Place, part: Part, micro: MicroTile, accumulators: Buffer) -> None:
         """Write the epilogue of a gradient, pixel by pixel out of memory: in registers no loop could go over them."""

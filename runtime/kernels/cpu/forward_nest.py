@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Elements, Sums, finish, write_epilogue
 from bnfuse.runtime.kernels.cpu.entry import Entry
+from bnfuse.runtime.kernels.cpu.images import Slots, runs_of, store_statistics
 from bnfuse.runtime.kernels.cpu.nest import MicroTile, Place, covers_input, cut
 from bnfuse.runtime.kernels.cpu.partials import Partials
 from bnfuse.runtime.kernels.cpu.tiles import ConvShape
@@ -27,6 +28,7 @@ class ForwardNest:
 
     width: int  # output channels of a block of weights
     out_blocks: int  # such blocks of a group
+    images: Slots | None  # the sums over images
 
     def __init__(self, problem: Problem, target: CpuTarget, arguments: Arguments, shape: ConvShape) -> None:
         self.target, self.arguments, self.shape = target, arguments, shape
@@ -47,6 +49,15 @@ class ForwardNest:
         """Pack a thread's share of the weights into `self.weights`."""
         raise NotImplementedError
 
+    @property
+    def items(self) -> int:
+        """Count the tiles that the threads share."""
+        raise NotImplementedError
+
+    def images_of(self, first: int, last: int) -> tuple[int, int]:
+        """Give the first and the last image of the tiles from `first` to `last`."""
+        raise NotImplementedError
+
     def work(self, thread: Expr) -> None:
         """Write a thread's share of the tiles."""
         raise NotImplementedError
@@ -60,6 +71,9 @@ class ForwardNest:
         self.totals = workspace(threads * own, "float64") if own else None
         if statistics:
             self.partials = Partials.allocate(shape.cout, threads, self.lanes)
+        self.images = None
+        if "ImageStatistics" in self.epilogue:
+            self.images = Slots.allocate(shape.n, threads, 2, shape.cout)
         with T.parallel(0, threads) as thread:
             self.pack_weights(thread)
             if "StoreInput" in self.epilogue and not self.stores_in_passing:
@@ -73,6 +87,10 @@ class ForwardNest:
         if statistics:
             count = shape.n * shape.oh * shape.ow
             self.partials.finish(count, self.arguments["mean"], self.arguments["variance"])
+        if self.images is not None:
+            runs, area = runs_of(self.items, threads, self.images_of), shape.oh * shape.ow
+            results = (self.arguments[name] for name in ("image_mean", "image_variance"))
+            store_statistics(self.images, runs, area, *results)
         if self.is_gradient:
             finish(self.elements, self.totals, None)
 

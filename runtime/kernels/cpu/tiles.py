@@ -112,11 +112,16 @@ def conv_shape(problem: Problem) -> ConvShape:
     )  # fmt: skip
 
 
-def flatten(shape: ConvShape) -> ConvShape:
-    """See a convolution that looks at single pixels as one of a list of them: one image, one column, n*h*w rows."""
+def flatten(shape: ConvShape, whole_batch: bool = True) -> ConvShape:
+    """See a convolution that looks at single pixels as one of a list of them: one image, one column, n*h*w rows.
+
+    Without `whole_batch` images stay apart: n of them, of h*w rows.
+    """
     pointwise = (shape.r, shape.s, shape.stride_h, shape.stride_w, shape.top, shape.left) == (1, 1, 1, 1, 0, 0)
     if not pointwise or (shape.oh, shape.ow) != (shape.h, shape.w):
         return shape
+    if not whole_batch:
+        return dataclasses.replace(shape, h=shape.h * shape.w, w=1, oh=shape.h * shape.w, ow=1)
     pixels = shape.n * shape.h * shape.w
     return dataclasses.replace(shape, n=1, h=pixels, w=1, oh=pixels, ow=1)
 

@@ -19,6 +19,8 @@ from bnfuse.opset.spec import (
     BASELINE_OPS,
     DOMAIN,
     FORWARD_CORES,
+    IMAGE_GATES,
+    IMAGE_REDUCTIONS,
     LOCAL_OPS,
     MASKED_REDUCTIONS,
     PLAIN_OPS,
@@ -79,6 +81,11 @@ NAMES = (
     "SliceReluGradBatchNormGradTanhGradPointwiseGradAddGradientReduceMishGradReduceGated",
     "NormalizeGlobalAveragePoolGradAddGatedGradientReluGradReduceReduceGated",
     *(f"Normalize{name}ConvGrad{name}GradReduce" for name in ACTIVATIONS),
+    "NormalizeReluConvBiasImageStatistics",
+    "BatchNormGradNormalizeReluConvGradReluGradReduceImageReduce",
+    "PointwiseGradAddGradientImageReduce",
+    "BatchNormGradNormalizeHardSwishGateConvGradImageGateHardSwish",
+    "PointwiseGradAddGradientReluGradReduceOtherImageGate",
     "NormalizeWhereLeakyReluAddReluConvBias",
     "BatchNormGradNormalizeWhereQuickGeluConvGradAddGradientWhereQuickGeluGradReduce",
     "NormalizeAveragePoolGradWhereReluGradReduceScale",
@@ -105,12 +112,12 @@ def test_bodies_are_exact_where_their_floats_are_float64(name, case, assert_clos
 
 def test_the_list_has_every_step_and_core():
     found = {step for name in NAMES if (op := parse(name)) for step in (*op.prologue, op.core, *op.epilogue)}
-    found = {step for step in found if not of_skip(step) and step not in MASKED_REDUCTIONS}
+    found = {step for step in found if not of_skip(step) and step not in (*MASKED_REDUCTIONS, *IMAGE_GATES)}
     grammar = {*FORWARD_CORES, *BACKWARD_CORES, *ACTIVATIONS, *ACTIVATION_GRADS}
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
     grammar |= {"BiasGrad", "AddGradient", "AddBatchNormGrad", "Where", "AddSkipGradient"}
     grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated", "AddGrad"}
-    grammar |= {"Reduce", "ReduceOther", "Scale", "Accumulate"}
+    grammar |= {"Reduce", "ReduceOther", "Scale", "Accumulate", "ImageStatistics", "ImageReduce"}
     assert found == grammar
 
 
@@ -129,7 +136,7 @@ FORWARD_NAMES = st.tuples(
     optional("Bias"),
     optional("Relu"),
     optional("StoreInput"),
-    optional("Statistics"),
+    optional("Statistics", "ImageStatistics"),
 )
 BACKWARD_NAMES = st.tuples(
     optional("Slice"),
@@ -149,7 +156,7 @@ BACKWARD_NAMES = st.tuples(
     optional(*ACTIVATION_GRADS, *(f"Where{name}" for name in ACTIVATION_GRADS), "ReluGradAddSkipGradient"),
     optional("Reduce"),
     optional("ReduceOther", "ReduceGated", *MASKED_REDUCTIONS),
-    optional("Scale", "Accumulate"),
+    optional("Scale", "Accumulate", *IMAGE_REDUCTIONS),
 )
 SAMPLED = [op.name for op in (*SAMPLING_OPS, *LOCAL_OPS, *BASELINE_OPS)]
 SHAPES_OF_SAMPLES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))

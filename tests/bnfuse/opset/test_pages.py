@@ -11,6 +11,7 @@ from bnfuse.opset.spec import (
     EPILOGUE_OPERANDS,
     EPILOGUE_RESULTS,
     FORWARD_CORES,
+    IMAGE_GATES,
     PLAIN_OPS,
     PROLOGUE_OPERANDS,
 )
@@ -26,8 +27,8 @@ def test_every_step_core_and_operator_has_a_text():
     assert {*pages.CORES} == {*FORWARD_CORES, *BACKWARD_CORES}
     assert {name for texts in pages.PLAIN_SECTIONS.values() for name in texts} == {*PLAIN_OPS}
     assert {*pages.PROLOGUE} == {*PROLOGUE_OPERANDS, *ACTIVATIONS, "Slice", "SkipActivation"}
-    shared = {"ReduceOther", "ReduceGated", pages.MASKED}
-    assert {*pages.EPILOGUE} == {*EPILOGUE_OPERANDS, *EPILOGUE_RESULTS, *ACTIVATION_GRADS, *shared}
+    shared = {"Relu", "ReduceOther", "ReduceGated", pages.MASKED, pages.IMAGE_GATE}
+    assert {*pages.EPILOGUE} == {*EPILOGUE_OPERANDS, *EPILOGUE_RESULTS, *ACTIVATION_GRADS, *shared} - {*IMAGE_GATES}
 
 
 def test_attributes_of_steps():

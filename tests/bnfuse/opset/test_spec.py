@@ -30,7 +30,10 @@ PROLOGUES = st.tuples(
     ),
     st.sampled_from(["", *ACTIVATIONS]),
 )
-EPILOGUES = st.tuples(*(st.sampled_from(["", step]) for step in ("Bias", "Relu", "StoreInput", "Statistics")))
+EPILOGUES = st.tuples(
+    *(st.sampled_from(["", step]) for step in ("Bias", "Relu", "StoreInput")),
+    st.sampled_from(["", "Statistics", "ImageStatistics"]),
+)
 GRADIENT_PROLOGUES = st.tuples(
     *(st.sampled_from(["", step]) for step in ("Slice", "GateGrad")),
     st.sampled_from(
@@ -51,7 +54,7 @@ GRADIENT_EPILOGUES = st.tuples(
     st.sampled_from(["", *(f"{where}{kind}Grad{more}" for kind in ACTIVATIONS for where, more in AROUND)]),
     st.sampled_from(["", "Reduce"]),
     st.sampled_from(["", "ReduceOther", "ReduceGated ReduceOther", "ReduceOther ReduceOther", *MASKED_REDUCTIONS]),
-    st.sampled_from(["", "Scale", "Accumulate"]),
+    st.sampled_from(["", "Scale", "Accumulate", "ImageReduce", "ImageGate", "ImageGateClip"]),
 )
 
 
@@ -88,8 +91,9 @@ def test_backward_steps_come_back_from_their_name(prologue, core, epilogue):
     grads = [step for step in (*written[0], *written[2]) if step in ACTIVATION_GRADS]
     grads += [MASKED_REDUCTIONS[step] for step in written[2] if step in MASKED_REDUCTIONS]
     kinds = {*(step for step in written[0] if step in ACTIVATIONS), *(step.removesuffix("Grad") for step in grads)}
+    kinds |= {"Clip"} if "ImageGateClip" in written[2] else set()
     shared = any(of_one_name(*pair) for pair in itertools.combinations(kinds, 2))
-    behind_gate = prologue[5] and ("Reduce" in written[2] or (core not in CONV_GRADS and not masked))
+    behind_gate = prologue[5] and ({"Reduce", "ImageReduce"} & {*written[2]} or (core not in CONV_GRADS and not masked))
     behind_gate = behind_gate or (prologue[5] and prologue[4] and masked)
     assert read == (None if without_dx or shared or behind_gate else written)
 
