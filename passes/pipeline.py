@@ -43,6 +43,7 @@ from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fusion.gate import GateFusion
 from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
 from bnfuse.passes.fusion.layer_scale import LayerScaleFusion
+from bnfuse.passes.fusion.long_sum import LongSumFusion
 from bnfuse.passes.fusion.mask import MaskFusion
 from bnfuse.passes.fusion.pointwise import PointwiseFusion, ReluConvFusion
 from bnfuse.passes.fusion.pool_first import PoolFirst
@@ -177,6 +178,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
         (f"{level}/layer-scale", LayerScaleFusion),
         (f"{level}/gate", GateFusion),
         (f"{level}/map", PointwiseFusion),
+        (f"{level}/long-sum", LongSumFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),
         *([(f"{level}/sink-gradient", SinkBackward)] if level == "icf" else []),
         (f"{level}/mask", MaskFusion),

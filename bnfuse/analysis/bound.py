@@ -251,11 +251,15 @@ class _Plan:
         for node in dict.fromkeys(use.node for use in value.uses()):
             if node not in self.forward:
                 found += not is_mask(node) and any(v is value for v, _ in node_maps(node, self.graph)[0])
-            elif kind_of(node) in ("view", "elementwise", "batch norm"):
+            elif kind_of(node) in ("view", "elementwise", "batch norm") or self.adds_a_number(node):
                 found += sum(self.readers(each) for each in node.outputs)
             else:
                 found += 1
         return found
+
+    def adds_a_number(self, node: ir.Node) -> bool:
+        """Tell whether a sum is of one map and what is repeated over it, as elementwise as any other operator."""
+        return kind_of(node) == "sum" and len(largest(node_maps(node, self.graph)[0])) < 2
 
     def taker(self, value: ir.Value, made: Mapping[ir.Value, Made], forward: bool) -> Pass | None:
         """Find what writes a value and may change it: it is (part of) one map, in this phase, and has one reader."""

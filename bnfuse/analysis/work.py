@@ -15,7 +15,8 @@ from bnfuse.graph.values import declared_shape
 from bnfuse.opset.spec import CONV_GRADS, DOMAIN, IMAGE_STEPS, SHARED, TRANSPOSED, OpSpec, PlainOp, find, parse
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
-BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "Statistics", "BatchNormGrad", "Reduce", *SHARED, *IMAGE_STEPS}
+BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "PlusNormalized", "Statistics", "BatchNormGrad", "Reduce"}
+BATCH_NORM_STEPS |= {*SHARED, *IMAGE_STEPS}
 
 
 def flops(node: ir.Node) -> int:

@@ -39,6 +39,8 @@ STEPS = {
     "Add": 1,
     "Where": 1,
     "SkipGate": 1,
+    "Plus": 1,
+    "PlusNormalized": 3,
     "GateGrad": 1,
     "BatchNormGrad": GRADIENT_INPUT,
     "Bias": 1,
@@ -100,7 +102,16 @@ def composed_type(op: OpSpec) -> str:
     if "Pool" in op.core:
         return "Pool"
     steps = {*op.prologue, *op.epilogue}
-    if steps & {"Normalize", "BatchNormGrad", "AddNormalized", "AddBatchNormGrad", "Reduce", "Statistics", *SHARED}:
+    if steps & {
+        "Normalize",
+        "BatchNormGrad",
+        "AddNormalized",
+        "PlusNormalized",
+        "AddBatchNormGrad",
+        "Reduce",
+        "Statistics",
+        *SHARED,
+    }:
         return "BatchNorm"
     return "Activation" if steps & {*ACTIVATIONS, *ACTIVATION_GRADS} else "Add" if steps else "Copy"
 

@@ -36,9 +36,11 @@ from bnfuse.opset.spec import (
     CONVS,
     DOMAIN,
     FORWARD_CORES,
+    PLUS,
     OpSpec,
     applied,
     find,
+    further_terms,
     of_skip,
     skip_activation,
 )
@@ -287,8 +289,13 @@ class Expansion:
             skip = self._activated(skip_kind, skip, node) if skip_kind else skip
             if "skip_gate" in operands:
                 skip = self._once("Mul", [self._name(operands["skip_gate"]), skip], node)
-            return self._once("Add", [x, skip], node)
-        return x if step == "SkipGate" or of_skip(step) else self._activated(step, x, node)
+            x = self._once("Add", [x, skip], node)
+            for name, a, b in further_terms(operands):
+                plus = self._name(operands[name])
+                plus = self._normalize(plus, operands[a], operands[b], node) if a in operands else plus
+                x = self._once("Add", [x, plus], node)
+            return x
+        return x if step in ("SkipGate", *PLUS) or of_skip(step) else self._activated(step, x, node)
 
     def _activated(self, kind: str, x: str, node: ir.Node) -> str:
         """One activation of a prologue, with the node's attributes."""

@@ -25,6 +25,7 @@ from bnfuse.opset.spec import (
     FORWARD_CORES,
     IMAGE_GATES,
     MASKED_REDUCTIONS,
+    PLUS,
     SHARED,
     TRANSPOSED,
     VERSION,
@@ -34,6 +35,7 @@ from bnfuse.opset.spec import (
     applied,
     around_batch_norm_grad,
     find,
+    further_terms,
     masks_gated,
     of_skip,
     skip_activation,
@@ -139,8 +141,11 @@ def prologue_step(step: str, x: ir.Value, body: Body, prologue: tuple[str, ...])
         skip = body["skip"] if step == "Add" else affine(body["skip"], "skip_a", "skip_b", body)
         kind = skip_activation(prologue)
         skip = activation(kind, skip, body) if kind else skip
-        return body("Add", x, body("Mul", body["skip_gate"], skip) if "SkipGate" in prologue else skip)
-    return x if step == "SkipGate" or of_skip(step) else activation(step, x, body)
+        x = body("Add", x, body("Mul", body["skip_gate"], skip) if "SkipGate" in prologue else skip)
+        for name, a, b in further_terms(body.operands):
+            x = body("Add", x, affine(body[name], a, b, body) if a in body.operands else body[name])
+        return x
+    return x if step in ("SkipGate", *PLUS) or of_skip(step) else activation(step, x, body)
 
 
 def chosen(channels: str, made: ir.Value, kept: ir.Value, body: Body) -> ir.Value:

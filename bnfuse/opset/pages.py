@@ -17,6 +17,7 @@ from bnfuse.opset.spec import (
     LABELS,
     MAPS_LIKE_X,
     PLAIN_OPS,
+    PLUS,
     PROLOGUE_OPERANDS,
     SHARED,
     VERSION,
@@ -76,6 +77,14 @@ PROLOGUE = {
     "Add": Text("x <- x + skip", "A residual sum. skip has the shape of x."),
     "AddNormalized": Text(
         "x <- x + (skip_a*skip + skip_b)", "A residual sum whose second operand has a BatchNorm of its own."
+    ),
+    "Plus": Text(
+        "x <- x + plus_i",
+        "A further term of a residual sum, of a Pointwise alone: RepVGG's three branches are one sweep. Repeatable, "
+        "beside PlusNormalized: i = 1, 2, ...",
+    ),
+    "PlusNormalized": Text(
+        "x <- x + (plus_a_i*plus_i + plus_b_i)", "The same for a term with a BatchNorm of its own, numbered with those."
     ),
     "SkipGate": Text(
         "x <- x + skip_gate*skip or x + skip_gate*(skip_a*skip + skip_b)",
@@ -356,7 +365,8 @@ An operator is a core with the steps on its way in (its prologue) and on its way
 the list of its steps: `NormalizeReluConvStatistics` computes Conv(relu(a*x + b), weight) and the statistics of the
 result. Steps come in this order:
 
-    forward    [Normalize] [[Where] {CHOICE}] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [{CHOICE}]
+    forward    [Normalize] [[Where] {CHOICE}] [Gate]
+               [[SkipActivation] [SkipGate] Add|AddNormalized [Plus|PlusNormalized]*] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
@@ -413,11 +423,14 @@ def _steps(
     title: str, texts: dict[str, Text], operands: dict[str, tuple[str, ...]], results: dict[str, tuple[str, ...]]
 ) -> Iterator[str]:
     yield f"## {title}\n"
+    taken: tuple[str, ...]
+    given: tuple[str, ...]
     for name, text in texts.items():
-        if name in (*SHARED, MASKED):
+        if name in PLUS:
+            taken, given = ("plus_i", "plus_a_i", "plus_b_i")[: 1 if name == "Plus" else 3], ()
+        elif name in (*SHARED, MASKED):
             more = {"ReduceGated": ("gate_i",), MASKED: ("a_i", "b_i")}
-            taken: tuple[str, ...] = ("x_i", "mean_i", "inv_std_i", *more.get(name, ()))
-            given: tuple[str, ...] = ("dbeta_i", "dgamma_i")
+            taken, given = ("x_i", "mean_i", "inv_std_i", *more.get(name, ())), ("dbeta_i", "dgamma_i")
         else:
             known = "ImageGate" if name == IMAGE_GATE else name
             taken, given = operands.get(known, ()), results.get(known, ())
@@ -429,7 +442,7 @@ def step_attributes(name: str) -> tuple[str, ...]:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
     alone = ("Bias", "StoreInput", "Statistics", "Gate", "Add", "AddNormalized", "Where", "SkipActivation")
-    if name in (*alone, "SkipGate", "AddGrad", "AddSkipGradient", "ImageStatistics", MASKED, IMAGE_GATE):
+    if name in (*alone, *PLUS, "SkipGate", "AddGrad", "AddSkipGradient", "ImageStatistics", MASKED, IMAGE_GATE):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))
     return OpSpec(prologue, "PointwiseGrad", epilogue).attributes
@@ -464,7 +477,7 @@ def _entry(
 
 
 GATES = ("gate", "skip_gate", "grad_gate", "other_gate", "gate_i")
-MAPS = (*MAPS_LIKE_X, "y", "dy", "dx", "dz", "acc", "stored", "grad_x", "x_i", "log_prob", "dscores")
+MAPS = (*MAPS_LIKE_X, "y", "dy", "dx", "dz", "acc", "stored", "grad_x", "x_i", "plus_i", "log_prob", "dscores")
 
 
 WIDE = ("scale", "bias", "running_mean", "running_variance", "new_running_mean", "new_running_variance")

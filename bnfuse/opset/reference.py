@@ -24,6 +24,7 @@ from bnfuse.opset.spec import (
     CONV_GRADS,
     IMAGE_GATES,
     MASKED_REDUCTIONS,
+    PLUS,
     SHARED,
     TRANSPOSED,
     WEIGHT_GRADS,
@@ -31,6 +32,7 @@ from bnfuse.opset.spec import (
     PlainOp,
     applied,
     around_batch_norm_grad,
+    further_terms,
     masks_gated,
     of_skip,
     skip_activation,
@@ -106,8 +108,12 @@ def _prologue_step(
         if step == "AddNormalized":
             skip = per_channel(operands["skip_a"]) * skip + per_channel(operands["skip_b"])
         skip = activation(skip_kind, skip, attributes) if skip_kind else skip
-        return x + (operands["skip_gate"] * skip if "skip_gate" in operands else skip)
-    return x if step == "SkipGate" or of_skip(step) else activation(step, x, attributes)
+        x = x + (operands["skip_gate"] * skip if "skip_gate" in operands else skip)
+        for name, a, b in further_terms(operands):
+            plus = operands[name]
+            x = x + (per_channel(operands[a]) * plus + per_channel(operands[b]) if a in operands else plus)
+        return x
+    return x if step in ("SkipGate", *PLUS) or of_skip(step) else activation(step, x, attributes)
 
 
 def activation(kind: str, z: Array, attributes: Attributes) -> Array:

@@ -9,7 +9,8 @@ The name of an operator is the concatenation of its steps, `NormalizeReluConvSta
 about it follows from the steps: operands, results and attributes here; the function body in `functions.py`,
 the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
-    forward    [Normalize] [[Where] Activation] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized] [Activation]
+    forward    [Normalize] [[Where] Activation] [Gate]
+               [[SkipActivation] [SkipGate] Add|AddNormalized [Plus|PlusNormalized]*] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
     backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
@@ -31,6 +32,8 @@ Forward steps (all maps are NCHW in files; a, b, ... have one value per channel)
     AddNormalized   x <- x + (skip_a*skip + skip_b)
     SkipActivation  what is added is f of that, f(skip) or f(skip_a*skip + skip_b): SkipRelu, SkipHardSwish, ...
     SkipGate        what is added is skip_gate times that
+    Plus            x <- x + plus_i                            i = 1, 2, ...; of a Pointwise alone
+    PlusNormalized  x <- x + (plus_a_i*plus_i + plus_b_i)
     Bias            y <- y + bias
     Relu            y <- relu(y): the activation whose gradient its result tells
     StoreInput      the x that the core read is also a result, `stored`
@@ -88,7 +91,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 
@@ -129,6 +132,7 @@ WEIGHT_GRADS = ("ConvGradWeight", "ConvTransposeGradWeight")  # they have no dx
 RESAMPLES = ("Resample", "ResampleGrad")
 TRANSPOSED = ("ConvTranspose", "ConvTransposeGradInput", "ConvTransposeGradWeight")
 
+PLUS = ("Plus", "PlusNormalized")  # further terms of a sum, numbered from 1 on
 ADDED_REDUCTIONS = tuple(f"ReduceAdded{step}" for step in ACTIVATION_GRADS)
 MASKED_REDUCTIONS = {  # and what they do with dx first
     **{f"Reduce{step}": step for step in ACTIVATION_GRADS},
@@ -145,7 +149,8 @@ READ_X = (*ACTIVATION_GRADS, "Reduce", "ImageReduce")  # steps of a gradient's e
 _ACTIVATION = "|".join(sorted(ACTIVATIONS, key=len, reverse=True))
 _FORWARD = re.compile(
     rf"(?P<way_in>(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(Gate)?"
-    rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(SkipGate)?(?P<add>AddNormalized|Add))?(?P<last>{_ACTIVATION})?)"
+    rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(SkipGate)?(?P<add>AddNormalized|Add)(?P<more>(?:PlusNormalized|Plus)*))?"
+    rf"(?P<last>{_ACTIVATION})?)"
     rf"(?P<core>{'|'.join(FORWARD_CORES)})"
     r"(?P<way_out>(Bias)?(Relu)?(StoreInput)?(Statistics|ImageStatistics)?)"
 )
@@ -159,7 +164,7 @@ _BACKWARD = re.compile(
     rf"(?P<own>Reduce(?!Other|Gated|(?:Added)?(?:{_ACTIVATION})Grad))?(?P<others>(?:{'|'.join(SHARED)})*)"
     rf"(?P<last_step>Scale|Accumulate|ImageReduce|ImageGate(?:{_ACTIVATION})?)?)"
 )
-_SHARED = re.compile("|".join(SHARED))
+_REPEATED = {"others": re.compile("|".join(SHARED)), "more": re.compile("PlusNormalized|Plus")}
 # steps of the prologue that work on dy; all others work on x
 OF_GRADIENT = ("Slice", "GateGrad", "AddGrad", "BatchNormGrad", *ACTIVATION_GRADS)
 
@@ -304,7 +309,7 @@ EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
 # operands that are maps: those of an operator of steps whose size is that of its x, those like its dy
 MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad", "gated_x")
 MAPS_LIKE_DY = ("dy", "grad_x", "grad_other")
-_NUMBERED = re.compile(r"(x|other)_\d+")
+_NUMBERED = re.compile(r"(x|other|plus)_\d+")
 
 EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
     "StoreInput": ("stored",),
@@ -328,15 +333,20 @@ def image_step(epilogue: tuple[str, ...]) -> str | None:
 
 
 def is_numbered_map(name: str) -> bool:
-    """Tell whether an operand is a map like x that a reduction of a further BN reads: x_1, other_1, x_2, ..."""
+    """Tell whether an operand is a map like x, numbered: of a further term or of a reduction of a further BN."""
     return _NUMBERED.fullmatch(name) is not None
 
 
 def prologue_operands(steps: tuple[str, ...]) -> Iterator[str]:
     """List what the steps of a prologue read, in their order."""
+    number = 0
     for place, step in enumerate(steps):
         if step in ACTIVATION_GRADS:
             yield from ("grad_a", "grad_b") if "BatchNormGrad" in steps[place:] else ()
+        elif step in PLUS:
+            number += 1
+            yield f"plus_{number}"
+            yield from (f"plus_a_{number}", f"plus_b_{number}") if step == "PlusNormalized" else ()
         else:
             yield from PROLOGUE_OPERANDS.get(step, ())
 
@@ -356,6 +366,12 @@ def masks_gated(prologue: tuple[str, ...]) -> bool:
     return "Gate" in prologue and not {*ACTIVATIONS} & {*prologue[: prologue.index("Gate")]}
 
 
+def further_terms(operands: Iterable[str]) -> list[tuple[str, str, str]]:
+    """List the further terms of a sum by what its operands are called: the map, and its a and b, which it may lack."""
+    names = [name for name in operands if re.fullmatch(r"plus_\d+", name)]
+    return [(name, f"plus_a_{name[5:]}", f"plus_b_{name[5:]}") for name in names]
+
+
 def applied(steps: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
     """Give the steps without Where, and of each whether it is of some channels alone: Where stands before it."""
     for before, step in zip(("", *steps), steps, strict=False):
@@ -367,7 +383,7 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
     """Prologue, core and epilogue of an operator's name, or None where it is not one."""
     if match := _FORWARD.fullmatch(name):
         first, skip, last = match["first"], of_skip(match["skip"]), match["last"]
-        if first and last and not match["add"]:
+        if (first and last and not match["add"]) or (match["more"] and match["core"] != "Pointwise"):
             return None
         if share_attributes(first, last) or any(
             kind != skip and share_attributes(skip, kind) for kind in (first, last)
@@ -397,14 +413,15 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
 
 
 def _steps(match: re.Match[str], side: str) -> tuple[str, ...]:
-    """Give the steps within a group of a name: its own groups, those of other BNs one by one."""
+    """Give the steps within a group of a name: its own groups, those that repeat one by one."""
     start, stop = match.span(side)
     names = {index: name for name, index in match.re.groupindex.items()}
     found: list[str] = []
     for index in range(match.re.groupindex[side] + 1, match.re.groups + 1):
         first, last = match.span(index)
         if start <= first < last <= stop:
-            found += _SHARED.findall(match[index]) if names.get(index) == "others" else [match[index]]
+            repeated = _REPEATED.get(names.get(index, ""))
+            found += repeated.findall(match[index]) if repeated else [match[index]]
     return tuple(found)
 
 

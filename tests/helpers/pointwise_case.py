@@ -28,6 +28,8 @@ FORWARD = [
     ("WhereQuickGeluAddPointwiseStatistics", (2, 21, 4, 3)),
     ("NormalizeSkipHardSwishAddPointwiseStatistics", (2, 9, 3, 4)),
     ("NormalizeSkipGeluAddNormalizedReluPointwise", (1, 21, 5, 3)),
+    ("NormalizeReluAddNormalizedPlusNormalizedPlusPlusNormalizedReluPointwiseStatistics", (2, 13, 3, 4)),
+    ("NormalizeGateSkipReluAddPlusPlusPointwise", (2, 9, 4, 3)),
 ]
 BACKWARD = [
     ("PointwiseGrad", (1, 1, 1, 1)),

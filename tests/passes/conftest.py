@@ -115,6 +115,10 @@ class _Network:
     def hardswish(self, y: str, x: str) -> None:
         self.node("HardSwish", [x], y)
 
+    def zero(self, y: str, x: str) -> None:
+        self.node("Constant", [], f"{y}/zero", value=onnx.numpy_helper.from_array(np.array(0, np.float32)))
+        self.node("Add", [x, f"{y}/zero"], y)
+
     def mean(self, y: str, x: str, reduce: int = 0) -> None:
         if reduce:
             self.node("ReduceMean", [x], y, axes=[-1, -2])

@@ -127,3 +127,20 @@ def test_rewriting_comes_within_a_hundredth_of_it(name):
     before = ir.from_proto(build_training_graph(forward))
     found = bnfuse.diff(before, bnfuse.rewrite(before, level="icf", pool_first=False))
     assert 1 <= found.over_least < 1.01, found.over_least
+
+
+def test_a_sum_with_a_number_is_elementwise(training):
+    """A missing branch of MobileOne: the sum is stored for all that reads it, with or without the 0."""
+    body = """
+        a = conv(x, 4)
+        n = bn(a)
+        b = conv(x, 4)
+        m = bn(b)
+        s = add(n, m)
+        {}
+        c = conv(t, 4)
+        d = conv(t, 4, k=3)
+        out = add(c, d)
+    """
+    with_zero = least(training(body.format("t = zero(s)")))
+    assert with_zero == least(training(body.format("").replace("(t,", "(s,")))

@@ -14,7 +14,7 @@ from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.kernel import MapType, Problem
 
-MAPS = (*MAPS_LIKE_X, *MAPS_LIKE_DY, "y", "stored", "dx", "x_1", "x_2", "other_1", "other_2")
+MAPS = (*MAPS_LIKE_X, *MAPS_LIKE_DY, "y", "stored", "dx", "x_1", "x_2", "other_1", "other_2", "plus_1", "plus_2")
 
 
 def problem_of(name: str) -> Problem:

@@ -1,7 +1,7 @@
 """The way into a core, described once: which maps and vectors its steps read, and what they make of an element.
 
-    x after its steps     [Normalize] [[Where] Activation] [Gate] [[SkipActivation] [SkipGate] Add|AddNormalized]
-                          [Activation]
+    x after its steps     [Normalize] [[Where] Activation] [Gate]
+                          [[SkipActivation] [SkipGate] Add|AddNormalized [Plus|PlusNormalized]*] [Activation]
     dy after its steps    [GateGrad] [BatchNormGrad]
 
 A code generator brings the operands (into registers, shared memory, vectors) and says by `load` where they are.
@@ -18,6 +18,7 @@ from bnfuse.opset.spec import (
     OF_GRADIENT,
     applied,
     around_batch_norm_grad,
+    further_terms,
     masks_gated,
     prologue_operands,
     skip_activation,
@@ -103,6 +104,10 @@ class ProloguePlan:
                 value = value * load("gate", False)
             elif step in ("Add", "AddNormalized"):
                 value = value + self._skip(step, load)
+                for name, a, b in further_terms(prologue_operands(self.steps)):
+                    plus = load(name, False)
+                    normalized = a in prologue_operands(self.steps)
+                    value = value + (steps.normalize(plus, load(a, True), load(b, True)) if normalized else plus)
             elif step == "GateGrad":
                 value = value * load("grad_gate", False)
             elif step == "BatchNormGrad":

@@ -124,7 +124,9 @@ def make_case(
         **dict.fromkeys(("grad_x", "grad_other"), y),
         **dict.fromkeys(("grad_a", "grad_b", "grad_p", "grad_q", "grad_w", "bias"), (y[1],)),
         "acc": (shape[0], own["acc_stop"] + 1, *shape[2:]),
-        **dict.fromkeys((*MAPS_LIKE_X, *(f"{name}_{i}" for name in ("x", "other") for i in range(1, 9))), shape),
+        **dict.fromkeys(
+            (*MAPS_LIKE_X, *(f"{name}_{i}" for name in ("x", "other", "plus") for i in range(1, 9))), shape
+        ),
     }
     gate = (shape[0], shape[1], 1, 1)
     shapes |= dict.fromkeys(("gate", "skip_gate", "other_gate", *(f"gate_{i}" for i in range(1, 9))), gate)

@@ -67,6 +67,7 @@ NAMES = (
     "SlicePointwiseGradAccumulate",
     "NormalizePointwiseGradReluGradReduce",
     "PointwiseGradAddGradientScale",
+    "NormalizeAddNormalizedPlusPlusNormalizedReluPointwiseStatistics",
     "NormalizeHardSwishGateConvStatistics",
     "NormalizeGateAddNormalizedReluPointwiseStatistics",
     "NormalizeGateSkipReluSkipGateAddNormalizedReluConv",
@@ -116,7 +117,7 @@ def test_the_list_has_every_step_and_core():
     grammar = {*FORWARD_CORES, *BACKWARD_CORES, *ACTIVATIONS, *ACTIVATION_GRADS}
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
     grammar |= {"BiasGrad", "AddGradient", "AddBatchNormGrad", "Where", "AddSkipGradient"}
-    grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated", "AddGrad"}
+    grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated", "AddGrad", "Plus", "PlusNormalized"}
     grammar |= {"Reduce", "ReduceOther", "Scale", "Accumulate", "ImageStatistics", "ImageReduce"}
     assert found == grammar
 

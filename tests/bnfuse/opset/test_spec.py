@@ -136,7 +136,17 @@ def test_operands_and_results_have_one_name_each(prologue, core, epilogue):
             assert len({*names}) == len(names)
 
 
-NO_NAMES = ["", "Normalize", "ConvTanh", "ConvReluBias", "ReluReluConv", "ClipAddClipConv", "BatchNormalization"]
+NO_NAMES = [
+    "",
+    "Normalize",
+    "ConvTanh",
+    "ConvReluBias",
+    "ReluReluConv",
+    "AddPlusConv",
+    "PlusPointwise",
+    "ClipAddClipConv",
+    "BatchNormalization",
+]
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
