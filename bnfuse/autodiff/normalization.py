@@ -1,4 +1,4 @@
-"""BatchNorms: whole ones of ours, that train, and frozen ones."""
+"""BatchNorms, whole ones of ours, that train, and frozen ones; LayerNorms over channels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bnfuse.autodiff.rules import Contributions, rule
 from bnfuse.opset.spec import PLAIN_OPS, OpSpec
 
 SCALED = OpSpec((), "PointwiseGrad", ("Scale",))
-RESULTS = ("dx", "dscale", "dbias")  # of BatchNormGrad, in the order of the BatchNorm's operands
+RESULTS = ("dx", "dscale", "dbias")  # of BatchNormGrad and LayerNormGrad, in the order of the forward operands
 
 
 @rule("ai.bnfuse::BatchNorm")
@@ -21,6 +21,23 @@ def batch_norm(g: Gradient) -> Contributions:
     operands |= {"mean": g.node.outputs[3], "inv_std": g.node.outputs[4]}
     made = g.own(PLAIN_OPS["BatchNormGrad"], operands)
     return [made[name] for name in RESULTS]
+
+
+@rule("ai.bnfuse::LayerNorm")
+def layer_norm(g: Gradient) -> Contributions:
+    """Emit the LayerNormGrad."""
+    if any(given is not None for given in g.gradients[1:]):
+        raise g.error("has statistics that the loss depends on: they have no gradient here.")
+    mean, inv_std = (g.result(place, pixels_of(g), g.dtype(g.x), what) for place, what in ((1, "mean"), (2, "inv_std")))
+    operands = {"dy": g.dy, "x": g.x, "scale": g.operand(1), "mean": mean, "inv_std": inv_std}
+    made = g.own(PLAIN_OPS["LayerNormGrad"], operands)
+    return [made[name] for name in RESULTS]
+
+
+def pixels_of(g: Gradient) -> tuple[int, ...]:
+    """Give the shape of x without its channels."""
+    batch, _, *rest = g.shape(g.x)
+    return (batch, *rest)
 
 
 @rule("BatchNormalization")

@@ -145,12 +145,15 @@ def step_flops(node: ir.Node, op: OpSpec) -> int:
 
 
 def whole_costs(kind: str, node: ir.Node) -> Costs:
-    """Give the costs of a whole BatchNorm, of its gradient, and of the gradient of the cross-entropy."""
+    """Give the costs of a whole BatchNorm, a LayerNorm, their gradients, and the gradient of the cross-entropy."""
     forward, backward = ELEMENTWISE["BatchNorm"]
     if kind == "BatchNorm":
         return Costs("BatchNorm", forward * elements_of(node.inputs[0]), BASELINE_SWEEPS + 1, (0,))
     if kind == "BatchNormGrad":
         return Costs("BatchNorm", backward * elements_of(node.inputs[0]), 2, (0, 1))
+    if kind in ("LayerNorm", "LayerNormGrad"):  # a pixel's channels stay in a cache: one sweep
+        place = kind == "LayerNormGrad"
+        return Costs("LayerNorm", ELEMENTWISE["LayerNorm"][place] * elements_of(node.inputs[0]))
     return Costs("Loss", ELEMENTWISE["Loss"][1] * elements_of(node.inputs[1]))
 
 

@@ -20,6 +20,7 @@ TYPES = {
     "Einsum": "MatMul",
     "BatchNormalization": "BatchNorm",
     "LayerNormalization": "LayerNorm",
+    "LayerNorm": "LayerNorm",
     **dict.fromkeys(ACTIVATIONS, "Activation"),
     "Sigmoid": "Activation",
     "Tanh": "Activation",

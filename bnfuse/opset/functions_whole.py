@@ -83,6 +83,41 @@ def _batch_norm_grad(body: Body) -> tuple[ir.Value, ...]:
     return unfolded(dx, body["x"], body), dscale, dbias
 
 
+def of_channels(x: ir.Value, body: Body) -> ir.Value:
+    """Give the mean over the channels of [N, C, the rest], as [N, 1, the rest]."""
+    count = body("Cast", body("Size", body["scale"]), to=FLOAT)
+    return body("Div", body("ReduceSum", x, body.constant((1,)), keepdims=1), count)
+
+
+def _layer_norm(body: Body) -> tuple[ir.Value, ...]:
+    x = folded(body["x"], body)
+    mean = of_channels(x, body)
+    centred = body("Sub", x, mean)
+    variance = of_channels(body("Mul", centred, centred), body)
+    inv_std = body.power(body("Add", variance, body.attribute("epsilon")), -0.5)
+    scaled = body("Mul", body("Mul", centred, inv_std), column(body["scale"], body))
+    y = unfolded(body("Add", scaled, column(body["bias"], body)), body["x"], body)
+    shape = body("Shape", body["x"])
+    batch = body.slice(shape, body.constant((0,)), body.constant((1,)), axis=0)
+    rest = body.slice(shape, body.constant((2,)), body.constant((2**31 - 1,)), axis=0)
+    pixels = body("Concat", batch, rest, axis=0)
+    return y, body("Reshape", mean, pixels), body("Reshape", inv_std, pixels)
+
+
+def _layer_norm_grad(body: Body) -> tuple[ir.Value, ...]:
+    """Compute dx = inv_std*(g - mean of g - normalised*mean of g*normalised), g = dy*scale, means over the channels."""
+    x, dy = folded(body["x"], body), folded(body["dy"], body)
+    batch = body.slice(body("Shape", body["x"]), body.constant((0,)), body.constant((1,)), axis=0)
+    form = body("Concat", batch, body.constant((1,)), body.constant((-1,)), axis=0)
+    mean, inv_std = (body("Reshape", body[name], form) for name in ("mean", "inv_std"))
+    normalised = body("Mul", body("Sub", x, mean), inv_std)
+    g = body("Mul", dy, column(body["scale"], body))
+    own = body("Sub", body("Sub", g, of_channels(g, body)),
+               body("Mul", normalised, of_channels(body("Mul", g, normalised), body)))
+    dx = unfolded(body("Mul", own, inv_std), body["x"], body)
+    return dx, summed(body("Mul", dy, normalised), body), summed(dy, body)
+
+
 def _softmax_cross_entropy_grad(body: Body) -> tuple[ir.Value, ...]:
     """Labels are compared with the classes: OneHot would count negative ones from the end."""
     rows = body.constant([0, 1, -1])
@@ -99,5 +134,7 @@ def _softmax_cross_entropy_grad(body: Body) -> tuple[ir.Value, ...]:
 WHOLE: dict[str, Callable[[Body], tuple[ir.Value, ...]]] = {
     "BatchNorm": _batch_norm,
     "BatchNormGrad": _batch_norm_grad,
+    "LayerNorm": _layer_norm,
+    "LayerNormGrad": _layer_norm_grad,
     "SoftmaxCrossEntropyGrad": _softmax_cross_entropy_grad,
 }

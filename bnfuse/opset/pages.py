@@ -264,6 +264,16 @@ WHOLE = {
         "dx = scale*inv_std*(dy - dbias/count - (x - mean)*inv_std*dscale/count)",
         "Its gradients; mean and inv_std are its results, count the elements of a channel.",
     ),
+    "LayerNorm": Text(
+        "y = (x - mean)*inv_std*scale + bias; inv_std = 1/sqrt(variance + epsilon)",
+        "A LayerNorm over the channels of each pixel, with their mean and biased variance: mean and inv_std have the "
+        "shape of x without its channels. What LayerNormalization does along the last axis is this, of [M, C].",
+    ),
+    "LayerNormGrad": Text(
+        "g = dy*scale; x_hat = (x - mean)*inv_std; dscale = sum of dy*x_hat; dbias = sum of dy; "
+        "dx = inv_std*(g - mean of g - x_hat*(mean of g*x_hat))",
+        "Its gradients; the means are over the channels of a pixel, the sums over all pixels.",
+    ),
     "SoftmaxCrossEntropyGrad": Text(
         "dscores = (exp(log_prob) - onehot(labels))*dlosses",
         "The gradient of each row's cross-entropy, along axis 1: mean or sum, weights and an ignored label are in "

@@ -56,6 +56,23 @@ def _batch_norm_grad(operands: Operands, _: Attributes) -> tuple[Array, ...]:
     return column(operands["scale"] * inv_std, x) * own, dscale, dbias
 
 
+def _layer_norm(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
+    x = operands["x"]
+    mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
+    inv_std = 1 / np.sqrt(variance + attributes["epsilon"])
+    y = (x - mean) * inv_std * column(operands["scale"], x) + column(operands["bias"], x)
+    return y, mean[:, 0], inv_std[:, 0]
+
+
+def _layer_norm_grad(operands: Operands, _: Attributes) -> tuple[Array, ...]:
+    dy, x = operands["dy"], operands["x"]
+    mean, inv_std = (np.expand_dims(operands[name], 1) for name in ("mean", "inv_std"))
+    normalised = (x - mean) * inv_std
+    g = dy * column(operands["scale"], x)
+    own = g - g.mean(axis=1, keepdims=True) - normalised * (g * normalised).mean(axis=1, keepdims=True)
+    return inv_std * own, (dy * normalised).sum(axis=others(x)), dy.sum(axis=others(x))
+
+
 def _softmax_cross_entropy_grad(operands: Operands, _: Attributes) -> tuple[Array]:
     log_prob, labels = operands["log_prob"], operands["labels"]
     own = np.expand_dims(labels, 1) == column(np.arange(log_prob.shape[1]), log_prob)
@@ -65,5 +82,7 @@ def _softmax_cross_entropy_grad(operands: Operands, _: Attributes) -> tuple[Arra
 WHOLE: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {
     "BatchNorm": _batch_norm,
     "BatchNormGrad": _batch_norm_grad,
+    "LayerNorm": _layer_norm,
+    "LayerNormGrad": _layer_norm_grad,
     "SoftmaxCrossEntropyGrad": _softmax_cross_entropy_grad,
 }

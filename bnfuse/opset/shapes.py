@@ -16,6 +16,8 @@ Dim = int | str | None
 Shape = tuple[Dim, ...] | None
 Attributes = Mapping[str, Any]
 
+OF_PIXELS = ("mean", "inv_std")  # results of a LayerNorm
+
 
 def result_shapes(op: OpSpec | PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
     """Give the shape of every result, by name."""
@@ -33,6 +35,11 @@ def channels(shape: Shape) -> Shape:
 def of_images(shape: Shape) -> Shape:
     """Give the shape of what is summed over each image of a map: (N, C)."""
     return shape[:2] if shape and len(shape) > 1 else (None, None)
+
+
+def pixels(shape: Shape) -> Shape:
+    """Give the shape of what there is one of for each pixel of a map: [N, ...] without the channels."""
+    return (shape[0], *shape[2:]) if shape and len(shape) > 1 else None
 
 
 def window_shape(x: Shape, out_channels: Dim, attributes: Attributes) -> Shape:
@@ -61,7 +68,8 @@ def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> 
     """Results are maps like the one that is changed, or coefficients: of x's channels, or like those that come in."""
     if op in WHOLE_OPS:
         like = {"y": "x", "dx": "x", "dscores": "log_prob"}
-        return {name: shapes[like[name]] if name in like else channels(shapes["x"]) for name in op.results}
+        found = {name: shapes[like[name]] if name in like else channels(shapes["x"]) for name in op.results}
+        return {**found, **dict.fromkeys(OF_PIXELS, pixels(shapes["x"]))} if op.name == "LayerNorm" else found
     if op.results in (("dx",), ("y",)):
         map_ = shapes[next(name for name in ("acc", "dz", "x") if name in op.operands)]
         return dict.fromkeys(op.results, map_)

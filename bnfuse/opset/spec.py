@@ -478,6 +478,11 @@ WHOLE_OPS = (
     ),
     # its gradients; mean and inv_std are its results
     PlainOp("BatchNormGrad", ("dy", "x", "scale", "mean", "inv_std"), ("dx", "dscale", "dbias")),
+    # y = (x - mean)*inv_std*scale + bias, with the mean and the biased variance of the channels of each pixel: mean and
+    # inv_std are [N, ...], of x's shape without its channels
+    PlainOp("LayerNorm", ("x", "scale", "bias"), ("y", "mean", "inv_std"), ("epsilon",)),
+    # its gradients; mean and inv_std are its results
+    PlainOp("LayerNormGrad", ("dy", "x", "scale", "mean", "inv_std"), ("dx", "dscale", "dbias")),
     # dscores = (exp(log_prob) - onehot(labels))*dlosses; a label that is no class has no one in its row
     PlainOp("SoftmaxCrossEntropyGrad", ("dlosses", "log_prob", "labels"), ("dscores",)),
 )

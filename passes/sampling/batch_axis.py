@@ -394,6 +394,8 @@ def _drawn_like(walk: Walk, node: ir.Node) -> list[Axis]:
 OWN: dict[str, Rule] = {  # of ai.bnfuse, where the rule of the others does not serve
     "BatchNorm": _batch_norm,
     "BatchNormGrad": _maps(0, None, None),
+    "LayerNorm": _maps(0, 0, 0),
+    "LayerNormGrad": _maps(0, None, None),
     "SoftmaxCrossEntropyGrad": _loss_gradient,
 }
 RULES: dict[str, Rule] = {

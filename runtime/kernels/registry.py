@@ -71,6 +71,8 @@ SOFTMAX_LOSS_GRAD = Kind("loss", "softmax_loss_grad")
 
 BATCH_NORM_STATISTICS = Kind("norm", "batch_norm_statistics")
 BATCH_NORM_GRAD_REDUCE = Kind("norm", "batch_norm_grad_reduce")
+LAYER_NORM = Kind("layer_norm", "layer_norm")
+LAYER_NORM_GRAD = Kind("layer_norm", "layer_norm_grad")
 COEFFICIENTS = Kind("coefficients", "coefficients")  # all that is computed per channel
 SAMPLED_STATISTICS = Kind("norm_sampled", "sampled_statistics")
 POINT_STATISTICS = Kind("norm_sampled", "point_statistics")

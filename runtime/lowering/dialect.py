@@ -8,6 +8,7 @@ from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse
 from bnfuse.runtime.lowering import local as lower_local
 from bnfuse.runtime.lowering import sampled as lower_sampled
 from bnfuse.runtime.lowering.dense import lower_cross_entropy_grad
+from bnfuse.runtime.lowering.layer_norm import layer_norm, layer_norm_grad
 from bnfuse.runtime.lowering.norm import (
     batch_norm,
     batch_norm_finalize,
@@ -35,6 +36,8 @@ PLAIN = {
 WITH_NODE = {
     "BatchNorm": batch_norm,
     "BatchNormGrad": batch_norm_grad,
+    "LayerNorm": layer_norm,
+    "LayerNormGrad": layer_norm_grad,
     "SoftmaxCrossEntropyGrad": lower_cross_entropy_grad,
     "SampledStatistics": lower_sampled.sampled_statistics,
     "PointStatistics": lower_sampled.point_statistics,

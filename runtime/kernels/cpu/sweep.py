@@ -295,6 +295,24 @@ def sweep(
 ) -> None:
     """Emit the loops of the module's docstring."""
     lanes = lanes or target.lanes
+
+    def each_vector(pixel: Expr, is_first: Expr) -> None:
+        for vector in vectors(channels, lanes):
+            visit(pixel, vector, is_first)
+
+    sweep_pixels(pixels, channels, target, each_vector, reductions, lanes)
+
+
+def sweep_pixels(
+    pixels: int,
+    channels: int,
+    target: CpuTarget,
+    visit: Callable[[Expr, Expr], None],
+    reductions: Sequence[Reduction] = (),
+    lanes: int | None = None,
+) -> None:
+    """Emit the same loops with `visit(pixel, is_first)`, which walks along the channels of a pixel itself."""
+    lanes = lanes or target.lanes
     shares = Shares(pixels, target.threads)
     for reduction in reductions:
         reduction.before_threads(shares.counts, channels, lanes)
@@ -308,8 +326,7 @@ def sweep(
             for reduction in reductions:
                 reduction.begin_tile()
             with T.serial(0, count) as i:
-                for vector in vectors(channels, lanes):
-                    visit(start + i, vector, i == 0)
+                visit(start + i, i == 0)
             tile = Tile(start, f64(count), f64(number * shares.tile))
             for reduction in reductions:
                 reduction.end_tile(tile)

@@ -145,6 +145,8 @@ def _whole_case(op: PlainOp, rng: np.random.Generator, shape: tuple[int, ...]) -
     """Maps of any rank; one label is no class, with a dloss of 0."""
     rows = (shape[0], *shape[2:])
     shapes = {**dict.fromkeys(("x", "dy"), shape), "dlosses": rows}
+    if op.name == "LayerNormGrad":
+        shapes |= {"mean": rows, "inv_std": rows}
     given = {
         name: rng.normal(size=shapes.get(name, (shape[1],)))
         for name in op.operands
