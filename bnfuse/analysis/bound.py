@@ -35,6 +35,10 @@ ARITHMETIC = ("Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Exp", "Pow", "Where", 
 COMPARED = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "And", "Or", "Not", "Min", "Max")
 REDUCTIONS = ("ReduceSum", "ReduceMean")
 SUMS = ("Sum", "Add")
+LAYER_NORMS = (
+    "LayerNorm",
+    "LayerNormGrad",
+)  # of a pixel's channels, which are at hand where one of its maps is written
 
 Sizes = dict[ir.Value, int]  # stored maps, and how many bytes of each
 
@@ -381,6 +385,7 @@ def kind_of(node: ir.Node) -> str:
         spec = find(node.op_type)
         bare = isinstance(spec, OpSpec) and spec.core in ("Pointwise", "PointwiseGrad", "GlobalAveragePoolGrad")
         named = {"BatchNorm": "batch norm", "BatchNormGrad": "gradient", "BatchNormGradReduce": "reduction"}
+        named |= dict.fromkeys(LAYER_NORMS, "elementwise")
         return named.get(node.op_type, "elementwise" if bare else "anchor")
     for kind, names in (("view", VIEWS), ("sum", SUMS), ("reduction", REDUCTIONS)):
         if node.op_type in names:

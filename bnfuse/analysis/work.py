@@ -17,6 +17,7 @@ from bnfuse.opset.spec import CONV_GRADS, DOMAIN, IMAGE_STEPS, SHARED, TRANSPOSE
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "PlusNormalized", "Statistics", "BatchNormGrad", "Reduce"}
 BATCH_NORM_STEPS |= {*SHARED, *IMAGE_STEPS}
+OF_NO_BATCH_NORM = ("SoftmaxCrossEntropyGrad", "LayerNorm", "LayerNormGrad")
 
 
 def flops(node: ir.Node) -> int:
@@ -93,7 +94,7 @@ def batch_norm_part(node: ir.Node, touched: list[tuple[ir.Value, int]]) -> list[
         return touched if node.op_type == "BatchNormalization" else []
     op = find(node.op_type)
     if isinstance(op, PlainOp):
-        return touched if op.name != "SoftmaxCrossEntropyGrad" else []
+        return touched if op.name not in OF_NO_BATCH_NORM else []
     if op is None:
         return []
     if op.core in ("Pointwise", "PointwiseGrad") and BATCH_NORM_STEPS & {*op.prologue, *op.epilogue} and not adds(op):

@@ -10,8 +10,9 @@ it. The graph is taken as it was where no fewer elements would be moved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -43,16 +44,19 @@ class Turned:
     perm: tuple[int, ...]
 
 
-def cancel_transposes(forward: Forward, constants: Constants, keep: Collection[str] = ()) -> None:
+def cancel_transposes(
+    forward: Forward, constants: Constants, keep: Collection[str] = (), more: Mapping[str, Turn] | None = None
+) -> None:
     """Move Transposes behind what reads them until they cancel. Shapes must be known, and are afterwards.
 
-    Tensors in `keep`, and the graph's outputs, stay. Constants that are added are counted among `constants`.
+    Tensors in `keep`, and the graph's outputs, stay. Constants that are added are counted among `constants`. `more`
+    says of further operators how they work on another order of axes.
     """
     shapes = forward.shapes()
     before = _moved(forward.graph.node, shapes)
     if not before:
         return
-    turner = Turner(forward, shapes, {*keep, *forward.output_names()})
+    turner = Turner(forward, shapes, {*keep, *forward.output_names()}, {**TURNS, **(more or {})})
     turner.run()
     if _moved(turner.nodes, turner.shapes) >= before:
         return
@@ -100,8 +104,10 @@ def _inverse(perm: Sequence[int]) -> tuple[int, ...]:
 class Turner:
     """Writes the nodes anew, with the Transposes that wait."""
 
-    def __init__(self, forward: Forward, shapes: dict[str, list[int] | None], keep: set[str]) -> None:
-        self.forward, self.shapes, self.keep = forward, dict(shapes), keep
+    def __init__(
+        self, forward: Forward, shapes: dict[str, list[int] | None], keep: set[str], turns: Mapping[str, Turn]
+    ) -> None:
+        self.forward, self.shapes, self.keep, self.turns = forward, dict(shapes), keep, turns
         self.values = {k: v for k, v in forward.initializers().items() if v.data_type in INTEGERS}
         self.taken = forward.names() | {node.name for node in forward.graph.node}
         self.waiting: dict[str, Turned] = {}
@@ -110,6 +116,11 @@ class Turner:
         self.same: dict[str, str] = {}  # what a tensor is where Transposes have cancelled
         self.nodes: list[onnx.NodeProto] = []
         self.added: dict[str, onnx.TensorProto] = {}
+
+    @functools.cached_property
+    def from_data(self) -> set[str]:
+        """The tensors that depend on the data."""
+        return self.forward.from_data()
 
     def run(self) -> None:
         """Go through the graph once."""
@@ -132,7 +143,7 @@ class Turner:
             return False
         if node.op_type == "Transpose":
             return self._wait_for(node)
-        turn = TURNS.get(node.op_type)
+        turn = self.turns.get(node.op_type)
         return turn is not None and any(name in self.waiting for name in node.input) and turn(self, node)
 
     def _wait_for(self, node: onnx.NodeProto) -> bool:
@@ -178,6 +189,22 @@ class Turner:
         self.added[name] = numpy_helper.from_array(np.array(values, dtype), name)
         self.shapes[name] = [len(values)]
         return name
+
+    def floats(self, name: str, values: np.ndarray) -> str:
+        """Add a constant of float32. Gives its name."""
+        name = self.fresh(name)
+        self.added[name] = numpy_helper.from_array(values.astype(np.float32), name)
+        self.shapes[name] = list(values.shape)
+        return name
+
+    def reshaped(self, x: str, shape: Sequence[int]) -> str:
+        """Add a Reshape to a static shape. Gives its result."""
+        made = self.fresh(f"{x}/reshaped")
+        self.nodes.append(
+            helper.make_node("Reshape", [x, self.ints(f"{made}/shape", shape)], [made], name=self.fresh(f"{made}/node"))
+        )
+        self.shapes[made] = list(shape)
+        return made
 
     def integers(self, node: onnx.NodeProto, index: int) -> list[int] | None:
         """Give the values of an operand of integers, None where it is none or is computed."""
@@ -354,7 +381,8 @@ def _reduce(turner: Turner, node: onnx.NodeProto) -> bool:
     return True
 
 
-TURNS: dict[str, Callable[[Turner, onnx.NodeProto], bool]] = {
+Turn = Callable[[Turner, onnx.NodeProto], bool]
+TURNS: dict[str, Turn] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys((*ALONG_ONE_AXIS, "Split"), _with_axis),

@@ -112,8 +112,11 @@ def _layer_norm_grad(body: Body) -> tuple[ir.Value, ...]:
     mean, inv_std = (body("Reshape", body[name], form) for name in ("mean", "inv_std"))
     normalised = body("Mul", body("Sub", x, mean), inv_std)
     g = body("Mul", dy, column(body["scale"], body))
-    own = body("Sub", body("Sub", g, of_channels(g, body)),
-               body("Mul", normalised, of_channels(body("Mul", g, normalised), body)))
+    own = body(
+        "Sub",
+        body("Sub", g, of_channels(g, body)),
+        body("Mul", normalised, of_channels(body("Mul", g, normalised), body)),
+    )
     dx = unfolded(body("Mul", own, inv_std), body["x"], body)
     return dx, summed(body("Mul", dy, normalised), body), summed(dy, body)
 

@@ -68,8 +68,8 @@ def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> 
     """Results are maps like the one that is changed, or coefficients: of x's channels, or like those that come in."""
     if op in WHOLE_OPS:
         like = {"y": "x", "dx": "x", "dscores": "log_prob"}
-        found = {name: shapes[like[name]] if name in like else channels(shapes["x"]) for name in op.results}
-        return {**found, **dict.fromkeys(OF_PIXELS, pixels(shapes["x"]))} if op.name == "LayerNorm" else found
+        given = {name: shapes[like[name]] if name in like else channels(shapes["x"]) for name in op.results}
+        return {**given, **dict.fromkeys(OF_PIXELS, pixels(shapes["x"]))} if op.name == "LayerNorm" else given
     if op.results in (("dx",), ("y",)):
         map_ = shapes[next(name for name in ("acc", "dz", "x") if name in op.operands)]
         return dict.fromkeys(op.results, map_)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 from differentiated import check
 from onnx import TensorProto, helper, numpy_helper
@@ -15,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from bnfuse.build.decompose import DECOMPOSITIONS, decompose
 from bnfuse.build.forward import fold_constants, read_forward, settle_shapes
 from bnfuse.build.repair import make_canonical
+from bnfuse.opset.functions import add_functions
 
 KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 
@@ -56,10 +58,20 @@ def after(model: onnx.ModelProto, variables: Sequence[str] = ()) -> onnx.ModelPr
     return forward.model
 
 
+def with_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the bodies of our operators, if it has any."""
+    if not any(node.domain for node in model.graph.node):
+        return model
+    known = ir.from_proto(model)
+    add_functions(known)
+    return ir.to_proto(known)
+
+
 def by_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    serialized = with_functions(model).SerializeToString()
+    session = onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
     return session.run(None, feeds)
 
 

@@ -22,7 +22,9 @@ from .flat_maps import keep_flat
 from .frozen import fold_frozen
 from .functions import EXPANDED, expand
 from .group_norms import join_group_norms
+from .into_weights import fold_into_weights
 from .opsets import lower_opset
+from .pixels import keep_channels_first
 from .random import bernoulli
 from .recurrent import recurrent
 from .writer import Surroundings, Writer
@@ -102,6 +104,8 @@ def decompose(
     constants = settle_shapes(forward, constants)
     constants = _read_group_norms(forward, constants)
     constants = _fold_frozen(forward, constants, fixed)
+    keep_channels_first(forward, constants)
+    constants = _fold_into_weights(forward, constants, fixed)
     counts: dict[str, int] = {}
     while True:
         around = Surroundings(forward, variables)
@@ -176,3 +180,12 @@ def _fold_frozen(forward: Forward, constants: Constants, fixed: frozenset[str]) 
     around = Surroundings(forward, constants.variables)
     nodes = fold_frozen(around, fixed)
     return constants if nodes is None else _replace(around, nodes, constants)
+
+
+def _fold_into_weights(forward: Forward, constants: Constants, fixed: frozenset[str]) -> Constants:
+    while True:
+        around = Surroundings(forward, constants.variables)
+        nodes = fold_into_weights(around, fixed)
+        if nodes is None:
+            return constants
+        constants = _replace(around, nodes, constants)

@@ -3,7 +3,8 @@
     InstanceNormalization    mean and variance a channel and sample: GlobalAveragePool
     GroupNormalization       the same, averaged over the channels of a group and spread over them again
     torch's GroupNorm        Reshape -> InstanceNormalization -> Reshape is read as the GroupNormalization that it is
-    LayerNormalization, RMSNormalization, MeanVarianceNormalization    ReduceMean over their axes
+    LayerNormalization       over the last axis our LayerNorm of rows, else ReduceMean over its axes
+    RMSNormalization, MeanVarianceNormalization    ReduceMean over their axes
     LRN                      the mean of squares over neighbouring channels: AveragePool
     LpNormalization          ReduceSum over its axis
 
@@ -15,6 +16,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
+from bnfuse.opset.spec import DOMAIN
+
+from .pixels import import_own
 from .writer import Writer
 
 
@@ -77,9 +83,15 @@ def _affine(write: Writer, y: str, shape: list[int]) -> str:
 
 
 def layer_normalization(write: Writer) -> None:
-    """Write LayerNormalization over its last axes, with its mean and inverse deviation where they are read."""
+    """Write LayerNormalization over its last axes, with its mean and inverse deviation where they are read.
+
+    Over the last one alone it is our LayerNorm of rows [M, C].
+    """
     x = write.node.input[0]
     rank = len(write.shape(x))
+    if _is_of_rows(write, x):
+        _rows_norm(write, x)
+        return
     axes = range(int(write.given.get("axis", -1)) % rank, rank)
     mean = write.reduce("ReduceMean", x, axes)
     centred = write.add("Sub", [x, mean])
@@ -89,6 +101,27 @@ def layer_normalization(write: Writer) -> None:
     for index, name in ((1, mean), (2, inverse)):
         if write.has_result(index):
             write.give(name, index)
+
+
+def _is_of_rows(write: Writer, x: str) -> bool:
+    """Tell whether a LayerNormalization of what depends on the data is over the last axis, its statistics unread."""
+    *rows, channels = write.shape(x)
+    last = int(write.given.get("axis", -1)) in (-1, len(rows)) and bool(rows)
+    whole = all(math.prod(write.shape(name)) == channels for name in write.node.input[1:] if name)
+    return last and whole and x in write.around.from_data and not write.has_result(1) and not write.has_result(2)
+
+
+def _rows_norm(write: Writer, x: str) -> None:
+    """Write a LayerNormalization over the last axis as our LayerNorm of rows."""
+    import_own(write.forward)
+    shape, channels = write.shape(x), write.shape(x)[-1]
+    scale, bias = write.operand(1), write.operand(2)
+    bias = write.reshape(bias, [channels]) if bias else write.constant("bias", np.zeros(channels, np.float32))
+    operands = [x if len(shape) == 2 else write.add("Reshape", [x, write.ints("rows", [-1, channels])])]
+    operands += [write.reshape(scale, [channels]), bias]
+    epsilon = float(write.given.get("epsilon", 1e-5))
+    y, *_ = write.several("LayerNorm", operands, 3, domain=DOMAIN, epsilon=epsilon)
+    write.give(y if len(shape) == 2 else write.add("Reshape", [y, write.ints("shape", [-1, *shape[1:]])]))
 
 
 def rms_normalization(write: Writer) -> None:

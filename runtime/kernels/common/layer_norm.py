@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.runtime.kernels.common.norm import NormProblem
-from bnfuse.runtime.kernels.kernel import MapType, Param
+from bnfuse.runtime.kernels.kernel import Access, MapType, Param
 
 OF_PIXELS = ("mean", "inv_std")  # one value for each pixel, float32
 
@@ -24,7 +24,7 @@ def params_of(problem: NormProblem) -> tuple[Param, ...]:
     op, maps = PLAIN_OPS[problem.op], dict(problem.maps)
     found = []
     for name in (*op.operands, *op.results):
-        access = "in" if name in op.operands else "out"
+        access: Access = "in" if name in op.operands else "out"
         if name in maps:
             found.append(Param(name, access, maps[name].elements, maps[name].dtype, is_map=True))
         else:

@@ -1,10 +1,10 @@
 """LayerNorms over the channels of each pixel, and their gradients, in one sweep each.
 
-    parallel thread:
-        for pixel:                          its channels stay in L1
-            for vector of channels:         sums, in a register of each lane; then the lanes are joined
-            for vector of channels:         the result
-        gradient: the sums over pixels are those of sweep.py
+parallel thread:
+    for pixel:                          its channels stay in L1
+        for vector of channels:         sums, in a register of each lane; then the lanes are joined
+        for vector of channels:         the result
+    gradient: the sums over pixels are those of sweep.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.layer_norm import forward_problem, gradient_problem, params_of
 from bnfuse.runtime.kernels.common.params import unique_name
-from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
+from bnfuse.runtime.kernels.common.steps import Expr, to_f32
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.sweep import Args, Sum, prim_func, sweep_pixels, vectors
 from bnfuse.runtime.kernels.kernel import Kernel, MapType
@@ -89,7 +89,7 @@ def layer_norm_grad(dy: MapType, x: MapType, dx: MapType, target: CpuTarget) -> 
 
 
 def totals(count: int, channels: int, target: CpuTarget, values: Values) -> list[Expr]:
-    """Emit the sums over a pixel's channels of the `count` terms `values(channel)`: lane by lane, then over the lanes."""
+    """Emit the sums over a pixel's channels of the `count` terms `values(channel)`, lane by lane, then of the lanes."""
     lanes = target.lanes
     sums = [tir.registers(lanes) for _ in range(count)]
     for total in sums:

@@ -1,7 +1,7 @@
 """LayerNorms over the channels of each pixel, and their gradients, on a GPU.
 
-    rows:    a warp has a pixel; its lanes take channels next to each other, 32 at a time, and join their sums by shuffles
-    sums:    dscale and dbias, sums over pixels, in a sweep of their own: tiles of sweep.py, and a stage that merges them
+rows:    a warp has a pixel; its lanes take channels next to each other, 32 at a time, and join their sums by shuffles
+sums:    dscale and dbias, sums over pixels, in a sweep of their own: tiles of sweep.py, and a stage that merges them
 """
 
 from __future__ import annotations

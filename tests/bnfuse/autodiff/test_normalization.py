@@ -1,4 +1,4 @@
-"""Gradients of BatchNorms that train and of frozen ones."""
+"""Gradients of BatchNorms that train and of frozen ones, and of LayerNorms over channels."""
 
 from __future__ import annotations
 
@@ -37,6 +37,27 @@ def test_batch_norms_that_train(shape, seed):
 
     found = check([trained()], feeds, function, constants=constants)
     assert found.operators() == ["BatchNormGrad"]
+
+
+@few
+@given(shapes(2), seeds)
+def test_layer_norms_over_channels(shape, seed):
+    feeds, _ = operands((shape[0], shape[1] + 1, *shape[2:]), seed)
+
+    def function(torch, x, scale, bias):
+        y = torch.nn.functional.layer_norm(x.movedim(1, -1), x.shape[1:2], scale, bias, 0.125)
+        return y.movedim(-1, 1)
+
+    nodes = [node("LayerNorm", "x scale bias", "y own_mean inverse", domain=DOMAIN, epsilon=0.125)]
+    found = check(nodes, feeds, function)
+    assert found.operators() == ["LayerNormGrad"]
+
+
+def test_statistics_of_a_layer_norm_that_the_loss_reads_are_refused_in_one_line():
+    feeds, _ = operands((2, 3, 4))
+    nodes = [node("LayerNorm", "x scale bias", "y own_mean inverse", domain=DOMAIN, epsilon=0.125)]
+    with pytest.raises(BnfuseError, match=r"model.onnx: node 'layernorm' .* has statistics that the loss depends on"):
+        differentiated(nodes, feeds, outputs=("y", "own_mean"))
 
 
 def test_statistics_that_the_loss_reads_are_refused_in_one_line():
