@@ -79,7 +79,7 @@ def sink_backward(editor: Editor, concat: ir.Node) -> None:
     dy = concat.outputs[0]
     for reader in dict.fromkeys(use.node for use in dy.uses()):
         op = read(reader)
-        if op is None or not (is_cut_mask(op, dy) or (op.spec is REDUCE and op.operands["dz"] is dy)):
+        if op is None or not (is_shared_mask(op, dy) or (op.spec is REDUCE and op.operands["dz"] is dy)):
             continue
         if reason := why_not_backward(op, concat):
             editor.refuse(reader, reason)
@@ -90,6 +90,12 @@ def sink_backward(editor: Editor, concat: ir.Node) -> None:
 def is_cut_mask(op: Op, dy: ir.Value) -> bool:
     """Tell whether an operator masks this gradient and may reduce it, over one map, and does nothing else."""
     return is_mask(op) and op.operands["dy"] is dy and {*op.steps.epilogue} <= {"Where", *ACTIVATION_GRADS, "Reduce"}
+
+
+def is_shared_mask(op: Op, dy: ir.Value) -> bool:
+    """Tell the same of one that reduces over other maps too: behind a residual sum."""
+    steps = {"Where", *ACTIVATION_GRADS, "Reduce", "ReduceOther"}
+    return is_mask(op) and op.operands["dy"] is dy and {*op.steps.epilogue} <= steps
 
 
 def why_not_backward(op: Op, concat: ir.Node) -> str | None:

@@ -161,6 +161,35 @@ class Drawn:
         """Draw a BatchNorm behind the activation."""
         return self.norm(self.activate(self.conv(x, 4, 3, bias=True)))
 
+    def mixer(self, x: str) -> str:
+        """Draw ConvMixer's block: the BatchNorms behind the activations, and a skip past the depthwise convolution."""
+        y = self.norm(self.activate(self.conv(x, self.width[x], 3, self.width[x], bias=True)))
+        y = self.put("Add", *self.random.sample([x, y], 2)) if self.random.random() < 0.7 else y
+        return self.norm(self.activate(self.conv(y, self.random.choice([4, 6]), bias=True)))
+
+    def many(self, x: str) -> str:
+        """Draw MobileOne's branches: as many convolutions as there are, some of them missing."""
+        x = self.layer(x)
+        y = self.norm(x) if self.random.random() < 0.7 else self.put("Add", self.norm(x), self.value(0.0))
+        for _ in range(self.random.choice([2, 3, 4])):
+            branch = self.norm(self.conv(x, self.width[x], self.random.choice([1, 3])))
+            branch = self.activate(branch) if self.random.random() < 0.2 else branch
+            y = self.put("Add", *self.random.sample([y, branch], 2))
+        return self.activate(y)
+
+    def halves(self, x: str) -> str:
+        """Draw selective kernels on the halves of a map, beside a skip."""
+        x = self.around(x, self.norm(self.conv(self.layer(x), 6)))
+        found = [self.layer(part, 3) for part in self.split(x, 3, 3)]
+        y = self.put("Add", *found) if self.random.random() < 0.5 else self.cat(*found)
+        return self.around(x, self.norm(self.conv(y, 6)))
+
+    def twice(self, x: str) -> str:
+        """Draw two activations one behind the other, and a BatchNorm behind a BatchNorm."""
+        y = self.activate(self.activate(self.norm(self.conv(x, 4))), self.random.choice(SIMPLE))
+        y = self.norm(self.norm(y)) if self.random.random() < 0.5 else y
+        return self.layer(y)
+
     def shuffled(self, x: str) -> str:
         y = self.cat(self.layer(x, 4), self.layer(x, 4))
         n = self.size
@@ -195,6 +224,7 @@ class Drawn:
 BLOCKS: tuple[Callable[[Drawn, str], str], ...] = (
     *(Drawn.plain, Drawn.part, Drawn.one_shot, Drawn.scales, Drawn.ghost, Drawn.gated, Drawn.residual, Drawn.before),
     *(Drawn.parallel, Drawn.mixed, Drawn.shuffled, Drawn.pool, Drawn.enlarged, Drawn.padded),
+    *(Drawn.mixer, Drawn.many, Drawn.halves, Drawn.twice),
 )
 
 
