@@ -63,7 +63,12 @@ def fuse_mask(editor: Editor, mask: Op) -> bool:
         # x gave a pooling's gradient its shape at most; now it gives the mask
         own = tuple(step for step in prologue if step in OF_GRADIENT)
         prologue = (*own, *mask.steps.prologue)
-    spec = OpSpec(prologue, producer.steps.core, (*producer.steps.epilogue, *mask.steps.epilogue))
+    spec = try_spec(prologue, producer.steps.core, (*producer.steps.epilogue, *mask.steps.epilogue))
+    if spec is None:  # two activations whose attributes have one name
+        editor.refuse(
+            mask.node, f"'{producer.node.name}' has another activation's gradient, with attributes of its own"
+        )
+        return False
     editor.replace(producer, spec, [mask.node], operands=operands, attributes=mask.attributes, results=mask.results)
     return True
 

@@ -5,15 +5,15 @@
 
 The map is summed up while it is on chip: no sweep is left for the statistics. Several BNs over one map share them.
 
-Refuses a map that is a graph input, or is written by an operator with no epilogue.
+Refuses a map that is a graph input, or is written by an operator with no epilogue or with other sums there.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.dialect.source_ops import forward_of, read
+from bnfuse.passes.dialect.steps import try_spec
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 
@@ -43,7 +43,10 @@ def fuse(editor: Editor, statistics: Op) -> None:
         editor.fused.append(statistics.node.name or "")
         editor.remove_dead([statistics.node])
         return
-    spec = OpSpec(producer.steps.prologue, producer.steps.core, (*producer.steps.epilogue, "Statistics"))
+    spec = try_spec(producer.steps.prologue, producer.steps.core, (*producer.steps.epilogue, "Statistics"))
+    if spec is None:
+        editor.refuse(statistics.node, f"{producer.node.op_type} '{producer.node.name}' has no room for Statistics")
+        return
     editor.replace(producer, spec, [statistics.node], results=statistics.results)
 
 

@@ -112,6 +112,9 @@ class _Network:
     def sigmoid(self, y: str, x: str, hard: int = 0) -> None:
         self.node("HardSigmoid" if hard else "Sigmoid", [x], y, **({"alpha": 1 / 6} if hard else {}))
 
+    def elu(self, y: str, x: str) -> None:
+        self.node("Elu", [x], y, alpha=0.5)
+
     def hardswish(self, y: str, x: str) -> None:
         self.node("HardSwish", [x], y)
 

@@ -65,3 +65,20 @@ def test_bnff_names_the_level_that_crosses_concatenations(training):
     assert "Concat 't2'" in statistics and statistics.endswith("level icf works across concatenations")
     assert all("icf" in reason for reason in found.values()), found
     assert not reasons(training, DENSE, "icf")
+
+
+def test_two_activations_with_an_attribute_of_one_name_stay_in_two_operators(training, rewritten, ops):
+    """SiLU and Elu both have an alpha, and an operator could not give them two."""
+    result = rewritten(
+        training("""
+        a = conv(x, 6)
+        n = bn(a)
+        r = silu(n)
+        e = elu(r)
+        m = bn(e)
+        out = conv(m, 6)
+    """)
+    )
+    refused = [each.reason for entry in result.report.passes for each in entry.refused]
+    assert any("another activation's gradient" in reason for reason in refused)
+    assert not any("Elu" in name and "QuickGelu" in name for name in ops(result))
