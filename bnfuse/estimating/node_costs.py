@@ -53,6 +53,7 @@ STEPS = {
     "Reduce": REDUCE,
     "ReduceOther": REDUCE,
     "ReduceGated": REDUCE + 1,
+    "Part": 1,
     **dict.fromkeys(MASKED_REDUCTIONS, REDUCE + NORMALIZE + ELEMENTWISE["Activation"][1]),
     "ImageStatistics": STATISTICS,
     "ImageReduce": REDUCE,
@@ -64,7 +65,8 @@ STEPS = {
 }
 ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGradient")
 ON_RESULT = (
-    *("Bias", "Relu", "Where", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", *SHARED, "Scale", "Accumulate"),
+    *("Bias", "Relu", "Where", "Statistics", *ADDITIONS, *ACTIVATION_GRADS, "Reduce", "Part", *SHARED),
+    *("Scale", "Accumulate"),
     *IMAGE_STEPS,
 )
 BASELINE_SWEEPS = 2  # over x for mean and variance, one after the other, in a BatchNorm that no pass has touched

@@ -38,6 +38,7 @@ from bnfuse.opset.spec import (
     further_terms,
     masks_gated,
     of_skip,
+    parts_of,
     skip_activation,
 )
 
@@ -335,16 +336,21 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
             masked = body.formula(GRADIENTS[step].gradient, z=z, d=dx)
             dx = chosen("masked", masked, dx, body) if "Where" in op.epilogue else masked
         elif step == "Reduce":
-            results["dbeta"], results["dgamma"] = reduce(dx, ("x", "mean", "inv_std"), body)
+            results["dbeta"], results["dgamma"] = reduce(dx, body["x"], ("mean", "inv_std"), body)
         elif step in SHARED:
             other += 1
-            names = (f"x_{other}", f"mean_{other}", f"inv_std_{other}")
+            x = body[f"x_{other}"]
+            if other in parts_of(op.epilogue):
+                x = extended(x, f"start_{other}", f"part_{other}", body)
             shared = body("Mul", body[f"gate_{other}"], dx) if step == "ReduceGated" else dx
             if step in MASKED_REDUCTIONS:
-                behind = affine(body[f"x_{other}"], f"a_{other}", f"b_{other}", body)
+                behind = affine(x, f"a_{other}", f"b_{other}", body)
                 whole = body("Add", dx, body[f"other_{other}"]) if step in ADDED_REDUCTIONS else dx
                 shared = body.formula(GRADIENTS[MASKED_REDUCTIONS[step]].gradient, z=behind, d=whole)
-            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, names, body)
+            if other in parts_of(op.epilogue):
+                shared = chosen(f"part_{other}", shared, body.constant(0.0), body)
+            sums = reduce(shared, x, (f"mean_{other}", f"inv_std_{other}"), body)
+            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = sums
         elif step == "Scale":
             dx = body("Mul", body.per_channel("acc_p"), dx)
         elif step == "Accumulate":
@@ -377,10 +383,19 @@ def image_gate(kind: str | None, dx: ir.Value, body: Body) -> dict[str, ir.Value
     return {name: image_sum(each, body) for name, each in summed.items()}
 
 
-def reduce(dz: ir.Value, names: tuple[str, str, str], body: Body) -> tuple[ir.Value, ir.Value]:
-    """Write dbeta and dgamma, [C], of dz; `names` are x, mean and inv_std."""
-    x, mean, inv_std = names
-    centred = body("Sub", body[x], body.per_channel(mean))
+def extended(x: ir.Value, start: str, channels: str, body: Body) -> ir.Value:
+    """Write zeros around the channels of a map: from the attribute `start` on, in as many as an operand has."""
+    none, before = body.constant([0]), body.attribute(start)
+    count = body.slice(body("Shape", x), body.constant([1]), body.constant([2]), axis=0)
+    after = body("Sub", body("Sub", body("Shape", body[channels]), before), count)
+    pads = body("Concat", none, before, body.constant([0, 0]), none, after, body.constant([0, 0]), axis=0)
+    return body("Pad", x, pads, body.constant(0.0))
+
+
+def reduce(dz: ir.Value, x: ir.Value, names: tuple[str, str], body: Body) -> tuple[ir.Value, ir.Value]:
+    """Write dbeta and dgamma, [C], of dz and x; `names` are mean and inv_std."""
+    mean, inv_std = names
+    centred = body("Sub", x, body.per_channel(mean))
     normalised = body("Mul", centred, body.per_channel(inv_std))
     return body.sum(dz), body.sum(body("Mul", dz, normalised))
 
@@ -421,7 +436,7 @@ def _grad_finalize(body: Body) -> tuple[ir.Value, ir.Value]:
 PLAIN = {
     "BatchNormStatistics": lambda body: statistics(body["x"], body),
     "BatchNormFinalize": _finalize,
-    "BatchNormGradReduce": lambda body: reduce(body["dz"], ("x", "mean", "inv_std"), body),
+    "BatchNormGradReduce": lambda body: reduce(body["dz"], body["x"], ("mean", "inv_std"), body),
     "BatchNormGradTerms": _terms,
     "BatchNormGradTermsAccumulate": _terms_accumulate,
     "BatchNormGradFinalize": _grad_finalize,

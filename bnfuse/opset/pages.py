@@ -213,6 +213,12 @@ EPILOGUE = {
         "is known, without another sweep. ImageGateRelu, ImageGateHardSwish, and so on, with the activation's "
         "attributes; ImageGate alone is f(z) = z.",
     ),
+    "Part": Text(
+        "dbeta_i = 0, dgamma_i = 0 in the channels where part_i <= 0",
+        "In front of one of the reductions before: it is of some channels alone. x_i has those from start_i on, and is "
+        "taken for 0 in the others; mean_i, inv_std_i and so on are of all channels of dx. So the gradient of a Concat "
+        "is reduced for a BatchNorm behind one of its operands (a residual sum in a cross-stage part).",
+    ),
     "Scale": Text("dx <- acc_p*dx", "The first term of a gradient that BatchNorms over the same channels add up."),
     "Accumulate": Text(
         "dx <- acc[:, acc_start : acc_stop] + acc_p*dx",
@@ -384,7 +390,7 @@ result. Steps come in this order:
                {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
-               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
+               [Reduce] [[Part] ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
                [Scale|Accumulate|ImageReduce|ImageGate|ImageGateActivation]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
@@ -443,7 +449,7 @@ def _steps(
             taken, given = ("x_i", "mean_i", "inv_std_i", *more.get(name, ())), ("dbeta_i", "dgamma_i")
         else:
             known = "ImageGate" if name == IMAGE_GATE else name
-            taken, given = operands.get(known, ()), results.get(known, ())
+            taken, given = operands.get(known, ("part_i",) if name == "Part" else ()), results.get(known, ())
         yield _entry(name, text, taken, given, step_attributes(name))
 
 
@@ -452,6 +458,8 @@ def step_attributes(name: str) -> tuple[str, ...]:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].attributes
     alone = ("Bias", "StoreInput", "Statistics", "Gate", "Add", "AddNormalized", "Where", "SkipActivation")
+    if name == "Part":
+        return ("start_i",)
     if name in (*alone, *PLUS, "SkipGate", "AddGrad", "AddSkipGradient", "ImageStatistics", MASKED, IMAGE_GATE):
         return ()
     prologue, epilogue = ((name,), ()) if name in PROLOGUE else ((), (name,))

@@ -35,6 +35,7 @@ from bnfuse.opset.spec import (
     further_terms,
     masks_gated,
     of_skip,
+    parts_of,
     skip_activation,
 )
 
@@ -266,13 +267,18 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
             results["dbeta"], results["dgamma"] = reduce(dx, operands["x"], operands["mean"], operands["inv_std"])
         elif step in SHARED:
             other += 1
+            x = operands[f"x_{other}"]
+            if other in parts_of(op.epilogue):
+                x = _extended(x, attributes[f"start_{other}"], dx.shape[1])
             shared = operands[f"gate_{other}"] * dx if step == "ReduceGated" else dx
             if step in MASKED_REDUCTIONS:
                 a, b = (per_channel(operands[f"{name}_{other}"]) for name in "ab")
                 whole = dx + operands[f"other_{other}"] if step in ADDED_REDUCTIONS else dx
-                shared = activation_grad(MASKED_REDUCTIONS[step], whole, a * operands[f"x_{other}"] + b, attributes)
-            read = (operands[f"{name}_{other}"] for name in ("x", "mean", "inv_std"))
-            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = reduce(shared, *read)
+                shared = activation_grad(MASKED_REDUCTIONS[step], whole, a * x + b, attributes)
+            if other in parts_of(op.epilogue):
+                shared = np.where(per_channel(operands[f"part_{other}"]) > 0, shared, 0)
+            sums = reduce(shared, x, operands[f"mean_{other}"], operands[f"inv_std_{other}"])
+            results[f"dbeta_{other}"], results[f"dgamma_{other}"] = sums
         elif step == "Scale":
             dx = per_channel(operands["acc_p"]) * dx
         elif step == "Accumulate":
@@ -301,6 +307,11 @@ def _image_gate(kind: str | None, dx: Array, operands: Operands, attributes: Att
         "image_tilt": slope * normalised,
     }
     return {name: values.sum(axis=OF_IMAGE) for name, values in summed.items()}
+
+
+def _extended(x: Array, start: int, channels: int) -> Array:
+    """Put zeros around the channels of a map, so that they stand from `start` on in so many."""
+    return np.pad(x, ((0, 0), (start, channels - start - x.shape[1]), (0, 0), (0, 0)))
 
 
 def batch_norm_grad(dz: Array, prefix: str, operands: Operands) -> Array:

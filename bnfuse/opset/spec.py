@@ -19,7 +19,7 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] ActivationGrad [AddSkipGradient]]
-               [Reduce] [ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
+               [Reduce] [[Part] ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
                [Scale|Accumulate|ImageReduce|ImageGate|ImageGateActivation]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
@@ -62,6 +62,8 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     ReduceGated     the same for one that shares dx behind a gate: of gate_i*dx
     ReduceActivationGrad  the same for one that shares dx behind an activation: of dx * f'(a_i*x_i + b_i)
     ReduceAddedActivationGrad  and beside another gradient: of (dx + other_i) * f'(a_i*x_i + b_i)
+    Part            the reduction after it, number i, is of the channels where part_i > 0, and 0 in the others; x_i has
+                    channels from start_i on alone (attribute)
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
     ImageReduce     image_sum = sum dx, image_dot = sum dx*x               over H, W: of each image and channel, [N, C]
@@ -161,10 +163,11 @@ _BACKWARD = re.compile(
     rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
     rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"
     rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
-    rf"(?P<own>Reduce(?!Other|Gated|(?:Added)?(?:{_ACTIVATION})Grad))?(?P<others>(?:{'|'.join(SHARED)})*)"
+    rf"(?P<own>Reduce(?!Other|Gated|(?:Added)?(?:{_ACTIVATION})Grad))?"
+    rf"(?P<others>(?:(?:Part)?(?:{'|'.join(SHARED)}))*)"
     rf"(?P<last_step>Scale|Accumulate|ImageReduce|ImageGate(?:{_ACTIVATION})?)?)"
 )
-_REPEATED = {"others": re.compile("|".join(SHARED)), "more": re.compile("PlusNormalized|Plus")}
+_REPEATED = {"others": re.compile("|".join(("Part", *SHARED))), "more": re.compile("PlusNormalized|Plus")}
 # steps of the prologue that work on dy; all others work on x
 OF_GRADIENT = ("Slice", "GateGrad", "AddGrad", "BatchNormGrad", *ACTIVATION_GRADS)
 
@@ -234,6 +237,7 @@ class OpSpec:
             names += ["grad_start", "grad_stop"]
         if "Accumulate" in self.epilogue:
             names += ["acc_start", "acc_stop"]
+        names += [f"start_{number}" for number in parts_of(self.epilogue)]
         return tuple(names)
 
     @property
@@ -261,6 +265,7 @@ class OpSpec:
                 yield from (f"gate_{other}",) if step == "ReduceGated" else ()
                 yield from (f"a_{other}", f"b_{other}") if step in MASKED_REDUCTIONS else ()
                 yield from (f"other_{other}",) if step in ADDED_REDUCTIONS else ()
+                yield from (f"part_{other}",) if other in parts_of(self.epilogue) else ()
             else:
                 yield from EPILOGUE_OPERANDS.get(step, ())
 
@@ -349,6 +354,12 @@ def prologue_operands(steps: tuple[str, ...]) -> Iterator[str]:
             yield from (f"plus_a_{number}", f"plus_b_{number}") if step == "PlusNormalized" else ()
         else:
             yield from PROLOGUE_OPERANDS.get(step, ())
+
+
+def parts_of(epilogue: tuple[str, ...]) -> tuple[int, ...]:
+    """Give the numbers of the reductions of further BNs that are over a part of the channels."""
+    places = [place for place, step in enumerate(epilogue) if step in SHARED]
+    return tuple(number for number, place in enumerate(places, 1) if epilogue[place - 1 : place] == ("Part",))
 
 
 def around_batch_norm_grad(prologue: tuple[str, ...]) -> tuple[str | None, str | None]:

@@ -11,7 +11,7 @@ ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGrad
 ORDER = (
     *("BiasGrad", "AddGradient", "AddGatedGradient", "AddBatchNormGrad", "Where"),
     *ACTIVATION_GRADS,
-    *("AddSkipGradient", *REDUCTIONS, *ACCUMULATIONS),
+    *("AddSkipGradient", "Part", *REDUCTIONS, *ACCUMULATIONS),
 )
 
 

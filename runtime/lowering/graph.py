@@ -31,7 +31,7 @@ from bnfuse.runtime.lowering.dense import biased_product, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import SHAPE_ALONE, lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
-from bnfuse.runtime.lowering.layout import assign_slots, assign_vector_slots
+from bnfuse.runtime.lowering.layout import assign_guards, assign_slots, assign_vector_slots
 from bnfuse.runtime.lowering.sampled import drawn
 from bnfuse.runtime.lowering.scaling import enter_seed
 from bnfuse.runtime.lowering.source import SOURCE_OPS
@@ -81,6 +81,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     low.order = {node: index for index, node in enumerate(nodes)}
     infer_missing_shapes(low, nodes)
     low.slots, low.vector_slots = assign_slots(nodes), assign_vector_slots(nodes)
+    low.guards = assign_guards(nodes, low.slots)
     set_destinations(low)
     copy_early(low)
     forward = forward_nodes(graph, signature)

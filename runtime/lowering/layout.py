@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import Leaf, is_channel_concat, leaves
+from bnfuse.opset.spec import DOMAIN, parse, parts_of
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.kernel import MapType
 from bnfuse.runtime.targets.target import Target
@@ -66,6 +67,22 @@ class MapRef:
 
 
 @dataclasses.dataclass(frozen=True)
+class Guards:
+    """Elements of a storage before its map and behind it: a kernel that reads the map beside a wider one meets them."""
+
+    before: int = 0
+    after: int = 0
+
+    def __or__(self, other: Guards) -> Guards:
+        return Guards(max(self.before, other.before), max(self.after, other.after))
+
+    def around(self, kind: MapType) -> tuple[int, MapType]:
+        """Give the offset of a map that begins on a cache line behind them, and its type."""
+        offset = -(-max(self.before, 1) // LINE) * LINE
+        return offset, realigned(dataclasses.replace(kind, whole=offset + kind.elements + self.after), offset)
+
+
+@dataclasses.dataclass(frozen=True)
 class Slot:
     """Channels from `start` on of the buffer of `root`."""
 
@@ -104,6 +121,31 @@ def _assign(concats: dict[ir.Value, tuple[Leaf, ...]]) -> Slots:
         else:
             slots.of[value] = found
     return slots
+
+
+def assign_guards(nodes: Iterable[ir.Node], slots: Slots) -> dict[ir.Value, Guards]:
+    """Find the maps of fewer channels that operators read beside their dx, or the roots that have them in their slots,
+    and what those need around them."""
+    found: dict[ir.Value, Guards] = {}
+    for node in nodes:
+        spec = parse(node.op_type) if node.domain == DOMAIN and "Part" in node.op_type else None
+        for number in parts_of(spec.epilogue) if spec is not None else ():
+            operands = dict(zip(spec.operands, node.inputs, strict=True)) if spec is not None else {}
+            x, part = operands[f"x_{number}"], operands[f"part_{number}"]
+            assert x is not None and part is not None and x.shape is not None and part.shape is not None
+            start = node.attributes[f"start_{number}"].as_int()
+            after = int(part.shape[0]) - start - int(x.shape[1])  # type: ignore[arg-type]
+            owner = _owner(x, slots)
+            found[owner] = found.get(owner, Guards()) | Guards(start, after)
+    return found
+
+
+def _owner(value: ir.Value, slots: Slots) -> ir.Value:
+    """Find the value whose storage holds another one."""
+    while value not in slots.of and (node := value.producer()) is not None and node.op_type == "Split":
+        assert node.inputs[0] is not None
+        value = node.inputs[0]
+    return slots.of[value].root if value in slots.of else value
 
 
 def is_vector_concat(node: ir.Node | None) -> bool:

@@ -18,7 +18,7 @@ from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.kernel import Kernel, MapType, Param
 from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.kernels.request import Request
-from bnfuse.runtime.lowering.layout import LINE, MapRef, Slot, Slots, map_type, stored_dtype
+from bnfuse.runtime.lowering.layout import LINE, Guards, MapRef, Slot, Slots, map_type, stored_dtype
 from bnfuse.runtime.lowering.values import Form, check_elements, dtype_name, infer_outputs
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.target import Target
@@ -46,6 +46,7 @@ class Lowering:
     destinations: dict[ir.Value, int] = field(default_factory=dict)  # where outputs, and what becomes them, have to lie
     slots: Slots = field(default_factory=Slots)
     roots: dict[ir.Value, MapRef] = field(default_factory=dict)
+    guards: dict[ir.Value, Guards] = field(default_factory=dict)
     vector_slots: Slots = field(default_factory=Slots)
     vector_roots: dict[ir.Value, int] = field(default_factory=dict)
 
@@ -233,17 +234,28 @@ class Lowering:
         if slot is not None:
             return self.root(slot.root).channels(slot.start, slot.start + kind.c)
         shape = kind_shape(kind)
+        if value is not None and value in self.guards and value not in self.destinations:
+            return self.guarded(kind, self.guards[value], dtype)
         wanted = self.destinations.get(value) if value is not None else None
         if wanted is not None and MapRef(wanted, 0, kind).is_file_layout and self.storages[wanted].dtype == dtype:
             return MapRef(wanted, 0, kind)
         return MapRef(self.storage(check_elements(self.node, shape), dtype), 0, kind)
+
+    def guarded(self, kind: MapType, guards: Guards, dtype: str) -> MapRef:
+        """Make a map with room around it."""
+        check_elements(self.node, kind_shape(kind))
+        offset, kind = guards.around(kind)
+        return MapRef(self.storage(kind.elements, dtype), offset, kind)
 
     def root(self, value: ir.Value) -> MapRef:
         """Give the buffer of a concatenation that has one."""
         if value not in self.roots:
             shape, _ = self.type_of(value)
             kind, stored = self.map_type(shape), self.stored(shape)
-            self.roots[value] = MapRef(self.storage(check_elements(value.name or "", shape), stored), 0, kind)
+            if value in self.guards:
+                self.roots[value] = self.guarded(kind, self.guards[value], stored)
+            else:
+                self.roots[value] = MapRef(self.storage(check_elements(value.name or "", shape), stored), 0, kind)
             self.map_storages.add(self.roots[value].storage)
         return self.roots[value]
 

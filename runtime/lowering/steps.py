@@ -28,13 +28,14 @@ from bnfuse.opset.spec import (
     is_numbered_map,
     is_of_images,
     parse,
+    parts_of,
 )
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.common.images import of_map, source_of
 from bnfuse.runtime.kernels.common.sides import TOWARDS_INPUT, TOWARDS_OUTPUT
 from bnfuse.runtime.kernels.common.windows import index_dtype
 from bnfuse.runtime.kernels.kernel import MapType, Problem, is_gate
-from bnfuse.runtime.lowering.layout import MapRef
+from bnfuse.runtime.lowering.layout import Guards, MapRef, realigned
 from bnfuse.runtime.lowering.resample import MATRICES
 from bnfuse.runtime.lowering.resample import launch as launch_resample
 from bnfuse.runtime.lowering.state import Lowering, Ref
@@ -52,7 +53,7 @@ KINDS = {
     **dict.fromkeys(POOL_GRADS, registry.POOL_BACKWARD),
 }
 MAP_OPERANDS = (*MAPS_LIKE_X, *MAPS_LIKE_DY, "indices")
-RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what
+RESOLVED = ("grad_start", "grad_stop", "acc_start", "acc_stop")  # attributes that say where, not what, and start_i
 
 Values = Mapping[str, ir.Value]
 
@@ -82,6 +83,8 @@ def composed(
         refs["dx"] = accumulator(low, node, operands, results, attributes, refs)
     elif spec.is_gradient and "dx" in spec.results:
         refs["dx"] = low.new_map(results.get("dx"), gradient_shape(low, spec, operands, refs))
+    for number in parts_of(spec.epilogue):
+        beside(low, refs, f"x_{number}", attributes[f"start_{number}"])
     if not spec.is_gradient:
         forward_maps(low, spec, operands, results, attributes, refs)
     if "x" in unread:
@@ -143,8 +146,30 @@ def problem(
         maps["indices"] = indices_type(low, maps["y"], attributes)
     for name in ("stored", "dx", "y"):
         assert name not in spec.results or name in maps, (spec.name, name)
-    kept = tuple((name, attributes[name]) for name in spec.attributes if name not in RESOLVED)
+    where = (*RESOLVED, *(f"start_{number}" for number in parts_of(spec.epilogue)))
+    kept = tuple((name, attributes[name]) for name in spec.attributes if name not in where)
     return Problem(seen.name, tuple(maps.items()), kept, weight)
+
+
+def beside(low: Lowering, refs: dict[str, Ref], name: str, start: int) -> None:
+    """Let a map of fewer channels be read beside dx, its own from `start` on: as one of dx's channels that lie as far
+    apart as its own.
+
+    In the other channels a kernel finds those of neighbouring pixels, which it drops; before the first and behind the
+    last pixel there is room (`Guards`).
+    """
+    ref, dx = refs[name], refs["dx"]
+    assert isinstance(ref, MapRef) and isinstance(dx, MapRef)
+    held = low.storages[ref.storage]
+    end = ref.offset - start + (ref.type.pixels - 1) * ref.type.stride + dx.type.c
+    if ref.offset < start or end > held.elements:  # an output of the graph, say
+        guards = Guards(start, dx.type.c - start - ref.type.c)
+        kind = dataclasses.replace(ref.type, stride=ref.type.c, whole=0)
+        copy = low.guarded(kind, guards, held.dtype)
+        low.copy_map(ref, copy)
+        ref, held = copy, low.storages[copy.storage]
+    kind = dataclasses.replace(ref.type, c=dx.type.c, whole=held.elements)
+    refs[name] = MapRef(ref.storage, ref.offset - start, realigned(kind, ref.offset - start))
 
 
 def indices_type(low: Lowering, y: MapType, attributes: Mapping[str, Any]) -> MapType:

@@ -2,7 +2,7 @@
 
     y     [Bias] [Relu]                                    then stored;  [Statistics] of y as stored
     dx    {BiasGrad}  [AddGradient|AddGatedGradient] [AddBatchNormGrad] [[Where] ActivationGrad [AddSkipGradient]]
-          {Reduce ReduceOther|ReduceGated|ReduceActivationGrad|...*}  [Scale|Accumulate]     then stored
+          {Reduce [Part] ReduceOther|ReduceGated|ReduceActivationGrad|...*}  [Scale|Accumulate]     then stored
 
 What stands in braces takes sums of the value as it is there. A code generator keeps the element and the sums in places
 of its own and writes these steps in this order.
@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 from bnfuse.opset.activations import GRADIENTS
-from bnfuse.opset.spec import ADDED_REDUCTIONS, MASKED_REDUCTIONS, SHARED, OpSpec, masks_gated
+from bnfuse.opset.spec import ADDED_REDUCTIONS, MASKED_REDUCTIONS, SHARED, OpSpec, masks_gated, parts_of
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, Load
@@ -40,10 +40,17 @@ class Total:
     gate: str | None = None  # the map by which the value is multiplied first
     mask: str | None = None  # or the gradient of an activation that it goes through first, behind its BN
     added: str | None = None  # another gradient that is added before that
+    part: str | None = None  # the per-channel vector that says which channels it is of; x has no others
 
     def centred(self, load: Load) -> Expr:
-        """Write x - mean of its BN."""
-        return load(f"x{self.suffix}", False) - load(f"mean{self.suffix}", True)
+        """Write x - mean of its BN; 0 in channels that x has not, where what is loaded may be anything."""
+        centred = load(f"x{self.suffix}", False) - load(f"mean{self.suffix}", True)
+        return centred if self.part is None else self.of_part(centred, load)
+
+    def of_part(self, value: Expr, load: Load) -> Expr:
+        """Write a value in the channels of the part, and 0 in the others."""
+        assert self.part is not None
+        return steps.chosen(load(self.part, True), value, steps.f32(0))
 
     @property
     def factor(self) -> str | None:
@@ -57,14 +64,18 @@ def totals_of(spec: OpSpec) -> tuple[Total, ...]:
     suffixes = [""] if "Reduce" in spec.epilogue else []
     suffixes += [f"_{i}" for i in range(1, spec.others + 1)]
     totals = [Total(("dbias",), of_bias=True)] if "BiasGrad" in spec.epilogue else []
-    plain = [s for s in suffixes if s not in {**gates, **masks}]
+    parts = {f"_{number}": f"part_{number}" for number in parts_of(spec.epilogue)}
+    plain = [s for s in suffixes if s not in {**gates, **masks, **parts}]
     if plain:  # the sum of dx is the dbeta of every BN that shares dx
         totals.append(Total(tuple(f"dbeta{s}" for s in plain)))
-    totals += [Total((f"dbeta{s}",), gate=gate) for s, gate in gates.items()]
     added = added_to(spec)
-    totals += [Total((f"dbeta{s}",), mask=mask, added=added.get(s)) for s, mask in masks.items()]
-    for s in suffixes:
-        totals.append(Total((f"dgamma{s}",), s, gate=gates.get(s), mask=masks.get(s), added=added.get(s)))
+
+    def total(result: str, suffix: str, of: str | None) -> Total:
+        how = (gates.get(suffix), masks.get(suffix), added.get(suffix), parts.get(suffix))
+        return Total((f"{result}{suffix}",), of, False, *how)
+
+    totals += [total("dbeta", s, None) for s in suffixes if s in {**gates, **masks, **parts}]
+    totals += [total("dgamma", s, s) for s in suffixes]
     return tuple(totals)
 
 
@@ -138,6 +149,7 @@ class EpiloguePlan:
         names += ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
         names += ["masked"] if "Where" in self.spec.epilogue else []
         names += [f"{name}{suffix}" for suffix in masks_of(self.spec) for name in "ab"]
+        names += [f"part_{number}" for number in parts_of(self.spec.epilogue)]
         names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
         return (*names, "acc_p") if self.places else tuple(names)
 
@@ -174,7 +186,11 @@ class EpiloguePlan:
         return d
 
     def summed(self, total: Total, value: Expr, load: Load) -> Expr:
-        """Write what a total sums of a value: the value itself, or that behind its gate or mask."""
+        """Write what a total sums of a value: the value itself, or that behind its gate or mask, in its channels."""
+        summed = self._summed(total, value, load)
+        return summed if total.part is None else total.of_part(summed, load)
+
+    def _summed(self, total: Total, value: Expr, load: Load) -> Expr:
         if total.gate is not None:
             return value * load(total.gate, False)
         if total.mask is not None:
