@@ -40,6 +40,7 @@ PAGES = {
     "ICF, BN before a channel shuffle": "concat.shuffle",
     "ICF, what comes back": "concat.backward",
     "ICF, masks behind the Split of a Concat's gradient": "concat.mask",
+    "ICF, a BN behind one operand of a Concat": "concat.part",
     "ICF, statistics": "concat.statistics",
     "ICF, gradients": "concat.gradient",
 }

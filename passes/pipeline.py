@@ -30,6 +30,7 @@ from bnfuse.opset.functions import add_functions
 from bnfuse.passes.concat.backward import SinkBackward
 from bnfuse.passes.concat.forward import SinkForward
 from bnfuse.passes.concat.gradient import ConcatGradient
+from bnfuse.passes.concat.part import PartReduction
 from bnfuse.passes.concat.statistics import ConcatStatistics
 from bnfuse.passes.dialect.canonical import Canonicalize
 from bnfuse.passes.dialect.resample import ResizeAsResample
@@ -164,6 +165,8 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     stages = [listed, across] if icf else [listed] if listed else []
     if rank >= LEVELS.index("bnff"):  # what is left then has no better place
         stages.append([(f"{level}/shared-mask", SharedMaskFusion), *_fusions(level, concats=True)])
+        if icf:
+            stages.append([("icf/part", PartReduction), *_fusions(level, concats=True)])
         last: list[tuple[str, PassFactory]] = [(f"{level}/relu-out", ReluOut), (f"{level}/sum-and-mask", SumIntoMask)]
         stages.append([*last, *_fusions(level, concats=True)])
     return stages

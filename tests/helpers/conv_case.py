@@ -46,6 +46,8 @@ class ConvCase:
             "min": -0.5,
             "max": 0.75,
             "alpha": 1.702,
+            "start_1": 0,
+            "start_2": 0,
             **self.ranges,
         }
         return {name: found[name] for name in parse(self.op).attributes}

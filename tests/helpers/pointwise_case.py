@@ -4,6 +4,7 @@ from bnfuse.opset.activations import ACTIVATIONS
 
 # of all activations: their defaults, but bounds that values reach
 ATTRIBUTES = {**dict(given for each in ACTIVATIONS.values() for given in each.defaults), "min": -0.5, "max": 0.75}
+ATTRIBUTES |= {"start_1": 0, "start_2": 0}
 
 # one operator for each activation, forward and backward
 EACH = [
@@ -50,6 +51,8 @@ BACKWARD = [
     ("LeakyReluGradBatchNormGradPointwiseGradAddGradientReduceLeakyReluGradReduceOther", (2, 17, 3, 5)),
     ("GateGradReluGradBatchNormGradGeluGradPointwiseGradReduceMishGrad", (2, 9, 4, 3)),
     ("AddGradReluGradBatchNormGradPointwiseGradReduceAddedReluGrad", (2, 19, 4, 3)),
+    ("NormalizePointwiseGradReluGradReducePartReduceOtherReduceOther", (3, 17, 5, 5)),
+    ("PointwiseGradReduceReluGradPartReduceMishGradScale", (2, 19, 4, 3)),
     ("NormalizePointwiseGradReluGradAddSkipGradientReduceReduceOther", (2, 11, 4, 3)),
     ("SliceBatchNormGradNormalizePointwiseGradBiasGradAddGradientReluGradReduceReduceOtherAccumulate", (2, 21, 4, 7)),
 ]

@@ -1,5 +1,6 @@
 """Ranges of channels: what is done to some of a map's channels alone, and what is written around it."""
 
+import pytest
 from hand_made import Network, check
 
 
@@ -32,3 +33,46 @@ def test_sums_that_begin_with_zero_and_products_with_one():
     result = check(net.classified(net.block(z, 4)))
     assert result.report.unfused == ()
     assert not {"Add", "Sub", "Mul"} & {node.op_type for node in result.model.graph if "grad" not in (node.name or "")}
+
+
+def stage(net: Network, x: str, *, first: bool) -> str:
+    """Write a cross-stage part whose last sum is an operand of a Concat."""
+    a, b = net.block(x, 4), net.block(x, 3)
+    summed = net.put("Add", a, net.block(a, 4))
+    return net.block(net.cat(*((summed, b) if first else (b, summed))), 5)
+
+
+@pytest.mark.parametrize("activation", ["Relu", "Silu", "Relu6"])
+def test_a_batch_norm_behind_one_operand_of_a_concat_reduces_over_its_part(activation):
+    net = Network()
+    net.act = activation
+    result = check(net.classified(stage(net, stage(net, "x", first=True), first=False)))
+    assert result.report.unfused == ()
+    found = [node for node in result.model.graph if "PartReduce" in node.op_type]
+    assert sorted(node.attributes["start_1"].as_int() for node in found) == [0, 3]
+
+
+def test_a_part_stays_a_sweep_at_the_level_of_a_layer():
+    net = Network()
+    net.act = "Silu"
+    result = check(net.classified(stage(net, "x", first=True)), level="bnff")
+    assert not any("Part" in node.op_type for node in result.model.graph)
+    assert {entry.half for entry in result.report.unfused} >= {"gradient reductions"}
+
+
+def residual(net: Network, x: str, width: int) -> str:
+    """Write a residual block whose sum is activated."""
+    return net.put("Relu", net.put("Add", net.norm(net.conv(net.block(x, width), width, 3)), x))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_activated_sums_in_a_concat_are_masked_by_what_reads_the_concat(order):
+    net = Network()
+    x = net.block("x", 4)
+    found = [x, residual(net, x, 4)]
+    found.append(residual(net, net.block(x, 3), 3))
+    result = check(net.classified(net.block(net.cat(*(found[place] for place in order)), 5)))
+    assert result.report.unfused == ()
+    made = [node for node in result.model.graph if "WhereReluGradPartReduceOther" in node.op_type]
+    assert len(made) == 1
+    assert made[0].op_type.count("PartReduceOther") == 2

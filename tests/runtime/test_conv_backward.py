@@ -149,6 +149,21 @@ CASES = [
     Case("GateGradBatchNormGradNormalizeHardSwishGateConvGradReduceGatedReduceOther", 3, 7, 7, 40, 24, slots=3),
     Case(GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
     Case(GATED, 2, 8, 7, 33, 17, (1, 1), (2, 2)),
+    Case(
+        "BatchNormGradNormalizeReluConvGradAddGradientReluGradReducePartReduceOther",
+        2,
+        7,
+        6,
+        36,
+        34,
+        (3, 3),
+        (2, 2),
+        (1,) * 4,
+    ),
+    Case("BatchNormGradConvGradReduceReluGradPartReduceQuickGeluGrad", 2, 7, 6, 36, 34, slots=3),
+    Case(
+        "BatchNormGradConvGradReduceReluGradPartReduceQuickGeluGrad", 2, 9, 9, 19, 19, (3, 3), pads=(1,) * 4, group=19
+    ),
     Case(ACTIVATED, 3, 7, 7, 40, 24, slots=2),
     Case(ACTIVATED, 3, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19),
     Case(ACTIVATED, 2, 14, 14, 64, 32, (3, 3), pads=(1, 1, 1, 1)),

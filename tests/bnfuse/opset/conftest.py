@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from bnfuse.opset import reference
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import CONV_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, WHOLE_OPS, OpSpec, PlainOp, find
+from bnfuse.opset.spec import CONV_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, WHOLE_OPS, OpSpec, PlainOp, find, parts_of
 
 CONV = {
     "dilations": [1, 1],
@@ -107,6 +107,7 @@ def make_case(
         "gamma": 1.05,
         "grad_start": 1,
         "acc_start": 3,
+        **dict.fromkeys((f"start_{i}" for i in range(1, 9)), min(shape[1] - 1, 1)),
         **window,
         **attributes,
     }
@@ -128,6 +129,8 @@ def make_case(
             (*MAPS_LIKE_X, *(f"{name}_{i}" for name in ("x", "other", "plus") for i in range(1, 9))), shape
         ),
     }
+    part = (shape[0], max(shape[1] - 1, 1), *shape[2:])
+    shapes |= {f"x_{number}": part for number in parts_of(op.epilogue)}
     gate = (shape[0], shape[1], 1, 1)
     shapes |= dict.fromkeys(("gate", "skip_gate", "other_gate", *(f"gate_{i}" for i in range(1, 9))), gate)
     shapes["grad_gate"] = (y[0], y[1], 1, 1)

@@ -81,6 +81,8 @@ NAMES = (
     "GateGradAddGradReluGradBatchNormGradConvGradReduceReduceAddedReluGradReduceOther",
     "SliceReluGradBatchNormGradTanhGradPointwiseGradAddGradientReduceMishGradReduceGated",
     "NormalizeGlobalAveragePoolGradAddGatedGradientReluGradReduceReduceGated",
+    "BatchNormGradNormalizeReluConvGradReluGradReducePartReduceOtherReduceOtherPartReduceMishGrad",
+    "PointwiseGradPartReduceGatedPartReduceAddedReluGradScale",
     *(f"Normalize{name}ConvGrad{name}GradReduce" for name in ACTIVATIONS),
     "NormalizeReluConvBiasImageStatistics",
     "BatchNormGradNormalizeReluConvGradReluGradReduceImageReduce",
@@ -118,7 +120,7 @@ def test_the_list_has_every_step_and_core():
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
     grammar |= {"BiasGrad", "AddGradient", "AddBatchNormGrad", "Where", "AddSkipGradient"}
     grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated", "AddGrad", "Plus", "PlusNormalized"}
-    grammar |= {"Reduce", "ReduceOther", "Scale", "Accumulate", "ImageStatistics", "ImageReduce"}
+    grammar |= {"Reduce", "ReduceOther", "Part", "Scale", "Accumulate", "ImageStatistics", "ImageReduce"}
     assert found == grammar
 
 
@@ -156,7 +158,7 @@ BACKWARD_NAMES = st.tuples(
     optional("AddBatchNormGrad"),
     optional(*ACTIVATION_GRADS, *(f"Where{name}" for name in ACTIVATION_GRADS), "ReluGradAddSkipGradient"),
     optional("Reduce"),
-    optional("ReduceOther", "ReduceGated", *MASKED_REDUCTIONS),
+    optional("ReduceOther", "ReduceGated", "PartReduceOther", "ReduceOtherPartReduceReluGrad", *MASKED_REDUCTIONS),
     optional("Scale", "Accumulate", *IMAGE_REDUCTIONS),
 )
 SAMPLED = [op.name for op in (*SAMPLING_OPS, *LOCAL_OPS, *BASELINE_OPS)]

@@ -53,7 +53,7 @@ GRADIENT_EPILOGUES = st.tuples(
     st.sampled_from(["", "AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddGradient AddBatchNormGrad"]),
     st.sampled_from(["", *(f"{where}{kind}Grad{more}" for kind in ACTIVATIONS for where, more in AROUND)]),
     st.sampled_from(["", "Reduce"]),
-    st.sampled_from(["", "ReduceOther", "ReduceGated ReduceOther", "ReduceOther ReduceOther", *MASKED_REDUCTIONS]),
+    st.sampled_from(["", "ReduceOther", "ReduceGated ReduceOther", "ReduceOther Part ReduceOther", *MASKED_REDUCTIONS]),
     st.sampled_from(["", "Scale", "Accumulate", "ImageReduce", "ImageGate", "ImageGateClip"]),
 )
 

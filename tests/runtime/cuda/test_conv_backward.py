@@ -70,6 +70,17 @@ CASES = {
     "gated": CudaCase(GATED, 3, 7, 7, 40, 24, slots=3),
     "halo-gated": CudaCase(GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
     "few-channels-gated": CudaCase(GATED, 2, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),
+    "parts": CudaCase(
+        "BatchNormGradNormalizeReluConvGradAddGradientReluGradReducePartReduceOther",
+        2,
+        7,
+        7,
+        18,
+        20,
+        (3, 3),
+        pads=(1,) * 4,
+    ),
+    "pointwise-parts": CudaCase("BatchNormGradConvGradReduceReluGradPartReduceQuickGeluGrad", 2, 7, 7, 40, 24, slots=3),
     "activated-behind-a-gate": CudaCase(ACTIVATED, 3, 7, 7, 40, 24, slots=3),
     "groups-of-8": CudaCase(
         "NormalizeReluConvGradReluGradReduce", 2, 6, 6, 24, 36, (3, 3), (1, 1), (1, 1, 1, 1), group=3
