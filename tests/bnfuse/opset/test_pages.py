@@ -28,7 +28,7 @@ def test_every_step_core_and_operator_has_a_text():
     assert {*pages.CORES} == {*FORWARD_CORES, *BACKWARD_CORES}
     assert {name for texts in pages.PLAIN_SECTIONS.values() for name in texts} == {*PLAIN_OPS}
     assert {*pages.PROLOGUE} == {*PROLOGUE_OPERANDS, *ACTIVATIONS, *PLUS, "Slice", "SkipActivation"}
-    shared = {"Relu", "ReduceOther", "ReduceGated", pages.MASKED, pages.IMAGE_GATE}
+    shared = {"Relu", "ReduceOther", "ReduceGated", "Part", pages.MASKED, pages.IMAGE_GATE}
     assert {*pages.EPILOGUE} == {*EPILOGUE_OPERANDS, *EPILOGUE_RESULTS, *ACTIVATION_GRADS, *shared} - {*IMAGE_GATES}
 
 
