@@ -113,7 +113,7 @@ class _Network:
         self.node("HardSigmoid" if hard else "Sigmoid", [x], y, **({"alpha": 1 / 6} if hard else {}))
 
     def elu(self, y: str, x: str) -> None:
-        self.node("Elu", [x], y, alpha=0.5)
+        self.node("Elu", [x], y)
 
     def hardswish(self, y: str, x: str) -> None:
         self.node("HardSwish", [x], y)

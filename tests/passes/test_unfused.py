@@ -76,7 +76,8 @@ def test_two_activations_with_an_attribute_of_one_name_stay_in_two_operators(tra
         r = silu(n)
         e = elu(r)
         m = bn(e)
-        out = conv(m, 6)
+            o = bn(m)
+        out = conv(o, 6)
     """)
     )
     assert result.report.unfused
