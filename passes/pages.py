@@ -28,6 +28,7 @@ PAGES = {
     "BNFF, sums of gradients": "fusion.gradient_sum",
     "BNFF, masks and reductions": "fusion.mask",
     "BNFF, masks of gradients that others read": "fusion.shared_mask",
+    "BNFF, differences": "fusion.difference",
     "BNFF, sums of many": "fusion.long_sum",
     "BNFF, a Relu in front of a BN": "fusion.relu_out",
     "BNFF, a sum and its mask": "fusion.sum_mask",

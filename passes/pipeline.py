@@ -41,6 +41,7 @@ from bnfuse.passes.dialect.stacks import UnstackMaps
 from bnfuse.passes.fission.batch_norm import SplitBatchNorm
 from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
+from bnfuse.passes.fusion.difference import DifferenceAsSum
 from bnfuse.passes.fusion.gate import GateFusion
 from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
 from bnfuse.passes.fusion.layer_scale import LayerScaleFusion
@@ -180,6 +181,7 @@ def _fusions(level: str, *, concats: bool) -> list[tuple[str, PassFactory]]:
     return [
         (f"{level}/layer-scale", LayerScaleFusion),
         (f"{level}/gate", GateFusion),
+        (f"{level}/difference", DifferenceAsSum),
         (f"{level}/map", PointwiseFusion),
         (f"{level}/long-sum", LongSumFusion),
         (f"{level}/gradient-sum", lambda: GradientSumFusion(concats=concats)),

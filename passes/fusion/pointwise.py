@@ -169,13 +169,14 @@ def absorbed_skip(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] 
         spec = try_spec((*source.steps.prologue, *prologue), *leaving)
         operands = {**source.operands, "skip": reader.operands["x"]}
     else:
-        if "Add" not in prologue or skip_activation(prologue) or "SkipGate" in prologue:
+        gated = "SkipGate" in prologue
+        if "Add" not in prologue or skip_activation(prologue) or (gated and "Gate" in source.steps.prologue):
             return None
         place = prologue.index("Add")
-        front, rest = prologue[:place], prologue[place + 1 :]
-        if own := steps_of_skip(source.steps.prologue):
+        front, rest = prologue[: place - gated], prologue[place + 1 :]
+        if own := steps_of_skip((*source.steps.prologue, *(["Gate"] if gated else []))):
             spec, operands = try_spec((*front, *own, *rest), *leaving), as_skip(source.operands)
-        elif own := steps_of_skip(front):
+        elif not gated and (own := steps_of_skip(front)):
             spec = try_spec((*source.steps.prologue, *own, *rest), *leaving)
             operands = {**source.operands, **as_skip(reader.operands)}
         else:

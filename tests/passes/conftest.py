@@ -122,6 +122,9 @@ class _Network:
         self.node("Constant", [], f"{y}/zero", value=onnx.numpy_helper.from_array(np.array(0, np.float32)))
         self.node("Add", [x, f"{y}/zero"], y)
 
+    def sub(self, y: str, a: str, b: str) -> None:
+        self.node("Sub", [a, b], y)
+
     def mean(self, y: str, x: str, reduce: int = 0) -> None:
         if reduce:
             self.node("ReduceMean", [x], y, axes=[-1, -2])
