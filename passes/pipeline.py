@@ -40,6 +40,7 @@ from bnfuse.passes.dialect.splits import MergeSplits
 from bnfuse.passes.dialect.stacks import UnstackMaps
 from bnfuse.passes.fission.batch_norm import SplitBatchNorm
 from bnfuse.passes.fission.batch_norm_grad import SplitBatchNormGrad
+from bnfuse.passes.fission.group_norm import SplitGroupNorm
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fusion.difference import DifferenceAsSum
 from bnfuse.passes.fusion.gate import GateFusion
@@ -54,7 +55,7 @@ from bnfuse.passes.fusion.scale import ScaleFusion
 from bnfuse.passes.fusion.shared_mask import SharedMaskFusion
 from bnfuse.passes.fusion.statistics import StatisticsFusion
 from bnfuse.passes.fusion.sum_mask import SumIntoMask
-from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused
+from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused, group_norms
 from bnfuse.passes.removal.drop_bias import DropBias
 from bnfuse.passes.removal.placements import Selection, select
 from bnfuse.passes.removal.remove import RemoveBatchNorm, Removed
@@ -86,7 +87,7 @@ class PassReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rewrite did. `batch_norms` counts the source graph's BNs."""
+    """What a rewrite did. `batch_norms` counts the source graph's BNs, `group_norms` its Group- and InstanceNorms."""
 
     level: str
     batch_norms: int
@@ -96,16 +97,18 @@ class Report:
     nodes_after: int
     removed: tuple[Removed, ...] = ()
     sampled: tuple[Sampled, ...] = ()
+    group_norms: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Give the report as JSON's types:
 
-        level, batch_norms, unfused [{node, half, reason}], passes [{name, changed, refused, seconds}], nodes,
-        removed [{index, node, kept_affine}], sampled [{node, spec, ratio, elements}].
+        level, batch_norms, group_norms, unfused [{node, half, reason, norm}],
+        passes [{name, changed, refused, seconds}], nodes, removed [{index, node, kept_affine}], sampled [{node, spec, ratio, elements}].
         """
         return {
             "level": self.level,
             "batch_norms": self.batch_norms,
+            "group_norms": self.group_norms,
             "unfused": [dataclasses.asdict(entry) for entry in self.unfused],
             "passes": [
                 {
@@ -156,7 +159,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
     if rank >= LEVELS.index("mvf"):
         listed += [("mvf", SplitBatchNorm)]
     if rank >= LEVELS.index("bnff"):
-        listed += [("bnff/split-gradient", SplitBatchNormGrad)]
+        listed += [("bnff/split-gradient", SplitBatchNormGrad), ("bnff/group-norm", SplitGroupNorm)]
         listed += _fusions("bnff", concats=not icf)
     across: list[tuple[str, PassFactory]] = [
         ("icf/sink", SinkForward),
@@ -216,7 +219,7 @@ def rewrite(
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
     converted = convert(model, file_of(model) if FILE_KEY in model.meta else None)
     model = converted if converted is not model else model.clone()
-    names = batch_norms(model)
+    names, groups = batch_norms(model), group_norms(model)
     before = model.graph.num_nodes()
     reports: list[PassReport] = []
     if decay is not None:
@@ -241,9 +244,11 @@ def rewrite(
         if report.name.startswith(("icf/concat", "icf/sink"))
         for refusal in report.refused
     ]
-    unfused = find_unfused(model, names, refused, level)
+    norms = dict.fromkeys(names, "BatchNorm") | dict.fromkeys(groups, "GroupNorm")
+    unfused = find_unfused(model, norms, refused, level)
     nodes = model.graph.num_nodes()
-    return Rewritten(model, Report(level, len(names), unfused, tuple(reports), before, nodes, removed, sampled))
+    report = Report(level, len(names), unfused, tuple(reports), before, nodes, removed, sampled, len(groups))
+    return Rewritten(model, report)
 
 
 def remove_batch_norms(

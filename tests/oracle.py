@@ -443,8 +443,8 @@ def squeeze(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) -> Any:
 
 
 def unsqueeze(e: Evaluator, x: list[Any], a: Attributes, o: list[bool]) -> Any:
-    y = x[0]
-    for axis in sorted(axes_of(x, a) or ()):
+    y, axes = x[0], axes_of(x, a) or ()
+    for axis in sorted(axis % (y.dim() + len(axes)) for axis in axes):
         y = y.unsqueeze(axis)
     return y
 

@@ -386,6 +386,7 @@ def kind_of(node: ir.Node) -> str:
         bare = isinstance(spec, OpSpec) and spec.core in ("Pointwise", "PointwiseGrad", "GlobalAveragePoolGrad")
         named = {"BatchNorm": "batch norm", "BatchNormGrad": "gradient", "BatchNormGradReduce": "reduction"}
         named |= dict.fromkeys(LAYER_NORMS, "elementwise")
+        named |= {"GroupNorm": "batch norm", "GroupNormGrad": "gradient"}  # which wait alike, by sample
         return named.get(node.op_type, "elementwise" if bare else "anchor")
     for kind, names in (("view", VIEWS), ("sum", SUMS), ("reduction", REDUCTIONS)):
         if node.op_type in names:

@@ -1,4 +1,4 @@
-"""BatchNorms, whole ones of ours, that train, and frozen ones; LayerNorms over channels."""
+"""BatchNorms, whole ones of ours, that train, and frozen ones; GroupNorms; LayerNorms over channels."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def pixels_of(g: Gradient) -> tuple[int, ...]:
     """Give the shape of x without its channels."""
     batch, _, *rest = g.shape(g.x)
     return (batch, *rest)
+
+
+@rule("ai.bnfuse::GroupNorm")
+def group_norm(g: Gradient) -> Contributions:
+    """Emit the GroupNormGrad."""
+    if any(given is not None for given in g.gradients[1:]):
+        raise g.error("has statistics that the loss depends on: they have no gradient here.")
+    operands = {"dy": g.dy, "x": g.x, "scale": g.operand(1), "mean": g.node.outputs[1], "inv_std": g.node.outputs[2]}
+    made = g.own(PLAIN_OPS["GroupNormGrad"], operands, {"groups": g.attribute("groups", 1)})
+    return [made[name] for name in RESULTS]
 
 
 @rule("BatchNormalization")

@@ -320,8 +320,9 @@ def report_page(model: Path, rewritten: Any, output: Path, signature: dict[str, 
 def report_sections(report: dict[str, Any]) -> list[Section]:
     """Show a rewrite report as text."""
     passes = [(p["name"], number(p["changed"])) for p in report["passes"]]
-    unfused = {entry["node"] for entry in report["unfused"]}
-    title = f"{count(report['batch_norms'], 'BatchNorm')}, {len(unfused)} unfused"
+    title = unfused_title(report, "BatchNorm", "batch_norms")
+    if report["group_norms"]:
+        title += f"; {unfused_title(report, 'GroupNorm', 'group_norms')}"
     sections = [Section.table(title, ("pass", "changed"), passes)]
     if report["removed"]:
         gone = [(number(e["index"]), e["node"], "stays" if e["kept_affine"] else "") for e in report["removed"]]
@@ -330,9 +331,17 @@ def report_sections(report: dict[str, Any]) -> list[Section]:
         taken = [(e["node"], e["spec"], number(e["elements"]), f"{e['ratio']:.4f}") for e in report["sampled"]]
         sections.append(Section.table("Sampled", ("BatchNorm", "spec", "elements a channel", "of all"), taken))
     if report["unfused"]:
-        rows = [(entry["node"], entry["half"], entry["reason"]) for entry in report["unfused"]]
-        sections.append(Section.table("Unfused", ("BatchNorm", "half", "reason"), rows))
+        for norm in dict.fromkeys(entry["norm"] for entry in report["unfused"]):
+            mine = [entry for entry in report["unfused"] if entry["norm"] == norm]
+            rows = [(entry["node"], entry["half"], entry["reason"]) for entry in mine]
+            sections.append(Section.table("Unfused", (norm, "half", "reason"), rows))
     return sections
+
+
+def unfused_title(report: dict[str, Any], norm: str, counted: str) -> str:
+    """Count the norms of a kind and those of which a half is unfused."""
+    unfused = {entry["node"] for entry in report["unfused"] if entry["norm"] == norm}
+    return f"{count(report[counted], norm)}, {len(unfused)} unfused"
 
 
 def diff(

@@ -156,6 +156,10 @@ def whole_costs(kind: str, node: ir.Node) -> Costs:
     if kind in ("LayerNorm", "LayerNormGrad"):  # a pixel's channels stay in a cache: one sweep
         place = kind == "LayerNormGrad"
         return Costs("LayerNorm", ELEMENTWISE["LayerNorm"][place] * elements_of(node.inputs[0]))
+    if kind == "GroupNorm":
+        return Costs("BatchNorm", forward * elements_of(node.inputs[0]), 2, (0,))
+    if kind == "GroupNormGrad":
+        return Costs("BatchNorm", backward * elements_of(node.inputs[0]), 2, (0, 1))
     return Costs("Loss", ELEMENTWISE["Loss"][1] * elements_of(node.inputs[1]))
 
 

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from bnfuse.analysis.ancestors import ancestors
 from bnfuse.analysis.provenance import channels
 from bnfuse.core.errors import BnfuseError, at_node
+from bnfuse.exporting import groups
 from bnfuse.exporting.placed import Entry, is_placed, parts_of, shuffled, whole_of
 from bnfuse.graph.constants import evaluate
 from bnfuse.graph.protos import fresh
@@ -38,6 +39,7 @@ from bnfuse.opset.spec import (
     FORWARD_CORES,
     PLUS,
     OpSpec,
+    PlainOp,
     applied,
     find,
     further_terms,
@@ -167,6 +169,9 @@ class Expansion:
 
     def _expand(self, node: ir.Node) -> None:
         op = find(node.op_type)
+        if isinstance(op, PlainOp) and op.name in ("GroupNorm", *groups.HALVES):
+            self._expand_group_norm(op, node)
+            return
         if not isinstance(op, OpSpec) or op.is_gradient:
             raise self._unknown(node)
         operands = dict(zip(op.operands, node.inputs, strict=True))
@@ -349,9 +354,36 @@ class Expansion:
         if (first, second) == ("a", "b") and norms == others and norms:
             return self._batch_norm(x, norms)
         if a not in self.constants or b not in self.constants:
-            raise at_node(node.name or "", node.op_type, "has coefficients that are no constants", file=self.file)
+            return self._normalize_samples(x, a, b, node)
         wide = [self._constant(self.constants[v].reshape(1, -1, 1, 1), f"{v.name}/wide") for v in (a, b)]
         return self._once("Add", [self._once("Mul", [x, wide[0]], node), wide[1]], node)
+
+    def _normalize_samples(self, x: str, a: ir.Value, b: ir.Value, node: ir.Node) -> str:
+        """a*x + b with coefficients of each sample: as the GroupNorm that they come from, or as Mul and Add."""
+        norm = groups.group_norm_of(a, b)
+        if norm is not None and self._name(norm.x) == x:
+            return self._group_norm(norm, node)
+        last = self._constant(np.array([-2, -1]), "pixels")
+        wide = [self._once("Unsqueeze", [self._name(value), last], node) for value in (a, b)]
+        return self._once("Add", [self._once("Mul", [x, wide[0]], node), wide[1]], node)
+
+    def _group_norm(self, norm: groups.GroupNorm, node: ir.Node) -> str:
+        operands = [self._name(value) for value in (norm.x, norm.scale, norm.bias)]
+        return groups.written(
+            norm, operands, lambda kind, *of, **given: self._once(kind, [*of], node, given), self._constant
+        )
+
+    def _expand_group_norm(self, op: PlainOp, node: ir.Node) -> None:
+        """Write a whole GroupNorm, or a half of one, by standard operators."""
+        operands = dict(zip(op.operands, node.inputs, strict=True))
+        if op.name == "GroupNorm":
+            x, scale, bias = (value for value in node.inputs if value is not None)
+            self.names[node.outputs[0]] = self._group_norm(groups.whole(node, x, scale, bias), node)
+            return
+        results = {name: self._name_of_result(value) for name, value in zip(op.results, node.outputs, strict=True)}
+        names = {name: self._name(value) for name, value in operands.items()}
+        prefix = self._fresh(f"{node.name}/body")
+        self.nodes += groups.inlined(op, node, names, results, prefix, self.opset)
 
     def _batch_norm(self, x: str, norms: tuple[Norm, ...]) -> str:
         key = ("BatchNormalization", x, norms)

@@ -18,6 +18,7 @@ BATCH_NORMS = ("BatchNorm", "BatchNormalization", "BatchNormFinalize")
 PARAMETERS = {
     **dict.fromkeys(("Conv", "Gemm"), (1, 2)),
     "BatchNorm": (1, 2, 3, 4),
+    "GroupNorm": (1, 2),
     "PRelu": (1,),
 }
 LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")

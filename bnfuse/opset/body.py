@@ -117,6 +117,10 @@ class Body:
         """Give an operand [C] as [1, C, 1, 1]."""
         return self("Reshape", self[name], self.constant([1, -1, 1, 1]))
 
+    def coefficient(self, name: str) -> ir.Value:
+        """Give an operand [C] or [N, C] as what meets a map channel by channel: [C, 1, 1] or [N, C, 1, 1]."""
+        return self("Unsqueeze", self[name], self.constant([-2, -1]))
+
     def formula(self, expression: Expression, **variables: ir.Value) -> ir.Value:
         """Give the nodes of a formula; its attributes are those of the node."""
 

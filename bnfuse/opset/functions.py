@@ -2,7 +2,7 @@
 
 A rewritten file carries one model-local function per operator it uses, so that any runtime executes it. Bodies
 import the model's own opset and use operators that did not change between opsets 13 and 21. Maps are float32 NCHW of
-any shape, coefficients [C].
+any shape, coefficients [C], or [N, C] where each sample has its own.
 Attributes of the node reach the body by reference, and as tensors through Constant.
 """
 
@@ -15,6 +15,7 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.body import Body, reference
 from bnfuse.opset.functions_conv import input_gradient, transposed, transposed_input_gradient, weight_gradient
+from bnfuse.opset.functions_group import GROUP
 from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.functions_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
@@ -155,8 +156,8 @@ def chosen(channels: str, made: ir.Value, kept: ir.Value, body: Body) -> ir.Valu
 
 
 def affine(x: ir.Value, factor: str, shift: str, body: Body) -> ir.Value:
-    """Write factor*x + shift, both [C]."""
-    return body("Add", body("Mul", body.per_channel(factor), x), body.per_channel(shift))
+    """Write factor*x + shift, both [C] or [N, C]."""
+    return body("Add", body("Mul", body.coefficient(factor), x), body.coefficient(shift))
 
 
 def activation(kind: str, z: ir.Value, body: Body) -> ir.Value:
@@ -240,7 +241,7 @@ def own_batch_norm_grad(op: OpSpec, dy: ir.Value, body: Body) -> ir.Value:
 def batch_norm_grad(dz: ir.Value, prefix: str, body: Body, x: ir.Value | None = None) -> ir.Value:
     """Write the input gradient of a BN, p*dz + q*x + w; the names of the other operands begin with `prefix`."""
     own = affine(body[f"{prefix}x"] if x is None else x, f"{prefix}q", f"{prefix}w", body)
-    return body("Add", own, body("Mul", body.per_channel(f"{prefix}p"), dz))
+    return body("Add", own, body("Mul", body.coefficient(f"{prefix}p"), dz))
 
 
 def core_grad(core: str, dy: ir.Value, body: Body) -> ir.Value:
@@ -442,4 +443,5 @@ PLAIN = {
     "BatchNormGradFinalize": _grad_finalize,
     **WHOLE,
     **SAMPLING,
+    **GROUP,
 }

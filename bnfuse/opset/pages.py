@@ -280,6 +280,18 @@ WHOLE = {
         "dx = inv_std*(g - mean of g - x_hat*(mean of g*x_hat))",
         "Its gradients; the means are over the channels of a pixel, the sums over all pixels.",
     ),
+    "GroupNorm": Text(
+        "y = (x - mean)*inv_std*scale + bias; inv_std = 1/sqrt(variance + epsilon)",
+        "The channels of each sample in `groups` equal runs, with the mean and the biased variance of all elements of "
+        "a run; mean and inv_std are alike in a group. With one channel a group it is an InstanceNormalization.",
+    ),
+    "GroupNormGrad": Text(
+        "dbias = sum of dy; dscale = sum of dy*(x - mean)*inv_std; "
+        "dx = inv_std*(scale*dy - (sum of scale*dy)/count "
+        "- (x - mean)*inv_std*(sum of scale*dy*(x - mean)*inv_std)/count)",
+        "Its gradients; mean and inv_std are its results. The sums within dx are over the elements of a group in a "
+        "sample, of which there are `count`.",
+    ),
     "SoftmaxCrossEntropyGrad": Text(
         "dscores = (exp(log_prob) - onehot(labels))*dlosses",
         "The gradient of each row's cross-entropy, along axis 1: mean or sum, weights and an ignored label are in "
@@ -336,6 +348,23 @@ LOCAL = {
     ),
 }
 
+GROUPS = {
+    "GroupNormStatistics": Text("mean, variance = those of x over H, W", "Of each sample and channel; biased."),
+    "GroupNormFinalize": Text(
+        "group_mean, variance = those of each channel's group; inv_std = 1/sqrt(variance + epsilon); "
+        "a = scale*inv_std; b = bias - group_mean*a",
+        "A group's variance is the mean of its channels' variances and of their means' squared distances from its "
+        "mean.",
+    ),
+    "GroupNormGradReduce": Text("dbeta = sum of dz, dgamma = sum of dz*(x - mean)*inv_std, over H, W", "By sample."),
+    "GroupNormGradFinalize": Text(
+        "q = -inv_std^2*(sum of scale*dgamma)/count; w = -inv_std*(sum of scale*dbeta)/count - q*mean; "
+        "dscale, dbias = sums of dgamma, dbeta over N",
+        "The coefficients of BatchNormGrad, whose p is a of GroupNormFinalize. The sums are over the channels of a "
+        "group, `count` are its elements in a sample.",
+    ),
+}
+
 BASELINES = {
     "L1Statistics": Text(
         "variance = pi/2*(mean of |x - mean|)^2; sign_mean = mean of sign(x - mean)",
@@ -367,6 +396,7 @@ PLAIN_SECTIONS = {
     "Operators that are not composed of steps": PLAIN,
     "Statistics of a sample": SAMPLED,
     "Statistics of groups": LOCAL,
+    "Halves of a GroupNorm": GROUPS,
     "Other estimates of the variance": BASELINES,
 }
 
@@ -398,8 +428,10 @@ columns, the operands of the prologue's steps, those of the epilogue's. Its outp
 then the results of the epilogue's steps. Maps (x, y, dy, dx, skip, other, other_dy, other_x, skip_grad, acc, stored,
 grad_x, x_i) are float32 [N, C, H, W], gates (gate, skip_gate, grad_gate, other_gate, gate_i) [N, C, 1, 1] or [1, C, 1,
 1], indices int64, weights [M, C/group, kH, kW]; what says where a sample lies is int64; all other tensors are float32
-[C], or [G, C] for G groups of samples; sums of images (image_mean, image_sum, ...) are float32 [N, C]. Operators of
-training graphs before any pass take maps [N, C, ...] of any rank from 2 on. Every attribute is required.
+[C], or [G, C] for G groups of samples; sums of images (image_mean, image_sum, ...) are float32 [N, C].
+Coefficients of Normalize, AddNormalized, BatchNormGrad and AddBatchNormGrad, and a_i and b_i, may be [N, C], of each
+sample its own. Operators of training graphs before any pass take maps [N, C, ...] of any rank from 2 on. Every
+attribute is required.
 
 In a file each operator is a model-local function of standard ONNX operators alone, so that any runtime executes it. The
 functions need opset 13 or later.
@@ -420,10 +452,10 @@ def _sections() -> Iterator[str]:
         yield f"## {title}\n"
         for name, text in texts.items():
             op = PLAIN_OPS[name]
-            grouped, any_rank = texts is LOCAL, texts is WHOLE
+            rows = "G" if texts is LOCAL else "N" if name.startswith("GroupNorm") else ""
             attributes = (*op.attributes, *op.defaults)
             yield _entry(
-                name, text, op.operands, op.results, attributes, op.defaults, grouped=grouped, any_rank=any_rank
+                name, text, op.operands, op.results, attributes, op.defaults, rows=rows, any_rank=texts is WHOLE
             )
 
 
@@ -474,7 +506,7 @@ def _entry(
     attributes: Iterable[str],
     defaults: Mapping[str, int | float] | None = None,
     *,
-    grouped: bool = False,
+    rows: str = "",
     any_rank: bool = False,
 ) -> str:
     lines = [
@@ -485,7 +517,7 @@ def _entry(
         "",
     ]
     for title, names in (("Operands", operands), ("Results", results)):
-        if listed := ", ".join(f"`{shown}` {shape_of(shown, grouped=grouped, any_rank=any_rank)}" for shown in names):
+        if listed := ", ".join(f"`{shown}` {shape_of(shown, rows=rows, any_rank=any_rank)}" for shown in names):
             lines.append(f"- {title}: {listed}")
     left_out = {shown: f", {value:g} where left out" for shown, value in (defaults or {}).items()}
     shown_as = [f"`{shown}` ({attribute_type(shown)}{left_out.get(shown, '')})" for shown in attributes]
@@ -498,11 +530,20 @@ GATES = ("gate", "skip_gate", "grad_gate", "other_gate", "gate_i")
 MAPS = (*MAPS_LIKE_X, "y", "dy", "dx", "dz", "acc", "stored", "grad_x", "x_i", "plus_i", "log_prob", "dscores")
 
 
-WIDE = ("scale", "bias", "running_mean", "running_variance", "new_running_mean", "new_running_variance")
+WIDE = (
+    "scale",
+    "bias",
+    "running_mean",
+    "running_variance",
+    "new_running_mean",
+    "new_running_variance",
+    "dscale",
+    "dbias",
+)
 
 
-def shape_of(name: str, *, grouped: bool = False, any_rank: bool = False) -> str:
-    """How the page writes a tensor's shape; coefficients of groups are [G, C]."""
+def shape_of(name: str, *, rows: str = "", any_rank: bool = False) -> str:
+    """How the page writes a tensor's shape; coefficients of groups of samples, or of each, have so many `rows`."""
     if name in LABELS:
         return "[N, ...] int64 or int32"
     if name == "dlosses":
@@ -519,7 +560,7 @@ def shape_of(name: str, *, grouped: bool = False, any_rank: bool = False) -> str
         return "[N, C]"
     if name in MAPS:
         return "[N, C, ...]" if any_rank else "[N, C, H, W]"
-    return "[G, C]" if grouped and name not in WIDE else "[C]"
+    return f"[{rows}, C]" if rows and name not in WIDE else "[C]"
 
 
 if __name__ == "__main__":

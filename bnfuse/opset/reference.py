@@ -16,6 +16,7 @@ import numpy as np
 from bnfuse.core.windows import axes_of, transposed_size
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
+from bnfuse.opset.reference_group import GROUP
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.reference_whole import WHOLE, running, unbiased
 from bnfuse.opset.spec import (
@@ -57,8 +58,8 @@ def run(op: OpSpec | PlainOp, operands: Operands, attributes: Attributes) -> dic
 
 
 def per_channel(values: Array) -> Array:
-    """[C] as [1, C, 1, 1]."""
-    return values.reshape(1, -1, 1, 1)
+    """[C] as [C, 1, 1], which meets a map channel by channel, and [N, C] as [N, C, 1, 1]."""
+    return values[..., None, None]
 
 
 # Forward
@@ -510,4 +511,5 @@ PLAIN: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {
     "BatchNormGradFinalize": _grad_finalize,
     **WHOLE,
     **SAMPLING,
+    **GROUP,
 }

@@ -10,13 +10,14 @@ from typing import Any
 
 from bnfuse.core.windows import transposed_size
 from bnfuse.opset.reference import window_counts
-from bnfuse.opset.spec import WHOLE_OPS, OpSpec, PlainOp, is_of_images
+from bnfuse.opset.spec import GROUP_OPS, WHOLE_OPS, OpSpec, PlainOp, is_of_images
 
 Dim = int | str | None
 Shape = tuple[Dim, ...] | None
 Attributes = Mapping[str, Any]
 
 OF_PIXELS = ("mean", "inv_std")  # results of a LayerNorm
+GROUPS = tuple(op.name for op in GROUP_OPS)
 
 
 def result_shapes(op: OpSpec | PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
@@ -66,6 +67,8 @@ def transposed_shape(x: Shape, weight: Shape, attributes: Attributes) -> Shape:
 
 def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> dict[str, Shape]:
     """Results are maps like the one that is changed, or coefficients: of x's channels, or like those that come in."""
+    if op.name in ("GroupNorm", *GROUPS):
+        return _of_groups(op, shapes)
     if op in WHOLE_OPS:
         like = {"y": "x", "dx": "x", "dscores": "log_prob"}
         given = {name: shapes[like[name]] if name in like else channels(shapes["x"]) for name in op.results}
@@ -81,6 +84,13 @@ def _plain(op: PlainOp, shapes: Mapping[str, Shape], attributes: Attributes) -> 
     found = shapes[next(name for name in ("dbeta", "mean", "beta_term") if name in op.operands)]
     running = [name for name in op.results if name.startswith("new_running")]
     return {**dict.fromkeys(op.results, found), **dict.fromkeys(running, shapes.get("running_mean"))}
+
+
+def _of_groups(op: PlainOp, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Give maps like x, parameters like the scale, and coefficients [N, C]."""
+    x = shapes.get("x", shapes.get("mean"))
+    found: dict[str, Shape] = {"y": x, "dscale": shapes.get("scale"), "dbias": shapes.get("scale")}
+    return {name: found.get(name, x[:2] if x else None) for name in op.results}
 
 
 def _groups(x: Shape, samples: int) -> Dim:

@@ -24,12 +24,12 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
-    Normalize       x <- a*x + b
+    Normalize       x <- a*x + b                               a, b are [C], or [N, C]: of each sample its own
     Activation      x <- f(x): Relu, Clip, QuickGelu, ...      activations.py has them and their attributes
     Where           the activation after it is of the channels where active > 0; others stay as they are
     Gate            x <- gate*x                                gate is [N, C, 1, 1], [1, C, 1, 1], or a map like x
     Add             x <- x + skip
-    AddNormalized   x <- x + (skip_a*skip + skip_b)
+    AddNormalized   x <- x + (skip_a*skip + skip_b)            skip_a, skip_b are like a, b
     SkipActivation  what is added is f of that, f(skip) or f(skip_a*skip + skip_b): SkipRelu, SkipHardSwish, ...
     SkipGate        what is added is skip_gate times that
     Plus            x <- x + plus_i                            i = 1, 2, ...; of a Pointwise alone
@@ -45,7 +45,8 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Slice           dy <- dy[:, grad_start : grad_stop]        attributes grad_start, grad_stop
     GateGrad        dy <- grad_gate*dy                         grad_gate is like gate
     AddGrad         dy <- dy + grad_other                      the gradient of another reader
-    BatchNormGrad   dy <- grad_p*dy + grad_q*grad_x + grad_w   the input gradient of the BN that follows the core
+    BatchNormGrad   dy <- grad_p*dy + grad_q*grad_x + grad_w   the input gradient of the BN that follows the core;
+                    grad_p, grad_q, grad_w, grad_a, grad_b are [C], or [N, C] as of a GroupNorm
     ActivationGrad  before it, of the activation behind that BN: dy <- dy * f'(grad_a*grad_x + grad_b)
     ActivationGrad  behind it, of the activation before that BN, which is then over f(grad_x), as BatchNormGrad is:
                     dy <- dy * f'(grad_x)
@@ -315,6 +316,13 @@ EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
 MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad", "gated_x")
 MAPS_LIKE_DY = ("dy", "grad_x", "grad_other")
 _NUMBERED = re.compile(r"(x|other|plus)_\d+")
+_NUMBERED_COEFFICIENT = re.compile(r"(plus_)?[ab]_\d+")
+
+# coefficients that are [C], or [N, C] where each sample has its own
+SAMPLEWISE = (
+    *("a", "b", "skip_a", "skip_b", "grad_a", "grad_b", "grad_p", "grad_q", "grad_w"),
+    *("other_p", "other_q", "other_w"),
+)
 
 EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
     "StoreInput": ("stored",),
@@ -340,6 +348,11 @@ def image_step(epilogue: tuple[str, ...]) -> str | None:
 def is_numbered_map(name: str) -> bool:
     """Tell whether an operand is a map like x, numbered: of a further term or of a reduction of a further BN."""
     return _NUMBERED.fullmatch(name) is not None
+
+
+def may_be_of_samples(name: str) -> bool:
+    """Tell whether an operand is a coefficient that each sample may have of its own: a, grad_p, a_1, ..."""
+    return name in SAMPLEWISE or _NUMBERED_COEFFICIENT.fullmatch(name) is not None
 
 
 def prologue_operands(steps: tuple[str, ...]) -> Iterator[str]:
@@ -494,6 +507,11 @@ WHOLE_OPS = (
     PlainOp("LayerNorm", ("x", "scale", "bias"), ("y", "mean", "inv_std"), ("epsilon",)),
     # its gradients; mean and inv_std are its results
     PlainOp("LayerNormGrad", ("dy", "x", "scale", "mean", "inv_std"), ("dx", "dscale", "dbias")),
+    # the same by sample and group of channels: of each sample the channels are cut into `groups` equal runs, and mean
+    # and biased variance are over those of a run and all its pixels; mean and inv_std are [N, C], alike in a group.
+    # With one channel a group it is an InstanceNormalization.
+    PlainOp("GroupNorm", ("x", "scale", "bias"), ("y", "mean", "inv_std"), ("epsilon", "groups")),
+    PlainOp("GroupNormGrad", ("dy", "x", "scale", "mean", "inv_std"), ("dx", "dscale", "dbias"), ("groups",)),
     # dscores = (exp(log_prob) - onehot(labels))*dlosses; a label that is no class has no one in its row
     PlainOp("SoftmaxCrossEntropyGrad", ("dlosses", "log_prob", "labels"), ("dscores",)),
 )
@@ -541,6 +559,30 @@ LOCAL_OPS = (
     PlainOp("LocalScale", ("dz", "p"), ("dx",), ("samples",)),
     # dx = acc, plus q*x + w in the samples [first, first + rows) of each group
     PlainOp("LocalAddSampled", ("acc", "x", "q", "w"), ("dx",), ("first", "rows", "samples")),
+)
+
+# The halves of a GroupNorm. Coefficients are [N, C].
+GROUP_OPS = (
+    # mean, biased variance of x over H, W
+    PlainOp("GroupNormStatistics", ("x",), ("mean", "variance")),
+    # group_mean and inv_std = 1/sqrt(variance + epsilon) of each channel's group, by the means and variances of its
+    # channels; a = scale*inv_std, b = bias - group_mean*a
+    PlainOp(
+        "GroupNormFinalize",
+        ("scale", "bias", "mean", "variance"),
+        ("a", "b", "group_mean", "inv_std"),
+        ("epsilon", "groups"),
+    ),
+    # dbeta = sum dz, dgamma = sum dz*(x - mean)*inv_std, over H, W
+    PlainOp("GroupNormGradReduce", ("dz", "x", "mean", "inv_std"), ("dbeta", "dgamma")),
+    # q = -inv_std^2*(sum of scale*dgamma)/count, w = -inv_std*(sum of scale*dbeta)/count - q*mean, the sums over the
+    # channels of a group, count their elements in a sample; dscale, dbias are the sums of dgamma, dbeta over N
+    PlainOp(
+        "GroupNormGradFinalize",
+        ("dbeta", "dgamma", "scale", "mean", "inv_std"),
+        ("q", "w", "dscale", "dbias"),
+        ("count", "groups"),
+    ),
 )
 
 # The other cheap statistics that [Chen18] compares with (section 2, table 3), as estimates of the variance.
@@ -597,6 +639,7 @@ PLAIN_OPS: dict[str, PlainOp] = {
         *WHOLE_OPS,
         *SAMPLING_OPS,
         *LOCAL_OPS,
+        *GROUP_OPS,
         *BASELINE_OPS,
     )
 }

@@ -42,7 +42,7 @@ def forward_nodes(graph: TrainingGraph) -> set[ir.Node]:
 
 def is_cancelled(value: ir.Value, forward: set[ir.Node]) -> bool:
     """Tell whether a constant added to a channel of the map changes nothing: each way from it to the loss leads, as a
-    constant added to channels, to a BatchNorm in training."""
+    constant added to channels, to a BatchNorm in training or an InstanceNorm."""
     pending, seen = [value], {value}
     while pending:
         shifted = pending.pop()
@@ -50,7 +50,7 @@ def is_cancelled(value: ir.Value, forward: set[ir.Node]) -> bool:
         if not readers:
             return False
         for node in readers:
-            if node.domain == DOMAIN and node.op_type.startswith("BatchNorm"):
+            if node.domain == DOMAIN and (node.op_type.startswith("BatchNorm") or is_instance_norm(node)):
                 continue
             if not keeps_shifts(node, shifted):
                 return False
@@ -58,6 +58,12 @@ def is_cancelled(value: ir.Value, forward: set[ir.Node]) -> bool:
                 seen.add(node.outputs[0])
                 pending.append(node.outputs[0])
     return True
+
+
+def is_instance_norm(node: ir.Node) -> bool:
+    """Tell whether a node is a GroupNorm whose groups have a channel each: it takes out a channel's mean."""
+    scale = node.inputs[1] if node.op_type == "GroupNorm" else None
+    return scale is not None and scale.shape is not None and node.attributes["groups"].as_int() == scale.shape[0]
 
 
 def keeps_shifts(node: ir.Node, value: ir.Value) -> bool:

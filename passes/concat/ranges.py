@@ -17,7 +17,7 @@ from bnfuse.passes.rewriter import Editor
 
 
 def axis_of(value: ir.Value) -> int:
-    """Give the axis of a value's channels: 1 of a map [N, C, H, W], 0 of a vector [C]."""
+    """Give the axis of a value's channels: 1 of a map [N, C, H, W] and of coefficients [N, C], 0 of a vector [C]."""
     return 1 if len(sizes(value)) > 1 else 0
 
 
@@ -98,7 +98,7 @@ def _is(node: ir.Node, op_type: str, axis: int) -> bool:
     given = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
     first = ends[0]
     assert first is not None
-    return len(sizes(first)) == (1, 4)[axis] and given % len(sizes(first)) == axis
+    return len(sizes(first)) in ((1,), (2, 4))[axis] and given % len(sizes(first)) == axis
 
 
 def _after(editor: Editor, node: ir.Node) -> ir.Node:

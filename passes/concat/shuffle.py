@@ -23,6 +23,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from bnfuse.opset.spec import PLAIN_OPS, PlainOp
+from bnfuse.passes.concat.ranges import axis_of
 from bnfuse.passes.concat.sink import is_normalized
 from bnfuse.passes.concat.split import is_cut_mask
 from bnfuse.passes.dialect.shuffle import permutation_of
@@ -93,8 +94,8 @@ def unshuffled(editor: Editor, op: Op, back: ir.Node, shuffle: ir.Node) -> None:
 
 
 def permuted(editor: Editor, value: ir.Value, order: ir.Value, before: ir.Node, of: list[ir.Node]) -> ir.Value:
-    """Give a map [N, C, H, W] or a vector [C] with its channels in another order: as there is one, or a new one."""
-    axis = 1 if len(value.shape or ()) == 4 else 0
+    """Give a map or coefficients with their channels in another order: as there is one, or a new one."""
+    axis = axis_of(value)
     for use in value.uses():
         known = use.node.op_type == "Gather" and not use.node.domain and use.node.inputs[1] is order
         if known and use.idx == 0 and use.node.attributes.get_int("axis", 0) == axis:

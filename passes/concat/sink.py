@@ -28,7 +28,7 @@ from bnfuse.opset.activations import ACTIVATIONS
 from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.concat.ranges import joined
 from bnfuse.passes.dialect.shuffle import permutation_of
-from bnfuse.passes.dialect.source_ops import constant_of, forward_of, is_map
+from bnfuse.passes.dialect.source_ops import constant_of, forward_of, is_map, sizes
 from bnfuse.passes.fusion.pointwise import has_room_for
 from bnfuse.passes.rewriter import Editor, Op, is_only_read_by
 
@@ -192,11 +192,15 @@ def sink(editor: Editor, concat: ir.Node, branches: Sequence[Branch], steps: tup
     """Put the raw maps together, and one operator with the steps of all behind them."""
     nodes = [concat, *dict.fromkeys(branch.source.node for branch in branches if branch.source is not None)]
 
+    samples = of_samples(branches)
+
     def coefficient(branch: Branch, name: str, other: float) -> ir.Value:
         if branch.source is not None:
-            return branch.source.operands[name]
-        array = np.full(channels(branch.value), other, np.float32)
-        return editor.constant(f"{branch.value.name}/{name}", array)
+            value = branch.source.operands[name]
+        else:
+            array = np.full(channels(branch.value), other, np.float32)
+            value = editor.constant(f"{branch.value.name}/{name}", array)
+        return value if not samples or len(sizes(value)) == 2 else repeated(editor, value, samples, concat, nodes)
 
     y = concat.outputs[0]
     t = joined(editor, [branch.x for branch in branches], concat, nodes)
@@ -211,3 +215,18 @@ def sink(editor: Editor, concat: ir.Node, branches: Sequence[Branch], steps: tup
     name = editor.fresh(f"{concat.name}/normalize")
     editor.emit(OpSpec(steps, "Pointwise"), operands, attributes, {"y": y}, before=concat, of=nodes, name=name)
     editor.remove_dead(nodes)
+
+
+def of_samples(branches: Sequence[Branch]) -> int:
+    """Count the samples where one of the operands has coefficients of each, as of a GroupNorm; 0 where none has."""
+    shapes = [sizes(branch.source.operands["a"]) for branch in branches if branch.source is not None]
+    return next((shape[0] for shape in shapes if len(shape) == 2), 0)
+
+
+def repeated(editor: Editor, value: ir.Value, samples: int, before: ir.Node, nodes: Sequence[ir.Node]) -> ir.Value:
+    """Give each sample the coefficients [C] of all."""
+    shape = (samples, *sizes(value))
+    target = editor.constant(f"{value.name}/samples", np.array(shape, np.int64))
+    (made,) = editor.standard("Expand", [value, target], 1, before=before, of=nodes)
+    made.shape, made.type = ir.Shape(shape), value.type
+    return made

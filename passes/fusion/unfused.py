@@ -1,9 +1,9 @@
-"""Which halves of which BNs still sweep a map of their own, and why: the honest end of every rewrite."""
+"""Which halves of which BNs and GroupNorms still sweep a map of their own, and why: the honest end of every rewrite."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -11,20 +11,28 @@ from bnfuse.analysis.owners import forward_name
 from bnfuse.opset.spec import DOMAIN, OpSpec
 from bnfuse.passes.dialect.source_ops import BATCH_NORM, BATCH_NORM_GRAD, read
 from bnfuse.passes.dialect.steps import ADDITIONS, REDUCTIONS
+from bnfuse.passes.fission.group_norm import GROUP_NORM, GROUP_NORM_GRAD
 from bnfuse.passes.fusion.scale import is_scale
 from bnfuse.passes.rewriter import Op, Refusal, sources
 
 CONCATS = ("Concat", "Split")
+OF_GROUPS = {
+    GROUP_NORM: "forward",
+    GROUP_NORM_GRAD: "gradient",
+    "GroupNormStatistics": "statistics",
+    "GroupNormGradReduce": "gradient reductions",
+}
 MONOLITHS = (BATCH_NORM, BATCH_NORM_GRAD, "BatchNormalization")
 
 
 @dataclasses.dataclass(frozen=True)
 class Unfused:
-    """A BN, one of its halves, and why that half is a kernel of its own."""
+    """A BN or a GroupNorm, one of its halves, and why that half is a kernel of its own."""
 
     node: str
     half: str
     reason: str
+    norm: str = "BatchNorm"
 
 
 def batch_norms(model: ir.Model) -> tuple[str, ...]:
@@ -32,8 +40,15 @@ def batch_norms(model: ir.Model) -> tuple[str, ...]:
     return tuple(node.name or "" for node in model.graph if node.op_type in (BATCH_NORM, "BatchNormalization"))
 
 
-def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal], level: str) -> tuple[Unfused, ...]:
-    """Find every half of the named BNs that is left on its own, with the reason of the last pass that looked at it.
+def group_norms(model: ir.Model) -> tuple[str, ...]:
+    """Name the GroupNorms and InstanceNorms of a source graph."""
+    return tuple(node.name or "" for node in model.graph if node.op_type == GROUP_NORM and node.domain == DOMAIN)
+
+
+def find_unfused(model: ir.Model, names: Mapping[str, str], refused: list[Refusal], level: str) -> tuple[Unfused, ...]:
+    """Find every half of the named norms that is left on its own, with the reason of the last pass that looked at it.
+
+    `names` says of each whether it is a BatchNorm or a GroupNorm.
 
     Where no pass of the level looked at it, the reason is the level, or what the half has become.
     """
@@ -47,7 +62,7 @@ def find_unfused(model: ir.Model, names: tuple[str, ...], refused: list[Refusal]
         reason = reasons.get(node.name or "") or _left_by(level, node)
         if level == "bnff" and any(other.op_type in CONCATS for other in _neighbours(node)):
             reason += "; level icf works across concatenations"
-        found += [Unfused(name, half, reason) for name in of]
+        found += [Unfused(name, half, reason, names[name]) for name in of]
     return tuple(dict.fromkeys(found))
 
 
@@ -55,6 +70,8 @@ def standalone_half(node: ir.Node) -> str | None:
     """Name the half of a BN that a node is on its own (statistics, normalise, gradient input, ...), or None."""
     if node.op_type in MONOLITHS:
         return "gradient" if node.op_type == BATCH_NORM_GRAD else "forward"
+    if node.domain == DOMAIN and node.op_type in OF_GROUPS:
+        return OF_GROUPS[node.op_type]
     if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics", "LocalStatistics"):
         return "statistics"
     if node.op_type in ("L1GradInput", "RangeGradInput", "LocalScale"):
@@ -93,7 +110,7 @@ def is_shared_sum(op: Op) -> bool:
     return bool({*ADDITIONS} & {*op.steps.epilogue}) and (dx.is_graph_output() or len(dx.uses()) > 1)
 
 
-def _through_gradient(node: ir.Node, names: tuple[str, ...]) -> list[str]:
+def _through_gradient(node: ir.Node, names: Iterable[str]) -> list[str]:
     """Name a gradient node that no pass touched after its forward node."""
     owner = forward_name(node.name or "")
     return [name for name in names if name == owner]
@@ -103,6 +120,10 @@ def _left_by(level: str, node: ir.Node) -> str:
     """Why a half that no pass refused is a kernel of its own."""
     if node.domain == DOMAIN and node.op_type.startswith(("L1", "Range")):
         return "this estimate of the variance is made in sweeps of its own"
+    if node.domain == DOMAIN and node.op_type in (GROUP_NORM, GROUP_NORM_GRAD):
+        return f"level {level} leaves GroupNorms whole: bnff takes them apart"
+    if node.domain == DOMAIN and node.op_type in OF_GROUPS:
+        return "its sums are of each image, which no operator takes on its way out"
     if level in ("none", "rcf"):
         return f"level {level} leaves BatchNorms whole: mvf splits off the statistics, bnff moves the halves"
     if level == "mvf":

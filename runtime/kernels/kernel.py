@@ -19,12 +19,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from bnfuse.opset.spec import OpSpec, parse
+from bnfuse.opset.spec import OpSpec, may_be_of_samples, parse
 from bnfuse.runtime.targets.target import Target
 
 Access = Literal["in", "out", "inout"]
 
 GATED = {"gate": "x", "skip_gate": "x", "grad_gate": "dy"}  # gates, by the map that they multiply; all others are of dx
+# coefficients that each sample may have of its own, by the map that they are of; all others are of dx
+SAMPLEWISE = {
+    **dict.fromkeys(("a", "b", "skip_a", "skip_b"), "x"),
+    **dict.fromkeys(("grad_a", "grad_b", "grad_p", "grad_q", "grad_w"), "dy"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +86,11 @@ class Problem:
     `PointwiseGradReluGrad`.
 
     `maps` has every operand and result that is a feature map, by its name in the spec: x, y, skip, stored, dy,
-    grad_x, dx, other, x_1, ... and MaxPool's indices; gates too, which know how many pixels of the map that they
-    multiply one of theirs stands for. What the lowering resolves, kernels never see: after a `Slice`, dy *is* the slot
-    of that channel range; under `Accumulate`, dx *is* the slot acc[:, acc_start:acc_stop], updated in place, and `acc`
-    is no parameter. The indices of a MaxPool never leave the runtime: they are the position inside the window
-    (row*kernel width + column), in NHWC.
+    grad_x, dx, other, x_1, ... and MaxPool's indices; gates too, and coefficients that each sample has of its own: they
+    know how many pixels of the map beside them one of theirs stands for. What the lowering resolves, kernels never see:
+    after a `Slice`, dy *is* the slot of that channel range; under `Accumulate`, dx *is* the slot
+    acc[:, acc_start:acc_stop], updated in place, and `acc` is no parameter. The indices of a MaxPool never leave the
+    runtime: they are the position inside the window (row*kernel width + column), in NHWC.
     """
 
     op: str  # OpSpec.name
@@ -118,10 +123,14 @@ def is_gate(name: str) -> bool:
 
 
 def with_spread(maps: Mapping[str, MapType]) -> dict[str, MapType]:
-    """Say of each gate how many pixels of the map that it multiplies one of its own stands for."""
+    """Say of each gate, and of coefficients of each sample, how many pixels of the map beside it one of its own stands
+    for."""
     found = dict(maps)
-    for name in filter(is_gate, maps):
-        beside = maps[GATED.get(name, "dx")]
+    for name in maps:
+        if not is_gate(name) and not may_be_of_samples(name):
+            continue
+        of = GATED.get(name) or SAMPLEWISE.get(name, "dx")
+        beside = next(maps[near] for near in (of, "dx", "x") if near in maps)
         found[name] = dataclasses.replace(maps[name], spread=beside.pixels // maps[name].pixels)
     return found
 

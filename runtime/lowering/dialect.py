@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse
+from bnfuse.runtime.lowering import group_norm as lower_group
 from bnfuse.runtime.lowering import local as lower_local
 from bnfuse.runtime.lowering import sampled as lower_sampled
 from bnfuse.runtime.lowering.dense import lower_cross_entropy_grad
@@ -38,6 +39,12 @@ WITH_NODE = {
     "BatchNormGrad": batch_norm_grad,
     "LayerNorm": layer_norm,
     "LayerNormGrad": layer_norm_grad,
+    "GroupNorm": lower_group.group_norm,
+    "GroupNormGrad": lower_group.group_norm_grad,
+    "GroupNormStatistics": lower_group.group_norm_statistics,
+    "GroupNormFinalize": lower_group.group_norm_finalize,
+    "GroupNormGradReduce": lower_group.group_norm_grad_reduce,
+    "GroupNormGradFinalize": lower_group.group_norm_grad_finalize,
     "SoftmaxCrossEntropyGrad": lower_cross_entropy_grad,
     "SampledStatistics": lower_sampled.sampled_statistics,
     "PointStatistics": lower_sampled.point_statistics,

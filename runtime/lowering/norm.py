@@ -177,10 +177,10 @@ def normalizing_factor(low: Lowering, scale: ir.Value, inv_std: ir.Value) -> int
     known = low.normalizing.get(inv_std)
     if known is not None:
         return known
-    kind = (low.shape(scale), "float32")
-    made = low.new_dense(None, low.shape(scale))
+    kinds = tuple((low.shape(value), "float32") for value in (scale, inv_std))
+    made = low.new_dense(None, low.shape(inv_std))
     refs = {"in0": low.dense(scale), "in1": low.dense(inv_std), "out0": made}
-    low.launch(registry.GENERIC, (GenericProblem("Mul", (kind, kind), (kind,)), low.target), refs)
+    low.launch(registry.GENERIC, (GenericProblem("Mul", kinds, kinds[1:]), low.target), refs)
     return made
 
 

@@ -27,6 +27,7 @@ from bnfuse.opset.spec import (
     image_step,
     is_numbered_map,
     is_of_images,
+    may_be_of_samples,
     parse,
     parts_of,
 )
@@ -63,13 +64,21 @@ def is_map(name: str) -> bool:
     return name in MAP_OPERANDS or is_numbered_map(name) or is_gate(name)
 
 
+def coefficient(low: Lowering, name: str, value: ir.Value) -> Ref:
+    """Give an operand that is no map: dense, or as a map of one pixel a sample where each sample has its own."""
+    shape = low.shape(value)
+    if not may_be_of_samples(name) or len(shape) != 2 or shape[0] == 1:
+        return low.dense(value)
+    return MapRef(low.dense(value), 0, low.map_type((*shape, 1, 1)))
+
+
 def composed(
     low: Lowering, node: ir.Node, spec: OpSpec, operands: Values, results: Values, attributes: Mapping[str, Any]
 ) -> None:
     """Launch the kernel of one operator. `operands` and `results` are the values by the names of the spec."""
     unread = unread_operands(spec)
     refs: dict[str, Ref] = {
-        name: low.map(value) if is_map(name) else low.dense(value)
+        name: low.map(value) if is_map(name) else coefficient(low, name, value)
         for name, value in operands.items()
         if name not in unread and name not in ("weight", *MATRICES)
     }

@@ -18,6 +18,7 @@ from bnfuse.opset.spec import (
     MAPS_LIKE_DY,
     MAPS_LIKE_X,
     is_numbered_map,
+    may_be_of_samples,
     parse,
 )
 from bnfuse.runtime.kernels.common.sides import TOWARDS_OUTPUT
@@ -38,16 +39,20 @@ class CudaCase(ConvCase):
     dtype: str = "float32"
     wider: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()  # maps of another type, by name
+    by_sample: bool = False  # coefficients that may be of each sample are
 
     @property
     def ranges(self) -> dict[str, int]:
         return {"acc_start": 0, "acc_stop": self.cin, "grad_start": 0, "grad_stop": self.cout}
 
     def is_map(self, name: str) -> bool:
-        return name in MAPS or is_numbered_map(name) or is_gate(name)
+        return name in MAPS or is_numbered_map(name) or is_gate(name) or self.is_of_samples(name)
+
+    def is_of_samples(self, name: str) -> bool:
+        return self.by_sample and may_be_of_samples(name)
 
     def dtype_of(self, name: str) -> str:
-        return dict(self.others).get(name, "float32" if is_gate(name) else self.dtype)
+        return dict(self.others).get(name, "float32" if is_gate(name) or self.is_of_samples(name) else self.dtype)
 
     def kind(self, name: str) -> MapType:
         """The type of a map."""
@@ -62,8 +67,8 @@ class CudaCase(ConvCase):
         out = reference.window_counts((self.h, self.w), self.geometry)
         if name in OUTPUT_SIDE:
             return (self.n, self.cout, *out)
-        if is_gate(name):
-            return (self.n, self.cout if name == "grad_gate" else self.cin, 1, 1)
+        if is_gate(name) or self.is_of_samples(name):
+            return (self.n, self.cout if name.startswith("grad_") else self.cin, 1, 1)
         if self.is_map(name):
             return (self.n, self.cin, self.h, self.w)
         if name in ("weight", "dweight"):
@@ -109,7 +114,8 @@ def run_case(
     weight = operands["weight"]
     on_tensor_cores = is_packed(weight.shape, parse(case.op).core, case.group)
     precision = target.precision if on_tensor_cores else "fp32"
-    expected = rounded_reference.run(parse(case.op), operands, case.attributes, precision)
+    in_file = {name: v[..., 0, 0] if case.is_of_samples(name) else v for name, v in operands.items()}
+    expected = rounded_reference.run(parse(case.op), in_file, case.attributes, precision)
     kernel = generator(case.problem(), target)
     arrays, offsets = {}, {}
     for param in kernel.params:

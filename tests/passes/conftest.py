@@ -99,6 +99,31 @@ class _Network:
         more = (f"{y}/new_mean", f"{y}/new_var")
         self.node("BatchNormalization", inputs, y, more, training_mode=1, epsilon=10.0**-eps, momentum=0.9)
 
+    def gn(self, y: str, x: str, groups: int = 1) -> None:
+        """Normalise each sample by groups of channels, written out as torch's exporter does; 0: a channel each."""
+        c = self.channels[x]
+        affine = [1 + 0.3 * self.rng.standard_normal(c), 0.3 * self.rng.standard_normal(c)]
+        if not groups:
+            scale, bias = (self.parameter(f"{y}/{name}", v) for name, v in zip(("scale", "bias"), affine, strict=True))
+            self.node("InstanceNormalization", [x, scale, bias], y)
+            return
+        for name, shape in ((f"{y}/groups", [0, groups, -1]), (f"{y}/axes", [1, 2])):
+            self.integers(name, *shape)
+        for name, value in ((f"{y}/ones", 1), (f"{y}/zeros", 0)):
+            self.node("Constant", [], name, value=onnx.numpy_helper.from_array(np.full(groups, value, np.float32)))
+        self.node("Reshape", [x, f"{y}/groups"], f"{y}/wide")
+        self.node("InstanceNormalization", [f"{y}/wide", f"{y}/ones", f"{y}/zeros"], f"{y}/flat")
+        self.node("Shape", [x], f"{y}/shape")
+        self.channels[f"{y}/flat"] = c
+        self.node("Reshape", [f"{y}/flat", f"{y}/shape"], f"{y}/plain")
+        last = f"{y}/plain"
+        for kind, name, value, result in (("Mul", "scale", affine[0], f"{y}/scaled"), ("Add", "bias", affine[1], y)):
+            parameter = self.parameter(f"{y}/{name}", value)
+            self.node("Unsqueeze", [parameter, f"{y}/axes"], f"{y}/{name}/aligned")
+            self.node(kind, [last, f"{y}/{name}/aligned"], result)
+            last = result
+        self.channels[y] = c
+
     def relu(self, y: str, x: str) -> None:
         self.node("Relu", [x], y)
 

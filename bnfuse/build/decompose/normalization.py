@@ -1,7 +1,8 @@
 """Normalisations, by what they are made of.
 
-    InstanceNormalization    mean and variance a channel and sample: GlobalAveragePool
-    GroupNormalization       the same, averaged over the channels of a group and spread over them again
+    GroupNormalization       of maps: GroupNorm of ours, whose halves the passes fuse; of another rank by
+                             ReduceMean, averaged over the channels of a group and spread over them again
+    InstanceNormalization    the same of one channel a group
     torch's GroupNorm        Reshape -> InstanceNormalization -> Reshape is read as the GroupNormalization that it is
     LayerNormalization       over the last axis our LayerNorm of rows, else ReduceMean over its axes
     RMSNormalization, MeanVarianceNormalization    ReduceMean over their axes
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.spec import DOMAIN, PLAIN_OPS
 
 from .pixels import import_own
 from .writer import Writer
@@ -35,6 +36,26 @@ def group_normalization(write: Writer) -> None:
 
 
 def _by_groups(write: Writer, groups: int) -> None:
+    """Write a GroupNorm of ours, or what it is made of."""
+    shape, (scale, bias) = write.shape(write.node.input[0]), write.node.input[1:3]
+    if len(shape) != 4:
+        _written_out(write, groups)
+        return
+    operands = [scale, bias]
+    if write.shape(scale) != [shape[1]]:  # one a group
+        operands = [_by_channel(write, name, groups, shape[1]) for name in operands]
+    epsilon = float(write.given.get("epsilon", 1e-5))
+    write.own(PLAIN_OPS["GroupNorm"], [write.node.input[0], *operands], epsilon=epsilon, groups=groups)
+
+
+def _by_channel(write: Writer, operand: str, groups: int, channels: int) -> str:
+    """Give a parameter of each group as one of each channel."""
+    column = write.add("Reshape", [operand, write.ints("column", [groups, 1])])
+    spread = write.add("Expand", [column, write.ints("group", [groups, channels // groups])])
+    return write.add("Reshape", [spread, write.ints("flat", [channels])])
+
+
+def _written_out(write: Writer, groups: int) -> None:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, over the channels of each group and all pixels of a
     sample. The scale meets the deviations, which are small, first."""
     x = write.node.input[0]
@@ -42,9 +63,7 @@ def _by_groups(write: Writer, groups: int) -> None:
     rank, members = len(shape), [shape[0], groups, shape[1] // groups]
 
     def mean(value: str) -> str:
-        if rank == 4:
-            value = write.add("GlobalAveragePool", [value])
-        elif rank > 2:
+        if rank > 2:
             value = write.reduce("ReduceMean", value, range(2, rank))
         if groups == shape[1]:
             return value
@@ -54,8 +73,7 @@ def _by_groups(write: Writer, groups: int) -> None:
 
     def aligned(operand: str) -> str:
         if write.shape(operand)[0] != shape[1]:  # one a group
-            spread = write.add("Reshape", [operand, write.ints("column", [groups, 1])])
-            operand = write.add("Expand", [spread, write.ints("group", members[1:])])
+            operand = _by_channel(write, operand, groups, shape[1])
         return write.add("Reshape", [operand, write.ints("aligned", [shape[1], *[1] * (rank - 2)])])
 
     centred = write.add("Sub", [x, mean(x)])

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.protos import attributes, fresh
 from bnfuse.opset.schemas import register
-from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec
+from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec, PlainOp
 
 from ..forward import element_types
 from ..graph import Forward
@@ -108,13 +108,13 @@ class Writer:
             return self.node.output[0]
         return output
 
-    def own(self, spec: OpSpec, inputs: Sequence[str]) -> None:
-        """Add an operator of ours without attributes, which gives the replaced node's result."""
+    def own(self, spec: OpSpec | PlainOp, inputs: Sequence[str], **attrs: Any) -> None:
+        """Add an operator of ours, whose first result is that of the replaced node."""
         register([spec.name])
         imports = self.forward.model.opset_import
         if DOMAIN not in {entry.domain for entry in imports}:
             imports.append(helper.make_opsetid(DOMAIN, VERSION))
-        self.add(spec.name, inputs, last=True, domain=DOMAIN)
+        self.give(self.several(spec.name, inputs, len(spec.results), domain=DOMAIN, **attrs)[0])
 
     def several(self, op: str, inputs: Sequence[str], results: int, **attrs: Any) -> list[str]:
         """Add a node of several results. Gives their names."""

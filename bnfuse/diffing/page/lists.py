@@ -107,7 +107,7 @@ def report_parts(report: dict[str, Any]) -> Markup:
     unfused = [(e["node"], e["half"], e["reason"]) for e in report["unfused"]]
     title = f"Halves that are not fused ({len(unfused)})"
     if unfused:
-        parts.append(folded(title, table(title, ("BatchNorm", "half", "reason"), unfused), is_open=len(unfused) <= 20))
+        parts.append(folded(title, table(title, ("norm", "half", "reason"), unfused), is_open=len(unfused) <= 20))
     else:
         parts.append(tag("p", "No half of a BatchNorm is left unfused.", class_="note"))
     refused = list(dict.fromkeys((r["node"], p["name"], r["reason"]) for p in report["passes"] for r in p["refused"]))

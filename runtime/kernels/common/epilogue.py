@@ -18,7 +18,7 @@ from bnfuse.opset.spec import ADDED_REDUCTIONS, MASKED_REDUCTIONS, SHARED, OpSpe
 from bnfuse.runtime.kernels.common import steps
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.common.steps import Expr, Load
-from bnfuse.runtime.kernels.kernel import Problem
+from bnfuse.runtime.kernels.kernel import MapType, Problem
 
 # steps that add to dx: the maps and the per-channel vectors that they read
 ADDITIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -138,6 +138,7 @@ class EpiloguePlan:
         names += ["gate"] if self.masks and masks_gated(self.spec.prologue) else []
         names += [f"x_{i}" for i in range(1, self.spec.others + 1)]
         names += (*gates_of(self.spec).values(), *added_to(self.spec).values())
+        names += [name for name in self._coefficients if name in self._known]
         return (*names, "dx") if "Accumulate" in self.spec.epilogue else tuple(names)
 
     @property
@@ -145,13 +146,26 @@ class EpiloguePlan:
         """List the per-channel vectors that it reads for each element (and not in the end, as inv_std)."""
         if not self.spec.is_gradient:
             return ("bias",) if "Bias" in self.spec.epilogue else ()
-        names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][1]]
-        names += ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
+        names = [name for name in self._coefficients if name not in self._known]
         names += ["masked"] if "Where" in self.spec.epilogue else []
-        names += [f"{name}{suffix}" for suffix in masks_of(self.spec) for name in "ab"]
         names += [f"part_{number}" for number in parts_of(self.spec.epilogue)]
         names += [f"mean{total.suffix}" for total in self.totals if total.suffix is not None]
         return (*names, "acc_p") if self.places else tuple(names)
+
+    @property
+    def _coefficients(self) -> list[str]:
+        """List the coefficients that it reads for each element: vectors, or maps where each sample has its own."""
+        names = [name for step in ADDITIONS if step in self.spec.epilogue for name in ADDITIONS[step][1]]
+        names += ["a", "b"] if self.masks and "Normalize" in self.spec.prologue else []
+        return names + [f"{name}{suffix}" for suffix in masks_of(self.spec) for name in "ab"]
+
+    @property
+    def _known(self) -> dict[str, MapType]:
+        return dict(self.problem.maps)
+
+    def coefficient(self, name: str, load: Load) -> Expr:
+        """Write a coefficient of the channel at hand, or of its sample's, where each sample has its own."""
+        return load(name, name not in self._known)
 
     def finished(self, value: Expr, load: Load) -> Expr:
         """Write y: the core's result with its bias, and behind its activation."""
@@ -175,7 +189,7 @@ class EpiloguePlan:
         if "AddGatedGradient" in self.spec.epilogue:
             d = steps.fma(load("other_gate", False), load("other", False), d)
         if "AddBatchNormGrad" in self.spec.epilogue:
-            p, q, w = (load(f"other_{name}", True) for name in "pqw")
+            p, q, w = (self.coefficient(f"other_{name}", load) for name in "pqw")
             d = d + steps.batch_norm_grad(load("other_dy", False), p, load("other_x", False), q, w)
         for step in self.masks:
             z = ProloguePlan.of_input(self.problem).before_activation(load)
@@ -195,7 +209,8 @@ class EpiloguePlan:
             return value * load(total.gate, False)
         if total.mask is not None:
             suffix = total.results[0].removeprefix("dbeta").removeprefix("dgamma")
-            z = steps.normalize(load(f"x{suffix}", False), load(f"a{suffix}", True), load(f"b{suffix}", True))
+            a, b = (self.coefficient(f"{name}{suffix}", load) for name in "ab")
+            z = steps.normalize(load(f"x{suffix}", False), a, b)
             whole = value if total.added is None else value + load(total.added, False)
             return steps.activation_grad(total.mask, whole, z, dict(self.problem.attributes))
         return value

@@ -20,6 +20,7 @@ from bnfuse.opset.spec import (
     around_batch_norm_grad,
     further_terms,
     masks_gated,
+    may_be_of_samples,
     prologue_operands,
     skip_activation,
 )
@@ -81,7 +82,8 @@ class ProloguePlan:
         Of activations Relu alone is known to; others may, depending on their attributes.
         """
         kinds = {step.removeprefix("Skip") for step in self.steps} & {*ACTIVATIONS}
-        return not self.vectors and kinds <= {"Relu"}
+        coefficients = any(map(may_be_of_samples, self.operands))
+        return not self.vectors and not coefficients and kinds <= {"Relu"}
 
     def ends_in(self, step: str) -> bool:
         """Tell whether this is the last step, in all channels."""
@@ -96,7 +98,7 @@ class ProloguePlan:
         value = load(self.source, False)
         for step, of_some in applied(self.steps):
             if step == "Normalize":
-                value = steps.normalize(value, load("a", True), load("b", True))
+                value = steps.normalize(value, self.coefficient("a", load), self.coefficient("b", load))
             elif step in ACTIVATIONS:
                 made = steps.apply_activation(step, value, self.attributes)
                 value = steps.chosen(load("active", True), made, value) if of_some else made
@@ -107,17 +109,25 @@ class ProloguePlan:
                 for name, a, b in further_terms(prologue_operands(self.steps)):
                     plus = load(name, False)
                     normalized = a in prologue_operands(self.steps)
-                    value = value + (steps.normalize(plus, load(a, True), load(b, True)) if normalized else plus)
+                    if normalized:
+                        plus = steps.normalize(plus, self.coefficient(a, load), self.coefficient(b, load))
+                    value = value + plus
             elif step == "GateGrad":
                 value = value * load("grad_gate", False)
             elif step == "BatchNormGrad":
                 value = self._batch_norm_grad(value, load)
         return value
 
+    def coefficient(self, name: str, load: Load) -> Expr:
+        """Write a coefficient of the channel at hand, or of its sample's, where each sample has its own."""
+        return load(name, name not in self.known)
+
     def before_activation(self, load: Load) -> Expr:
         """Write z: x after Normalize, and a Gate that follows it, before the activation, which a mask asks for."""
         x = load(self.source, False)
-        z = steps.normalize(x, load("a", True), load("b", True)) if "Normalize" in self.steps else x
+        z = x
+        if "Normalize" in self.steps:
+            z = steps.normalize(x, self.coefficient("a", load), self.coefficient("b", load))
         return z * load("gate", False) if masks_gated(self.steps) else z
 
     def _batch_norm_grad(self, dy: Expr, load: Load) -> Expr:
@@ -126,19 +136,19 @@ class ProloguePlan:
         x = read = load("grad_x", False)
         dy = dy + load("grad_other", False) if "AddGrad" in self.steps else dy
         if before:
-            z = steps.normalize(x, load("grad_a", True), load("grad_b", True))
+            z = steps.normalize(x, self.coefficient("grad_a", load), self.coefficient("grad_b", load))
             dy = steps.activation_grad(before, dy, z, self.attributes)
         if behind:
             read = steps.apply_activation(behind.removesuffix("Grad"), x, self.attributes)
-        q, w = load("grad_q", True), load("grad_w", True)
-        dy = steps.batch_norm_grad(dy, load("grad_p", True), read, q, w)
+        q, w = self.coefficient("grad_q", load), self.coefficient("grad_w", load)
+        dy = steps.batch_norm_grad(dy, self.coefficient("grad_p", load), read, q, w)
         return steps.activation_grad(behind, dy, x, self.attributes) if behind else dy
 
     def _skip(self, step: str, load: Load) -> Expr:
         """Write what Add or AddNormalized adds."""
         skip = load("skip", False)
         if step == "AddNormalized":
-            skip = steps.normalize(skip, load("skip_a", True), load("skip_b", True))
+            skip = steps.normalize(skip, self.coefficient("skip_a", load), self.coefficient("skip_b", load))
         kind = skip_activation(self.steps)
         skip = steps.apply_activation(kind, skip, self.attributes) if kind else skip
         return skip * load("skip_gate", False) if "SkipGate" in self.steps else skip

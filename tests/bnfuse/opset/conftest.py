@@ -13,7 +13,18 @@ from onnx import TensorProto, helper
 
 from bnfuse.opset import reference
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import CONV_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, WHOLE_OPS, OpSpec, PlainOp, find, parts_of
+from bnfuse.opset.spec import (
+    CONV_GRADS,
+    CONVS,
+    DOMAIN,
+    MAPS_LIKE_X,
+    SAMPLEWISE,
+    WHOLE_OPS,
+    OpSpec,
+    PlainOp,
+    find,
+    parts_of,
+)
 
 CONV = {
     "dilations": [1, 1],
@@ -88,9 +99,20 @@ def _value(name: str, value: np.ndarray, dynamic: bool) -> onnx.ValueInfoProto:
 
 
 def make_case(
-    name: str, *, seed: int = 0, shape=(2, 6, 7, 9), out_channels: int = 4, conv=None, pool=None, **attributes
+    name: str,
+    *,
+    seed: int = 0,
+    shape=(2, 6, 7, 9),
+    out_channels: int = 4,
+    conv=None,
+    pool=None,
+    by_sample: bool = False,
+    **attributes,
 ) -> Case:
-    """Random operands of fitting shapes for the operator of this name. x has `shape`; the core makes y of it."""
+    """Random operands of fitting shapes for the operator of this name. x has `shape`; the core makes y of it.
+
+    The coefficients that may be of each sample are so where `by_sample` is set.
+    """
     op = find(name)
     assert op is not None, name
     rng = np.random.default_rng(seed)
@@ -134,6 +156,9 @@ def make_case(
     gate = (shape[0], shape[1], 1, 1)
     shapes |= dict.fromkeys(("gate", "skip_gate", "other_gate", *(f"gate_{i}" for i in range(1, 9))), gate)
     shapes["grad_gate"] = (y[0], y[1], 1, 1)
+    if by_sample:
+        at_output = [name for name in SAMPLEWISE if name.startswith("grad_")]
+        shapes |= dict.fromkeys(SAMPLEWISE, shape[:2]) | dict.fromkeys(at_output, y[:2])
     given = {"x": x, "weight": weight, **matrices, "indices": forward.get("indices")}
     operands = {
         operand: given[operand] if operand in given else rng.normal(size=shapes.get(operand, (shape[1],)))
@@ -150,6 +175,8 @@ def _whole_case(op: PlainOp, rng: np.random.Generator, shape: tuple[int, ...]) -
     shapes = {**dict.fromkeys(("x", "dy"), shape), "dlosses": rows}
     if op.name == "LayerNormGrad":
         shapes |= {"mean": rows, "inv_std": rows}
+    if op.name.startswith("GroupNorm"):
+        shapes |= dict.fromkeys(("mean", "inv_std"), shape[:2])
     given = {
         name: rng.normal(size=shapes.get(name, (shape[1],)))
         for name in op.operands
@@ -163,7 +190,7 @@ def _whole_case(op: PlainOp, rng: np.random.Generator, shape: tuple[int, ...]) -
         given["labels"] = rng.integers(shape[1], size=rows)
         given["labels"].flat[0], given["dlosses"].flat[0] = -100, 0
     operands = {name: _as(np.float32, given[name]) for name in op.operands}
-    attributes = {"epsilon": 1e-3, "momentum": 0.9}
+    attributes = {"epsilon": 1e-3, "momentum": 0.9, "groups": next(k for k in (3, 2, 1) if shape[1] % k == 0)}
     return Case(op, operands, {name: attributes[name] for name in op.attributes})
 
 
@@ -178,6 +205,7 @@ def _plain_case(op: PlainOp, rng: np.random.Generator, shape) -> Case:
         "acc_start": 1,
         "acc_stop": 1 + c,
         "weight": 0.25,
+        "groups": next(k for k in (3, 2, 1) if c % k == 0),
         "extent": [max(1, n - 1), max(1, h // 2), max(1, w - 2)],
         **_groups(n),
     }
@@ -192,7 +220,8 @@ def _plain_case(op: PlainOp, rng: np.random.Generator, shape) -> Case:
         if name == "points":
             return np.sort(rng.choice(n * h * w, max(1, n * h * w // 3), replace=False))
         local = op.name.startswith("Local") and name in ("a", "b", "p", "q", "w", "mean", "variance", "inv_std")
-        coefficient = grouped if local else (wide.get(name, c),)
+        of_samples = op.name.startswith("GroupNorm") and name not in ("scale", "bias")
+        coefficient = grouped if local else (n, c) if of_samples else (wide.get(name, c),)
         return rng.normal(size=shape if name in ("x", "dz", "acc") else coefficient).astype(np.float32)
 
     operands = {name: draw(name) for name in op.operands}

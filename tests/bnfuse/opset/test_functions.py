@@ -24,6 +24,7 @@ from bnfuse.opset.spec import (
     LOCAL_OPS,
     MASKED_REDUCTIONS,
     PLAIN_OPS,
+    SAMPLEWISE,
     SAMPLING_OPS,
     WHOLE_OPS,
     of_skip,
@@ -100,6 +101,12 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_body_computes_what_the_reference_does(name, case, assert_close):
     it = case(name)
+    assert_close(it.run_body(), it.expected())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if (op := parse(name)) and {*op.operands} & {*SAMPLEWISE}])
+def test_body_takes_coefficients_of_each_sample(name, case, assert_close):
+    it = case(name, by_sample=True)
     assert_close(it.run_body(), it.expected())
 
 

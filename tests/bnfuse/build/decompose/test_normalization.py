@@ -44,8 +44,12 @@ def test_group_normalization_as_torch_writes_it_leaves_maps_as_they_are(shape):
     ]
     made = check_same(model_of(nodes, feeds, values), feeds, variables=["s"])
     makers = {node.output[0]: node for node in made.graph.node}
-    (centring,) = (node for node in made.graph.node if node.op_type == "Sub")
-    assert centring.input[0] == "x" and makers[makers["y"].input[0]].op_type == "Mul"
+    if len(shape) == 4:
+        (norm,) = (node for node in made.graph.node if node.op_type == "GroupNorm")
+        assert norm.input[0] == "x" and makers[makers["y"].input[0]] == norm
+    else:
+        (centring,) = (node for node in made.graph.node if node.op_type == "Sub")
+        assert centring.input[0] == "x" and makers[makers["y"].input[0]].op_type == "Mul"
 
 
 @given(rank=st.integers(2, 4), axis=st.integers(-4, 3), bias=st.booleans(), results=st.integers(1, 3))
