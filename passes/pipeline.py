@@ -103,7 +103,8 @@ class Report:
         """Give the report as JSON's types:
 
         level, batch_norms, group_norms, unfused [{node, half, reason, norm}],
-        passes [{name, changed, refused, seconds}], nodes, removed [{index, node, kept_affine}], sampled [{node, spec, ratio, elements}].
+        passes [{name, changed, refused, seconds}], nodes, removed [{index, node, kept_affine}],
+        sampled [{node, spec, ratio, elements}].
         """
         return {
             "level": self.level,

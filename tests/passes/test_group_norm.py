@@ -109,7 +109,7 @@ def test_they_sink_through_concats(norm, act, training, rewritten):
     model = training(UNET.format(act=act, norm=norm))
     result = rewritten(model, "icf", tolerance=5e-4)
     (concat,) = (n for n in result.model.graph if n.op_type == "Concat" and len(n.inputs[0].shape) == 4)
-    assert [value.producer().op_type for value in concat.inputs][0] == "Conv"
+    assert concat.inputs[0].producer().op_type == "Conv"
     assert not [name for name in pointwise(result) if "Grad" not in name]
     assert float64(model, result) < 1e-9
 
