@@ -23,6 +23,7 @@ PAGES = {
     "Bias before a BN": "removal.drop_bias",
     "MVF": "fission.batch_norm",
     "BNFF, splitting the gradient": "fission.batch_norm_grad",
+    "BNFF, GroupNorms": "fission.group_norm",
     "BNFF, layer scales": "fusion.layer_scale",
     "BNFF, gates": "fusion.gate",
     "BNFF, sums of gradients": "fusion.gradient_sum",
