@@ -26,6 +26,7 @@ PAGES = {
     "BNFF, GroupNorms": "fission.group_norm",
     "BNFF, layer scales": "fusion.layer_scale",
     "BNFF, gates": "fusion.gate",
+    "BNFF, sums behind gates": "fusion.gate_sums",
     "BNFF, sums of gradients": "fusion.gradient_sum",
     "BNFF, masks and reductions": "fusion.mask",
     "BNFF, masks of gradients that others read": "fusion.shared_mask",

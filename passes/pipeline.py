@@ -44,6 +44,7 @@ from bnfuse.passes.fission.group_norm import SplitGroupNorm
 from bnfuse.passes.fusion.batch_norm_grad import BatchNormGradFusion
 from bnfuse.passes.fusion.difference import DifferenceAsSum
 from bnfuse.passes.fusion.gate import GateFusion
+from bnfuse.passes.fusion.gate_sums import GateSumsFusion
 from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
 from bnfuse.passes.fusion.layer_scale import LayerScaleFusion
 from bnfuse.passes.fusion.long_sum import LongSumFusion
@@ -174,6 +175,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
             stages.append([("icf/part", PartReduction), *_fusions(level, concats=True)])
         last: list[tuple[str, PassFactory]] = [(f"{level}/relu-out", ReluOut), (f"{level}/sum-and-mask", SumIntoMask)]
         stages.append([*last, *_fusions(level, concats=True)])
+        stages.append([(f"{level}/gate-sums", GateSumsFusion)])
     return stages
 
 

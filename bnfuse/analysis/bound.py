@@ -134,14 +134,33 @@ class _Plan:
             self.batch_norm(node, operands, written)
         elif kind == "gradient":
             self.batch_norm_grad(node, operands, written)
-        elif kind == "reduction" and not written:
+        elif kind == "reduction" and (not written or self.sums_gradient(node, written)):
             self.reduce(node, operands)
+            for value, size in written:
+                self.store(value, size)
+        elif kind == "sum" and (wide := self.wide_term(read)) is not None:
+            for value, _ in written:
+                self.made[value] = self.made[wide]
+                self.late.update([value] if wide in self.late else [])
         elif kind == "sum" and len(largest(read)) > 1:
             self.sum(node, read, written)
         elif kind in ("sum", "elementwise"):
             self.elementwise(read, written)
         else:
             self.anchor(node, operands, written)
+
+    def sums_gradient(self, node: ir.Node, written: Touched) -> bool:
+        """Tell whether a node of the backward pass sums over each image: a gate's gradient."""
+        return node not in self.forward and all(is_one_pixel(value) for value, _ in written)
+
+    def wide_term(self, read: Touched) -> ir.Value | None:
+        """Find the one term of a sum that is no pixel repeated over each image, where all others are.
+
+        What a pooling passes back to all pixels need not be waited for by sums over the images' other gradients.
+        """
+        terms = largest(read)
+        wide = [v for v in terms if sum(maps_of(self.made[v]).values()) >= dict(read)[v]]
+        return wide[0] if len(wide) == 1 < len(terms) else None
 
     def store(self, value: ir.Value, size: int) -> None:
         """Have a map be there as it is."""
@@ -372,6 +391,11 @@ def largest(read: Touched) -> list[ir.Value]:
     """List the operands of the largest size, each once: others are repeated over it."""
     most = max((size for _, size in read), default=0)
     return list(dict.fromkeys(value for value, size in read if size == most))
+
+
+def is_one_pixel(value: ir.Value) -> bool:
+    """Tell whether a map has one pixel in each image."""
+    return value.shape is not None and [*value.shape[2:]] == [1, 1]
 
 
 def is_mask(node: ir.Node) -> bool:

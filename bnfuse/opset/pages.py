@@ -48,7 +48,8 @@ PROLOGUE = {
     ),
     "AddGrad": Text(
         "dy <- dy + grad_other",
-        "The gradient of another reader, where the sum is not stored: both are needed as they are, too.",
+        "The gradient of another reader, where the sum is not stored: both are needed as they are, too. What a pooling "
+        "over each image passes back has one pixel, [N, C, 1, 1].",
     ),
     "BatchNormGrad": Text(
         "dy <- grad_p*dy + grad_q*grad_x + grad_w",
@@ -415,7 +416,7 @@ result. Steps come in this order:
                [[SkipActivation] [SkipGate] Add|AddNormalized [Plus|PlusNormalized]*] [{CHOICE}]
                {"|".join(FORWARD_CORES)}
                [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
-    backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
+    backward   [Slice] [GateGrad] [[AddGrad] [ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] {CHOICE}] [Gate [{CHOICE}]]
                {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]

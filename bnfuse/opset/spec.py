@@ -13,7 +13,7 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
                [[SkipActivation] [SkipGate] Add|AddNormalized [Plus|PlusNormalized]*] [Activation]
                Conv|ConvTranspose|MaxPool|AveragePool|GlobalAveragePool|Resample|Pointwise
                [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
-    backward   [Slice] [GateGrad] [[[AddGrad] ActivationGrad] BatchNormGrad [ActivationGrad]]
+    backward   [Slice] [GateGrad] [[AddGrad] [ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] Activation] [Gate [Activation]]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
@@ -44,7 +44,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
 
     Slice           dy <- dy[:, grad_start : grad_stop]        attributes grad_start, grad_stop
     GateGrad        dy <- grad_gate*dy                         grad_gate is like gate
-    AddGrad         dy <- dy + grad_other                      the gradient of another reader
+    AddGrad         dy <- dy + grad_other                      the gradient of another reader; [N, C, 1, 1] of a pooling
     BatchNormGrad   dy <- grad_p*dy + grad_q*grad_x + grad_w   the input gradient of the BN that follows the core;
                     grad_p, grad_q, grad_w, grad_a, grad_b are [C], or [N, C] as of a GroupNorm
     ActivationGrad  before it, of the activation behind that BN: dy <- dy * f'(grad_a*grad_x + grad_b)
@@ -159,7 +159,7 @@ _FORWARD = re.compile(
 )
 _BACKWARD = re.compile(
     rf"(?P<way_in>(Slice)?(GateGrad)?"
-    rf"(?:(?:(AddGrad)?(?P<before>(?:{_ACTIVATION})Grad))?(BatchNormGrad)(?P<behind>(?:{_ACTIVATION})Grad)?)?"
+    rf"(?:(AddGrad)?(?P<before>(?:{_ACTIVATION})Grad)?(BatchNormGrad)(?P<behind>(?:{_ACTIVATION})Grad)?)?"
     rf"(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?:(?P<gate>Gate)(?P<last>{_ACTIVATION})?)?)"
     rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
     rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"

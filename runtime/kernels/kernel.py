@@ -24,7 +24,8 @@ from bnfuse.runtime.targets.target import Target
 
 Access = Literal["in", "out", "inout"]
 
-GATED = {"gate": "x", "skip_gate": "x", "grad_gate": "dy"}  # gates, by the map that they multiply; all others are of dx
+# gates, and gradients of poolings, by the map that they multiply or are added to; all others are of dx
+GATED = {"gate": "x", "skip_gate": "x", "grad_gate": "dy", "grad_other": "dy"}
 # coefficients that each sample may have of its own, by the map that they are of; all others are of dx
 SAMPLEWISE = {
     **dict.fromkeys(("a", "b", "skip_a", "skip_b"), "x"),
@@ -118,7 +119,7 @@ class Problem:
 
 
 def is_gate(name: str) -> bool:
-    """Tell whether an operand is a gate: a map of which a pixel stands for those of an image, or of all images."""
+    """Tell whether an operand is, or may be, a map of which a pixel stands for those of an image, or of all images."""
     return name in (*GATED, "other_gate") or name.startswith("gate_")
 
 

@@ -34,6 +34,7 @@ MAP_OF_DY = MAPS_LIKE_DY
 CHANNELS_OF_DY = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w")
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 
+POOLED = "GateGradAddGradReluGradBatchNormGradNormalizeReluConvGradReluGradReduce"
 ACTIVATED = "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther"
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
 
@@ -56,6 +57,8 @@ class Case(ConvCase):
     def shape(self, name: str) -> tuple[int, ...]:
         if name in ("weight", "dweight"):
             return (self.cout, self.cin // self.group, *self.kernel)
+        if name == "grad_other" and "GateGradAddGrad" in self.op:  # what a pooling passes back
+            return (self.n, self.cout, 1, 1)
         if name in MAP_OF_DY:
             return (self.n, self.cout, *self.out)
         if name in (*MAPS_LIKE_X, "dx", "acc") or is_numbered_map(name):
@@ -182,6 +185,10 @@ CASES = [
     Case("GateGradConvGradAddGradientReluGradReduceImageGate", 3, 9, 7, 20, 33, (3, 3), (2, 2), (1, 1, 1, 1), slots=2),
     Case("NormalizeReluConvGradReluGradImageReduce", 2, 9, 8, 34, 12, (3, 2), pads=(1, 1, 1, 0), group=2),
     Case("ConvGradInputImageReduce", 4, 2, 3, 19, 40),
+    Case(POOLED, 3, 5, 4, 20, 24, slots=2),
+    Case(POOLED, 2, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19),
+    Case(POOLED, 2, 14, 14, 64, 32, (3, 3), pads=(1, 1, 1, 1)),
+    Case("GateGradAddGradBatchNormGradReluConvGradReduceOther", 3, 5, 4, 20, 24),
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
 ]
 

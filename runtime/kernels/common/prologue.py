@@ -2,7 +2,7 @@
 
     x after its steps     [Normalize] [[Where] Activation] [Gate]
                           [[SkipActivation] [SkipGate] Add|AddNormalized [Plus|PlusNormalized]*] [Activation]
-    dy after its steps    [GateGrad] [BatchNormGrad]
+    dy after its steps    [GateGrad] [[AddGrad] [ActivationGrad] BatchNormGrad [ActivationGrad]]
 
 A code generator brings the operands (into registers, shared memory, vectors) and says by `load` where they are.
 """

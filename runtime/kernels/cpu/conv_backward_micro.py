@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -278,24 +279,43 @@ class _Micro:
         height = tirx.Min(tirx.Min(height, tiles.rows - self.row), tiles.micro_rows)
         width = tirx.Min(_remaining(columns, self.column_residue, self.column), tiles.micro_columns)
         with T.serial(0, tiles.micro_images) as n, T.serial(0, height) as i:
-            row = self._row_sums(tiles.block)
-            with T.serial(0, width) as j:
-                pixel = T.bind(self.pixel(n, i, j))
-                for start, lanes in widths.items():
-                    with T.vectorized(0, lanes) as lane:
-                        inner = start + lane
-                        index = self.cell(n, i, j) + inner
-                        write_epilogue(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
-                        if row is not None:
-                            row.add(acc[index], self.nest.loader(pixel, first + inner), inner)
-            if row is not None and self.place.images is not None:
-                made = self.nest.problem.map(self.nest.result)
-                image = T.bind(tirx.floordiv(self.pixel(n, i, 0), made.h * made.w))
-                row.flush(self.place.images, image, self.place.thread, first, widths)
+            for image, start, stop in self._stretches(n, i, width):
+                row = self._row_sums(tiles.block)
+                with T.serial(0, stop - start) as j:
+                    pixel = T.bind(self.pixel(n, i, start + j))
+                    for begin, lanes in widths.items():
+                        with T.vectorized(0, lanes) as lane:
+                            inner = begin + lane
+                            index = self.cell(n, i, start + j) + inner
+                            write_epilogue(self.nest, acc[index], (acc, index), part, (pixel, first + inner, inner))
+                            if row is not None:
+                                row.add(acc[index], self.nest.loader(pixel, first + inner), inner)
+                if row is not None and self.place.images is not None:
+                    row.flush(self.place.images, image, self.place.thread, first, widths)
         part.flush(sums, self.place.thread, first, widths)
 
+    def _stretches(self, n: Expr, i: Expr, width: Expr) -> Iterator[tuple[Expr, Expr, Expr]]:
+        """Cut a row of the micro-tile where images end: image, first and behind the last column of each stretch.
+
+        Rows of a pointwise convolution are pixels of a list, and go on from image to image; others have pixels of one.
+        Without sums over images the row is one stretch.
+        """
+        if self.place.images is None:
+            yield 0, 0, width
+            return
+        made = self.nest.problem.map(self.nest.result)
+        area, first = made.h * made.w, T.bind(self.pixel(n, i, 0))
+        image = T.bind(tirx.floordiv(first, area))
+        if not self.nest.shape.is_pointwise:
+            yield image, 0, width
+            return
+        count = tirx.floordiv(first + width - 1, area) - image + 1
+        with T.serial(0, T.bind(tirx.Select(width > 0, count, 0))) as k:
+            begins = T.bind((image + k) * area - first)
+            yield image + k, T.bind(tirx.Max(0, begins)), T.bind(tirx.Min(width, begins + area))
+
     def _row_sums(self, block: int) -> RowSums | None:
-        """Begin the sums over a row of pixels, which are all of one image; None where there are none."""
+        """Begin the sums over pixels that are all of one image; None where there are none."""
         plan = ImagePlan.of(self.nest.problem)
         return None if plan is None else RowSums.zero(plan, block)
 

@@ -137,9 +137,9 @@ class Nest(Elements):
             image, unit = divmod(item, self.tile_rows)
             return image * self.tiles.images * axis.size + min((unit * self.tiles.rows + rows) * axis.stride, axis.size)
 
-        pixels = (made.h * made.w) // self.shape.columns.size if self.shape.columns.size else 1
         behind = row(last, self.tiles.rows) + (self.tiles.images - 1) * axis.size
-        return row(first, 0) // pixels, (behind - 1) // pixels
+        width, area = self.shape.columns.size, made.h * made.w
+        return row(first, 0) * width // area, (behind * width - 1) // area
 
     @property
     def grad_rows(self) -> int:

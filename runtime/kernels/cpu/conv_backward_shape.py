@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from bnfuse.opset.spec import image_step
 from bnfuse.runtime.kernels.common.geometry import Axis, Convolution, convolution_of
 from bnfuse.runtime.kernels.kernel import Problem
 from bnfuse.runtime.targets.cpus import vector_registers
@@ -63,17 +62,12 @@ def conv_shape(problem: Problem, threads: int) -> Convolution:
 def conv_shapes(problem: Problem, threads: int) -> list[Convolution]:
     """List the ways to see a problem, the best first: a pointwise convolution has its pixels regrouped into rows."""
     shape = convolution_of(problem)
-    by_image = image_step(problem.spec.epilogue) is not None
-    return _regrouped(shape, threads, by_image) if shape.is_pointwise else [shape]
+    return _regrouped(shape, threads) if shape.is_pointwise else [shape]
 
 
-def _regrouped(shape: Convolution, threads: int, by_image: bool) -> list[Convolution]:
-    """Cut pixels into rows that whole micro-tiles of 14 fill and that share out evenly; each row is then a tile.
-
-    Sums over images are taken row by row: no row has pixels of two then.
-    """
+def _regrouped(shape: Convolution, threads: int) -> list[Convolution]:
+    """Cut pixels into rows that whole micro-tiles of 14 fill and that share out evenly; each row is then a tile."""
     pixels = shape.n * shape.rows.size * shape.columns.size
-    whole = shape.rows.size * shape.columns.size if by_image else pixels
 
     def cost(width: int) -> tuple[int, int]:
         busiest = -(-(pixels // width) // threads)
@@ -83,7 +77,7 @@ def _regrouped(shape: Convolution, threads: int, by_image: bool) -> list[Convolu
         count = pixels // width
         return dataclasses.replace(shape, n=1, rows=Axis(count, count), columns=Axis(width, width))
 
-    return [rows_of(width) for width in sorted((d for d in _divisors(whole) if d <= FLAT_PIXELS), key=cost)]
+    return [rows_of(width) for width in sorted((d for d in _divisors(pixels) if d <= FLAT_PIXELS), key=cost)]
 
 
 def _divisors(number: int) -> list[int]:

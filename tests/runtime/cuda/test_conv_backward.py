@@ -21,6 +21,7 @@ SUMS = (
 )
 READ = "AddGradReluGradBatchNormGradConvGradReduceAddedReluGradReduceReluGrad"
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
+POOLED = "GateGradAddGradReluGradBatchNormGradNormalizeReluConvGradReluGradReduce"
 OTHERS = "ConvGradInputAddGradientReluGradReduceReduceOtherReduceOther"
 MAPS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # of norms, over what rounding the map costs: few elements of what the tensor cores read round to the other side
@@ -67,6 +68,8 @@ CASES = {
     "stem": CudaCase("BatchNormGradConvGradWeight", 1, 13, 11, 3, 24, (7, 7), (2, 2), (3, 3, 3, 3)),
     "stem-with-bias": CudaCase("ConvGradWeightBiasGrad", 2, 23, 24, 3, 20, (11, 11), (4, 4), (2, 2, 2, 2)),
     "bias-behind-a-norm": CudaCase("BatchNormGradConvGradBiasGrad", 1, 19, 18, 3, 7, (11, 11), (4, 4), (2, 2, 2, 2)),
+    "gated-and-pooled": CudaCase(POOLED, 3, 7, 7, 40, 24, slots=3),
+    "halo-gated-and-pooled": CudaCase(POOLED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
     "gated": CudaCase(GATED, 3, 7, 7, 40, 24, slots=3),
     "halo-gated": CudaCase(GATED, 3, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
     "few-channels-gated": CudaCase(GATED, 2, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),

@@ -47,6 +47,7 @@ BACKWARD_OPS = (
     "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated",
     "BatchNormGradReluGradNormalizeConvGradBiasGradAddBatchNormGradReduce",
     "AddGradReluGradBatchNormGradReluConvGradReluGradAddSkipGradientReduceAddedReluGrad",
+    "GateGradAddGradReluGradBatchNormGradNormalizeReluConvGradReluGradReduce",
     BACKWARD,
 )
 
