@@ -9,10 +9,22 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx_ir as ir
 
 from bnfuse.graph.values import declared_shape
-from bnfuse.opset.spec import CONV_GRADS, DOMAIN, IMAGE_STEPS, SHARED, TRANSPOSED, OpSpec, PlainOp, find, parse
+from bnfuse.opset.spec import (
+    CONV_GRADS,
+    DOMAIN,
+    IMAGE_STEPS,
+    RESAMPLES,
+    SHARED,
+    TRANSPOSED,
+    OpSpec,
+    PlainOp,
+    find,
+    parse,
+)
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "PlusNormalized", "Statistics", "BatchNormGrad", "Reduce"}
@@ -21,8 +33,8 @@ OF_NO_BATCH_NORM = ("SoftmaxCrossEntropyGrad", "LayerNorm", "LayerNormGrad")
 
 
 def flops(node: ir.Node) -> int:
-    """Count multiply-adds times two of a convolution, its gradients or a matrix product; an operation per element of
-    each window of a pooling; 0 for anything else."""
+    """Count multiply-adds times two of a convolution, its gradients, a matrix product or a Resample; an operation per
+    element of each window of a pooling; 0 for anything else."""
     core = core_of(node)
     if core == "Conv":
         return conv_flops(node.outputs[0], weight_of(node))
@@ -33,6 +45,8 @@ def flops(node: ir.Node) -> int:
         return conv_flops(operand(node, "dy", 0), weight_of(node)) * results
     if core in ("MaxPool", "AveragePool"):
         return math.prod(declared_shape(node.outputs[0])) * math.prod(node.attributes["kernel_shape"].as_ints())
+    if core in RESAMPLES:
+        return resample_flops(node)
     if core == "GlobalAveragePool":
         return math.prod(declared_shape(operand(node, "x", 0)))
     if core == "Gemm":
@@ -41,6 +55,28 @@ def flops(node: ir.Node) -> int:
     if core == "MatMul":
         return 2 * math.prod(declared_shape(node.outputs[0])) * declared_shape(node.inputs[0])[-1]
     return 0
+
+
+def resample_flops(node: ir.Node) -> int:
+    """Count those of the entries of both matrices that are not 0: pixel by pixel, or along the rows and then along the
+    columns, whichever is less."""
+    rows, columns = (operand(node, name, place) for place, name in enumerate(("rows", "columns"), 1))
+    if rows is None or columns is None:
+        return 0
+    backward = core_of(node) == "ResampleGrad"
+    taps, taps_across = entries(rows), entries(columns)
+    height = declared_shape(rows)[1 if backward else 0]  # of the result
+    width = declared_shape(columns)[0 if backward else 1]  # of what is read
+    x = operand(node, "dy" if backward else "x", 0)
+    n, c = declared_shape(x)[:2] if x is not None else (0, 0)
+    return 2 * n * c * min(taps * taps_across, taps * width + height * taps_across)
+
+
+def entries(matrix: ir.Value) -> int:
+    """Count the elements of a matrix that are not 0, all of them where they are not known."""
+    if matrix.const_value is None:
+        return math.prod(declared_shape(matrix))
+    return int(np.count_nonzero(matrix.const_value.numpy()))
 
 
 def core_of(node: ir.Node) -> str:

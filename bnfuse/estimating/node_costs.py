@@ -21,6 +21,7 @@ from bnfuse.opset.spec import (
     IMAGE_STEPS,
     MASKED_REDUCTIONS,
     OF_GRADIENT,
+    RESAMPLES,
     SHARED,
     WHOLE_OPS,
     OpSpec,
@@ -103,6 +104,8 @@ def composed_type(op: OpSpec) -> str:
     """Name the type of a core that is no convolution."""
     if "Pool" in op.core:
         return "Pool"
+    if op.core in RESAMPLES:
+        return "Other"
     steps = {*op.prologue, *op.epilogue}
     if steps & {
         "Normalize",

@@ -37,7 +37,7 @@ from bnfuse.opset.spec import CONV_GRADS, PLAIN_OPS, OpSpec, parts_of
 from bnfuse.passes.concat.ranges import is_range, joined, length, pieces
 from bnfuse.passes.dialect.source_ops import constant_of, gradient_of, is_map, read
 from bnfuse.passes.dialect.steps import ACCUMULATIONS, REDUCTIONS, has_room_after, try_spec
-from bnfuse.passes.fusion.shared_mask import Readers, is_own_mask, own_readers
+from bnfuse.passes.fusion.shared_mask import Readers, is_behind_factor, is_own_mask, own_readers
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, sort
 
 REDUCE = PLAIN_OPS["BatchNormGradReduce"]
@@ -52,7 +52,7 @@ class PartReduction(ir.passes.InPlacePass):
         editor = Editor(model, "icf")
         for node in list(model.graph):
             op = read(node) if node.graph is not None else None
-            if op is not None and (op.spec is REDUCE or is_own_mask(op)):
+            if op is not None and (op.spec is REDUCE or (is_own_mask(op) and not is_behind_factor(op))):
                 fuse(editor, op)
             elif op is not None and is_mask_of_sum(op):
                 fuse_mask_of_sum(editor, op)

@@ -14,7 +14,8 @@
 What a gate multiplies is not stored: the product goes into what reads it (u into the convolution behind it, by
 `PointwiseFusion`), and y, the normalised map, is left for the pooling and the gate's gradient to compute on their way
 in. A factor for each sample, [N, 1, 1, 1], becomes one for each sample and channel first, and is divided there by what
-the map would be divided by.
+the map would be divided by; a number (BiFPN's weights, a constant) becomes one for each channel. Their gradients are
+the sums of those of the channels.
 
 Refuses a product that has other readers than these, or one without room: it must exist then.
 """
@@ -136,17 +137,34 @@ def narrow(editor: Editor, node: ir.Node) -> None:
             return
 
 
+def map_and_number(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Give the operands of a product of a map of several pixels and a number, the map first; None for another."""
+    for x, factor in (node.inputs[:2], node.inputs[1::-1]):
+        if factor is None or factor.shape is None or factor.dtype != ir.DataType.FLOAT or not is_map(x):
+            continue
+        if all(size == 1 for size in factor.shape) and len(factor.shape) <= 4 and sizes(x)[2] * sizes(x)[3] > 1:
+            return x, factor
+    return None
+
+
 def widen(editor: Editor, node: ir.Node) -> None:
-    """Give each channel the factor of its sample, where the map is one of a BN, or the gradient of one."""
-    factored = map_and_factor(node)
-    if factored is None:
+    """Give each channel the factor of its sample, or of all, where the map is one of a BN, or the gradient of one."""
+    factored, shared = map_and_factor(node), map_and_number(node)
+    if shared is not None and (factored is None or sizes(factored[0])[0] == 1):
+        x, factor = shared
+        shape: tuple[int, ...] = (1, sizes(x)[1], 1, 1)
+    elif factored is not None:
+        x, factor = factored
+        shape = (*sizes(x)[:2], 1, 1)
+    else:
         return
-    x, factor = factored
     if sizes(x)[1] == 1 or not (is_normalised(x) or gradient_of(x) is not None):
         return
-    shape = (*sizes(x)[:2], 1, 1)
+    number = constant_of(factor)
     wide = next((use.node.outputs[0] for use in factor.uses() if is_widened(use.node, shape)), None)
-    if wide is None:
+    if number is not None:
+        wide = editor.constant(f"{factor.name}/channels", np.broadcast_to(number.reshape(-1, 1, 1, 1), shape).copy())
+    elif wide is None:
         target = editor.constant(f"{factor.name}/channels", np.array(shape, np.int64))
         first = min((use.node for use in factor.uses()), key=[*editor.graph].index)
         (wide,) = editor.standard("Expand", [factor, target], 1, before=first, of=[node])
@@ -173,7 +191,8 @@ def fuse_gate_gradient(editor: Editor, node: ir.Node) -> None:
     """Sum a product of two maps over each image without storing it."""
     product, y = node.inputs[0], node.outputs[0]
     mul = product.producer() if product is not None else None
-    if product is None or mul is None or mul.op_type != "Mul" or mul.domain or not sums_images(node):
+    over = summed_axes(node)
+    if product is None or mul is None or mul.op_type != "Mul" or mul.domain or over is None:
         return
     first, second = mul.inputs[:2]
     if not (is_map(first) and is_map(second) and sizes(first) == sizes(second)):
@@ -187,15 +206,23 @@ def fuse_gate_gradient(editor: Editor, node: ir.Node) -> None:
     height, width = sizes(x)[2:]
     count = editor.constant(f"{node.name}/pixels", np.array(height * width, np.float32))
     (total,) = editor.standard("Mul", [mean, count], 1, before=node, of=[mul, node])
+    if over != AREA:
+        total.shape, total.type = mean.shape, mean.type
+        kept = node.attributes.get_int("keepdims", 1)
+        of = [mul, node]
+        (total,) = editor.standard("ReduceSum", [total, node.inputs[1]], 1, before=node, of=of, keepdims=kept)
     editor.take_over(y, total)
     editor.remove_dead([node, mul])
 
 
-def sums_images(node: ir.Node) -> bool:
-    """Tell whether a ReduceSum takes [N, C, H, W] to [N, C, 1, 1]."""
+def summed_axes(node: ir.Node) -> tuple[int, ...] | None:
+    """Give the axes over which a ReduceSum sums a map: those of [N, C, 1, 1], or the channels' as well; None for
+    others."""
     axes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
-    kept = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
-    return kept == 1 and axes is not None and sorted(int(axis) % 4 for axis in axes.flat) == [*AREA]
+    over = tuple(sorted(int(axis) % 4 for axis in axes.flat)) if axes is not None else ()
+    if over == AREA:
+        return over if node.attributes.get_int("keepdims", 1) == 1 else None
+    return over if {1, *AREA} <= {*over} else None
 
 
 # Gradients behind a gate

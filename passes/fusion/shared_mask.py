@@ -18,6 +18,9 @@ A BN whose gradient is put together of pieces that several convolutions write (o
 Concat: there each piece is masked. A piece that its skip needs unmasked goes into the Concat unmasked, and the reader
 masks the whole; those that are masked already do not change, for a mask of 0 and 1.
 
+Behind a factor of each channel (a number that a map is multiplied by, BiFPN's) the sums are taken before it and
+multiplied by it, [C] each, and the reader multiplies on its way in (GateGrad).
+
 Refuses a gradient that is written by an operator with no room for the sums, and a masked gradient that anything but the
 input half of its own BN reads.
 """
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis.ancestors import ancestors
@@ -76,21 +80,30 @@ def is_own_mask(op: Op) -> bool:
     return (
         isinstance(op.spec, OpSpec)
         and op.spec.core == "PointwiseGrad"
-        and op.spec.prologue == ("Normalize",)
+        and (op.spec.prologue == ("Normalize",) or is_behind_factor(op))
         and len(op.spec.epilogue) == 2
         and op.spec.epilogue[0] in ACTIVATION_GRADS
         and op.spec.epilogue[1] == "Reduce"
     )
 
 
+def is_behind_factor(op: Op) -> bool:
+    """Tell whether the gradient is multiplied by a factor of each channel, [1, C, 1, 1], before it is masked."""
+    gated = op.steps.prologue == ("GateGrad", "Normalize")
+    return gated and sizes(op.operands["grad_gate"]) == (1, channels(op.operands["x"]), 1, 1)
+
+
 def fuse(editor: Editor, mask: Op) -> None:
     """Move a mask and its reductions, or refuse."""
     dy, dz = mask.operands["dy"], mask.results["dx"]
-    written = written_alone(mask, dy) or written_in_part(mask, dy)
+    factor = mask.operands.get("grad_gate")
+    written = written_alone(mask, dy) or (written_in_part(mask, dy) if factor is None else None)
     if written is None:
         editor.refuse(mask.node, f"{dy.name} is written by {_writer(dy)}, which has no room for its sums")
         return
-    readers = own_readers(mask, written.other is not None) or piece_readers(mask, written.other is not None)
+    readers = own_readers(mask, written.other is not None)
+    if readers is None and factor is None:
+        readers = piece_readers(mask, written.other is not None)
     if dz.is_graph_output() or readers is None:
         editor.refuse(mask.node, f"{dz.name} is read by more than the input gradient of its BatchNorm")
         return
@@ -100,9 +113,18 @@ def fuse(editor: Editor, mask: Op) -> None:
     added = {} if written.other is None else {f"other_{number}": written.other}
     kept, glue = mask.attributes, dy.producer()
     made = editor.replace(
-        written.writer, written.spec, [mask.node], operands={**operands, **added}, results=results, attributes=kept
+        written.writer,
+        written.spec,
+        [mask.node],
+        operands={**operands, **added},
+        results=results if factor is None else {},
+        attributes=kept,
     )
     own = {"grad_a": readers.a, "grad_b": readers.b} | ({"grad_other": written.other} if written.other else {})
+    if factor is not None:
+        own["grad_gate"] = factor
+        for name, old in results.items():
+            editor.take_over(old, multiplied(editor, made.results[name], factor, mask.node))
     if readers.concat is not None:
         concat, index = readers.concat
         concat.replace_input_with(index, made.results["dx"])
@@ -113,6 +135,15 @@ def fuse(editor: Editor, mask: Op) -> None:
         assert reader is not None
         editor.replace(reader, spec, [mask.node], operands=own, attributes=kept)
     editor.remove_dead([mask.node, *([glue] if written.other is not None and glue is not None else [])])
+
+
+def multiplied(editor: Editor, sums: ir.Value, factor: ir.Value, before: ir.Node) -> ir.Value:
+    """Multiply sums, [C], by a factor of each channel, [1, C, 1, 1]."""
+    shape = editor.constant(f"{factor.name}/vector", np.array([-1], np.int64))
+    (vector,) = editor.standard("Reshape", [factor, shape], 1, before=before, of=[before])
+    vector.shape, vector.type = sums.shape, sums.type
+    (product,) = editor.standard("Mul", [sums, vector], 1, before=before, of=[before])
+    return product
 
 
 # -- what writes the gradient --------------------------------------------------------------------------------------
@@ -257,7 +288,7 @@ def masking(mask: Op, node: ir.Node, dz: ir.Value, x: ir.Value, added: bool) -> 
         return None
     if around_batch_norm_grad(prologue) != (None, None):
         return None
-    first = ("AddGrad",) if added else ()
+    first = ("AddGrad",) if added else ("GateGrad",) if is_behind_factor(mask) else ()
     spec = try_spec((*first, mask.steps.epilogue[0], *prologue), reader.steps.core, reader.steps.epilogue)
     return (node, spec) if spec is not None else None
 

@@ -1,5 +1,6 @@
 """Ranges of channels: what is done to some of a map's channels alone, and what is written around it."""
 
+import numpy as np
 import pytest
 from hand_made import Network, check
 
@@ -76,3 +77,35 @@ def test_activated_sums_in_a_concat_are_masked_by_what_reads_the_concat(order):
     made = [node for node in result.model.graph if "WhereReluGradPartReduceOther" in node.op_type]
     assert len(made) == 1
     assert made[0].op_type.count("PartReduceOther") == 2
+
+
+def weighted(net: Network, weights: str, *xs: str) -> str:
+    """Write a sum of maps, each times a number that is learned, as BiFPN does."""
+    total = ""
+    for index, x in enumerate(xs):
+        number = net.put("Gather", weights, net.value(index, np.int64), width=1)
+        product = net.put("Mul", number, x, width=net.width[x])
+        total = net.put("Add", total, product) if total else product
+    return net.activate(total)
+
+
+@pytest.mark.parametrize("level", ["bnff", "icf"])
+@pytest.mark.parametrize("activation", ["Relu", "Silu"])
+def test_weighted_sums_store_no_product_and_no_normalised_map(activation, level):
+    net = Network()
+    net.act = activation
+    weights = net.put("Tanh", net.value([0.5, -1.5, 2.0]), width=3)
+    x = net.block("x", 4)
+    y = weighted(net, weights, net.block(x, 4), net.norm(net.conv(x, 4)))
+    result = check(net.classified(net.block(weighted(net, weights, y, net.block(y, 4)), 4)), level)
+    assert result.report.unfused == ()
+    sums = [node.op_type for node in result.model.graph if node.op_type.endswith("GateGlobalAveragePool")]
+    assert len(sums) == 4
+
+
+def test_a_constant_factor_goes_with_the_normalised_map():
+    net = Network()
+    halved = net.put("Mul", net.block("x", 4), net.value(0.5))
+    result = check(net.classified(net.block(halved, 4)))
+    assert result.report.unfused == ()
+    assert "NormalizeReluGateConvStatistics" in [node.op_type for node in result.model.graph]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
+from hand_made import Network
 
 import bnfuse
 from bnfuse.analysis.ancestors import forward_nodes
 from bnfuse.analysis.owners import layer_name
 from bnfuse.analysis.traffic import graph_traffic
+from bnfuse.analysis.work import flops
+from bnfuse.build import build_training_graph
 from bnfuse.build.named import build_model
 from bnfuse.estimating.node_costs import costs_of
 from bnfuse.estimating.training import covered, training_workload
@@ -247,3 +250,21 @@ def test_ranges_of_channels_count_once_where_they_overlap():
     assert covered([(0, 4), (2, 6), (8, 9)]) == 7
     assert covered([(3, 5), (0, 9)]) == 9
     assert covered([]) == 0
+
+
+@pytest.mark.parametrize(("mode", "taps"), [("nearest", 1), ("linear", 4)])
+def test_a_resample_counts_the_entries_of_its_matrices(mode, taps):
+    """Of 4x4 pixels 8x8 are made, of one each or of two along each axis but for the borders' (14 of 16 entries)."""
+    net = Network()
+    small = net.put("MaxPool", net.block("x", 6), kernel_shape=[2, 2], strides=[2, 2])
+    scales = net.value([1.0, 1.0, 2.0, 2.0])
+    y = net.put("Resize", small, "", scales, mode=mode, coordinate_transformation_mode="half_pixel")
+    model = bnfuse.rewrite(build_training_graph(net.classified(net.block(y, 4)))).model
+    found = {find(node.op_type).core: node for node in model.graph if "Resample" in node.op_type}
+    assert {*found} == {"Resample", "ResampleGrad"}
+    entries = 8 if taps == 1 else 14
+    for core, node in found.items():
+        by_axis = entries * 4 + 8 * entries if core == "Resample" else entries * 8 + 4 * entries
+        costs = costs_of(node, find(node.op_type))
+        assert flops(node) == 2 * 2 * 6 * min(entries * entries, by_axis)
+        assert (costs.type, costs.flops >= flops(node)) == ("Other", True)
