@@ -24,6 +24,7 @@ PAGES = {
     "MVF": "fission.batch_norm",
     "BNFF, splitting the gradient": "fission.batch_norm_grad",
     "BNFF, GroupNorms": "fission.group_norm",
+    "BNFF, sums of images": "fusion.image_sums",
     "BNFF, layer scales": "fusion.layer_scale",
     "BNFF, gates": "fusion.gate",
     "BNFF, sums behind gates": "fusion.gate_sums",

@@ -46,6 +46,7 @@ from bnfuse.passes.fusion.difference import DifferenceAsSum
 from bnfuse.passes.fusion.gate import GateFusion
 from bnfuse.passes.fusion.gate_sums import GateSumsFusion
 from bnfuse.passes.fusion.gradient_sum import GradientSumFusion
+from bnfuse.passes.fusion.image_sums import ImageSumsFusion
 from bnfuse.passes.fusion.layer_scale import LayerScaleFusion
 from bnfuse.passes.fusion.long_sum import LongSumFusion
 from bnfuse.passes.fusion.mask import MaskFusion
@@ -176,6 +177,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         last: list[tuple[str, PassFactory]] = [(f"{level}/relu-out", ReluOut), (f"{level}/sum-and-mask", SumIntoMask)]
         stages.append([*last, *_fusions(level, concats=True)])
         stages.append([(f"{level}/gate-sums", GateSumsFusion)])
+        stages.append([(f"{level}/image-sums", ImageSumsFusion)])
     return stages
 
 

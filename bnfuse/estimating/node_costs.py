@@ -57,7 +57,7 @@ STEPS = {
     "Part": 1,
     **dict.fromkeys(MASKED_REDUCTIONS, REDUCE + NORMALIZE + ELEMENTWISE["Activation"][1]),
     "ImageStatistics": STATISTICS,
-    "ImageReduce": REDUCE,
+    **dict.fromkeys(("ImageReduce", "ImageReduceOther"), REDUCE),
     **dict.fromkeys(IMAGE_GATES, 2 * REDUCE + NORMALIZE + sum(ELEMENTWISE["Activation"])),
     "Scale": 1,
     "Accumulate": 2,

@@ -357,9 +357,9 @@ def epilogue(op: OpSpec, dx: ir.Value, z: ir.Value, body: Body) -> dict[str, ir.
         elif step == "Accumulate":
             written = body.slice(body["acc"], body.attribute("acc_start"), body.attribute("acc_stop"), axis=1)
             dx = body("Add", written, body("Mul", body.per_channel("acc_p"), dx))
-        elif step == "ImageReduce":
-            results["image_sum"] = image_sum(dx, body)
-            results["image_dot"] = image_sum(body("Mul", dx, body["x"]), body)
+        elif step in ("ImageReduce", "ImageReduceOther"):
+            read = body["x" if step == "ImageReduce" else "reduced_x"]
+            results["image_sum"], results["image_dot"] = image_sum(dx, body), image_sum(body("Mul", dx, read), body)
         elif step in IMAGE_GATES:
             results |= image_gate(IMAGE_GATES[step], dx, body)
     return {"dx": dx, **results}

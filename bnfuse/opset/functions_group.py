@@ -13,6 +13,7 @@ import onnx_ir as ir
 from bnfuse.opset.body import Body
 from bnfuse.opset.functions_whole import FLOAT, column, folded, unfolded
 
+BOOL = int(ir.DataType.BOOL)
 MEMBERS = (2,)  # the axis of what is in a group, of [N, groups, all of it]
 
 
@@ -111,11 +112,13 @@ def _finalize(body: Body) -> tuple[ir.Value, ...]:
 
 def _grad_finalize(body: Body) -> tuple[ir.Value, ...]:
     count = body("Neg", body("Cast", body.attribute("count"), to=FLOAT))
-    beta, gamma = _shares(body["dbeta"], body["dgamma"], count, body)
-    inv_std = body["inv_std"]
+    inv_std, dbeta = body["inv_std"], body["dbeta"]
+    centred = body("Mul", body("Sub", body["dgamma"], body("Mul", body["mean"], dbeta)), inv_std)
+    dgamma = body("Where", body("Cast", body.attribute("raw"), to=BOOL), centred, body["dgamma"])
+    beta, gamma = _shares(dbeta, dgamma, count, body)
     q = body("Mul", body("Mul", inv_std, inv_std), gamma)
     w = body("Sub", body("Mul", inv_std, beta), body("Mul", q, body["mean"]))
-    return q, w, _over_samples(body["dgamma"], body), _over_samples(body["dbeta"], body)
+    return q, w, _over_samples(dgamma, body), _over_samples(dbeta, body)
 
 
 GROUP: dict[str, Callable[[Body], tuple[ir.Value, ...]]] = {

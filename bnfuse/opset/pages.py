@@ -205,6 +205,10 @@ EPILOGUE = {
         "image_sum = sum of dx, image_dot = sum of dx*x, over H, W",
         "The sums of each image and channel, [N, C], that the gradient of what ImageStatistics serve takes.",
     ),
+    "ImageReduceOther": Text(
+        "image_sum = sum of dx, image_dot = sum of dx*reduced_x, over H, W",
+        "The same with another map than the one that the operator reads, such as that in front of a residual sum.",
+    ),
     IMAGE_GATE: Text(
         "z = gated_a*gated_x + gated_b; image_gate = sum of dx*f(z); image_beta = sum of dx*f'(z); "
         "image_gamma = sum of dx*f'(z)*(gated_x - gated_mean)*gated_inv_std; image_slope = sum of f'(z); "
@@ -362,7 +366,8 @@ GROUPS = {
         "q = -inv_std^2*(sum of scale*dgamma)/count; w = -inv_std*(sum of scale*dbeta)/count - q*mean; "
         "dscale, dbias = sums of dgamma, dbeta over N",
         "The coefficients of BatchNormGrad, whose p is a of GroupNormFinalize. The sums are over the channels of a "
-        "group, `count` are its elements in a sample.",
+        "group, `count` are its elements in a sample. Where `raw` is 1, dgamma is given as the sum of dz*x, as "
+        "ImageReduce gives it.",
     ),
 }
 
@@ -422,7 +427,7 @@ result. Steps come in this order:
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]
                [Reduce] [[Part] ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
-               [Scale|Accumulate|ImageReduce|ImageGate|ImageGateActivation]
+               [Scale|Accumulate|ImageReduce|ImageReduceOther|ImageGate|ImageGateActivation]
 
 The inputs of a node are, in order: dy and a MaxPool's indices (gradients only), x, the weight or a Resample's rows and
 columns, the operands of the prologue's steps, those of the epilogue's. Its outputs: y and indices, or dx and dweight,

@@ -285,9 +285,9 @@ def _epilogue(op: OpSpec, dx: Array, z: Array, operands: Operands, attributes: A
         elif step == "Accumulate":
             written = operands["acc"][:, attributes["acc_start"] : attributes["acc_stop"]]
             dx = written + per_channel(operands["acc_p"]) * dx
-        elif step == "ImageReduce":
-            results["image_sum"] = dx.sum(axis=OF_IMAGE)
-            results["image_dot"] = (dx * operands["x"]).sum(axis=OF_IMAGE)
+        elif step in ("ImageReduce", "ImageReduceOther"):
+            read = operands["x" if step == "ImageReduce" else "reduced_x"]
+            results["image_sum"], results["image_dot"] = dx.sum(axis=OF_IMAGE), (dx * read).sum(axis=OF_IMAGE)
         elif step in IMAGE_GATES:
             results |= _image_gate(IMAGE_GATES[step], dx, operands, attributes)
     return {"dx": dx, **results}

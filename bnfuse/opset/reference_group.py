@@ -83,13 +83,16 @@ def _finalize(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
 
 def _grad_finalize(operands: Operands, attributes: Attributes) -> tuple[Array, ...]:
     inv_std, channels = operands["inv_std"], len(operands["scale"])
+    dbeta, dgamma = operands["dbeta"], operands["dgamma"]
+    if attributes.get("raw"):
+        dgamma = (dgamma - operands["mean"] * dbeta) * inv_std
     beta, gamma = (
-        by_channel(in_groups(operands[name] * operands["scale"], attributes["groups"]).sum(axis=2), channels)
-        for name in ("dbeta", "dgamma")
+        by_channel(in_groups(total * operands["scale"], attributes["groups"]).sum(axis=2), channels)
+        for total in (dbeta, dgamma)
     )
     q = -(inv_std**2) * gamma / attributes["count"]
     w = -inv_std * beta / attributes["count"] - q * operands["mean"]
-    return q, w, operands["dgamma"].sum(axis=0), operands["dbeta"].sum(axis=0)
+    return q, w, dgamma.sum(axis=0), dbeta.sum(axis=0)
 
 
 GROUP: dict[str, Callable[[Operands, Attributes], tuple[Array, ...]]] = {

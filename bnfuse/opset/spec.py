@@ -20,7 +20,7 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] ActivationGrad [AddSkipGradient]]
                [Reduce] [[Part] ReduceOther|ReduceGated|ReduceActivationGrad|ReduceAddedActivationGrad]*
-               [Scale|Accumulate|ImageReduce|ImageGate|ImageGateActivation]
+               [Scale|Accumulate|ImageReduce|ImageReduceOther|ImageGate|ImageGateActivation]
 
 Forward steps (all maps are NCHW in files; a, b, ... have one value per channel):
 
@@ -68,6 +68,7 @@ Backward steps. `x` is the map that the forward operator read, before its prolog
     Scale           dx <- acc_p*dx                             the first term of an accumulated gradient
     Accumulate      dx <- acc[:, acc_start : acc_stop] + acc_p*dx          attributes acc_start, acc_stop
     ImageReduce     image_sum = sum dx, image_dot = sum dx*x               over H, W: of each image and channel, [N, C]
+    ImageReduceOther  the same with another map, reduced_x, in the place of x
     ImageGate       dx is the gradient of gate*f(z), z = gated_a*gated_x + gated_b, and of each image and channel are
                     summed over H, W: image_gate of dx*f(z), image_beta of dx*f'(z), image_slope of f'(z), and
                     image_gamma, image_tilt of the last two times (gated_x - gated_mean)*gated_inv_std. ImageGateRelu,
@@ -145,7 +146,7 @@ SHARED = ("ReduceOther", "ReduceGated", *MASKED_REDUCTIONS)  # reductions of fur
 
 # sums of each image and channel: on the way out of a gradient, behind a gate for each activation in front of it
 IMAGE_GATES: dict[str, str | None] = {"ImageGate": None, **{f"ImageGate{kind}": kind for kind in ACTIVATIONS}}
-IMAGE_REDUCTIONS = ("ImageReduce", *IMAGE_GATES)
+IMAGE_REDUCTIONS = ("ImageReduce", "ImageReduceOther", *IMAGE_GATES)
 IMAGE_STEPS = ("ImageStatistics", *IMAGE_REDUCTIONS)
 READ_X = (*ACTIVATION_GRADS, "Reduce", "ImageReduce")  # steps of a gradient's epilogue that read x itself
 
@@ -166,7 +167,7 @@ _BACKWARD = re.compile(
     rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
     rf"(?P<own>Reduce(?!Other|Gated|(?:Added)?(?:{_ACTIVATION})Grad))?"
     rf"(?P<others>(?:(?:Part)?(?:{'|'.join(SHARED)}))*)"
-    rf"(?P<last_step>Scale|Accumulate|ImageReduce|ImageGate(?:{_ACTIVATION})?)?)"
+    rf"(?P<last_step>Scale|Accumulate|ImageReduceOther|ImageReduce|ImageGate(?:{_ACTIVATION})?)?)"
 )
 _REPEATED = {"others": re.compile("|".join(("Part", *SHARED))), "more": re.compile("PlusNormalized|Plus")}
 # steps of the prologue that work on dy; all others work on x
@@ -310,10 +311,11 @@ EPILOGUE_OPERANDS: dict[str, tuple[str, ...]] = {
     "Reduce": ("mean", "inv_std"),
     "Scale": ("acc_p",),
     "Accumulate": ("acc", "acc_p"),
+    "ImageReduceOther": ("reduced_x",),
     **dict.fromkeys(IMAGE_GATES, ("gated_x", "gated_mean", "gated_inv_std", "gated_a", "gated_b")),
 }
 # operands that are maps: those of an operator of steps whose size is that of its x, those like its dy
-MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad", "gated_x")
+MAPS_LIKE_X = ("x", "skip", "other", "other_dy", "other_x", "skip_grad", "gated_x", "reduced_x")
 MAPS_LIKE_DY = ("dy", "grad_x", "grad_other")
 _NUMBERED = re.compile(r"(x|other|plus)_\d+")
 _NUMBERED_COEFFICIENT = re.compile(r"(plus_)?[ab]_\d+")
@@ -330,7 +332,7 @@ EPILOGUE_RESULTS: dict[str, tuple[str, ...]] = {
     "BiasGrad": ("dbias",),
     "Reduce": ("dbeta", "dgamma"),
     "ImageStatistics": ("image_mean", "image_variance"),
-    "ImageReduce": ("image_sum", "image_dot"),
+    **dict.fromkeys(("ImageReduce", "ImageReduceOther"), ("image_sum", "image_dot")),
     **dict.fromkeys(IMAGE_GATES, ("image_gate", "image_beta", "image_gamma", "image_slope", "image_tilt")),
 }
 
@@ -576,12 +578,14 @@ GROUP_OPS = (
     # dbeta = sum dz, dgamma = sum dz*(x - mean)*inv_std, over H, W
     PlainOp("GroupNormGradReduce", ("dz", "x", "mean", "inv_std"), ("dbeta", "dgamma")),
     # q = -inv_std^2*(sum of scale*dgamma)/count, w = -inv_std*(sum of scale*dbeta)/count - q*mean, the sums over the
-    # channels of a group, count their elements in a sample; dscale, dbias are the sums of dgamma, dbeta over N
+    # channels of a group, count their elements in a sample; dscale, dbias are the sums of dgamma, dbeta over N. Where
+    # `raw` is 1, dgamma is given as the sum of dz*x
     PlainOp(
         "GroupNormGradFinalize",
         ("dbeta", "dgamma", "scale", "mean", "inv_std"),
         ("q", "w", "dscale", "dbias"),
         ("count", "groups"),
+        (("raw", 0),),
     ),
 )
 

@@ -55,9 +55,10 @@ def reads_elements_of_x(op: OpSpec) -> bool:
 def _own_values(node: ir.Node, op: OpSpec | PlainOp) -> tuple[list[tuple[str, ir.Value]], list[tuple[str, ir.Value]]]:
     shape_only = isinstance(op, OpSpec) and not reads_elements_of_x(op)
     unread = {"weight", "x"} if shape_only else {"weight"}
-    if "gated_x" in op.operands and "x" in op.operands and "x" not in unread:
-        x, gated = (node.inputs[op.operands.index(name)] for name in ("x", "gated_x"))
-        unread |= {"gated_x"} if x is gated else set()
+    for other in {"gated_x", "reduced_x"} & {*op.operands}:
+        if "x" in op.operands and "x" not in unread:
+            x, again = (node.inputs[op.operands.index(name)] for name in ("x", other))
+            unread |= {other} if x is again else set()
     operands = [(name, value) for name, value in _named(op.operands, node.inputs) if name not in unread]
     return operands, [(name, value) for name, value in _named(op.results, node.outputs) if name != "dweight"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnfuse.opset.spec import ACTIVATION_GRADS, SHARED, OpSpec
+from bnfuse.opset.spec import ACTIVATION_GRADS, IMAGE_REDUCTIONS, SHARED, OpSpec
 
 REDUCTIONS = ("Reduce", *SHARED)
 ACCUMULATIONS = ("Scale", "Accumulate")
@@ -11,7 +11,7 @@ ADDITIONS = ("AddGradient", "AddGatedGradient", "AddBatchNormGrad", "AddSkipGrad
 ORDER = (
     *("BiasGrad", "AddGradient", "AddGatedGradient", "AddBatchNormGrad", "Where"),
     *ACTIVATION_GRADS,
-    *("AddSkipGradient", "Part", *REDUCTIONS, *ACCUMULATIONS),
+    *("AddSkipGradient", "Part", *REDUCTIONS, *ACCUMULATIONS, *IMAGE_REDUCTIONS),
 )
 
 
@@ -37,7 +37,7 @@ def has_room_after(spec: OpSpec, step: str) -> bool:
 
     Of the steps only the reductions of further BNs may occur more than once.
     """
-    later = {*ACCUMULATIONS} if step in SHARED else {*ORDER[ORDER.index(step) :]}
+    later = {*ACCUMULATIONS, *IMAGE_REDUCTIONS} if step in SHARED else {*ORDER[ORDER.index(step) :]}
     if step in ACTIVATION_GRADS:
         later |= {*ACTIVATION_GRADS}
     return not later & {*spec.epilogue}

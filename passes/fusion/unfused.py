@@ -123,7 +123,7 @@ def _left_by(level: str, node: ir.Node) -> str:
     if node.domain == DOMAIN and node.op_type in (GROUP_NORM, GROUP_NORM_GRAD):
         return f"level {level} leaves GroupNorms whole: bnff takes them apart"
     if node.domain == DOMAIN and node.op_type in OF_GROUPS:
-        return "its sums are of each image, which no operator takes on its way out"
+        return f"level {level} leaves its sums in sweeps of their own: bnff moves them into what writes the map"
     if level in ("none", "rcf"):
         return f"level {level} leaves BatchNorms whole: mvf splits off the statistics, bnff moves the halves"
     if level == "mvf":

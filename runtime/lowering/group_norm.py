@@ -76,7 +76,8 @@ def _coefficients(
     refs: dict[str, Ref] = {name: low.dense(value) for name, value in operands.items()}
     for name, value in results.items():
         refs[name] = low.new_dense(value, (channels,) if name in OF_CHANNELS else (samples, channels))
-    low.launch(registry.GROUP_COEFFICIENTS, (GroupProblem(op, samples, channels, groups, number), low.target), refs)
+    problem = GroupProblem(op, samples, channels, groups, number, bool(attributes.get("raw")))
+    low.launch(registry.GROUP_COEFFICIENTS, (problem, low.target), refs)
 
 
 def _new(low: Lowering, results: Values, shape: tuple[int, int]) -> dict[str, Ref]:

@@ -88,8 +88,9 @@ COEFFICIENTS = [(3, 12, 3), (2, 37, 1), (4, 6, 6), (1, 10, 5), (2, 300, 2)]
 
 @pytest.mark.parametrize(("samples", "channels", "groups"), COEFFICIENTS)
 @pytest.mark.parametrize("op", ["GroupNormFinalize", "GroupNormGradFinalize"])
+@pytest.mark.parametrize("raw", [0, 1])
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_coefficients(target, op, samples, channels, groups):
+def test_coefficients(target, raw, op, samples, channels, groups):
     rng = np.random.default_rng(samples)
     of_channels = ("scale", "bias")
     operands = {
@@ -97,12 +98,12 @@ def test_coefficients(target, op, samples, channels, groups):
         for name in spec.PLAIN_OPS[op].operands
     }
     number = {"epsilon": 1e-3} if op == "GroupNormFinalize" else {"count": 7 * channels // groups}
-    problem = GroupProblem(op, samples, channels, groups, float(*number.values()))
+    problem = GroupProblem(op, samples, channels, groups, float(*number.values()), bool(raw))
     if target == "cpu":
         found = execute.call(on_cpu.group_coefficients(problem, TARGET), operands)
     else:
         found = cuda_kernels.run_kernel(on_gpu.group_coefficients(problem, cuda_kernels.gpu()), operands)
-    assert_close(found, expected(op, operands, groups=groups, **number), 1e-6)
+    assert_close(found, expected(op, operands, groups=groups, raw=raw, **number), 1e-6)
 
 
 @pytest.mark.parametrize("arch", cuda_kernels.ARCHITECTURES)

@@ -22,6 +22,7 @@ CASES = [
     ("PointwiseGradImageReduce", (5, 16, 3, 3)),
     ("PointwiseGradImageGate", (2, 33, 4, 5)),
     ("PointwiseGradImageGateHardSwish", (3, 20, 7, 7)),
+    ("PointwiseGradImageReduceOther", (2, 7, 5, 6)),
     ("PointwiseGradImageGateQuickGelu", (2, 7, 9, 2)),
     ("PointwiseGradImageGateClip", (1, 130, 6, 3)),
 ]
@@ -33,7 +34,7 @@ def found_and_expected(name, shape, run):
     n, c, h, w = shape
     operands = {}
     for operand in op.operands:
-        is_map = operand in ("x", "dy", "gated_x")
+        is_map = operand in ("x", "dy", "gated_x", "reduced_x")
         operands[operand] = rng.normal(size=shape if is_map else (c,)).astype(np.float32)
     if "x" in operands:
         operands["x"] += 50  # variances that raw sums would lose

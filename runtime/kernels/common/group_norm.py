@@ -31,6 +31,7 @@ class GroupProblem:
     channels: int
     groups: int
     number: float
+    raw: bool = False  # dgamma is given as the sum of dz*x
 
     @property
     def members(self) -> int:
@@ -87,10 +88,18 @@ def _finalize(problem: GroupProblem, target: Target, args: Any, rows: Any, first
     rows.along(target, write)
 
 
+def given(problem: GroupProblem, args: Any, of: str, index: Expr) -> Expr:
+    """Write an element of dbeta or dgamma, float64."""
+    value = f64(args[of][index])
+    if of == "dbeta" or not problem.raw:
+        return value
+    return (value - f64(args["mean"][index]) * f64(args["dbeta"][index])) * f64(args["inv_std"][index])
+
+
 def _grad_finalize(problem: GroupProblem, target: Target, args: Any, rows: Any, first: Expr, at: At) -> None:
     def share(of: str) -> Expr:
         def step(so_far: Expr, k: Expr) -> Expr:
-            return so_far + f64(args["scale"][first + k]) * f64(args[of][at(k)])
+            return so_far + f64(args["scale"][first + k]) * given(problem, args, of, at(k))
 
         return T.bind(rows.fold(target, "float64", 0.0, step, _add) / f64(-float(problem.number)))
 
@@ -108,7 +117,11 @@ def _grad_finalize(problem: GroupProblem, target: Target, args: Any, rows: Any, 
 def write_sums(problem: GroupProblem, target: Target, args: Any, rows: Any, row: Expr, at: At) -> None:
     """Write the gradients of scale and bias of one channel; `rows` are a target's."""
     for result, of in OVER_SAMPLES.items():
-        total = rows.fold(target, "float64", 0.0, lambda so_far, k, of=of: so_far + f64(args[of][at(k)]), _add)
+
+        def step(so_far: Expr, k: Expr, of: str = of) -> Expr:
+            return so_far + given(problem, args, of, at(k))
+
+        total = rows.fold(target, "float64", 0.0, step, _add)
 
         def store(result: str = result, total: Expr = total) -> None:
             T.buffer_store(args[result], to_f32(total), [row])

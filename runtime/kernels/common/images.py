@@ -2,6 +2,7 @@
 
     y     ImageStatistics             mean and variance over each image
     dx    ImageReduce                 sums of dx and of dx*x
+          ImageReduceOther            of dx and of dx*reduced_x
           ImageGate[Activation]       of dx*f(z), d = dx*f'(z), d*(x - mean), f'(z) and f'(z)*(x - mean); x is gated_x
 
 Results are float32 [N, C]. A code generator brings the operands, adds up, and multiplies by the factors in the end. One
@@ -19,6 +20,7 @@ from bnfuse.runtime.kernels.common.params import operator_params
 from bnfuse.runtime.kernels.common.steps import Expr, Load
 from bnfuse.runtime.kernels.kernel import Param, Problem
 
+DOTS = {"ImageReduce": ("x",), "ImageReduceOther": ("reduced_x",)}  # and the map by which dx is multiplied
 SCALED = ("image_gamma", "image_tilt")  # sums of what is centred: they take the factor inv_std in the end
 
 
@@ -48,7 +50,7 @@ class ImagePlan:
     @property
     def maps(self) -> tuple[str, ...]:
         """Name the maps that are read beside the gradient."""
-        return {"ImageStatistics": (), "ImageReduce": ("x",)}.get(self.step, ("gated_x",))
+        return {"ImageStatistics": (), **DOTS}.get(self.step, ("gated_x",))
 
     @property
     def vectors(self) -> tuple[str, ...]:
@@ -61,8 +63,8 @@ class ImagePlan:
 
     def terms(self, value: Expr, load: Load, bind: Callable[[Expr], Expr]) -> tuple[Expr, ...]:
         """Write what an element of dx adds to each sum of a gradient; what is used twice goes through `bind`."""
-        if self.step == "ImageReduce":
-            return value, value * load("x", False)
+        if self.step in DOTS:
+            return value, value * load(DOTS[self.step][0], False)
         kind, x = IMAGE_GATES[self.step], bind(load("gated_x", False))
         attributes = dict(self.problem.attributes)
         z = bind(steps.normalize(x, load("gated_a", True), load("gated_b", True)))

@@ -166,7 +166,8 @@ def group_coefficients(problem: GroupProblem, target: CudaTarget) -> Kernel:
         stages = [block.stage]
         if sums:
             rows = BlockRows.of(problem.along_samples)
-            taken = [param for param in params if param.name in (*sums, *OVER_SAMPLES.values())]
+            read = (*OVER_SAMPLES.values(), *(("mean", "inv_std") if problem.raw else ()))
+            taken = [param for param in params if param.name in (*sums, *read)]
             with d.stage(f"{name}_sums", taken, grid=rows.grid, threads=rows.threads) as block:
                 over = rows.within(block)
                 over.each(target, lambda row, at: write_sums(problem, target, block, over, row, at))

@@ -90,6 +90,7 @@ NAMES = (
     "PointwiseGradAddGradientImageReduce",
     "BatchNormGradNormalizeHardSwishGateConvGradImageGateHardSwish",
     "PointwiseGradAddGradientReluGradReduceOtherImageGate",
+    "BatchNormGradNormalizeReluConvGradAddGradientReluGradImageReduceOther",
     "NormalizeWhereLeakyReluAddReluConvBias",
     "BatchNormGradNormalizeWhereQuickGeluConvGradAddGradientWhereQuickGeluGradReduce",
     "NormalizeAveragePoolGradWhereReluGradReduceScale",
@@ -127,7 +128,16 @@ def test_the_list_has_every_step_and_core():
     grammar |= {"Normalize", "Add", "AddNormalized", "Bias", "StoreInput", "Statistics", "Slice", "BatchNormGrad"}
     grammar |= {"BiasGrad", "AddGradient", "AddBatchNormGrad", "Where", "AddSkipGradient"}
     grammar |= {"Gate", "SkipGate", "GateGrad", "AddGatedGradient", "ReduceGated", "AddGrad", "Plus", "PlusNormalized"}
-    grammar |= {"Reduce", "ReduceOther", "Part", "Scale", "Accumulate", "ImageStatistics", "ImageReduce"}
+    grammar |= {
+        "Reduce",
+        "ReduceOther",
+        "Part",
+        "Scale",
+        "Accumulate",
+        "ImageStatistics",
+        "ImageReduce",
+        "ImageReduceOther",
+    }
     assert found == grammar
 
 

@@ -54,7 +54,7 @@ GRADIENT_EPILOGUES = st.tuples(
     st.sampled_from(["", *(f"{where}{kind}Grad{more}" for kind in ACTIVATIONS for where, more in AROUND)]),
     st.sampled_from(["", "Reduce"]),
     st.sampled_from(["", "ReduceOther", "ReduceGated ReduceOther", "ReduceOther Part ReduceOther", *MASKED_REDUCTIONS]),
-    st.sampled_from(["", "Scale", "Accumulate", "ImageReduce", "ImageGate", "ImageGateClip"]),
+    st.sampled_from(["", "Scale", "Accumulate", "ImageReduce", "ImageReduceOther", "ImageGate", "ImageGateClip"]),
 )
 
 
