@@ -41,6 +41,9 @@ SAME = (1, 1, 1, 1)
             Case("NormalizeReluConvStoreInput", 1, 6, 5, 9, 3, WINDOW, pads=(4, 3, 3, 4)), id="squares-in-the-padding"
         ),
         pytest.param(Case("ConvBiasStatistics", 5, 3, 3, 1, 1, WINDOW), id="one-output-an-image"),
+        pytest.param(Case("ConvBiasImageStatistics", 5, 3, 3, 9, 17, WINDOW), id="images-of-one-output"),
+        pytest.param(Case("ReluConvImageStatistics", 7, 7, 5, 20, 48, WINDOW, pads=SAME, slots=1), id="small-images"),
+        pytest.param(Case("ConvReluImageStatistics", 2, 60, 50, 40, 36, WINDOW, pads=SAME), id="images-in-tiles"),
         pytest.param(Case("ConvBiasReluStatistics", 2, 9, 7, 12, 33, WINDOW, pads=SAME), id="before-a-relu"),
     ],
 )

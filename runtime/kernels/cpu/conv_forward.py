@@ -72,17 +72,15 @@ from bnfuse.runtime.targets.target import CpuTarget
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """List the algorithms that can do a convolution, the one that the cost rule chooses first."""
     shape = conv_shape(problem)
-    if not winograd_forward.takes(shape) or takes_image_sums(problem, target):
+    if not winograd_forward.takes(shape):
         return ("direct",)
     return ("winograd", "direct") if winograd_forward.wins(shape, target) else ("direct", "winograd")
 
 
 def takes_image_sums(problem: Problem, target: CpuTarget) -> bool:
-    """Tell whether statistics of images are taken on the way out: by the direct algorithm, where that is chosen."""
-    shape, plan = conv_shape(problem), ImagePlan.of(problem)
-    if plan is None or not plan.statistics or problem.spec.core != "Conv" or shape.is_depthwise:
-        return False
-    return not (winograd_forward.takes(shape) and winograd_forward.wins(shape, target))
+    """Tell whether statistics of images are taken on the way out: by all but depthwise convolutions."""
+    plan = ImagePlan.of(problem)
+    return plan is not None and plan.statistics and problem.spec.core == "Conv" and not conv_shape(problem).is_depthwise
 
 
 def seen(problem: Problem) -> ConvShape:

@@ -35,7 +35,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -344,25 +344,63 @@ class WinogradNest(ForwardNest):
                 if self.is_gradient:
                     self.finish_gradient(place, first, count, start, channel, lanes)
                     continue
-                sums = registers(2 * self.lanes, "float64")
-                cells = [span(moment * self.lanes, lanes) for moment in range(2)]
-                for cell in cells:
-                    store(sums, cell, splat(0, lanes, "float64"))
-
-                def leave(pixels: Sequence[Expr], values: Sequence[Expr]) -> None:
-                    for pixel, value in zip(pixels, values, strict=True):
-                        store(self.y.buffer, span(self.y.at(pixel, channel), lanes), value)  # noqa: B023
-                    if "Statistics" in self.epilogue:
-                        for cell, moment in zip(cells, moments(values, lanes), strict=True):  # noqa: B023
-                            store(sums, cell, sums[cell] + moment)  # noqa: B023
-
-                with T.serial(0, count) as i:
-                    outputs = self.outputs(i * self.width + start, channel, lanes)
-                    self.with_existing(place, self.square(first + i), outputs, leave)
-                if "Statistics" in self.epilogue:
-                    self.partials.add_sums(place.thread, channel, [sums[cell] for cell in cells], lanes)
+                for image, begin, stop in self.stretches(place, first, count):
+                    self.leave_squares(place, first, (image, begin, stop), start, channel, lanes)
 
         self.with_output_width(block, body)
+
+    def leave_squares(
+        self, place: Place, first: Expr, stretch: tuple[Expr, Expr, Expr], start: int, channel: Expr, lanes: int
+    ) -> None:
+        """Write the outputs of some squares of the block, and their sums: of the thread, or of the stretch's image."""
+        image, begin, stop = stretch
+        summed = "Statistics" in self.epilogue or self.images is not None
+        sums = registers(2 * self.lanes, "float64")
+        cells = [span(moment * self.lanes, lanes) for moment in range(2)]
+        for cell in cells:
+            store(sums, cell, splat(0, lanes, "float64"))
+
+        def leave(pixels: Sequence[Expr], values: Sequence[Expr]) -> None:
+            for pixel, value in zip(pixels, values, strict=True):
+                store(self.y.buffer, span(self.y.at(pixel, channel), lanes), value)
+            if summed:
+                for cell, moment in zip(cells, moments(values, lanes), strict=True):
+                    store(sums, cell, sums[cell] + moment)
+
+        with T.serial(0, stop - begin) as j:
+            i = begin + j
+            outputs = self.outputs(i * self.width + start, channel, lanes)
+            self.with_existing(place, self.square(first + i), outputs, leave)
+        made = [sums[cell] for cell in cells]
+        if self.images is not None:
+            self.images.add(image, place.thread, channel, made, lanes)
+        elif summed:
+            self.partials.add_sums(place.thread, channel, made, lanes)
+
+    def stretches(self, place: Place, first: Expr, count: Expr) -> Iterator[tuple[Expr, Expr, Expr]]:
+        """Cut a block of squares where images end: image, first and behind the last square of each stretch.
+
+        Without sums over images the block is one stretch.
+        """
+        if self.images is None or self.tiles.images == 1:
+            yield place.image, 0, count
+            return
+        each = self.tiles.rows // OUT * (self.even.ow // OUT)
+        image = T.bind(first // each)
+        touched = T.bind(tirx.Select(count > 0, (first + count - 1) // each - image + 1, 0))
+        with T.serial(0, touched) as k:
+            begin = T.bind((image + k) * each - first)
+            yield place.image + image + k, T.bind(tirx.Max(begin, 0)), T.bind(tirx.Min(count, begin + each))
+
+    @property
+    def items(self) -> int:
+        """Count the tiles that the threads share."""
+        return math.ceil(self.even.n / self.tiles.images) * math.ceil(self.even.oh / self.tiles.rows)
+
+    def images_of(self, first: int, last: int) -> tuple[int, int]:
+        """Give the first and the last image of the tiles from `first` to `last`."""
+        rows, images = math.ceil(self.even.oh / self.tiles.rows), self.tiles.images
+        return first // rows * images, min((last // rows + 1) * images, self.even.n) - 1
 
     def finish_gradient(self, place: Place, first: Expr, count: Expr, start: int, channel: Expr, lanes: int) -> None:
         """Write the inverse transform and the epilogue of a gradient, pixel by pixel."""
