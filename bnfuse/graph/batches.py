@@ -33,6 +33,7 @@ from bnfuse.opset.spec import DOMAIN, find
 Shape = tuple[int, ...]
 BATCH_NORM_GRADIENT = "BatchNormGradFinalize"  # its count is that of the elements of a channel
 BATCH_NORM_FINALIZE = "BatchNormFinalize"  # its elements are, where it takes the unbiased variance
+OF_SAMPLES = ("GroupNormGradFinalize",)  # their counts are of one sample each
 OF_A_PART = ("count", "extent", "first", "samples")  # attributes of statistics over a part of the batch
 SMALL = 1 << 12  # elements of a constant that a shape may follow from
 UNCHECKED = ("Gemm", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")  # onnx infers shapes of what does not fit
@@ -86,7 +87,9 @@ def require_followed(graph: TrainingGraph) -> None:
         )
     for node in graph.model.graph:
         own = find(node.op_type) if node.domain == DOMAIN else None
-        if own is not None and own.name != BATCH_NORM_GRADIENT and {*own.attributes} & {*OF_A_PART}:
+        if own is None or own.name in (BATCH_NORM_GRADIENT, *OF_SAMPLES):
+            continue
+        if {*own.attributes} & {*OF_A_PART}:
             what = "takes statistics from a part of the batch: build and rewrite the graph anew with the other --batch"
             raise at_node(node.name or "?", node.op_type, what, file=graph.name)
     drawn = (*graph.signature.offsets, *graph.signature.virtual)

@@ -34,6 +34,11 @@ BODIES = {
         i = Add(f, g) z = Reshape(i, shape)""",
         {"none": [0], "four": [4], "eight": [8], "shape": [4, 18]},
     ),
+    "groups beside a map as it is": (
+        """i = InstanceNormalization(c, scale, bias) r = Relu(i) k = Concat<axis = 1>(r, y) d = Conv(k, wide)
+        z = Reshape(d, shape)""",
+        {"shape": [4, 18]},
+    ),
     "first state": (
         "zeros = ConstantOfShape(size) z0 = Reshape(q, shape) z = Max(z0, zeros)",
         {"size": [4, 18], "shape": [4, 18]},
@@ -45,7 +50,7 @@ def network(body: str, constants: dict[str, list[int]], batch: int = BATCH) -> o
     """A BatchNorm over [N, 2, 3, 3], a body from y (and q, [N, 2, 9]) to z, [N, 18], and a classifier."""
     rng = np.random.default_rng(0)
     values = {name: np.array(value, np.int64) for name, value in constants.items()}
-    floats = {"w": (2, 2, 1, 1), "scale": (2,), "bias": (2,), "head": (18, 5), "square": (2, 2)}
+    floats = {"w": (2, 2, 1, 1), "scale": (2,), "bias": (2,), "head": (18, 5), "square": (2, 2), "wide": (2, 4, 1, 1)}
     values |= {name: rng.standard_normal(shape).astype(np.float32) for name, shape in floats.items()}
     values |= {"mean": np.zeros(2, np.float32), "var": np.ones(2, np.float32), "pixels": np.array([0, 2, 9])}
     text = f"""<ir_version: 8, opset_import: ["" : 18]> g (float[{batch},2,3,3] x) => (float[{batch},5] logits) {{
