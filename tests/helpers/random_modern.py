@@ -14,9 +14,10 @@ SIMPLE = ("Relu", "HardSwish", "Elu", "Sigmoid", "Mish")
 
 
 class Drawn:
-    """A network that is drawn block by block. Maps are [2, C, H, W]."""
+    """A network that is drawn block by block. Maps are [2, C, H, W]. `groups`: most norms are GroupNorms then."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, groups: bool = False) -> None:
+        self.groups = groups
         self.random = random.Random(seed)
         self.rng = np.random.default_rng(seed)
         self.nodes: list[onnx.NodeProto] = []
@@ -44,9 +45,18 @@ class Drawn:
 
     def norm(self, x: str) -> str:
         c = self.width[x]
+        if self.groups and self.random.random() < 0.75:
+            return self.group_norm(x)
         drawn = [self.rng.uniform(0.5, 1.5, c), self.rng.standard_normal(c) / 4]
         drawn += [self.rng.standard_normal(c) / 10, self.rng.uniform(0.5, 1.5, c)]
         return self.put("BatchNormalization", x, *map(self.value, drawn), training_mode=1)
+
+    def group_norm(self, x: str) -> str:
+        c = self.width[x]
+        groups = self.random.choice([k for k in range(1, c + 1) if c % k == 0])
+        kind, more = ("InstanceNormalization", {}) if groups == c else ("GroupNormalization", {"num_groups": groups})
+        drawn = [self.rng.uniform(0.5, 1.5, groups), self.rng.standard_normal(groups) / 4]
+        return self.put(kind, x, *map(self.value, drawn), **more)
 
     def activate(self, x: str, kind: str | None = None) -> str:
         kind = kind or self.act
@@ -228,9 +238,9 @@ BLOCKS: tuple[Callable[[Drawn, str], str], ...] = (
 )
 
 
-def modern_network(seed: int, blocks: int = 4) -> onnx.ModelProto:
+def modern_network(seed: int, blocks: int = 4, groups: bool = False) -> onnx.ModelProto:
     """Draw a classifier: a layer, some blocks, and what was not read concatenated, pooled and classified."""
-    drawn = Drawn(seed)
+    drawn = Drawn(seed, groups)
     x = drawn.layer("x")
     for _ in range(blocks):
         x = drawn.random.choice(BLOCKS)(drawn, x)

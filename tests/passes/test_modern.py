@@ -11,9 +11,9 @@ from bnfuse.passes import rewrite
 from bnfuse.verifying.interpreter import run, wide, widened
 
 
-def drawn(seed):
+def drawn(seed, groups=False):
     """The training graph of a network, and what to feed it, as float64."""
-    proto = build_training_graph(modern_network(seed))
+    proto = build_training_graph(modern_network(seed, groups=groups))
     arrays = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
     names = [value.name for value in proto.graph.input]
     rng = np.random.default_rng(seed)
@@ -28,7 +28,16 @@ def errors(found, expected):
 
 @pytest.mark.parametrize("seed", range(32))
 def test_a_random_modern_network(seed):
-    model, feeds = drawn(seed)
+    check(seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_modern_network_of_group_norms(seed):
+    check(seed, groups=True)
+
+
+def check(seed, groups=False):
+    model, feeds = drawn(seed, groups)
     source = ir.to_proto(model)
     expected = run(widened(source), wide(feeds))
     for level in ("icf", "bnff") if seed % 4 == 0 else ("icf",):
