@@ -33,6 +33,7 @@ PAGES = {
     "BNFF, masks of gradients that others read": "fusion.shared_mask",
     "BNFF, differences": "fusion.difference",
     "BNFF, sums of many": "fusion.long_sum",
+    "BNFF, sums that few read": "fusion.sum_in",
     "BNFF, a Relu in front of a BN": "fusion.relu_out",
     "BNFF, a sum and its mask": "fusion.sum_mask",
     "BNFF, the scale of a sampled gradient": "fusion.scale",

@@ -56,6 +56,7 @@ from bnfuse.passes.fusion.relu_out import ReluOut
 from bnfuse.passes.fusion.scale import ScaleFusion
 from bnfuse.passes.fusion.shared_mask import SharedMaskFusion
 from bnfuse.passes.fusion.statistics import StatisticsFusion
+from bnfuse.passes.fusion.sum_in import SumIn
 from bnfuse.passes.fusion.sum_mask import SumIntoMask
 from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused, group_norms
 from bnfuse.passes.removal.drop_bias import DropBias
@@ -175,6 +176,7 @@ def passes_of(level: str, pool_first: bool) -> list[list[tuple[str, PassFactory]
         if icf:
             stages.append([("icf/part", PartReduction), *_fusions(level, concats=True)])
         last: list[tuple[str, PassFactory]] = [(f"{level}/relu-out", ReluOut), (f"{level}/sum-and-mask", SumIntoMask)]
+        last.append((f"{level}/sum-in", SumIn))
         stages.append([*last, *_fusions(level, concats=True)])
         stages.append([(f"{level}/gate-sums", GateSumsFusion)])
         stages.append([(f"{level}/image-sums", ImageSumsFusion)])

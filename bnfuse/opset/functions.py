@@ -217,6 +217,8 @@ def backward(op: OpSpec, body: Body) -> dict[str, ir.Value]:
             act = chosen("active", act, z, body)
         if "Gate" in op.prologue and not masks_gated(op.prologue):
             act = body("Mul", body["gate"], act)
+        for step in op.prologue:
+            act = prologue_step(step, act, body, op.prologue) if step in ("Add", "AddNormalized") else act
         ends = (act, dy) if op.is_transposed else (dy, act)
         results["dweight"] = weight_gradient(*ends, body)
     if op.core in WEIGHT_GRADS:

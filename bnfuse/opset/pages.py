@@ -75,7 +75,10 @@ PROLOGUE = {
         "Of gradients those of convolutions take it, for the weight's; dx is that of the gated map. An activation "
         "stands in front of it or behind it, and then z, which masks read, is gate*(a*x + b).",
     ),
-    "Add": Text("x <- x + skip", "A residual sum. skip has the shape of x."),
+    "Add": Text(
+        "x <- x + skip",
+        "A residual sum. skip has the shape of x. Of gradients ConvGrad and those of weights alone take it, unmasked.",
+    ),
     "AddNormalized": Text(
         "x <- x + (skip_a*skip + skip_b)", "A residual sum whose second operand has a BatchNorm of its own."
     ),
@@ -422,7 +425,7 @@ result. Steps come in this order:
                {"|".join(FORWARD_CORES)}
                [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
     backward   [Slice] [GateGrad] [[AddGrad] [ActivationGrad] BatchNormGrad [ActivationGrad]]
-               [Normalize] [[Where] {CHOICE}] [Gate [{CHOICE}]]
+               [Normalize] [[Where] {CHOICE}] [Gate [{CHOICE}]] [[SkipActivation] [SkipGate] Add|AddNormalized]
                {"|".join(BACKWARD_CORES)}
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
                [[Where] {GRADIENT_CHOICE} [AddSkipGradient]]

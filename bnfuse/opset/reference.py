@@ -206,6 +206,9 @@ def _backward(op: OpSpec, operands: Operands, attributes: Attributes) -> dict[st
         act = np.where(per_channel(operands["active"]) > 0, act, z)
     if "Gate" in op.prologue and not masks_gated(op.prologue):
         act = operands["gate"] * act
+    for step in op.prologue:
+        if step in ("Add", "AddNormalized"):
+            act = _prologue_step(step, act, operands, attributes, skip_activation(op.prologue))
     if op.weighs:
         ends = (act, dy) if op.is_transposed else (dy, act)
         results["dweight"] = conv_grad_weight(*ends, operands["weight"].shape, attributes)

@@ -15,6 +15,7 @@ the numpy reference in `reference.py`, the kernel in `bnfuse.runtime`.
                [Bias] [Relu] [StoreInput] [Statistics|ImageStatistics]
     backward   [Slice] [GateGrad] [[AddGrad] [ActivationGrad] BatchNormGrad [ActivationGrad]]
                [Normalize] [[Where] Activation] [Gate [Activation]]
+               [[SkipActivation] [SkipGate] Add|AddNormalized]
                ConvGrad|ConvGradInput|ConvGradWeight|ConvTransposeGradInput|ConvTransposeGradWeight
                |MaxPoolGrad|AveragePoolGrad|GlobalAveragePoolGrad|ResampleGrad|PointwiseGrad
                [BiasGrad] [AddGradient|AddGatedGradient] [AddBatchNormGrad]
@@ -161,7 +162,8 @@ _FORWARD = re.compile(
 _BACKWARD = re.compile(
     rf"(?P<way_in>(Slice)?(GateGrad)?"
     rf"(?:(AddGrad)?(?P<before>(?:{_ACTIVATION})Grad)?(BatchNormGrad)(?P<behind>(?:{_ACTIVATION})Grad)?)?"
-    rf"(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?:(?P<gate>Gate)(?P<last>{_ACTIVATION})?)?)"
+    rf"(Normalize)?(?:(Where)?(?P<first>{_ACTIVATION}))?(?:(?P<gate>Gate)(?P<last>{_ACTIVATION})?)?"
+    rf"(?:(?P<skip>Skip(?:{_ACTIVATION}))?(SkipGate)?(?P<add>AddNormalized|Add))?)"
     rf"(?P<core>{'|'.join(BACKWARD_CORES)})"
     rf"(?P<way_out>(BiasGrad)?(AddGradient|AddGatedGradient)?(AddBatchNormGrad)?"
     rf"(?:(Where)?(?P<mask>(?:{_ACTIVATION})Grad)(AddSkipGradient)?)?"
@@ -423,6 +425,8 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
             return None  # there is no dx to work on
         if match["core"] == "ConvTransposeGradInput" and "BiasGrad" in epilogue:
             return None  # a forward convolution of dy, which sums what it makes
+        if match["add"] and (masked or match["core"] not in ("ConvGrad", *WEIGHT_GRADS)):
+            return None  # it is of the weight's gradient alone
         of_gated = match["own"] or match["last_step"] == "ImageReduce"
         if match["gate"] and (of_gated or (match["core"] not in CONV_GRADS and not masked)):
             return None  # dx is the gradient of the gated map
@@ -431,7 +435,8 @@ def parse_steps(name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]] | Non
         grads = [step.removesuffix("Grad") for step in (match["before"], match["behind"]) if step]
         grads += [MASKED_REDUCTIONS[step].removesuffix("Grad") for step in epilogue if step in MASKED_REDUCTIONS]
         behind_gate = IMAGE_GATES.get(match["last_step"] or "")
-        kinds = dict.fromkeys(kind for kind in (match["first"], match["last"], masked, behind_gate, *grads) if kind)
+        found = (match["first"], match["last"], of_skip(match["skip"]), masked, behind_gate, *grads)
+        kinds = dict.fromkeys(kind for kind in found if kind)
         if any(share_attributes(kind, other) for kind, other in itertools.combinations(kinds, 2)):
             return None
         return _steps(match, "way_in"), match["core"], epilogue

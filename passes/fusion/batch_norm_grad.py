@@ -94,17 +94,20 @@ def fuse(editor: Editor, half: Op) -> None:
     if dx.is_graph_output():
         editor.refuse(half.node, f"{dx.name} is a graph output")
         return
-    fused: list[tuple[Op, OpSpec, dict[str, ir.Value]]] = []
-    for reader in dict.fromkeys(use.node for use in dx.uses()):
+    readers = list(dict.fromkeys(use.node for use in dx.uses()))
+    for reader in readers:
         op = read(reader)
-        found = with_half(half, op, dx) if op is not None else None
-        if op is None or found is None:
+        if op is None or with_half(half, op, dx) is None:
             editor.refuse(
                 half.node, f"{reader.op_type} '{reader.name}' reads {dx.name} and has no room for {half.spec.name}"
             )
             return
-        fused.append((op, *found))
-    for op, spec, operands in fused:
+    for reader in readers:  # as those before have left it: one may add what another writes
+        op = read(reader)
+        assert op is not None
+        found = with_half(half, op, dx)
+        assert found is not None
+        spec, operands = found
         editor.replace(op, spec, [half.node], operands=operands, attributes=half.attributes)
     editor.remove_dead([half.node])
 

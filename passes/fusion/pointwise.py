@@ -32,6 +32,7 @@ from bnfuse.passes.fusion.mask import fuse_mask
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
 
 SUMS = {"Add", "AddNormalized"}
+OF_TERMS = ("a", "b", "active", "gate", "skip", "skip_a", "skip_b", "skip_gate")
 
 
 class ReluConvFusion(ir.passes.InPlacePass):
@@ -157,7 +158,7 @@ def absorbed(source: Op, reader: Op) -> tuple[OpSpec, dict[str, ir.Value]] | Non
     if spec is None or not attributes_agree(source, reader):
         return None
     operands = {"x": source.operands["x"]}
-    operands |= {name: source.operands[name] for name in ("a", "b", "active", "gate") if name in source.operands}
+    operands |= {name: source.operands[name] for name in OF_TERMS if name in source.operands}
     return spec, operands
 
 

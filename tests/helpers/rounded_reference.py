@@ -12,7 +12,7 @@ import numpy as np
 from packed_weights import ROUNDED
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import OF_GRADIENT, OpSpec, masks_gated
+from bnfuse.opset.spec import OF_GRADIENT, OpSpec, masks_gated, of_skip
 
 Arrays = dict[str, np.ndarray]
 
@@ -50,6 +50,7 @@ def _backward(spec: OpSpec, operands: Arrays, attributes: Mapping[str, Any], pre
     found = reference.run(OpSpec((), spec.core), read, attributes) | {"dbias": dy.sum(axis=reference.SUMMED)}
     if "dx" in found:
         masked = forward if masks_gated(forward) else tuple(step for step in forward if step != "Gate")
+        masked = tuple(s for s in masked if s not in ("SkipGate", "Add", "AddNormalized") and not of_skip(s))
         leaving = OpSpec(masked, "PointwiseGrad", tuple(step for step in spec.epilogue if step != "BiasGrad"))
         found |= reference.run(leaving, {**operands, "dy": found["dx"]}, attributes)
     return found

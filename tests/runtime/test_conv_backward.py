@@ -35,6 +35,8 @@ CHANNELS_OF_DY = ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w")
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 
 POOLED = "GateGradAddGradReluGradBatchNormGradNormalizeReluConvGradReluGradReduce"
+ADDED = "BatchNormGradReluGradNormalizeAddNormalizedConvGradBiasGradReduceOther"
+SKIPPED = "NormalizeReluSkipHardSwishSkipGateAddNormalizedConvGradAddGradientReduce"
 ACTIVATED = "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther"
 GATED = "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated"
 
@@ -189,6 +191,9 @@ CASES = [
     Case(POOLED, 2, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19),
     Case(POOLED, 2, 14, 14, 64, 32, (3, 3), pads=(1, 1, 1, 1)),
     Case("GateGradAddGradBatchNormGradReluConvGradReduceOther", 3, 5, 4, 20, 24),
+    Case(ADDED, 3, 7, 7, 40, 24, slots=3),
+    Case(ADDED, 2, 9, 9, 19, 19, (3, 3), (2, 2), (1, 1, 1, 1), group=19, slots=1),
+    Case(SKIPPED, 2, 9, 7, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=2),
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, (1, 1), (1, 1), (1, 1, 1, 1)),
 ]
 

@@ -70,6 +70,8 @@ NAMES = (
     "PointwiseGradAddGradientScale",
     "NormalizeAddNormalizedPlusPlusNormalizedReluPointwiseStatistics",
     "NormalizeHardSwishGateConvStatistics",
+    "BatchNormGradNormalizeReluSkipHardSwishAddNormalizedConvGradBiasGradReduceReduceOther",
+    "NormalizeSkipGateAddConvTransposeGradWeight",
     "NormalizeGateAddNormalizedReluPointwiseStatistics",
     "NormalizeGateSkipReluSkipGateAddNormalizedReluConv",
     "NormalizeQuickGeluGateGlobalAveragePool",

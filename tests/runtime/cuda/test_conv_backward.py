@@ -15,6 +15,8 @@ from bnfuse.runtime.kernels.kernel import Choice
 
 FULL = "BatchNormGradNormalizeReluConvGradReluGradReduceAccumulate"
 CLIP = "NormalizeClipConvGradBiasGradAddGradientClipGradReduceScale"
+ADDED = "BatchNormGradReluGradNormalizeAddNormalizedConvGradBiasGradReduceOther"
+SKIPPED = "NormalizeReluSkipHardSwishSkipGateAddNormalizedConvGradAddGradientReduce"
 ACTIVATED = "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther"
 SUMS = (
     "ReluGradBatchNormGradNormalizeReluConvGradAddGradientAddBatchNormGradReluGradAddSkipGradientReduceReduceReluGrad"
@@ -96,6 +98,10 @@ CASES = {
     "halo-sums": CudaCase(SUMS, 2, 8, 8, 33, 32, (3, 3), pads=(1, 1, 1, 1)),
     "sums-made-where-they-are-read": CudaCase(READ, 2, 7, 6, 37, 33, (3, 3), pads=(1, 1, 1, 1), slots=5),
     "few-channels-read-so": CudaCase(READ, 2, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),
+    "a-sum": CudaCase(ADDED, 3, 7, 7, 40, 24, slots=8),
+    "a-sum-of-odd-slots": CudaCase(ADDED, 2, 7, 5, 37, 24, slots=3),
+    "halo-a-sum": CudaCase(SKIPPED, 2, 8, 7, 33, 32, (3, 3), pads=(1, 1, 1, 1), slots=5),
+    "few-channels-of-a-sum": CudaCase(SKIPPED, 2, 5, 9, 3, 5, (3, 3), pads=(1, 1, 1, 1)),
     "an-activation-first": CudaCase("BatchNormGradQuickGeluGradConvGradBiasGradReduceOther", 2, 7, 7, 40, 24),
 }
 

@@ -46,6 +46,7 @@ BACKWARD_OPS = (
     "BatchNormGradNormalizeGateClipConvGradAddGradientClipGradReduceOther",
     "GateGradBatchNormGradNormalizeReluGateConvGradAddGatedGradientReduceGated",
     "BatchNormGradReluGradNormalizeConvGradBiasGradAddBatchNormGradReduce",
+    "BatchNormGradNormalizeAddNormalizedConvGradBiasGradReduceOther",
     "AddGradReluGradBatchNormGradReluConvGradReluGradAddSkipGradientReduceAddedReluGrad",
     "GateGradAddGradReluGradBatchNormGradNormalizeReluConvGradReluGradReduce",
     BACKWARD,
