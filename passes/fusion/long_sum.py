@@ -8,7 +8,8 @@
 RepVGG, MobileOne and HRNet add three maps and more, each with its BatchNorm: s is neither written nor read. Two of the
 terms may be activated or gated, the others are normalised at most.
 
-Refuses a sum that something else reads, that is activated, or whose statistics are taken.
+Refuses a sum that something else reads, that is activated, or whose statistics are taken; and one of three terms that
+are activated or gated, of which one would be stored.
 """
 
 from __future__ import annotations
@@ -69,13 +70,25 @@ def join(editor: Editor, total: Op) -> Op | None:
         more, activation = terms_of(inner)
         if activation or not is_only_read_by(inner.results["y"], total.node) or not _agree(inner, total):
             continue
-        found = composed([*terms[:place], *more, *terms[place + 1 :]], behind, total.steps.epilogue)
+        joined = [*terms[:place], *more, *terms[place + 1 :]]
+        if sum(not to_be(each).is_plain for each in joined) > 2:
+            continue
+        found = composed(joined, behind, total.steps.epilogue)
         if found is not None:
             spec, operands = found
             kept = {name: total.operands[name] for name in total.operands if name not in PROLOGUE}
             made = dataclasses.replace(total, operands=kept)
             return editor.replace(made, spec, [inner.node], operands=operands, attributes=inner.attributes)
     return None
+
+
+def to_be(term: Term) -> Term:
+    """Give a term with the steps that are still to move into its sum: those of a map that nothing else reads."""
+    made = forward_of(term.operands["x"])
+    if term.steps or made is None or made.steps.core != "Pointwise" or made.steps.epilogue or is_sum(made):
+        return term
+    y = made.results["y"]
+    return term if y.is_graph_output() or len(list(y.uses())) > 1 else Term(made.steps.prologue, made.operands)
 
 
 PROLOGUE = ("x", "a", "b", "active", "gate", "skip", "skip_a", "skip_b", "skip_gate")
@@ -107,7 +120,9 @@ def composed(
     terms: Sequence[Term], behind: tuple[str, ...], epilogue: tuple[str, ...]
 ) -> tuple[OpSpec, dict[str, ir.Value]] | None:
     """Compose the sum of these terms, and its operands; None where the grammar has no room for them."""
-    first, second, *rest = sorted(terms, key=lambda term: (term.is_plain, not term.steps, "Where" not in term.steps))
+    first, second, *rest = sorted(
+        terms, key=lambda term: (to_be(term).is_plain, not term.steps, "Where" not in term.steps)
+    )
     if not all(term.is_plain for term in rest) or "Where" in second.steps:
         return None
     operands = dict(first.operands)

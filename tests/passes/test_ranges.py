@@ -109,3 +109,20 @@ def test_a_constant_factor_goes_with_the_normalised_map():
     result = check(net.classified(net.block(halved, 4)))
     assert result.report.unfused == ()
     assert "NormalizeReluGateConvStatistics" in [node.op_type for node in result.model.graph]
+
+
+@pytest.mark.parametrize("level", ["bnff", "icf"])
+def test_two_gated_branches_beside_a_shortcut_are_not_stored(level):
+    net = Network()
+    x = net.block("x", 4)
+    branches = net.split(net.block(x, 8), 4, 4)
+    summed = ""
+    for branch in branches:
+        gate = net.put("Sigmoid", net.conv(net.pooled(branch), 4, bias=True))
+        gated = net.put("Mul", branch, gate)
+        summed = net.put("Add", summed, gated) if summed else gated
+    y = net.put("Relu", net.put("Add", x, net.norm(net.conv(net.put("Add", x, summed), 4))))
+    result = check(net.classified(y), level)
+    assert "NormalizeReluGatePointwise" not in [node.op_type for node in result.model.graph]
+    if level == "icf":
+        assert result.report.unfused == ()
