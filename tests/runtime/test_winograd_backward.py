@@ -17,6 +17,7 @@ from bnfuse.opset.spec import (
     MAPS_LIKE_DY,
     MAPS_LIKE_X,
     is_numbered_map,
+    is_of_images,
     parse,
 )
 from bnfuse.runtime.backends.cpu import execute
@@ -58,6 +59,8 @@ class Case(ConvCase):
             return self.n, self.cin, self.h, self.w
         if name == "acc":
             return self.n, self.cin + 2 * self.slots, self.h, self.w
+        if is_of_images(name):
+            return self.n, self.cin
         return (self.cout if name in ("grad_a", "grad_b", "grad_p", "grad_q", "grad_w", "dbias") else self.cin,)
 
 
@@ -102,6 +105,9 @@ CASES = [
     Case("ConvGradInputAccumulate", 2, 5, 5, 16, 16, slots=3),
     Case("BatchNormGradNormalizeReluConvGradWeight", 2, 7, 7, 16, 40),
     Case(FULL, 8, 7, 7, 80, 264),  # blocks of channels transformed together, several images in a chunk
+    Case("NormalizeReluConvGradReluGradReduceImageReduce", 8, 7, 7, 40, 33, slots=2),  # several images in a chunk
+    Case("ConvGradAddGradientReluGradReduceImageGateHardSwish", 3, 14, 9, 37, 20),
+    Case("ConvGradInputImageGate", 7, 3, 5, 36, 40, pads=(2, 2, 2, 2)),
     Case("ConvGradReduce", 1, 66, 6, 32, 32),  # the last chunk has fewer rows
 ]
 

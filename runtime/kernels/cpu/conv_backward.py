@@ -73,8 +73,6 @@ NAME = "conv_backward"
 def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
     """List the kernels that can make the gradients of a problem, the one of choice first."""
     shape = conv_shape(problem, target.threads)
-    if takes_image_sums(problem, target):
-        return ("direct",)
     if is_depthwise(shape, target):
         return ("depthwise",)
     if not is_possible(shape):
@@ -83,12 +81,9 @@ def algorithms(problem: Problem, target: CpuTarget) -> tuple[str, ...]:
 
 
 def takes_image_sums(problem: Problem, target: CpuTarget) -> bool:
-    """Tell whether the sums over images of a problem are taken on the way out: where the direct algorithm is chosen."""
-    shape = conv_shape(problem, target.threads)
+    """Tell whether the sums over images of a gradient are taken on the way out: by all but depthwise convolutions."""
     plan = ImagePlan.of(problem)
-    if plan is None or plan.statistics or is_depthwise(shape, target):
-        return False
-    return not (is_possible(shape) and is_faster(shape, target))
+    return plan is not None and not plan.statistics and not is_depthwise(conv_shape(problem, target.threads), target)
 
 
 def choices(problem: Problem, target: CpuTarget) -> tuple[Choice, ...]:

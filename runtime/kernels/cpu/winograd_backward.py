@@ -35,11 +35,13 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.geometry import Convolution
+from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr, finish
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, bias_gradient
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
 from bnfuse.runtime.kernels.cpu.conv_backward_pack import pack_grad, pack_read
+from bnfuse.runtime.kernels.cpu.images import Slots, runs_of, store_sums
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PLACES
 from bnfuse.runtime.kernels.cpu.winograd_backward_micro import input_gradient, weight_products
 from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
@@ -78,14 +80,20 @@ def _body(nest: WinogradNest) -> None:
     bias = tir.workspace(threads * of_bias, "float64") if of_bias else None
     if weights is not None:
         transform_weights(nest, weights)
+    plan, images = ImagePlan.of(nest.problem), None
+    if plan is not None:
+        made = nest.problem.map(nest.result)
+        images = Slots.allocate(made.n, threads, len(plan.results), made.c)
     with T.parallel(0, threads) as thread:
         for buffer, each in ((sums, nest.sums_size), (bias, of_bias)):
             if buffer is not None:
                 tir.zero(buffer, thread * each, each, nest.tiles.lanes)
-        _chunks(nest, weights, partials, sums, bias, thread)
+        _chunks(nest, weights, partials, sums, bias, images, thread)
     if partials is not None:
         unpack_weight_gradient(nest, partials)
     finish(nest, sums, bias)
+    if plan is not None and images is not None:
+        store_sums(plan, images, runs_of(nest.items, threads, nest.images_of), nest.arguments)
 
 
 def _zeros(size: int, lanes: int) -> Buffer:
@@ -100,6 +108,7 @@ def _chunks(
     partials: Buffer | None,
     sums: Buffer | None,
     bias: Buffer | None,
+    images: Slots | None,
     thread: Expr,
 ) -> None:
     """Write a thread's share of the chunks."""
@@ -120,7 +129,7 @@ def _chunks(
         item = T.bind(first + number)
         image = T.bind(item // nest.tile_rows * sizes.images)
         unit = T.bind(item % nest.tile_rows * sizes.rows)
-        place = Place(thread, 0, image, unit, scratch)
+        place = Place(thread, 0, image, unit, scratch, images)
         tiles = nest.active(unit)
         rows = nest.active_rows(unit)
         pack_grad(nest, grad, 0, image, unit)

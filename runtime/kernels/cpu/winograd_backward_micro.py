@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.images import ImagePlan
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
     CACHE_LINE,
@@ -18,6 +21,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import (
 )
 from bnfuse.runtime.kernels.cpu.conv_backward_micro import Place, opaque
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import when
+from bnfuse.runtime.kernels.cpu.images import RowSums
 from bnfuse.runtime.kernels.cpu.tir import registers, span, store
 from bnfuse.runtime.kernels.cpu.winograd import OUT, PATCH, PLACES, load_block, output_transform
 from bnfuse.runtime.kernels.cpu.winograd_backward_nest import WinogradNest
@@ -186,25 +190,48 @@ def _finish_channels(
     widths = {0: width} if width == sizes.block else chunks(width, sizes.lanes)
     first = T.bind(block * sizes.block)
     part = Sums.zero(nest, sizes.block, sizes.block)
-    with T.serial(0, count) as i:
-        for vector in range(0, width, sizes.lanes):
+    plan = ImagePlan.of(nest.problem)
+    for image, head, stop in _stretches(nest, place, start, count):
+        sums_of_image = None if plan is None else RowSums.zero(plan, sizes.block)
+        with T.serial(0, stop - head) as number:
+            i = head + number
+            for vector in range(0, width, sizes.lanes):
 
-            def at(row: int, column: int, vector: int = vector, i: Expr = i) -> Expr:
-                return source + i * sizes.block + (row * PATCH + column) * nest.products_place + vector
+                def at(row: int, column: int, vector: int = vector, i: Expr = i) -> Expr:
+                    return source + i * sizes.block + (row * PATCH + column) * nest.products_place + vector
 
-            dx = output_transform(load_block(products, PATCH, at, sizes.lanes), T.bind)
-            for row in range(OUT):
-                for column in range(OUT):
-                    cell = (row * OUT + column) * sizes.block + vector
-                    store(place.scratch, span(cell, sizes.lanes), dx[row][column])
-        corner, row, column = _pixel(nest, place, start + i)
-        height, breadth = tirx.Min(OUT, rows.size - row), tirx.Min(OUT, columns.size - column)
-        with T.serial(0, height) as up, T.serial(0, breadth) as left:
-            pixel = T.bind(corner + up * columns.size + left)
-            for begin, lanes in widths.items():
-                with T.vectorized(0, lanes) as lane:
-                    inner = begin + lane
-                    index = (up * OUT + left) * sizes.block + inner
-                    where = (pixel, first + inner, inner)
-                    write_epilogue(nest, place.scratch[index], (place.scratch, index), part, where)
+                dx = output_transform(load_block(products, PATCH, at, sizes.lanes), T.bind)
+                for row in range(OUT):
+                    for column in range(OUT):
+                        cell = (row * OUT + column) * sizes.block + vector
+                        store(place.scratch, span(cell, sizes.lanes), dx[row][column])
+            corner, row, column = _pixel(nest, place, start + i)
+            height, breadth = tirx.Min(OUT, rows.size - row), tirx.Min(OUT, columns.size - column)
+            with T.serial(0, height) as up, T.serial(0, breadth) as left:
+                pixel = T.bind(corner + up * columns.size + left)
+                for begin, lanes in widths.items():
+                    with T.vectorized(0, lanes) as lane:
+                        inner = begin + lane
+                        index = (up * OUT + left) * sizes.block + inner
+                        where = (pixel, first + inner, inner)
+                        write_epilogue(nest, place.scratch[index], (place.scratch, index), part, where)
+                        if sums_of_image is not None:
+                            sums_of_image.add(place.scratch[index], nest.loader(pixel, first + inner), inner)
+        if sums_of_image is not None and place.images is not None:
+            sums_of_image.flush(place.images, image, place.thread, first, widths)
     part.flush(sums, place.thread, first, widths)
+
+
+def _stretches(nest: WinogradNest, place: Place, start: Expr, count: Expr) -> Iterator[tuple[Expr, Expr, Expr]]:
+    """Cut a micro-tile, from tile `start` of the chunk on, where images end: image, first and behind the last tile.
+
+    Without sums over images it is one stretch.
+    """
+    if place.images is None or nest.tiles.images == 1:
+        yield place.image, 0, count
+        return
+    each = nest.chunk_rows * nest.tile_columns
+    image = T.bind(start // each)
+    with T.serial(0, T.bind((start + count - 1) // each - image + 1)) as k:
+        begins = T.bind((image + k) * each - start)
+        yield place.image + image + k, T.bind(tirx.Max(begins, 0)), T.bind(tirx.Min(count, begins + each))

@@ -76,6 +76,11 @@ class WinogradNest(Nest):
         """Count the chunks from the top of an image to its bottom."""
         return -(-grid(self.shape.rows) // self.chunk_rows)
 
+    def images_of(self, first: int, last: int) -> tuple[int, int]:
+        """Give the first and the last image of the chunks from `first` to `last`."""
+        images = self.tiles.images
+        return first // self.tile_rows * images, (last // self.tile_rows + 1) * images - 1
+
     @property
     def grad_rows(self) -> int:
         """Count the rows of pixels of the grad tile, with its borders."""
