@@ -14,6 +14,9 @@ from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, inside, otherwis
 from bnfuse.runtime.kernels.cpu.tir import store, zero
 
 
+ROWS = 8  # of dweight that are written side by side: in a longer column of 12 KB rows all lines fall into one cache set
+
+
 def pack_weights(nest: Nest, packed: Buffer) -> None:
     """Pack OIHW to [g][Cin/block][R][S][Cout][block]; the channels that fill up the last block are zeros."""
     shape, block = nest.shape, nest.tiles.block
@@ -100,18 +103,24 @@ def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, star
 
 
 def unpack_weight_gradient(nest: Nest, partial: Buffer) -> None:
-    """Write dweight (OIHW): the sum of the threads' partials, 16 input channels at a time, so that lines are reused."""
+    """Write dweight (OIHW): the sum of the threads' partials, 16 input channels at a time, so that lines are reused, and
+    8 output channels: rows of a large power of two would crowd a set of the cache."""
     shape, width = nest.shape, nest.read_width
     chunk = min(16, width)  # a cache line of them, chosen by hand
-    chunks = -(-shape.cin // chunk)
+    chunks, rows = -(-shape.cin // chunk), min(ROWS, shape.cout)
+    tiles = -(-shape.cout // rows)
     dweight = nest.arguments["dweight"]
     with T.parallel(0, nest.threads) as thread:
-        first, count = tir.share(shape.groups * chunks, nest.threads, thread)
+        first, count = tir.share(shape.groups * tiles * chunks, nest.threads, thread)
         with T.serial(0, count) as n:
             item = first + n
-            group, start = item // chunks, item % chunks * chunk
-            with T.serial(0, shape.cout) as out, T.serial(0, tirx.Min(chunk, shape.cin - start)) as i:
-                channel = start + i
+            group, start = item // (tiles * chunks), item % chunks * chunk
+            top = item // chunks % tiles * rows
+            with (
+                T.serial(0, tirx.Min(rows, shape.cout - top)) as row,
+                T.serial(0, tirx.Min(chunk, shape.cin - start)) as i,
+            ):
+                out, channel = top + row, start + i
                 target = ((group * shape.cout + out) * shape.cin + channel) * shape.taps
                 with T.serial(0, shape.rows.kernel) as r, T.serial(0, shape.columns.kernel) as s:
                     source = group * nest.partial_group + _partial_index(nest, channel, r, s) + out
