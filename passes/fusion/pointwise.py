@@ -88,7 +88,7 @@ class PointwiseFusion(ir.passes.InPlacePass):
             op = read(node) if node.graph is not None else None
             if op is None or not isinstance(op.spec, OpSpec) or op.spec.core != "Pointwise" or op.spec.epilogue:
                 continue
-            if ("Normalize" in op.spec.prologue and not SUMS & {*op.spec.prologue}) or is_of_stored_sum(op):
+            if ("Normalize" in op.spec.prologue and not SUMS & {*op.spec.prologue}) or is_of_stored_sum(op) or is_of_stored_product(op):
                 pending += move_into_readers(editor, op)
             elif SUMS & {*op.spec.prologue} and op.spec.prologue[-1] not in ACTIVATIONS:
                 pending += merge_activation(editor, op)
@@ -208,6 +208,32 @@ def is_of_stored_sum(op: Op) -> bool:
     summed = forward_of(x)
     is_sum = summed is not None and summed.steps.core == "Pointwise" and bool(SUMS & {*summed.steps.prologue})
     return _is_activation(op) and is_sum and (x.is_graph_output() or len(x.uses()) > 1)
+
+
+def is_of_stored_product(op: Op) -> bool:
+    """Tell whether an operator activates what a convolution stores for its mask, and convolutions alone read the result:
+    with a window over all channels, whose kernels activate an element when they pack it, and not for each tap."""
+    x, y = op.operands["x"], op.results["y"]
+    maker = forward_of(x)
+    if not _is_activation(op) or op.spec.prologue == ("Relu",) or maker is None or maker.steps.core not in CONVS:
+        return False
+    masks = [reader for use in x.uses() if (reader := read(use.node)) is not None and _masks(reader, x)]
+    readers = [use.node for use in y.uses()]
+    return bool(masks) and not y.is_graph_output() and all(is_dense(node) and has_room_for(op, node) for node in readers)
+
+
+def is_dense(node: ir.Node) -> bool:
+    """Tell whether a node is a convolution of a single group, or a gradient of one."""
+    op = read(node)
+    if op is None or not isinstance(op.spec, OpSpec) or op.spec.core not in (*CONVS, *CONV_GRADS):
+        return False
+    return bool(op.attributes["group"] == 1)
+
+
+def _masks(op: Op, x: ir.Value) -> bool:
+    """Tell whether a PointwiseGrad multiplies by the slope of an activation at x."""
+    is_grad = isinstance(op.spec, OpSpec) and op.spec.core == "PointwiseGrad" and op.operands.get("x") is x
+    return is_grad and bool({*op.steps.epilogue} & {*ACTIVATION_GRADS})
 
 
 def merge_activation(editor: Editor, add: Op) -> list[ir.Node]:
