@@ -58,7 +58,7 @@ from bnfuse.passes.fusion.shared_mask import SharedMaskFusion
 from bnfuse.passes.fusion.statistics import StatisticsFusion
 from bnfuse.passes.fusion.sum_in import SumIn
 from bnfuse.passes.fusion.sum_mask import SumIntoMask
-from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused, group_norms
+from bnfuse.passes.fusion.unfused import Unfused, batch_norms, find_unfused, group_norms, layer_norms
 from bnfuse.passes.removal.drop_bias import DropBias
 from bnfuse.passes.removal.placements import Selection, select
 from bnfuse.passes.removal.remove import RemoveBatchNorm, Removed
@@ -90,7 +90,8 @@ class PassReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rewrite did. `batch_norms` counts the source graph's BNs, `group_norms` its Group- and InstanceNorms."""
+    """What a rewrite did. `batch_norms` counts the source graph's BNs, `group_norms` its Group- and InstanceNorms,
+    `layer_norms` its LayerNorms over channels."""
 
     level: str
     batch_norms: int
@@ -101,11 +102,12 @@ class Report:
     removed: tuple[Removed, ...] = ()
     sampled: tuple[Sampled, ...] = ()
     group_norms: int = 0
+    layer_norms: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Give the report as JSON's types:
 
-        level, batch_norms, group_norms, unfused [{node, half, reason, norm}],
+        level, batch_norms, group_norms, layer_norms, unfused [{node, half, reason, norm}],
         passes [{name, changed, refused, seconds}], nodes, removed [{index, node, kept_affine}],
         sampled [{node, spec, ratio, elements}].
         """
@@ -113,6 +115,7 @@ class Report:
             "level": self.level,
             "batch_norms": self.batch_norms,
             "group_norms": self.group_norms,
+            "layer_norms": self.layer_norms,
             "unfused": [dataclasses.asdict(entry) for entry in self.unfused],
             "passes": [
                 {
@@ -226,7 +229,7 @@ def rewrite(
     stages = passes_of(level, is_pool_first(level) if pool_first is None else pool_first)
     converted = convert(model, file_of(model) if FILE_KEY in model.meta else None)
     model = converted if converted is not model else model.clone()
-    names, groups = batch_norms(model), group_norms(model)
+    names, groups, pixels = batch_norms(model), group_norms(model), layer_norms(model)
     before = model.graph.num_nodes()
     reports: list[PassReport] = []
     if decay is not None:
@@ -252,9 +255,12 @@ def rewrite(
         for refusal in report.refused
     ]
     norms = dict.fromkeys(names, "BatchNorm") | dict.fromkeys(groups, "GroupNorm")
+    norms |= dict.fromkeys(pixels, "LayerNorm")
     unfused = find_unfused(model, norms, refused, level)
     nodes = model.graph.num_nodes()
-    report = Report(level, len(names), unfused, tuple(reports), before, nodes, removed, sampled, len(groups))
+    report = Report(
+        level, len(names), unfused, tuple(reports), before, nodes, removed, sampled, len(groups), len(pixels)
+    )
     return Rewritten(model, report)
 
 

@@ -323,6 +323,8 @@ def report_sections(report: dict[str, Any]) -> list[Section]:
     title = unfused_title(report, "BatchNorm", "batch_norms")
     if report["group_norms"]:
         title += f"; {unfused_title(report, 'GroupNorm', 'group_norms')}"
+    if report["layer_norms"]:
+        title += f"; {unfused_title(report, 'LayerNorm', 'layer_norms')}"
     sections = [Section.table(title, ("pass", "changed"), passes)]
     if report["removed"]:
         gone = [(number(e["index"]), e["node"], "stays" if e["kept_affine"] else "") for e in report["removed"]]

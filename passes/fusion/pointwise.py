@@ -15,6 +15,9 @@ reads its result, so that this is not stored beside it:
     y = QuickGeluPointwise(s)                     ->     u = QuickGeluConv(s, w)
     u = Conv(y, w);  t = Add(v, y)                       t = QuickGeluAddPointwise(s, v)
 
+So it is of a map that a convolution stores without a BatchNorm, which the mask reads (ConvNeXt's Gelu): it goes into
+the one convolution behind it, and into that one's gradient, which takes the mask on its way out.
+
 Moves into every reader that has room for the steps; readers that have none (a Concat, a Reshape, ...) keep the stored
 map alive, and the refusal names them. RCF alone (`ReluConvFusion`) is all or nothing: it refuses a Relu whose result
 is an output or has a reader that is not a convolution, because then the map must exist anyway.
@@ -88,7 +91,11 @@ class PointwiseFusion(ir.passes.InPlacePass):
             op = read(node) if node.graph is not None else None
             if op is None or not isinstance(op.spec, OpSpec) or op.spec.core != "Pointwise" or op.spec.epilogue:
                 continue
-            if ("Normalize" in op.spec.prologue and not SUMS & {*op.spec.prologue}) or is_of_stored_sum(op) or is_of_stored_product(op):
+            if (
+                ("Normalize" in op.spec.prologue and not SUMS & {*op.spec.prologue})
+                or is_of_stored_sum(op)
+                or is_of_stored_product(op)
+            ):
                 pending += move_into_readers(editor, op)
             elif SUMS & {*op.spec.prologue} and op.spec.prologue[-1] not in ACTIVATIONS:
                 pending += merge_activation(editor, op)
@@ -211,15 +218,21 @@ def is_of_stored_sum(op: Op) -> bool:
 
 
 def is_of_stored_product(op: Op) -> bool:
-    """Tell whether an operator activates what a convolution stores for its mask, and convolutions alone read the result:
-    with a window over all channels, whose kernels activate an element when they pack it, and not for each tap."""
+    """Tell whether an operator activates what a convolution stores for its mask, and one other convolution and its
+    gradient read the result.
+
+    That one is of a single group: its kernels activate an element where they pack it, not for each tap. Further readers
+    would each compute the activation anew.
+    """
     x, y = op.operands["x"], op.results["y"]
     maker = forward_of(x)
-    if not _is_activation(op) or op.spec.prologue == ("Relu",) or maker is None or maker.steps.core not in CONVS:
+    if not _is_activation(op) or op.steps.prologue == ("Relu",) or maker is None or maker.steps.core not in CONVS:
         return False
     masks = [reader for use in x.uses() if (reader := read(use.node)) is not None and _masks(reader, x)]
-    readers = [use.node for use in y.uses()]
-    return bool(masks) and not y.is_graph_output() and all(is_dense(node) and has_room_for(op, node) for node in readers)
+    readers = list(dict.fromkeys(use.node for use in y.uses()))
+    convs = [node for node in readers if (reader := read(node)) is not None and reader.steps.core in CONVS]
+    taken = all(is_dense(node) and has_room_for(op, node) for node in readers)
+    return bool(masks) and not y.is_graph_output() and len(convs) == 1 and taken
 
 
 def is_dense(node: ir.Node) -> bool:

@@ -1,4 +1,7 @@
-"""Which halves of which BNs and GroupNorms still sweep a map of their own, and why: the honest end of every rewrite."""
+"""Which halves of which BNs, GroupNorms and LayerNorms still sweep a map of their own, and why.
+
+The honest end of every rewrite.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,13 @@ OF_GROUPS = {
     "GroupNormStatistics": "statistics",
     "GroupNormGradReduce": "gradient reductions",
 }
+OF_PIXELS = {"LayerNorm": "forward", "LayerNormGrad": "gradient"}
 MONOLITHS = (BATCH_NORM, BATCH_NORM_GRAD, "BatchNormalization")
 
 
 @dataclasses.dataclass(frozen=True)
 class Unfused:
-    """A BN or a GroupNorm, one of its halves, and why that half is a kernel of its own."""
+    """A BN, a GroupNorm or a LayerNorm, one of its halves, and why that half is a kernel of its own."""
 
     node: str
     half: str
@@ -45,10 +49,15 @@ def group_norms(model: ir.Model) -> tuple[str, ...]:
     return tuple(node.name or "" for node in model.graph if node.op_type == GROUP_NORM and node.domain == DOMAIN)
 
 
+def layer_norms(model: ir.Model) -> tuple[str, ...]:
+    """Name the LayerNorms over channels of a source graph."""
+    return tuple(node.name or "" for node in model.graph if node.op_type == "LayerNorm" and node.domain == DOMAIN)
+
+
 def find_unfused(model: ir.Model, names: Mapping[str, str], refused: list[Refusal], level: str) -> tuple[Unfused, ...]:
     """Find every half of the named norms that is left on its own, with the reason of the last pass that looked at it.
 
-    `names` says of each whether it is a BatchNorm or a GroupNorm.
+    `names` says of each whether it is a BatchNorm, a GroupNorm or a LayerNorm.
 
     Where no pass of the level looked at it, the reason is the level, or what the half has become.
     """
@@ -72,6 +81,8 @@ def standalone_half(node: ir.Node) -> str | None:
         return "gradient" if node.op_type == BATCH_NORM_GRAD else "forward"
     if node.domain == DOMAIN and node.op_type in OF_GROUPS:
         return OF_GROUPS[node.op_type]
+    if node.domain == DOMAIN and node.op_type in OF_PIXELS:
+        return OF_PIXELS[node.op_type]
     if node.op_type in ("BatchNormStatistics", "L1Statistics", "RangeStatistics", "LocalStatistics"):
         return "statistics"
     if node.op_type in ("L1GradInput", "RangeGradInput", "LocalScale"):
@@ -118,6 +129,8 @@ def _through_gradient(node: ir.Node, names: Iterable[str]) -> list[str]:
 
 def _left_by(level: str, node: ir.Node) -> str:
     """Why a half that no pass refused is a kernel of its own."""
+    if node.domain == DOMAIN and node.op_type in OF_PIXELS:
+        return "the channels of each pixel are normalised in one sweep, which stores the result"
     if node.domain == DOMAIN and node.op_type.startswith(("L1", "Range")):
         return "this estimate of the variance is made in sweeps of its own"
     if node.domain == DOMAIN and node.op_type in (GROUP_NORM, GROUP_NORM_GRAD):

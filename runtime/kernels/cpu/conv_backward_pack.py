@@ -13,8 +13,7 @@ from bnfuse.runtime.kernels.cpu.conv_backward_epilogue import Buffer, Expr
 from bnfuse.runtime.kernels.cpu.conv_backward_nest import Nest, inside, otherwise
 from bnfuse.runtime.kernels.cpu.tir import store, zero
 
-
-ROWS = 8  # of dweight that are written side by side: in a longer column of 12 KB rows all lines fall into one cache set
+ROWS = 8  # of dweight, written side by side: in a longer column of rows of 12 KB all lines fall into one cache set
 
 
 def pack_weights(nest: Nest, packed: Buffer) -> None:
@@ -103,8 +102,8 @@ def _read_row(nest: Nest, read: Buffer, at: Expr, pixel: Expr, group: Expr, star
 
 
 def unpack_weight_gradient(nest: Nest, partial: Buffer) -> None:
-    """Write dweight (OIHW): the sum of the threads' partials, 16 input channels at a time, so that lines are reused, and
-    8 output channels: rows of a large power of two would crowd a set of the cache."""
+    """Write dweight (OIHW), the sum of the threads' partials, 16 input channels at a time, so that lines are reused, of
+    8 output channels, so that rows of a large power of two do not crowd a set of the cache."""
     shape, width = nest.shape, nest.read_width
     chunk = min(16, width)  # a cache line of them, chosen by hand
     chunks, rows = -(-shape.cin // chunk), min(ROWS, shape.cout)
