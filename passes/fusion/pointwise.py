@@ -230,9 +230,9 @@ def is_of_stored_product(op: Op) -> bool:
         return False
     masks = [reader for use in x.uses() if (reader := read(use.node)) is not None and _masks(reader, x)]
     readers = list(dict.fromkeys(use.node for use in y.uses()))
-    convs = [node for node in readers if (reader := read(node)) is not None and reader.steps.core in CONVS]
-    taken = all(is_dense(node) and has_room_for(op, node) for node in readers)
-    return bool(masks) and not y.is_graph_output() and len(convs) == 1 and taken
+    if not masks or y.is_graph_output() or not all(is_dense(node) and has_room_for(op, node) for node in readers):
+        return False
+    return sum(reader.steps.core in CONVS for node in readers if (reader := read(node)) is not None) == 1
 
 
 def is_dense(node: ir.Node) -> bool:
