@@ -16,8 +16,9 @@ from typing import Any
 import onnx_ir as ir
 
 from bnfuse.graph.names import Names
+from bnfuse.opset.plain import PLAIN_OPS, PlainOp
 from bnfuse.opset.shapes import result_shapes
-from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, OpSpec, PlainOp, parse
+from bnfuse.opset.spec import DOMAIN, OpSpec, parse
 
 SOURCES = "bnfuse.sources"
 PASS = "bnfuse.pass"

@@ -13,18 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.graph.values import declared_shape
-from bnfuse.opset.spec import (
-    CONV_GRADS,
-    DOMAIN,
-    IMAGE_STEPS,
-    RESAMPLES,
-    SHARED,
-    TRANSPOSED,
-    OpSpec,
-    PlainOp,
-    find,
-    parse,
-)
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import CONV_GRADS, DOMAIN, IMAGE_STEPS, RESAMPLES, SHARED, TRANSPOSED, OpSpec, find, parse
 
 POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 BATCH_NORM_STEPS = {"Normalize", "AddNormalized", "PlusNormalized", "Statistics", "BatchNormGrad", "Reduce"}

@@ -14,8 +14,9 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.constants import Known
 from bnfuse.graph.names import Names
 from bnfuse.graph.values import static_shape
+from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.shapes import result_shapes
-from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec, PlainOp
+from bnfuse.opset.spec import DOMAIN, INTEGERS, VERSION, OpSpec
 
 ELEMENTWISE = frozenset({"Add", "Div", "Mul", "Neg", "Sub"})
 

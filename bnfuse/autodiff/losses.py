@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.autodiff.rules import Contributions, rule
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 
 
 @rule("SoftmaxCrossEntropyLoss")

@@ -6,7 +6,8 @@ import numpy as np
 
 from bnfuse.autodiff.emitter import Gradient
 from bnfuse.autodiff.rules import Contributions, rule
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import OpSpec
 
 SCALED = OpSpec((), "PointwiseGrad", ("Scale",))
 RESULTS = ("dx", "dscale", "dbias")  # of BatchNormGrad and LayerNormGrad, in the order of the forward operands

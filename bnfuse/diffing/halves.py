@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from bnfuse.analysis.match import label, sources
 from bnfuse.analysis.work import adds
-from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, OpSpec, PlainOp, parse
+from bnfuse.opset.plain import PLAIN_OPS, PlainOp
+from bnfuse.opset.spec import DOMAIN, OpSpec, parse
 
 BATCH_NORMS = ("BatchNorm", "BatchNormalization")
 # operators that only carry coefficients of one BN into a vector of several, or a part of one

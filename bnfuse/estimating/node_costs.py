@@ -15,6 +15,7 @@ from bnfuse.analysis.work import flops as dense_flops
 from bnfuse.estimating.operations import ELEMENTWISE, TYPES
 from bnfuse.estimating.pieces import dims
 from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.plain import WHOLE_OPS, PlainOp
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     IMAGE_GATES,
@@ -23,9 +24,7 @@ from bnfuse.opset.spec import (
     OF_GRADIENT,
     RESAMPLES,
     SHARED,
-    WHOLE_OPS,
     OpSpec,
-    PlainOp,
 )
 from bnfuse.opset.traffic import RESHAPES
 

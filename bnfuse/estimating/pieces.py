@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import DOMAIN, OpSpec, find
 from bnfuse.opset.traffic import RESHAPES, channels_touched
 
 IN_PLACE = ("AddSampled", "AddAtPoints", "LocalAddSampled")  # dx is acc, changed at the places of the sample

@@ -26,7 +26,8 @@ from bnfuse.estimating.order import arranged
 from bnfuse.estimating.pieces import Piece, Places, dims, size_of, width_of
 from bnfuse.estimating.workload import Access, Kind, Layer, Phase, Tensor, Workload
 from bnfuse.graph.training_graph import TrainingGraph
-from bnfuse.opset.spec import DOMAIN, OpSpec, PlainOp, find
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import DOMAIN, OpSpec, find
 from bnfuse.opset.traffic import channels_touched, reads_elements_of_x, touched_shape
 
 MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}

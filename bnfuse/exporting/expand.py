@@ -31,6 +31,7 @@ from bnfuse.opset import reference
 from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
+from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.sources import standard_node
 from bnfuse.opset.spec import (
     CONV_TRANSPOSE_ATTRIBUTES,
@@ -39,7 +40,6 @@ from bnfuse.opset.spec import (
     FORWARD_CORES,
     PLUS,
     OpSpec,
-    PlainOp,
     applied,
     find,
     further_terms,

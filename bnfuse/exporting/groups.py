@@ -19,7 +19,8 @@ import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import DOMAIN, PlainOp
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import DOMAIN
 
 HALVES = ("GroupNormStatistics", "GroupNormFinalize")
 

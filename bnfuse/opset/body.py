@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.opset.expressions import Expression, interpret
-from bnfuse.opset.spec import OpSpec, PlainOp, attribute_type
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import OpSpec, attribute_type
 
 OPERATORS = {
     "add": "Add",

@@ -18,6 +18,7 @@ from bnfuse.opset.functions_conv import input_gradient, transposed, transposed_i
 from bnfuse.opset.functions_group import GROUP
 from bnfuse.opset.functions_sampling import SAMPLING
 from bnfuse.opset.functions_whole import WHOLE, running, unbiased
+from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     ADDED_REDUCTIONS,
@@ -32,7 +33,6 @@ from bnfuse.opset.spec import (
     VERSION,
     WEIGHT_GRADS,
     OpSpec,
-    PlainOp,
     applied,
     around_batch_norm_grad,
     find,

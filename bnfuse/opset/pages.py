@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
 from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.spec import (
     BACKWARD_CORES,
     DOMAIN,
@@ -16,7 +17,6 @@ from bnfuse.opset.spec import (
     INTEGERS,
     LABELS,
     MAPS_LIKE_X,
-    PLAIN_OPS,
     PLUS,
     PROLOGUE_OPERANDS,
     SHARED,

@@ -16,6 +16,7 @@ import numpy as np
 from bnfuse.core.windows import axes_of, transposed_size
 from bnfuse.opset.activations import ACTIVATIONS, GRADIENTS
 from bnfuse.opset.expressions import Algebra, Expression, interpret
+from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.reference_group import GROUP
 from bnfuse.opset.reference_sampling import SAMPLING
 from bnfuse.opset.reference_whole import WHOLE, running, unbiased
@@ -30,7 +31,6 @@ from bnfuse.opset.spec import (
     TRANSPOSED,
     WEIGHT_GRADS,
     OpSpec,
-    PlainOp,
     applied,
     around_batch_norm_grad,
     further_terms,

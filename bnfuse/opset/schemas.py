@@ -14,8 +14,9 @@ from typing import Any
 import onnx
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.shapes import result_shapes
-from bnfuse.opset.spec import DOMAIN, INTEGERS, LABELS, VERSION, OpSpec, PlainOp, attribute_type, find
+from bnfuse.opset.spec import DOMAIN, INTEGERS, LABELS, VERSION, OpSpec, attribute_type, find
 from bnfuse.opset.training_ops import TRAINING_OPS, Rule, TrainingOp, attribute_of, dims_of, tensor
 
 Schema = onnx.defs.OpSchema

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnfuse.core.windows import transposed_size
+from bnfuse.opset.plain import GROUP_OPS, WHOLE_OPS, PlainOp
 from bnfuse.opset.reference import window_counts
-from bnfuse.opset.spec import GROUP_OPS, WHOLE_OPS, OpSpec, PlainOp, is_of_images
+from bnfuse.opset.spec import OpSpec, is_of_images
 
 Dim = int | str | None
 Shape = tuple[Dim, ...] | None

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import DOMAIN, READ_X, OpSpec, PlainOp, find
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import DOMAIN, READ_X, OpSpec, find
 
 Shape = tuple[int, ...]
 Touched = list[tuple[ir.Value, int]]

@@ -32,7 +32,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_split, leaves
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.concat.statistics import statistics_of
 from bnfuse.passes.dialect.sampled_chain import accumulated, scaled_base
 from bnfuse.passes.dialect.source_ops import gradient_of, is_map, sizes

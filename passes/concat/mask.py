@@ -25,7 +25,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, PLAIN_OPS, OpSpec
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, OpSpec
 from bnfuse.opset.traffic import reads_elements_of_x
 from bnfuse.passes.concat.ranges import is_range, joined, length, pieces
 from bnfuse.passes.concat.split import is_cut_mask

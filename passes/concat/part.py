@@ -33,7 +33,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_split
-from bnfuse.opset.spec import CONV_GRADS, PLAIN_OPS, OpSpec, parts_of
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import CONV_GRADS, OpSpec, parts_of
 from bnfuse.passes.concat.ranges import is_range, joined, length, pieces
 from bnfuse.passes.dialect.source_ops import constant_of, gradient_of, is_map, read
 from bnfuse.passes.dialect.steps import ACCUMULATIONS, REDUCTIONS, has_room_after, try_spec

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from bnfuse.opset.spec import PLAIN_OPS, PlainOp
+from bnfuse.opset.plain import PLAIN_OPS, PlainOp
 from bnfuse.passes.concat.ranges import axis_of
 from bnfuse.passes.concat.sink import is_normalized
 from bnfuse.passes.concat.split import is_cut_mask

@@ -22,7 +22,8 @@ import dataclasses
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split
-from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS, PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import ACTIVATION_GRADS, CONV_GRADS
 from bnfuse.passes.concat.ranges import joined, pieces
 from bnfuse.passes.concat.sink import is_normalized, lets_through
 from bnfuse.passes.dialect.source_ops import forward_of, gradient_of, is_map, read

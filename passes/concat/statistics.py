@@ -15,7 +15,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.analysis.provenance import channels, is_channel_concat, is_channel_split, leaves
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.passes.concat.ranges import find_pieces, joined, pieces
 from bnfuse.passes.dialect.source_ops import forward_of, is_map, read
 from bnfuse.passes.rewriter import Editor, FusionResult, Op

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import OpSpec
 from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult

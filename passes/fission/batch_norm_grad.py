@@ -16,7 +16,8 @@ import math
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.dialect.source_ops import is_batch_norm_grad, is_map, sizes
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_unused, own_op
 

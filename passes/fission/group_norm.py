@@ -22,7 +22,8 @@ import math
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import DOMAIN, PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import DOMAIN
 from bnfuse.passes.dialect.source_ops import is_map, sizes
 from bnfuse.passes.fission.batch_norm import NORMALIZE, named
 from bnfuse.passes.fission.batch_norm_grad import INPUT_HALF

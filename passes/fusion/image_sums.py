@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import PLAIN_OPS, OpSpec
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import OpSpec
 from bnfuse.passes.dialect.source_ops import forward_of, gradient_of
 from bnfuse.passes.dialect.steps import has_room_after, try_spec
 from bnfuse.passes.fusion.mask import reads

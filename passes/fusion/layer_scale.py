@@ -16,7 +16,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec, PlainOp, find
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import OpSpec, find
 from bnfuse.passes.dialect.source_ops import constant_of, forward_of, read, sizes
 from bnfuse.passes.fusion.gate import gate_of
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, is_only_read_by, own_op, sort

@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import at_node
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.passes.dialect.source_ops import is_batch_norm, is_batch_norm_grad, is_map, sizes
 from bnfuse.passes.fission.batch_norm import NORMALIZE
 from bnfuse.passes.fission.batch_norm_grad import SCALED, gradients_of

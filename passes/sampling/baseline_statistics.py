@@ -19,7 +19,7 @@ import math
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import finalize_and_normalize, type_statistics
 from bnfuse.passes.fission.batch_norm_grad import emit_terms, gradients_of, has_input_gradient

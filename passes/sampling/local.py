@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.signature import GraphSignature
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import type_statistics

@@ -27,7 +27,7 @@ from bnfuse.core.errors import at_node
 from bnfuse.graph.sampling import METADATA_KEY, Box, Points, Sampling, sampling_of
 from bnfuse.graph.signature import METADATA_KEY as ROLES_KEY
 from bnfuse.graph.signature import GraphSignature
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.passes.dialect.source_ops import is_batch_norm, is_map, sizes
 from bnfuse.passes.fission.batch_norm import finalize_and_normalize, type_statistics
 from bnfuse.passes.fission.batch_norm_grad import SCALED, emit_terms, gradients_of, has_input_gradient

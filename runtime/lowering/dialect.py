@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import DOMAIN, parse
 from bnfuse.runtime.lowering import group_norm as lower_group
 from bnfuse.runtime.lowering import local as lower_local
 from bnfuse.runtime.lowering import sampled as lower_sampled

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from bnfuse.opset.spec import OpSpec, PlainOp
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import OpSpec
 
 
 def optional(node: ir.Node, index: int) -> ir.Value | None:

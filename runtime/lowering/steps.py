@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.shapes import transposed_shape
 from bnfuse.opset.spec import (
     CONVS,
@@ -20,7 +21,6 @@ from bnfuse.opset.spec import (
     MAPS_LIKE_DY,
     MAPS_LIKE_X,
     OF_GRADIENT,
-    PLAIN_OPS,
     READ_X,
     RESAMPLES,
     OpSpec,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from bnfuse.opset import reference
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 
 
 def losses(scores, labels, reduction, weights, ignore):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cuda_operator import alignment, nhwc, raw, rounded
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.common.group_norm import GroupProblem
@@ -29,7 +29,7 @@ def on_gpu_slot(x, stride, offset, dtype):
 
 
 def expected(name, operands, **attributes):
-    return reference.run(spec.PLAIN_OPS[name], {k: v.astype(np.float64) for k, v in operands.items()}, attributes)
+    return reference.run(plain.PLAIN_OPS[name], {k: v.astype(np.float64) for k, v in operands.items()}, attributes)
 
 
 def assert_close(found, wanted, tolerance):
@@ -95,7 +95,7 @@ def test_coefficients(target, raw, op, samples, channels, groups):
     of_channels = ("scale", "bias")
     operands = {
         name: rng.uniform(0.5, 2, size=channels if name in of_channels else (samples, channels)).astype(np.float32)
-        for name in spec.PLAIN_OPS[op].operands
+        for name in plain.PLAIN_OPS[op].operands
     }
     number = {"epsilon": 1e-3} if op == "GroupNormFinalize" else {"count": 7 * channels // groups}
     problem = GroupProblem(op, samples, channels, groups, float(*number.values()), bool(raw))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu.layer_norm import layer_norm, layer_norm_grad
@@ -27,7 +27,7 @@ def drawn(rng, shape):
 
 def expected(name, operands, **attributes):
     wide = {key: value.astype(np.float64) for key, value in operands.items()}
-    return reference.run(spec.PLAIN_OPS[name], wide, attributes)
+    return reference.run(plain.PLAIN_OPS[name], wide, attributes)
 
 
 def as_map(found, kind, offset=0):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tvm_ffi
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import coefficients, norm
@@ -31,7 +31,7 @@ def in_slot(x, stride, offset):
 
 def expected(name, operands, **attributes):
     wide = {k: v.astype(np.float64) for k, v in operands.items()}
-    return reference.run(spec.PLAIN_OPS[name], wide, attributes)
+    return reference.run(plain.PLAIN_OPS[name], wide, attributes)
 
 
 def vectors(rng, count, *names):
@@ -55,7 +55,7 @@ def test_finalize_serves_any_number_of_channels():
     function = execute.compile_kernel(kernel)
     for count in (24, 7):
         kernel = one("finalize", count, 1e-5, 0.9)
-        operands = vectors(np.random.default_rng(1), count, *spec.PLAIN_OPS["BatchNormFinalize"].operands)
+        operands = vectors(np.random.default_rng(1), count, *plain.PLAIN_OPS["BatchNormFinalize"].operands)
         found = execute.call(kernel, operands, function=function)
         for name, value in expected("BatchNormFinalize", operands, epsilon=1e-5, momentum=0.9).items():
             np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
@@ -64,7 +64,7 @@ def test_finalize_serves_any_number_of_channels():
 @pytest.mark.parametrize("elements", [1.0, 2.0, 98.0])
 def test_finalize_moves_the_running_variance_by_the_unbiased_one(elements):
     kernel = one("finalize", 7, 1e-5, 0.9, elements)
-    operands = vectors(np.random.default_rng(1), 7, *spec.PLAIN_OPS["BatchNormFinalize"].operands)
+    operands = vectors(np.random.default_rng(1), 7, *plain.PLAIN_OPS["BatchNormFinalize"].operands)
     wanted = expected("BatchNormFinalize", operands, epsilon=1e-5, momentum=0.9, elements=elements)
     for name, value in wanted.items():
         np.testing.assert_allclose(execute.call(kernel, operands)[name], value, rtol=1e-6, atol=1e-7, err_msg=name)

@@ -18,8 +18,8 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.exporting import inference_model
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.opset import reference
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.schemas import check_model
-from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.passes import rewrite
 from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.verifying.interpreter import run

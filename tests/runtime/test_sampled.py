@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.backends.cpu import execute
 from bnfuse.runtime.backends.resolve import resolve
 from bnfuse.runtime.kernels.cpu import coefficients, norm_baseline, norm_sampled
@@ -19,7 +19,7 @@ FEW = settings(max_examples=8, deadline=None, derandomize=True)  # each compiles
 
 def expected(name, operands, **attributes):
     wide = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in operands.items()}
-    return reference.run(spec.PLAIN_OPS[name], wide, attributes)
+    return reference.run(plain.PLAIN_OPS[name], wide, attributes)
 
 
 def in_slot(x, before, after):
@@ -217,7 +217,7 @@ def test_coefficients(name):
     for count in (24, 7):
         kernel = coefficients.coefficients(((loop, (count, *attributes.values())),), TARGET)
         function = function or execute.compile_kernel(kernel)  # one kernel serves every number of channels
-        operands = {n: rng.uniform(0.5, 2, count).astype(np.float32) for n in spec.PLAIN_OPS[name].operands}
+        operands = {n: rng.uniform(0.5, 2, count).astype(np.float32) for n in plain.PLAIN_OPS[name].operands}
         found = execute.call(kernel, operands, function=function)
         for result, value in expected(name, operands, **attributes).items():
             np.testing.assert_allclose(found[result], value, rtol=1e-6, atol=1e-7, err_msg=result)
@@ -231,7 +231,7 @@ def test_coefficients_of_groups(channels, pitch, groups, elements):
     kernel = coefficients.coefficients((("local_finalize", (channels, pitch, groups, 1e-5, 0.9, elements)),), TARGET)
     operands = {}
     padded = {}
-    for name in spec.PLAIN_OPS["LocalFinalize"].operands:
+    for name in plain.PLAIN_OPS["LocalFinalize"].operands:
         rows = groups if name in ("mean", "variance") else None
         operands[name] = rng.uniform(0.5, 2, (channels,) if rows is None else (rows, channels)).astype(np.float32)
         padded[name] = operands[name]

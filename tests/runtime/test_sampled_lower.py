@@ -12,7 +12,8 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.sampling import NOTHING, Box, Points, Sampling
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.opset import reference
-from bnfuse.opset.spec import BASELINE_OPS, LOCAL_OPS, PLAIN_OPS, SAMPLING_OPS, attribute_type
+from bnfuse.opset.plain import BASELINE_OPS, LOCAL_OPS, PLAIN_OPS, SAMPLING_OPS
+from bnfuse.opset.spec import attribute_type
 from bnfuse.runtime.backends.cpu.runner import CpuRunner
 from bnfuse.runtime.backends.draws import sampling_of
 from bnfuse.runtime.backends.execution import Compiled

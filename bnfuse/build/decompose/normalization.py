@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from bnfuse.opset.spec import DOMAIN, PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
+from bnfuse.opset.spec import DOMAIN
 
 from .pixels import import_own
 from .writer import Writer

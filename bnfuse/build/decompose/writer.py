@@ -12,8 +12,9 @@ from onnx import helper, numpy_helper
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.protos import attributes, fresh
+from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.schemas import register
-from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec, PlainOp
+from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec
 
 from ..forward import element_types
 from ..graph import Forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnfuse.graph.microsoft.source import Dims, Source
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.training_ops import BATCH_NORM_DEFAULTS
 
 

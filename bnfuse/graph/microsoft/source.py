@@ -12,7 +12,8 @@ from bnfuse.core.errors import BnfuseError, at_node
 from bnfuse.graph.constants import Known
 from bnfuse.graph.names import Names
 from bnfuse.graph.values import static_shape
-from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec, PlainOp
+from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.spec import DOMAIN, VERSION, OpSpec
 
 Dims = Sequence[int | str | None]
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.reference_sampling import range_factor
-from bnfuse.opset.spec import PLAIN_OPS
 from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
 from bnfuse.runtime.kernels.kernel import Param

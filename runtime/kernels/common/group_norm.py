@@ -12,7 +12,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.rows import At, Rows
 from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32
 from bnfuse.runtime.kernels.kernel import Param

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.kernel import Access, MapType, Param
 

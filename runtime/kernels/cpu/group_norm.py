@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.group_norm import OVER_SAMPLES, GroupProblem, write_group, write_sums
 from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.common.params import unique_name

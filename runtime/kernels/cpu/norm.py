@@ -1,4 +1,4 @@
-"""The halves of a BatchNorm that stand alone and sweep maps (PLAIN_OPS of bnfuse/opset/spec.py).
+"""The halves of a BatchNorm that stand alone and sweep maps (PLAIN_OPS of bnfuse/opset/plain.py).
 
 What is computed per channel is in coefficients.py.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.common.steps import Expr, f64, to_f32

@@ -17,7 +17,7 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop, Member, param_name
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when

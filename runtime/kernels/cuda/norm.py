@@ -1,4 +1,4 @@
-"""The halves of a BatchNorm that stand alone and sweep maps (PLAIN_OPS of bnfuse/opset/spec.py).
+"""The halves of a BatchNorm that stand alone and sweep maps (PLAIN_OPS of bnfuse/opset/plain.py).
 
 Each tile of sweep.py leaves a row of partials; a last stage merges them. What is computed per channel is in
 coefficients.py.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from tvm.script.ir_builder import tirx as T
 
-from bnfuse.opset.spec import PLAIN_OPS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.norm import NormProblem
 from bnfuse.runtime.kernels.common.params import unique_name
 from bnfuse.runtime.kernels.cuda import device as d

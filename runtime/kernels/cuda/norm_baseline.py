@@ -1,4 +1,4 @@
-"""The statistics that sampling is compared with, and their input gradients (BASELINE_OPS of bnfuse/opset/spec.py).
+"""The statistics that sampling is compared with, and their input gradients (BASELINE_OPS of bnfuse/opset/plain.py).
 
 L1BN:    two sweeps over the map, as its deviation is taken from the mean; each with the stage that merges its tiles
 RBN:     one sweep: sums, extremes, and how many elements attain them

@@ -13,18 +13,8 @@ from onnx import TensorProto, helper
 
 from bnfuse.opset import reference
 from bnfuse.opset.functions import function_for
-from bnfuse.opset.spec import (
-    CONV_GRADS,
-    CONVS,
-    DOMAIN,
-    MAPS_LIKE_X,
-    SAMPLEWISE,
-    WHOLE_OPS,
-    OpSpec,
-    PlainOp,
-    find,
-    parts_of,
-)
+from bnfuse.opset.plain import WHOLE_OPS, PlainOp
+from bnfuse.opset.spec import CONV_GRADS, CONVS, DOMAIN, MAPS_LIKE_X, SAMPLEWISE, OpSpec, find, parts_of
 
 CONV = {
     "dilations": [1, 1],

@@ -13,20 +13,16 @@ from hypothesis import strategies as st
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import functions
 from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.plain import BASELINE_OPS, LOCAL_OPS, PLAIN_OPS, SAMPLING_OPS, WHOLE_OPS
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     BACKWARD_CORES,
-    BASELINE_OPS,
     DOMAIN,
     FORWARD_CORES,
     IMAGE_GATES,
     IMAGE_REDUCTIONS,
-    LOCAL_OPS,
     MASKED_REDUCTIONS,
-    PLAIN_OPS,
     SAMPLEWISE,
-    SAMPLING_OPS,
-    WHOLE_OPS,
     of_skip,
     parse,
 )

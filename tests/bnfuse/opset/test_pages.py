@@ -5,6 +5,7 @@ from pathlib import Path
 import bnfuse.opset
 from bnfuse.opset import pages
 from bnfuse.opset.activations import ACTIVATIONS
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.spec import (
     ACTIVATION_GRADS,
     BACKWARD_CORES,
@@ -12,7 +13,6 @@ from bnfuse.opset.spec import (
     EPILOGUE_RESULTS,
     FORWARD_CORES,
     IMAGE_GATES,
-    PLAIN_OPS,
     PLUS,
     PROLOGUE_OPERANDS,
 )

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.reference import run
-from bnfuse.opset.spec import PLAIN_OPS, parse
+from bnfuse.opset.spec import parse
 
 try:
     import torch

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch_statistics as definition
 
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.reference import run
-from bnfuse.opset.spec import PLAIN_OPS, parse
+from bnfuse.opset.spec import parse
 
 try:
     import torch

@@ -8,8 +8,9 @@ from onnx import numpy_helper
 from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.opset import schemas
+from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.shapes import result_shapes
-from bnfuse.opset.spec import DOMAIN, PLAIN_OPS, parse
+from bnfuse.opset.spec import DOMAIN, parse
 from bnfuse.opset.training_ops import TRAINING_OPS, dims_of
 
 NAMES = (

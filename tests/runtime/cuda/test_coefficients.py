@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cuda_kernels import ARCHITECTURES, assert_no_spills, gpu, run_kernel
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.kernels.cuda.coefficients import ONE_BLOCK, coefficients
 
 FINALIZE = ("scale", "bias", "mean", "variance", "running_mean", "running_variance")
@@ -12,7 +12,7 @@ FINALIZE = ("scale", "bias", "mean", "variance", "running_mean", "running_varian
 
 def expected(name, operands, **attributes):
     wide = {k: v.astype(np.float64) for k, v in operands.items()}
-    return reference.run(spec.PLAIN_OPS[name], wide, attributes)
+    return reference.run(plain.PLAIN_OPS[name], wide, attributes)
 
 
 def vectors(rng, count, *names):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cuda_operator import alignment, nhwc, raw, rounded, values_of
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.kernels.cuda.layer_norm import layer_norm, layer_norm_grad
 from bnfuse.runtime.kernels.kernel import MapType
 
@@ -40,7 +40,7 @@ def test_forward(shape, dtype):
     kernel = layer_norm(kind, result, cuda_kernels.gpu(), 1e-3)
     vectors = {name: operands[name] for name in ("scale", "bias")}
     found = cuda_kernels.run_kernel(kernel, {"x": x, **vectors}, {"x": 6})
-    wanted = reference.run(spec.PLAIN_OPS["LayerNorm"], {"x": operands["x"], **vectors}, {"epsilon": 1e-3})
+    wanted = reference.run(plain.PLAIN_OPS["LayerNorm"], {"x": operands["x"], **vectors}, {"epsilon": 1e-3})
     assert_map(found["y"], result, dtype, wanted["y"])
     np.testing.assert_allclose(found["mean"], wanted["mean"].ravel(), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(found["inv_std"], wanted["inv_std"].ravel(), rtol=1e-5)
@@ -56,7 +56,7 @@ def test_gradient(shape, dtype):
     (dy, dy_kind), (x, x_kind) = in_slot(operands["dy"], c, 0, dtype), in_slot(operands["x"], c + 9, 5, dtype)
     kernel = layer_norm_grad(dy_kind, x_kind, dy_kind, cuda_kernels.gpu())
     found = cuda_kernels.run_kernel(kernel, {**operands, "dy": dy, "x": x}, {"x": 5})
-    wanted = reference.run(spec.PLAIN_OPS["LayerNormGrad"], operands, {})
+    wanted = reference.run(plain.PLAIN_OPS["LayerNormGrad"], operands, {})
     assert_map(found["dx"], dy_kind, dtype, wanted["dx"])
     for name in ("dscale", "dbias"):
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cuda_operator import alignment, nhwc, raw, rounded, values_of
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.kernels.cuda.norm import batch_norm_grad_reduce, batch_norm_statistics
 from bnfuse.runtime.kernels.cuda.sum_maps import sum_maps
 from bnfuse.runtime.kernels.kernel import MapType
@@ -39,7 +39,7 @@ def test_grad_reduce(dtype):
     (dz, dz_kind), (x, x_kind) = in_slot(operands["dz"], 21, 0, dtype), in_slot(operands["x"], 40, 11, dtype)
     kernel = batch_norm_grad_reduce(dz_kind, x_kind, cuda_kernels.gpu())
     found = cuda_kernels.run_kernel(kernel, {**operands, "dz": dz, "x": x}, {"x": 11})
-    for name, value in reference.run(spec.PLAIN_OPS["BatchNormGradReduce"], operands, {}).items():
+    for name, value in reference.run(plain.PLAIN_OPS["BatchNormGradReduce"], operands, {}).items():
         assert np.abs(found[name] - value).max() <= 1e-6 * np.abs(value).max(), name
 
 

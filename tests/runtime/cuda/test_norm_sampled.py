@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cuda_operator import alignment, nhwc, raw, rounded, values_of
 
-from bnfuse.opset import reference, spec
+from bnfuse.opset import plain, reference
 from bnfuse.runtime.kernels.cuda import norm_baseline, norm_sampled
 from bnfuse.runtime.kernels.cuda.coefficients import coefficients
 from bnfuse.runtime.kernels.cuda.sweep import Sweep
@@ -40,7 +40,7 @@ def points_of(rng, count):
 
 
 def expected(op, operands, **attributes):
-    return reference.run(spec.PLAIN_OPS[op], operands, attributes)
+    return reference.run(plain.PLAIN_OPS[op], operands, attributes)
 
 
 def small(multiprocessors=4):
@@ -181,7 +181,7 @@ def test_baselines(baseline, c, stride, offset, dtype, mean):
         wanted["sign_mean"] = np.sign(x - own_mean).mean(axis=(0, 2, 3))
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5 if name == "variance" else 2e-7, atol=2e-7)
-    op = spec.PLAIN_OPS[f"{baseline}GradInput"]
+    op = plain.PLAIN_OPS[f"{baseline}GradInput"]
     known = {name: found[name] for name in op.operands if name in wanted}
     operands = {**vectors(rng, c, *op.operands[2:]), **known}
     kernel = grad_input(dz_kind, x_kind, dz_kind, small())
@@ -221,7 +221,7 @@ def test_a_map_of_one_element_a_channel_has_no_range():
 )
 def test_coefficients(op, loop, arguments, attributes):
     rng = np.random.default_rng(8)
-    operands = {n: rng.uniform(0.5, 2, size=300).astype(np.float32) for n in spec.PLAIN_OPS[op].operands}
+    operands = {n: rng.uniform(0.5, 2, size=300).astype(np.float32) for n in plain.PLAIN_OPS[op].operands}
     found = cuda_kernels.run_kernel(coefficients(((loop, (300, *arguments)),), small()), operands)
     for name, value in expected(op, {k: v.astype(np.float64) for k, v in operands.items()}, **attributes).items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
@@ -245,7 +245,7 @@ def test_coefficients_of_groups(pitch):
 def test_a_mixture_is_mixed_before_it_is_used():
     """In one launch: a barrier lies between the two, as the second reads what the first wrote."""
     rng, c = np.random.default_rng(10), 19
-    first = {n: rng.uniform(0.5, 2, size=c).astype(np.float32) for n in spec.PLAIN_OPS["MixStatistics"].operands}
+    first = {n: rng.uniform(0.5, 2, size=c).astype(np.float32) for n in plain.PLAIN_OPS["MixStatistics"].operands}
     mixed = {n: np.zeros(c, np.float32) for n in ("mean", "variance")}
     second = {n: rng.uniform(0.5, 2, size=c).astype(np.float32) for n in ("scale", "bias")}
     second |= {"running_mean": np.zeros(c, np.float32), "running_variance": np.ones(c, np.float32), **mixed}
