@@ -46,7 +46,7 @@ def same(numbers: tuple[int, ...]) -> Any:
 
 
 def conv(w: Writer, node: ir.Node) -> Any:
-    """Write a Conv1d, Conv2d or Conv3d."""
+    """Write a Conv1d, Conv2d or Conv3d; the function where the weight or the bias is computed (scaled, say)."""
     weight, bias = node.inputs[1], node.inputs[2] if present(node, 2) else None
     out, into, *kernel = w.shape(node, weight)
     if not 1 <= len(kernel) <= 3:
@@ -54,6 +54,10 @@ def conv(w: Writer, node: ir.Node) -> Any:
     how = window(w, node, kernel)
     x, padding = even_padding(w, node, how, 0.0)
     groups = attribute(node, "group", 1)
+    if any(value is not None and w.constant(value) is None for value in (weight, bias)):
+        more = [w.value(node, index) for index in (1, 2) if present(node, index)]
+        how = {"stride": how["stride"], "padding": padding, "dilation": how["dilation"], "groups": groups}
+        return w.call(getattr(w.nn.functional, f"conv{len(kernel)}d"), x, *more, **how)
     layer = getattr(w.nn, f"Conv{len(kernel)}d")(
         into * groups,
         out,
