@@ -16,6 +16,7 @@ import onnx_ir as ir
 from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.shapes import transposed_shape
 from bnfuse.opset.spec import (
+    CONV_GRADS,
     CONVS,
     DOMAIN,
     MAPS_LIKE_DY,
@@ -76,6 +77,7 @@ def composed(
     low: Lowering, node: ir.Node, spec: OpSpec, operands: Values, results: Values, attributes: Mapping[str, Any]
 ) -> None:
     """Launch the kernel of one operator. `operands` and `results` are the values by the names of the spec."""
+    require_kernel(low, node, spec)
     unread = unread_operands(spec)
     refs: dict[str, Ref] = {
         name: low.map(value) if is_map(name) else coefficient(low, name, value)
@@ -113,6 +115,14 @@ def composed(
         low.launch(KINDS[spec.core], (made, low.target), refs)
     if apart is not None:
         image_sums(low, apart, refs)
+
+
+def require_kernel(low: Lowering, node: ir.Node, spec: OpSpec) -> None:
+    """Raise BnfuseError for what the grammar has and no kernel: no pass makes it."""
+    if "StoreInput" in spec.epilogue and spec.core not in ("Conv", "Pointwise"):
+        raise low.error(node, "stores what it reads, as only convolutions do: store it by a Pointwise in front of it")
+    if "BiasGrad" in spec.epilogue and spec.core not in (*CONV_GRADS, "PointwiseGrad"):
+        raise low.error(node, "has no bias: sum its dy by a PointwiseGradBiasGrad")
 
 
 def image_sums(low: Lowering, sums: Problem, refs: Mapping[str, Ref]) -> None:

@@ -15,6 +15,7 @@ from bnfuse.opset.shapes import transposed_shape
 from bnfuse.opset.spec import ACTIVATION_GRADS, OF_GRADIENT, OpSpec, masks_gated
 from bnfuse.runtime.kernels import registry
 from bnfuse.runtime.kernels.cuda.weights import is_packed
+from bnfuse.runtime.lowering.group_norm import group_norm_statistics
 from bnfuse.runtime.lowering.norm import batch_norm_statistics
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.lowering.steps import composed, problem
@@ -30,8 +31,6 @@ def lower_transposed(
     if not low.target.packs_weights or is_packed(low.shape(operands["weight"]), spec.core, attributes["group"]):
         composed(low, node, spec, operands, results, attributes)
         return
-    if "StoreInput" in spec.epilogue:
-        raise low.error(node, "stores the input of a depthwise transposed convolution, which no kernel of a GPU does")
     Parts(low, node, spec, operands, results, attributes).lower()
 
 
@@ -97,6 +96,9 @@ class Parts:
         elif "Statistics" in epilogue:
             found = {name: self.results[name] for name in ("mean", "variance") if name in self.results}
             batch_norm_statistics(low, {"x": y}, found, {})
+        elif "ImageStatistics" in epilogue:
+            found = {name: self.results[f"image_{name}"] for name in ("mean", "variance")}
+            group_norm_statistics(low, self.node, {"x": y}, found, {})
 
     def input_gradient(self, dy: ir.Value) -> None:
         """Write dx, a convolution of dy; then its epilogue."""

@@ -114,3 +114,15 @@ def test_a_sweep_follows_a_convolution_on_a_gpu(graph, monkeypatch):
     expected = expected_of(graph(1))
     _, found = graph(1).on_gpu(shapes_of(expected), monkeypatch)
     assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("run", [on_cpu, on_gpu])
+def test_a_channel_with_a_nan_has_no_variance(run):
+    """A run that has diverged must show it."""
+    kind = MapType(2, 4, 4, 8, 8)
+    x = np.random.default_rng(0).normal(size=(2, 8, 4, 4)).astype(np.float32)
+    x[0, 3, 1, 1] = np.nan
+    problem = of_map(Problem("PointwiseImageStatistics", (("x", kind), ("y", kind)), ()))
+    found = run(problem, {"x": as_buffer(x, kind, 0)}, {})
+    for name in ("image_mean", "image_variance"):
+        assert np.isnan(found[name].reshape(2, 8)).tolist() == np.isnan(x).any((2, 3)).tolist()

@@ -83,6 +83,22 @@ def test_an_unknown_operator_is_named_with_what_is_supported():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("op", "operands", "said"),
+    [
+        ("MaxPoolStoreInput", "x", "store it by a Pointwise"),
+        ("ConvTransposeStoreInput", "x, w", "store it by a Pointwise"),
+        ("MaxPoolGradBiasGrad", "x, i, x", "PointwiseGradBiasGrad"),
+    ],
+)
+def test_what_the_grammar_has_and_no_kernel_is_refused(op, operands, said):
+    window = "dilations = [1, 1], kernel_shape = [1, 1], pads = [0, 0, 0, 0], strides = [1, 1]"
+    more = "group = 1, output_padding = [0, 0]" if "Conv" in op else "ceil_mode = 0"
+    signature = "(float[1,2,3,3] x, float[2,2,1,1] w, uint8[1,2,3,3] i) => (float[1,2,3,3] y)"
+    with pytest.raises(BnfuseError, match=rf"'n0' \({op}\).*{said}"):
+        lowered(signature, f"y, z = ai.bnfuse.{op}<{window}, {more}>({operands})")
+
+
 def test_a_symbolic_shape_is_refused():
     with pytest.raises(BnfuseError, match="not fixed: build the graph with --batch"):
         lowered("(float[N,4,2,2] x) => (float[N,4,2,2] y)", "y = Relu(x)")

@@ -205,4 +205,5 @@ def image_sums(problem: Problem, target: CpuTarget) -> Kernel:
 def _moments(totals: list[Expr], shift: Expr, count: int) -> list[Expr]:
     """Write mean and variance of the sums of e = y - shift and e*e."""
     rest = T.bind(totals[0] / f64(float(count)))
-    return [shift + rest, tirx.Max(totals[1] / f64(float(count)) - rest * rest, f64(0.0))]
+    spread = T.bind(totals[1] / f64(float(count)) - rest * rest)
+    return [shift + rest, tirx.Select(spread < f64(0.0), f64(0.0), spread)]  # NaN stays NaN

@@ -228,7 +228,8 @@ class Moments:
             with vector.each() as j:
                 c = vector.base + j
                 total = f64(self.sum[c])
-                m2 = tirx.Max(f64(self.squares[c]) - total * total / tile.count, f64(0.0))
+                m2 = T.bind(f64(self.squares[c]) - total * total / tile.count)
+                m2 = tirx.Select(m2 < f64(0.0), f64(0.0), m2)  # NaN stays NaN
                 delta = f64(self.shift[c]) + total / tile.count - self.mean[self.base + c]
                 T.buffer_store(self.m2, self.m2[self.base + c] + m2 + delta * delta * cross, [self.base + c])
                 T.buffer_store(self.mean, self.mean[self.base + c] + delta * weight, [self.base + c])

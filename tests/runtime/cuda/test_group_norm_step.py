@@ -17,9 +17,12 @@ NETWORK = """<ir_version: 8, opset_import: ["": 18]> g (float[3,3,4,5] image) =>
     c1 = Conv(image, w1)
     n1 = GroupNormalization<num_groups = 2>(c1, g1, b1)
     r1 = Relu(n1)
-    c2 = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(r1, w2)
+    u1 = ConvTranspose<kernel_shape = [2, 1], strides = [2, 1], group = 8>(r1, w6)
+    n4 = InstanceNormalization(u1, g4, b4)
+    r4 = Relu(n4)
+    c2 = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(r4, w2)
     n2 = InstanceNormalization(c2, g2, b2)
-    t = Add(n2, r1)
+    t = Add(n2, r4)
     r2 = Relu(t)
     c3 = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1], group = 8>(r2, w3)
     n3 = GroupNormalization<num_groups = 1>(c3, g3, b3)
@@ -30,8 +33,15 @@ NETWORK = """<ir_version: 8, opset_import: ["": 18]> g (float[3,3,4,5] image) =>
     f = Flatten(e)
     logits = Gemm<transB = 1>(f, w5, b5)
 }"""
-SHAPES = {"w1": (8, 3, 1, 1), "w2": (8, 8, 3, 3), "w3": (8, 1, 3, 3), "w4": (12, 16, 1, 1), "w5": (5, 12)}
-GROUPS = {1: 2, 2: 8, 3: 1}  # parameters of each GroupNorm, in this opset one a group
+SHAPES = {
+    "w1": (8, 3, 1, 1),
+    "w2": (8, 8, 3, 3),
+    "w3": (8, 1, 3, 3),
+    "w4": (12, 16, 1, 1),
+    "w5": (5, 12),
+    "w6": (8, 1, 2, 1),
+}
+GROUPS = {1: 2, 2: 8, 3: 1, 4: 8}  # parameters of each GroupNorm, in this opset one a group
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +56,8 @@ def graph() -> TrainingGraph:
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items())
     result = rewrite(ir.from_proto(build_training_graph(model, train=["*"])), level="icf")
     kinds = {node.op_type for node in result.model.graph}
-    assert {"ConvImageStatistics", "NormalizeReluConvImageStatistics"} <= kinds
-    assert result.report.group_norms == 3
+    assert {"ConvImageStatistics", "NormalizeReluConvTransposeImageStatistics"} <= kinds
+    assert result.report.group_norms == 4
     return open_graph(result.model)
 
 
