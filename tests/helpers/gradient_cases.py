@@ -94,6 +94,10 @@ CASES = {
         node("LayerNorm", "x s b", "y mean inverse", domain=DOMAIN, epsilon=1e-3),
         {"x": MAP, "s": floats(4, seed=1), "b": floats(4, seed=2)},
     ),
+    f"{DOMAIN}::GroupNorm": case(
+        node("GroupNorm", "x s b", "y mean inverse", domain=DOMAIN, epsilon=1e-3, groups=2),
+        {"x": MAP, "s": floats(4, seed=1), "b": floats(4, seed=2)},
+    ),
     f"{DOMAIN}::NormalizePointwise": case(
         node("NormalizePointwise", "x a b", "y", domain=DOMAIN), {"x": MAP, "a": floats(4), "b": floats(4, seed=2)}
     ),

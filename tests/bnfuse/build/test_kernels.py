@@ -92,11 +92,17 @@ CASES: dict[str, Case] = {
     "Clip": one("Clip", {"low": ZERO, "high": ZERO + 6}),
     "Concat": ([node("Concat", "c c", axis=1)], {}),
     "Concat of rows": ([node("Concat", "c c", axis=2)], {}),
+    "Col2Im": (
+        [node("Reshape", "c cut", "r"), node("Col2Im", "r image block")],
+        {"cut": ints(2, 16, 9), "image": ints(4, 4), "block": ints(2, 2)},
+    ),
     "Conv": one("Conv", {"k": floats(5, 4, 3, 3)}),
+    "DeformConv": one("DeformConv", {"k": floats(5, 4, 3, 3), "o": floats(2, 18, 4, 4)}),
     "Equal": ([node("Equal", "c k", "g"), node("Where", "g c k")], {"k": ZERO}),
     "Expand": ([node("ReduceMean", "c", "m", axes=[2, 3]), node("Expand", "m k")], {"k": ints(2, 4, 6, 6)}),
     "Gather": one("Gather", {"k": ints(0, 2)}, axis=1),
     "Gemm": ([FLAT, node("Gemm", "f k")], {"k": floats(144, 3)}),
+    "GridSample": one("GridSample", {"k": floats(2, 3, 5, 2)}),
     "LayerNormalization": one("LayerNormalization", {"s": floats(6), "b": floats(6)}),
     "MatMul": ([FLAT, node("MatMul", "f k")], {"k": floats(144, 3)}),
     "MatMul of maps": one("MatMul", {"k": floats(6, 3)}),
@@ -109,12 +115,26 @@ CASES: dict[str, Case] = {
     "Unsqueeze": one("Unsqueeze", {"k": ints(1)}),
     "Where": mask(node("Where", "g c k")),
 }
-OPSETS = {"CenterCropPad": 18, "Gelu": 20, "GroupNormalization": 18, "Mish": 18}  # others: 17
+OPSETS = {
+    "CenterCropPad": 18,
+    "Col2Im": 18,
+    "DeformConv": 19,
+    "Gelu": 20,
+    "GroupNormalization": 18,
+    "Mish": 18,
+}  # others: 17
 
 
 ELSEWHERE = {  # tests of their own: without a map in front, of newer opsets, or drawing
-    *("AffineGrid", "Attention", "Bernoulli", "BlackmanWindow", "CastLike", "CausalConvWithState", "HammingWindow"),
-    *("HannWindow", "LinearAttention", "NegativeLogLikelihoodLoss", "RMSNormalization", "RotaryEmbedding"),
+    *("AffineGrid", "Attention", "Bernoulli", "BlackmanWindow", "CastLike", "CausalConvWithState", "CumProd"),
+    *(
+        "HammingWindow",
+        "HannWindow",
+        "LinearAttention",
+        "NegativeLogLikelihoodLoss",
+        "RMSNormalization",
+        "RotaryEmbedding",
+    ),
     *("SoftmaxCrossEntropyLoss", "SwiGLU", "Swish", "Upsample"),
 }
 
