@@ -31,7 +31,7 @@ from bnfuse.opset import reference
 from bnfuse.opset.activations import ACTIVATIONS, Activation
 from bnfuse.opset.body import OPERATORS
 from bnfuse.opset.expressions import Expression, interpret
-from bnfuse.opset.plain import PlainOp
+from bnfuse.opset.plain import PLAIN_OPS, PlainOp
 from bnfuse.opset.sources import standard_node
 from bnfuse.opset.spec import (
     CONV_TRANSPOSE_ATTRIBUTES,
@@ -174,6 +174,14 @@ class Expansion:
             return
         if not isinstance(op, OpSpec) or op.is_gradient:
             raise self._unknown(node)
+        self._expand_steps(op, node)
+        if "ImageStatistics" in op.epilogue:
+            results = dict(zip(op.results, node.outputs, strict=True))
+            taken = {"mean": results["image_mean"], "variance": results["image_variance"]}
+            self._half(PLAIN_OPS["GroupNormStatistics"], node, {"x": results["y"]}, taken)
+
+    def _expand_steps(self, op: OpSpec, node: ir.Node) -> None:
+        """Write an operator of steps, but for what it sums on its way out."""
         operands = dict(zip(op.operands, node.inputs, strict=True))
         wanted = dict(zip(op.results, node.outputs, strict=True))
         x, steps = self._placed(op, operands, node)
@@ -375,15 +383,21 @@ class Expansion:
 
     def _expand_group_norm(self, op: PlainOp, node: ir.Node) -> None:
         """Write a whole GroupNorm, or a half of one, by standard operators."""
-        operands = dict(zip(op.operands, node.inputs, strict=True))
         if op.name == "GroupNorm":
             x, scale, bias = (value for value in node.inputs if value is not None)
             self.names[node.outputs[0]] = self._group_norm(groups.whole(node, x, scale, bias), node)
             return
-        results = {name: self._name_of_result(value) for name, value in zip(op.results, node.outputs, strict=True)}
+        operands = dict(zip(op.operands, node.inputs, strict=True))
+        self._half(op, node, operands, dict(zip(op.results, node.outputs, strict=True)))
+
+    def _half(
+        self, op: PlainOp, node: ir.Node, operands: Mapping[str, ir.Value | None], results: Mapping[str, ir.Value]
+    ) -> None:
+        """Write a half of a GroupNorm as its function has it."""
+        made = {name: self._name_of_result(value) for name, value in results.items()}
         names = {name: self._name(value) for name, value in operands.items()}
         prefix = self._fresh(f"{node.name}/body")
-        self.nodes += groups.inlined(op, node, names, results, prefix, self.opset)
+        self.nodes += groups.inlined(op, node, names, made, prefix, self.opset)
 
     def _batch_norm(self, x: str, norms: tuple[Norm, ...]) -> str:
         key = ("BatchNormalization", x, norms)

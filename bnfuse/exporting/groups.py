@@ -5,7 +5,8 @@
       of its GroupNormFinalize
 
 With one channel a group it is the InstanceNormalization itself. Where coefficients are put together with others on the
-way, across a Concat, the halves are written as they are in the function bodies, and a*x + b as Mul and Add.
+way, across a Concat, the halves are written as they are in the function bodies, and a*x + b as Mul and Add. Statistics
+that an operator takes of what it writes (ImageStatistics) are those of a half behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import onnx_ir as ir
 from bnfuse.analysis.provenance import channels
 from bnfuse.opset.functions import function_for
 from bnfuse.opset.plain import PlainOp
-from bnfuse.opset.spec import DOMAIN
+from bnfuse.opset.spec import DOMAIN, find
 
 HALVES = ("GroupNormStatistics", "GroupNormFinalize")
 
@@ -42,12 +43,24 @@ def group_norm_of(a: ir.Value, b: ir.Value) -> GroupNorm | None:
     if finalize is None or finalize.domain != DOMAIN or finalize.op_type != "GroupNormFinalize":
         return None
     scale, bias, mean = finalize.inputs[:3]
-    statistics = mean.producer() if mean is not None else None
-    if [*finalize.outputs[:2]] != [a, b] or statistics is None or statistics.op_type != "GroupNormStatistics":
+    x = summed_of(mean)
+    if [*finalize.outputs[:2]] != [a, b] or x is None:
         return None
-    x = statistics.inputs[0]
-    assert x is not None and scale is not None and bias is not None
+    assert scale is not None and bias is not None
     return whole(finalize, x, scale, bias)
+
+
+def summed_of(mean: ir.Value | None) -> ir.Value | None:
+    """Find the map that a mean of images is of: what a half reads, or what the operator writes that sums on its way
+    out; None where it is put together of several."""
+    node = mean.producer() if mean is not None else None
+    op = find(node.op_type) if node is not None and node.domain == DOMAIN else None
+    if node is None or op is None:
+        return None
+    if op.name == "GroupNormStatistics":
+        return node.inputs[0]
+    results = dict(zip(op.results, node.outputs, strict=True))
+    return results["y"] if results.get("image_mean") is mean else None
 
 
 def whole(node: ir.Node, x: ir.Value, scale: ir.Value, bias: ir.Value) -> GroupNorm:
@@ -74,7 +87,8 @@ def written(
 def inlined(
     op: PlainOp, node: ir.Node, names: Mapping[str, str], results: Mapping[str, str], prefix: str, opset: int
 ) -> list[onnx.NodeProto]:
-    """Write the function body of a half; `names` are those of its operands, `results` those that its results get."""
+    """Write the function body of a half; `names` are those of its operands, `results` those that its results get, and
+    `node` has its attributes."""
     function = function_for(op, opset)
     known = {str(value.name): names[operand] for operand, value in zip(op.operands, function.inputs, strict=True)}
     known |= {str(value.name): results[name] for name, value in zip(op.results, function.outputs, strict=True)}

@@ -4,7 +4,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnxruntime import InferenceSession
 
+from bnfuse.exporting import inference_model
+from bnfuse.graph.training_graph import open_graph
 from bnfuse.opset.spec import find
 from bnfuse.passes import rewrite
 from bnfuse.verifying.interpreter import run, wide, widened
@@ -140,3 +143,66 @@ def test_the_report_has_them_beside_batch_norms(training):
     report = rewrite(training(BLOCK.format(groups=3, act="relu"))).report
     assert [(entry.norm, entry.half) for entry in report.unfused] == [("GroupNorm", "gradient reductions")]
     assert report.to_json()["unfused"][0]["norm"] == "GroupNorm"
+
+
+BESIDE = """
+    c0 = conv(x, 6, k=3)
+    n0 = bn(c0)
+    r0 = relu(n0)
+    c1 = conv(r0, 6)
+    n1 = bn(c1)
+    c2 = conv(r0, 6, k=3)
+    n2 = gn(c2, groups=3)
+    {joined}
+    r1 = {act}(t)
+    c3 = conv(r1, 6, bias=1)
+    n3 = gn(c3, groups=0)
+    out = {act}(n3)
+"""
+EXPORTED = {
+    "groups": BLOCK.format(groups=3, act="relu"),
+    "one group": BLOCK.format(groups=1, act="silu"),
+    "a channel each": BLOCK.format(groups=0, act="relu"),
+    "through a Concat": UNET.format(act="relu", norm="gn"),
+    "through a Concat, beside a BatchNorm": UNET.format(act="silu", norm="bn"),
+    "through a shuffle": SHUFFLED,
+    "a BatchNorm in a sum": BESIDE.format(joined="t = add(n1, n2)", act="relu"),
+    "a BatchNorm in a Concat": BESIDE.format(joined="t = cat(n1, n2)", act="relu"),
+    "both over one map": BESIDE.format(joined="n4 = bn(c2)\n t = add(n4, n2)", act="silu"),
+    "behind another": BESIDE.format(joined="n4 = gn(n2, groups=2)\n t = add(n1, n4)", act="relu"),
+    "through a pooling": BESIDE.format(joined="p = maxpool(n2)\n t = bn(p)", act="relu"),
+}
+
+
+def evaluating(model):
+    """The forward model by its running statistics."""
+    copy = onnx.ModelProto.FromString(model.SerializeToString())
+    for node in copy.graph.node:
+        if node.op_type == "BatchNormalization":
+            del node.output[1:]
+            kept = [attribute for attribute in node.attribute if attribute.name == "epsilon"]
+            node.ClearField("attribute")
+            node.attribute.extend(kept)
+    return copy
+
+
+@pytest.mark.parametrize("level", ["none", "rcf", "mvf", "bnff", "icf"])
+@pytest.mark.parametrize("body", EXPORTED.values(), ids=EXPORTED)
+def test_every_level_exports_to_the_network_itself(body, level, training, network):
+    """Also where the statistics are taken by what writes the map, and for another number of samples."""
+    graph = open_graph(rewrite(training(body), level=level).model)
+    exported = inference_model(graph, graph.state())
+    assert {node.domain for node in exported.graph.node} == {""}
+    if body == EXPORTED["groups"]:  # nothing of the halves is left
+        assert [node.op_type for node in exported.graph.node].count("InstanceNormalization") == 5
+    x = np.random.default_rng(1).standard_normal((2, 3, 8, 8)).astype(np.float32)
+    expected, found = (inferred(model, x) for model in (evaluating(network(body)), exported))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    if exported.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_param"):
+        np.testing.assert_allclose(inferred(exported, x[:1]), found[:1], rtol=1e-5, atol=1e-6)
+
+
+def inferred(model, x):
+    """What plain onnxruntime computes of images."""
+    (found,) = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    return found
