@@ -355,6 +355,11 @@ def is_numbered_map(name: str) -> bool:
     return _NUMBERED.fullmatch(name) is not None
 
 
+def is_like_x(name: str) -> bool:
+    """Tell whether an operand is a map of x's size that is read where x is, element by element."""
+    return name in MAPS_LIKE_X or is_numbered_map(name)
+
+
 def may_be_of_samples(name: str) -> bool:
     """Tell whether an operand is a coefficient that each sample may have of its own: a, grad_p, a_1, ..."""
     return name in SAMPLEWISE or _NUMBERED_COEFFICIENT.fullmatch(name) is not None

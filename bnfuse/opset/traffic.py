@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import onnx_ir as ir
 
 from bnfuse.opset.plain import PlainOp
-from bnfuse.opset.spec import DOMAIN, READ_X, OpSpec, find
+from bnfuse.opset.spec import DOMAIN, READ_X, OpSpec, find, is_like_x
 
 Shape = tuple[int, ...]
 Touched = list[tuple[ir.Value, int]]
@@ -28,9 +28,9 @@ def maps_touched(
 ) -> tuple[Touched, Touched]:
     """(read, written): each feature map at each operand and result of the node, with the bytes touched.
 
-    A map that is read at two inputs is listed twice, but for the map behind a gate of which sums are taken where the
-    operator has it at hand as its x. A tensor of unknown shape, and a result without a name (it is
-    not computed), are not listed.
+    A map that is read at two inputs is listed twice, but for those that an operator of steps reads element by element
+    with its x: a skip of which sums are taken on the way out is at hand there, as x itself is. A tensor of unknown
+    shape, and a result without a name (it is not computed), are not listed.
     """
     op = find(node.op_type) if node.domain == DOMAIN else None
     operands, results = _own_values(node, op) if op else _values(node)
@@ -56,12 +56,17 @@ def reads_elements_of_x(op: OpSpec) -> bool:
 def _own_values(node: ir.Node, op: OpSpec | PlainOp) -> tuple[list[tuple[str, ir.Value]], list[tuple[str, ir.Value]]]:
     shape_only = isinstance(op, OpSpec) and not reads_elements_of_x(op)
     unread = {"weight", "x"} if shape_only else {"weight"}
-    for other in {"gated_x", "reduced_x"} & {*op.operands}:
-        if "x" in op.operands and "x" not in unread:
-            x, again = (node.inputs[op.operands.index(name)] for name in ("x", other))
-            unread |= {other} if x is again else set()
-    operands = [(name, value) for name, value in _named(op.operands, node.inputs) if name not in unread]
+    operands = _once([each for each in _named(op.operands, node.inputs) if each[0] not in unread])
     return operands, [(name, value) for name, value in _named(op.results, node.outputs) if name != "dweight"]
+
+
+def _once(operands: list[tuple[str, ir.Value]]) -> list[tuple[str, ir.Value]]:
+    """Leave out what is read again with x: under another name, in the same place."""
+    first: dict[ir.Value, str] = {}
+    for name, value in operands:
+        if is_like_x(name):
+            first.setdefault(value, name)
+    return [(name, value) for name, value in operands if name == first.get(value, name) or not is_like_x(name)]
 
 
 def _values(node: ir.Node) -> tuple[list[tuple[str, ir.Value]], list[tuple[str, ir.Value]]]:

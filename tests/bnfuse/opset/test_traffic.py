@@ -65,6 +65,27 @@ def test_every_other_batch_norm_reads_its_map(one_node):
     assert read == {"dy": X, "x": X, "x_1": X, "x_2": X}
 
 
+@pytest.mark.parametrize(("other", "read"), [("x", ["dy", "x", "skip"]), ("skip", ["dy", "x", "skip"]), ("y", None)])
+def test_what_is_summed_on_the_way_out_counts_once_where_it_was_read_on_the_way_in(other, read):
+    """The sums of a BatchNorm behind a residual sum are of x or of its skip; y is a third map."""
+    model = ir.from_onnx_text(f"""
+        <ir_version: 9, opset_import: ["": 17, "ai.bnfuse": 1]>
+        g (float[2,6,3,3] dy, float[2,6,3,3] x, float[6,6,1,1] w, float[2,6,3,3] skip, float[2,6,3,3] y, float[6] m)
+            => (float[2,6,3,3] dx, float[6,6,1,1] dw, float[6] b, float[6] g)
+        {{ dx, dw, b, g = ai.bnfuse.AddConvGradReduceOther (dy, x, w, skip, {other}, m, m) }}""")
+    found, _ = maps_touched(model.graph[0], lambda value: value.shape and tuple(value.shape.numpy()))
+    assert [value.name for value, _ in found] == (read or ["dy", "x", "skip", "y"])
+
+
+def test_a_map_at_both_sides_of_a_convolution_counts_twice():
+    model = ir.from_onnx_text("""
+        <ir_version: 9, opset_import: ["": 17, "ai.bnfuse": 1]>
+        g (float[2,6,3,3] x, float[6,6,3,3] w) => (float[2,6,3,3] dx, float[6,6,3,3] dw)
+        { dx, dw = ai.bnfuse.ConvGrad (x, x, w) }""")
+    found, _ = maps_touched(model.graph[0], lambda value: value.shape and tuple(value.shape.numpy()))
+    assert [value.name for value, _ in found] == ["x", "x"]
+
+
 def test_of_a_sampled_map_the_sample_counts(one_node):
     """A box of 1 sample, 3 rows and 7 columns; 42 points; groups of one sample each; the whole map."""
     box, points = 1 * 6 * 3 * 7 * 4, 42 * 6 * 4
