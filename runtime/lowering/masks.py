@@ -3,7 +3,9 @@
     mask = Div(Cast(Less(u, keep)), keep)
     y = Mul(x, mask)                               ->      y's readers read x
 
-A gate that is a mask leaves the operator that reads it: NormalizeGateAddPointwise becomes NormalizeAddPointwise.
+A gate that is a mask leaves the operator that reads it: NormalizeGateAddPointwise becomes NormalizeAddPointwise. What
+makes up for a mask may be a gate, too, a constant one: of the operator that writes what is masked, or of one that reads
+the product.
 
 Frameworks leave out a multiplication by a mask of two values, 0 and c, where it keeps what it multiplies on average
 (c = 1/keep, or c = 1 with a scale by 1/keep beside it), and where c = 1 (timm's scale_by_keep=False). How a mask is
@@ -27,7 +29,7 @@ from bnfuse.graph.drawing import DROPOUTS, FED, LIKE, constant, distribution_of,
 from bnfuse.graph.sampling import Random
 from bnfuse.graph.training_graph import put_in_place
 from bnfuse.graph.values import static_shape
-from bnfuse.opset.spec import DOMAIN, OpSpec, parse
+from bnfuse.opset.spec import DOMAIN, OpSpec, parse, skip_activation
 from bnfuse.opset.traffic import SHAPE_READERS
 
 QUANTILES = 4096
@@ -87,8 +89,8 @@ def without_masks(graph: ir.Graph, opset: int, file: str | None = None) -> None:
     for node in nodes:
         walk.visit(node)
     for node in nodes:
-        at = node
-        for index in reversed(walk.ends(node)):
+        at = walk.now(node)
+        for index in reversed(walk.ends(at)):
             try:
                 at = drop(walk, at, index)
             except Unknown as why:
@@ -117,6 +119,14 @@ class Walk:
         self._known: dict[ir.Value, np.ndarray | None] = {}
         self._sources: dict[ir.Value, list[ir.Node]] = {}
         self._quantiles: dict[ir.Value, np.ndarray | Unknown] = {}
+        self.bare: dict[ir.Node, ir.Node] = {}  # operators that lack a gate now, by those that had it
+        self.unscaled: dict[ir.Value, ir.Value] = {}  # what operators write without their gates, for some readers
+
+    def now(self, node: ir.Node) -> ir.Node:
+        """Give what is in the place of a node now."""
+        while node in self.bare:
+            node = self.bare[node]
+        return node
 
     def visit(self, node: ir.Node) -> None:
         """Follow what is drawn through one node: which of its results are random, and where masks meet data."""
@@ -282,14 +292,8 @@ def drop(walk: Walk, node: ir.Node, index: int) -> ir.Node:
     if x.shape is not None and y.shape is not None and list(x.shape) != list(y.shape):
         raise Unknown("the mask is of a larger shape than what it multiplies")
     if mask.is_plain:
-        for reader, place in list(y.uses()):
-            if scaling(walk, reader, place, mask):
-                put_in_place(reader.outputs[0], x)
-        source = x.producer()
-        if source is not None and scaling(walk, source, 0, mask):
-            x = source.inputs[0] or x
-        elif source is not None and scaling(walk, source, 1, mask):
-            x = source.inputs[1] or x
+        drop_scales(walk, y, mask)
+        x = unscaled(walk, x, mask)
     put_in_place(y, x)
     return node
 
@@ -303,26 +307,94 @@ def without_gate(node: ir.Node, index: int) -> OpSpec | None:
     return OpSpec(tuple(other for other in spec.prologue if other != step), spec.core, spec.epilogue)
 
 
-def drop_gate(walk: Walk, node: ir.Node, index: int, spec: OpSpec) -> ir.Node:
+def drop_gate(walk: Walk, node: ir.Node, index: int, bare: OpSpec) -> ir.Node:
     """Put an operator without its gate in the place of one whose gate is a mask, and leave out what scales for it."""
-    gate, x = node.inputs[index], node.inputs[0]
-    assert gate is not None
+    gate, gated = node.inputs[index], parse(node.op_type)
+    assert gate is not None and gated is not None
     mask = walk.mask(gate)
-    if mask.is_plain and spec.core == "Pointwise" and not spec.epilogue:
-        for reader, place in list(node.outputs[0].uses()):
-            if scaling(walk, reader, place, mask):
-                put_in_place(reader.outputs[0], node.outputs[0])
-    source = x.producer() if x is not None else None
-    if mask.is_plain and not spec.prologue and source is not None:
-        x = next((source.inputs[i] for i in (0, 1) if scaling(walk, source, i, mask)), x)
-    operands = [x, *(value for place, value in enumerate(node.inputs) if place not in (0, index))]
+    if mask.is_plain:
+        if gated.operands[index] == "gate" and writes_product(gated):
+            drop_scales(walk, node.outputs[0], mask)
+        for place, x in enumerate(node.inputs):
+            if x is not None and gate_of(gated, gated.operands[place]) == index:
+                node.replace_input_with(place, unscaled(walk, x, mask))
+    return put_bare(walk, node, index, bare)
+
+
+def put_bare(walk: Walk, node: ir.Node, index: int, spec: OpSpec) -> ir.Node:
+    """Put the operator without the gate that it reads there in the place of a node."""
+    operands = [value for place, value in enumerate(node.inputs) if place != index]
     bare = ir.Node(DOMAIN, spec.name, operands, node.attributes.values(), num_outputs=len(node.outputs), name=node.name)
     assert node.graph is not None
     node.graph.insert_after(node, bare)
     for old, new in zip(node.outputs, bare.outputs, strict=True):
         new.name, new.shape, new.type = f"{old.name}/inference" if old.name else "", old.shape, old.type
         put_in_place(old, new)
+    walk.bare[node] = bare
     return bare
+
+
+def gate_of(spec: OpSpec, operand: str) -> int | None:
+    """Find which operand is the gate that multiplies this one as it is; None where none does."""
+    if operand == "x" and spec.prologue[:1] == ("Gate",):
+        return spec.operands.index("gate")
+    plain = "AddNormalized" not in spec.prologue and skip_activation(spec.prologue) is None
+    return spec.operands.index("skip_gate") if operand == "skip" and "SkipGate" in spec.prologue and plain else None
+
+
+def writes_product(spec: OpSpec) -> bool:
+    """Tell whether y is the product of an operator's gate and what comes before it."""
+    return spec.core == "Pointwise" and spec.prologue[-1:] == ("Gate",) and not {"Bias", "Relu"} & {*spec.epilogue}
+
+
+def drop_scales(walk: Walk, y: ir.Value, mask: Mask) -> None:
+    """Let what reads the product of y and a number that makes up for a mask read y."""
+    for use, place in list(y.uses()):
+        spec = parse(use.op_type) if use.domain == DOMAIN else None
+        if spec is None:
+            if scaling(walk, use, place, mask):
+                put_in_place(use.outputs[0], y)
+            continue
+        if spec.is_gradient:
+            continue
+        reader = walk.now(use)
+        now = parse(reader.op_type)
+        index = gate_of(now, spec.operands[place]) if now is not None else None
+        bare = without_gate(reader, index) if index is not None else None
+        if index is not None and bare is not None and makes_up(walk, reader.inputs[index], mask):
+            put_bare(walk, reader, index, bare)
+
+
+def unscaled(walk: Walk, x: ir.Value, mask: Mask) -> ir.Value:
+    """Give what a value is a multiple of, where its producer scales it by what makes up for a mask; else the value."""
+    source = x.producer()
+    spec = parse(source.op_type) if source is not None and source.domain == DOMAIN else None
+    if source is None:
+        return x
+    if spec is None:
+        return next((v for i, v in enumerate(source.inputs[:2]) if v is not None and scaling(walk, source, i, mask)), x)
+    if source.outputs[0] is not x or spec.is_gradient or not writes_product(spec):
+        return x
+    index = spec.operands.index("gate")
+    if not makes_up(walk, source.inputs[index], mask):
+        return x
+    if x not in walk.unscaled:
+        walk.unscaled[x] = bare_copy(source, index, OpSpec(spec.prologue[:-1], "Pointwise"))
+    return walk.unscaled[x]
+
+
+def bare_copy(node: ir.Node, index: int, spec: OpSpec) -> ir.Value:
+    """Make what an operator writes without its gate, beside it: others may read the product."""
+    y, x = node.outputs[0], node.inputs[0]
+    assert node.graph is not None and x is not None
+    if not spec.prologue:
+        return x
+    operands = [value for place, value in enumerate(node.inputs) if place != index]
+    bare = ir.Node(DOMAIN, spec.name, operands, node.attributes.values(), num_outputs=1, name=node.name)
+    node.graph.insert_after(node, bare)
+    made = bare.outputs[0]
+    made.name, made.shape, made.type = f"{y.name}/unscaled", y.shape, y.type
+    return made
 
 
 def masked(walk: Walk, node: ir.Node, index: int) -> ir.Value:
@@ -340,7 +412,12 @@ def scaling(walk: Walk, node: ir.Node, place: int, mask: Mask) -> bool:
     """Whether the node scales its operand at `place` by what makes up for the mask."""
     if node.domain or node.op_type not in ("Mul", "Div") or (node.op_type == "Div" and place != 0):
         return False
-    number = one_number(walk.known(node.inputs[1 - place]))
+    return makes_up(walk, node.inputs[1 - place], mask, divides=node.op_type == "Div")
+
+
+def makes_up(walk: Walk, factor: ir.Value | None, mask: Mask, *, divides: bool = False) -> bool:
+    """Whether a factor (a divisor, where it divides) is one number that makes up for the mask."""
+    number = one_number(walk.known(factor))
     if number is None or number == 0 or mask.keep > 1 - CLOSE:
         return False
-    return mask.balances(number if node.op_type == "Mul" else 1 / number)
+    return mask.balances(1 / number if divides else number)

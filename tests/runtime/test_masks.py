@@ -28,6 +28,11 @@ MASKS = {
     "floor, divided after": f"{U} a = Add(u, keep) m = Floor(a) b = Mul(x, m) d = Div(b, keep)",
     "scaled after": f"{U} l = GreaterOrEqual(u, drop) m = Cast<to = 1>(l) b = Mul(x, m) d = Mul(b, inverse)",
     "scaled before": f"{M} b = Mul(inverse, x) d = Mul(b, m)",
+    "scaled before, and read elsewhere": f"{M} b = Mul(inverse, x) e = Mul(b, m) f = Add(e, b) d = Sub(f, b)",
+    "scaled after, and read elsewhere": f"{M} b = Mul(x, m) e = Mul(b, inverse) f = Add(e, b) d = Sub(f, b)",
+    "another branch, scaled before": f"{M} b = Mul(n1, inverse) e = Mul(b, m) f = Sub(e, n1) d = Add(f, x)",
+    "two masks, scaled before": f"{M} b = Mul(x, inverse) e = Mul(b, m) n = Bernoulli(keeps) "
+    "f = Mul(b, n) g = Add(e, f) d = Mul(g, half)",
     "dropout written out": f"{M.replace('rows', 'x')} b = Mul(x, m) d = Div(b, keep)",
     "feature dropout": f"{S.replace('Like(rows)', '<shape = [4,8,1,1]>()')} d = Mul(x, s)",
     "bernoulli": "m = Bernoulli(keeps) s = Div(m, keep) d = Mul(x, s)",
@@ -106,6 +111,23 @@ def test_what_inference_has_no_place_for_is_refused(body, node, why, level):
 def test_a_scale_beside_a_mask_that_is_scaled_stays(scale):
     found, plain = (training_graph(f"{S} b = Div(x, {scale}) d = {d}") for d in ("Mul(b, s)", "Identity(b)"))
     np.testing.assert_allclose(run(exported(found), images()), run(exported(plain), images()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["none", "icf"])
+@pytest.mark.parametrize("of", ["r1", "n1"])
+def test_a_scale_of_a_sum_stays(of, level):
+    """It makes up for no mask of one of the terms alone."""
+    found = training_graph(f"{M} b = Mul(x, m) e = Add(b, {of}) d = Mul(e, inverse)")
+    plain = exported(training_graph(f"e = Add(x, {of}) d = Mul(e, inverse)"))
+    found = exported(ir.to_proto(bnfuse.rewrite(found, level=level).model))
+    np.testing.assert_allclose(run(found, images()), run(plain, images()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("body", ["scaled before", "two masks, scaled before"])
+def test_a_step_evaluates_without_a_mask_and_its_scale(body):
+    found = step_of(training_graph(MASKS[body])).evaluate(images())
+    plain = run(exported(training_graph("d = Identity(x)")), images())
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_a_network_that_ends_in_a_mask_keeps_the_name_of_its_result():
