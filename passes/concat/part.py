@@ -96,7 +96,7 @@ def is_mask_of_sum(op: Op) -> bool:
 def fuse_mask_of_sum(editor: Editor, op: Op) -> None:
     """Move the mask of a sum that is an operand of a Concat, and its reductions, into what writes the gradient."""
     dy, x = op.operands["dy"], op.operands["x"]
-    found = writer_of(dy) if is_only_read_by(dy, op.node) else None
+    found = writer_of(dy, alone=True) if is_only_read_by(dy, op.node) else None
     if found is None:
         return
     writer, start = found
@@ -180,8 +180,9 @@ def is_read(vector: ir.Value, start: int, stop: int) -> bool:
     return False
 
 
-def writer_of(piece: ir.Value) -> tuple[Op, int] | None:
-    """Find the operator that writes the gradient of which a value is a piece, and the channel where that begins."""
+def writer_of(piece: ir.Value, alone: bool = False) -> tuple[Op, int] | None:
+    """Find the operator that writes the gradient of which a value is a piece, and the channel where that begins. With
+    `alone` None where anything but its Split reads what is split: it would find the piece changed."""
     start, split = 0, piece.producer()
     if not is_channel_split(split):
         return None
@@ -189,6 +190,8 @@ def writer_of(piece: ir.Value) -> tuple[Op, int] | None:
         start += sum(channels(value) for value in split.outputs[: split.outputs.index(piece)])
         assert split.inputs[0] is not None
         piece = split.inputs[0]
+        if alone and not is_only_read_by(piece, split):
+            return None
         split = piece.producer()
     writer = gradient_of(piece) if is_map(piece) else None
     return (writer, start) if writer is not None else None

@@ -1,5 +1,6 @@
 """ICF: across composite layers, through Concat."""
 
+import onnx_ir as ir
 import pytest
 
 FLAT = """
@@ -342,6 +343,39 @@ def test_a_cross_stage_partial_block(training, rewritten):
         out = silu(m)
     """)
     assert swept(rewritten(model)) == []
+
+
+SUM_IN_CONCAT = """
+    b = conv(x, 3)
+    nb = bn(b)
+    rb = relu(nb)
+    c = conv(rb, 3, k=3)
+    nc = bn(c)
+    d = conv(x, 3)
+    nd = bn(d)
+    s = add(nc, nd)
+    r = relu(s)
+    t = cat(r, rb)
+    e = conv(t, 4)
+    n = bn(e)
+    out = relu(n)
+"""
+
+
+@pytest.mark.parametrize("reader", [None, "output", "node"])
+def test_a_gradient_is_not_masked_by_its_writer_where_something_else_reads_it(reader, training, rewritten, ops):
+    """The gradient of a Concat is masked in a sum's channels where nothing but the Split of its pieces reads it."""
+    model = training(SUM_IN_CONCAT)
+    whole = next(value for node in model.graph for value in node.outputs if value.name == "e/grad/dx")
+    if reader == "output":
+        model.graph.outputs.append(whole)
+    elif reader == "node":
+        node = ir.Node("", "Tanh", [whole], num_outputs=1, name="more")
+        node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = "more", whole.shape, whole.type
+        model.graph.append(node)
+        model.graph.outputs.append(node.outputs[0])
+    masked = [op for op in ops(rewritten(model)) if "ConvGradWhereReluGradPartReduceOther" in op]
+    assert bool(masked) == (reader is None)
 
 
 def test_what_has_no_room_keeps_the_maps_apart(training, rewritten, ops):
