@@ -157,27 +157,33 @@ def filled(term: ir.Value) -> list[Cut] | None:
 
 def rejoin(editor: Editor, concat: ir.Node) -> None:
     """Put what a Split cuts in the place of its pieces, where a Concat has them in their order and, if they are not all
-    of them, nothing else reads them."""
-    parts, found = [value for value in concat.inputs if value is not None], list[ir.Value]()
-    splits = []
-    while parts:
-        run = run_of_pieces(parts, concat)
-        split = parts[0].producer()
-        if len(run) > 1 and split is not None:
-            found.append(whole_of(editor, split, run))
-            splits.append(split)
-        else:
-            found.append(parts[0])
-        parts = parts[len(run) :]
-    if not splits or concat.outputs[0].is_graph_output():
+    of them, nothing else reads them. A Concat of all pieces that is an output of the graph stays for that alone."""
+    runs, of_split = runs_of_pieces(concat), dict[ir.Node, list[Sequence[ir.Value]]]()
+    for run in runs:
+        if len(run) > 1 and (split := run[0].producer()) is not None:
+            of_split.setdefault(split, []).append(run)
+    result = concat.outputs[0]
+    if not of_split or (len(runs) == 1 and not result.uses()):
         return
+    wholes = {first: whole for split, own in of_split.items() for first, whole in wholes_of(editor, split, own).items()}
+    found = [wholes.get(run[0], run[0]) for run in runs]
     if len(found) > 1:
         (whole,) = editor.standard("Concat", found, 1, before=concat, of=[concat], axis=1)
-        editor.take_over(concat.outputs[0], whole)
+        editor.take_over(result, whole)
     else:
-        concat.outputs[0].replace_all_uses_with(found[0])
+        for use in list(result.uses()):
+            use.node.replace_input_with(use.idx, found[0])
     editor.fused.append(concat.name or concat.op_type)
-    editor.remove_dead([concat, *splits])
+    editor.remove_dead([concat, *of_split])
+
+
+def runs_of_pieces(concat: ir.Node) -> list[Sequence[ir.Value]]:
+    """Cut a Concat's operands into runs of neighbouring pieces, and values alone."""
+    parts, runs = [value for value in concat.inputs if value is not None], list[Sequence[ir.Value]]()
+    while parts:
+        runs.append(run_of_pieces(parts, concat))
+        parts = parts[len(runs[-1]) :]
+    return runs
 
 
 def run_of_pieces(parts: Sequence[ir.Value], concat: ir.Node) -> Sequence[ir.Value]:
@@ -196,23 +202,27 @@ def run_of_pieces(parts: Sequence[ir.Value], concat: ir.Node) -> Sequence[ir.Val
     return parts[:1]
 
 
-def whole_of(editor: Editor, split: ir.Node, run: Sequence[ir.Value]) -> ir.Value:
-    """Give what neighbouring pieces of a Split make together: what is split, or one piece of a coarser Split."""
+def wholes_of(editor: Editor, split: ir.Node, runs: Sequence[Sequence[ir.Value]]) -> dict[ir.Value, ir.Value]:
+    """Give what runs of neighbouring pieces of a Split make together, by their first: what is split, or pieces of one
+    coarser Split."""
     x, outputs = split.inputs[0], list(split.outputs)
     assert x is not None
-    if len(run) == len(outputs):
-        return x
-    first = outputs.index(run[0])
-    kept = [*outputs[:first], None, *outputs[first + len(run) :]]
-    lengths = np.array([channels(v) if v is not None else sum(map(channels, run)) for v in kept], np.int64)
-    size = editor.constant(f"{x.name}/lengths", lengths)
+    if len(runs[0]) == len(outputs):
+        return {runs[0][0]: x}
+    first_of = {value: run[0] for run in runs for value in run}
+    kept: dict[ir.Value, int] = {}  # the first piece of each new one, and its channels
+    for value in outputs:
+        first = first_of.get(value, value)
+        kept[first] = kept.get(first, 0) + channels(value)
+    size = editor.constant(f"{x.name}/lengths", np.array([*kept.values()], np.int64))
     pieces = editor.standard("Split", [x, size], len(kept), before=split, of=[split], axis=1)
     n, _, h, w = sizes(x)
-    for piece, length, old in zip(pieces, lengths, kept, strict=True):
-        piece.shape, piece.type = ir.Shape([n, int(length), h, w]), x.type
-        if old is not None:
+    for piece, (old, length) in zip(pieces, kept.items(), strict=True):
+        piece.shape, piece.type = ir.Shape([n, length, h, w]), x.type
+        if old not in first_of:
             editor.take_over(old, piece)
-    return pieces[first]
+    made = dict(zip(kept, pieces, strict=True))
+    return {run[0]: made[run[0]] for run in runs}
 
 
 def is_zero(value: ir.Value) -> bool:

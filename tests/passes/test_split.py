@@ -113,3 +113,42 @@ def test_statistics_of_a_piece_are_a_piece_of_the_statistics(training, rewritten
     result = rewritten(model)
     assert "BatchNormStatistics" not in ops(result)
     assert [entry for entry in result.report.unfused if entry.half == "statistics"] == []
+
+
+JOINED = """
+    c = conv(x, 10)
+    n = bn(c)
+    p, q, r, s, t = cut(n, 2, 2, 2, 2, 2)
+    z = conv(x, 2)
+    u = cat({pieces})
+    d = conv(u, 4, k=3)
+    e = conv({rest}, 4)
+    out = add(d, e)
+"""
+
+
+@pytest.mark.parametrize("is_output", [False, True], ids=["inner", "output"])
+@pytest.mark.parametrize("level", ["rcf", "icf"])
+@pytest.mark.parametrize(
+    ("pieces", "rest", "lengths"),
+    [
+        ("p, q, z", "t", [4, 2, 2, 2]),
+        ("s, t, z, p, q", "r", [4, 2, 4]),
+        ("p, q, z, r", "t", [4, 2, 2, 2]),
+        ("p, q, r, s, t", "z", None),
+    ],
+    ids=["one run", "two runs", "a run and one", "all"],
+)
+def test_neighbouring_pieces_put_together_are_one(pieces, rest, lengths, level, is_output, training, rewritten):
+    """Whether the Concat is an output of the graph too or not: all pieces in order are still read as the whole."""
+    model = training(JOINED.format(pieces=pieces, rest=rest))
+    u = next(value for node in model.graph for value in node.outputs if value.name == "u")
+    if is_output:
+        model.graph.outputs.append(u)
+    after = rewritten(model, level=level).model.graph
+    if level == "rcf":
+        n = next(value for node in after for value in node.outputs if value.name == "n")
+        found = [[v.shape[1] for v in use.node.outputs] for use in n.uses() if use.node.op_type == "Split"]
+        assert found == ([lengths] if lengths else [[2] * 5] * is_output)
+        reader = next(node for node in after if node.name == "d")
+        assert (reader.inputs[0] is n) == (lengths is None)
