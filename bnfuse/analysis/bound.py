@@ -11,8 +11,9 @@ the anchor that writes their map, so what is summed up behind two of them takes 
 input gradient p*dz + q*x + w only q and w are waited for: what several of them over one x add up to is the sum of p*dz,
 which the anchors that write dz accumulate, and x, read with it.
 
-Sums of the forward pass are stored, or computed anew by what reads them, whatever moves less. The bound is that of the
-operators as they stand; a schedule that does two convolutions in one may move less.
+Sums of the forward pass are stored, or computed anew by what reads them, whatever moves less, and so is a gradient
+that is made of several maps, as one that such a sum masks. What is summed of one map is summed in one pass. The bound
+is that of the operators as they stand; a schedule that does two convolutions in one may move less.
 """
 
 from __future__ import annotations
@@ -96,18 +97,29 @@ def least_traffic(graph: TrainingGraph) -> Bound | None:
     own = [find(node.op_type) for node in graph.model.graph if node.domain == DOMAIN]
     if not all(op is not None and is_unfused(op) for op in own):
         return None
-    plan = _Plan(graph)
+    choices: dict[ir.Value, bool] = {}
+    plan = planned(graph, choices)
+    for value, stored in plan.chosen.items():  # by rules that do not see what else is at hand where a value is read
+        other = planned(graph, choices | {value: not stored})
+        if other.bytes() < plan.bytes():
+            choices, plan = choices | {value: not stored}, other
+    return Bound(plan.bytes(True), plan.bytes(False))
+
+
+def planned(graph: TrainingGraph, choices: Mapping[ir.Value, bool]) -> _Plan:
+    """Plan a graph's step, in which these values are stored, or are not."""
+    plan = _Plan(graph, choices)
     for node in graph.model.graph:
         plan.add(node)
-    moved = {side: sum(each.bytes for each in plan.passes if each.forward == side) for side in (True, False)}
-    return Bound(moved[True], moved[False])
+    return plan
 
 
 class _Plan:
     """What each value is made of, and the passes that there must be."""
 
-    def __init__(self, graph: TrainingGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: TrainingGraph, choices: Mapping[ir.Value, bool]) -> None:
+        self.graph, self.choices = graph, choices
+        self.chosen: dict[ir.Value, bool] = {}  # gradients that are stored, sums that are computed where they are read
         self.forward = forward_nodes(graph.model.graph, graph.signature)
         self.passes: list[Pass] = []
         self.made: dict[ir.Value, Made] = {}
@@ -116,6 +128,11 @@ class _Plan:
         self.rest: dict[ir.Value, Made] = {}  # and what q*x + w is
         self.writer: dict[ir.Value, Pass] = {}
         self.order: dict[ir.Value, int] = {}  # stored maps, as they are written
+        self.summing: dict[tuple[ir.Value, bool], Pass] = {}  # passes that there are for sums of a value, by phase
+
+    def bytes(self, forward: bool | None = None) -> int:
+        """Count what is moved, in one direction or in both."""
+        return sum(each.bytes for each in self.passes if forward in (None, each.forward))
 
     def add(self, node: ir.Node) -> None:
         """Add what a node moves."""
@@ -145,7 +162,7 @@ class _Plan:
         elif kind == "sum" and len(largest(read)) > 1:
             self.sum(node, read, written)
         elif kind in ("sum", "elementwise"):
-            self.elementwise(read, written)
+            self.elementwise(node, read, written)
         else:
             self.anchor(node, operands, written)
 
@@ -194,10 +211,11 @@ class _Plan:
                     table[value] = made
         self.late.update(value for value, _ in written if self.waits(operands))
 
-    def elementwise(self, read: Touched, written: Touched) -> None:
+    def elementwise(self, node: ir.Node, read: Touched, written: Touched) -> None:
         """Have results be made of all operands.
 
-        What changes one gradient by other maps is done where that is written, if nothing else reads it.
+        What changes one gradient by other maps is done where that is written, if nothing else reads it. Results that
+        much reads are stored, where reading all that they are made of each time would move more.
         """
         operands, maps = [value for value, _ in read], largest(read)
         made = joined([self.made[value] for value in operands])
@@ -205,9 +223,42 @@ class _Plan:
         if len(maps) > 1 and (writer := self.taker(maps[0], self.made, forward=False)):
             writer.read(made)
             made = self.made[maps[0]]
+        elif node not in self.forward and len(written) == 1 and self.is_worth_storing(*written[0], made):
+            self.anchor(node, operands, written)
+            return
         for value, _ in written:
             self.made[value] = made
             self.late.update([value] if late else [])
+
+    def is_worth_storing(self, value: ir.Value, size: int, made: Made) -> bool:
+        """Choose whether a gradient that is made of several maps is stored, as it is where that moves less.
+
+        What sums it up does so where it is stored, or reads what it is made of in any case.
+        """
+        if value in self.choices:
+            return self.choices[value]
+        terms = sum(maps_of(made).values())
+        if terms <= size:
+            return False
+        sums, others = self.gradient_readers(value)
+        worth = (not sums) * terms + size + others * size < others * terms
+        self.chosen.update({value: True} if worth else {})
+        return worth
+
+    def gradient_readers(self, value: ir.Value) -> tuple[bool, int]:
+        """Tell whether a gradient is summed up, and count what else reads it or what is elementwise of it."""
+        values, found = [value], dict[ir.Node, str]()
+        for each in values:
+            for node in {use.node: None for use in each.uses() if use.node not in found}:
+                if any(v is each for v, _ in node_maps(node, self.graph)[0]):
+                    found[node] = "elementwise" if self.adds_a_number(node) else kind_of(node)
+                    if found[node] == "view":
+                        values += node.outputs[:1]  # of a cut gradient each reader has a part
+                    elif found[node] in ("elementwise", "gradient"):
+                        values += node.outputs
+        kinds = [*found.values()]
+        passed = ("view", "elementwise", "gradient", "reduction")
+        return bool({"reduction", "gradient"} & {*kinds}), sum(kind not in passed for kind in kinds)
 
     def batch_norm(self, node: ir.Node, operands: list[ir.Value], written: Touched) -> None:
         """Take the statistics where each part of x is written, or in a pass where x is behind other statistics."""
@@ -221,6 +272,9 @@ class _Plan:
         """Take the reductions where dy is written; dx is made of dy and x."""
         self.reduce(node, operands)
         dz, x = (self.made[value] for value in operands[:2])
+        if len(written) == 1 and self.is_worth_storing(*written[0], joined([dz, x])):
+            self.anchor(node, operands, written)
+            return
         for value, _ in written:
             self.made[value], self.scaled[value], self.rest[value] = joined([dz, x]), dz, x
             self.late.add(value)
@@ -230,24 +284,30 @@ class _Plan:
         made = joined([self.made[value] for value in operands])
         writer = self.writer_of(made)
         if writer is None or self.waits(operands) or writer.forward != (node in self.forward):
-            writer = Pass(node in self.forward, {}, {})
-            self.passes.append(writer)
+            writer = self.sums_of(operands[0], node in self.forward)
         writer.read(made)
+
+    def sums_of(self, value: ir.Value, forward: bool) -> Pass:
+        """Find the pass that sums a value up, or begin one."""
+        if (value, forward) not in self.summing:
+            self.summing[value, forward] = Pass(forward, {}, {})
+            self.passes.append(self.summing[value, forward])
+        return self.summing[value, forward]
 
     def sum(self, node: ir.Node, read: Touched, written: Touched) -> None:
         """Add the other terms where the last one is written, or store the sum in a pass of its own."""
         terms, forward = largest(read), node in self.forward
         made = self.made
         if overlap([made[value] for value in terms]) < 2:  # zeros but for one, in each channel
-            self.elementwise(read, written)
+            self.elementwise(node, read, written)
             return
         takers = [value for value in terms if value not in self.late and self.taker(value, made, forward)]
         alike = all(value in self.rest and maps_of(self.rest[value]) == maps_of(self.rest[terms[0]]) for value in terms)
         if not takers and alike:
             made = self.scaled
             takers = [value for value in terms if self.taker(value, made, forward)]
-        if not takers and forward and self.is_read_seldom(written[0][0], read):
-            self.elementwise(read, written)
+        if not takers and forward and self.is_computed_anew(written[0][0], read):
+            self.elementwise(node, read, written)
             return
         if not takers:
             self.anchor(node, terms, written)
@@ -261,6 +321,15 @@ class _Plan:
                 self.scaled[value], self.rest[value] = made[last], self.rest[last]
                 self.made[value] = joined([made[last], self.rest[last]])
                 self.late.add(value)
+
+    def is_computed_anew(self, total: ir.Value, read: Touched) -> bool:
+        """Choose whether a sum is computed by what reads it; a term of another sum alone is."""
+        if total in self.choices:
+            return not self.choices[total]
+        anew = self.is_read_seldom(total, read)
+        if anew and {kind_of(use.node) for use in total.uses()} != {"sum"}:
+            self.chosen[total] = False
+        return anew
 
     def is_read_seldom(self, total: ir.Value, read: Touched) -> bool:
         """Tell whether reading the terms as often as the sum is read moves less than storing it."""

@@ -1,5 +1,7 @@
 """The least that a step must move: counted by hand on small networks, and what rewriting reaches on whole ones."""
 
+import itertools
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -89,6 +91,23 @@ def test_statistics_behind_statistics_take_a_pass_of_their_own(training):
         out = conv(m, 6)
     """)
     assert [b - a for a, b in zip(least(one), least(two), strict=True)] == [4 * CHANNEL, 2 * 4 * CHANNEL]
+
+
+@pytest.mark.parametrize("tail", ["out = relu(s)", "out = bn(s)", "t = bn(s)\nout = relu(t)"])
+def test_a_sum_that_a_pooling_reads_is_not_read_for_each_of_its_terms(training, tail):
+    """RepVGG's last block: the masked gradient is made of all terms, and stored for the n BatchNorms behind them."""
+
+    def branches(terms):
+        lines = [line for i in range(terms) for line in (f"c{i} = conv(x, 4)", f"n{i} = bn(c{i})")]
+        sums = [f"s{i} = add({f's{i - 1}' if i > 1 else 'n0'}, n{i})" for i in range(1, terms)]
+        return training("\n".join([*lines, *sums, tail.replace("(s)", f"(s{terms - 1})")]))
+
+    models = [branches(terms) for terms in (3, 4, 5, 6)]
+    bounds = [sum(least(model)) for model in models]
+    steps = [b - a for a, b in itertools.pairwise(bounds)]
+    # of each term: its convolution, what the sum and its gradient's sums read, and its convolution's gradient
+    assert max(steps) <= ((3 + 4) + 4 + 4 + (4 + 4 + 3)) * CHANNEL + 4 * POOLED, [s / CHANNEL for s in steps]
+    assert all(bnfuse.diff(model, bnfuse.rewrite(model, level="icf")).over_least >= 1 for model in models)
 
 
 def test_rows_are_no_maps():
