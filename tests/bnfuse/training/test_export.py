@@ -344,6 +344,37 @@ def test_what_changes_in_evaluation_may_be_the_last_node(last, how):
     np.testing.assert_allclose(run(exported, x[:5]), expected[:5], rtol=1e-4, atol=1e-5)
 
 
+TWICE = """<ir_version: 9, opset_import: ["": 18]>
+    g (float[4, 3, 6, 6] image) => (float[4, 10] logits) {
+        c0 = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(image, w0)
+        n0, m0, v0 = BatchNormalization<training_mode = 1>(c0, s, z, rm, rv)
+        r0 = Relu(n0)
+        c1 = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(r0, w1)
+        n1, m1, v1 = BatchNormalization<training_mode = 1>(c1, s, z, rm, rv)
+        r1 = Relu(n1)
+        pooled = GlobalAveragePool(r1)
+        q = Flatten(pooled)
+        logits = Gemm<transB = 1>(q, w2)
+    }"""
+
+
+@pytest.mark.parametrize("level", ["none", "rcf", "bnff", "icf"])
+@pytest.mark.parametrize("how", ["onnx", "torch"])
+def test_a_batch_norm_in_two_places_exports_with_the_statistics_of_both(how, level):
+    """Its running statistics go from one place to the next in training; in inference each reads them as they are."""
+    model, rng = onnx.parser.parse_model(TWICE), np.random.default_rng(0)
+    shapes = {"w0": (5, 3, 3, 3), "w1": (5, 5, 3, 3), "w2": (10, 5), "s": (5,), "z": (5,), "rm": (5,), "rv": (5,)}
+    for name, shape in shapes.items():
+        value = rng.standard_normal(shape) / 3 if name.startswith("w") else rng.uniform(0.5, 1.5, shape)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float32), name))
+    built = build_training_graph(model, running_variance=how)
+    graph = open_graph(bnfuse.rewrite(built, level=level).model)
+    x = rng.standard_normal((4, 3, 6, 6)).astype(np.float32)
+    exported = inference_model(graph, graph.state())
+    check_standard(exported)
+    np.testing.assert_allclose(run(exported, x), run(evaluating(model), x), rtol=1e-5, atol=1e-6)
+
+
 def test_scores_of_pixels_are_no_logits():
     parts = iter([(np.zeros((4, 3, 2, 2), np.float32), np.zeros(4, np.int64))])
     with pytest.raises(BnfuseError, match=r"gives \[4, 5, 1, 1\] for 4 images: logits are \[N, classes\]"):
