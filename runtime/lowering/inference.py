@@ -21,13 +21,10 @@ from bnfuse.graph.drawing import draws
 from bnfuse.graph.signature import GraphSignature
 from bnfuse.graph.training_graph import TrainingGraph, put_in_place
 from bnfuse.graph.values import static_shape
-from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.training_ops import batch_norm_constants
 from bnfuse.runtime.lowering.masks import without_masks
 from bnfuse.runtime.lowering.values import dtype_name
-
-RUNNING = ("running_mean", "running_variance")
 
 
 def inference_graph(
@@ -45,7 +42,6 @@ def inference_graph(
         )
     graph.outputs[:] = [logits]
     without_masks(graph, model.opset_imports.get("", 1), file)
-    unchain(graph)
     for node in list(graph):
         if node.op_type == "LocalFinalize" and node.domain == DOMAIN:
             finalize_for_all(graph, node)
@@ -66,18 +62,6 @@ def inference_graph(
     return graph, dataclasses.replace(
         signature, labels=(), gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
     )
-
-
-def unchain(graph: ir.Graph) -> None:
-    """Let BatchNorms that have running statistics in common read those, not what one before them makes of them."""
-    for node in graph:
-        op = PLAIN_OPS.get(node.op_type) if node.domain == DOMAIN else None
-        if op is None or f"new_{RUNNING[0]}" not in op.results:
-            continue
-        for name in RUNNING:
-            new, old = op.results.index(f"new_{name}"), node.inputs[op.operands.index(name)]
-            if new < len(node.outputs) and old is not None:
-                node.outputs[new].replace_all_uses_with(old)
 
 
 def require_inference(graph: TrainingGraph) -> None:
