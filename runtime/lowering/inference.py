@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -49,6 +50,7 @@ def inference_graph(
         elif node.op_type == "BatchNormFinalize" and node.domain == DOMAIN:
             node.replace_input_with(2, node.inputs[4])
             node.replace_input_with(3, node.inputs[5])
+            leave_running(node.outputs[3:5], node.inputs[4:6])
         elif node.op_type == "BatchNorm" and node.domain == DOMAIN:
             normalize_by_running(graph, node)
         elif node.op_type == "Dropout":
@@ -90,6 +92,7 @@ def finalize_for_all(graph: ir.Graph, node: ir.Node) -> None:
         new.name = f"{old.name}/inference" if old.name else ""
     for old, new in zip(node.outputs[:3], finalize.outputs, strict=False):
         old.replace_all_uses_with(new)
+    leave_running(node.outputs[3:5], (mean, variance))
 
 
 def normalize_all(graph: ir.Graph, node: ir.Node) -> None:
@@ -133,6 +136,15 @@ def normalize_by_running(graph: ir.Graph, node: ir.Node) -> None:
     result.shape, result.type = y.shape, y.type
     graph.insert_after(node, new)
     put_in_place(y, result)
+    leave_running(node.outputs[1:3], (mean, variance))
+
+
+def leave_running(moved: Sequence[ir.Value], running: Sequence[ir.Value | None]) -> None:
+    """Let what reads the statistics that a step has moved read them as they are: of a module that is applied twice the
+    second BatchNorm moves what the first has."""
+    for old, value in zip(moved, running, strict=True):
+        if value is not None:
+            old.replace_all_uses_with(value)
 
 
 def reshape(graph: ir.Graph, value: ir.Value, shape: tuple[int, ...], name: str) -> ir.Node:
