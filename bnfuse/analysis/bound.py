@@ -36,10 +36,8 @@ ARITHMETIC = ("Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Exp", "Pow", "Where", 
 COMPARED = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "And", "Or", "Not", "Min", "Max")
 REDUCTIONS = ("ReduceSum", "ReduceMean")
 SUMS = ("Sum", "Add")
-LAYER_NORMS = (
-    "LayerNorm",
-    "LayerNormGrad",
-)  # of a pixel's channels, which are at hand where one of its maps is written
+# of a pixel's channels, which are at hand where one of its maps is written
+LAYER_NORMS = ("LayerNorm", "LayerNormGrad")
 
 Sizes = dict[ir.Value, int]  # stored maps, and how many bytes of each
 

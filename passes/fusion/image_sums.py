@@ -23,12 +23,12 @@ import onnx_ir as ir
 
 from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.opset.spec import OpSpec
-from bnfuse.passes.dialect.source_ops import forward_of, gradient_of
+from bnfuse.passes.dialect.source_ops import gradient_of
 from bnfuse.passes.dialect.steps import has_room_after, try_spec
+from bnfuse.passes.fusion import statistics
 from bnfuse.passes.fusion.mask import reads
 from bnfuse.passes.rewriter import Editor, FusionResult, Op, own_op
 
-STATISTICS = {"mean": "image_mean", "variance": "image_variance"}
 SUMS = {"dbeta": "image_sum", "dgamma": "image_dot"}
 
 
@@ -41,34 +41,10 @@ class ImageSumsFusion(ir.passes.InPlacePass):
         for node in list(model.graph):
             op = own_op(node) if node.graph is not None else None
             if op is not None and op.spec.name == "GroupNormStatistics":
-                fuse_statistics(editor, op)
+                statistics.fuse(editor, op, "ImageStatistics")
             elif op is not None and op.spec.name == "GroupNormGradReduce":
                 fuse_reduce(editor, op)
         return editor.result()
-
-
-def fuse_statistics(editor: Editor, statistics: Op) -> None:
-    """Move the statistics of a map into what writes it; where that computes them already, read those."""
-    y = statistics.operands["x"]
-    producer = forward_of(y)
-    if producer is None:
-        editor.refuse(statistics.node, f"'{y.name}' is written by {writer_of(y)}, which has no epilogue")
-        return
-    steps = producer.steps
-    if "ImageStatistics" in steps.epilogue:
-        for name, value in statistics.results.items():
-            value.replace_all_uses_with(producer.results[STATISTICS[name]])
-        editor.fused.append(statistics.node.name or "")
-        editor.remove_dead([statistics.node])
-        return
-    spec = try_spec(steps.prologue, steps.core, (*steps.epilogue, "ImageStatistics"))
-    if spec is None:
-        editor.refuse(
-            statistics.node, f"{producer.node.op_type} '{producer.node.name}' has no room for ImageStatistics"
-        )
-        return
-    results = {STATISTICS[name]: value for name, value in statistics.results.items()}
-    editor.replace(producer, spec, [statistics.node], results=results)
 
 
 def fuse_reduce(editor: Editor, reduce: Op) -> None:

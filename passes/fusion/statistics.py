@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from bnfuse.opset.spec import EPILOGUE_RESULTS
 from bnfuse.passes.dialect.source_ops import forward_of, read
 from bnfuse.passes.dialect.steps import try_spec
 from bnfuse.passes.rewriter import Editor, FusionResult, Op
@@ -30,24 +31,26 @@ class StatisticsFusion(ir.passes.InPlacePass):
         return editor.result()
 
 
-def fuse(editor: Editor, statistics: Op) -> None:
-    """Move a BatchNormStatistics into what writes its map; where that computes them already, read those."""
+def fuse(editor: Editor, statistics: Op, step: str = "Statistics") -> None:
+    """Move statistics into what writes their map, as this step; where that computes them already, read those."""
     y = statistics.operands["x"]
     producer = forward_of(y)
     if producer is None:
         editor.refuse(statistics.node, f"'{y.name}' is {_origin(y)}, which has no epilogue to compute statistics in")
         return
-    if "Statistics" in producer.steps.epilogue:
-        for name, value in statistics.results.items():
+    names = dict(zip(("mean", "variance"), EPILOGUE_RESULTS[step], strict=True))
+    results = {names[name]: value for name, value in statistics.results.items()}
+    if step in producer.steps.epilogue:
+        for name, value in results.items():
             value.replace_all_uses_with(producer.results[name])
         editor.fused.append(statistics.node.name or "")
         editor.remove_dead([statistics.node])
         return
-    spec = try_spec(producer.steps.prologue, producer.steps.core, (*producer.steps.epilogue, "Statistics"))
+    spec = try_spec(producer.steps.prologue, producer.steps.core, (*producer.steps.epilogue, step))
     if spec is None:
-        editor.refuse(statistics.node, f"{producer.node.op_type} '{producer.node.name}' has no room for Statistics")
+        editor.refuse(statistics.node, f"{producer.node.op_type} '{producer.node.name}' has no room for {step}")
         return
-    editor.replace(producer, spec, [statistics.node], results=statistics.results)
+    editor.replace(producer, spec, [statistics.node], results=results)
 
 
 def _origin(value: ir.Value) -> str:
