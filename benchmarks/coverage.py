@@ -9,9 +9,9 @@ network's alone), and what it found is a line of `FOLDER/EXPORTER.jsonl`; networ
 again without --again. Ends with a table of stages and the refusals; the exit status is 1 where fewer than the share
 come through all stages.
 
-`verify` compares in onnxruntime, and in float64 where files are not equal there or cannot be judged. Three stages run
-when asked for: `float64` computes the rewritten file in float64 and compares it with the torch module in float64, `run`
-compares compiled files, `exact` a compiled step with the module.
+`verify` compares in onnxruntime, and in float64 where files are not equal there or cannot be judged. Four stages run
+when asked for: `levels` verifies the file of each level, `float64` computes the rewritten file in float64 and compares
+it with the torch module in float64, `run` compares compiled files, `exact` a compiled step with the module.
 
 Needs torch, onnxscript, torchvision and timm.
 """
@@ -37,8 +37,9 @@ from typing import Any
 
 import networks
 
-STAGES = ("export", "build", "rewrite", "float64", "verify", "compile", "run", "exact")
-OPTIONAL = ("float64", "run", "exact")  # not among the stages that are run unasked
+STAGES = ("export", "build", "rewrite", "float64", "verify", "levels", "compile", "run", "exact")
+OPTIONAL = ("float64", "levels", "run", "exact")  # not among the stages that are run unasked
+LEVELS = ("rcf", "mvf", "bnff", "icf")
 ROUNDING = 1e-5
 CONSTANTS = 1e-6  # by how much float32 constants of a file (weights of a resize, epsilons) may move float64
 DRAWS = 5  # batches
@@ -124,6 +125,18 @@ def verify(name: str, where: Where, runtime: str = "ort") -> dict[str, Any]:
     if not found.equal:
         raise AssertionError(f"{found.verdict}; the worst is {worst}")
     return {"equal": True, "worst": worst, **result}
+
+
+def levels(name: str, where: Where) -> dict[str, Any]:
+    """Compare the file of each level with the training file, as `verify` does with the highest one's."""
+    import bnfuse
+
+    before = where.folder / f"{name}.train.onnx"
+    found = {}
+    for level in LEVELS:
+        bnfuse.save(bnfuse.rewrite(before, level=level).model, where.folder / f"{name}.fused.onnx")
+        found[level] = verify(name, where)
+    return found
 
 
 def compile_step(name: str, where: Where) -> dict[str, Any]:
@@ -294,7 +307,7 @@ def distance(ours: dict[str, Any], truth: dict[str, Any]) -> float:
     return (error / size) ** 0.5 if size else 0.0
 
 
-DOING = dict(zip(STAGES, (export, build, rewrite, float64, verify, compile_step, run, exact), strict=True))
+DOING = dict(zip(STAGES, (export, build, rewrite, float64, verify, levels, compile_step, run, exact), strict=True))
 
 
 def child(stage: str, name: str, where: Where, pipe: Connection) -> None:
