@@ -18,8 +18,9 @@ from bnfuse.graph.labels import Classes
 from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.draws import Draws, PerChannel
-from bnfuse.runtime.backends.exclusion import Exclusive, alone
+from bnfuse.runtime.backends.exclusion import alone
 from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, shared_regions
+from bnfuse.runtime.hosting import Hosted, Plans, Under
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
@@ -42,7 +43,7 @@ RANGES: dict[str, Callable[[str, object], None]] = {  # what is set between step
 GIVEN = ("target", "optimizer", "model", "times")
 
 
-class Step(Exclusive):
+class Step(Hosted):
     """A training step: `loss = step(images, labels)`. Made by `compile_step` or `load_step`.
 
     On a GPU the inputs may be arrays of the host, which are copied, or anything on that GPU that speaks DLPack or has
@@ -81,6 +82,8 @@ class Step(Exclusive):
         self._seeds: dict[int, float] = {}  # by batch size, what is written where the gradients begin; 1 in the file
         self._done: p.Phase | None = None  # the last phase whose results the next one finds where it reads them
         self._done_by = 0  # the thread that ran it
+        self._under = Under()
+        self._plans = Plans()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a name that a step has to a value in its range: a misspelt one would be set and never read."""
@@ -105,6 +108,14 @@ class Step(Exclusive):
     def _train(self) -> Runner:
         """The program of training of the batch size of the last call."""
         return self._sizes.now.train
+
+    @property
+    def _state_tensors(self) -> Mapping[str, p.Tensor]:
+        return self._state.tensors
+
+    @property
+    def _batch(self) -> int:
+        return self._sizes.now.batch
 
     @property
     def _draws(self) -> Draws:
@@ -220,8 +231,7 @@ class Step(Exclusive):
         must be of such a batch.
         """
         self.require_evaluation()
-        if self._done == "forward":
-            self._done = None  # both share the arena
+        self._arena_is_taken(self._done if self._done == "backward" else None)  # both share it
         if (size := self._sizes.by_batch.get(rows_of(data))) is not None:
             return self._evaluated(size, data)
         first = self._sizes.first
@@ -247,7 +257,7 @@ class Step(Exclusive):
         """Run the evaluation of one batch size."""
         runner = size.evaluate
         runner.feed(self._evaluated_names(size), data)
-        runner.run(("forward",), self._scalars(("forward",)))
+        runner.run([p.WHOLE["forward"]], self._scalars(("forward",)))
         (logits,) = runner.program.outputs.values()
         return runner.result(logits)
 
@@ -264,7 +274,7 @@ class Step(Exclusive):
 
     def _take(self, inputs: tuple[Any, ...]) -> None:
         """Take the inputs of a step. What the last one computed is no longer to be built upon."""
-        self._done = None
+        self._arena_is_taken()
         self._sizes.choose(inputs)
         names = [name for name, _ in paired(self.inputs, inputs)]
         draws = self._sizes.now.draws
@@ -274,8 +284,14 @@ class Step(Exclusive):
         self._check_labels(found)
 
     def _run(self, phases: tuple[p.Phase, ...]) -> None:
-        for phase, seconds in self._train.run(phases, self._scalars(phases)).items():
+        parts = [p.WHOLE[phase] for phase in phases]
+        for phase, seconds in self._train.run(parts, self._scalars(phases)).items():
             self.times[phase] = seconds
+
+    def _arena_is_taken(self, done: p.Phase | None = None) -> None:
+        """Forget what the last forward left there, for something else is about to write to it."""
+        self._done = done
+        self._under = Under(self._under.ticket + 1)
 
     @property
     def _output_gradients(self) -> dict[str, str]:

@@ -51,11 +51,8 @@ class Runner(Protocol):
     def feed(self, names: Sequence[str], arrays: Sequence[Any]) -> dict[str, np.ndarray]:
         """Take the inputs, checked against the types of the file. Gives those that lie on the host, by name."""
 
-    def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
-        """Run some phases in their order; gives the seconds of each where they are known.
-
-        The update phase ends with new running statistics in the place of the old ones.
-        """
+    def run(self, parts: Sequence[p.Part], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        """Run parts of phases one after the other; gives the seconds of each phase where they are known."""
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
         """Run some phases, each launch timed."""
@@ -65,6 +62,9 @@ class Runner(Protocol):
 
         It is of numpy, or on the device if an input of the last `feed` was there.
         """
+
+    def view(self, storage: p.Storage, shape: tuple[int, ...]) -> Any:
+        """Give elements where they lie, to be read and written: of numpy, or on the device."""
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
         """Take an array of any kind as numpy's. `what` is what messages call it."""

@@ -83,6 +83,23 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """What is run at once: launches of a phase, in order, from `start` to before `stop` (None: to its end).
+
+    Behind them, if it `commits`, new running statistics take the place of the old ones.
+    """
+
+    phase: Phase
+    start: int = 0
+    stop: int | None = None
+    commits: bool = False
+
+
+WHOLE: dict[Phase, Part] = {phase: Part(phase, commits=phase == "update") for phase in PHASES}
+COMMIT = Part("update", 0, 0, commits=True)  # no launch
+
+
+@dataclasses.dataclass(frozen=True)
 class Tensor:
     """A tensor of the ONNX file: its storage, its dtype, and its shape there (always dense, in the file's layout)."""
 

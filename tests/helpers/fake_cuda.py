@@ -23,6 +23,11 @@ from bnfuse.runtime.backends.cuda import driver as own
 from bnfuse.runtime.kernels.cuda import container
 
 OK = real.CUresult.CUDA_SUCCESS
+NOT_CAPTURED = {  # while a stream is captured, by one thread and with torch's default mode
+    *("cuMemAlloc", "cuMemAllocHost", "cuMemFree", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuLaunchKernel"),
+    *("cuStreamSynchronize", "cuEventSynchronize", "cuEventQuery", "cuEventRecord", "cuStreamWaitEvent"),
+    "cuGraphLaunch",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,7 @@ class FakeCuda:
     CUfunction_attribute = real.CUfunction_attribute
     CUmemorytype = real.CUmemorytype
     CUstream_flags = real.CUstream_flags
+    CUstreamUpdateCaptureDependencies_flags = real.CUstreamUpdateCaptureDependencies_flags
 
     def __init__(self, arch: str = "sm_90", memory: int = 1 << 30, seed: int = 0) -> None:
         self.major, self.minor = int(arch[3:-1]), int(arch[-1])
@@ -68,6 +74,7 @@ class FakeCuda:
         self.graphs: dict[int, list[Node]] = {}
         self.executables: dict[int, list[Node]] = {}
         self.events: dict[int, int] = {}
+        self.captures: dict[int, tuple[int, list[int]]] = {}  # by stream: its graph, and what the next node waits for
         self.contexts: list[int] = []
         self._handles = itertools.count(0x1000)
 
@@ -78,6 +85,8 @@ class FakeCuda:
 
         def call(*arguments: Any) -> Any:
             self.log.append(name)
+            if self.captures and name in NOT_CAPTURED:
+                return (real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
             return (self.fail[name],) if name in self.fail else found(*arguments)
 
         return call
@@ -99,6 +108,21 @@ class FakeCuda:
             for index, stage in enumerate(found.stages):
                 kinds = tuple(types[argument] for argument in stage.arguments)
                 self.served[found.cubin, stage.symbol] = FakeKernel(kinds, make(kernel, index))
+
+    def begin_capture(self, stream: int) -> int:
+        """As torch does around what it captures. Gives the graph."""
+        graph = next(self._handles)
+        self.graphs[graph] = []
+        self.captures[stream] = graph, []
+        return graph
+
+    def end_capture(self, stream: int) -> Callable[[], None]:
+        """Give what replays the graph."""
+        graph, last = self.captures.pop(stream)
+        nodes = list(self.graphs[graph])
+        ends = set(range(len(nodes))) - {before for node in nodes for before in node.after}
+        assert ends == set(last), "what is captured next would not wait for all of it"
+        return lambda: self._run(nodes)
 
     # -- the bindings ------------------------------------------------------------------------------------------
 
@@ -186,6 +210,20 @@ class FakeCuda:
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> Any:
         self.waits.append((stream, self.events[event]))
+        return (OK,)
+
+    def cuStreamIsCapturing(self, stream: int) -> Any:
+        return OK, int(stream in self.captures)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> Any:
+        graph, nodes = self.captures[stream]
+        return OK, 1, 1, graph, list(nodes), [], len(nodes)
+
+    def cuStreamUpdateCaptureDependencies(
+        self, stream: int, nodes: list[int], edges: Any, count: int, flags: int
+    ) -> Any:
+        assert len(nodes) == count and flags == 1 and edges is None
+        self.captures[stream] = self.captures[stream][0], list(nodes)
         return (OK,)
 
     def cuEventCreate(self, flags: int) -> Any:
@@ -291,7 +329,10 @@ class FakeCuda:
     def cuGraphLaunch(self, executable: int, stream: int) -> Any:
         """In a random order that the edges allow."""
         self._check_context()
-        nodes = self.executables[executable]
+        self._run(self.executables[executable])
+        return (OK,)
+
+    def _run(self, nodes: Sequence[Node]) -> None:
         waiting, done = set(range(len(nodes))), set[int]()
         while waiting:
             ready = [index for index in sorted(waiting) if done.issuperset(nodes[index].after)]
@@ -299,7 +340,6 @@ class FakeCuda:
             nodes[chosen].run()
             waiting.remove(chosen)
             done.add(chosen)
-        return (OK,)
 
 
 def floats(address: int, count: int, dtype: str = "float32") -> np.ndarray:

@@ -62,24 +62,25 @@ class CpuRunner:
             self._tensors[storage] = tvm.runtime.from_dlpack(self.memory.flat(storage))
         return self._tensors[storage]
 
-    def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
-        """All launches of some phases, and the seconds that each phase took."""
+    def run(self, parts: Sequence[p.Part], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        """All launches of some parts, and the seconds that each phase took."""
         self._check_cpu()
-        return dict(launch(self.threads, functools.partial(self._run, phases, scalars)))
+        return dict(launch(self.threads, functools.partial(self._run, parts, scalars)))
 
-    def _run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
-        seconds = {}
-        for phase in phases:
-            start, given = time.perf_counter(), scalars[phase]
-            for function, arguments, late in self.calls[phase]:
+    def _run(self, parts: Sequence[p.Part], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        seconds: dict[p.Phase, float] = {}
+        for part in parts:
+            start, given = time.perf_counter(), scalars.get(part.phase, {})
+            for function, arguments, late in self.calls[part.phase][part.start : part.stop]:
                 for index, name in late:
                     arguments[index] = given[name]
                 try:
                     function(*arguments)
                 except (TypeError, ValueError, RuntimeError) as error:
                     raise unfit(error) from None
-            self._finish(phase)
-            seconds[phase] = time.perf_counter() - start
+            if part.commits:
+                self._commit()
+            seconds[part.phase] = seconds.get(part.phase, 0.0) + time.perf_counter() - start
         return seconds
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
@@ -98,14 +99,14 @@ class CpuRunner:
                 seconds = time.perf_counter() - start
                 work = self.program.works[one.kernel] if self.program.works else None
                 times.append(LaunchTime(phase, one.node, self.program.kernels[one.kernel], seconds, work))
-            self._finish(phase)
+            if p.WHOLE[phase].commits:
+                self._commit()
         return times
 
-    def _finish(self, phase: p.Phase) -> None:
-        """After an update, new running statistics take the place of the old ones."""
-        if phase == "update":
-            for name, tensor in self.program.new_running.items():
-                np.copyto(self.memory.array(self.program.running[name]), self.memory.array(tensor))
+    def _commit(self) -> None:
+        """Put new running statistics into the place of the old ones."""
+        for name, tensor in self.program.new_running.items():
+            np.copyto(self.memory.array(self.program.running[name]), self.memory.array(tensor))
 
     def _check_cpu(self) -> None:
         if self.missing:
@@ -129,6 +130,10 @@ class CpuRunner:
         """Copy a tensor as it is now."""
         copied: np.ndarray = self.memory.array(tensor).copy()
         return copied
+
+    def view(self, storage: p.Storage, shape: tuple[int, ...]) -> np.ndarray:
+        """View elements where they lie."""
+        return self.memory.view(storage).reshape(shape)
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
         """Take an array of any kind as numpy's. `what` is what messages call it."""

@@ -17,6 +17,8 @@ from bnfuse.runtime.kernels.cuda import container
 from bnfuse.runtime.kernels.cuda.container import Code
 from bnfuse.runtime.program import program as p
 
+STEADY = ("loss_scale",)  # scalars that are not another number in each step
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -72,12 +74,22 @@ class Calls:
         self._inputs: list[tuple[Arguments, int, p.Storage]] = []
         functions = [modules.functions(*named) for named in zip(program.kernels, codes, strict=True)]
         self.tasks = [self._task(launch, codes[launch.kernel], functions[launch.kernel]) for launch in program.launches]
-        self.tasks += running_copies(program, memory)
+        self.copies = running_copies(program, memory)
         self.set_inputs({})
 
-    def of(self, phases: Iterable[p.Phase]) -> list[Task]:
-        """Tasks of some phases, in the order of the phases."""
-        return [task for phase in phases for task in self.tasks if task.phase == phase]
+    def of(self, parts: Iterable[p.Part]) -> list[Task]:
+        """Tasks of some parts of phases, in their order."""
+        found: list[Task] = []
+        for part in parts:
+            found += [task for task in self.tasks if task.phase == part.phase][part.start : part.stop]
+            found += self.copies if part.commits else []
+        return found
+
+    def varying(self, parts: Sequence[p.Part]) -> str | None:
+        """Name what is another number in each step and launches of these parts take as a number, or None."""
+        launches = [task.launch for task in self.of(parts) if task.launch is not None]
+        scalars = (argument for launch in launches for argument in launch.arguments if isinstance(argument, p.Scalar))
+        return next((scalar.name for scalar in scalars if scalar.name not in STEADY), None)
 
     def _task(self, launch: p.Launch, code: Code, functions: Sequence[Handle]) -> Task:
         values = {name: (kind, a) for (name, kind), a in zip(code.parameters, launch.arguments, strict=True)}

@@ -168,6 +168,11 @@ class Driver:
             raise BnfuseError(f"this cuda-bindings has no {name}: {REMEDY}") from None
 
     def _fail(self, name: str, error: Any) -> NoReturn:
+        if "STREAM_CAPTURE" in error.name:
+            raise BnfuseError(
+                f"{name} is nothing for a stream that is captured into a CUDA graph ({error.name}): run the step on "
+                "that stream before the capture, with the same kinds of inputs, and read output_views() in it"
+            )
         raise BnfuseError(f"the GPU ({self.name_or_number}) fails in {name}: {error.name}")
 
     @property
@@ -294,6 +299,22 @@ class Driver:
         self.record(event, before)
         self.wait(after, event)
         self.destroy_event(event)  # it is kept until it has happened
+
+    # -- capture of a stream into a graph ----------------------------------------------------------------------
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Tell whether what is enqueued on the stream is captured into a graph. The legacy default stream never is."""
+        return bool(stream) and int(self._call("cuStreamIsCapturing", stream)) != 0
+
+    def captured(self, stream: Stream) -> tuple[Handle, list[Handle]]:
+        """Give the graph that a stream is captured into, and the nodes that the next one waits for."""
+        _, _, graph, nodes, *_ = self._call("cuStreamGetCaptureInfo", stream)
+        return graph, list(nodes or ())
+
+    def go_on_behind(self, stream: Stream, nodes: Sequence[Handle]) -> None:
+        """Let what is captured on the stream from now on wait for these nodes."""
+        flag = self.cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        self._call("cuStreamUpdateCaptureDependencies", stream, list(nodes), None, len(nodes), int(flag))
 
     # -- code --------------------------------------------------------------------------------------------------
 

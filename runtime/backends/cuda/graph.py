@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Sequence
 
@@ -12,29 +13,51 @@ from bnfuse.runtime.backends.cuda.dependencies import dependencies
 from bnfuse.runtime.backends.cuda.driver import Call, Driver, Handle, Stream
 
 
+def add_tasks(driver: Driver, graph: Handle, tasks: Sequence[Task], after: Sequence[Handle]) -> Added:
+    """Add a node for each device kernel and copy, in front of which those of `after` are done."""
+    parts = [(task, index) for task in tasks for index in range(len(task.accesses))]
+    edges = dependencies(task.accesses[index] for task, index in parts)
+    nodes: list[Handle] = []
+    late: list[tuple[Handle, Call]] = []
+    for (task, index), before in zip(parts, edges, strict=True):
+        waits = [nodes[earlier] for earlier in before] or list(after)
+        if task.copy is not None:
+            nodes.append(driver.add_copy(graph, waits, *task.copy))
+            continue
+        call = task.calls[index]
+        nodes.append(driver.add_kernel(graph, waits, call))
+        if call.arguments.is_late:
+            late.append((nodes[-1], call))
+    inner = {earlier for before in edges for earlier in before}
+    return Added([node for index, node in enumerate(nodes) if index not in inner], late)
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """Nodes of a graph: those that none of the others waits for, and those whose arguments may change."""
+
+    last: list[Handle]
+    late: list[tuple[Handle, Call]]
+
+
+def capture(driver: Driver, tasks: Sequence[Task], stream: Stream) -> None:
+    """Add tasks to the graph that a stream is captured into, with their arguments as they are now."""
+    graph, before = driver.captured(stream)
+    added = add_tasks(driver, graph, tasks, before)
+    if added.last:
+        driver.go_on_behind(stream, added.last)
+
+
 class Graph:
     """An executable graph. Arguments that changed since the last launch are brought up to date at the next one."""
 
     def __init__(self, driver: Driver, tasks: Sequence[Task]) -> None:
         self._driver = driver
-        self._late: list[tuple[Handle, Call]] = []  # nodes whose arguments may change
         self._graph = driver.new_graph()
-        nodes: list[Handle] = []
-        parts = [(task, index) for task in tasks for index in range(len(task.accesses))]
-        for (task, index), before in zip(parts, dependencies(t.accesses[i] for t, i in parts), strict=True):
-            nodes.append(self._add(task, index, [nodes[earlier] for earlier in before]))
+        self._late = add_tasks(driver, self._graph, tasks, ()).late
         self._executable = driver.instantiate(self._graph)
         self._versions = [call.arguments.version for _, call in self._late]
         weakref.finalize(self, release, driver, self._graph, self._executable)
-
-    def _add(self, task: Task, index: int, after: list[Handle]) -> Handle:
-        if task.copy is not None:
-            return self._driver.add_copy(self._graph, after, *task.copy)
-        call = task.calls[index]
-        node = self._driver.add_kernel(self._graph, after, call)
-        if call.arguments.is_late:
-            self._late.append((node, call))
-        return node
 
     def launch(self, stream: Stream) -> None:
         """Enqueue the graph, with scalars as they are now."""

@@ -29,12 +29,21 @@ class Queue:
     def use(self, stream: Any) -> None:
         """Go on with another stream, behind what was begun on this one."""
         chosen = address_of(stream)
+        if chosen == self.stream:
+            return
         with self.driver.active():
-            self.driver.order(self.stream, chosen)
+            if not self.driver.is_capturing(chosen):  # what is captured does not run now
+                self.driver.order(self.stream, chosen)
         self.stream = chosen
 
+    def is_capturing(self) -> bool:
+        """Tell whether what comes now is captured into somebody's graph. Wants the driver to be active."""
+        return self.driver.is_capturing(self.stream)
+
     def wait_for_readers(self) -> None:
-        """Let what comes now wait for those who were handed results."""
+        """Let what comes now wait for those who were handed results. What is captured runs later, and cannot."""
+        if self.is_capturing():
+            return
         for stream in self.readers:
             self.driver.order(stream, self.stream)
         self.readers.clear()

@@ -17,7 +17,7 @@ from bnfuse.runtime.backends.cuda import dlpack
 from bnfuse.runtime.backends.cuda.array import DeviceArray
 from bnfuse.runtime.backends.cuda.calls import Calls, Modules, Task, unpacked
 from bnfuse.runtime.backends.cuda.driver import Driver, Stream, open_driver
-from bnfuse.runtime.backends.cuda.graph import Graph
+from bnfuse.runtime.backends.cuda.graph import Graph, capture
 from bnfuse.runtime.backends.cuda.memory import DeviceMemory, Results, Staging, to_host
 from bnfuse.runtime.backends.cuda.queue import Queue
 from bnfuse.runtime.backends.execution import (
@@ -76,9 +76,9 @@ class CudaRunner:
         self.device.feed(given, found)
         return found
 
-    def run(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
-        """Enqueue some phases, as one graph. Their seconds are not known then: see `profile`."""
-        self.device.run(tuple(phases), scalars)
+    def run(self, parts: Sequence[p.Part], scalars: Mapping[p.Phase, Scalars]) -> dict[p.Phase, float]:
+        """Enqueue some parts, as one graph. Their seconds are not known then: see `profile`."""
+        self.device.run(tuple(parts), scalars)
         return {}
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[LaunchTime]:
@@ -97,7 +97,11 @@ class CudaRunner:
 
     def array(self, tensor: p.Tensor) -> DeviceArray:
         """Give a tensor where it lies on the device."""
-        return self.device.array(tensor)
+        return self.view(self.program.storages[tensor.storage], tensor.shape)
+
+    def view(self, storage: p.Storage, shape: tuple[int, ...]) -> DeviceArray:
+        """Give elements where they lie on the device."""
+        return self.device.view_of_own(storage, shape)
 
     def to_host(self, array: Any, what: str) -> np.ndarray:
         """Copy an array of any kind to numpy's. `what` is what messages call it."""
@@ -139,29 +143,39 @@ class Device:
             self.memory: DeviceMemory = DeviceMemory(program, self.queue, shared)
             self.calls = Calls(program, codes, self.modules, self.memory)
         self.is_fed_from_device = False
-        self._graphs: dict[tuple[p.Phase, ...], Graph] = {}
+        self._graphs: dict[tuple[p.Part, ...], Graph] = {}
         self._staging: dict[str, Staging] = {}
-        self._inputs: list[Any] = []  # of the caller, on the device
+        self._inputs: dict[str, dlpack.View] = {}  # of the caller, on the device
 
     # -- inputs ------------------------------------------------------------------------------------------------
 
     def feed(self, given: Sequence[tuple[str, Any]], on_host: Mapping[str, np.ndarray]) -> None:
-        """All inputs, of which some lie on the host."""
+        """Take inputs, of which some lie on the host. All others stay where they are: backward reads what forward was
+        given."""
         with self.driver.active():
-            addresses, views = {}, []
+            if on_host and self.queue.is_capturing():
+                raise BnfuseError(
+                    f"input '{next(iter(on_host))}' lies on the host, and a CUDA graph is being captured: give it on "
+                    "the GPU"
+                )
             for name, array in given:
+                self._inputs.pop(name, None)
                 if name in on_host:
                     self._send(name, on_host[name])
                     continue
-                view = self.view(array, f"input '{name}'")
+                what = f"input '{name}'"
+                view = self.view(array, what)
                 check_input(name, self.program.inputs[name], view.shape, view.dtype)
                 if self._is_usable(view, self.program.inputs[name]):
-                    addresses[name] = view.address
-                    views.append(view)
+                    self._inputs[name] = view
+                elif self.queue.is_capturing():
+                    raise BnfuseError(
+                        f"{what} would be copied through the host, and a CUDA graph is being captured: make it "
+                        f"{self.program.inputs[name].dtype}, contiguous, and begin at a multiple of {p.ALIGNMENT} bytes"
+                    )
                 else:
                     self._send(name, to_host(self.driver, view, self.queue.stream))
-            self.calls.set_inputs(addresses)
-        self._inputs = views
+            self.calls.set_inputs({name: view.address for name, view in self._inputs.items()})
         self.is_fed_from_device = len(on_host) < len(given)
 
     def _send(self, name: str, values: np.ndarray) -> None:
@@ -199,21 +213,38 @@ class Device:
 
     # -- running -----------------------------------------------------------------------------------------------
 
-    def run(self, phases: tuple[p.Phase, ...], scalars: Mapping[p.Phase, Scalars]) -> None:
-        """Enqueue some phases as one graph."""
+    def run(self, parts: tuple[p.Part, ...], scalars: Mapping[p.Phase, Scalars]) -> None:
+        """Enqueue some parts as one graph, or add them to the graph that the stream is captured into."""
         with self.driver.active():
-            self._prepare(phases, scalars)
-            if phases not in self._graphs:
-                self._graphs[phases] = Graph(self.driver, self.calls.of(phases))
-            self._graphs[phases].launch(self.queue.stream)
+            self._prepare([part.phase for part in parts], scalars)
+            if self.queue.is_capturing():
+                self._check_repeatable(parts)
+                capture(self.driver, self.calls.of(parts), self.queue.stream)
+                return
+            if parts not in self._graphs:
+                self._graphs[parts] = Graph(self.driver, self.calls.of(parts))
+            self._graphs[parts].launch(self.queue.stream)
             if self._inputs:
-                self.queue.hold(self._inputs)
+                self.queue.hold(list(self._inputs.values()))
+
+    def _check_repeatable(self, parts: Sequence[p.Part]) -> None:
+        """Refuse to be captured where replaying would not be what calling is."""
+        signature = self.program.signature
+        fed = {*signature["data"], *signature["labels"], *signature.get("output_gradients", {}).values()}
+        found = next((f"input '{name}' is drawn" for name in self.program.inputs if name not in fed), None)
+        if found is None and (name := self.calls.varying(parts)) is not None:
+            found = f"'{name}' is another number"
+        if found is not None:
+            raise BnfuseError(
+                f"{found} in each step, and a CUDA graph that is being captured would keep the one of now: call the "
+                "step outside of the capture"
+            )
 
     def profile(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> list[tuple[Task, float]]:
         """Run some phases launch by launch; gives the seconds of each."""
         with self.driver.active():
             self._prepare(phases, scalars)
-            tasks = self.calls.of(phases)
+            tasks = self.calls.of([p.WHOLE[phase] for phase in phases])
             events = [self.driver.new_event(timing=True) for _ in range(len(tasks) + 1)]
             self.driver.record(events[0], self.queue.stream)
             for task, event in zip(tasks, events[1:], strict=True):
@@ -227,7 +258,8 @@ class Device:
 
     def _prepare(self, phases: Sequence[p.Phase], scalars: Mapping[p.Phase, Scalars]) -> None:
         for phase in phases:
-            self.calls.set_scalars(phase, scalars[phase])
+            if phase in scalars:
+                self.calls.set_scalars(phase, scalars[phase])
         self.queue.wait_for_readers()
 
     def _enqueue(self, task: Task) -> None:
@@ -238,13 +270,17 @@ class Device:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def array(self, tensor: p.Tensor) -> DeviceArray:
-        """Give a tensor where it lies; the next step writes over it."""
-        storage = self.program.storages[tensor.storage]
-        return DeviceArray(self.queue, self.memory.address(storage), tensor.shape, storage.dtype, self.memory)
+    def view_of_own(self, storage: p.Storage, shape: tuple[int, ...]) -> DeviceArray:
+        """Give elements where they lie; the next step may write over them."""
+        return DeviceArray(self.queue, self.memory.address(storage), shape, storage.dtype, self.memory)
 
     def copy_of(self, tensor: p.Tensor) -> DeviceArray:
         """Copy a tensor on the device, where later runs leave it alone."""
         storage = self.program.storages[tensor.storage]
         with self.driver.active():
+            if self.queue.is_capturing():
+                raise BnfuseError(
+                    "a CUDA graph is being captured, and its results lie where the step has them: call run_forward, "
+                    "and copy from output_views()"
+                )
             return DeviceArray.copy_of(self.results, self.memory.address(storage), tensor.shape, storage.dtype)
