@@ -45,10 +45,10 @@ def cut(program: Program, count: int) -> tuple[Piece, ...]:
     order = sorted(final, key=lambda name: final[name])  # stable: as in the program where they are final together
     launches = len(program.phase("backward"))
     bounds: list[int] = []
-    done, total = 0, sum(sizes.values())
+    done, total = 0, max(sum(sizes.values()), 1)
     for name in order:
-        done += sizes[name]
-        if done * count >= total * (len(bounds) + 1):
+        before, done = done, done + sizes[name]
+        if before * count // total < done * count // total:  # one of the shares is full
             bounds.append(final[name] + 1)
     ends = sorted({bound for bound in bounds if 0 < bound < launches and any(last >= bound for last in final.values())})
     ranges = list(zip([0, *ends], [*ends, launches], strict=True))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import onnx
 import pytest
 from source_files import load
 
@@ -14,15 +16,20 @@ from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.passes import rewrite
-from bnfuse.runtime import SGD, Step, add_batch, compile_step
+from bnfuse.runtime import SGD, Step, compile_step
 from bnfuse.runtime.program import program as p
 
 nets = load(pathlib.Path(__file__).parent / "test_session.py")
 
 
-def without_loss() -> Step:
-    model = rewrite(open_graph(build_training_graph(nets.dense_net(), loss="none")).model, level="icf")
-    return compile_step(model, threads=1)
+def without_loss(net: Callable[[], onnx.ModelProto] = nets.dense_net, batches: Sequence[int] = ()) -> Step:
+    model = rewrite(open_graph(build_training_graph(net(), loss="none")).model, level="icf")
+    return compile_step(model, threads=1, batches=batches)
+
+
+def tiny_net() -> onnx.ModelProto:
+    net = nets.Net()
+    return net.model(net.op("Relu", net.bn(net.conv("image", 3, 8, 1), 8)), 8)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +125,7 @@ def test_outputs_are_read_where_they_lie(step):
 
 
 def test_views_hold_for_all_batch_sizes_and_outlive_the_step():
-    made = without_loss()
-    add_batch(made, 2)
+    made = without_loss(tiny_net, (4, 2))
     views = made.state_views()
     made.run_forward(images()[:2], commit_statistics=True)
     for name, value in made.state_dict().items():
@@ -177,8 +183,8 @@ def test_statistics_need_a_forward(other):
         other.commit_statistics()
 
 
-def test_a_backward_that_reads_old_statistics_keeps_them(hosted):
-    made = without_loss()
+def test_a_backward_that_reads_old_statistics_keeps_them():
+    made = without_loss(tiny_net, (4, 2))
     program = made.program
     name, tensor = next(iter(program.running.items()))
     index = next(i for i, launch in enumerate(program.launches) if launch.phase == "backward")
@@ -289,8 +295,7 @@ def test_a_ticket_goes_from_thread_to_thread(step):
 
 
 def test_the_pieces_of_another_batch_size_are_refused():
-    made = without_loss()
-    add_batch(made, 2)
+    made = without_loss(tiny_net, (4, 2))
     made.run_forward(images())
     pieces = made.pieces(2)
     ticket = made.run_forward(images()[:2])
