@@ -5,7 +5,7 @@ or what `rewrite` returned.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,19 @@ from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.progress import Bar, Progress, quiet
 from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.graph.io import load, save
-from bnfuse.graph.training_graph import open_graph
+from bnfuse.graph.training_graph import TrainingGraph, open_graph
 
 if TYPE_CHECKING:
     from bnfuse.benchmarking.results import Benchmark
     from bnfuse.diffing import Diff
     from bnfuse.exploring import Exploration
+    from bnfuse.fromtorch.initial_state import Loading
     from bnfuse.inspecting import Inspection
     from bnfuse.passes import Rewritten
     from bnfuse.runtime import Step
     from bnfuse.runtime.program.optim import Optimizer
     from bnfuse.searching.result import SearchResult
-    from bnfuse.training import Evaluation, History
+    from bnfuse.training import Evaluation, History, Options
     from bnfuse.verifying.verdict import Verification
 
 __all__ = [
@@ -338,6 +339,8 @@ def train(
     precision: str | None = None,
     threads: int | None = None,
     export: str | Path | None = None,
+    weights: Any = None,
+    loading: Loading | None = None,
     skip_unreadable: bool = False,
     progress: Progress = quiet,
     **options: Any,
@@ -346,8 +349,10 @@ def train(
 
     `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, augment,
     last_batch, eval_every, patience, save_to, checkpoint_every, resume, metrics, log_every, plot. `export` is a file
-    for the trained network as a standard ONNX model for inference. With `skip_unreadable` files of a folder that cannot
-    be read are left out and counted; by default the first one raises. The others are those of `compile`.
+    for the trained network as a standard ONNX model for inference. `weights` are values to begin with, a state_dict or
+    what names one (a file .safetensors or .pt, "timm:NAME", "torchvision:NAME"), taken as `loading` says
+    (`bnfuse.fromtorch.initial_state.Loading`). With `skip_unreadable` files of a folder that cannot be read are left
+    out and counted; by default the first one raises. The others are those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
@@ -363,8 +368,11 @@ def train(
     if export is not None:
         require_writable(export)
     require_gpu(target, precision)
+    graph = open_graph(source, **opening)
+    if weights is not None:
+        graph = weighted(graph, weights, loading, wanted, progress)
     return train_graph(
-        open_graph(source, **opening),
+        graph,
         data,
         wanted,
         Compiling(target, precision, optimizer, threads),
@@ -372,6 +380,23 @@ def train(
         skip_unreadable=skip_unreadable,
         progress=progress,
     )
+
+
+def weighted(
+    graph: TrainingGraph, weights: Any, loading: Loading | None, wanted: Options, progress: Progress
+) -> TrainingGraph:
+    """Give the graph with other initial values. Raises BnfuseError where a checkpoint says them too."""
+    from bnfuse.fromtorch.initial_state import with_state
+    from bnfuse.fromtorch.weights import read_weights
+
+    if wanted.started_from is not None:
+        raise BnfuseError(f"--resume {wanted.started_from} and --weights both say what to begin with: give one of them")
+    is_state = isinstance(weights, Mapping)
+    found, about = with_state(
+        graph, weights if is_state else read_weights(weights), loading, name="the weights" if is_state else str(weights)
+    )
+    progress(about)
+    return found
 
 
 def evaluate(

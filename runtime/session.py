@@ -24,7 +24,7 @@ from bnfuse.runtime.hosting import Hosted, Plans, Under
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
-from bnfuse.runtime.state import State
+from bnfuse.runtime.state import IncompatibleKeys, State
 from bnfuse.runtime.targets.target import Target
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Step(Hosted):
         super().__init__()
         self.target, self.optimizer, self.model = target, optimizer, model
         self._sizes = Sizes(((training, evaluation), *others), target)
-        self._state = State(self._sizes.first.train, optimizer)
+        self._state = State(self._sizes.first.train, optimizer, model)
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.steps = 0
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
@@ -324,6 +324,7 @@ class Step(Hosted):
         found: dict[p.Phase, Scalars] = {}
         for phase in phases:
             self.steps += phase == "update"
+            self._state.updates += phase == "update"
             if phase == "backward":
                 self._gradients_scale = self._loss_scale
                 self._write_seed()
@@ -451,15 +452,27 @@ class Step(Hosted):
     # -- state -------------------------------------------------------------------------------------------------
 
     @alone
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Parameters and running statistics: copies, in the layout of the file."""
-        return self._state.read()
+    def state_dict(self, *, torch: bool = False) -> dict[str, Any]:
+        """Parameters and running statistics: copies, numpy's in the layout and by the names of the file.
+
+        With `torch` they are tensors by the names of the module that the graph was made of, with the counts of batches
+        of its BatchNorms: what the module's `load_state_dict` takes.
+        """
+        return self._state.of_module() if torch else self._state.read()
 
     @alone
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace parameters and running statistics. All must be there, with their shapes. The optimiser's moments and
-        count of steps stay; `reset_optimizer` lets it begin anew."""
-        self._state.replace(state)
+    def load_state_dict(
+        self, state: Mapping[str, Any], strict: bool = True, *, skip_head: bool = False
+    ) -> IncompatibleKeys:
+        """Replace parameters and running statistics by arrays or torch tensors, of any device, under the names of the
+        file or of the module behind it. The optimiser's moments and count of steps stay; `reset_optimizer` lets it
+        begin anew.
+
+        Gives what is missing and what is unexpected, as torch does. Raises BnfuseError, and leaves all as it was, where
+        a shape differs, and where `strict` and there is either. With `skip_head` the last layer of a state for another
+        number of classes is left out. docs/training-file.md
+        """
+        return self._state.restore(state, strict, skip_head)
 
     @alone
     def not_finite(self) -> str | None:
@@ -485,7 +498,9 @@ class Step(Hosted):
     @alone
     def export(self, path: str | pathlib.Path) -> None:
         """Write the step, its code, state and model as one file (artifact.py)."""
-        artifact = Artifact(self.target, self.optimizer, self._sizes.compiled, self.state_dict(), self.model)
+        counts = {name: np.array(count) for name, count in self._state.counts.items()}
+        state = {**self._state.read(), **counts}
+        artifact = Artifact(self.target, self.optimizer, self._sizes.compiled, state, self.model)
         write_artifact(artifact, pathlib.Path(path))
 
     @property

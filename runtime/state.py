@@ -1,21 +1,28 @@
 """What a step keeps from call to call: parameters, running statistics and the optimiser's moments.
 
-It is exchanged in the layout and by the names of the ONNX file.
+It is exchanged in the layout and by the names of the ONNX file, or by those of the torch module behind it
+(bnfuse/graph/module_state.py), whose counts of batches are kept here as well.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import safetensors.numpy
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import write_atomically
 from bnfuse.core.tensor_files import read_safetensors
+from bnfuse.fromtorch.tensors import as_array, as_tensors, is_tensor
+from bnfuse.graph.module_state import COUNT, ModuleState, digest_of
+from bnfuse.graph.state_matching import fitted, matched, require_all, statistic_of
 from bnfuse.runtime.backends.execution import Runner
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
@@ -24,37 +31,95 @@ MOMENT_PREFIX = "optimizer."
 STEP_KEY = "optimizer.step"
 
 
-class State:
-    """The state in a runner's memory, wherever that is."""
+class IncompatibleKeys(NamedTuple):
+    """What `load_state_dict` did not find, by the names of the module or the graph, and what it did not take."""
 
-    def __init__(self, runner: Runner, optimizer: Optimizer | None) -> None:
-        self._runner, self._program = runner, runner.program
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class State:
+    """The state in a runner's memory, wherever that is. `model` is the graph's file, whose metadata tells the names of
+    the module; without it nothing is known of a module."""
+
+    def __init__(self, runner: Runner, optimizer: Optimizer | None, model: bytes = b"") -> None:
+        self._runner, self._program, self._model = runner, runner.program, model
         self.tensors = {**self._program.parameters, **self._program.running}
         self._moments = moments_of(self._program, optimizer)
+        self.updates = 0  # how often running statistics moved
+        self._counted: dict[str, int] = {}  # num_batches_tracked -> what it was before these updates
+
+    @functools.cached_property
+    def module(self) -> ModuleState:
+        """What the torch module behind the graph calls its tensors."""
+        metadata = {entry.key: entry.value for entry in self._file.metadata_props}
+        return ModuleState.from_metadata(metadata)
+
+    @property
+    def _file(self) -> onnx.ModelProto:
+        return onnx.ModelProto.FromString(self._model) if self._model else onnx.ModelProto()
 
     def read(self) -> dict[str, np.ndarray]:
         """Parameters and running statistics: copies."""
         return {name: self._runner.memory.read(tensor) for name, tensor in self.tensors.items()}
 
-    def replace(self, state: Mapping[str, Any]) -> None:
-        """Replace parameters and running statistics. Raises BnfuseError, and leaves all as it was, unless all are there
-        with their shapes."""
-        own = self.tensors
-        missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        if missing or foreign:
-            found = [f"lacks '{missing[0]}' ({len(missing)} of the graph's {len(own)} names)"] if missing else []
-            found += [f"has '{foreign[0]}' ({len(foreign)} names), which the graph has not"] if foreign else []
-            raise BnfuseError(f"the state {' and '.join(found)}: is it of this network?")
-        arrays = {name: self._runner.to_host(state[name], f"the state's '{name}'") for name in own}
+    def of_module(self) -> dict[str, Any]:
+        """Parameters and buffers as torch tensors by the names of the module that the graph was made of: what its
+        `load_state_dict` takes. Tensors that no result depends on are not in it."""
+        own, module = self.read(), self.module
+        names = module.names if module.is_known else {name: name for name in own}
+        found = {name: own[graph_name] for name, graph_name in names.items() if graph_name in own}
+        if module.constants:
+            held = {tensor.name: tensor for tensor in self._file.graph.initializer if tensor.name in module.constants}
+            arrays = {name: onnx.numpy_helper.to_array(tensor).copy() for name, tensor in held.items()}
+            found |= {name: array for name, array in arrays.items() if digest_of(array) == module.constants[name]}
+        return as_tensors(found | {name: np.array(count) for name, count in self.counts.items()})
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many batches the BatchNorms of the module have seen, by the names of its buffers."""
+        before = {**self.module.tracked, **self._counted}
+        running = self._program.running
+        return {
+            name: count + self.updates * (self.module.names.get(statistic_of(name), statistic_of(name)) in running)
+            for name, count in before.items()
+        }
+
+    def set_counts(self, counts: Mapping[str, int]) -> None:
+        """Say how many batches BatchNorms have seen."""
+        now = self.counts
+        self._counted = {**now, **counts}
+        self.updates = 0
+
+    def restore(self, state: Mapping[str, Any], strict: bool = True, skip_head: bool = False) -> IncompatibleKeys:
+        """Replace parameters and running statistics by those of a state, by the names of the graph or the module.
+
+        Raises BnfuseError, and leaves all as it was, for shapes that differ, and with `strict` for names that are
+        missing or unexpected: in one line all of them. Gives both lists.
+        """
+        module = ModuleState() if state.keys() == self.tensors.keys() else self.module
+        found = matched(state, self.tensors, module, self._array)
+        arrays = {name: self._array(value, f"the state's '{name}'") for name, value in found.values.items()}
+        own = {name: (tensor.shape, np.dtype(tensor.dtype)) for name, tensor in self.tensors.items()}
+        fit = fitted(arrays, own, self._classes, skip_head=skip_head)
+        if strict:
+            require_all(found.missing, found.unexpected, len(own), "strict=False takes what there is of it")
+        self._write(fit.arrays)
+        if found.tracked:
+            self.set_counts(found.tracked)
+        return IncompatibleKeys([*found.missing, *fit.head], list(found.unexpected))
+
+    @property
+    def _classes(self) -> int | None:
+        logits = self._program.outputs.get(self._program.signature.get("logits") or "")
+        return int(logits.shape[1]) if logits is not None and len(logits.shape) > 1 else None
+
+    def _array(self, value: Any, what: str) -> np.ndarray:
+        return as_array(value, what) if is_tensor(value) else self._runner.to_host(value, what)
+
+    def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
-            if array.shape != own[name].shape:
-                raise BnfuseError(
-                    f"the state's '{name}' has the shape {list(array.shape)}, not {list(own[name].shape)}"
-                )
-            if not np.can_cast(array.dtype, own[name].dtype, "same_kind"):
-                raise BnfuseError(f"the state's '{name}' is {array.dtype}, not {own[name].dtype}")
-        for name, array in arrays.items():
-            self._runner.memory.write(own[name], array)
+            self._runner.memory.write(self.tensors[name], array)
 
     def clear_moments(self) -> None:
         """Set the optimiser's moments back to before the first step."""
@@ -78,6 +143,8 @@ class State:
         moments = {name: self._runner.memory.load(s).reshape(shape) for name, (s, shape) in self._moments.items()}
         tensors = {**self.read(), **moments}
         about = {**metadata, "format": "bnfuse", STEP_KEY: str(steps)}
+        if counts := self.counts:
+            about[COUNT] = json.dumps(counts)
         data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, about)
         write_atomically(path, data, durable=True)
 
@@ -92,9 +159,11 @@ class State:
             )
         moments = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENT_PREFIX)}
         try:
-            self.replace(tensors)
+            counts = counts_of(metadata)
+            self.restore(tensors)
         except BnfuseError as error:
             raise BnfuseError(f"{path}: {error}") from None
+        self.set_counts(counts)
         own = self._moments
         if own.keys() != moments.keys() or any(shape != moments[name].shape for name, (_, shape) in own.items()):
             self.clear_moments()
@@ -102,6 +171,15 @@ class State:
         for name, (storage, _) in own.items():
             self._runner.memory.store(storage, moments[name])
         return int(steps)
+
+
+def counts_of(metadata: Mapping[str, str]) -> dict[str, int]:
+    """Read the counts of batches of a checkpoint; one without any has none."""
+    try:
+        said = json.loads(metadata.get(COUNT, "{}"))
+        return {str(name): int(count) for name, count in said.items()}
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        raise BnfuseError(f"its {COUNT} is no list of counts") from None
 
 
 def moments_of(program: p.Program, optimizer: Optimizer | None) -> dict[str, tuple[p.Storage, tuple[int, ...]]]:

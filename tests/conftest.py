@@ -60,6 +60,10 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
             importlib.util.find_spec("torch") is not None,
             "need torch, which is not installed (pip install torch)",
         ),
+        "exporter": (
+            importlib.util.find_spec("onnxscript") is not None,
+            "need onnxscript, which the exporter of torch needs and which is not installed (pip install onnxscript)",
+        ),
         "ort_training": (
             builds_gradients(),
             "need onnxruntime-training-cpu, which is not installed and has no wheels for Python 3.13 (docs/install.md)",

@@ -1,6 +1,7 @@
-"""From a forward graph to a training file, without torch and without onnxruntime.
+"""From a forward graph to a training file, without onnxruntime, and without torch unless the source is a module of it.
 
 built = build("forward.onnx", batch=16)      # .model, .notes
+built = build(module, example=images)        # a torch module, as it is
 model = build_training_graph("forward.onnx")  # the model alone
 """
 
@@ -9,19 +10,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 
 from bnfuse.core.ranges import check_whole
+from bnfuse.graph.module_state import MODULE_KEY
 from bnfuse.graph.shapes import complete_shapes
 
 from .batch_norms import check_definition, tell_definition
 from .decompose import decompose
 from .forward import read_forward
 from .losses import Term
+from .modules import buffer_digests, module_state, opened
 from .own_losses import loss_in_graph, read_ending
 from .repair import make_canonical, repair
-from .training import NOTES_KEY, add_loss, finish, gradient_graph
+from .training import NOTES_KEY, add_loss, finish, gradient_graph, set_metadata
 from .traps import check_forward, drop_unread_inputs
 from .variables import choose_variables
 from .written_pools import join_written_pools
@@ -44,8 +48,9 @@ class Built:
 
 
 def build(
-    source: onnx.ModelProto | str | Path,
+    source: Any,
     *,
+    example: Any = None,
     loss: str | Path | Sequence[Term] | onnx.ModelProto = "cross-entropy",
     labels: Sequence[str] = (),
     batch: int | None = None,
@@ -53,7 +58,7 @@ def build(
     freeze: Sequence[str] = (),
     train_bn: bool = False,
     frozen_bn: bool = False,
-    running_variance: str = "onnx",
+    running_variance: str | None = None,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     logits: str | None = None,
@@ -62,6 +67,9 @@ def build(
 ) -> Built:
     """Make the training file of a forward model (docs/training-file.md).
 
+    source    a ModelProto, the path of a file, or a torch module in training mode (or a program that torch exported)
+    example   what a torch module is called with: a tensor, or a tuple of arguments, whose shapes are the graph's; a
+              module is exported as it is and stays as it is, with its own names
     loss      what docs/training-file.md lists, as text or as terms: cross-entropy (int64 labels), mse (float32 labels
               of the output's shape), "cross-entropy@main + 0.4*cross-entropy@aux", none (the gradients of the
               outputs are inputs), ...; own, which is the loss that the file ends in; a loss as a model, or its file
@@ -72,7 +80,7 @@ def build(
     train_bn  BatchNormalization exported for inference becomes training BN
     frozen_bn takes a file whose BatchNormalizations are all frozen: they normalise by their running statistics
     running_variance  by which variance of the batch the running one is moved: "onnx", as ONNX defines it, the biased
-              one; "torch", as torch moves it, the unbiased one
+              one, by default; "torch", as torch moves it, the unbiased one, by default of a torch module
     init      globs of the parameters and statistics to draw anew; all others keep the values that the file has
     logits    which output the loss reads, where there are several
     seed      of the values that are drawn: for `init`, and where the file has none
@@ -81,13 +89,24 @@ def build(
     allow_folded_bn  takes a file whose BatchNorms its exporter is known to have folded away
     """
     check_whole("seed", seed)
-    check_definition(running_variance)
-    forward = read_forward(source, file=file, batch=batch)
+    if running_variance is not None:
+        check_definition(running_variance)
+    given = opened(
+        source,
+        example,
+        file=file,
+        batch=batch,
+        train_bn=train_bn,
+        frozen_bn=frozen_bn,
+        running_variance=running_variance,
+    )
+    forward = read_forward(given.model, file=given.file, batch=batch)
+    module, buffers = module_state(forward.model), buffer_digests(forward.model)
     ending = read_ending(forward, loss, labels, logits)
     found = repair(
         forward,
-        train_bn=train_bn,
-        frozen_bn=frozen_bn,
+        train_bn=given.train_bn,
+        frozen_bn=given.frozen_bn,
         terms=ending.terms,
         outputs=ending.outputs,
         seed=seed,
@@ -103,22 +122,27 @@ def build(
     if graph_loss is not None:
         found.constants.names.update(graph_loss.untrained(forward, train))
         found.fixed.update(graph_loss.constants)
-    variables = choose_variables(forward, found.constants.names, found.fixed, train, freeze, found.untracked)
+    variables = choose_variables(
+        forward, found.constants.names, found.fixed, train, freeze, found.untracked, module.frozen
+    )
     found.constants.names.update(join_written_pools(forward, variables.all))
     decompose(forward, found.constants, frozenset(variables.all), frozenset(variables.frozen))
     make_canonical(forward)
     ends = graph_loss.ends(forward) if graph_loss else add_loss(forward, ending.terms, found.outputs)
-    tell_definition(forward, running_variance)
-    built = gradient_graph(forward, variables, ends, unbiased=running_variance == "torch")
+    tell_definition(forward, given.running_variance)
+    built = gradient_graph(forward, variables, ends, unbiased=given.running_variance == "torch")
     model = finish(built, forward, variables, ends)
+    if module.is_known:
+        set_metadata(model, MODULE_KEY, module.within(variables.all, buffers).to_json())
     complete_shapes(model, forward.file)
     notes, warnings = tuple(forward.notes), tuple(forward.warnings)
     return Built(model, notes, warnings, variables.trainable, variables.frozen)
 
 
 def build_training_graph(
-    source: onnx.ModelProto | str | Path,
+    source: Any,
     *,
+    example: Any = None,
     loss: str | Path | Sequence[Term] | onnx.ModelProto = "cross-entropy",
     labels: Sequence[str] = (),
     batch: int | None = None,
@@ -126,7 +150,7 @@ def build_training_graph(
     freeze: Sequence[str] = (),
     train_bn: bool = False,
     frozen_bn: bool = False,
-    running_variance: str = "onnx",
+    running_variance: str | None = None,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     logits: str | None = None,
@@ -136,6 +160,7 @@ def build_training_graph(
     """Do what `build` does, without its notes, which are also in the model's metadata."""
     return build(
         source,
+        example=example,
         loss=loss,
         labels=labels,
         batch=batch,

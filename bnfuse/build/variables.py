@@ -61,12 +61,13 @@ def choose_variables(
     train: Sequence[str] = ("*",),
     freeze: Sequence[str] = (),
     untracked: set[str] | frozenset[str] = frozenset(),
+    held: Collection[str] = (),
 ) -> Variables:
     """Choose as trainable the parameters that a pattern of `train` and none of `freeze` matches; all others are frozen.
 
-    `constants` are the initializers that were Constant nodes in the file. Of `fixed` trains what a pattern other than
-    the default `*` matches. `untracked` are in the place of running statistics and are none. The statistics of frozen
-    BatchNorms are frozen variables.
+    `constants` are the initializers that were Constant nodes in the file. Of `fixed`, and of `held`, which the module
+    does not train, trains what a pattern other than the default `*` matches. `untracked` are in the place of running
+    statistics and are none. The statistics of frozen BatchNorms are frozen variables.
     """
     running = running_statistics(forward, untracked)
     chosen_by_name = [pattern for pattern in train if pattern != "*"]
@@ -80,7 +81,7 @@ def choose_variables(
     trainable = [
         name
         for name in names
-        if matches(name, chosen_by_name if name in fixed else train) and not matches(name, freeze)
+        if matches(name, chosen_by_name if name in fixed or name in held else train) and not matches(name, freeze)
     ]
     if not trainable:
         raise forward.error("nothing is left to train: --train and --freeze leave no parameter")
@@ -90,6 +91,12 @@ def choose_variables(
         forward.note(
             f"{len(kept)} constants in the place of parameters stay as they are ({some(kept)}): the network has no "
             "parameter there (affine=False, buffers). --train '*' --train NAME trains them"
+        )
+    resting = [name for name in names if name in held and name not in chosen and name not in fixed]
+    if resting:
+        forward.note(
+            f"{len(resting)} parameters that the module does not train (requires_grad=False) stay as they are "
+            f"({some(resting)}). --train '*' --train NAME trains them"
         )
     left = [name for name in numbers if name not in asked]
     if left:

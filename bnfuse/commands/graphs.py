@@ -84,11 +84,30 @@ def about_network(entry: ZooEntry) -> list[str]:
 
 def build(
     source: Annotated[
-        str, typer.Argument(metavar="NAME|FORWARD.ONNX", help="A zoo network or a forward model.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="NAME|FORWARD.ONNX|MODEL.PY:MAKE|PROGRAM.PT2",
+            help="A zoo network; a forward model; code that makes a torch module, which is run: a function, class or "
+            "module in a file or in a package (package.module:make); what torch.export.save wrote.",
+            show_default=False,
+        ),
     ],
     output: options.Output,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images in a batch; fixes a dynamic batch.", show_default=False)
+    ] = None,
+    example: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZES",
+            help="What the torch module is called with: 16,3,224,224, or int64:16,20 for another type than float32; "
+            "repeatable (default: images of --batch, --channels, --image).",
+            show_default=False,
+        ),
+    ] = None,
+    make_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An argument of MAKE, repeatable.", show_default=False),
     ] = None,
     image: options.ImageSize = None,
     channels: options.Channels = None,
@@ -120,9 +139,12 @@ def build(
         bool, typer.Option("--frozen-bn", help="Keep BatchNorms that were exported for inference frozen.")
     ] = False,
     running_variance: Annotated[
-        options.RunningVariance,
-        typer.Option(help="Move it by the batch's biased variance (onnx) or unbiased one (torch)."),
-    ] = options.RunningVariance.onnx,
+        options.RunningVariance | None,
+        typer.Option(
+            help="Move it by the batch's biased variance (onnx) or unbiased one (torch, the default of torch modules).",
+            show_default=False,
+        ),
+    ] = None,
     init: Annotated[
         list[str] | None,
         typer.Option(metavar="GLOB", help="Parameters to draw anew; others keep their values.", show_default=False),
@@ -130,8 +152,13 @@ def build(
     allow_folded_bn: Annotated[
         bool, typer.Option("--allow-folded-bn", help="Take a file whose BatchNorms its exporter folded away.")
     ] = False,
+    weights: options.Weights = None,
+    skip_head: options.SkipHead = False,
+    partial_weights: options.PartialWeights = False,
 ) -> None:
-    """Make a training graph of a zoo network or of any forward ONNX model.
+    """Make a training graph of a zoo network, of any forward ONNX model, or of a torch module.
+
+    MODEL.PY:MAKE is your own code: it is run. A torch module is taken as it is, with its weights and in its mode.
 
     \b
     bnfuse build densenet121 --batch 16 --image 224 -o train.onnx
@@ -139,6 +166,8 @@ def build(
     bnfuse build densenet40 --set growth=24 --classes 10 -o train.onnx
     bnfuse build forward.onnx --batch 8 --freeze 'stem.*' --train-bn -o train.onnx
     bnfuse build network_with_loss.onnx --loss own --labels target -o train.onnx
+    bnfuse build model.py:make --make-arg width=2 --example 16,3,224,224 -o train.onnx
+    bnfuse build torchvision.models:resnet18 --make-arg num_classes=10 --weights weights.pth --skip-head -o train.onnx
     """
     from bnfuse.build.named import build_file
 
@@ -146,11 +175,15 @@ def build(
         require_apart(source, output)
     if Path(loss).is_file():
         require_apart(loss, output)
+    if weights and Path(weights).is_file():
+        require_apart(weights, output)
     require_text_writable(output)
     built = build_file(
         source,
         output,
         zoo={"seed": seed, **options.zoo(batch, image, channels, classes, set_)},
+        example=example or (),
+        make_arg=make_arg or (),
         loss=loss,
         labels=labels or [],
         logits=logits,
@@ -158,9 +191,10 @@ def build(
         freeze=freeze or [],
         train_bn=train_bn,
         frozen_bn=frozen_bn,
-        running_variance=running_variance.value,
+        running_variance=running_variance.value if running_variance else None,
         init=init or [],
         allow_folded_bn=allow_folded_bn,
+        **options.loading(weights, skip_head, partial_weights),
     )
     for warning in built.warnings:
         typer.echo(f"warning: {warning}", err=True)

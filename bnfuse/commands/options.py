@@ -76,6 +76,24 @@ Settings = Annotated[
 ]
 
 
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|timm:NAME|torchvision:NAME",
+        help="Values for parameters and statistics: .safetensors, .pt or .pth of torch, or a pretrained network.",
+        show_default=False,
+    ),
+]
+SkipHead = Annotated[
+    bool,
+    typer.Option("--skip-head", help="Leave out the last layer of --weights for another number of classes."),
+]
+PartialWeights = Annotated[
+    bool,
+    typer.Option("--partial-weights", help="Take what --weights has of the network, and leave out what it has else."),
+]
+
+
 class Unit(str, enum.Enum):
     """What sizes are shown in."""
 
@@ -151,6 +169,17 @@ Data = Annotated[
 def opening(checkpoint: Path | None, data_input: list[str] | None, labels_input: list[str] | None) -> dict[str, Any]:
     """Gather the keywords for opening a file that others wrote."""
     return {"checkpoint": checkpoint, "data_input": data_input, "labels_input": labels_input}
+
+
+def loading(weights: str | None, skip_head: bool, partial_weights: bool) -> dict[str, Any]:
+    """Gather the keywords for initial values that come from elsewhere. Raises BnfuseError for options without any."""
+    from bnfuse.fromtorch.initial_state import Loading
+
+    flags = ("--skip-head", "--partial-weights")
+    given = [flag for flag, value in zip(flags, (skip_head, partial_weights), strict=True) if value]
+    if weights is None and given:
+        raise BnfuseError(f"{' and '.join(given)}: of --weights, which is not given")
+    return {"weights": weights, "loading": Loading(skip_head, partial_weights, options=flags)}
 
 
 def zoo(

@@ -70,6 +70,9 @@ def train(
         Path | None,
         typer.Option(metavar="MODEL.onnx", help="Write the trained network for inference.", show_default=False),
     ] = None,
+    weights: options.Weights = None,
+    skip_head: options.SkipHead = False,
+    partial_weights: options.PartialWeights = False,
     skip_unreadable: options.SkipUnreadable = False,
     seed: options.Seed = 0,
     threads: options.Threads = None,
@@ -88,6 +91,7 @@ def train(
     bnfuse train fused.onnx --data fashion-mnist --augment flip,pad-crop --save run/ --resume auto
     bnfuse train fused.onnx --data photos/ --epochs 90 --schedule step:30,60,80 --warm-up 5 --weight-decay 1e-4
     bnfuse train fused.onnx --data digits --last-batch train
+    bnfuse train fused.onnx --data photos/ --weights timm:resnet50.a1_in1k --skip-head --lr 0.01
     bnfuse train fused.onnx --data digits --metrics run.jsonl --log-every 10 --plot run.png --export model.onnx
     """
     from bnfuse import api
@@ -116,6 +120,7 @@ def train(
         seed=seed,
         threads=threads,
         progress=Progress(),
+        **options.loading(weights, skip_head, partial_weights),
         **options.opening(checkpoint, data_input, labels_input),
     )
     show_json(history.to_json()) if json else show(history.sections())

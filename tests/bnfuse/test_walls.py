@@ -51,7 +51,7 @@ def test_only_a_called_baseline_imports_torch():
     assert "bnfuse.runtime.session" in loaded  # the walk did reach the subpackages
     assert "torch" not in modules_after(IMPORT_ALL.format(skip=("bnfuse.runtime",)))
     importers = [path for path in sources() if "torch" in {name.split(".")[0] for name in imports_of(path)}]
-    assert {path.relative_to(PACKAGE).parts[0] for path in importers} == {"baselines"}
+    assert {path.relative_to(PACKAGE).parts[0] for path in importers} == {"baselines", "fromtorch"}
 
 
 def test_nothing_but_the_runtime_imports_tvm():

@@ -359,8 +359,8 @@ def test_a_checkpoint_continues_exactly(step, tmp_path):
     [
         (lambda s: s.pop("w0"), r"lacks 'w0' \(1 of the graph's \d+ names\): is it of this network\?"),
         (
-            lambda s: s.update({"module.w0": s.pop("w0")}),
-            r"lacks 'w0' \(1 of .*\) and has 'module.w0' \(1 names\), which",
+            lambda s: s.update({"other.w0": s.pop("w0")}),
+            r"lacks 'w0' \(1 of .*\) and has 'other.w0' \(1 names\), which",
         ),
         (lambda s: s.update(other=np.zeros(1)), "has 'other'"),
         (lambda s: s.update(w0=np.zeros(3)), "'w0' has the shape"),

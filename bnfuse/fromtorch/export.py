@@ -1,0 +1,224 @@
+"""A torch module as a forward ONNX graph, in memory: weights, statistics and names as they are, the module unchanged.
+
+    model = exported(module, images)     # onnx.ModelProto, for `bnfuse.build.build(model)`
+
+What the graph cannot say is in its metadata entry `bnfuse.module` (bnfuse/graph/module_state.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from bnfuse.core.errors import BnfuseError, first_line, one_line
+from bnfuse.graph.module_state import COUNT, MODULE_KEY, ModuleState
+
+from .faithful import check_module, check_program, check_updates, own_gradients_refused
+
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
+
+
+def is_module(source: Any) -> bool:
+    """Tell whether something is a torch module, or a program that torch exported; without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.nn.Module | torch.export.ExportedProgram)
+
+
+def unwrapped(module: Any) -> Any:
+    """Give the module inside DistributedDataParallel, DataParallel and what torch.compile made."""
+    while (inner := WRAPPERS.get(type(module).__name__)) is not None and hasattr(module, inner):
+        module = getattr(module, inner)
+    return module
+
+
+def exported(module: Any, example: Any = None, *, name: str | None = None) -> onnx.ModelProto:
+    """Export a torch module, in the mode that it is in, or an ExportedProgram.
+
+    `example` is what a call of the module takes: a tensor, a sequence of arguments, or a mapping of keyword arguments;
+    an ExportedProgram has its own. Shapes of the graph are those of the example. `name` is what messages call the
+    module. Parameters, buffers, modes and the states of all random generators are afterwards what they were before.
+
+    Raises BnfuseError where torch or onnxscript is not installed, where torch cannot export the module, and where its
+    forward draws random numbers outside of torch, which would be constants of the graph.
+    """
+    torch = require_torch()
+    module = unwrapped(module)
+    name = name or type(module).__name__
+    before = versions(module)
+    with quiet(), undisturbed(torch, name):
+        if isinstance(module, torch.export.ExportedProgram):
+            program = module
+        else:
+            check_module(module, name)
+            program = captured(torch, module, example, name)
+        check_program(program, name)
+        try:
+            written = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+            model: onnx.ModelProto = written.model_proto
+        except Exception as error:
+            raise BnfuseError(f"{name}: torch.onnx cannot write it: {root_of(error)}") from error
+    if versions(module) != before:
+        raise BnfuseError(f"{name}: its forward changes a tensor of the module that torch.export does not follow")
+    check_updates(written.exported_program, model, name)
+    model.metadata_props.add(key=MODULE_KEY, value=state_of(module, model).to_json())
+    return model
+
+
+def captured(torch: Any, module: Any, example: Any, name: str) -> Any:
+    """Give the program that torch.export makes of a module."""
+    args, keywords = arguments_of(example)
+    try:
+        with own_gradients_refused(torch):
+            return torch.export.export(module, args, keywords, strict=False)
+    except BnfuseError as error:
+        raise BnfuseError(f"{name}: {error}") from None
+    except Exception as error:
+        if isinstance(error.__cause__, BnfuseError):
+            raise BnfuseError(f"{name}: {error.__cause__}") from None
+        raise BnfuseError(f"{name}: torch.export cannot capture it: {root_of(error)}") from error
+
+
+def require_torch() -> Any:
+    """Give torch. Raises BnfuseError where it, or onnxscript, which its exporter needs, is not installed."""
+    try:
+        import onnxscript  # noqa: F401
+        import torch
+        import torch.onnx
+    except ImportError as error:
+        raise BnfuseError(f"torch modules need torch and onnxscript ({error}): pip install 'bnfuse[torch]'") from None
+    return torch
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give positional and keyword arguments of an example."""
+    if example is None:
+        return (), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+
+
+def root_of(error: BaseException) -> str:
+    """Tell in a line what was at the root of an error of torch's exporter, which wraps it in pages of advice."""
+    seen: set[int] = set()
+    while error.__cause__ is not None and id(error) not in seen:
+        seen.add(id(error))
+        error = error.__cause__
+    return one_line(f"{type(error).__name__}: {first_line(error)}")[:400]
+
+
+def versions(module: Any) -> dict[str, tuple[int, int, int]]:
+    """Tell where each tensor of the module is, and how often it was written; beside it the mode of each submodule."""
+    if not hasattr(module, "named_modules"):
+        return {}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    found = {name: (id(tensor), tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
+    return found | {f"mode of {name}": (int(part.training), 0, 0) for name, part in module.named_modules()}
+
+
+@contextlib.contextmanager
+def undisturbed(torch: Any, name: str) -> Iterator[None]:
+    """Keep the states of all random generators, and refuse what draws by those of Python and numpy: the export would
+    make a constant of it. Autocast does not reach inside: its casts would be in the graph."""
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is what a module draws by
+    try:
+        with (
+            torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
+        drew = random.getstate() != python or not same_state(np.random.get_state(), arrays)  # noqa: NPY002
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
+    if drew:
+        raise BnfuseError(
+            f"{name}: its forward draws by Python's or numpy's random, and every step would take what the export drew: "
+            "draw by torch (torch.rand, torch.bernoulli), which is drawn anew in each step"
+        )
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Tell whether two states of numpy's global generator are one."""
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let torch's exporter say nothing: that a module is in training mode is meant so, and errors are raised."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def state_of(module: Any, model: onnx.ModelProto) -> ModuleState:
+    """Describe the `state_dict` of a module beside its graph: tensors under several names are one tensor there."""
+    read = {name for node in model.graph.node for name in node.input} | {value.name for value in model.graph.output}
+    known = {tensor.name for tensor in model.graph.initializer if tensor.name in read}
+    tensors = state_tensors(module)
+    owner: dict[int, str] = {}
+    for key, tensor in tensors.items():
+        if key in known:
+            owner.setdefault(id(tensor), key)
+    counts = {key: int(tensor) for key, tensor in tensors.items() if key.rpartition(".")[2] == COUNT}
+    names = {key: owner[id(tensor)] for key, tensor in tensors.items() if id(tensor) in owner and key not in counts}
+    return ModuleState(
+        names,
+        counts,
+        unread=tuple(key for key in tensors if key not in names and key not in counts),
+        frozen=tuple(sorted({names[key] for key in names if is_held(tensors[key])})),
+    )
+
+
+def is_held(tensor: Any) -> bool:
+    """Tell whether a tensor is a parameter that is not trained."""
+    return type(tensor).__name__ == "Parameter" and not tensor.requires_grad
+
+
+def state_tensors(module: Any) -> dict[str, Any]:
+    """Give the tensors of a state_dict themselves, each name with its own."""
+    if hasattr(module, "named_modules"):
+        return {key: value for key, value in module.state_dict(keep_vars=True).items() if hasattr(value, "data_ptr")}
+    return dict(module.state_dict)
+
+
+def batch_norm_modes(model: onnx.ModelProto) -> tuple[bool, bool]:
+    """Tell whether BatchNorms of an exported graph were in training mode, and whether some were in evaluation mode: in
+    the graph all of them look the same."""
+    said = [
+        entry.value
+        for node in model.graph.node
+        if node.op_type == "BatchNormalization"
+        for entry in node.metadata_props
+        if entry.key == "pkg.torch.onnx.fx_node"
+    ]
+    evaluated = sum("batch_norm_legit_no_training" in text for text in said)
+    return evaluated < len(said), evaluated > 0
+
+
+def as_arguments(shapes: Sequence[Any]) -> tuple[Any, ...]:
+    """Make tensors of shapes: (size, ...) for float32, with a type's name in front of the sizes for another."""
+    torch = require_torch()
+    made = []
+    for shape in shapes:
+        kind = getattr(torch, shape[0]) if isinstance(shape[0], str) else torch.float32
+        sizes = shape[1:] if isinstance(shape[0], str) else shape
+        made.append(torch.zeros(sizes, dtype=kind))
+    return tuple(made)
