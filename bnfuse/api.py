@@ -347,12 +347,13 @@ def train(
 ) -> History:
     """Train on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluate after each epoch.
 
-    `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, augment,
-    last_batch, eval_every, patience, save_to, checkpoint_every, resume, metrics, log_every, plot. `export` is a file
-    for the trained network as a standard ONNX model for inference. `weights` are values to begin with, a state_dict or
-    what names one (a file .safetensors or .pt, "timm:NAME", "torchvision:NAME"), taken as `loading` says
-    (`bnfuse.fromtorch.initial_state.Loading`). With `skip_unreadable` files of a folder that cannot be read are left
-    out and counted; by default the first one raises. The others are those of `compile`.
+    `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, min_lr,
+    augment, label_smoothing, class_weights, mixup, cutmix, last_batch, eval_every, patience, save_to, resume, metrics,
+    tensorboard, plot, ... `export` is a file for the trained network as a standard ONNX model for inference. `weights`
+    are values to begin with, a state_dict or what names one (a file .safetensors or .pt, "timm:NAME",
+    "torchvision:NAME"), taken as `loading` says (`bnfuse.fromtorch.initial_state.Loading`). With `skip_unreadable`
+    files of a folder that cannot be read are left out and counted; by default the first one raises. The others are
+    those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
@@ -363,7 +364,7 @@ def train(
     opening, asked = parted(options)
     require_optimizer(optimizer)
     wanted = Options(epochs, **asked)
-    require_apart(source, wanted.save_to, wanted.metrics, wanted.plot, export)
+    require_apart(source, wanted.save_to, wanted.metrics, wanted.plot, wanted.class_weights, export)
     wanted.check()
     if export is not None:
         require_writable(export)
@@ -405,23 +406,29 @@ def evaluate(
     *,
     part: str | None = None,
     state: str | Path | None = None,
+    confusion: str | Path | None = None,
     target: str = "cpu",
     precision: str | None = None,
     threads: int | None = None,
     skip_unreadable: bool = False,
     progress: Progress = quiet,
 ) -> Evaluation:
-    """Evaluate a network on `data`: images, right answers, accuracy, and the mean cross-entropy of the logits.
+    """Evaluate a network on `data`: right answers, accuracies, class by class too, and the mean cross-entropy.
 
     `source` is a Step, a step.bnf, a training graph (with the values of the checkpoint `state`), or a model for
     inference that `export_inference` wrote. `part` is train, val or test, by default what training holds out. Each
-    image counts once, whatever the batch. docs/training.md
+    image counts once, whatever the batch. `confusion` is a file (.csv, .png, .svg, .pdf) that says which classes are
+    taken for which. docs/training.md
     """
+    from bnfuse.training.confusion import require_confusion, write_confusion
     from bnfuse.training.evaluation import evaluate_source
     from bnfuse.training.run import Compiling
 
     require_gpu(target, precision)
-    return evaluate_source(
+    require_apart(source, state, confusion)
+    if confusion is not None:
+        require_confusion(confusion)
+    found = evaluate_source(
         source,
         data,
         part=part,
@@ -430,6 +437,9 @@ def evaluate(
         skip_unreadable=skip_unreadable,
         progress=progress,
     )
+    if confusion is not None:
+        write_confusion(found, confusion)
+    return found
 
 
 def export_inference(

@@ -64,6 +64,14 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
             importlib.util.find_spec("onnxscript") is not None,
             "need onnxscript, which the exporter of torch needs and which is not installed (pip install onnxscript)",
         ),
+        "timm": (
+            importlib.util.find_spec("timm") is not None,
+            "compare with timm, which is not installed (pip install timm)",
+        ),
+        "tensorboard": (
+            importlib.util.find_spec("tensorboardX") is not None,
+            "write for TensorBoard, which needs tensorboardX (pip install '.[tensorboard]')",
+        ),
         "ort_training": (
             builds_gradients(),
             "need onnxruntime-training-cpu, which is not installed and has no wheels for Python 3.13 (docs/install.md)",

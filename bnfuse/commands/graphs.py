@@ -14,6 +14,7 @@ from bnfuse.commands.output import Progress, require_text_writable, show, show_j
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import require_apart
 from bnfuse.core.text import Section, count, number, scaled
+from bnfuse.core.vectors import read_vector
 
 if TYPE_CHECKING:
     from bnfuse.build.zoo import ZooEntry
@@ -121,6 +122,20 @@ def build(
             help="The loss on top of the logits, that of the file, one in a file, or none (docs/training-file.md).",
         ),
     ] = "cross-entropy",
+    label_smoothing: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, metavar="S", help="Smoothing in the loss, where `train` is not to do it.", show_default=False
+        ),
+    ] = None,
+    class_weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Weights of the classes in the loss, where `train` is not to do it.",
+            show_default=False,
+        ),
+    ] = None,
     labels: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Inputs that are labels of a loss own or FILE.onnx.", show_default=False),
@@ -184,7 +199,7 @@ def build(
         zoo={"seed": seed, **options.zoo(batch, image, channels, classes, set_)},
         example=example or (),
         make_arg=make_arg or (),
-        loss=loss,
+        loss=loss_with(loss, label_smoothing, class_weights),
         labels=labels or [],
         logits=logits,
         train=train or ["*"],
@@ -204,6 +219,16 @@ def build(
     if built.frozen:
         trained += f", {len(built.frozen)} frozen"
     typer.echo(f"{output}: {count(len(built.model.graph.node), 'node')}, {trained}")
+
+
+def loss_with(loss: str, label_smoothing: float | None, class_weights: Path | None) -> Any:
+    """Give the loss with options of its cross-entropies, or the text as it is where there are none."""
+    if label_smoothing is None and class_weights is None:
+        return loss
+    from bnfuse.build.losses import parse_loss, with_options
+
+    weights = None if class_weights is None else read_vector(class_weights)
+    return with_options(parse_loss(loss), label_smoothing=label_smoothing, class_weights=weights)
 
 
 def inspect(

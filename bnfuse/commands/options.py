@@ -130,12 +130,6 @@ NoDecay = Annotated[
     list[str] | None,
     typer.Option(metavar="GLOB", help="Parameters that weight decay leaves alone.", show_default=False),
 ]
-Schedule = Annotated[
-    str, typer.Option(metavar="S", help="Learning rates: cosine, constant, step:30,60,80[@0.1], poly[:power].")
-]
-WarmUp = Annotated[
-    float, typer.Option(min=0, metavar="EPOCHS", help="The rate climbs linearly, step by step, for so long.")
-]
 Augment = Annotated[str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")]
 
 

@@ -83,7 +83,9 @@ SILENCE = 10.0  # seconds that pass without a line before a plain one is printed
 class Progress:
     """What is going on, on stderr: a bar on a terminal that goes when it is full, timed lines elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, opening: str | None = None) -> None:
+        """`opening` is printed before the first line: not at all, where the work is refused before it begins."""
+        self.opening = opening
         self.start = self.last = time.monotonic()
         self.terminal = sys.stderr.isatty()
         self.transient = False
@@ -92,6 +94,9 @@ class Progress:
         """Print a line that stays."""
         self.clear()
         self.last = time.monotonic()
+        if self.opening is not None:
+            opening, self.opening = self.opening, None
+            self(opening)
         print(f"[{time.monotonic() - self.start:6.1f} s] {one_line(text)}", file=sys.stderr, flush=True)
 
     def bar(self, done: int, total: int, text: str = "") -> None:

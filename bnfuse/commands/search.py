@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands import options
+from bnfuse.commands import options, recipes
 from bnfuse.commands.output import Progress, show, show_json
 
 
@@ -77,8 +77,8 @@ def search(
     nesterov: options.Nesterov = False,
     weight_decay: options.WeightDecay = 0.0,
     no_decay: options.NoDecay = None,
-    schedule: options.Schedule = "cosine",
-    warm_up: options.WarmUp = 0.0,
+    schedule: recipes.Schedule = "cosine",
+    warm_up: recipes.WarmUp = 0.0,
     augment: options.Augment = "none",
     skip_unreadable: options.SkipUnreadable = False,
     seed: options.Seed = 0,

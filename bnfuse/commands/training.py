@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands import options
+from bnfuse.commands import options, recipes
+from bnfuse.commands.config import Config, asked_for, written
 from bnfuse.commands.output import Progress, show, show_json
 
 
 def train(
+    context: typer.Context,
     model: options.Model,
     data: options.Data,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 10,
@@ -24,15 +26,23 @@ def train(
     nesterov: options.Nesterov = False,
     weight_decay: options.WeightDecay = 0.0,
     no_decay: options.NoDecay = None,
-    schedule: options.Schedule = "cosine",
-    warm_up: options.WarmUp = 0.0,
+    schedule: recipes.Schedule = "cosine",
+    warm_up: recipes.WarmUp = 0.0,
+    warm_up_lr: recipes.WarmUpRate = None,
+    min_lr: recipes.MinRate = 0.0,
+    schedule_by: recipes.ScheduleBy = recipes.By.step,
+    label_smoothing: recipes.LabelSmoothing = 0.0,
+    class_weights: recipes.ClassWeights = None,
+    mixup: recipes.Mixup = 0.0,
+    cutmix: recipes.Cutmix = 0.0,
+    mixup_prob: recipes.MixupProb = 1.0,
+    mixup_switch_prob: recipes.MixupSwitchProb = 0.5,
+    mixup_off_epoch: recipes.MixupOffEpoch = None,
     augment: options.Augment = "none",
     last_batch: options.LastBatch = options.LastBatchName.drop,
     eval_every: Annotated[int, typer.Option(min=1, metavar="EPOCHS", help="Evaluate every so many epochs.")] = 1,
-    patience: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Stop after N evaluations without a gain.", show_default=False),
-    ] = None,
+    patience: recipes.Patience = None,
+    min_delta: recipes.MinDelta = 0.0,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -54,10 +64,8 @@ def train(
             show_default=False,
         ),
     ] = None,
-    metrics: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Write a JSON line for each epoch.", show_default=False),
-    ] = None,
+    metrics: recipes.Metrics = None,
+    tensorboard: recipes.TensorBoard = None,
     log_every: Annotated[
         int | None,
         typer.Option(min=1, metavar="STEPS", help="Lines of metrics every so many steps too.", show_default=False),
@@ -80,6 +88,7 @@ def train(
     checkpoint: options.Checkpoint = None,
     data_input: options.DataInput = None,
     labels_input: options.LabelsInput = None,
+    config: Config = None,
 ) -> None:
     """Train on a data set, with the accuracy on held-out images after each epoch.
 
@@ -90,6 +99,8 @@ def train(
     bnfuse train fused.onnx --data digits --epochs 5 --lr 0.05
     bnfuse train fused.onnx --data fashion-mnist --augment flip,pad-crop --save run/ --resume auto
     bnfuse train fused.onnx --data photos/ --epochs 90 --schedule step:30,60,80 --warm-up 5 --weight-decay 1e-4
+    bnfuse train fused.onnx --data photos/ --label-smoothing 0.1 --mixup 0.2 --cutmix 1.0
+    bnfuse train fused.onnx --config recipe.toml --epochs 30
     bnfuse train fused.onnx --data digits --last-batch train
     bnfuse train fused.onnx --data photos/ --weights timm:resnet50.a1_in1k --skip-head --lr 0.01
     bnfuse train fused.onnx --data digits --metrics run.jsonl --log-every 10 --plot run.png --export model.onnx
@@ -105,21 +116,34 @@ def train(
         optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
         schedule=schedule,
         warm_up=warm_up,
+        warm_up_lr=warm_up_lr,
+        min_lr=min_lr,
+        schedule_by=schedule_by.value,
+        label_smoothing=label_smoothing,
+        class_weights=class_weights,
+        mixup=mixup,
+        cutmix=cutmix,
+        mixup_prob=mixup_prob,
+        mixup_switch_prob=mixup_switch_prob,
+        mixup_off_epoch=mixup_off_epoch,
         augment=augment,
         last_batch=last_batch.value,
         eval_every=eval_every,
         patience=patience,
+        min_delta=min_delta,
         save_to=save,
         checkpoint_every=checkpoint_every,
         resume=resume,
         metrics=metrics,
+        tensorboard=tensorboard,
         log_every=log_every,
         plot=plot,
         export=export,
         skip_unreadable=skip_unreadable,
         seed=seed,
         threads=threads,
-        progress=Progress(),
+        recorded=written(context.params),
+        progress=Progress(asked_for(context)),
         **options.loading(weights, skip_head, partial_weights),
         **options.opening(checkpoint, data_input, labels_input),
     )
@@ -154,15 +178,20 @@ def evaluate(
     ] = None,
     target: options.Target = "cpu",
     precision: options.Precision = None,
+    confusion: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png|csv", help="Write which classes are taken for which.", show_default=False),
+    ] = None,
     skip_unreadable: options.SkipUnreadable = False,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Tell how well a network does on images: accuracy and cross-entropy, each image counted once.
+    """Tell how well a network does on images: accuracies and cross-entropy, each image counted once.
 
     \b
     bnfuse evaluate model.onnx --data digits
     bnfuse evaluate fused.onnx --data photos/ --state run/best.safetensors --part test
+    bnfuse evaluate model.onnx --data photos/ --confusion confusion.png
     """
     from bnfuse import api
 
@@ -171,6 +200,7 @@ def evaluate(
         data,
         part=part.value if part else None,
         state=state,
+        confusion=confusion,
         target=target,
         precision=precision,
         threads=threads,

@@ -40,10 +40,15 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 def append_line(stream: IO[bytes], path: Path, fields: Mapping[str, Any]) -> None:
     """Append a line of JSON to `stream`, which was opened without a buffer."""
-    line = memoryview(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    append(stream, path, json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+
+def append(stream: IO[bytes], path: Path, data: bytes) -> None:
+    """Append all of `data` to `stream`, which was opened without a buffer. Raises BnfuseError where it does not go."""
+    left = memoryview(data)
     try:
-        while line:  # a disk that is nearly full takes a part
-            line = line[stream.write(line) :]
+        while left:  # a disk that is nearly full takes a part
+            left = left[stream.write(left) :]
     except OSError as error:
         raise BnfuseError(f"{path}: cannot be written: {error.strerror or error}") from None
 

@@ -21,7 +21,7 @@ import numpy as np
 from bnfuse.core.errors import BnfuseError
 
 from .array_folders import ArrayFolder
-from .dataset import MAX_BYTES, Part, Raw, check_memory
+from .dataset import MAX_BYTES, Part, Raw, check_labels, check_memory
 from .targets import Target, are_alike, checked, joined
 
 SUFFIXES = {"train": "", "val": "_val", "test": "_test"}
@@ -106,7 +106,10 @@ def labels_in(
 ) -> np.ndarray:
     """Read the labels of a part: one array, or those of several inputs side by side."""
     if len(labels) == 1:
-        return array_in(arrays, f"{labels[0]}{end}")
+        array, target = array_in(arrays, f"{labels[0]}{end}"), targets[0] if targets else None
+        if target is not None and target.is_map:
+            return checked(array, target, count, f"{path}: {labels[0]}{end}")
+        return array if array.ndim < 3 else check_labels(array, count, str(path), f"x{end}")
     return joined(
         {
             target.name: checked(array_in(arrays, f"{target.name}{end}"), target, count, f"{path}: {target.name}{end}")

@@ -129,6 +129,9 @@ def finish(
     total = sum(len(part.x) for part in parts.values())
     check_memory(total, channels or x.shape[1], image or x.shape[2], image or x.shape[3], name)
     found = max(int(scored(part.y).max()) for part in parts.values()) + 1
+    if scored(parts["train"].y).ndim > 2:  # of which some may be ignored
+        found = classes or found
+        check_sides(x.shape[2:], image, name)
     if classes is not None and found > classes:
         raise BnfuseError(
             f"{name}: has {found} classes, the network {classes}: its last layer must give {found} numbers "
@@ -179,7 +182,9 @@ def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Seque
 
 def check_all_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.ndarray:
     """Check labels. Gives them as int64 [count], none negative. Those of several inputs stay as they are, and what is
-    scored is checked."""
+    scored is checked. Maps of labels were checked against what the graph takes (targets.py)."""
+    if scored(y).ndim > 2:
+        return y
     if y.dtype.names is None:
         return check_labels(y, count, name, part)
     check_labels(scored(y), count, name, part)
@@ -211,6 +216,15 @@ def check_memory(count: int, channels: int, height: int, width: int, name: str) 
         raise BnfuseError(
             f"{name}: {count} images of {channels}x{height}x{width} take {size / 2**30:.3g} GiB as float32, more than "
             f"the {MAX_BYTES >> 30} GiB that are held: use fewer images, or smaller ones (--image)"
+        )
+
+
+def check_sides(sides: tuple[int, ...], image: int | None, name: str) -> None:
+    """Check that images with maps of labels need no resizing: the maps would have to follow."""
+    if image is not None and sides != (image, image):
+        raise BnfuseError(
+            f"{name}: has images of {sides[0]}x{sides[1]} with labels of pixels, the graph takes {image}x{image}: "
+            "bring both to that size"
         )
 
 

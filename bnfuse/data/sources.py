@@ -70,6 +70,9 @@ def load_data(
         raise BnfuseError(f"fit={fit} is unknown: it is resize or pad")
     name = os.fspath(spec)
     raw = _source(name, image, channels, fit, skip_unreadable, targets)
+    first = raw.parts["train"].y
+    if targets and targets[0].is_map and first.dtype.names is None and first.ndim < 3:
+        raise BnfuseError(f"{name}: has one label for each image, the graph takes {targets[0]}: give an .npz of arrays")
     if len(targets) > 1 and raw.parts["train"].y.dtype.names is None:
         if not are_alike(targets):
             each = ", ".join(map(str, targets))

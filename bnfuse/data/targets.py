@@ -33,6 +33,11 @@ class Target:
         """Tell whether it is one class for each image."""
         return self.dtype.kind in "iu" and not self.shape
 
+    @property
+    def is_map(self) -> bool:
+        """Tell whether it is a class for each pixel."""
+        return self.dtype.kind in "iu" and len(self.shape) > 1
+
     def __str__(self) -> str:
         return f"'{self.name}' ({self.dtype} {list(self.shape)} for each image)"
 
@@ -59,8 +64,13 @@ def fed_labels(y: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, ...]:
 
 
 def are_alike(targets: Sequence[Target]) -> bool:
-    """Tell whether one label for each image can be that of all inputs: as of heads that learn the same."""
-    return all(target.is_class and target.classes == targets[0].classes for target in targets)
+    """Tell whether one label for each image, or one map of them, can be that of all inputs: as of heads that learn the
+    same."""
+    first = targets[0]
+    return (first.is_class or first.is_map) and all(
+        target.dtype.kind in "iu" and (target.shape, target.classes) == (first.shape, first.classes)
+        for target in targets
+    )
 
 
 def checked(array: np.ndarray, target: Target, count: int, place: str) -> np.ndarray:
@@ -90,14 +100,14 @@ def checked(array: np.ndarray, target: Target, count: int, place: str) -> np.nda
 def chosen_first(targets: Sequence[Target], logits: str | None, classes: int | None) -> tuple[Target, ...]:
     """Put first the labels that the logits are scored by: those of their loss, or else classes as many as they have.
 
-    Raises BnfuseError where none are one class for each image.
+    Raises BnfuseError where none are one class for each image, nor for each pixel.
     """
-    found = [target for target in targets if target.is_class]
+    found = [target for target in targets if target.is_class] or [target for target in targets if target.is_map]
     if not found:
         each = ", ".join(map(str, targets))
         raise BnfuseError(
-            f"the graph takes the labels {each}: of data sets one must be an integer for each image, by which answers "
-            "are scored. Compile it and call the step."
+            f"the graph takes the labels {each}: of data sets one must be an integer for each image or pixel, by which "
+            "answers are scored. Compile it and call the step."
         )
 
     def rank(target: Target) -> tuple[bool, bool]:

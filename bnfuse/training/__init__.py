@@ -8,13 +8,15 @@ batch where `last_batch="train"` says so. Evaluation counts every held-out image
 the seed and the place in the run, so that a run which is resumed from a checkpoint goes on bit by bit as it would.
 
 A file for each idea: `run` (from a graph to its history), `loop` (the epochs), `options` (what can be asked of it),
-`loading` (batches, made ahead by a thread), `augment`, `schedules`, `feeding` (data of the step's size, evaluation),
+`loading` (batches, made ahead by a thread), `augment`, `mixing` (mixup and cutmix), `labelling` (smoothing, weights of
+classes), `schedules`, `feeding` (data of the step's size), `scoring` (accuracies), `tracking` (TensorBoard),
 `checkpoints`, `metrics`, `nonfinite` and `replay` (which tensor a loss of nan comes from), `history`, `plotting`.
 """
 
+from bnfuse.graph.soft_labels import with_soft_labels
+
 from .augment import Augment, parse_augment
 from .feeding import (
-    Evaluation,
     batch_of,
     data_for,
     evaluate_data,
@@ -29,6 +31,7 @@ from .loading import Batch, Loader, prefetched
 from .loop import train_step
 from .options import Options
 from .schedules import Schedule, cosine, parse_schedule
+from .scoring import Evaluation
 
 __all__ = [
     "Augment",
@@ -52,4 +55,5 @@ __all__ = [
     "raw_data_for",
     "run_steps",
     "train_step",
+    "with_soft_labels",
 ]

@@ -22,14 +22,16 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.progress import Progress, quiet
 from bnfuse.data import Dataset, load_data
+from bnfuse.data.targets import Target
 from bnfuse.exporting import MEAN_KEY, SCALE_KEY, STD_KEY
 from bnfuse.graph.io import read_proto
 from bnfuse.graph.signature import METADATA_KEY
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.ort.oracle import OrtGraph
-from bnfuse.training.feeding import Evaluation, data_for, evaluate_batches, evaluate_data, slices
+from bnfuse.training.feeding import data_for, evaluate_data, slices
 from bnfuse.training.nonfinite import require_finite_state
 from bnfuse.training.run import Compiling
+from bnfuse.training.scoring import Evaluation, evaluate_batches
 
 ROWS = 64  # of a model that takes any number
 
@@ -123,6 +125,9 @@ class Exported:
             for entry in proto.metadata_props
             if entry.key in (MEAN_KEY, STD_KEY, SCALE_KEY)
         }
+        scores = [dim.dim_value for dim in proto.graph.output[0].type.tensor_type.shape.dim]
+        pixels = tuple(scores[2:])
+        self.targets = [Target("y", pixels, np.dtype(np.int64), scores[1])] if len(pixels) == 2 and all(pixels) else []
         self.graph = OrtGraph(ir.from_proto(proto), name=self.name, threads=self.threads, optimize=True)
 
     def logits(self, images: np.ndarray) -> np.ndarray:
@@ -144,14 +149,16 @@ class Exported:
         if not isinstance(data, Dataset):
             if height != width:
                 raise BnfuseError(f"{self.name}: takes images of {height}x{width}: give it a Dataset of that size")
-            found = load_data(data, image=height, channels=channels, skip_unreadable=skip_unreadable)
+            found = load_data(
+                data, image=height, channels=channels, skip_unreadable=skip_unreadable, targets=self.targets
+            )
             tell(found, progress)
         images, labels = part_of(found, part)
         if images.shape[1:] != tuple(self.shape[1:]):
             raise BnfuseError(f"{found.name}: has images of {list(images.shape[1:])}, not {list(self.shape[1:])}")
         batch = self.shape[0] or ROWS
         made = ((self.normalised(x, found) if found is not data else x, y) for x, y in slices(images, labels, batch))
-        return evaluate_batches(self.logits, made)
+        return evaluate_batches(self.logits, made, names=found.class_names)
 
     def normalised(self, images: np.ndarray, data: Dataset) -> np.ndarray:
         """Bring images, which were divided by the scale of their source, to what the file takes."""

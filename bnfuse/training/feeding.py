@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.core.text import Section, join
 from bnfuse.data import Dataset, batches, load_data
 from bnfuse.data.dataset import check_all_labels
 from bnfuse.data.targets import Target, are_alike, checked, chosen_first, fed_labels, scored
 from bnfuse.graph.labels import classes_of
+from bnfuse.graph.soft_labels import KEY as SOFTENED
 from bnfuse.graph.training_graph import TrainingGraph
-from bnfuse.training.history import percent
-from bnfuse.training.loading import Loader, fed, prefetched
-from bnfuse.training.nonfinite import error_of_evaluation
+from bnfuse.graph.values import static_shape
+from bnfuse.training.augment import Augment
+from bnfuse.training.labelling import Labelling, Recipe
+from bnfuse.training.loading import Loader, fed
+from bnfuse.training.scoring import Evaluation, evaluate_batches
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -34,12 +37,58 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
     Loader(found, batch_of(step))  # complains where no batch is full
     epochs = (batches(found.train_x, found.train_y, batch_of(step), seed=seed, epoch=e) for e in itertools.count(1))
     some = itertools.islice(itertools.chain.from_iterable(epochs), steps)
-    return [step(x, *fed_labels(y, label_inputs(step))) for x, y in some]
+    labelling, names = labelling_of(step, found, Recipe()), label_inputs(step)
+    return [step(x, *fed_labels(y if labelling is None else labelling.rows(y), names)) for x, y in some]
 
 
-def label_inputs(step: Step) -> tuple[str, ...]:
+def label_inputs(source: Step | TrainingGraph) -> tuple[str, ...]:
     """List the inputs with labels that a call of the step takes behind the data."""
-    return tuple(name for name in step.inputs if name in step.program.signature["labels"])
+    if isinstance(source, TrainingGraph):
+        return source.signature.labels
+    return tuple(name for name in source.inputs if name in source.program.signature["labels"])
+
+
+def labelling_of(source: Step | TrainingGraph, data: Dataset, recipe: Recipe) -> Labelling | None:
+    """Settle what becomes of the labels of the data; None where they are fed as they are.
+
+    Raises BnfuseError where the recipe asks for numbers for each class, and the step takes classes.
+    """
+    if not takes_probabilities(source):
+        if recipe.is_plain:
+            return None
+        raise BnfuseError(
+            "the step takes a class for each image: label smoothing, class weights, mixup and cutmix need a number for "
+            "each class. Give bnfuse.train the graph instead, or compile bnfuse.training.with_soft_labels(graph)"
+        )
+    if data.train_y.dtype.names is not None:
+        names = ", ".join(label_inputs(source))
+        raise BnfuseError(
+            f"{data.name}: has labels for each of {names}: give one class for each image, for all of them"
+        )
+    if recipe.weights is not None and not is_softened(source):
+        raise BnfuseError(
+            "class weights are those of a cross-entropy of classes: build the graph with --loss cross-entropy, without "
+            "options of its own"
+        )
+    classes = classes_of_logits(source)
+    assert classes is not None
+    return recipe.labelling(classes, data.train_y)
+
+
+def takes_probabilities(source: Step | TrainingGraph) -> bool:
+    """Tell whether all labels are numbers for each class of each image, float [N, classes] like the logits."""
+    names = label_inputs(source)
+    inputs, classes = inputs_of(source, names), classes_of_logits(source)
+    return bool(names) and all(
+        dtype.kind == "f" and len(shape) == 2 and shape[1] == classes for shape, dtype in inputs.values()
+    )
+
+
+def is_softened(source: Step | TrainingGraph) -> bool:
+    """Tell whether the labels were classes before `with_soft_labels`."""
+    if isinstance(source, TrainingGraph):
+        return SOFTENED in source.model.metadata_props
+    return any(entry.key == SOFTENED for entry in onnx.ModelProto.FromString(source.model).metadata_props)
 
 
 def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -55,39 +104,14 @@ def random_feeds(step: Step, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return feeds
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """How well a network does on images: each of them counted once, by the running statistics."""
-
-    images: int
-    right: int  # whose largest logit is their label's
-    loss: float  # mean cross-entropy of the logits, in float64, whatever the loss of the training is
-
-    @property
-    def accuracy(self) -> float:
-        """Share of right answers."""
-        return self.right / max(self.images, 1)
-
-    def to_json(self) -> dict[str, Any]:
-        """Give it as JSON's types; the keys are in docs/cli.md."""
-        return {"images": self.images, "right": self.right, "accuracy": self.accuracy, "loss": self.loss}
-
-    def sections(self) -> list[Section]:
-        """Show it in a line."""
-        line = f"{percent(self.accuracy)} right of {self.images:,} images, cross-entropy {self.loss:.4f}"
-        return [Section.lines("Evaluation", [line])]
-
-    def __str__(self) -> str:
-        return join(self.sections())
-
-
 def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> Evaluation:
     """Evaluate a step on any number of images [N, C, H, W] with integer labels [N].
 
     Every image counts once: the last batch is filled up, and what filled it is not counted. Raises DivergedError where
     a logit is not finite.
     """
-    return evaluate_batches(step.evaluate, slices(images, labels, batch_of(step)))
+    made = slices(images, labels, batch_of(step))
+    return evaluate_batches(step.evaluate, made, ignored=ignored_by(step))
 
 
 def evaluate_data(
@@ -96,36 +120,7 @@ def evaluate_data(
     """Do what `evaluate_step` does on a part of the data (by default the one held out), normalised as the training part
     is."""
     made = ((fed(data, x, normalise), y) for x, y in slices(*(part or data.held_out), batch_of(step)))
-    return evaluate_batches(step.evaluate, made)
-
-
-def evaluate_batches(
-    logits_of: Callable[[np.ndarray], np.ndarray], parts: Iterator[tuple[np.ndarray, np.ndarray]]
-) -> Evaluation:
-    """Evaluate what gives logits [N, classes] of images, over batches of images and labels. Raises DivergedError where
-    a logit is not finite."""
-    count, right, loss = 0, 0, 0.0
-    with prefetched(parts) as ready:
-        for x, y in ready:
-            logits = logits_of(x)
-            if logits.ndim != 2 or len(logits) != len(y):
-                raise BnfuseError(
-                    f"the network gives {list(logits.shape)} for {len(y)} images: logits are [N, classes]"
-                )
-            if not np.isfinite(logits).all():
-                raise error_of_evaluation(x)
-            count += len(y)
-            right += int((logits.argmax(1) == scored(y)).sum())
-            loss += float(cross_entropies(logits, scored(y)).sum())
-    return Evaluation(count, right, loss / max(count, 1))
-
-
-def cross_entropies(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Compute -log p of each label [N] from logits [N, classes], in float64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(1, keepdims=True)
-    found: np.ndarray = np.log(np.exp(wide).sum(1)) - wide[np.arange(len(labels)), labels]
-    return found
+    return evaluate_batches(step.evaluate, made, names=data.class_names, ignored=ignored_by(step))
 
 
 def slices(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -187,13 +182,17 @@ def taken_by(source: Step | TrainingGraph) -> Taken:
             f"the graph's input '{name}' is {list(shape)}, with the channels last: data sets are fed as N, C, H, W. "
             "Export the network with its channels first."
         )
+    if takes_probabilities(source):  # made of a class for each image
+        classes = classes_of_logits(source)
+        return Taken(shape, tuple(Target(label, (), np.dtype(np.int64), classes) for label in labels))
     for label in labels:
         label_shape, label_type = inputs[label]
-        fits = label_shape[:1] == shape[:1] and (len(labels) > 1 or (len(label_shape) == 1 and label_type.kind in "iu"))
+        of_image = len(label_shape) == 1 or label_shape[1:] == (shape_of_logits(source) or ())[2:]
+        fits = label_shape[:1] == shape[:1] and (len(labels) > 1 or (of_image and label_type.kind in "iu"))
         if not fits:
             raise BnfuseError(
                 f"the graph's input '{label}' is {label_type} {list(label_shape)}: data sets have an integer label for "
-                f"each image, {[shape[0]]}. Compile it and call the step."
+                f"each image, {[shape[0]]}, or for each pixel of the logits. Compile it and call the step."
             )
     targets = [target_of(source, name, *inputs[name]) for name in labels]
     return Taken(shape, chosen_first(targets, roles["logits"], classes_of_logits(source)))
@@ -230,8 +229,30 @@ def classes_of_logits(source: Step | TrainingGraph) -> int | None:
             return source.classes()
         except BnfuseError:
             return None
+    shape = shape_of_logits(source)
+    return shape[1] if shape is not None and len(shape) > 1 else None
+
+
+def shape_of_logits(source: Step | TrainingGraph) -> tuple[int, ...] | None:
+    """Give the shape of the logits, None where there are none or it is not known."""
+    if isinstance(source, TrainingGraph):
+        found = next((v for v in source.model.graph.outputs if v.name == source.signature.logits), None)
+        return None if found is None else static_shape(found)
     logits = source.program.outputs.get(source.program.signature["logits"] or "")
-    return logits.shape[1] if logits is not None and len(logits.shape) > 1 else None
+    return None if logits is None else tuple(logits.shape)
+
+
+def ignored_by(source: Step | TrainingGraph) -> int | None:
+    """Tell which label counts for nothing among those that are scored."""
+    return taken_by(source).targets[0].ignored
+
+
+def require_followed(data: Dataset, augment: Augment) -> None:
+    """Raise where labels of pixels would not follow what is done to images."""
+    if scored(data.train_y[:1]).ndim > 2 and augment not in (Augment(), Augment(flip=True)):
+        raise BnfuseError(
+            f"{data.name}: has labels of pixels, which follow --augment flip and nothing else: leave {augment} out"
+        )
 
 
 def classes_of_step(step: Step, label: str) -> int | None:
@@ -273,7 +294,12 @@ def check_given_labels(y: np.ndarray, count: int, name: str, part: str, taken: T
             checked(y[target.name], target, count, f"{name}: {target.name} of {part}_y")
             if y[target.name].dtype != target.dtype:
                 raise BnfuseError(f"{name}: {target.name} of {part}_y is {y[target.name].dtype}, not {target.dtype}")
+    if fields is None and targets[0].is_map:
+        checked(y, targets[0], count, f"{name}: {part}_y")
+        return
     scores = scored(check_all_labels(y, count, name, f"{part}_x"))
+    if scores.ndim > 2:
+        raise BnfuseError(f"{name}: {part}_y has the shape {list(y.shape)}: the graph takes one label for each image")
     if taken.classes is not None and int(scores.max()) >= taken.classes:
         raise BnfuseError(f"{name}: {part}_y has labels up to {scores.max()}, the graph {taken.classes} classes")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ class Epoch:
     seconds: float
     images_per_second: float = 0.0  # of training alone
     held_out_loss: float | None = None  # cross-entropy on held-out images, by the running statistics
+    top5: float | None = None  # share of held-out images whose label is among the five likeliest; None of few classes
+    balanced_accuracy: float | None = None  # mean of the classes' accuracies
+    mean_iou: float | None = None  # of maps of classes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +86,13 @@ def best_of(epochs: Sequence[Epoch]) -> Epoch | None:
     return max(evaluated, key=lambda epoch: epoch.accuracy or 0.0, default=None)
 
 
-def without_gain(epochs: Sequence[Epoch]) -> int:
-    """Tell how many evaluations in a row, up to the last, were no better than the best before them."""
-    best = best_of(epochs)
-    return sum(e.accuracy is not None and best is not None and e.epoch > best.epoch for e in epochs)
+def without_gain(epochs: Sequence[Epoch], least: float = 0.0) -> int:
+    """Tell how many evaluations in a row, up to the last, were not better by more than `least` than the best before
+    them."""
+    best, count = -math.inf, 0
+    for accuracy in (epoch.accuracy for epoch in epochs if epoch.accuracy is not None):
+        best, count = (accuracy, 0) if accuracy > best + least else (best, count + 1)
+    return count
 
 
 def percent(accuracy: float | None) -> str:
@@ -95,13 +102,20 @@ def percent(accuracy: float | None) -> str:
 
 def epoch_from(fields: Mapping[str, Any]) -> Epoch:
     """Read what `dataclasses.asdict` made of an epoch. Raises TypeError or KeyError where it is something else."""
-    accuracy, held_out_loss = fields["accuracy"], fields.get("held_out_loss")
+
+    def some(name: str) -> float | None:
+        value = fields.get(name)
+        return None if value is None else float(value)
+
     return Epoch(
         int(fields["epoch"]),
         float(fields["loss"]),
-        None if accuracy is None else float(accuracy),
+        None if fields["accuracy"] is None else float(fields["accuracy"]),
         float(fields["lr"]),
         float(fields["seconds"]),
         float(fields["images_per_second"]),
-        None if held_out_loss is None else float(held_out_loss),
+        some("held_out_loss"),
+        some("top5"),
+        some("balanced_accuracy"),
+        some("mean_iou"),
     )

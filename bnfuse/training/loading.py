@@ -21,6 +21,7 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset
+from bnfuse.data.targets import scored
 from bnfuse.training.augment import Augment
 
 T = TypeVar("T")
@@ -94,7 +95,20 @@ class Loader:
                 chosen = order[index * self.batch : (index + 1) * self.batch]
                 x = fed(self.data, self.data.train_x[chosen], self.normalise)
                 x = self.augment(x, chosen, seed=self.seed, epoch=epoch)
-                yield Batch(epoch, index, np.ascontiguousarray(x), self.data.train_y[chosen])
+                yield Batch(epoch, index, np.ascontiguousarray(x), self.labels(chosen, epoch))
+
+    def labels(self, chosen: np.ndarray, epoch: int) -> np.ndarray:
+        """Give the labels of images; those of pixels are mirrored where the images are."""
+        y = self.data.train_y[chosen]
+        if scored(y).ndim < 3 or not self.augment.flip:
+            return y
+        mirrored = Augment(flip=True)
+        if y.dtype.names is None:
+            return np.ascontiguousarray(mirrored(y[:, None], chosen, seed=self.seed, epoch=epoch)[:, 0])
+        for name in y.dtype.names:
+            if y[name].ndim > 2:
+                y[name] = mirrored(y[name][:, None], chosen, seed=self.seed, epoch=epoch)[:, 0]
+        return y
 
 
 def fed(data: Dataset, images: np.ndarray, normalise: bool) -> np.ndarray:

@@ -9,22 +9,33 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnfuse.core.files import write_atomically
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
 from bnfuse.data.targets import fed_labels
 from bnfuse.training import checkpoints, nonfinite
 from bnfuse.training.checkpoints import Folder, Position, Saved
-from bnfuse.training.feeding import batch_of, evaluate_data, fed_statistics, label_inputs
+from bnfuse.training.feeding import (
+    batch_of,
+    evaluate_data,
+    fed_statistics,
+    label_inputs,
+    labelling_of,
+    require_followed,
+)
 from bnfuse.training.history import Epoch, History, best_of, percent, without_gain
+from bnfuse.training.labelling import Labelling
 from bnfuse.training.loading import Batch, Loader, prefetched
-from bnfuse.training.metrics import Metrics
 from bnfuse.training.options import Options
 from bnfuse.training.plotting import draw
+from bnfuse.training.schedules import Schedule
+from bnfuse.training.tracking import Tracker
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
 
 REFRESH = 0.1  # seconds between two pictures of the bar
+RECIPE = "recipe.toml"  # in the folder of checkpoints
 
 
 def train_step(
@@ -46,6 +57,9 @@ def train_by(
     from bnfuse.runtime import add_batch
 
     options.check()
+    options.rates.check(step.lr)
+    labelling = labelling_of(step, data, options.recipe)
+    require_followed(data, options.changes)
     if len(data.test_y):
         step.require_evaluation()
     for place in (options.file, options.plot):
@@ -56,7 +70,9 @@ def train_by(
         add_batch(step, loader.rest)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(Folder(options.folder)) if options.folder is not None else None
-        run = Run(step, loader, options, progress, folder, step.lr)
+        if folder is not None and options.recorded is not None:
+            write_atomically(folder.path / RECIPE, f"{options.recorded}\n".encode())
+        run = Run(step, loader, options, progress, folder, step.lr, labelling)
         try:
             history = run.run()
         finally:
@@ -70,9 +86,17 @@ class Run:
     """One call of `train_by`."""
 
     def __init__(
-        self, step: Step, loader: Loader, options: Options, progress: Progress, folder: Folder | None, lr: float
+        self,
+        step: Step,
+        loader: Loader,
+        options: Options,
+        progress: Progress,
+        folder: Folder | None,
+        lr: float,
+        labelling: Labelling | None = None,
     ) -> None:
         self.step, self.loader, self.options, self.progress = step, loader, options, progress
+        self.labelling = labelling
         self.folder, self.lr, self.schedule = folder, lr, options.rates
         self.machine = checkpoints.machine_of(step)
         self.settings = self._settings() if folder is not None or options.continued is not None else {}
@@ -86,11 +110,12 @@ class Run:
         step_count = at.epoch * loader.steps + at.step
         if step.program.signature.get("virtual"):
             step.virtual_statistics = fed_statistics(loader.data, loader.normalise)
-        metrics = Metrics(Path(options.metrics) if options.metrics is not None else None, keep=step_count)
-        ahead = prefetched(loader.batches(at.epoch + 1, options.epochs, skip=at.step))
-        with metrics, ahead as batches:
+        metrics, board = (None if place is None else Path(place) for place in (options.metrics, options.tensorboard))
+        made = loader.batches(at.epoch + 1, options.epochs, skip=at.step)
+        ahead = prefetched(made if self.labelling is None else self.labelling.fed(made, options.seed))
+        with Tracker(metrics, board, keep=step_count) as tracker, ahead as batches:
             while at.epoch < options.epochs and self._stopped(at) is None:
-                at = self._epoch(at, batches, metrics)
+                at = self._epoch(at, batches, tracker)
         return self._history(at)
 
     def _history(self, at: Position) -> History:
@@ -140,11 +165,17 @@ class Run:
         }
         if loader.partial:
             found["last_batch"] = options.last_batch
+        if self.labelling is not None:
+            found["labels"] = str(self.labelling)
+        plain = Schedule()
+        for name in ("min_lr", "warm_up_lr", "by"):
+            if (value := getattr(self.schedule, name)) != getattr(plain, name):
+                found["schedule_by" if name == "by" else name] = value
         return {**found, "epochs": options.epochs} if self.schedule.needs_end else found
 
     # -- an epoch ------------------------------------------------------------------------------------------------
 
-    def _epoch(self, at: Position, batches: Any, metrics: Metrics) -> Position:
+    def _epoch(self, at: Position, batches: Any, tracker: Tracker) -> Position:
         """Run the rest of the epoch that follows `at`, its evaluation and its checkpoints."""
         epoch, begun = at.epoch + 1, time.perf_counter()
         self.step.epoch = epoch  # places of sampled statistics are drawn anew
@@ -152,7 +183,7 @@ class Run:
             now = self._one(next(batches), at)
             at = dataclasses.replace(now, seconds=at.seconds + time.perf_counter() - begun)
             begun = time.perf_counter()
-            self._after_step(at, metrics)
+            self._after_step(at, tracker)
         self._require_finite(at)
         trained = at.seconds
         score = None
@@ -161,9 +192,12 @@ class Run:
         seconds = trained + time.perf_counter() - begun
         images = self.loader.images(at.step)
         loss, rate = at.loss_sum / (images / self.loader.batch), images / max(trained, 1e-9)
-        accuracy, held_out_loss = (None, None) if score is None else (score.accuracy, score.loss)
-        done = Epoch(epoch, loss, accuracy, self.step.lr, seconds, rate, held_out_loss)
-        return self._finish(Position(epoch, history=(*at.history, done)), metrics)
+        done = Epoch(epoch, loss, None, self.step.lr, seconds, rate)
+        if score is not None:
+            names = ("accuracy", "top5", "balanced_accuracy", "mean_iou")
+            found = {name: getattr(score, name) for name in names}
+            done = dataclasses.replace(done, held_out_loss=score.loss, **found)
+        return self._finish(Position(epoch, history=(*at.history, done)), tracker)
 
     def _one(self, batch: Batch, at: Position) -> Position:
         """One step."""
@@ -187,14 +221,14 @@ class Run:
         where = f"step {at.epoch * self.loader.steps + at.step} (epoch {at.epoch + 1})"
         nonfinite.require_finite_state(self.step, where=where, lr=self.step.lr)
 
-    def _after_step(self, at: Position, metrics: Metrics) -> None:
+    def _after_step(self, at: Position, tracker: Tracker) -> None:
         """Write a line of metrics and a checkpoint, and draw the bar: each where it is due."""
         options, steps = self.options, self.loader.steps
         count, last = at.epoch * steps + at.step, at.step == steps
         rate = self.loader.images(at.step) / max(at.seconds, 1e-9)
         if options.log_every and count % options.log_every == 0:
             fields = {"loss": self.loss, "lr": self.step.lr, "images_per_second": rate}
-            metrics.write(kind="step", epoch=at.epoch + 1, step=count, **fields)
+            tracker.write(kind="step", epoch=at.epoch + 1, step=count, **fields)
         if self.folder is not None and options.checkpoint_every and count % options.checkpoint_every == 0 and not last:
             self._require_finite(at)
             self.folder.write(self.step, self._saved(at))
@@ -204,11 +238,11 @@ class Run:
             where = f"epoch {at.epoch + 1} of {options.epochs}"
             bar(at.step, steps, f"{where}  loss {self.loss:.4f}  lr {self.step.lr:.3g}  {rate:,.0f} images/s")
 
-    def _finish(self, at: Position, metrics: Metrics) -> Position:
+    def _finish(self, at: Position, tracker: Tracker) -> Position:
         """Keep what an epoch leaves: a line of metrics, then the checkpoints that know of it, and a word."""
         done = at.history[-1]
         fields = dataclasses.asdict(done)
-        metrics.write(kind="epoch", epoch=fields.pop("epoch"), step=at.epoch * self.loader.steps, **fields)
+        tracker.write(kind="epoch", epoch=fields.pop("epoch"), step=at.epoch * self.loader.steps, **fields)
         if self.folder is not None:
             if best_of(at.history) is done:
                 self.folder.write(self.step, self._saved(at), best=True)
@@ -225,6 +259,8 @@ class Run:
     def _stopped(self, at: Position) -> str | None:
         """Why the run ends early, if it does."""
         patience = self.options.patience
-        if patience is None or without_gain(at.history) < patience or at.epoch >= self.options.epochs:
+        least = self.options.min_delta
+        if patience is None or without_gain(at.history, least) < patience or at.epoch >= self.options.epochs:
             return None
-        return f"after epoch {at.epoch}: {patience} evaluations in a row were no better than the best before them"
+        better = f"better by more than {percent(least)}" if least else "better"
+        return f"after epoch {at.epoch}: {patience} evaluations in a row were no {better} than the best before them"

@@ -11,8 +11,11 @@ from bnfuse.core.files import require_writable
 from bnfuse.core.ranges import check_real, check_whole
 from bnfuse.training.augment import Augment, parse_augment
 from bnfuse.training.checkpoints import has_run, is_folder, make_folder
+from bnfuse.training.labelling import Recipe, Weights
+from bnfuse.training.mixing import Mixing
 from bnfuse.training.plotting import require_plotting
 from bnfuse.training.schedules import Schedule, parse_schedule
+from bnfuse.training.tracking import require_tensorboard
 
 Place = str | os.PathLike[str]
 AUTO = "auto"
@@ -24,17 +27,26 @@ class Options:
     """What a training is to do. `check` says what of it is impossible, before anybody waits for a compilation.
 
     epochs, seed        passes over the training data; the seed of everything that is drawn
-    schedule, warm_up   cosine, constant, step:30,60,80@0.1 or poly:2, behind so many epochs of linear climb
+    schedule, warm_up   cosine, constant, step:30,60,80@0.1, poly:2, exp:0.97, one-cycle:0.3 or restarts:10x2, behind so
+                        many epochs of linear climb, which begins at `warm_up_lr`. `min_lr`: what it falls to.
+                        `schedule_by`: "step", or "epoch" for one rate an epoch
+    label_smoothing     this share of each label is spread over all classes
+    class_weights       a number for each class, a file of them, or "balanced": N/(classes*images of the class)
+    mixup, cutmix       mix the images of a batch, as timm does: the alpha of each kind. `mixup_prob`: how often;
+                        `mixup_switch_prob`: how often by cutmix where both are asked for; none after `mixup_off_epoch`
     augment             none, flip, pad-crop:4, or flip,pad-crop:4
     last_batch          of images that do not fill the last batch of an epoch: "drop" leaves them to the next epoch's
                         order, "train" makes a smaller batch of them, for which the step is compiled too
-    eval_every          epochs between evaluations; `patience`: the run ends after so many without a gain
+    eval_every          epochs between evaluations; `patience`: the run ends after so many without a gain in accuracy of
+                        more than `min_delta`
     save_to             a folder for last.safetensors and best.safetensors, every `checkpoint_every` steps and every
                         epoch; or a file NAME.safetensors for the state after each epoch
     resume              a folder, whose run goes on, bit by bit; "auto" or True, the run in `save_to` if there is one,
                         else a new one; a file, whose state a new run starts from
-    metrics, log_every  a file of JSON lines: one an epoch, and one every so many steps
+    metrics, log_every  a file of JSON lines, or FILE.csv: one an epoch, and one every so many steps
+    tensorboard         a folder for the same numbers as TensorBoard reads them (tensorboardX must be installed)
     plot                a file for the curves
+    recorded            a text that says what the run was asked for, which goes beside the checkpoints as recipe.toml
     """
 
     epochs: int
@@ -51,11 +63,32 @@ class Options:
     log_every: int | None = None
     plot: Place | None = None
     patience: int | None = None
+    min_delta: float = 0.0
+    min_lr: float = 0.0
+    warm_up_lr: float | None = None
+    schedule_by: str = "step"
+    label_smoothing: float = 0.0
+    class_weights: Weights | None = None
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mixup_prob: float = 1.0
+    mixup_switch_prob: float = 0.5
+    mixup_off_epoch: int | None = None
+    tensorboard: Place | None = None
+    recorded: str | None = None
 
     @property
     def rates(self) -> Schedule:
         """The learning rates. Raises BnfuseError where the text names none."""
-        return parse_schedule(self.schedule, self.warm_up)
+        return parse_schedule(
+            self.schedule, self.warm_up, min_lr=self.min_lr, warm_up_lr=self.warm_up_lr, by=self.schedule_by
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        """What becomes of labels, and of images with them."""
+        mixing = Mixing(self.mixup, self.cutmix, self.mixup_prob, self.mixup_switch_prob, self.mixup_off_epoch)
+        return Recipe(self.label_smoothing, self.class_weights, mixing)
 
     @property
     def changes(self) -> Augment:
@@ -101,15 +134,21 @@ class Options:
 
     def check(self) -> None:
         """Raise BnfuseError for the first option that is impossible, alone or beside the others; makes the folder."""
-        for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience"):
+        for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience", "mixup_off_epoch"):
             value = getattr(self, name)
             if value is not None or name in ("epochs", "eval_every"):
                 check_whole(name, value, 1)
         check_whole("seed", self.seed)
         if self.last_batch not in LAST_BATCHES:
             raise BnfuseError(f"last batch '{self.last_batch}' is unknown: it is {' or '.join(LAST_BATCHES)}")
-        check_real("warm_up", self.warm_up)
+        for name in ("warm_up", "min_lr", "min_delta"):
+            check_real(name, getattr(self, name))
+        if self.warm_up_lr is not None:
+            check_real("warm_up_lr", self.warm_up_lr)
+        if self.min_delta and self.patience is None:
+            raise BnfuseError("--min-delta is the least gain that --patience waits for: give --patience too")
         schedule, _ = self.rates, self.changes
+        self.recipe.check()
         if schedule.warm_up >= self.epochs and schedule.needs_end:
             raise BnfuseError(f"a warm-up of {schedule.warm_up:g} epochs leaves none of {self.epochs} to the schedule")
         self._check_places()
@@ -130,7 +169,9 @@ class Options:
         for place in (self.file, self.metrics, self.plot):
             if place is not None:
                 require_writable(place)
-        if self.log_every is not None and self.metrics is None:
-            raise BnfuseError("--log-every writes lines into the file of --metrics: name one")
+        if self.log_every is not None and self.metrics is None and self.tensorboard is None:
+            raise BnfuseError("--log-every writes into the file of --metrics or the folder of --tensorboard: name one")
+        if self.tensorboard is not None:
+            require_tensorboard(Path(self.tensorboard))
         if self.plot is not None:
             require_plotting(Path(self.plot))

@@ -17,8 +17,17 @@ from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
 from bnfuse.exporting import export_model, require_exportable, require_state
 from bnfuse.graph.batches import with_batch
+from bnfuse.graph.soft_labels import with_soft_labels
 from bnfuse.graph.training_graph import TrainingGraph
-from bnfuse.training.feeding import batch_of, data_for, raw_data_for, run_steps
+from bnfuse.training.feeding import (
+    batch_of,
+    data_for,
+    labelling_of,
+    raw_data_for,
+    require_followed,
+    run_steps,
+    takes_probabilities,
+)
 from bnfuse.training.history import History
 from bnfuse.training.loading import Loader
 from bnfuse.training.loop import train_by
@@ -38,6 +47,11 @@ class Compiling:
     precision: str | None = None
     optimizer: Optimizer | None = None
     threads: int | None = None
+
+    @property
+    def highest_rate(self) -> float:
+        """The learning rate of the optimiser."""
+        return (self.optimizer or default_optimizer()).lr
 
     def step(self, graph: TrainingGraph, progress: Progress, batches: Sequence[int] = ()) -> Step:
         """Compile the graph, for several `batches` if they are given; `progress` hears of each kernel by its bar."""
@@ -82,6 +96,11 @@ def train_graph(
     given = isinstance(data, Dataset)
     found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
     tell_of(found, graph, progress, options.partial)
+    options.rates.check((compiling or Compiling()).highest_rate)
+    if not options.recipe.is_plain and not takes_probabilities(graph):
+        graph = with_soft_labels(graph)
+    labelling_of(graph, found, options.recipe)
+    require_followed(found, options.changes)
     batches = last_batches(graph, found, options.partial)
     require_state(graph, options.started_from)
     if export is not None:

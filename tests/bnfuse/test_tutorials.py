@@ -11,6 +11,9 @@ import pytest
 from bnfuse.cli import main
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
+EXPORTED = [
+    pytest.param(name, marks=[pytest.mark.torch, pytest.mark.docs]) for name in ("torch.md", "folder.md", "pixels.md")
+]
 BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -50,7 +53,7 @@ def matches(shown: str, printed: str) -> bool:
 
 @pytest.mark.parametrize(
     "tutorial",
-    [pytest.param("torch.md", marks=[pytest.mark.torch, pytest.mark.docs]), "unfused.md", "fewer.md"],
+    [*EXPORTED, "unfused.md", "fewer.md"],
 )
 def test_it_runs_as_printed(tutorial, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,23 @@ class Term:
         if not math.isfinite(self.weight):
             raise BnfuseError(f"the weight {self.weight} of loss '{self.kind}' is no number")
         LOSSES[self.kind].check(self.options)
+
+
+def with_options(terms: Sequence[Term], **options: float | np.ndarray | None) -> tuple[Term, ...]:
+    """Give the terms with options of all their cross-entropies; None is none. Raises BnfuseError where there is no
+    cross-entropy, or it has the option already."""
+    given = {name: value for name, value in options.items() if value is not None}
+    chosen = [term for term in terms if term.kind == "cross-entropy"]
+    for name in given:
+        option = f"--{name.replace('_', '-')}"
+        if not chosen:
+            raise BnfuseError(f"{option} is an option of --loss cross-entropy: there is none")
+        if any(name in term.options for term in chosen):
+            raise BnfuseError(f"{option} is in --loss already: give it once")
+    return tuple(
+        dataclasses.replace(term, options={**term.options, **given}) if term.kind == "cross-entropy" else term
+        for term in terms
+    )
 
 
 def parse_loss(text: str) -> tuple[Term, ...]:

@@ -19,7 +19,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.exporting import inference_model
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.training import train_step
-from bnfuse.training.feeding import evaluate_batches
+from bnfuse.training.scoring import evaluate_batches
 
 STANDARD = {"", "ai.onnx"}
 

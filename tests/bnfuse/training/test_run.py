@@ -10,9 +10,10 @@ import pytest
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.training import Options, data_for, evaluate_step, train_step
-from bnfuse.training.feeding import Evaluation, evaluate_data, fed_statistics
+from bnfuse.training.feeding import evaluate_data, fed_statistics
 from bnfuse.training.history import Epoch, History, best_of, without_gain
 from bnfuse.training.metrics import kept_lines
+from bnfuse.training.scoring import Evaluation
 
 
 def epochs_of(*accuracies):

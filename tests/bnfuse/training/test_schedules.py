@@ -11,8 +11,8 @@ from bnfuse.training import cosine, parse_schedule
 STEPS = 10
 
 
-def rates(text, epochs=6, warm_up=0.0):
-    schedule = parse_schedule(text, warm_up)
+def rates(text, epochs=6, warm_up=0.0, **options):
+    schedule = parse_schedule(text, warm_up, **options)
     return np.array([schedule.rate(0.4, index, STEPS, epochs) for index in range(epochs * STEPS)])
 
 
@@ -53,7 +53,7 @@ def test_half_an_epoch_of_warm_up():
 
 
 @given(
-    st.sampled_from(["cosine", "constant", "poly:0.9", "step:1,2@0.3"]),
+    st.sampled_from(["cosine", "constant", "poly:0.9", "step:1,2@0.3", "exp:0.9", "restarts:0.7x1.5"]),
     st.floats(0, 2.5),
     st.integers(1, 7),
     st.integers(3, 6),
@@ -64,7 +64,13 @@ def test_rates_are_never_negative_and_never_above_the_first(text, warm_up, steps
     assert all(0 <= rate <= 0.1 + 1e-12 for rate in found)
 
 
-@pytest.mark.parametrize("text", ["cosine", "constant", "step:30,60,80@0.1", "poly:2", "step:1.5@0.3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("cosine", "constant", "step:30,60,80@0.1", "poly:2", "step:1.5@0.3"),
+        *("exp:0.97", "one-cycle:0.25", "restarts:10", "restarts:5x2"),
+    ],
+)
 def test_a_schedule_is_spelt_as_it_is_read(text):
     assert str(parse_schedule(text)) == text
 
@@ -84,6 +90,13 @@ def test_a_schedule_is_spelt_as_it_is_read(text):
         "poly:",
         "poly:-1",
         "poly:nan",
+        "exp",
+        "exp:1.1",
+        "one-cycle:1",
+        "restarts",
+        "restarts:0",
+        "restarts:2x0.5",
+        "restarts:2x",
     ],
 )
 def test_what_is_no_schedule_is_refused_with_those_there_are(text):
@@ -95,3 +108,82 @@ def test_what_is_no_schedule_is_refused_with_those_there_are(text):
 def test_a_warm_up_is_a_number_of_epochs(warm_up):
     with pytest.raises(BnfuseError, match="warm-up"):
         parse_schedule("cosine", warm_up)
+
+
+def of_torch(make, count, per_epoch):
+    """The rates of torch's scheduler, which is stepped after each step or each epoch."""
+    import torch
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
+    scheduler, found = make(torch.optim.lr_scheduler, optimizer), []
+    for index in range(count):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if not per_epoch or (index + 1) % STEPS == 0:
+            scheduler.step()
+    return np.array(found)
+
+
+TORCHS = {
+    "cosine": ("cosine", {"min_lr": 0.01}, lambda s, o: s.CosineAnnealingLR(o, 60, eta_min=0.01)),
+    "cosine, by epoch": (
+        "cosine",
+        {"min_lr": 0.01, "by": "epoch"},
+        lambda s, o: s.CosineAnnealingLR(o, 6, eta_min=0.01),
+    ),
+    "warm-up, cosine, by epoch": (
+        "cosine",
+        {"warm_up": 2, "warm_up_lr": 0.04, "by": "epoch"},
+        lambda s, o: s.SequentialLR(o, [s.LinearLR(o, 0.1, total_iters=2), s.CosineAnnealingLR(o, 4)], milestones=[2]),
+    ),
+    "warm-up, exp": (
+        "exp:0.9",
+        {"warm_up": 1, "warm_up_lr": 0.1, "by": "epoch"},
+        lambda s, o: s.SequentialLR(o, [s.LinearLR(o, 0.25, total_iters=1), s.ExponentialLR(o, 0.9)], milestones=[1]),
+    ),
+    "steps": ("step:2,4@0.5", {"by": "epoch"}, lambda s, o: s.MultiStepLR(o, [2, 4], 0.5)),
+    "poly": ("poly:0.9", {}, lambda s, o: s.PolynomialLR(o, 60, 0.9)),
+    "one-cycle": ("one-cycle", {}, lambda s, o: s.OneCycleLR(o, 0.4, 60, cycle_momentum=False)),
+    "one-cycle, short climb": (
+        "one-cycle:0.1",
+        {},
+        lambda s, o: s.OneCycleLR(o, 0.4, 60, pct_start=0.1, cycle_momentum=False),
+    ),
+    "restarts": ("restarts:2", {"min_lr": 0.02}, lambda s, o: s.CosineAnnealingWarmRestarts(o, 20, eta_min=0.02)),
+    "restarts, longer": ("restarts:1x2", {}, lambda s, o: s.CosineAnnealingWarmRestarts(o, 10, 2)),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", TORCHS)
+def test_rates_are_torchs(name):
+    text, options, make = TORCHS[name]
+    np.testing.assert_allclose(
+        rates(text, **options), of_torch(make, 60, options.get("by") == "epoch"), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_no_rate_falls_below_the_least():
+    assert min(rates("exp:0.5", min_lr=0.1)) == min(rates("step:1,2,3", min_lr=0.1)) == 0.1
+    assert rates("one-cycle", min_lr=0.1)[-1] == pytest.approx(0.1)
+    assert rates("one-cycle")[-1] == pytest.approx(0.4 / 25e4)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("one-cycle", {"warm_up": 1}, "climbs by itself"),
+        ("constant", {"min_lr": 0.1}, "does not fall"),
+        ("cosine", {"warm_up_lr": 0.1}, "give --warm-up"),
+        ("cosine", {"min_lr": -1}, "min-lr"),
+        ("cosine", {"by": "batch"}, "by step or by epoch"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(text, options, message):
+    with pytest.raises(BnfuseError, match=message):
+        parse_schedule(text, **options)
+
+
+def test_a_least_rate_above_the_highest_is_refused():
+    with pytest.raises(BnfuseError, match=r"--min-lr 0\.5 is above --lr 0\.1"):
+        parse_schedule("cosine", min_lr=0.5).check(0.1)
