@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     )
     from bnfuse.build import build_training_graph
     from bnfuse.graph.signature import GraphSignature
-    from bnfuse.runtime.program.optim import SGD, AdamW
+    from bnfuse.runtime.program.groups import Group
+    from bnfuse.runtime.program.optim import EMA, SGD, Adam, AdamW, Lion, RMSprop
 
 _HOMES = {
     **dict.fromkeys(
@@ -70,15 +71,20 @@ _HOMES = {
     ),
     "build_training_graph": "bnfuse.build",
     "GraphSignature": "bnfuse.graph.signature",
-    "SGD": "bnfuse.runtime.program.optim",
-    "AdamW": "bnfuse.runtime.program.optim",
+    **dict.fromkeys(("EMA", "SGD", "Adam", "AdamW", "Lion", "RMSprop"), "bnfuse.runtime.program.optim"),
+    "Group": "bnfuse.runtime.program.groups",
 }
 
 __all__ = [
+    "EMA",
     "SGD",
+    "Adam",
     "AdamW",
     "BnfuseError",
     "GraphSignature",
+    "Group",
+    "Lion",
+    "RMSprop",
     "__version__",
     "add_batch",
     "bench",

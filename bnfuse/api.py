@@ -13,6 +13,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.progress import Bar, Progress, quiet
 from bnfuse.core.ranges import check_real, check_whole
+from bnfuse.graph.freezing import frozen
 from bnfuse.graph.io import load, save
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 
@@ -81,6 +82,7 @@ def rewrite(
     decay: float | None = None,
     sample: str | None = None,
     local_bn: int | None = None,
+    freeze: Sequence[str] = (),
     **signature: Any,
 ) -> Rewritten:
     """Run the passes of `level` on a graph. Gives it, and the report of what they did and why they did not do more.
@@ -90,10 +92,11 @@ def rewrite(
     (passes/removal/placements.py); with `keep_affine` their scale and bias stay. `decay` is the weight that a batch
     has in the running statistics. `sample` says what part of the batch each BatchNorm takes its statistics from:
     "fs:1/32" (passes/sampling/spec.py). With `local_bn` each group of so many samples is normalised on its own.
+    `freeze` has globs of parameters that are not trained.
     """
     from bnfuse import passes
 
-    graph = open_graph(source, **signature)
+    graph = frozen(open_graph(source, **signature), freeze)
     return passes.rewrite(
         graph.model,
         level=level,
@@ -199,15 +202,25 @@ def optimizer(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     no_decay: Sequence[str] = (),
+    **more: Any,
 ) -> Optimizer:
-    """Make an optimiser by its name, sgd or adamw; momentum and Nesterov are sgd's alone."""
-    from bnfuse.runtime.program.optim import SGD, AdamW
+    """Make an optimiser by its name: sgd, adamw, adam, rmsprop, rmsproptf or lion.
 
-    if name == "sgd":
-        return SGD(lr, momentum, nesterov, weight_decay, tuple(no_decay))
-    if name == "adamw":
-        return AdamW(lr, weight_decay=weight_decay, no_decay=tuple(no_decay))
-    raise BnfuseError(f"optimizer '{name}' is unknown: it is sgd or adamw")
+    `momentum` is sgd's, rmsprop's and rmsproptf's, `nesterov` sgd's alone. `more` are further fields of its class:
+    betas, epsilon, ... and what all have in common, groups, layer_decay, clip_norm, clip_value, accumulate, ema.
+    docs/updates.md
+    """
+    from bnfuse.runtime.program.optim import named_optimizer
+
+    return named_optimizer(
+        name,
+        lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        no_decay=tuple(no_decay),
+        **more,
+    )
 
 
 def compile(
@@ -221,6 +234,7 @@ def compile(
     tune: bool = False,
     precision: str | None = None,
     batches: Sequence[int] = (),
+    freeze: Sequence[str] = (),
     **signature: Any,
 ) -> Step:
     """Compile a training graph, rewritten or not, to a step. Without an optimiser parameters stay as they are.
@@ -232,13 +246,14 @@ def compile(
     compiled. `cache` is a folder for compiled kernels, True for the user's own, False for none.
     `tune` measures kernels that can be made in several ways and remembers the fastest in that folder.
     `batches` are batch sizes: a call takes the programs of its own, and all share parameters, statistics and the
-    optimiser's state. By default it is the graph's; `add_batch` compiles for more.
+    optimiser's state. By default it is the graph's; `add_batch` compiles for more. `freeze` has globs of parameters
+    that are not trained.
     """
     from bnfuse.runtime import compile_step
     from bnfuse.runtime.program.optim import require_optimizer
 
     require_optimizer(optimizer)
-    graph = open_graph(source, **signature)
+    graph = frozen(open_graph(source, **signature), freeze)
     graph.state()  # complains of values that are missing before the work, not after it
     return compile_step(
         graph,
@@ -341,6 +356,7 @@ def train(
     export: str | Path | None = None,
     weights: Any = None,
     loading: Loading | None = None,
+    freeze: Sequence[str] = (),
     skip_unreadable: bool = False,
     progress: Progress = quiet,
     **options: Any,
@@ -352,8 +368,8 @@ def train(
     tensorboard, plot, ... `export` is a file for the trained network as a standard ONNX model for inference. `weights`
     are values to begin with, a state_dict or what names one (a file .safetensors or .pt, "timm:NAME",
     "torchvision:NAME"), taken as `loading` says (`bnfuse.fromtorch.initial_state.Loading`). With `skip_unreadable`
-    files of a folder that cannot be read are left out and counted; by default the first one raises. The others are
-    those of `compile`.
+    files of a folder that cannot be read are left out and counted; by default the first one raises. `freeze` has
+    globs of parameters that are not trained. The others are those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
@@ -369,7 +385,7 @@ def train(
     if export is not None:
         require_writable(export)
     require_gpu(target, precision)
-    graph = open_graph(source, **opening)
+    graph = frozen(open_graph(source, **opening), freeze)
     if weights is not None:
         graph = weighted(graph, weights, loading, wanted, progress)
     return train_graph(

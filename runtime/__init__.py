@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bnfuse.runtime.compile import compile_step
     from bnfuse.runtime.loading import load_step
-    from bnfuse.runtime.program.optim import SGD, AdamW
+    from bnfuse.runtime.program.groups import Group
+    from bnfuse.runtime.program.optim import EMA, SGD, Adam, AdamW, Lion, RMSprop
     from bnfuse.runtime.session import Step
 
 _HOMES = {
@@ -23,11 +24,11 @@ _HOMES = {
     "compile_step": "compile",
     "load_step": "loading",
     "Step": "session",
-    "SGD": "program.optim",
-    "AdamW": "program.optim",
+    **dict.fromkeys(("EMA", "SGD", "Adam", "AdamW", "Lion", "RMSprop"), "program.optim"),
+    "Group": "program.groups",
 }
 
-__all__ = ["SGD", "AdamW", "Step", "add_batch", "compile_step", "load_step"]
+__all__ = ["EMA", "SGD", "Adam", "AdamW", "Group", "Lion", "RMSprop", "Step", "add_batch", "compile_step", "load_step"]
 
 
 def __getattr__(name: str) -> Any:

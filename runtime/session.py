@@ -19,13 +19,14 @@ from bnfuse.graph.sampling import Sampling
 from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import alone
-from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, Scalars, paired, shared_regions
+from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, paired, shared_regions
 from bnfuse.runtime.hosting import Hosted, Plans, Under
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
 from bnfuse.runtime.state import IncompatibleKeys, State
 from bnfuse.runtime.targets.target import Target
+from bnfuse.runtime.updating import Updating, require_average
 
 if TYPE_CHECKING:
     from bnfuse.runtime.backends.cuda.array import DeviceArray
@@ -43,7 +44,7 @@ RANGES: dict[str, Callable[[str, object], None]] = {  # what is set between step
 GIVEN = ("target", "optimizer", "model", "times")
 
 
-class Step(Hosted):
+class Step(Hosted, Updating):
     """A training step: `loss = step(images, labels)`. Made by `compile_step` or `load_step`.
 
     On a GPU the inputs may be arrays of the host, which are copied, or anything on that GPU that speaks DLPack or has
@@ -75,7 +76,7 @@ class Step(Hosted):
         self._sizes = Sizes(((training, evaluation), *others), target)
         self._state = State(self._sizes.first.train, optimizer, model)
         self.lr = optimizer.lr if optimizer is not None else 0.0
-        self.steps = 0
+        self.steps = self._added = 0  # updates, and backward passes since the last one
         self.times: dict[str, float] = dict.fromkeys(p.PHASES, 0.0)
         self.seed = self.epoch = 0
         self._loss_scale = self._gradients_scale = LOSS_SCALE if target.precision == "fp16" else 1.0
@@ -188,7 +189,7 @@ class Step(Hosted):
                 "the graph has no loss: call forward(...), backward(...) with the gradients of its outputs, update()"
             )
         self._take(inputs)
-        self._run(p.PHASES)
+        self._run(("forward", "backward", *self._ending))
         return self._loss()
 
     @alone
@@ -219,43 +220,48 @@ class Step(Hosted):
 
     @alone
     def update(self) -> None:
-        """Run the update phase, after `backward`: parameters, where there is an optimiser, and running statistics."""
+        """Run the update phase, after `backward`: parameters, where there is an optimiser, and running statistics.
+
+        With `accumulate` parameters change at each so many updates, by the mean of the gradients of all.
+        """
         self._follow("backward", "update needs a backward before it: it applies gradients once")
-        self._run(("update",))
+        self._run(self._ending)
 
     @alone
-    def evaluate(self, *data: Any) -> Any:
+    def evaluate(self, *data: Any, ema: bool = False) -> Any:
         """Logits by the running statistics instead of the batch's, as after training.
 
         It takes any number of samples: batches that the step is compiled for, the last one filled up. Data on a GPU
-        must be of such a batch.
+        must be of such a batch. With `ema` by the average of parameters and statistics that the optimiser keeps.
         """
         self.require_evaluation()
+        if ema:
+            require_average(self._state)
         self._arena_is_taken(self._done if self._done == "backward" else None)  # both share it
         if (size := self._sizes.by_batch.get(rows_of(data))) is not None:
-            return self._evaluated(size, data)
+            return self._evaluated(size, data, ema)
         first = self._sizes.first
         paired(self._evaluated_names(first), data)
         if not all(map(lies_on_host, data)):
-            return self._evaluated(first, data)  # it says what its batch must be
+            return self._evaluated(first, data, ema)  # it says what its batch must be
         arrays = [np.asarray(first.evaluate.to_host(array, f"data input {place}")) for place, array in enumerate(data)]
         if not arrays or not rows_of(arrays) or any(array.shape[:1] != arrays[0].shape[:1] for array in arrays):
-            return self._evaluated(first, data)  # it says what is wrong with them
+            return self._evaluated(first, data, ema)  # it says what is wrong with them
         (logits,) = first.evaluate.program.outputs.values()
         if logits.shape[:1] != (first.batch,):
             raise BnfuseError(
                 f"the logits are {list(logits.shape)}, which is no row for each sample: give a batch of "
                 f"{' or '.join(map(str, self.batches))}"
             )
-        return np.concatenate([self._evaluated(size, part)[:rows] for size, part, rows in self._sizes.cut(arrays)])
+        return np.concatenate([self._evaluated(size, part, ema)[:rows] for size, part, rows in self._sizes.cut(arrays)])
 
     def _evaluated_names(self, size: Size) -> list[str]:
         program = size.evaluate.program
         return [name for name in program.signature["data"] if name in program.inputs]
 
-    def _evaluated(self, size: Size, data: Sequence[Any]) -> Any:
+    def _evaluated(self, size: Size, data: Sequence[Any], ema: bool) -> Any:
         """Run the evaluation of one batch size."""
-        runner = size.evaluate
+        runner = self._sizes.averaged(size) if ema else size.evaluate
         runner.feed(self._evaluated_names(size), data)
         runner.run([p.WHOLE["forward"]], self._scalars(("forward",)))
         (logits,) = runner.program.outputs.values()
@@ -270,7 +276,8 @@ class Step(Hosted):
     def profile(self, *inputs: Any) -> list[LaunchTime]:
         """One step, launch by launch. It is a whole step: state changes as it does in a call."""
         self._take(inputs)
-        return self._train.profile(p.PHASES, self._scalars(p.PHASES))
+        phases: tuple[p.Phase, ...] = ("forward", "backward", *self._ending)
+        return self._train.profile(phases, self._scalars(phases))
 
     def _take(self, inputs: tuple[Any, ...]) -> None:
         """Take the inputs of a step. What the last one computed is no longer to be built upon."""
@@ -278,13 +285,13 @@ class Step(Hosted):
         self._sizes.choose(inputs)
         names = [name for name, _ in paired(self.inputs, inputs)]
         draws = self._sizes.now.draws
-        drawn = draws.changed(seed=self.seed, epoch=self.epoch, step=self.steps)
+        drawn = draws.changed(seed=self.seed, epoch=self.epoch, step=self._count)
         found = self._train.feed([*names, *drawn], [*inputs, *drawn.values()])
         draws.sent()
         self._check_labels(found)
 
     def _run(self, phases: tuple[p.Phase, ...]) -> None:
-        parts = [p.WHOLE[phase] for phase in phases]
+        parts = [self._train.program.whole(phase) for phase in phases]
         for phase, seconds in self._train.run(parts, self._scalars(phases)).items():
             self.times[phase] = seconds
 
@@ -318,18 +325,6 @@ class Step(Hosted):
 
     def _did(self, phase: p.Phase) -> None:
         self._done, self._done_by = phase, threading.get_ident()
-
-    def _scalars(self, phases: tuple[p.Phase, ...]) -> dict[p.Phase, Scalars]:
-        """Give what launches of the phases take. The update that begins is counted."""
-        found: dict[p.Phase, Scalars] = {}
-        for phase in phases:
-            self.steps += phase == "update"
-            self._state.updates += phase == "update"
-            if phase == "backward":
-                self._gradients_scale = self._loss_scale
-                self._write_seed()
-            found[phase] = {"lr": self.lr, "step": self.steps, "seed": self.seed, "loss_scale": self._loss_scale}
-        return found
 
     def _write_seed(self) -> None:
         """Let gradients begin with the loss scale, from when it is another one on."""
@@ -452,13 +447,17 @@ class Step(Hosted):
     # -- state -------------------------------------------------------------------------------------------------
 
     @alone
-    def state_dict(self, *, torch: bool = False) -> dict[str, Any]:
-        """Parameters and running statistics: copies, numpy's in the layout and by the names of the file.
+    def state_dict(self, *, torch: bool = False, ema: bool = False) -> dict[str, Any]:
+        """Parameters and running statistics, with `ema` their averages: copies, numpy's in the layout and by the names
+        of the file.
 
         With `torch` they are tensors by the names of the module that the graph was made of, with the counts of batches
         of its BatchNorms: what the module's `load_state_dict` takes.
         """
-        return self._state.of_module() if torch else self._state.read()
+        if ema:
+            require_average(self._state)
+        own = self._state.read_average() if ema else self._state.read()
+        return self._state.of_module(own) if torch else own
 
     @alone
     def load_state_dict(
@@ -466,13 +465,15 @@ class Step(Hosted):
     ) -> IncompatibleKeys:
         """Replace parameters and running statistics by arrays or torch tensors, of any device, under the names of the
         file or of the module behind it. The optimiser's moments and count of steps stay; `reset_optimizer` lets it
-        begin anew.
+        begin anew. An average begins anew, at these values, and gradients that were added up are gone.
 
         Gives what is missing and what is unexpected, as torch does. Raises BnfuseError, and leaves all as it was, where
         a shape differs, and where `strict` and there is either. With `skip_head` the last layer of a state for another
         number of classes is left out. docs/training-file.md
         """
-        return self._state.restore(state, strict, skip_head)
+        found = self._state.restore(state, strict, skip_head)
+        self._added = 0
+        return found
 
     @alone
     def not_finite(self) -> str | None:
@@ -482,18 +483,19 @@ class Step(Hosted):
     @alone
     def save(self, path: str | pathlib.Path, metadata: Mapping[str, str] | None = None) -> None:
         """Write state and the optimiser's state as safetensors, `metadata` with it; the file is replaced as a whole."""
-        self._state.save(pathlib.Path(path), self.steps, metadata or {})
+        self._state.save(pathlib.Path(path), self.steps, self._added, metadata or {})
 
     @alone
     def load(self, path: str | pathlib.Path) -> None:
         """Read what `save` wrote. The optimiser starts anew where the file has no state, or that of another one."""
-        self.steps = self._state.load(path)
+        self.steps, self._added = self._state.load(path)
 
     @alone
     def reset_optimizer(self) -> None:
-        """Set the optimiser back to before the first step."""
-        self.steps = 0
+        """Set the optimiser back to before the first step. An average begins anew, at the values as they are."""
+        self.steps = self._added = 0
         self._state.clear_moments()
+        self._state.begin_average()
 
     @alone
     def export(self, path: str | pathlib.Path) -> None:

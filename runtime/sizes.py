@@ -19,6 +19,7 @@ from bnfuse.runtime.backends.backend import backend_of
 from bnfuse.runtime.backends.draws import Draws
 from bnfuse.runtime.backends.execution import STATE, Compiled, Runner
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.state import averaged
 from bnfuse.runtime.targets.target import Target
 
 Pair = tuple[Compiled, Compiled]  # the programs of training and of evaluation with their code
@@ -50,6 +51,7 @@ class Sizes:
 
     def __init__(self, compiled: Sequence[Pair], target: Target) -> None:
         self.target = target
+        self._averaged: dict[int, Runner] = {}  # by batch, made when they are first asked for
         self.first = self.now = self._loaded(compiled[0], None)
         self.by_batch = {self.first.batch: self.first}
         for pair in compiled[1:]:
@@ -59,6 +61,14 @@ class Sizes:
         backend = backend_of(self.target)
         train: Runner = backend.runner(pair[0], self.target, beside)
         return Size(pair, train, backend.runner(pair[1], self.target, train), Draws(pair[0].program))
+
+    def averaged(self, size: Size) -> Runner:
+        """Give the evaluation of a batch size by the averages of parameters and running statistics."""
+        if size.batch not in self._averaged:
+            compiled = size.compiled[1]
+            there = Compiled(averaged(compiled.program), compiled.codes)
+            self._averaged[size.batch] = backend_of(self.target).runner(there, self.target, size.train)
+        return self._averaged[size.batch]
 
     def add(self, pair: Pair) -> None:
         """Load the programs of another batch size. Raises BnfuseError where they are of another network."""

@@ -1,4 +1,4 @@
-"""What a step keeps from call to call: parameters, running statistics and the optimiser's moments.
+"""What a step keeps from call to call: parameters, running statistics, the optimiser's moments and averages.
 
 It is exchanged in the layout and by the names of the ONNX file, or by those of the torch module behind it
 (bnfuse/graph/module_state.py), whose counts of batches are kept here as well.
@@ -6,11 +6,12 @@ It is exchanged in the layout and by the names of the ONNX file, or by those of 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,10 @@ from bnfuse.runtime.program.optim import Optimizer
 
 MOMENT_PREFIX = "optimizer."
 STEP_KEY = "optimizer.step"
+ADDED_KEY = "optimizer.added"  # backward passes since the last update
+AVERAGE_PREFIX = f"{MOMENT_PREFIX}average."
+ACCUMULATED_PREFIX = f"{MOMENT_PREFIX}accumulated."
+Places = dict[str, tuple[p.Storage, tuple[int, ...]]]  # by name: where a tensor lies, and its shape in the file
 
 
 class IncompatibleKeys(NamedTuple):
@@ -46,6 +51,11 @@ class State:
         self._runner, self._program, self._model = runner, runner.program, model
         self.tensors = {**self._program.parameters, **self._program.running}
         self._moments = moments_of(self._program, optimizer)
+        self._begin = dict(optimizer.moments) if optimizer is not None else {}
+        self._accumulated = mirrored(self._program, {p.PARAMETERS: p.ACCUMULATED}, self._program.signature["trainable"])
+        self._averages = mirrored(self._program, {p.PARAMETERS: p.AVERAGE, p.RUNNING: p.AVERAGE_RUNNING}, self.tensors)
+        if any(self._begin.values()):
+            self.clear_moments()
         self.updates = 0  # how often running statistics moved
         self._counted: dict[str, int] = {}  # num_batches_tracked -> what it was before these updates
 
@@ -59,14 +69,26 @@ class State:
     def _file(self) -> onnx.ModelProto:
         return onnx.ModelProto.FromString(self._model) if self._model else onnx.ModelProto()
 
+    @property
+    def has_average(self) -> bool:
+        """Whether there is an average of parameters and running statistics."""
+        return bool(self._averages)
+
     def read(self) -> dict[str, np.ndarray]:
         """Parameters and running statistics: copies."""
         return {name: self._runner.memory.read(tensor) for name, tensor in self.tensors.items()}
 
-    def of_module(self) -> dict[str, Any]:
+    def read_average(self) -> dict[str, np.ndarray]:
+        """Read the averages of parameters and running statistics, by the names of these: copies."""
+        return self._load(self._averages)
+
+    def _load(self, places: Places) -> dict[str, np.ndarray]:
+        return {name: self._runner.memory.load(s).reshape(shape) for name, (s, shape) in places.items()}
+
+    def of_module(self, own: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Parameters and buffers as torch tensors by the names of the module that the graph was made of: what its
-        `load_state_dict` takes. Tensors that no result depends on are not in it."""
-        own, module = self.read(), self.module
+        `load_state_dict` takes. Tensors that no result depends on are not in it. `own` has those of the graph."""
+        module = self.module
         names = module.names if module.is_known else {name: name for name in own}
         found = {name: own[graph_name] for name, graph_name in names.items() if graph_name in own}
         if module.constants:
@@ -120,57 +142,72 @@ class State:
     def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             self._runner.memory.write(self.tensors[name], array)
+        self.begin_average()
+
+    def begin_average(self) -> None:
+        """Let the averages begin at the values as they are."""
+        for name, (storage, _) in self._averages.items():
+            self._runner.memory.store(storage, self._runner.memory.read(self.tensors[name]))
 
     def clear_moments(self) -> None:
         """Set the optimiser's moments back to before the first step."""
-        for storage, shape in self._moments.values():
-            self._runner.memory.store(storage, np.zeros(shape, storage.dtype))
+        for name, (storage, shape) in self._moments.items():
+            moment = name.removeprefix(MOMENT_PREFIX).partition(".")[0]
+            self._runner.memory.store(storage, np.full(shape, self._begin[moment], storage.dtype))
 
     def not_finite(self) -> str | None:
-        """Name the first trained parameter, running statistic or moment of the optimiser that is not finite."""
+        """Name the first trained parameter, running statistic, moment or average that is not finite."""
         memory = self._runner.memory
         trained: list[str] = self._program.signature["trainable"]
         for name in (*trained, *self._program.running):
             if not np.isfinite(memory.read(self.tensors[name])).all():
                 return name
-        for name, (storage, _) in self._moments.items():
+        averages = {f"the average of {name}": place for name, place in self._averages.items()}
+        for name, (storage, _) in (*self._moments.items(), *averages.items()):
             if not np.isfinite(memory.load(storage)).all():
                 return name
         return None
 
-    def save(self, path: pathlib.Path, steps: int, metadata: Mapping[str, str]) -> None:
-        """Write all as safetensors, with the optimiser's count of steps; the file is replaced as a whole."""
-        moments = {name: self._runner.memory.load(s).reshape(shape) for name, (s, shape) in self._moments.items()}
-        tensors = {**self.read(), **moments}
+    def save(self, path: pathlib.Path, steps: int, added: int, metadata: Mapping[str, str]) -> None:
+        """Write all as safetensors, with the optimiser's count of steps and how many backward passes are `added` up
+        since the last one; the file is replaced as a whole."""
+        tensors = {**self.read(), **self._load(self._moments)}
+        tensors |= {f"{AVERAGE_PREFIX}{name}": value for name, value in self.read_average().items()}
         about = {**metadata, "format": "bnfuse", STEP_KEY: str(steps)}
         if counts := self.counts:
             about[COUNT] = json.dumps(counts)
+        if added:
+            tensors |= {f"{ACCUMULATED_PREFIX}{name}": v for name, v in self._load(self._accumulated).items()}
+            about[ADDED_KEY] = str(added)
         data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, about)
         write_atomically(path, data, durable=True)
 
-    def load(self, path: str | os.PathLike[str]) -> int:
-        """Read what `save` wrote, and give the count of steps: 0 where the file has no moments, or those of another
-        optimiser, which begins anew then."""
+    def load(self, path: str | os.PathLike[str]) -> tuple[int, int]:
+        """Read what `save` wrote, and give the count of steps and of backward passes since: 0 where the file has no
+        moments, or those of another optimiser, which begins anew then. An average that it has not begins anew too."""
         tensors, metadata = read_safetensors(path)
-        steps = metadata.get(STEP_KEY, "0")
-        if not (steps.isascii() and steps.isdigit() and len(steps) < 16):
-            raise BnfuseError(
-                f"{path}: its count of steps is '{steps[:20]}': it must be a number of less than 16 digits"
-            )
-        moments = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENT_PREFIX)}
+        steps, added = (counted(path, metadata.get(key, "0")) for key in (STEP_KEY, ADDED_KEY))
+        kept = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENT_PREFIX)}
+        averages, sums = (taken(kept, prefix) for prefix in (AVERAGE_PREFIX, ACCUMULATED_PREFIX))
         try:
             counts = counts_of(metadata)
             self.restore(tensors)
         except BnfuseError as error:
             raise BnfuseError(f"{path}: {error}") from None
         self.set_counts(counts)
-        own = self._moments
-        if own.keys() != moments.keys() or any(shape != moments[name].shape for name, (_, shape) in own.items()):
+        self._store(self._averages, averages)
+        if not self._store(self._moments, kept):
             self.clear_moments()
-            return 0
-        for name, (storage, _) in own.items():
-            self._runner.memory.store(storage, moments[name])
-        return int(steps)
+            return 0, 0
+        return steps, added if self._store(self._accumulated, sums) else 0
+
+    def _store(self, places: Places, values: Mapping[str, np.ndarray]) -> bool:
+        """Write the values where they belong, if all are there with their shapes and none besides."""
+        if places.keys() != values.keys() or any(shape != values[name].shape for name, (_, shape) in places.items()):
+            return False
+        for name, (storage, _) in places.items():
+            self._runner.memory.store(storage, values[name])
+        return True
 
 
 def counts_of(metadata: Mapping[str, str]) -> dict[str, int]:
@@ -182,7 +219,19 @@ def counts_of(metadata: Mapping[str, str]) -> dict[str, int]:
         raise BnfuseError(f"its {COUNT} is no list of counts") from None
 
 
-def moments_of(program: p.Program, optimizer: Optimizer | None) -> dict[str, tuple[p.Storage, tuple[int, ...]]]:
+def counted(path: str | os.PathLike[str], text: str) -> int:
+    """Read a count of steps. Raises BnfuseError where the text is none."""
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise BnfuseError(f"{path}: its count of steps is '{text[:20]}': it must be a number of less than 16 digits")
+    return int(text)
+
+
+def taken(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Take out the tensors whose names begin so, by what follows."""
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+
+
+def moments_of(program: p.Program, optimizer: Optimizer | None) -> Places:
     """Cut the optimiser's buffers up by parameter: where each part lies, and its shape in the file."""
     if optimizer is None or not optimizer.moments or p.OPTIMIZER not in program.regions:
         return {}
@@ -195,3 +244,22 @@ def moments_of(program: p.Program, optimizer: Optimizer | None) -> dict[str, tup
             place = p.Storage(p.OPTIMIZER, index * size + held.offset, held.elements, held.dtype)
             found[f"{MOMENT_PREFIX}{moment}.{name}"] = (place, tensor.shape)
     return found
+
+
+def mirrored(program: p.Program, regions: Mapping[str, str], names: Iterable[str]) -> Places:
+    """Say where these tensors' counterparts lie in other regions, by the region; none where the program lacks them."""
+    found = {}
+    for name in names:
+        tensor = program.parameters.get(name) or program.running[name]
+        held = program.storages[tensor.storage]
+        if (region := regions.get(held.region)) in program.regions:
+            found[name] = (dataclasses.replace(held, region=str(region)), tensor.shape)
+    return found
+
+
+def averaged(program: p.Program) -> p.Program:
+    """Give an evaluation by the averages: the same program, over their regions."""
+    instead = {p.PARAMETERS: p.AVERAGE, p.RUNNING: p.AVERAGE_RUNNING}
+    storages = [dataclasses.replace(s, region=instead.get(s.region, s.region)) for s in program.storages]
+    regions = {instead.get(name, name): size for name, size in program.regions.items()}
+    return dataclasses.replace(program, storages=storages, regions=regions)

@@ -16,7 +16,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import Section
 from bnfuse.measuring import idle
 from bnfuse.measuring.limits import Limits
-from bnfuse.runtime.program.program import PHASES
+from bnfuse.runtime.program.program import ALL_PHASES
 
 SHOWN, ROWS = 0.97, 40  # share of the kernels' time, rows: what is beyond either is summed up in the table
 
@@ -67,7 +67,9 @@ class Profile:
     def phases(self) -> list[Row]:
         """A row for each phase."""
         groups = grouped(self.rows, lambda row: row.phase)
-        return [merged(groups[phase], phase=phase, kind="all", op="", shape="") for phase in PHASES if phase in groups]
+        return [
+            merged(groups[phase], phase=phase, kind="all", op="", shape="") for phase in ALL_PHASES if phase in groups
+        ]
 
     @property
     def kinds(self) -> list[Row]:

@@ -58,6 +58,7 @@ def build(
     freeze: Sequence[str] = (),
     train_bn: bool = False,
     frozen_bn: bool = False,
+    freeze_bn: Sequence[str] = (),
     running_variance: str | None = None,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
@@ -79,6 +80,7 @@ def build(
               the network (affine=False, buffers) train only where a glob other than * matches them
     train_bn  BatchNormalization exported for inference becomes training BN
     frozen_bn takes a file whose BatchNormalizations are all frozen: they normalise by their running statistics
+    freeze_bn globs of BatchNormalizations to freeze so, by the names of their modules, parameters or nodes
     running_variance  by which variance of the batch the running one is moved: "onnx", as ONNX defines it, the biased
               one, by default; "torch", as torch moves it, the unbiased one, by default of a torch module
     init      globs of the parameters and statistics to draw anew; all others keep the values that the file has
@@ -107,6 +109,7 @@ def build(
         forward,
         train_bn=given.train_bn,
         frozen_bn=given.frozen_bn,
+        freeze_bn=freeze_bn,
         terms=ending.terms,
         outputs=ending.outputs,
         seed=seed,
@@ -150,6 +153,7 @@ def build_training_graph(
     freeze: Sequence[str] = (),
     train_bn: bool = False,
     frozen_bn: bool = False,
+    freeze_bn: Sequence[str] = (),
     running_variance: str | None = None,
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
@@ -168,6 +172,7 @@ def build_training_graph(
         freeze=freeze,
         train_bn=train_bn,
         frozen_bn=frozen_bn,
+        freeze_bn=freeze_bn,
         running_variance=running_variance,
         init=init,
         allow_folded_bn=allow_folded_bn,

@@ -3,11 +3,15 @@
 training_mode=0, --train-bn      a training BN with new running statistics; it stays frozen where torch's exporter says
                                  that it was in evaluation mode while others were not (a frozen backbone)
 training_mode=0 beside others    stays frozen: y = a*x + b (decompose/batch_norm.py)
+--freeze-bn GLOB                 frozen, though the file has it in training mode
 called twice (Siamese)           the second call updates what the first one gives
 statistics computed from the batch (track_running_stats=False)    constants whose update nobody reads
 """
 
 from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -48,12 +52,16 @@ def is_training(node: onnx.NodeProto) -> bool:
     return bool(attributes(node).get("training_mode"))
 
 
-def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, frozen_bn: bool) -> None:
-    """Turn BNs whose results are in `trained`, or on request all, into training BNs with new running statistics.
+def train_batch_norms(
+    forward: Forward, trained: set[str], *, train_bn: bool, frozen_bn: bool, freeze_bn: Sequence[str] = ()
+) -> None:
+    """Turn BNs whose results are in `trained`, or on request all, into training BNs with new running statistics; those
+    that the globs `freeze_bn` match into frozen ones.
 
     Raises where a file has none that trains, and nothing says what is meant by it.
     """
-    norms = batch_norms(forward)
+    chosen = freeze_batch_norms(forward, freeze_bn)
+    norms = [node for node in batch_norms(forward) if node.name not in chosen]
     changed = 0
     evaluated = in_evaluation_mode(norms)
     training = [n for n in norms if n.output[0] in trained or (train_bn and n.name not in evaluated)]
@@ -66,7 +74,9 @@ def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, fr
         why = "--train-bn" if train_bn else "the file's opset has no training_mode that would freeze them"
         forward.note(f"{changed} BatchNormalization nodes made to train ({why})")
     remedy = "Export the module with them in training mode to train them" if train_bn else "--train-bn trains them"
-    _tell_frozen(forward, [node for node in norms if not is_training(node)], frozen_bn or bool(training), remedy)
+    _tell_frozen(
+        forward, [node for node in norms if not is_training(node)], frozen_bn or bool(training or chosen), remedy
+    )
     from_data = forward.from_data()
     training = [node for node in training if node.input[0] in from_data]
     for momentum, what in ((1.0, "never move"), (0.0, "are those of the last batch alone")):
@@ -76,6 +86,47 @@ def train_batch_norms(forward: Forward, trained: set[str], *, train_bn: bool, fr
                 f"the running statistics of {some(odd)} {what}: momentum={momentum:g} in the file, which is what torch "
                 "writes for momentum=None. `rewrite --decay A` sets another"
             )
+
+
+def freeze_batch_norms(forward: Forward, globs: Sequence[str]) -> set[str]:
+    """Freeze the BatchNormalizations that the globs match: they normalise by their running statistics, which stay.
+
+    A glob is of the node's name, of a parameter's, or of the module's, which is a parameter's without its last part.
+    Gives the names of the nodes. Raises for a glob that matches none, and where there are no running statistics.
+    """
+    norms, known = batch_norms(forward), forward.initializers()
+    for glob in globs:
+        if not any(is_named_like(node, glob) for node in norms):
+            modules = [module_of(node.input[1]) for node in norms if len(node.input) > 1]
+            there = f"there are {some(modules)}" if modules else "there is none"
+            raise forward.error(f"--freeze-bn '{glob}' matches no BatchNormalization ({there})")
+    chosen = [node for node in norms if any(is_named_like(node, glob) for glob in globs)]
+    for node in chosen:
+        if len(node.input) < 5 or any(name not in known for name in node.input[3:5]):
+            raise forward.error_at(node, "has no running statistics of its own: --freeze-bn needs them")
+        instead = dict(zip(node.output[1:3], node.input[3:5], strict=False))
+        for reader in forward.graph.node:
+            for index, name in enumerate(reader.input):
+                reader.input[index] = instead.get(name, name) if name else name
+        set_attribute(node, "training_mode", 0)
+        del node.output[1:]
+    if chosen:
+        forward.note(
+            f"{len(chosen)} BatchNormalization nodes are frozen by --freeze-bn ({some([n.name for n in chosen])}): "
+            "they normalise by their running statistics, which no step changes"
+        )
+    return {node.name for node in chosen}
+
+
+def is_named_like(node: onnx.NodeProto, glob: str) -> bool:
+    """Tell whether a glob matches a BatchNormalization, one of its operands, or its module."""
+    names = [node.name, *node.input[1:5]]
+    return any(fnmatch.fnmatchcase(name, glob) for name in (*names, *map(module_of, names[1:])))
+
+
+def module_of(name: str) -> str:
+    """Give the name of a parameter without its last part: layer1.0.bn1.weight is of layer1.0.bn1."""
+    return name.rpartition("." if "." in name else "/")[0] or name
 
 
 def in_evaluation_mode(norms: list[onnx.NodeProto]) -> set[str]:

@@ -72,6 +72,7 @@ def repair(
     init: Sequence[str] = (),
     allow_folded_bn: bool = False,
     frozen_bn: bool = False,
+    freeze_bn: Sequence[str] = (),
     own_loss: str | None = None,
     labels: Sequence[str] = (),
     file: LossFile | None = None,
@@ -100,7 +101,7 @@ def repair(
     check_operators(forward, labels)
     convert_opset(forward)
     write_soft_labels(forward)
-    train_batch_norms(forward, trained, train_bn=train_bn, frozen_bn=frozen_bn)
+    train_batch_norms(forward, trained, train_bn=train_bn, frozen_bn=frozen_bn, freeze_bn=freeze_bn)
     chain_running_statistics(forward)
     constants |= fold_constants(forward)  # what the converter added
     constants = settle_shapes(forward, constants)

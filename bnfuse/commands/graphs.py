@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bnfuse.commands import options
+from bnfuse.commands import options, updates
 from bnfuse.commands.output import Progress, require_text_writable, show, show_json, to_json, write_text
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import require_apart
@@ -153,6 +153,14 @@ def build(
     frozen_bn: Annotated[
         bool, typer.Option("--frozen-bn", help="Keep BatchNorms that were exported for inference frozen.")
     ] = False,
+    freeze_bn: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="BatchNorms to freeze, by module: they normalise by their running statistics, which stay.",
+            show_default=False,
+        ),
+    ] = None,
     running_variance: Annotated[
         options.RunningVariance | None,
         typer.Option(
@@ -206,6 +214,7 @@ def build(
         freeze=freeze or [],
         train_bn=train_bn,
         frozen_bn=frozen_bn,
+        freeze_bn=freeze_bn or (),
         running_variance=running_variance.value if running_variance else None,
         init=init or [],
         allow_folded_bn=allow_folded_bn,
@@ -312,6 +321,7 @@ def rewrite(
         int | None,
         typer.Option(metavar="N", min=1, help="Normalise each group of N samples on its own.", show_default=False),
     ] = None,
+    freeze: updates.Freeze = None,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -351,6 +361,7 @@ def rewrite(
         decay=decay,
         sample=sample,
         local_bn=local_bn,
+        freeze=freeze or (),
         **signature,
     )
     api.save(rewritten.model, output)

@@ -119,11 +119,15 @@ class OptimizerName(str, enum.Enum):
 
     sgd = "sgd"
     adamw = "adamw"
+    adam = "adam"
+    rmsprop = "rmsprop"
+    rmsproptf = "rmsproptf"
+    lion = "lion"
 
 
 OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="The optimiser in the step.")]
 LearningRate = Annotated[float, typer.Option(min=0, help="Learning rate.")]
-Momentum = Annotated[float, typer.Option(min=0, help="Momentum (sgd).")]
+Momentum = Annotated[float, typer.Option(min=0, help="Momentum (sgd, rmsprop, rmsproptf).")]
 Nesterov = Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum (sgd).")]
 WeightDecay = Annotated[float, typer.Option(min=0, help="Weight decay, of all parameters.")]
 NoDecay = Annotated[

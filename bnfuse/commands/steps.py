@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands import options
+from bnfuse.commands import options, updates
 from bnfuse.commands.output import Progress, show, show_json
 from bnfuse.core.files import require_apart, require_writable
 from bnfuse.core.text import Section, number, scaled
@@ -26,6 +26,16 @@ def compile(
     nesterov: options.Nesterov = False,
     weight_decay: options.WeightDecay = 0.0,
     no_decay: options.NoDecay = None,
+    freeze: updates.Freeze = None,
+    opt: updates.Opt = None,
+    lr_of: updates.LrOf = None,
+    decay_of: updates.DecayOf = None,
+    layer_decay: updates.LayerDecay = 1.0,
+    clip_norm: updates.ClipNorm = None,
+    clip_value: updates.ClipValue = None,
+    accumulate: updates.Accumulate = 1,
+    ema: updates.Ema = None,
+    ema_warm_up: updates.EmaWarmUp = False,
     threads: options.Threads = None,
     tune: options.Tune = False,
     checkpoint: options.Checkpoint = None,
@@ -44,6 +54,7 @@ def compile(
     """
     from bnfuse import api
 
+    recipe = updates.recipe(opt, lr_of, decay_of, layer_decay, clip_norm, clip_value, accumulate, ema, ema_warm_up)
     require_apart(model, output)
     require_writable(output)
     progress = Progress()
@@ -51,7 +62,8 @@ def compile(
         model,
         target=target,
         precision=precision,
-        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
+        freeze=freeze or (),
+        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or (), **recipe),
         threads=threads,
         progress=progress.bar,
         tune=tune,
@@ -74,6 +86,7 @@ def describe_step(step: Any, output: Path) -> Section:
             *((f"launches, {phase}", number(launches)) for phase, launches in report.launches.items()),
             ("working memory", scaled(report.arena_bytes, "B")),
             ("parameters", scaled(report.parameter_bytes, "B")),
+            *((what, scaled(size, "B")) for what, size in step.kept_bytes.items()),
             ("memory and code, in all", scaled(step.device_bytes, "B")),
             ("target", str(step.target)),
         ],

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnfuse.commands import options, recipes
+from bnfuse.commands import options, recipes, updates
 from bnfuse.commands.config import Config, asked_for, written
 from bnfuse.commands.output import Progress, show, show_json
 
@@ -26,6 +26,16 @@ def train(
     nesterov: options.Nesterov = False,
     weight_decay: options.WeightDecay = 0.0,
     no_decay: options.NoDecay = None,
+    freeze: updates.Freeze = None,
+    opt: updates.Opt = None,
+    lr_of: updates.LrOf = None,
+    decay_of: updates.DecayOf = None,
+    layer_decay: updates.LayerDecay = 1.0,
+    clip_norm: updates.ClipNorm = None,
+    clip_value: updates.ClipValue = None,
+    accumulate: updates.Accumulate = 1,
+    ema: updates.Ema = None,
+    ema_warm_up: updates.EmaWarmUp = False,
     schedule: recipes.Schedule = "cosine",
     warm_up: recipes.WarmUp = 0.0,
     warm_up_lr: recipes.WarmUpRate = None,
@@ -103,17 +113,20 @@ def train(
     bnfuse train fused.onnx --config recipe.toml --epochs 30
     bnfuse train fused.onnx --data digits --last-batch train
     bnfuse train fused.onnx --data photos/ --weights timm:resnet50.a1_in1k --skip-head --lr 0.01
+    bnfuse train fused.onnx --data photos/ --accumulate 8 --clip-norm 1 --ema 0.9998 --lr-of 'head.*=10'
     bnfuse train fused.onnx --data digits --metrics run.jsonl --log-every 10 --plot run.png --export model.onnx
     """
     from bnfuse import api
 
+    recipe = updates.recipe(opt, lr_of, decay_of, layer_decay, clip_norm, clip_value, accumulate, ema, ema_warm_up)
     history: Any = api.train(
         model,
         data,
         epochs=epochs,
         target=target,
         precision=precision,
-        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or ()),
+        freeze=freeze or (),
+        optimizer=api.optimizer(optimizer.value, lr, momentum, nesterov, weight_decay, no_decay or (), **recipe),
         schedule=schedule,
         warm_up=warm_up,
         warm_up_lr=warm_up_lr,

@@ -27,8 +27,20 @@ KINDS: dict[str, Kind] = {
     p.CONSTANTS: "vector",
     p.INPUTS: "data",
     p.OPTIMIZER: "weight",
+    p.ACCUMULATED: "weight_gradient",
+    p.AVERAGE: "weight",
+    p.AVERAGE_RUNNING: "vector",
 }
-KEPT = (p.PARAMETERS, p.OPTIMIZER, p.GRADIENTS, p.NEW_RUNNING, p.OUTPUTS)
+KEPT = (
+    p.PARAMETERS,
+    p.OPTIMIZER,
+    p.GRADIENTS,
+    p.NEW_RUNNING,
+    p.OUTPUTS,
+    p.ACCUMULATED,
+    p.AVERAGE,
+    p.AVERAGE_RUNNING,
+)
 WORK_TYPES = {
     "Gemm": "Dense",
     "loss": "Loss",
@@ -44,7 +56,7 @@ def launch_workload(program: p.Program, name: str) -> Workload:
     Coefficients have the bytes of the first launch of their kernel, whatever their length: they are few.
     """
     data = program.inputs[program.signature["data"][0]]
-    launches = [launch for phase in p.PHASES for launch in program.phase(phase)]
+    launches = [launch for phase in p.ALL_PHASES for launch in program.phase(phase)]
     shared = shared_storages(program, launches)
     numbers: dict[int, int] = {}
     for launch in launches:
@@ -81,7 +93,8 @@ def _layer(program: p.Program, launch: p.Launch, numbers: dict[int, int], shared
         if size and buffer.access != "in":
             writes.append(access)
     kind = type_of(work.kind, work.op)
-    return Layer(launch.node, kind, launch.phase, work.flops, tuple(reads), tuple(writes), launch.node)
+    phase = "update" if launch.phase == "accumulate" else launch.phase
+    return Layer(launch.node, kind, phase, work.flops, tuple(reads), tuple(writes), launch.node)
 
 
 def touched_bytes(program: p.Program, launch: p.Launch, work: p.Work, shared: set[int]) -> list[int]:

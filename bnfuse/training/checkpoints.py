@@ -173,7 +173,7 @@ def restore(step: Step, path: Path, settings: dict[str, Any], machine: str, step
         where = f"behind step {saved.position.step} of an epoch of {steps}"
         raise BnfuseError(f"{path}: its {KEY} metadata is damaged (it stands {where}): start anew in another folder")
     load_finite(step, path)
-    if step.steps == 0 and (saved.position.epoch or saved.position.step):
+    if step.steps == step.pending == 0 and (saved.position.epoch or saved.position.step):
         raise BnfuseError(f"{path}: lacks the optimiser's state, which a run needs to go on: start anew from the file")
     if step.target.precision == "fp16":
         step.loss_scale = saved.loss_scale

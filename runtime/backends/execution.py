@@ -15,7 +15,7 @@ from bnfuse.runtime.program import program as p
 if TYPE_CHECKING:
     from bnfuse.runtime.backends.cuda.array import DeviceArray
 
-STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)
+STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER, p.ACCUMULATED, p.AVERAGE, p.AVERAGE_RUNNING)
 SHARED = (*STATE, p.GRADIENTS, p.NEW_RUNNING, p.ARENA)
 Scalars = Mapping[str, float]  # arguments that are known when the step runs, by name
 

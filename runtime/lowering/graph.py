@@ -342,6 +342,7 @@ def assemble(low: Lowering, sampling: Sampling) -> Lowered:
         initial=low.initial,
         works=[work_of(low.made[request]) for request in low.requests],
         finite=low.finite,
+        norm=low.norm,
         seed=low.seed,
         sampling=sampling.to_json(),
     )
@@ -361,7 +362,10 @@ def _report(low: Lowering, intervals: list[plan.Interval], arena: int) -> p.Repo
         feature_map_bytes=sum(i.bytes for i in maps),
         stashed_bytes=sum(i.bytes for i in maps if i.first < forward <= i.last),
         parameter_bytes=low.regions.get(p.PARAMETERS, 0),
-        launches={phase: sum(launch.phase == phase for launch in low.launches) for phase in p.PHASES},
+        launches={
+            phase: sum(launch.phase == phase for launch in low.launches)
+            for phase in (p.ALL_PHASES if p.ACCUMULATED in low.regions else p.PHASES)
+        },
         copies=low.copies,
         kernels=len(low.kernels),
     )

@@ -20,7 +20,7 @@ MOST = 8  # launches in a group: each combination of operators is a kernel of it
 def group_coefficients(low: Lowering) -> None:
     """Group the launches of a lowering, and forget the kernels that none is left of."""
     launches: list[p.Launch] = []
-    for phase in p.PHASES:
+    for phase in p.ALL_PHASES:
         launches += _grouped(low, [launch for launch in low.launches if launch.phase == phase])
     used = sorted({launch.kernel for launch in launches})
     low.launches = [p.Launch(x.phase, used.index(x.kernel), x.node, x.arguments) for x in launches]

@@ -13,7 +13,6 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.lowering.values import Form
-from bnfuse.runtime.program import program as p
 
 
 def enter_seed(low: Lowering) -> None:
@@ -39,8 +38,3 @@ def is_one(value: ir.Value) -> bool:
     """Tell whether an initializer is the single number 1, of float32."""
     tensor = value.const_value
     return tensor is not None and tensor.dtype == ir.DataType.FLOAT and tensor.size == 1 and tensor.numpy().item() == 1
-
-
-def loss_scale(low: Lowering) -> list[p.Argument]:
-    """Give the factor of all gradients, for the launch that takes it out of them."""
-    return [p.Scalar("loss_scale")] if low.target.precision == "fp16" else []

@@ -74,6 +74,7 @@ class Lowering:
     places: dict[str, list[Box | Points]] = field(default_factory=dict)  # of samples, by input: as far as maps allow
     seed: int | None = None  # storage: what all gradients begin with, where it is not 1 (fp16)
     finite: int | None = None  # storage: whether all gradients were, and so the update was made
+    norm: int | None = None  # storage: the norm of all gradients
 
     # -- memory ------------------------------------------------------------------------------------------------
 

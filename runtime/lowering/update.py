@@ -1,55 +1,151 @@
-"""The update phase: one launch over the flat buffers of all trainable parameters, their gradients and moments."""
+"""The update phase: one launch over the flat buffers of all trainable parameters, their gradients and moments.
+
+accumulate    gradients -> accumulated                     where an update is of several backward passes
+update        accumulated or gradients -> norm, clip       where they are clipped by their norm
+              parameters, moments, average                 the optimiser
+              running statistics -> their average          where there is one
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.core.text import some
 from bnfuse.runtime.kernels import registry
-from bnfuse.runtime.kernels.common.optim import BLOCK
-from bnfuse.runtime.lowering.scaling import loss_scale
+from bnfuse.runtime.kernels.common.optim import BLOCK, PLAIN, Options
+from bnfuse.runtime.kernels.registry import Kind
 from bnfuse.runtime.lowering.state import Lowering, Ref
 from bnfuse.runtime.program import program as p
-from bnfuse.runtime.program.optim import SGD, Optimizer, decays, unused_globs
+from bnfuse.runtime.program.groups import check_globs, decay_of, rates_of
+from bnfuse.runtime.program.optim import SGD, Adam, AdamW, Lion, Optimizer, RMSprop
+
+FLOAT = np.dtype(np.float32).itemsize
 
 
 def update_phase(low: Lowering, optimizer: Optimizer) -> None:
-    """Add the optimiser's launch and its moments. Every trainable parameter must have a gradient."""
+    """Add the optimiser's launches, its moments, and what else its recipe asks for. Every trainable parameter must have
+    a gradient."""
     names = low.signature.trainable
     outputs = {value.name for value in low.graph.outputs}
     missing = [name for name in names if low.signature.gradients.get(name) not in outputs]
     if missing or not names:
         what = f"parameter '{missing[0]}' has no gradient among the outputs" if missing else "nothing is trainable"
         raise BnfuseError(f"{what}: build the training graph anew, or compile it without an optimizer")
-    if unused := unused_globs(optimizer, names):
-        raise BnfuseError(f"no_decay: no parameter is named like '{unused[0]}' (there are {some(names)})")
+    check_globs(optimizer, names)
     inputs = {value.name: value for value in low.graph.inputs}
     own = {name: low.storages[low.dense(inputs[name])] for name in names}
-    elements = max(s.offset + p.aligned(s.bytes) for s in own.values()) // np.dtype(np.float32).itemsize
+    elements = max(s.offset + p.aligned(s.bytes) for s in own.values()) // FLOAT
     low.regions[p.GRADIENTS] = low.regions[p.PARAMETERS]
+    gradients = low.storage(elements, region=p.GRADIENTS, offset=0)
+    if optimizer.accumulate > 1:
+        gradients = accumulated(low, gradients)
+    options = options_of(low, optimizer)
     refs: dict[str, Ref] = {
         "parameters": low.storage(elements, region=p.PARAMETERS, offset=0),
-        "gradients": low.storage(elements, region=p.GRADIENTS, offset=0),
-        "decay": low.constant_storage(decay_by_block(optimizer, own, elements)),
+        "gradients": gradients,
+        "decay": low.constant_storage(by_block({n: decay_of(optimizer, n) for n in names}, own, elements)),
         **{moment: low.storage(elements, region=p.OPTIMIZER) for moment in optimizer.moments},
     }
+    if options.rates:
+        rates = rates_of(optimizer, reading_order(low), {name: len(low.shape(inputs[name])) for name in names})
+        refs["rates"] = low.constant_storage(by_block(rates, own, elements))
+    if optimizer.clip_norm is not None:
+        refs["clip"] = clip_factor(low, gradients, optimizer.clip_norm, options.divided)
+    if options.averaged:
+        low.regions[p.AVERAGE] = low.regions[p.PARAMETERS]
+        refs["average"] = low.storage(elements, region=p.AVERAGE, offset=0)
     if low.target.precision == "fp16":
         low.finite = low.storage(1, "int32", p.OUTPUTS)
         refs["finite"] = low.finite
+    kind, arguments, scalars = formula_of(optimizer)
+    scalars += ["share"] if options.averaged else []
+    scalars += ["divisor"] if options.divided else []
+    extra = () if options == PLAIN else (options,)
+    low.launch(kind, (elements, *arguments, low.target, *extra), refs, map(p.Scalar, scalars))
+    if options.averaged:
+        average_running(low, after=optimizer.accumulate > 1)
+
+
+def options_of(low: Lowering, optimizer: Optimizer) -> Options:
+    """Tell what a kernel does besides the formula."""
+    return Options(
+        rates=optimizer.has_rates,
+        divided=optimizer.accumulate > 1 or low.target.precision == "fp16",
+        clipped=optimizer.clip_norm is not None,
+        bound=None if optimizer.clip_value is None else float(optimizer.clip_value),
+        averaged=optimizer.ema is not None,
+    )
+
+
+def formula_of(optimizer: Optimizer) -> tuple[Kind, tuple[object, ...], list[str]]:
+    """Give the kind of the kernel, the constants that it is made with, and the scalars that it takes first."""
     if isinstance(optimizer, SGD):
-        arguments = (elements, optimizer.momentum, optimizer.nesterov, low.target)
-        low.launch(registry.SGD, arguments, refs, [p.Scalar("lr"), *loss_scale(low)])
-    else:
-        adam = (elements, optimizer.betas, optimizer.epsilon, low.target)
-        low.launch(registry.ADAMW, adam, refs, [p.Scalar("lr"), p.Scalar("step"), *loss_scale(low)])
+        return registry.SGD, (optimizer.momentum, optimizer.nesterov), ["lr"]
+    if isinstance(optimizer, Adam | AdamW):
+        kind = registry.ADAMW if isinstance(optimizer, AdamW) else registry.ADAM
+        return kind, (optimizer.betas, optimizer.epsilon), ["lr", "step"]
+    if isinstance(optimizer, RMSprop):
+        own = (optimizer.alpha, optimizer.epsilon, optimizer.momentum, optimizer.tensorflow)
+        return registry.RMSPROP, own, ["lr"]
+    assert isinstance(optimizer, Lion), optimizer
+    return registry.LION, (optimizer.betas,), ["lr"]
 
 
-def decay_by_block(optimizer: Optimizer, own: dict[str, p.Storage], elements: int) -> np.ndarray:
-    """Give the weight decay of each block of parameters."""
-    decay = np.zeros(elements // BLOCK, np.float32)
+def accumulated(low: Lowering, gradients: int) -> int:
+    """Add the launch that adds gradients up, in a phase of its own. Gives where they are then."""
+    elements = low.storages[gradients].elements
+    total = low.storage(elements, region=p.ACCUMULATED)
+    low.phase = "accumulate"
+    refs: dict[str, Ref] = {"gradients": gradients, "accumulated": total}
+    low.launch(registry.ACCUMULATE, (elements, low.target), refs, map(p.Scalar, ("keep", "factor")))
+    low.phase = "update"
+    return total
+
+
+def clip_factor(low: Lowering, gradients: int, limit: float, divided: bool) -> int:
+    """Add the launch that takes the norm of all gradients. Gives the number that they are to be multiplied by."""
+    elements = low.storages[gradients].elements
+    low.norm, clip = low.storage(1, region=p.OUTPUTS), low.storage(1)
+    refs: dict[str, Ref] = {"gradients": gradients, "norm": low.norm, "clip": clip}
+    arguments = (elements, float(limit), divided, low.target)
+    low.launch(registry.GRADIENT_NORM, arguments, refs, [p.Scalar("divisor")] if divided else [])
+    return clip
+
+
+def average_running(low: Lowering, after: bool) -> None:
+    """Add the launches that average running statistics: `after` new ones have taken their place, or before."""
+    if not (size := low.regions.get(p.RUNNING, 0)):
+        return
+    low.regions[p.AVERAGE_RUNNING] = size
+    region = p.RUNNING if after else p.NEW_RUNNING
+    low.regions.setdefault(region, size)
+    pieces = [(0, size // FLOAT)]
+    if not after and set(low.signature.running.values()) - {value.name for value in low.graph.outputs}:
+        held = [s for s in low.storages if s.region == p.NEW_RUNNING]  # some statistics never move
+        pieces = [(s.offset, s.elements) for s in held]
+    for offset, elements in pieces:
+        refs: dict[str, Ref] = {
+            "values": low.storage(elements, region=region, offset=offset),
+            "average": low.storage(elements, region=p.AVERAGE_RUNNING, offset=offset),
+        }
+        low.launch(registry.AVERAGE, (elements, low.target), refs, [p.Scalar("share")])
+
+
+def reading_order(low: Lowering) -> list[str]:
+    """List the trainable parameters as the graph first reads them."""
+    wanted = set(low.signature.trainable)
+    found = dict.fromkeys(
+        value.name for node in low.graph for value in node.inputs if value is not None and value.name in wanted
+    )
+    return [*(str(name) for name in found), *(name for name in low.signature.trainable if name not in found)]
+
+
+def by_block(values: Mapping[str, float], own: Mapping[str, p.Storage], elements: int) -> np.ndarray:
+    """Give the value of each parameter to its blocks."""
+    found = np.zeros(elements // BLOCK, np.float32)
     for name, storage in own.items():
-        if decays(optimizer, name):
-            first = storage.offset // (BLOCK * 4)
-            decay[first : first + p.aligned(storage.bytes) // (BLOCK * 4)] = optimizer.weight_decay
-    return decay
+        first = storage.offset // (BLOCK * FLOAT)
+        found[first : first + p.aligned(storage.bytes) // (BLOCK * FLOAT)] = values[name]
+    return found

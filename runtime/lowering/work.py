@@ -19,7 +19,7 @@ from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common.dense import GemmProblem
 from bnfuse.runtime.kernels.common.loss import LossGradProblem, LossProblem
 from bnfuse.runtime.kernels.common.maps import CopyProblem
-from bnfuse.runtime.kernels.common.optim import UpdateProblem
+from bnfuse.runtime.kernels.common.optim import FlatProblem, UpdateProblem
 from bnfuse.runtime.kernels.common.sides import sides
 from bnfuse.runtime.kernels.common.taps import TapsProblem
 from bnfuse.runtime.kernels.cuda.weights import PackProblem
@@ -34,6 +34,7 @@ NAMES = (
     (LossProblem, "loss"),
     (LossGradProblem, "loss"),
     (UpdateProblem, "update"),
+    (FlatProblem, "update"),
     (CopyProblem, "copy"),
     (PackProblem, "weights"),
 )

@@ -1,8 +1,9 @@
 """A compiled step as data: regions of memory, storages in them, kernels by name, and the list of launches.
 
-    forward launches   ->  loss, logits, running statistics
-    backward launches  ->  gradients
-    update launches    ->  parameters, optimiser state
+    forward launches     ->  loss, logits, running statistics
+    backward launches    ->  gradients
+    accumulate launches  ->  their sum over several steps, where an update is of several
+    update launches      ->  parameters, optimiser state, averages
 
 Nothing here knows ONNX or TVM. The whole is written into a `step.bnf` as JSON.
 """
@@ -18,8 +19,9 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 
-Phase = Literal["forward", "backward", "update"]
+Phase = Literal["forward", "backward", "accumulate", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
+ALL_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate", "update")
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads may assume
 
@@ -32,6 +34,9 @@ INPUTS = "inputs"
 OUTPUTS = "outputs"
 CONSTANTS = "constants"
 OPTIMIZER = "optimizer"
+ACCUMULATED = "accumulated"  # gradients of several steps, as `gradients` has them
+AVERAGE = "average"  # of the parameters over the updates, element for element as `parameters` has them
+AVERAGE_RUNNING = "average_running"  # and of the running statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +168,26 @@ class Program:
 
     seed: int | None = None  # storage: what gradients begin with, where the session writes it (fp16: the loss scale)
 
+    norm: int | None = None  # storage: the norm of all gradients of the last update, before they are clipped
+
     def phase(self, phase: Phase) -> list[Launch]:
         """List the launches of a phase, in order."""
         return [launch for launch in self.launches if launch.phase == phase]
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that a whole step has, in order."""
+        return ALL_PHASES if self.accumulates else PHASES
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several steps are added up for an update."""
+        return ACCUMULATED in self.regions
+
+    def whole(self, phase: Phase) -> Part:
+        """Give a phase as what is run. New running statistics take the place of the old ones behind the last phase
+        that each step has."""
+        return Part(phase, commits=phase == ("accumulate" if self.accumulates else "update"))
 
 
 def refusal(why: str) -> Program:
@@ -212,7 +234,7 @@ def check(program: Program) -> None:
         if index < 0 or s.elements < 0 or s.offset < 0 or s.offset + s.bytes > program.regions[s.region]:
             raise ValueError(f"storage {index} leaves the region {s.region}")
     for launch in program.launches:
-        if launch.phase not in PHASES or launch.kernel not in range(len(program.kernels)):
+        if launch.phase not in ALL_PHASES or launch.kernel not in range(len(program.kernels)):
             raise ValueError(f"node '{launch.node}' has no such phase or kernel")
 
 

@@ -67,8 +67,8 @@ def test_an_attribute_that_is_not_there_is_an_attribute_error():
 def test_optimisers_by_name():
     assert api.optimizer("sgd", 0.1, 0.9, True, 1e-4, ["*.bias"]) == SGD(0.1, 0.9, True, 1e-4, ("*.bias",))
     assert api.optimizer("adamw", 0.001, weight_decay=0.1) == AdamW(0.001, weight_decay=0.1)
-    with pytest.raises(BnfuseError, match="sgd or adamw"):
-        api.optimizer("lion", 0.1)
+    with pytest.raises(BnfuseError, match="it is one of sgd, adamw, adam, rmsprop, rmsproptf, lion"):
+        api.optimizer("lamb", 0.1)
 
 
 def test_the_version_is_that_of_the_distribution():

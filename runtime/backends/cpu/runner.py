@@ -42,7 +42,7 @@ class CpuRunner:
         if not self.missing:
             self._tensors: dict[int, Any] = {}
             self.library = Library(compiled.program.kernels, compiled.codes)
-            self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.PHASES}
+            self.calls = {phase: [self._call(launch) for launch in self.program.phase(phase)] for phase in p.ALL_PHASES}
 
     def _call(self, launch: p.Launch) -> tuple[Any, list[Any], list[tuple[int, str]]]:
         """Give function, arguments, and which of them have to be filled in when the step runs."""
@@ -99,7 +99,7 @@ class CpuRunner:
                 seconds = time.perf_counter() - start
                 work = self.program.works[one.kernel] if self.program.works else None
                 times.append(LaunchTime(phase, one.node, self.program.kernels[one.kernel], seconds, work))
-            if p.WHOLE[phase].commits:
+            if self.program.whole(phase).commits:
                 self._commit()
         return times
 

@@ -70,7 +70,7 @@ class Calls:
 
     def __init__(self, program: p.Program, codes: Sequence[Code], modules: Modules, memory: DeviceMemory) -> None:
         self._program, self._memory = program, memory
-        self._scalars: dict[p.Phase, list[tuple[Arguments, int, str]]] = {phase: [] for phase in p.PHASES}
+        self._scalars: dict[p.Phase, list[tuple[Arguments, int, str]]] = {phase: [] for phase in p.ALL_PHASES}
         self._inputs: list[tuple[Arguments, int, p.Storage]] = []
         functions = [modules.functions(*named) for named in zip(program.kernels, codes, strict=True)]
         self.tasks = [self._task(launch, codes[launch.kernel], functions[launch.kernel]) for launch in program.launches]

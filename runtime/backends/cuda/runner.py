@@ -21,6 +21,7 @@ from bnfuse.runtime.backends.cuda.graph import Graph, capture
 from bnfuse.runtime.backends.cuda.memory import DeviceMemory, Results, Staging, to_host
 from bnfuse.runtime.backends.cuda.queue import Queue
 from bnfuse.runtime.backends.execution import (
+    STATE,
     Compiled,
     LaunchTime,
     Scalars,
@@ -33,8 +34,6 @@ from bnfuse.runtime.backends.memory import Memory, Store
 from bnfuse.runtime.kernels.cuda.container import Code
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.targets.target import CudaTarget
-
-STATE = (p.PARAMETERS, p.RUNNING, p.OPTIMIZER)  # what goes to the GPU with the first run
 
 
 class CudaRunner:
@@ -244,7 +243,7 @@ class Device:
         """Run some phases launch by launch; gives the seconds of each."""
         with self.driver.active():
             self._prepare(phases, scalars)
-            tasks = self.calls.of([p.WHOLE[phase] for phase in phases])
+            tasks = self.calls.of([self.program.whole(phase) for phase in phases])
             events = [self.driver.new_event(timing=True) for _ in range(len(tasks) + 1)]
             self.driver.record(events[0], self.queue.stream)
             for task, event in zip(tasks, events[1:], strict=True):

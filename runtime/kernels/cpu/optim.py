@@ -1,45 +1,63 @@
-"""The update of all parameters in one sweep over their buffer, by torch's formulas (bnfuse/runtime/program/optim.py).
+"""The update of all parameters in one sweep over their buffers, by the formulas of kernels/common/optim.py.
 
-Parameters, gradients and moments are flat float32 buffers of one length, element for element. Weight decay is a number
-per block of 16 elements (parameters start at multiples of 64 bytes), so that some parameters can go without it.
-Scalar arguments follow the buffers: the learning rate, and for AdamW the number of this step, from 1 on.
+    parallel threads:  blocks of 16 elements, one vector after the other
+
+The norm of all gradients is the same for any number of threads: sums of squares of runs of 4096 elements, in float64,
+by lanes and then over the lanes; then these in their order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.optim import (
+    ACCUMULATE_SCALARS,
+    AVERAGE_SCALARS,
     BLOCK,
-    Update,
+    NORM_SCALARS,
+    PLAIN,
+    FlatProblem,
+    Options,
     UpdateProblem,
-    adamw_factors,
-    adamw_problem,
-    adamw_update,
+    accumulate_params,
+    adam_problem,
+    average_params,
+    factors_of,
+    gradient_of,
+    lion_problem,
+    norm_and_factor,
+    norm_params,
+    norm_problem,
+    rmsprop_problem,
     scalars_of,
     sgd_problem,
-    sgd_update,
+    update_of,
     update_params,
 )
 from bnfuse.runtime.kernels.common.params import unique_name
-from bnfuse.runtime.kernels.common.steps import Expr
+from bnfuse.runtime.kernels.common.steps import Expr, f32, f64, fma
 from bnfuse.runtime.kernels.cpu import tir
 from bnfuse.runtime.kernels.kernel import Kernel
 from bnfuse.runtime.targets.target import CpuTarget
 
+RUN = 256  # blocks whose squares are added up before they meet those of others
 
-def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget) -> Kernel:
+
+def sgd(elements: int, momentum: float, nesterov: bool, target: CpuTarget, options: Options = PLAIN) -> Kernel:
     """Make SGD's kernel: parameters (in place), gradients, decay [elements/16], [momentum (in place)]; lr: float32.
 
     g <- g + decay*w;  v <- momentum*v + g;  w <- w - lr*v, or with Nesterov  w - lr*(g + momentum*v).
     """
-    return _kernel(sgd_problem(elements, momentum, nesterov), target)
+    return _kernel(sgd_problem(elements, momentum, nesterov, options), target)
 
 
-def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget) -> Kernel:
+def adamw(
+    elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget, options: Options = PLAIN
+) -> Kernel:
     """Make AdamW's kernel; lr: float32, step: int64.
 
     parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place).
@@ -47,7 +65,32 @@ def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: Cpu
     w <- w*(1 - lr*decay);  m <- m + (1 - beta1)*(g - m);  v <- beta2*v + (1 - beta2)*g*g;
     w <- w - lr/(1 - beta1^step) * m/(sqrt(v)/sqrt(1 - beta2^step) + epsilon).
     """
-    return _kernel(adamw_problem(elements, betas, epsilon), target)
+    return _kernel(adam_problem("AdamW", elements, betas, epsilon, options), target)
+
+
+def adam(
+    elements: int, betas: tuple[float, float], epsilon: float, target: CpuTarget, options: Options = PLAIN
+) -> Kernel:
+    """Make Adam's kernel: AdamW's, but for a weight decay that is added to the gradient."""
+    return _kernel(adam_problem("Adam", elements, betas, epsilon, options), target)
+
+
+def rmsprop(
+    elements: int,
+    alpha: float,
+    epsilon: float,
+    momentum: float,
+    tensorflow: bool,
+    target: CpuTarget,
+    options: Options = PLAIN,
+) -> Kernel:
+    """Make RMSprop's kernel: parameters (in place), gradients, decay, second_moment, [momentum] (in place)."""
+    return _kernel(rmsprop_problem(elements, alpha, epsilon, momentum, tensorflow, options), target)
+
+
+def lion(elements: int, betas: tuple[float, float], target: CpuTarget, options: Options = PLAIN) -> Kernel:
+    """Make Lion's kernel: parameters (in place), gradients, decay, momentum (in place)."""
+    return _kernel(lion_problem(elements, betas, options), target)
 
 
 def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
@@ -56,32 +99,144 @@ def _kernel(problem: UpdateProblem, target: CpuTarget) -> Kernel:
 
     def make() -> Any:
         with tir.function(name, params) as args:
-            scalars = [T.arg(label, getattr(T, dtype)()) for label, dtype in scalars_of(problem)]
-            if problem.op == "AdamW":
-                factors = [T.bind(factor) for factor in adamw_factors(problem, *scalars)]
-                update = adamw_update(problem, args.buffers, [scalars[0], *factors])
-            else:
-                update = sgd_update(problem, args.buffers, scalars)
-            _sweep(problem, target, args, update)
+            known = {label: T.arg(label, getattr(T, dtype)()) for label, dtype in scalars_of(problem)}
+            if "step" in known:
+                factors = factors_of(problem, known["lr"], known["step"])
+                known |= {label: T.bind(factor) for label, factor in factors}
+            if problem.options.divided:
+                known["unscale"] = T.bind(f32(1.0) / known["divisor"])
+            if problem.options.clipped:
+                known["clip"] = T.bind(args["clip"][0])
+            update = update_of(problem, args.buffers, known)
+
+            def block(index: Expr, width: int) -> None:
+                decay = T.bind(args["decay"][index])
+                rate = T.bind(args["rates"][index]) if problem.options.rates else None
+                with T.vectorized(0, width) as j:
+                    i = index * BLOCK + j
+                    update(i, gradient_of(problem.options, args["gradients"][i], known), decay, rate)
+
+            _sweep(problem.elements, target, block)
         return args.result
 
     return Kernel(name, problem, target, params, make)
 
 
-def _sweep(problem: UpdateProblem, target: CpuTarget, args: tir.Arguments, update: Update) -> None:
-    """Emit `update(element, decay)` for all elements, block by block."""
-
-    def block(index: Expr, width: int) -> None:
-        decay = T.bind(args["decay"][index])
-        with T.vectorized(0, width) as j:
-            update(index * BLOCK + j, decay)
-
-    whole = problem.elements // BLOCK
+def _sweep(elements: int, target: CpuTarget, block: Callable[[Expr, int], None]) -> None:
+    """Emit `block(index, width)` for all blocks of 16 elements; the last may be narrower."""
+    whole = elements // BLOCK
     if whole:
         threads = min(target.threads, whole)
         with T.parallel(0, threads) as thread:
             first, count = tir.share(whole, threads, thread)
             with T.serial(0, count) as i:
                 block(first + i, BLOCK)
-    if problem.elements % BLOCK:
-        block(tirx.const(whole, "int32"), problem.elements % BLOCK)
+    if elements % BLOCK:
+        block(tirx.const(whole, "int32"), elements % BLOCK)
+
+
+# -- what goes before and beside it ----------------------------------------------------------------------------------
+
+
+def gradient_norm(elements: int, limit: float, divided: bool, target: CpuTarget) -> Kernel:
+    """Make the kernel gradients -> norm [1], clip [1]: the norm of all, and min(1, limit/(norm + 1e-6)).
+
+    Gradients are `divided` by the scalar `divisor`, float32. Scratch: sums, float64.
+    """
+    problem = norm_problem(elements, limit, divided)
+    whole = elements // BLOCK
+    runs = max(1, -(-whole // RUN))
+    params = norm_params(problem, runs)
+    name = unique_name(problem.op, problem, target)
+
+    def make() -> Any:
+        with tir.function(name, params) as args:
+            divisor = T.arg(NORM_SCALARS[0][0], T.float32()) if divided else None
+            _squares_of_runs(args, whole, runs, target)
+            total = tir.registers(1, "float64")
+            T.buffer_store(total, f64(0.0), [0])
+            with T.serial(0, runs) as run:
+                T.buffer_store(total, total[0] + args["sums"][run], [0])
+            for i in range(whole * BLOCK, elements):
+                T.buffer_store(total, total[0] + _square(args["gradients"][i]), [0])
+            norm, factor = norm_and_factor(problem, total[0], divisor)
+            T.buffer_store(args["norm"], norm, [0])
+            T.buffer_store(args["clip"], factor(args["norm"][0]), [0])
+        return args.result
+
+    return Kernel(name, problem, target, params, make)
+
+
+def _squares_of_runs(args: tir.Arguments, whole: int, runs: int, target: CpuTarget) -> None:
+    """Emit the sum of the squares of each run of blocks."""
+    threads = min(target.threads, runs)
+    with T.parallel(0, threads) as thread:
+        first, count = tir.share(runs, threads, thread)
+        lanes = tir.registers(BLOCK, "float64")
+        with T.serial(0, count) as i:
+            run = T.bind(first + i)
+            with T.vectorized(0, BLOCK) as j:
+                T.buffer_store(lanes, f64(0.0), [j])
+            with T.serial(0, tir.at_most(whole - run * RUN, RUN)) as b, T.vectorized(0, BLOCK) as j:
+                value = args["gradients"][(run * RUN + b) * BLOCK + j]
+                T.buffer_store(lanes, lanes[j] + _square(value), [j])
+            T.buffer_store(args["sums"], f64(0.0), [run])
+            with T.serial(0, BLOCK) as j:
+                T.buffer_store(args["sums"], args["sums"][run] + lanes[j], [run])
+
+
+def _square(value: Expr) -> Expr:
+    wide = f64(value)
+    return wide * wide
+
+
+def accumulate(elements: int, target: CpuTarget) -> Kernel:
+    """Make the kernel  accumulated <- accumulated + factor*gradients, in place.
+
+    Scalars keep: int32, factor: float32; where keep is 0, what is there is not read.
+    """
+    problem = FlatProblem("Accumulate", elements)
+    params = accumulate_params(problem)
+    name = unique_name(problem.op, problem, target)
+
+    def make() -> Any:
+        with tir.function(name, params) as args:
+            keep, factor = (T.arg(label, getattr(T, dtype)()) for label, dtype in ACCUMULATE_SCALARS)
+            gradients, accumulated = args["gradients"], args["accumulated"]
+
+            def block(index: Expr, width: int, add: bool) -> None:
+                with T.vectorized(0, width) as j:
+                    i = index * BLOCK + j
+                    own = accumulated[i] if add else f32(0.0)
+                    T.buffer_store(accumulated, fma(factor, gradients[i], own), [i])
+
+            with T.If(keep != 0):
+                with T.Then():
+                    _sweep(elements, target, lambda index, width: block(index, width, True))
+                with T.Else():
+                    _sweep(elements, target, lambda index, width: block(index, width, False))
+        return args.result
+
+    return Kernel(name, problem, target, params, make)
+
+
+def average(elements: int, target: CpuTarget) -> Kernel:
+    """Make the kernel  average <- average + share*(values - average), in place; share: float32."""
+    problem = FlatProblem("Average", elements)
+    params = average_params(problem)
+    name = unique_name(problem.op, problem, target)
+
+    def make() -> Any:
+        with tir.function(name, params) as args:
+            share = T.arg(AVERAGE_SCALARS[0][0], T.float32())
+            held, values = args["average"], args["values"]
+
+            def block(index: Expr, width: int) -> None:
+                with T.vectorized(0, width) as j:
+                    i = index * BLOCK + j
+                    T.buffer_store(held, fma(share, values[i] - held[i], held[i]), [i])
+
+            _sweep(elements, target, block)
+        return args.result
+
+    return Kernel(name, problem, target, params, make)

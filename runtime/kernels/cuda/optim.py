@@ -3,35 +3,53 @@
     a block:   its threads walk the buffers together, 8 elements a thread and turn:
                16-byte loads of parameters, gradients and moments, the formula in registers, 16-byte stores
 
-At precision fp16 the gradients are those of the loss times the scalar `loss_scale`, and may have overflowed. Then a
+At precision fp16 the gradients are those of the loss times the scalar `divisor`, and may have overflowed. Then a
 stage before the update looks at every gradient; where one is not finite nothing is updated, and `finite` becomes 0:
 
     found[block] = is any gradient of the block's share infinite or NaN      (int32, scratch)
     each block of the update joins all of `found`; the first one writes `finite`
+
+The norm of all gradients is two stages: sums of squares of the blocks in float64 (scratch), and one block that joins
+them. Threads and lanes are joined in a fixed order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.runtime.kernels.common.optim import (
+    ACCUMULATE_SCALARS,
+    AVERAGE_SCALARS,
     BLOCK,
+    NORM_SCALARS,
+    PLAIN,
+    FlatProblem,
+    Known,
+    Options,
     Update,
     UpdateProblem,
-    adamw_factors,
-    adamw_problem,
-    adamw_update,
-    moments_of,
+    accumulate_params,
+    adam_problem,
+    average_params,
+    factors_of,
+    gradient_of,
+    lion_problem,
+    norm_and_factor,
+    norm_params,
+    norm_problem,
+    rmsprop_problem,
     scalars_of,
     sgd_problem,
-    sgd_update,
+    state_of,
+    update_of,
     update_params,
 )
 from bnfuse.runtime.kernels.common.params import unique_name
-from bnfuse.runtime.kernels.common.steps import f32
+from bnfuse.runtime.kernels.common.steps import f32, f64, fma
 from bnfuse.runtime.kernels.cuda.device import (
     WARP,
     Block,
@@ -47,6 +65,7 @@ from bnfuse.runtime.kernels.cuda.device import (
     unrolled,
     when,
 )
+from bnfuse.runtime.kernels.cuda.rows import join_threads
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
 
@@ -56,41 +75,69 @@ EACH = 2 * WIDE  # elements of a thread in a turn; they share a weight decay
 BLOCKS = 8  # for each multiprocessor, at most: chosen by hand
 
 
-def sgd(elements: int, momentum: float, nesterov: bool, target: CudaTarget) -> Kernel:
+def sgd(elements: int, momentum: float, nesterov: bool, target: CudaTarget, options: Options = PLAIN) -> Kernel:
     """Make the kernel: parameters (in place), gradients, decay [elements/16], [momentum (in place)].
 
-    Scalars: lr: float32; at fp16 also loss_scale: float32, and as results finite [1] int32 and scratch.
+    Scalars: lr: float32; at fp16 also divisor: float32, and as results finite [1] int32 and scratch.
     """
-    return _kernel(sgd_problem(elements, momentum, nesterov), target)
+    return _kernel(sgd_problem(elements, momentum, nesterov, options), target)
 
 
-def adamw(elements: int, betas: tuple[float, float], epsilon: float, target: CudaTarget) -> Kernel:
+def adamw(
+    elements: int, betas: tuple[float, float], epsilon: float, target: CudaTarget, options: Options = PLAIN
+) -> Kernel:
     """Make the kernel: parameters (in place), gradients, decay [elements/16], first_moment, second_moment (in place).
 
     Scalars: lr: float32, step: int64; at fp16 as `sgd`.
     """
-    return _kernel(adamw_problem(elements, betas, epsilon), target)
+    return _kernel(adam_problem("AdamW", elements, betas, epsilon, options), target)
+
+
+def adam(
+    elements: int, betas: tuple[float, float], epsilon: float, target: CudaTarget, options: Options = PLAIN
+) -> Kernel:
+    """Make Adam's kernel: AdamW's, but for a weight decay that is added to the gradient."""
+    return _kernel(adam_problem("Adam", elements, betas, epsilon, options), target)
+
+
+def rmsprop(
+    elements: int,
+    alpha: float,
+    epsilon: float,
+    momentum: float,
+    tensorflow: bool,
+    target: CudaTarget,
+    options: Options = PLAIN,
+) -> Kernel:
+    """Make RMSprop's kernel: parameters (in place), gradients, decay, second_moment, [momentum] (in place)."""
+    return _kernel(rmsprop_problem(elements, alpha, epsilon, momentum, tensorflow, options), target)
+
+
+def lion(elements: int, betas: tuple[float, float], target: CudaTarget, options: Options = PLAIN) -> Kernel:
+    """Make Lion's kernel: parameters (in place), gradients, decay, momentum (in place)."""
+    return _kernel(lion_problem(elements, betas, options), target)
 
 
 def _kernel(problem: UpdateProblem, target: CudaTarget) -> Kernel:
-    scaled = target.precision == "fp16"
+    guarded = target.precision == "fp16"
+    if guarded:
+        problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, divided=True))
     params, scalars = update_params(problem), scalars_of(problem)
-    blocks = blocks_of(problem, target)
-    if scaled:
+    blocks = blocks_of(problem.elements, target)
+    if guarded:
         params += (Param("finite", "out", 1, "int32"), Param("found", "out", blocks, "int32"))
-        scalars += (("loss_scale", "float32"),)
     name = unique_name(problem.op, problem, target)
 
     def make() -> tuple[Stage, ...]:
-        update = _update(name, problem, params, scalars, blocks)
-        return (_find(f"{name}_find", problem, params, blocks), update) if scaled else (update,)
+        update = _update(name, problem, params, scalars, blocks, guarded)
+        return (_find(f"{name}_find", problem, params, blocks), update) if guarded else (update,)
 
     return Kernel(name, problem, target, params, make, scalars=scalars)
 
 
-def blocks_of(problem: UpdateProblem, target: CudaTarget) -> int:
+def blocks_of(elements: int, target: CudaTarget) -> int:
     """Count the blocks that walk the buffers: up to BLOCKS for each multiprocessor."""
-    return max(1, min(-(-problem.elements // (EACH * THREADS)), BLOCKS * target.multiprocessors))
+    return max(1, min(-(-elements // (EACH * THREADS)), BLOCKS * target.multiprocessors))
 
 
 def _sweep(block: Block, elements: int, blocks: int, whole: object, single: object) -> None:
@@ -170,23 +217,26 @@ def _any(block: Block, found: Buffer) -> Expr:
 
 
 def _update(
-    name: str, problem: UpdateProblem, params: Sequence[Param], scalars: Sequence[tuple[str, str]], blocks: int
+    name: str,
+    problem: UpdateProblem,
+    params: Sequence[Param],
+    scalars: Sequence[tuple[str, str]],
+    blocks: int,
+    guarded: bool,
 ) -> Stage:
-    scaled = any(label == "loss_scale" for label, _ in scalars)
     with stage(name, params, grid=(blocks, 1, 1), threads=THREADS, scalars=scalars) as block:
-        known = _scalars(block, problem)
-        unscale = T.bind(f32(1.0) / block.scalars["loss_scale"]) if scaled else None
+        known = _known(block, problem)
 
         def sweep() -> None:
             _sweep(
                 block,
                 problem.elements,
                 blocks,
-                lambda first: _run(block, problem, known, unscale, first),
-                lambda element: _single(block, problem, known, unscale, element),
+                lambda first: _run(block, problem, known, first),
+                lambda element: _single(block, problem, known, element),
             )
 
-        if scaled:
+        if guarded:
             found = registers(1, "int32")
             put(found, 0, T.int32(0))
             block.each(blocks, lambda i: put(found, 0, tirx.bitwise_or(found[0], block["found"][i])))
@@ -198,52 +248,186 @@ def _update(
     return block.stage
 
 
-def _scalars(block: Block, problem: UpdateProblem) -> list[Expr]:
-    """Read what the formula takes. AdamW's powers are float64 and slow: one thread of a block computes them."""
-    lr = block.scalars["lr"]
-    if problem.op != "AdamW":
-        return [lr]
-    shared = T.alloc_buffer((2,), "float32", scope="shared")
+def _known(block: Block, problem: UpdateProblem) -> Known:
+    """Read what the formula takes. Adam's powers are float64 and slow: one thread of a block computes them."""
+    known = dict(block.scalars)
+    if problem.options.divided:
+        known["unscale"] = T.bind(f32(1.0) / known["divisor"])
+    if problem.options.clipped:
+        known["clip"] = T.bind(block["clip"][0])
+    if "step" not in known:
+        return known
+    factors = factors_of(problem, known["lr"], known["step"])
+    shared = T.alloc_buffer((len(factors),), "float32", scope="shared")
 
     def compute() -> None:
-        for i, factor in enumerate(adamw_factors(problem, lr, block.scalars["step"])):
+        for i, (_, factor) in enumerate(factors):
             put(shared, i, factor)
 
     when(block.tid == 0, compute)
     sync()
-    return [lr, T.bind(shared[0]), T.bind(shared[1])]
+    return {**known, **{label: T.bind(shared[i]) for i, (label, _) in enumerate(factors)}}
 
 
-def _formula(problem: UpdateProblem, buffers: dict[str, Buffer], scalars: list[Expr]) -> Update:
-    return (adamw_update if problem.op == "AdamW" else sgd_update)(problem, buffers, scalars)
+def _own(block: Block, problem: UpdateProblem, index: Expr) -> tuple[Expr, Expr | None]:
+    """Read the weight decay and the factor of the rate of a block of parameters."""
+    rate = T.bind(block["rates"][index]) if problem.options.rates else None
+    return T.bind(block["decay"][index]), rate
 
 
-def _run(block: Block, problem: UpdateProblem, scalars: list[Expr], unscale: Expr | None, first: Expr) -> None:
+def _run(block: Block, problem: UpdateProblem, known: Known, first: Expr) -> None:
     """Update 8 elements from `first` on, in registers."""
-    state = ("parameters", *moments_of(problem))
+    state = state_of(problem)
     own = {name: registers(EACH) for name in ("gradients", *state)}
     for name, values in own.items():
         _load(block[name], first, values)
-    decay = T.bind(block["decay"][first // BLOCK])
-    update = _formula(problem, own, scalars)
-
-    def each(i: Expr) -> None:
-        if unscale is not None:
-            put(own["gradients"], i, own["gradients"][i] * unscale)
-        update(i, decay)
-
-    unrolled(EACH, each)
+    decay, rate = _own(block, problem, first // BLOCK)
+    update = update_of(problem, own, known)
+    unrolled(EACH, lambda i: _element(problem, own, known, update, i, decay, rate))
     for name in state:
         _store(block[name], first, own[name])
 
 
-def _single(block: Block, problem: UpdateProblem, scalars: list[Expr], unscale: Expr | None, element: Expr) -> None:
-    state = ("parameters", *moments_of(problem))
+def _single(block: Block, problem: UpdateProblem, known: Known, element: Expr) -> None:
+    state = state_of(problem)
     own = {name: registers(1) for name in ("gradients", *state)}
     for name, values in own.items():
         put(values, 0, block[name][element])
-    if unscale is not None:
-        put(own["gradients"], 0, own["gradients"][0] * unscale)
-    _formula(problem, own, scalars)(0, block["decay"][element // BLOCK])
+    decay, rate = _own(block, problem, element // BLOCK)
+    _element(problem, own, known, update_of(problem, own, known), 0, decay, rate)
     for name in state:
         put(block[name], element, own[name][0])
+
+
+def _element(
+    problem: UpdateProblem,
+    own: Mapping[str, Buffer],
+    known: Known,
+    update: Update,
+    i: Expr,
+    decay: Expr,
+    rate: Expr | None,
+) -> None:
+    """Update one element in registers."""
+    gradients = own["gradients"]
+    put(gradients, i, gradient_of(problem.options, gradients[i], known))
+    update(i, gradients[i], decay, rate)
+
+
+# -- what goes before and beside it ----------------------------------------------------------------------------------
+
+
+def gradient_norm(elements: int, limit: float, divided: bool, target: CudaTarget) -> Kernel:
+    """Make the kernel gradients -> norm [1], clip [1]: the norm of all, and min(1, limit/(norm + 1e-6)).
+
+    Gradients are `divided` by the scalar `divisor`, float32; at fp16 they are. Scratch: sums, float64.
+    """
+    problem = norm_problem(elements, limit, divided)
+    blocks = blocks_of(elements, target)
+    params = norm_params(problem, blocks)
+    scalars = NORM_SCALARS if divided else ()
+    name = unique_name(problem.op, problem, target)
+
+    def make() -> tuple[Stage, ...]:
+        return _squares(f"{name}_squares", problem, params, blocks), _join(name, problem, params, scalars, blocks)
+
+    return Kernel(name, problem, target, params, make, scalars=scalars)
+
+
+def _squares(name: str, problem: FlatProblem, params: Sequence[Param], blocks: int) -> Stage:
+    """Emit gradients -> sums: of the squares of each block's share."""
+    used = [p for p in params if p.name in ("gradients", "sums")]
+    with stage(name, used, grid=(blocks, 1, 1), threads=THREADS) as block:
+        total = registers(1, "float64")
+        put(total, 0, f64(0.0))
+
+        def add(value: Expr) -> None:
+            wide = T.bind(f64(value))
+            put(total, 0, total[0] + wide * wide)
+
+        def whole(first: Expr) -> None:
+            values = registers(EACH)
+            _load(block["gradients"], first, values)
+            for i in range(EACH):
+                add(values[i])
+
+        _sweep(block, problem.elements, blocks, whole, lambda element: add(block["gradients"][element]))
+        joined = join_threads(block, total[0], "float64", tirx.Add)
+        when(block.tid == 0, lambda: put(block["sums"], block.x, joined))
+    return block.stage
+
+
+def _join(
+    name: str, problem: FlatProblem, params: Sequence[Param], scalars: Sequence[tuple[str, str]], blocks: int
+) -> Stage:
+    """Emit sums -> norm, clip."""
+    used = [p for p in params if p.name != "gradients"]
+    with stage(name, used, grid=(1, 1, 1), threads=THREADS, scalars=scalars) as block:
+        total = registers(1, "float64")
+        put(total, 0, f64(0.0))
+        block.each(blocks, lambda i: put(total, 0, total[0] + block["sums"][i]))
+        joined = join_threads(block, total[0], "float64", tirx.Add)
+
+        def finish() -> None:
+            norm, factor = norm_and_factor(problem, joined, block.scalars.get("divisor"))
+            found = T.bind(norm)
+            put(block["norm"], 0, found)
+            put(block["clip"], 0, factor(found))
+
+        when(block.tid == 0, finish)
+    return block.stage
+
+
+def accumulate(elements: int, target: CudaTarget) -> Kernel:
+    """Make the kernel  accumulated <- accumulated + factor*gradients, in place.
+
+    Scalars keep: int32, factor: float32; where keep is 0, what is there counts for nothing.
+    """
+    problem = FlatProblem("Accumulate", elements)
+
+    def value(block: Block, gradient: Expr, held: Expr) -> Expr:
+        kept = tirx.Select(block.scalars["keep"] != 0, held, f32(0.0))
+        return fma(block.scalars["factor"], gradient, kept)
+
+    return _in_place(problem, accumulate_params(problem), ACCUMULATE_SCALARS, target, value)
+
+
+def average(elements: int, target: CudaTarget) -> Kernel:
+    """Make the kernel  average <- average + share*(values - average), in place; share: float32."""
+    problem = FlatProblem("Average", elements)
+
+    def value(block: Block, new: Expr, held: Expr) -> Expr:
+        return fma(block.scalars["share"], new - held, held)
+
+    return _in_place(problem, average_params(problem), AVERAGE_SCALARS, target, value)
+
+
+def _in_place(
+    problem: FlatProblem,
+    params: tuple[Param, ...],
+    scalars: tuple[tuple[str, str], ...],
+    target: CudaTarget,
+    value: Callable[[Block, Expr, Expr], Expr],
+) -> Kernel:
+    """Make a kernel of one stage that changes its second buffer: to `value` of an element of the first and its own."""
+    name = unique_name(problem.op, problem, target)
+    source, changed = (param.name for param in params)
+    blocks = blocks_of(problem.elements, target)
+
+    def make() -> tuple[Stage, ...]:
+        with stage(name, params, grid=(blocks, 1, 1), threads=THREADS, scalars=scalars) as block:
+
+            def whole(first: Expr) -> None:
+                given, held = registers(EACH), registers(EACH)
+                _load(block[source], first, given)
+                _load(block[changed], first, held)
+                unrolled(EACH, lambda i: put(held, i, value(block, given[i], held[i])))
+                _store(block[changed], first, held)
+
+            def single(element: Expr) -> None:
+                put(block[changed], element, value(block, block[source][element], block[changed][element]))
+
+            _sweep(block, problem.elements, blocks, whole, single)
+        return (block.stage,)
+
+    return Kernel(name, problem, target, params, make, scalars=scalars)
