@@ -64,6 +64,7 @@ TAPS = Kind("taps", "taps")
 RESAMPLE_FORWARD = Kind("resample", "resample_forward")
 RESAMPLE_BACKWARD = Kind("resample", "resample_backward")
 GENERIC = Kind("generic", "generic")
+CHAIN = Kind("chain", "chain")
 
 GEMM = Kind("dense", "gemm")
 SOFTMAX_LOSS = Kind("loss", "softmax_loss")

@@ -27,6 +27,7 @@ from bnfuse.opset.spec import DOMAIN
 from bnfuse.opset.traffic import RESHAPES
 from bnfuse.runtime.kernels.common.generic_ops import SUPPORTED
 from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.lowering.chains import join_chains
 from bnfuse.runtime.lowering.dense import biased_product, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
 from bnfuse.runtime.lowering.generic import SHAPE_ALONE, lower_generic
@@ -96,6 +97,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
         low.phase, low.node = "update", "optimizer"
         finish(low)
     pack_parameters(low)
+    join_chains(low)
     group_coefficients(low)
     return assemble(low, drawn(low, sampling))
 

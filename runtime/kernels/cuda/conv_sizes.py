@@ -42,7 +42,7 @@ class Tile:
     plan: TilePlan
     precision: str
     ring: bool  # whether vectors are copied asynchronously
-    further: int  # maps of the operand beside the first
+    further: int  # maps of the operand beside the first that are copied so
 
     @property
     def channels(self) -> int:
@@ -166,4 +166,4 @@ class Tile:
 def tile_of(c: Correlation, plan: TilePlan, precision: str, operand: Operand) -> Tile:
     """Size the tile of a plan. Vectors are copied asynchronously where the operand allows (operand.py)."""
     ring = plan.read != "flat" and can_ring(operand, precision)
-    return Tile(c, plan, precision, ring, len(operand.maps) - 1)
+    return Tile(c, plan, precision, ring, len(operand.streamed) - 1)

@@ -326,8 +326,9 @@ class Emitter:
             return  # it lies there, and zeros where there is padding
         chunk = step if self.plan.halo else step % self.tile.chunks
         channel, left = self.channel_of(chunk)
+        channel, left = T.bind(channel), None if left is None else T.bind(left)
         aligned = (self.c.groups == 1 or self.c.inputs % 4 == 0) and (left is None or self.c.inputs % 4 == 0)
-        self.loader.load_coefficients(T.bind(channel), aligned, None if left is None else T.bind(left))
+        self.loader.load_coefficients(channel, aligned, left)
         base = T.bind(self.source_at(side) // 4)
         v, h = self.c.vertical, self.c.horizontal
         down: Expr = 0
@@ -337,9 +338,18 @@ class Emitter:
             across = self.phase_value(v, h, lambda _, p: max(p.count, 1))
             down, right = T.bind(tap // across * v.step), T.bind(tap % across * h.step)
 
+        def taken(i: Expr) -> Buffer:
+            if not self.tile.ring:
+                return self.loader.finish(i)
+            pixel: Expr = 0
+            valid: Expr = True
+            if self.loader.needs_pixels:
+                pixel, valid = self.halo_pixel(i) if self.plan.halo else self.gathered_pixel(i, down, right)
+            return self.loader.take(self.slot(step, i), pixel, channel, valid, left)
+
         def take(i: Expr) -> None:
             row = T.bind(self.source_row + i * self.stride)
-            made = self.loader.take(self.slot(step, i)) if self.tile.ring else self.loader.finish(i)
+            made = taken(i)
             if not self.plan.halo and not self.c.is_pointwise:  # padding is zero behind the prologue
                 _, valid = self.gathered_pixel(i, down, right)
                 for word in range(4):

@@ -8,7 +8,9 @@ applied once to each element of a tile, however many taps read it.
 
 Vectors that are stored as the tensor cores take them are copied asynchronously, several steps ahead (`ring`): the first
 map of the operand to where the product will read it, where `finish` replaces it by what the prologue makes of it,
-further maps to places that each thread has for itself. Others come one step ahead, by way of registers.
+further maps to places that each thread has for itself. Others come one step ahead, by way of registers. Gates and
+coefficients of each sample have few elements, which the cache holds: beside a ring they are read when they are needed,
+as per-channel vectors are.
 """
 
 from __future__ import annotations
@@ -43,6 +45,16 @@ class Operand:
     def maps(self) -> dict[str, MapType]:
         """Give the maps that are read, by name."""
         return self.plan.maps
+
+    @property
+    def streamed(self) -> dict[str, MapType]:
+        """Give the maps that have an element for each pixel, by name; the first is the one that is worked on."""
+        return {name: kind for name, kind in self.maps.items() if kind.spread == 1}
+
+    @property
+    def by_image(self) -> dict[str, MapType]:
+        """Give the maps of which a pixel stands for those of an image, by name: gates, coefficients of each sample."""
+        return {name: kind for name, kind in self.maps.items() if kind.spread > 1}
 
     @property
     def vectors(self) -> tuple[str, ...]:
@@ -82,7 +94,7 @@ class Slot:
 def can_ring(operand: Operand, precision: str) -> bool:
     """Tell whether vectors can be copied asynchronously: stored as tensor cores take them, 4 bytes or more a time."""
     size = element_size(precision)
-    kinds = operand.maps.values()
+    kinds = operand.streamed.values()
     lanes = Lanes.of(vector_width(precision), *kinds)
     return all(d.size_of(kind.dtype) == size for kind in kinds) and lanes.access * size >= 4
 
@@ -101,7 +113,7 @@ class Loader:
     result: Buffer  # float32
     packed: Buffer  # words
     masks: Buffer  # of a flat source: which elements of each pass lie in the image
-    lanes: Lanes
+    lanes: Lanes  # of copies
     ring: d.Shared | None = None
 
     @staticmethod
@@ -109,7 +121,7 @@ class Loader:
         """Allocate the registers of an operand."""
         width = vector_width(precision)
         passes = 1 if ring else passes
-        lanes = Lanes.of(width, *operand.maps.values())
+        lanes = Lanes.of(width, *operand.streamed.values())
         return Loader(
             operand,
             block,
@@ -131,6 +143,11 @@ class Loader:
         return not self.operand.plan.steps and self.precision != "tf32"
 
     @property
+    def needs_pixels(self) -> bool:
+        """Tell whether `take` has to know of which pixel a vector is."""
+        return bool(self.operand.by_image)
+
+    @property
     def width(self) -> int:
         """Count the channels of a vector."""
         return self.lanes.count
@@ -139,7 +156,7 @@ class Loader:
         """Start copying a vector to its places; zeros where not `valid`, and from `left` on."""
         assert self.ring is not None
         access = self.lanes.access
-        for n, (name, kind) in enumerate(self.operand.maps.items()):
+        for n, (name, kind) in enumerate(self.operand.streamed.items()):
             source, size = self.block.map(name, kind), d.size_of(kind.dtype)
             start = slot.place if n == 0 else slot.own + (n - 1) * slot.apart
             start = T.bind(self.ring.address + tirx.Cast("uint32", start))
@@ -150,30 +167,40 @@ class Loader:
                 address = start + T.uint32(first * size)
                 d.copy_async(address, source.buffer.ptr_to([at]), access * size, there)
 
-    def take(self, slot: Slot) -> Buffer:
-        """Take what has been copied through the prologue: four words to be put in its place."""
+    def take(self, slot: Slot, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> Buffer:
+        """Take what has been copied through the prologue: four words to be put in its place.
+
+        Pixel, channel and the rest are those of `copy`; `needs_pixels` says whether they matter.
+        """
         assert self.ring is not None
         store = self.ring.view("uint32")
-        for n, name in enumerate(self.operand.maps):
+        self._fetch(self.operand.by_image, 0, pixel, channel, valid, left)
+        for n, name in enumerate(self.operand.streamed):
             start = slot.place if n == 0 else slot.own + (n - 1) * slot.apart
             T.buffer_store(self.raw[name], store[T.ramp(start // 4, 1, 4)], [T.ramp(0, 1, 4)])
         return self.finish(0)
 
     def fetch(self, index: Expr, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None) -> None:
         """Start loading pass `index`. Where not `valid` it is zeros."""
+        self._fetch(self.operand.maps, index, pixel, channel, valid, left)
 
+    def _fetch(
+        self, maps: dict[str, MapType], index: Expr, pixel: Expr, channel: Expr, valid: Expr, left: Expr | None
+    ) -> None:
         def load() -> None:
-            for name, kind in self.operand.maps.items():
+            for name, kind in maps.items():
                 source = self.block.map(name, kind)
                 at = index * words_of(kind, self.width)
-                d.fetch(source, source.at(pixel, channel), self.lanes, self.raw[name], at, left)
+                lanes = Lanes.of(self.width, kind)
+                d.fetch(source, source.at(pixel, channel), lanes, self.raw[name], at, left)
 
         def clear() -> None:
-            for name, kind in self.operand.maps.items():
+            for name, kind in maps.items():
                 count = words_of(kind, self.width)
                 d.zeros(self.raw[name], index * count, count)
 
-        d.when(valid, load, clear)
+        if maps:
+            d.when(valid, load, clear)
 
     def fetch_flat(self, index: Expr, element_of: Callable[[int], tuple[Expr, Expr, Expr]]) -> None:
         """Start loading pass `index` where the elements of a vector are not neighbours.

@@ -37,7 +37,7 @@ class WeightTile:
     plan: WeightPlan
     precision: str
     ring: bool  # whether vectors are copied asynchronously
-    further: tuple[int, int]  # maps of dy's and of x's operand beside the first
+    further: tuple[int, int]  # maps of dy's and of x's operand beside the first that are copied so
 
     @property
     def ahead(self) -> int:
@@ -167,4 +167,4 @@ class WeightTile:
 def weight_tile_of(c: Correlation, plan: WeightPlan, precision: str, gradient: Operand, source: Operand) -> WeightTile:
     """Size the tile of a plan. Vectors are copied asynchronously where both operands allow (operand.py)."""
     ring = plan.read != "flat" and can_ring(gradient, precision) and can_ring(source, precision)
-    return WeightTile(c, plan, precision, ring, (len(gradient.maps) - 1, len(source.maps) - 1))
+    return WeightTile(c, plan, precision, ring, (len(gradient.streamed) - 1, len(source.streamed) - 1))

@@ -121,20 +121,26 @@ class WeightEmitter:
         """Start bringing a step of the pixels, the block's own number `turn`."""
         pixel = T.bind(step * self.plan.pixels)
         slots, source_slots = self.gradient_slots(turn), self.source_slots(turn)
-        exact = self.c.rows % self.plan.pixels == 0
-        own = lambda row: (pixel + row, d.below(pixel + row, self.c.rows, exact))  # noqa: E731
-        self.gradient.fetch(slots, own, *self.gradient_place())
+        self.gradient.fetch(slots, self.gradient_pixels(pixel), *self.gradient_place())
         if self.plan.read == "flat":
             self.source.fetch_flat(lambda row, own: self.flat_elements(pixel + row, own))
-        elif self.plan.read == "halo":
-
-            def around(row: Expr) -> tuple[Expr, Expr]:
-                index = T.bind(pixel - self.tile.halo + row)
-                return index, d.within(index, self.c.rows)
-
-            self.source.fetch(source_slots, around, *self.source_place())
         else:
-            self.source.fetch(source_slots, lambda row: self.gathered(pixel + row), *self.source_place())
+            self.source.fetch(source_slots, self.source_pixels(pixel), *self.source_place())
+
+    def gradient_pixels(self, first: Expr) -> PixelOf:
+        """Make the function that finds the pixel of a row of dy, of a step whose first is `first`, and whether it
+        exists."""
+        exact = self.c.rows % self.plan.pixels == 0
+        return lambda row: (first + row, d.below(first + row, self.c.rows, exact))
+
+    def source_pixels(self, first: Expr) -> PixelOf:
+        """Make the function that finds the pixel of a row of x, of a step whose first pixel of dy is `first`."""
+
+        def around(row: Expr) -> tuple[Expr, Expr]:
+            index = T.bind(first - self.tile.halo + row)
+            return index, d.within(index, self.c.rows)
+
+        return around if self.plan.read == "halo" else lambda row: self.gathered(first + row)
 
     def coordinates(self, row: Expr) -> tuple[Expr, Expr, Expr, Expr]:
         """Find the image's first source pixel, and the source row and column of the first tap, of a pixel of dy.
@@ -168,7 +174,8 @@ class WeightEmitter:
         clean = self.c.rows % self.plan.pixels == 0 or self.gradient.loader.operand.plan.keeps_zero
         inside = None if clean else (lambda row: pixel + row < self.c.rows)
         slots = self.gradient_slots(turn)
-        self.gradient.finish(self.store, slots, self.c.outputs, *self.gradient_place(), inside)
+        own = self.gradient_pixels(pixel)
+        self.gradient.finish(self.store, slots, own, self.c.outputs, *self.gradient_place(), inside)
         base = self.tile.buffers * self.tile.gradient_bytes + side * self.tile.source_bytes
         if self.plan.read == "flat":
             first = T.bind((self.first_input + self.source.lane * self.source.width) % self.c.flat_row)
@@ -181,7 +188,8 @@ class WeightEmitter:
             return
         pads = self.plan.read == "gather" and not self.c.is_pointwise
         inside = (lambda row: self.gathered(pixel + row)[1]) if pads else None
-        self.source.finish(self.store, self.source_slots(turn), self.c.inputs, *self.source_place(), inside)
+        slots, around = self.source_slots(turn), self.source_pixels(pixel)
+        self.source.finish(self.store, slots, around, self.c.inputs, *self.source_place(), inside)
 
     def place(self, row: Expr, chunk: Expr, row_bytes: int) -> Expr:
         """Give the byte offset of a chunk of a row: so that what a warp reads at once lies in different banks."""
@@ -342,6 +350,7 @@ def place_of(first: Expr, rows: Rows, group: Expr, total: int, tile: int) -> tup
 
 
 Inside = Callable[[Expr], Expr]
+PixelOf = Callable[[Expr], tuple[Expr, Expr]]  # of a row: its pixel, and whether it exists
 Place = Callable[[Expr, Expr, int], Expr]
 
 
@@ -380,7 +389,7 @@ class Rows:
     def fetch(
         self,
         slots: Callable[[Expr], Slot],
-        pixel_of: Callable[[Expr], tuple[Expr, Expr]],
+        pixel_of: PixelOf,
         channel: Expr,
         left: Expr | None,
     ) -> None:
@@ -406,6 +415,7 @@ class Rows:
         self,
         store: Buffer,
         slots: Callable[[Expr], Slot],
+        pixel_of: PixelOf,
         total: int,
         channel: Expr,
         left: Expr | None,
@@ -418,7 +428,8 @@ class Rows:
 
         def take(i: Expr) -> None:
             slot = slots(i)
-            made = self.loader.take(slot) if self.ring else self.loader.finish(i)
+            pixel, exists = pixel_of(self.row(i)) if self.ring and self.loader.needs_pixels else (0, True)
+            made = self.loader.take(slot, pixel, channel, exists, left) if self.ring else self.loader.finish(i)
             if inside is not None:
                 valid = inside(self.row(i))
                 for word in range(4):
