@@ -104,18 +104,27 @@ class Waiting:
         """Count the operators in the formula of a result."""
         return 1 + sum(self.sizes.get(storage, 0) for storage, _, _ in small.reads)
 
+    def is_near(self, small: Small) -> bool:
+        """Tell whether one more has the same elements, and reads what is read or made here."""
+        near = {base_of(self.low, storage) for storage, _, _ in small.reads}
+        return small.space == self.space and bool(near & (self.read | self.written))
+
     def takes(self, small: Small) -> bool:
-        """Tell whether one more may join: of the same elements, close enough, and not too much."""
-        if small.space != self.space or len(self.members) == MOST or self.size_of(small) > LARGEST:
+        """Tell whether one that is near may join: it is not too much, and takes what is made here as it is made."""
+        if len(self.members) == MOST or self.size_of(small) > LARGEST:
             return False
         wholes = {m.result for m in self.members if not m.is_sum}
         made = [read for read in small.reads if base_of(self.low, read[0]) in self.written]
         if any(storage not in wholes or squeezed(shape) != small.space for storage, shape, _ in made):
             return False
-        if base_of(self.low, small.result) in self.read | self.written:
-            return False
-        near = {base_of(self.low, storage) for storage, _, _ in small.reads}
-        return bool(near & (self.read | self.written))
+        return base_of(self.low, small.result) not in self.read | self.written
+
+    def with_members(self, other: Waiting) -> Waiting:
+        """Put two groups together; neither depends on the other."""
+        both = Waiting(self.low, self.members[0])
+        for small in (*self.members[1:], *other.members):
+            both.add(small)
+        return both
 
     def meets(self, launch: p.Launch) -> bool:
         """Tell whether a launch must stay behind those that wait: one writes what the other reads or writes."""
@@ -138,7 +147,7 @@ class Joining:
         """Give the launches with chains in the place of their operators, where these wait no longer."""
         for launch in launches:
             small = small_of(self.low, launch)
-            home = next((group for group in self.waiting if small is not None and group.takes(small)), None)
+            home = self.home_of(small) if small is not None else None
             for group in [group for group in self.waiting if group is not home and group.meets(launch)]:
                 self.flush(group)
             if small is None:
@@ -150,6 +159,19 @@ class Joining:
         for group in list(self.waiting):
             self.flush(group)
         return self.done
+
+    def home_of(self, small: Small) -> Waiting | None:
+        """Find the group that an operator joins: all those near it put together, as far as one launch has room."""
+        home: Waiting | None = None
+        for group in [group for group in self.waiting if group.is_near(small)]:
+            if home is None:
+                home = group
+            elif len(home.members) + len(group.members) < MOST:
+                both = home.with_members(group)
+                self.waiting[self.waiting.index(home)] = both
+                self.waiting.remove(group)
+                home = both
+        return home if home is not None and home.takes(small) else None
 
     def flush(self, group: Waiting) -> None:
         """Launch a group that waits."""
