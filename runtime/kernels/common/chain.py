@@ -88,7 +88,8 @@ class ChainProblem:
     @property
     def op_type(self) -> str:
         """Name the operators, for people: Mul+Mul+Add."""
-        return "+".join(name_of(part.problem) for part in (*self.members, *self.totals))
+        problems = [member.problem for member in self.members] + [total.problem for total in self.totals]
+        return "+".join(map(name_of, problems))
 
     @property
     def columns(self) -> int:
