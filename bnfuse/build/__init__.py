@@ -25,7 +25,7 @@ from .losses import Term
 from .modules import buffer_digests, module_state, opened
 from .own_losses import loss_in_graph, read_ending
 from .repair import make_canonical, repair
-from .training import NOTES_KEY, add_loss, finish, gradient_graph, set_metadata
+from .training import NOTES_KEY, add_loss, differentiated_inputs, finish, gradient_graph, set_metadata
 from .traps import check_forward, drop_unread_inputs
 from .variables import choose_variables
 from .written_pools import join_written_pools
@@ -65,6 +65,7 @@ def build(
     logits: str | None = None,
     seed: int = 0,
     file: str | None = None,
+    input_gradients: Sequence[str] | None = None,
 ) -> Built:
     """Make the training file of a forward model (docs/training-file.md).
 
@@ -87,6 +88,9 @@ def build(
     logits    which output the loss reads, where there are several
     seed      of the values that are drawn: for `init`, and where the file has none
     file      name for messages, where `source` is no path
+
+    input_gradients  data inputs whose gradients are outputs, `<input>_grad`; given, and be it empty, a graph may have
+              nothing to train
 
     allow_folded_bn  takes a file whose BatchNorms its exporter is known to have folded away
     """
@@ -125,16 +129,24 @@ def build(
     if graph_loss is not None:
         found.constants.names.update(graph_loss.untrained(forward, train))
         found.fixed.update(graph_loss.constants)
+    data = differentiated_inputs(forward, input_gradients or ())
     variables = choose_variables(
-        forward, found.constants.names, found.fixed, train, freeze, found.untracked, module.frozen
+        forward,
+        found.constants.names,
+        found.fixed,
+        train,
+        freeze,
+        found.untracked,
+        module.frozen,
+        required=input_gradients is None,
     )
     found.constants.names.update(join_written_pools(forward, variables.all))
     decompose(forward, found.constants, frozenset(variables.all), frozenset(variables.frozen))
     make_canonical(forward)
     ends = graph_loss.ends(forward) if graph_loss else add_loss(forward, ending.terms, found.outputs)
     tell_definition(forward, given.running_variance)
-    built = gradient_graph(forward, variables, ends, unbiased=given.running_variance == "torch")
-    model = finish(built, forward, variables, ends)
+    built = gradient_graph(forward, variables, ends, unbiased=given.running_variance == "torch", data=data)
+    model = finish(built, forward, variables, ends, data)
     if module.is_known:
         set_metadata(model, MODULE_KEY, module.within(variables.all, buffers).to_json())
     complete_shapes(model, forward.file)
@@ -160,6 +172,7 @@ def build_training_graph(
     logits: str | None = None,
     seed: int = 0,
     file: str | None = None,
+    input_gradients: Sequence[str] | None = None,
 ) -> onnx.ModelProto:
     """Do what `build` does, without its notes, which are also in the model's metadata."""
     return build(
@@ -179,4 +192,5 @@ def build_training_graph(
         logits=logits,
         seed=seed,
         file=file,
+        input_gradients=input_gradients,
     ).model

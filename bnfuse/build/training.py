@@ -101,10 +101,22 @@ def add_loss(forward: Forward, terms: Sequence[Term], outputs: Sequence[str]) ->
     return Ends(tuple(dict.fromkeys((*scores, *outputs))), loss, tuple(labels))
 
 
-def gradient_graph(forward: Forward, variables: Variables, ends: Ends, *, unbiased: bool = False) -> onnx.ModelProto:
+def differentiated_inputs(forward: Forward, wanted: Sequence[str]) -> tuple[str, ...]:
+    """Give the data inputs whose gradients are wanted, in the order of the graph."""
+    there = [value.name for value in forward.graph.input]
+    for name in wanted:
+        if name not in there:
+            raise forward.error(f"has no input '{name}' to give the gradient of: there are {', '.join(there)}")
+    return tuple(name for name in there if name in wanted)
+
+
+def gradient_graph(
+    forward: Forward, variables: Variables, ends: Ends, *, unbiased: bool = False, data: Sequence[str] = ()
+) -> onnx.ModelProto:
     """Give the training graph without values: variables are plain inputs, outputs in the file's order.
 
-    Running variances are moved by the unbiased variance of the batch where `unbiased` says so.
+    Running variances are moved by the unbiased variance of the batch where `unbiased` says so. `data` are inputs whose
+    gradients are outputs too, behind those of the parameters.
     """
     bare = without_values(forward.model, variables)
     own_batch_norms(bare, unbiased=unbiased)
@@ -113,8 +125,9 @@ def gradient_graph(forward: Forward, variables: Variables, ends: Ends, *, unbias
     model = ir.from_proto(bare)
     inputs = {value.name: value for value in model.graph.inputs}
     seeds = {ends.loss: None} if ends.loss else {output: inputs[name] for output, name in ends.gradients.items()}
-    gradients = differentiate(model, variables.trainable, seeds, file=forward.file)
-    model.graph.outputs.extend(gradients[name] for name in variables.trainable)
+    wanted = (*variables.trainable, *data)
+    gradients = differentiate(model, wanted, seeds, file=forward.file)
+    model.graph.outputs.extend(gradients[name] for name in wanted)
     add_functions(model)
     built = ir.to_proto(model)
     prune(built.graph)
@@ -180,7 +193,9 @@ def without_values(model: onnx.ModelProto, variables: Variables) -> onnx.ModelPr
     return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
-def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, ends: Ends) -> onnx.ModelProto:
+def finish(
+    built: onnx.ModelProto, forward: Forward, variables: Variables, ends: Ends, data: Sequence[str] = ()
+) -> onnx.ModelProto:
     """Give the training file its names, shapes, values and metadata."""
     order_inputs(built, forward, variables)
     names = set(variables.all)
@@ -199,6 +214,7 @@ def finish(built: onnx.ModelProto, forward: Forward, variables: Variables, ends:
         loss=ends.loss,
         logits=ends.outputs[0] if ends.outputs else None,
         output_gradients=dict(ends.gradients),
+        input_gradients={name: f"{name}_grad" for name in data},
     )
     set_metadata(built, METADATA_KEY, signature.to_json())
     if forward.notes:

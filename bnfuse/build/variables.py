@@ -62,12 +62,15 @@ def choose_variables(
     freeze: Sequence[str] = (),
     untracked: set[str] | frozenset[str] = frozenset(),
     held: Collection[str] = (),
+    *,
+    required: bool = True,
 ) -> Variables:
     """Choose as trainable the parameters that a pattern of `train` and none of `freeze` matches; all others are frozen.
 
     `constants` are the initializers that were Constant nodes in the file. Of `fixed`, and of `held`, which the module
     does not train, trains what a pattern other than the default `*` matches. `untracked` are in the place of running
-    statistics and are none. The statistics of frozen BatchNorms are frozen variables.
+    statistics and are none. The statistics of frozen BatchNorms are frozen variables. Raises where nothing is left to
+    train, or a pattern matches nothing, unless `required` is False.
     """
     running = running_statistics(forward, untracked)
     chosen_by_name = [pattern for pattern in train if pattern != "*"]
@@ -76,14 +79,14 @@ def choose_variables(
     names = parameters(forward, constants, set(running), asked)
     for option, patterns in (("--train", chosen_by_name), ("--freeze", freeze)):
         for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            if required and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise forward.error(f"{option} '{pattern}' matches no parameter (there are {some(names)})")
     trainable = [
         name
         for name in names
         if matches(name, chosen_by_name if name in fixed or name in held else train) and not matches(name, freeze)
     ]
-    if not trainable:
+    if not trainable and required:
         raise forward.error("nothing is left to train: --train and --freeze leave no parameter")
     chosen = set(trainable)
     kept = [name for name in names if name in fixed and name not in chosen]

@@ -158,7 +158,7 @@ class Rebatched:
 
     def forward_nodes(self) -> set[ir.Node]:
         """Find the nodes that outputs other than gradients follow from."""
-        gradients = {*self.graph.signature.gradients.values()}
+        gradients = self.graph.signature.backward_results
         pending = [value.producer() for value in self.model.graph.outputs if value.name not in gradients]
         found: set[ir.Node] = set()
         while pending:

@@ -43,6 +43,13 @@ class GraphSignature:
     virtual: tuple[str, ...] = ()  # inputs of virtual samples (VDN), drawn each step
     output_gradients: dict[str, str] = dataclasses.field(default_factory=dict)  # without a loss: output -> input with
     # the gradient there, which somebody else computes
+    input_gradients: dict[str, str] = dataclasses.field(default_factory=dict)  # data input -> output that is its
+    # gradient, where that is wanted
+
+    @property
+    def backward_results(self) -> set[str]:
+        """Outputs that the backward phase is for: the gradients of parameters, and of data where they are wanted."""
+        return {*self.gradients.values(), *self.input_gradients.values()}
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -72,7 +79,7 @@ class GraphSignature:
 
 
 def _checked(name: str, value: object) -> object:
-    if name in ("running", "gradients", "output_gradients"):
+    if name in ("running", "gradients", "output_gradients", "input_gradients"):
         if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return value
     elif name in ("loss", "logits"):
@@ -238,7 +245,7 @@ def _check_against(model: ir.Model, signature: GraphSignature) -> None:
         if name not in inputs:
             raise BnfuseError(f"{_file(model)}: has no input '{name}', which its roles name")
     wanted = [
-        *signature.gradients.values(),
+        *signature.backward_results,
         *signature.running.values(),
         *signature.output_gradients,
         *filter(None, [signature.loss, signature.logits]),

@@ -175,8 +175,7 @@ def ordered(graph: ir.Graph, signature: GraphSignature) -> list[ir.Node]:
 
 def forward_nodes(graph: ir.Graph, signature: GraphSignature) -> set[ir.Node]:
     """Find what outputs other than gradients need."""
-    gradients = set(signature.gradients.values())
-    return ancestors([v for v in graph.outputs if v.name not in gradients])
+    return ancestors([v for v in graph.outputs if v.name not in signature.backward_results])
 
 
 def enter(low: Lowering) -> None:

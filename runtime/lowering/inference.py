@@ -60,7 +60,7 @@ def inference_graph(
     for name in (*signature.offsets, *signature.virtual):
         leave_out(graph, name)
     return graph, dataclasses.replace(
-        signature, labels=(), gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
+        signature, labels=(), gradients={}, input_gradients={}, loss=graph.outputs[0].name or "", offsets=(), virtual=()
     )
 
 

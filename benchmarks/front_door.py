@@ -1,0 +1,288 @@
+"""Fused modules in plain torch loops, beside the modules themselves: do they train alike, and how fast.
+
+    python benchmarks/front_door.py follow                      # 20 steps of each network, judged by float64
+    python benchmarks/front_door.py time --batch 16 --image 224 # steps a second, in turns
+    python benchmarks/front_door.py follow --target cuda --autocast bfloat16
+    python benchmarks/front_door.py time --target cuda --only densenet121
+
+Networks of torchvision and timm that are installed, and a U-Net. A line of JSON for each result; --output keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from networks import handwritten
+from torch import nn
+
+import bnfuse
+import bnfuse.torch
+from bnfuse.build import build
+from bnfuse.torch import capture
+
+TORCHVISION = (
+    "resnet18",
+    "resnet50",
+    "densenet121",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "regnet_y_400mf",
+    "convnext_tiny",
+    "deeplabv3_resnet50",
+)
+TIMM = (
+    "resnet18",
+    "resnet50",
+    "densenet121",
+    "mobilenetv3_large_100",
+    "efficientnet_b0",
+    "regnety_004",
+    "convnext_tiny",
+)
+CLASSES = 10
+STEPS = 20
+
+
+def networks() -> dict[str, Callable[[], nn.Module]]:
+    """Makers of the networks, of those libraries that are installed."""
+    found: dict[str, Callable[[], nn.Module]] = {"unet": lambda: handwritten.unet("bilinear", classes=CLASSES)}
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:
+        print(f"without torchvision: {error}", file=sys.stderr)
+    else:
+        segmentation = {"weights": None, "weights_backbone": None, "num_classes": CLASSES}
+        for name in TORCHVISION:
+            options = segmentation if name.startswith("deeplab") else {"weights": None, "num_classes": CLASSES}
+            found[f"torchvision/{name}"] = lambda name=name, options=options: models.get_model(name, **options)
+    try:
+        import timm
+    except ImportError as error:
+        print(f"without timm: {error}", file=sys.stderr)
+    else:
+        for name in TIMM:
+            found[f"timm/{name}"] = lambda name=name: timm.create_model(name, num_classes=CLASSES)
+    return found
+
+
+def made(maker: Callable[[], nn.Module], *, draws: bool) -> nn.Module:
+    """Make a network in training mode; without what it draws where runs are compared number by number."""
+    torch.manual_seed(0)
+    module = maker().train()
+    for one in [] if draws else module.modules():
+        for name in ("p", "drop_prob"):
+            if isinstance(getattr(one, name, None), float):
+                setattr(one, name, 0.0)
+    return module
+
+
+def loss_of(found: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of classes, by image or by pixel."""
+    scores = found["out"] if isinstance(found, dict) else found
+    wide = labels if scores.dim() == 2 else labels[:, None, None].expand(-1, *scores.shape[2:])
+    return nn.functional.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), wide)
+
+
+def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum, or AdamW."""
+    if kind == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a loop gave."""
+
+    losses: list[float]
+    state: dict[str, torch.Tensor]
+
+
+def train(module: nn.Module, kind: str, batches: list[tuple[torch.Tensor, torch.Tensor]], autocast: Any) -> Trained:
+    """The plain loop."""
+    optimizer, losses = optimizer_of(kind, module), []
+    device = next(module.parameters()).device.type
+    for images, labels in batches:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            loss = loss_of(module(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Trained(losses, {name: one.detach().double() for name, one in module.state_dict().items()})
+
+
+def far(found: Trained, exact: Trained) -> tuple[float, float]:
+    """How far losses and weights are from those in float64: the largest, relative to the whole state."""
+    losses = max(abs(a - b) for a, b in zip(found.losses, exact.losses, strict=True))
+    norm = sum(float(one.square().sum()) for one in exact.state.values()) ** 0.5
+    apart = sum(float((found.state[name] - one).square().sum()) for name, one in exact.state.items()) ** 0.5
+    return losses, apart / norm
+
+
+def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace) -> dict[str, Any]:
+    """20 steps of torch in float64 and float32, and fused: ours may be as far from float64 as a small multiple of
+    torch's own distance."""
+    device, autocast = torch.device(given.target), getattr(torch, given.autocast) if given.autocast else None
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.randn(given.batch, 3, given.image, given.image, generator=generator).to(device),
+            torch.randint(CLASSES, (given.batch,), generator=generator).to(device),
+        )
+        for _ in range(STEPS)
+    ]
+    start = made(maker, draws=False).to(device)
+    exact = train(copy.deepcopy(start).double(), given.optimizer, [(x.double(), y) for x, y in batches], None)
+    theirs = train(copy.deepcopy(start), given.optimizer, batches, autocast)
+    module = copy.deepcopy(start)
+    begun = time.perf_counter()
+    fused = bnfuse.torch.fuse(module, batches[0][0], fallback=given.fallback)
+    seconds = time.perf_counter() - begun
+    ours = train(fused, given.optimizer, batches, autocast)
+    start.load_state_dict(fused.state_dict())
+    loads = all(torch.equal(one, fused.state_dict()[key]) for key, one in start.state_dict().items())
+    (loss, state), (torch_loss, torch_state) = far(ours, exact), far(theirs, exact)
+    return {
+        "network": name,
+        "optimizer": given.optimizer,
+        "autocast": given.autocast,
+        "target": given.target,
+        "fuse_s": round(seconds, 1),
+        "loss_error": loss,
+        "torch_loss_error": torch_loss,
+        "state_error": state,
+        "torch_state_error": torch_state,
+        "follows": loss <= given.factor * torch_loss + 1e-6 and state <= given.factor * torch_state + 1e-6,
+        "state_dict_loads": loads,
+        "parts": [str(part) for part in bnfuse.torch.report(fused).parts],
+    }
+
+
+def bare_step(module: nn.Module, images: torch.Tensor, target: str, precision: str | None) -> Any:
+    """The compiled step of the same network with its loss and optimiser, without torch."""
+    with capture.as_found(module):
+        proto = capture.as_onnx(capture.exported(module, ((images,), {}), "network"), "network")
+    fused = bnfuse.rewrite(build(proto, train_bn=True, running_variance="torch").model)
+    return bnfuse.compile(fused, target, bnfuse.SGD(lr=0.01, momentum=0.9), precision=precision)
+
+
+def timed(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step of each way to run the loop, in turns: the median and the least of them."""
+    device, autocast = torch.device(given.target), getattr(torch, given.autocast) if given.autocast else None
+    torch.manual_seed(1)
+    images = torch.randn(given.batch, 3, given.image, given.image, device=device)
+    labels = torch.randint(CLASSES, (given.batch,), device=device)
+    steps: dict[str, Callable[[], Any]] = {}
+
+    def loop(module: nn.Module, images: torch.Tensor) -> Callable[[], Any]:
+        optimizer = optimizer_of("sgd", module)
+
+        def step() -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                loss = loss_of(module(images), labels)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    start = made(maker, draws=True).to(device)
+    last = images.to(memory_format=torch.channels_last)
+    for way in given.ways.split(","):
+        module = copy.deepcopy(start)
+        if way == "eager":
+            steps[way] = loop(module, images)
+        elif way == "channels_last":
+            steps[way] = loop(module.to(memory_format=torch.channels_last), last)
+        elif way == "compile":
+            steps[way] = loop(torch.compile(module), images)
+        elif way == "compile_last":
+            steps[way] = loop(torch.compile(module.to(memory_format=torch.channels_last)), last)
+        elif way == "fused":
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                steps[way] = loop(bnfuse.torch.fuse(module, images, fallback=given.fallback), images)
+        else:
+            precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(autocast) if device.type == "cuda" else None
+            compiled = bare_step(module, images, given.target, precision)
+            arrays = (images, labels) if device.type == "cuda" else (images.numpy(), labels.numpy())
+            steps[way] = lambda compiled=compiled, arrays=arrays: compiled(*arrays)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for turn in range(given.turns + 2):
+        for way, step in steps.items():
+            wait()
+            begun = time.perf_counter()
+            for _ in range(given.repeat):
+                step()
+            wait()
+            if turn >= 2:
+                seconds[way].append((time.perf_counter() - begun) / given.repeat)
+    least = {way: min(found) for way, found in seconds.items()}
+    result: dict[str, Any] = {
+        "network": name,
+        "target": given.target,
+        "autocast": given.autocast,
+        "batch": given.batch,
+        "image": given.image,
+        "threads": torch.get_num_threads(),
+        "seconds": {way: {"min": least[way], "median": statistics.median(found)} for way, found in seconds.items()},
+        "steps_per_second": {way: 1 / value for way, value in least.items()},
+    }
+    if "fused" in least and "bare" in least:
+        result["overhead"] = least["fused"] / least["bare"] - 1
+    torchs = [value for way, value in least.items() if way not in ("fused", "bare")]
+    if "fused" in least and torchs:
+        result["times_faster"] = min(torchs) / least["fused"]
+    return result
+
+
+def main() -> None:
+    """Run what is asked for; exits with 1 where a network does not follow, or cannot be fused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("follow", "time"))
+    parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", default="", help="networks whose names contain one of these, by commas")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--image", type=int, default=64)
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--autocast", choices=("bfloat16", "float16"), default="")
+    parser.add_argument("--fallback", choices=("error", "torch"), default="error")
+    parser.add_argument("--factor", type=float, default=4.0, help="of torch's own distance from float64")
+    parser.add_argument("--ways", default="eager,channels_last,compile,fused,bare", help="also compile_last")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--repeat", type=int, default=1, help="steps of a turn")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="a file for the lines of JSON")
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    bad = 0
+    for name, maker in networks().items():
+        if given.only and not any(part in name for part in given.only.split(",")):
+            continue
+        try:
+            result = (follow if given.what == "follow" else timed)(name, maker, given)
+        except bnfuse.BnfuseError as error:
+            result = {"network": name, "error": str(error)}
+        bad += "error" in result or result.get("follows") is False
+        print(json.dumps(result), flush=True)
+        if given.output:
+            with given.output.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

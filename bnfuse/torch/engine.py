@@ -1,0 +1,342 @@
+"""Which program runs a call: by the modes of the modules, what trains, the inputs, autocast and the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from bnfuse.core.errors import BnfuseError
+
+from .call import Fused
+from .capture import Captured, capture
+from .program import Call, Compiling, Program
+from .reports import Part, Report
+from .shell import FusedModule, plain
+from .watch import Watch, is_plain
+
+log = logging.getLogger("bnfuse")
+
+MOST_CHANGES = 8  # of attributes, each captured anew: then it is one that changes all the time
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `fuse` was asked for."""
+
+    level: str
+    fallback: str
+    precision: str | None
+    threads: int | None
+    cache: bool | str | Path
+    ignored: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """A tensor of a call, as far as a program depends on it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a program is made for."""
+
+    modes: tuple[bool, ...]
+    flags: tuple[bool, ...]  # which parameters train; none where no gradients are wanted
+    gradients: bool
+    attributes: tuple[Any, ...]
+    packed: str  # how the tensors of the call are packed, with what else was given
+    inputs: tuple[Input, ...]
+    device: str
+    autocast: torch.dtype | None
+
+    def at(self, batch: int) -> Key:
+        """Give the same for another batch size."""
+        inputs = tuple(dataclasses.replace(one, shape=(batch, *one.shape[1:])) for one in self.inputs)
+        return dataclasses.replace(self, inputs=inputs)
+
+
+@dataclasses.dataclass
+class Entry:
+    """A program, and the types of its results under autocast."""
+
+    program: Program
+    dtypes: tuple[torch.dtype, ...] | None = None
+
+
+class Programs:
+    """The programs of a module and of its copies, by what they are for."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, Entry] = {}
+        self.lock = threading.RLock()
+        self.parts: dict[str, Part] = {}
+        self.changes = 0
+        self.refused: dict[Key, str] = {}  # what cannot be captured, and why
+        self.told: set[str] = set()  # why calls were left to torch
+
+
+class Engine:
+    """What a fused module calls."""
+
+    def __init__(
+        self,
+        fused: FusedModule,
+        own_forward: Any,
+        options: Options,
+        programs: Programs | None = None,
+    ) -> None:
+        self.fused, self.own_forward, self.options = fused, own_forward, options
+        self.name = type(fused).__name__  # what messages call the module
+        self.programs = programs or Programs()
+        self.watch = Watch(fused, options.ignored)
+
+    @property
+    def report(self) -> Report:
+        """What is fused."""
+        return Report(tuple(self.programs.parts.values()))
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for a call, without running it."""
+        tensors, packed = self.unpacked(args, kwargs)
+        self.refuse(tensors)
+        key = self.key(tensors, packed)
+        self.entry(key, (args, kwargs))
+
+    # -- a call --------------------------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run forward."""
+        try:
+            tensors, packed = self.unpacked(args, kwargs)
+            self.refuse(tensors)
+            self.follow()
+            key = self.key(tensors, packed)
+            entry = self.programs.entries.get(key) or self.entry(key, (args, kwargs))
+        except BnfuseError as error:
+            if self.options.fallback == "error":
+                raise
+            return self.left(str(error), args, kwargs)
+        return self.run(entry.program, key, tensors, entry.dtypes)
+
+    def left(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let torch run a call, and say why."""
+        if reason not in self.programs.told:
+            self.programs.told.add(reason)
+            log.warning("%s: a call is left to torch: %s", self.name, reason)
+        return plain(self.fused, self.own_forward).forward(*args, **kwargs)
+
+    def run(
+        self, program: Program, key: Key, tensors: Sequence[torch.Tensor], dtypes: tuple[torch.dtype, ...] | None
+    ) -> Any:
+        """Run a program, as one node of autograd where gradients are wanted."""
+        captured, state = program.captured, self.watch.tensors()
+        seed = int(torch.randint(2**31 - 1, ()).item()) if program.draws else 0
+        call = Call(0, seed, state, tuple(tensors))
+        if key.gradients:
+            kept = tuple(name for name in captured.state if name not in captured.running)
+            trained = [state[name] for name in captured.trainable]
+            results = Fused.apply(program, call, kept, *tensors, *trained)
+        else:
+            with program.lock, torch.no_grad():
+                results = program.forward(call)
+        return self.packed(captured, results, dtypes)
+
+    def unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], str]:
+        """Take the tensors out of the arguments, and say how they were packed and what else there was."""
+        if not kwargs and all(isinstance(one, torch.Tensor) for one in args):
+            return list(args), str(len(args))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        rest = [None if isinstance(one, torch.Tensor) else one for one in leaves]
+        odd = next((one for one in rest if not is_plain(one)), None)
+        if odd is not None:
+            raise BnfuseError(
+                f"{self.name}: takes an argument of type {type(odd).__name__}: tensors, numbers, texts, and tuples, "
+                "lists and dicts of them can be captured"
+            )
+        return tensors, f"{spec} {rest}"
+
+    def refuse(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise for what a fused forward cannot honour."""
+        self.watch.refuse_hooks()
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise BnfuseError(
+                f"{self.name}: torch.func and vmap transform operators one by one: a fused module is one node. "
+                "Give them the module itself"
+            )
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise BnfuseError(f"{self.name}: a fused module has no forward-mode derivative")
+        for tensor in tensors:
+            if type(tensor) not in (torch.Tensor, nn.Parameter):
+                raise BnfuseError(f"{self.name}: takes a {type(tensor).__name__}: plain tensors can be captured")
+            if tensor.layout != torch.strided or not tensor.is_floating_point():
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise BnfuseError(f"{self.name}: takes a tensor of {kind}: dense ones of floats can be captured")
+
+    def follow(self) -> None:
+        """Look at the tree of modules; where it has other parts than before, begin anew."""
+        if self.watch.is_whole():
+            return
+        log.info("%s: has other parts than when it was captured: captured anew", self.name)
+        self.watch = Watch(self.fused, self.options.ignored)
+        self.watch.refuse_hooks()
+        self.programs = Programs()
+
+    def key(self, tensors: Sequence[torch.Tensor], packed: str) -> Key:
+        """Say what a program for this call has to be made for."""
+        flags, enabled = self.watch.flags(), torch.is_grad_enabled()
+        inputs = tuple([Input(tuple(one.shape), one.dtype, enabled and one.requires_grad) for one in tensors])
+        gradients = enabled and (any(flags) or any(one.differentiated for one in inputs))
+        device = self.device(tensors)
+        kind = device.partition(":")[0]
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return Key(
+            self.watch.modes(),
+            flags if gradients else (),
+            gradients,
+            self.watch.attributes(),
+            packed,
+            inputs,
+            device,
+            autocast,
+        )
+
+    def device(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Name the device of the parameters and inputs, which is one."""
+        held = {*(table[key].device for table, key in self.watch.names.values()), *(one.device for one in tensors)}
+        places = sorted(map(str, held))
+        if len(places) != 1 or places[0].partition(":")[0] not in ("cpu", "cuda"):
+            where = ", ".join(places)
+            raise BnfuseError(f"{self.name}: its tensors and inputs lie on {where}: one CPU or one GPU it must be")
+        return places[0]
+
+    def packed(
+        self, captured: Captured, results: Sequence[torch.Tensor], dtypes: tuple[torch.dtype, ...] | None
+    ) -> Any:
+        """Pack the results as the module does."""
+        if dtypes is not None:
+            results = [one.to(kind) for one, kind in zip(results, dtypes, strict=True)]
+        leaves = [one.constant if one.place is None else results[one.place] for one in captured.outputs]
+        return pytree.tree_unflatten(leaves, captured.packed)
+
+    # -- programs ------------------------------------------------------------------------------------------------
+
+    def entry(self, key: Key, arguments: Arguments) -> Entry:
+        """Find or make the program for a call."""
+        with self.programs.lock:
+            if key in self.programs.entries:
+                return self.programs.entries[key]
+            if key in self.programs.refused:
+                raise BnfuseError(self.programs.refused[key])
+            self.check_changes(key)
+            try:
+                entry = self.at_other_batch(key) or self.made(key, arguments)
+            except BnfuseError as error:
+                self.programs.refused[key] = str(error)
+                raise
+            self.programs.entries[key] = entry
+            return entry
+
+    def check_changes(self, key: Key) -> None:
+        """Raise where an attribute changes again and again, each time with a program of its own."""
+        last = next(reversed(self.programs.entries), None)
+        if last is None or last.attributes == key.attributes:
+            return
+        if any(other.attributes == key.attributes for other in self.programs.entries):
+            return
+        what = self.watch.changed(last.attributes, key.attributes)
+        self.programs.changes += 1
+        log.info("%s: '%s' is another than when it was captured: captured anew", self.name, what)
+        if self.programs.changes > MOST_CHANGES:
+            raise BnfuseError(
+                f"{self.name}: '{what}' changes all the time, and each value is captured anew: if its forward does not "
+                f"depend on it, say so: fuse(..., ignore=('{what}',))"
+            )
+
+    def at_other_batch(self, key: Key) -> Entry | None:
+        """Compile a program that there is for another batch size too; None where none can be."""
+        if not key.inputs or not key.inputs[0].shape:
+            return None
+        batch = key.inputs[0].shape[0]
+        for other, entry in self.programs.entries.items():
+            if not other.inputs[0].shape or other.at(batch) != key:
+                continue
+            begun = time.perf_counter()
+            try:
+                entry.program.add(batch)
+            except BnfuseError as error:
+                log.info("%s: captured anew for a batch of %d: %s", self.name, batch, error)
+                return None
+            log.info("%s: compiled for a batch of %d in %.1f s", self.name, batch, time.perf_counter() - begun)
+            return entry
+        return None
+
+    def made(self, key: Key, arguments: Arguments) -> Entry:
+        """Capture and compile."""
+        begun = time.perf_counter()
+        module = plain(self.fused, self.own_forward)
+        captured = capture(
+            module,
+            arguments,
+            gradients=key.gradients,
+            wanted_inputs=[place for place, one in enumerate(key.inputs) if one.differentiated],
+            level=self.options.level,
+            name=self.name,
+        )
+        on_gpu = key.device.startswith("cuda")
+        compiling = Compiling(
+            "cuda" if on_gpu else "cpu",
+            precision_of(key.autocast, self.options.precision) if on_gpu else None,
+            None if on_gpu else self.options.threads or torch.get_num_threads(),
+            self.options.cache,
+        )
+        program = Program(captured, compiling)
+        if any(key.modes) or "" not in self.programs.parts:  # that of training, where there is one
+            self.programs.parts[""] = Part("", captured.rewritten.report)
+        log.info(
+            "%s: captured and compiled in %.1f s (%s, inputs %s)",
+            self.name,
+            time.perf_counter() - begun,
+            "training" if any(key.modes) else "evaluation",
+            ", ".join(str(list(one.shape)) for one in key.inputs),
+        )
+        dtypes = None if key.autocast is None else autocast_types(module, arguments, key, captured)
+        return Entry(program, dtypes)
+
+
+def precision_of(autocast: torch.dtype | None, wanted: str | None) -> str | None:
+    """Name the precision on a GPU: autocast's, or else what `fuse` was given."""
+    named = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return wanted if autocast is None else named.get(autocast, wanted)
+
+
+def autocast_types(module: nn.Module, arguments: Arguments, key: Key, captured: Captured) -> tuple[torch.dtype, ...]:
+    """Tell in which types torch gives the results under autocast: the module runs on tensors without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode, kind = FakeTensorMode(), key.device.partition(":")[0]
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state, (args, kwargs) = pytree.tree_map(
+        lambda one: mode.from_tensor(one.detach()) if isinstance(one, torch.Tensor) else one, (named, arguments)
+    )
+    with mode, torch.no_grad(), torch.autocast(kind, dtype=key.autocast):
+        found = torch.func.functional_call(module, state, args, kwargs)
+    leaves = pytree.tree_leaves(found)
+    types = {out.place: leaf.dtype for out, leaf in zip(captured.outputs, leaves, strict=True) if out.place is not None}
+    return tuple(types[place] for place in range(len(captured.results)))

@@ -1,0 +1,208 @@
+"""A captured module, compiled, and the module's tensors in its memory.
+
+Parameters and running statistics of the module become views of the step's memory (`Home`): an optimiser's update is
+then seen without a copy. What somebody put elsewhere since is copied in before a forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bnfuse.core.errors import BnfuseError
+from bnfuse.runtime import add_batch, compile_step
+from bnfuse.runtime.program import program as p
+
+from .capture import Captured
+
+log = logging.getLogger("bnfuse")
+
+_lent: dict[int, weakref.ref[Program]] = {}  # address of a module's tensor in a step's memory -> whose that is
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiling:
+    """How steps are compiled: as in `bnfuse.compile`."""
+
+    target: str
+    precision: str | None = None
+    threads: int | None = None
+    cache: bool | str | Path = True
+
+
+@dataclasses.dataclass
+class Call:
+    """One forward: what backward needs to run it again."""
+
+    ticket: int
+    seed: int
+    state: Mapping[str, torch.Tensor]
+    inputs: tuple[torch.Tensor, ...]
+
+
+class Program:
+    """The step of a captured module, for one or several batch sizes. One thread at a time is in it."""
+
+    def __init__(self, captured: Captured, compiling: Compiling) -> None:
+        self.captured, self.compiling = captured, compiling
+        self.lock = threading.RLock()
+        self.step = compile_step(
+            captured.rewritten,
+            target=compiling.target,
+            precision=compiling.precision,
+            threads=compiling.threads,
+            cache=compiling.cache,
+        )
+        if self.step.target.precision == "fp16":
+            self.step.loss_scale = 1.0  # what gradients come in with is the caller's
+        self.on_gpu = compiling.target.startswith("cuda")
+        self.home = {name: as_torch(view) for name, view in self.step.state_views().items()}
+        program = self.step.program
+        self.draws = bool(self.step.sampling.random) or any(
+            isinstance(argument, p.Scalar) and argument.name == "seed"
+            for launch in program.launches
+            for argument in launch.arguments
+        )
+        self._outputs: dict[int, dict[str, torch.Tensor]] = {}  # by batch size
+        self._flat: Any = None
+        self._place = [place for place, name in enumerate(captured.inputs) if name is not None]
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes that it is compiled for."""
+        return self.step.batches
+
+    def add(self, batch: int) -> None:
+        """Compile it for another batch size. Raises BnfuseError where its graph cannot follow."""
+        with self.lock:
+            add_batch(self.step, batch, cache=self.compiling.cache)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def enter(self, state: Mapping[str, torch.Tensor], *, adopts: bool) -> list[str]:
+        """Bring the module's tensors into the step's memory, those that are not there. Gives the names of those that
+        are elsewhere and stay there."""
+        known = [name for name in self.home if name in state]
+        late = [name for name in known if state[name].data_ptr() != self.home[name].data_ptr()]
+        if not late:
+            return late
+        targets, sources = [], []
+        for name in late:
+            tensor, home = state[name], self.home[name]
+            if tensor.shape != home.shape or tensor.dtype != home.dtype:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise BnfuseError(
+                    f"'{name}' is {kind} {list(tensor.shape)} now, it was float32 {list(home.shape)} when it was "
+                    "captured: call bnfuse.torch.fuse again"
+                )
+            targets.append(home)
+            sources.append(tensor.detach())
+        torch._foreach_copy_(targets, sources)
+        return [name for name in late if not (adopts and self.adopt(name, state[name]))]
+
+    def adopt(self, name: str, tensor: torch.Tensor) -> bool:
+        """Let a tensor of the module be a view of the step's memory, if it is nobody else's: not a part of a larger
+        one, not another step's. Says whether it is one now."""
+        home = self.home[name]
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_leaf and tensor.is_contiguous()
+        alone = plain and tensor.untyped_storage().nbytes() == tensor.nbytes
+        owner = _lent.get(tensor.data_ptr(), lambda: None)()
+        if not alone or owner is not None or name in self.captured.cumulative or not tensor.numel():
+            return False
+        with torch.inference_mode(False):
+            tensor.data = home
+        _lent[home.data_ptr()] = weakref.ref(self)
+        return True
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def forward(self, call: Call, *, again: bool = False) -> list[torch.Tensor]:
+        """Run the forward phase, from the module's tensors as they are, and give copies of the results.
+
+        Running statistics and counts are moved as torch moves them, unless it is `again`.
+        """
+        captured = self.captured
+        away = self.enter(call.state, adopts=not again)
+        if self.draws:
+            self.step.seed = call.seed
+        if self.on_gpu:
+            self.use_stream()
+        moves = bool(captured.running) and not again
+        call.ticket = self.step.run_forward(*self.fed(call.inputs), commit_statistics=moves)
+        if moves:
+            self.move_statistics(call.state, away)
+        views = self._views()
+        return [] if again else [views[name].clone() for name in captured.results]
+
+    def fed(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Give the inputs that the graph reads, as the step takes them."""
+        found = [inputs[place].detach().float().contiguous() for place in self._place]
+        return found if self.on_gpu else [one.numpy() for one in found]
+
+    def move_statistics(self, state: Mapping[str, torch.Tensor], away: Sequence[str]) -> None:
+        """Bring new running statistics where the module has its own, and count the batches."""
+        captured = self.captured
+        with torch.no_grad():
+            counts = [state[name] for name in captured.counts]
+            if counts:
+                torch._foreach_add_(counts, list(captured.counts.values()))  # type: ignore[call-overload]
+            own = [name for name in captured.running if name in set(away) and name not in captured.cumulative]
+            if own:
+                torch._foreach_copy_([state[name] for name in own], [self.home[name] for name in own])
+            for name in captured.cumulative & {*captured.running}:
+                batches = state[f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")]
+                state[name].lerp_(self.home[name], 1.0 / float(batches))
+        moved = [state[name] for name in captured.running if name not in captured.cumulative]
+        torch.autograd.graph.increment_version(moved)
+
+    def backward(
+        self, call: Call, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+        """Run the backward phase of a forward, which is run again where its maps are gone. Gives the gradients of
+        parameters by name, and of inputs by place: nothing that runs later writes to them."""
+        captured, step = self.captured, self.step
+        if not step.is_current(call.ticket):
+            self.forward(call, again=True)
+        if self.on_gpu:
+            self.use_stream()
+        views = self._views()
+        given = [
+            torch.zeros_like(views[name]) if one is None else one.detach().float().contiguous()
+            for name, one in zip(captured.results, gradients, strict=True)
+        ]
+        (piece,) = step.pieces(1)
+        step.backward_piece(piece, *(given if self.on_gpu else [one.numpy() for one in given]), ticket=call.ticket)
+        held = step.gradient_views()
+        if self._flat is None:
+            self._flat = as_torch(held.flat)
+        flat = self._flat.clone()
+        parameters = {name: flat[part].view(held.shapes[name]) for name, part in held.slices.items()}
+        return parameters, {place: views[name].clone() for place, name in captured.input_gradients.items()}
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        """Give the outputs of the file where they lie, for the batch size of the last call."""
+        batch = self.step._batch
+        if batch not in self._outputs:
+            wanted = (*self.captured.results, *self.captured.input_gradients.values())
+            views = self.step.output_views()
+            self._outputs[batch] = {name: as_torch(views[name]) for name in wanted}
+        return self._outputs[batch]
+
+    def use_stream(self) -> None:
+        """Run on the caller's current stream."""
+        current = torch.cuda.current_stream()
+        if self.step.stream != current.cuda_stream:
+            self.step.stream = current
+
+
+def as_torch(view: Any) -> torch.Tensor:
+    """Take a view of a step's memory as torch's."""
+    with torch.inference_mode(False):
+        return torch.from_dlpack(view)

@@ -1,0 +1,166 @@
+"""What a fused module would get wrong is refused in one line, at fuse or in the call; or left to torch by parts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.torch, pytest.mark.exporter]
+
+
+def refused(forward, match, **attributes):
+    """A convolution and this forward cannot be fused, for this reason."""
+    from front_door import images
+    from torch import nn
+
+    import bnfuse.torch
+    from bnfuse.core.errors import BnfuseError
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.register_buffer("seen", nn.Parameter(images(1)).detach().mean((0, 2, 3)))
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    with pytest.raises(BnfuseError, match=match) as caught:
+        bnfuse.torch.fuse(Odd(), images())
+    assert "\n" not in str(caught.value)
+
+
+def without(module, x):
+    import torch
+
+    with torch.no_grad():
+        scale = module.conv(x)
+    return module.conv(x) * scale
+
+
+def straight_through(module, x):
+    import torch
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    return Round.apply(module.conv(x))
+
+
+def hooked(module, x):
+    y = module.conv(x)
+    y.register_hook(lambda dy: 2 * dy)
+    return y
+
+
+def counted(module, x):
+    module.seen += x.mean((0, 2, 3))
+    return module.conv(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "match"),
+    [
+        (lambda m, x: m.conv(x) * m.conv(x).detach(), "detaches a tensor"),
+        (without, "turns gradients off"),
+        (straight_through, "the autograd.Function 'Round'"),
+        (hooked, "a tensor with a hook"),
+        (counted, "changes 'seen' in place"),
+        (lambda m, x: (m.conv(x), x), "returns an input or a parameter as it is"),
+        (lambda m, x: m.conv(x).argmax(1), "returns a tensor of torch.int64"),
+        (lambda m, x: m.conv(x) if x.sum() > 0 else x, "torch.export cannot capture it"),
+    ],
+)
+def test_what_has_other_gradients_or_effects_than_its_operators(forward, match):
+    refused(forward, match)
+
+
+def test_a_tensor_with_a_gradient_that_is_no_parameter():
+    import torch
+
+    refused(
+        lambda m, x: m.conv(x) * m.scale, "'scale' is a tensor with a gradient", scale=torch.ones(1).requires_grad_()
+    )
+
+
+def test_hooks_of_submodules_and_of_all_modules(fused):
+    import torch
+    from front_door import images
+
+    from bnfuse.core.errors import BnfuseError
+
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        handle = getattr(fused.stem[0], register)(lambda *_: None)
+        with pytest.raises(BnfuseError, match=r"submodule 'stem\.0' has a (forward|backward)"):
+            fused(images())
+        handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with pytest.raises(BnfuseError, match="a hook for all modules"):
+        fused(images())
+    handle.remove()
+    fused(images())
+    handle = fused.register_forward_hook(lambda module, inputs, result: result * 2)  # its own are called
+    torch.testing.assert_close(fused(images()), 2 * fused.forward(images()))
+    handle.remove()
+
+
+def test_what_is_no_module_to_fuse(first):
+    import torch
+    from front_door import images
+    from torch import nn
+
+    import bnfuse.torch
+    from bnfuse.core.errors import BnfuseError
+
+    for module, options, match in (
+        (first[1], {}, "fused already"),
+        (nn.DataParallel(nn.Conv2d(3, 4, 1)), {}, "fuse the module that it holds"),
+        (torch.relu, {}, "takes an nn.Module"),
+        (nn.Conv2d(3, 4, 1), {"fallback": "eager"}, "fallback 'eager' is unknown"),
+        (nn.Conv2d(3, 4, 1).bfloat16(), {}, "'weight' is bfloat16"),
+        (nn.Identity(), {}, "returns an input"),
+    ):
+        with pytest.raises(BnfuseError, match=match):
+            bnfuse.torch.fuse(module, images(), **options)
+    with pytest.raises(BnfuseError, match="has no report"):
+        bnfuse.torch.report(first[0])
+
+
+def test_parts_are_fused_around_what_is_left_to_torch():
+    import torch
+    from front_door import conv_norm, distance, doubled, gradients, images, made, state
+    from torch import nn
+
+    import bnfuse.torch
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front, self.back, self.twice = conv_norm(3, 8), conv_norm(8, 8), conv_norm(8, 8)
+
+        def forward(self, x):
+            x = self.front(x)
+            if x.sum() > 0:  # depends on the data
+                x = x * 2
+            return self.twice(self.twice(self.back(x))).mean((1, 2, 3))
+
+    module = made(Odd)
+    exact = doubled(module)
+    before = dict(module.named_modules())
+    fused = bnfuse.torch.fuse(module, images(), fallback="torch")
+    told = bnfuse.torch.report(fused)
+    assert told.fused == ("front", "back") and set(told.left) == {"", "twice", "twice.1"}
+    assert "several times" in told.left["twice"] and "torch.export" in told.left[""]
+    assert all(dict(module.named_modules())[name] is one for name, one in before.items())
+    for one, x in ((fused, images()), (exact, images().double())):
+        (one(x) * torch.arange(4)).sum().backward()
+    assert distance(gradients(fused), gradients(exact)) < 1e-5 and distance(state(fused), state(exact)) < 1e-5
+    fused.eval(), exact.eval()
+    torch.testing.assert_close(fused(images()).double(), exact(images().double()), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,128 @@
+"""State that others replace: it is seen, or refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+pytestmark = [pytest.mark.torch, pytest.mark.exporter]
+
+
+def agrees(fused) -> None:
+    """The module's results and gradients are those of its state as it is now."""
+    import torch
+    from front_door import Small, distance, doubled, gradients, images, loss_of
+
+    plain = Small()
+    plain.load_state_dict(fused.state_dict())
+    exact = doubled(plain)
+    fused.zero_grad()
+    loss_of(fused, images()).backward()
+    loss_of(exact, images().double()).backward()
+    assert distance(gradients(fused), gradients(exact)) < 1e-5
+    for key, one in fused.state_dict().items():
+        torch.testing.assert_close(one.double(), exact.state_dict()[key].double(), rtol=1e-4, atol=1e-5)
+
+
+def test_replaced_data_is_seen(fused):
+    import torch
+    from torch import nn
+
+    agrees(fused)
+    fused.head.weight.data = fused.head.weight.data * 2
+    fused.stem[1].running_var.data = fused.stem[1].running_var + 1
+    agrees(fused)
+    fused.load_state_dict(
+        {name: one + one / 8 if one.dim() else one for name, one in fused.state_dict().items()}, assign=True
+    )
+    agrees(fused)
+    fused.head.weight = nn.Parameter(fused.head.weight.detach() * 2)
+    agrees(fused)
+    fused.to(memory_format=torch.channels_last)
+    agrees(fused)
+    fused.head.bias.data.add_(1)  # behind autograd's back, as EMA and ZeRO do
+    agrees(fused)
+
+
+def test_an_optimiser_s_update_is_seen_without_a_copy(fused):
+    from front_door import images, loss_of
+
+    loss_of(fused, images()).backward()
+    home = fused.stem[0].weight.data_ptr()
+    agrees(fused)
+    assert fused.stem[0].weight.data_ptr() == home
+
+
+def test_other_types_are_refused(fused):
+    import torch
+    from front_door import images
+
+    from bnfuse.core.errors import BnfuseError
+
+    with pytest.raises(BnfuseError, match="is float64"):
+        fused.double()(images().double())
+    with pytest.raises(BnfuseError, match="int64"):
+        fused.float()(torch.ones(4, 3, 8, 8, dtype=torch.int64))
+    agrees(fused)
+
+
+def test_another_submodule_is_captured_anew(first):
+    from front_door import distance as far
+    from front_door import doubled, gradients, images, loss_of, made
+    from torch import nn
+
+    fused = copy.deepcopy(first[1])
+    fused.load_state_dict(made().state_dict())
+    fused.head = nn.Linear(8, 4)
+    fused.side[2] = nn.SiLU()
+    plain = made()
+    plain.head, plain.side[2] = copy.deepcopy(fused.head), nn.SiLU()
+    exact = doubled(plain)
+    loss_of(fused, images()).backward()
+    loss_of(exact, images().double()).backward()
+    assert far(gradients(fused), gradients(exact)) < 1e-5
+    assert first[1].head is not fused.head and first[1](images()).shape == (4, 4)
+
+
+def test_an_attribute_that_changes_is_captured_anew_and_one_that_does_all_the_time_is_told(fused, monkeypatch):
+    from front_door import distance as far
+    from front_door import doubled, images, loss_of, made, state
+
+    from bnfuse.core.errors import BnfuseError
+    from bnfuse.torch import engine
+
+    exact = doubled(made())
+    fused.stem[1].momentum = exact.stem[1].momentum = 0.5
+    loss_of(fused, images()).backward()
+    loss_of(exact, images().double()).backward()
+    assert far(state(fused), state(exact)) < 1e-5
+    monkeypatch.setattr(engine, "MOST_CHANGES", 0)
+    fused.epoch = 3  # a new attribute is none that the forward was captured with
+    fused(images())
+    fused.stem[1].momentum = 0.25
+    with pytest.raises(BnfuseError, match=r"'stem\.1\.momentum' changes all the time"):
+        fused(images())
+
+
+def test_a_copy_is_its_own(fused):
+    import torch
+    from front_door import images, loss_of
+
+    double = copy.deepcopy(fused)
+    loss_of(double, images()).backward()
+    assert fused.head.weight.grad is None
+    with torch.no_grad():
+        double.head.weight.zero_()
+    agrees(fused)
+    agrees(double)
+
+
+def test_pickling_and_data_parallel_are_refused(fused):
+    from bnfuse.core.errors import BnfuseError
+
+    with pytest.raises(BnfuseError, match="state_dict"):
+        pickle.dumps(fused)
+    with pytest.raises(BnfuseError, match="DistributedDataParallel"):
+        fused._replicate_for_data_parallel()
