@@ -85,6 +85,8 @@ class Insides(Protocol):
 
     def _did(self, phase: p.Phase) -> None: ...
 
+    def _moved(self) -> None: ...
+
     def _scalars(self, phases: tuple[p.Phase, ...]) -> dict[p.Phase, Scalars]: ...
 
 
@@ -143,6 +145,8 @@ class Hosted(Exclusive):
         if commit_statistics:
             check_statistics(self)
         self._train.run([forward], self._scalars(("forward",)))
+        if commit_statistics:
+            self._moved()
         self._did("forward")
         return self._under.ticket
 
@@ -161,6 +165,7 @@ class Hosted(Exclusive):
             raise BnfuseError("there are no new running statistics: commit_statistics needs a forward before it")
         check_statistics(self)
         self._train.run([p.COMMIT], {})
+        self._moved()
 
     @alone
     def pieces(self: Insides, count: int) -> tuple[Piece, ...]:

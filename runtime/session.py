@@ -114,6 +114,9 @@ class Step(Hosted, Updating):
     def _state_tensors(self) -> Mapping[str, p.Tensor]:
         return self._state.tensors
 
+    def _moved(self) -> None:
+        self._state.count()
+
     @property
     def _batch(self) -> int:
         return self._sizes.now.batch
@@ -282,6 +285,7 @@ class Step(Hosted, Updating):
     def _take(self, inputs: tuple[Any, ...]) -> None:
         """Take the inputs of a step. What the last one computed is no longer to be built upon."""
         self._arena_is_taken()
+        self._state.forwards += 1
         self._sizes.choose(inputs)
         names = [name for name, _ in paired(self.inputs, inputs)]
         draws = self._sizes.now.draws

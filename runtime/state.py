@@ -56,6 +56,7 @@ class State:
         self._averages = mirrored(self._program, {p.PARAMETERS: p.AVERAGE, p.RUNNING: p.AVERAGE_RUNNING}, self.tensors)
         if any(self._begin.values()):
             self.clear_moments()
+        self.forwards = self._last = 0  # how many there were, and the last one whose statistics were taken over
         self.updates = 0  # how often running statistics moved
         self._counted: dict[str, int] = {}  # num_batches_tracked -> what it was before these updates
 
@@ -106,6 +107,11 @@ class State:
             name: count + self.updates * (self.module.names.get(statistic_of(name), statistic_of(name)) in running)
             for name, count in before.items()
         }
+
+    def count(self) -> None:
+        """Count the batch of the last forward, whose running statistics take the place of the old ones: once."""
+        self.updates += self._last != self.forwards
+        self._last = self.forwards
 
     def set_counts(self, counts: Mapping[str, int]) -> None:
         """Say how many batches BatchNorms have seen."""

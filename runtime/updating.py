@@ -121,7 +121,8 @@ class Updating(Exclusive):
                 self._added += 1
             elif phase == "update":
                 self.steps += 1
-            self._state.updates += self._train.program.whole(phase).commits
+            if self._train.program.whole(phase).commits:
+                self._state.count()
             ema = None if self.optimizer is None else self.optimizer.ema
             found[phase] = {
                 "lr": self.lr,

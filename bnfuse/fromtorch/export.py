@@ -61,7 +61,8 @@ def exported(module: Any, example: Any = None, *, name: str | None = None) -> on
             program = captured(torch, module, example, name)
         check_program(program, name)
         try:
-            written = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+            names = output_names(program)
+            written = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False, output_names=names)
             model: onnx.ModelProto = written.model_proto
         except Exception as error:
             raise BnfuseError(f"{name}: torch.onnx cannot write it: {root_of(error)}") from error
@@ -84,6 +85,18 @@ def captured(torch: Any, module: Any, example: Any, name: str) -> Any:
         if isinstance(error.__cause__, BnfuseError):
             raise BnfuseError(f"{name}: {error.__cause__}") from None
         raise BnfuseError(f"{name}: torch.export cannot capture it: {root_of(error)}") from error
+
+
+def output_names(program: Any) -> list[str] | None:
+    """Give the names of the outputs of a module that returns a dict of tensors, which are its keys."""
+    from torch.utils import _pytree as pytree
+
+    spec = program.call_spec.out_spec
+    leaves = list(range(spec.num_leaves))
+    packed = pytree.tree_unflatten(leaves, spec)
+    if not isinstance(packed, Mapping) or list(packed.values()) != leaves:
+        return None
+    return [str(key) for key in packed]
 
 
 def require_torch() -> Any:

@@ -88,6 +88,20 @@ def test_counts_survive_a_checkpoint_and_a_compiled_file(step, tmp_path):
     assert same(step.state_dict(torch=True), opened.state_dict(torch=True))
 
 
+def test_a_forward_whose_statistics_are_taken_over_is_counted_once(step):
+    from torch_modules import images, labels
+
+    step.load_state_dict(module().state_dict())
+    step.run_forward(images(), labels(), commit_statistics=True)
+    step.commit_statistics()
+    assert int(step.state_dict(torch=True)["norm2.num_batches_tracked"]) == 8
+    step.backward()
+    step.update()
+    assert int(step.state_dict(torch=True)["norm2.num_batches_tracked"]) == 8
+    step.forward(images(), labels())
+    assert int(step.state_dict(torch=True)["norm2.num_batches_tracked"]) == 8
+
+
 def test_states_of_wrapped_modules_and_other_types_are_taken(step):
     import torch
 

@@ -243,7 +243,15 @@ def test_sources_that_are_not_said_whole_are_refused():
         build("net.onnx", example=images())
 
 
-def test_keyword_arguments_are_taken_by_name():
-    from torch_modules import images, small
+def two_heads(self, forward, x):
+    scores = forward(self, x)
+    return {"main": scores, "aux": scores * 2}
 
-    assert signature_of(build_training_graph(small(), example={"images": images()})).data == ("images",)
+
+def test_arguments_and_results_have_their_names_in_the_module():
+    from torch_modules import images
+
+    loss = "cross-entropy@main + 0.4*cross-entropy@aux"
+    signature = signature_of(build_training_graph(changed(two_heads), example={"images": images()}, loss=loss))
+    assert signature.data == ("images",)
+    assert signature.labels == ("labels_main", "labels_aux")
