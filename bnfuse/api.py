@@ -339,7 +339,7 @@ def run(
         name=str(source),
         lr=lr,
         save_to=save_to,
-        skip_unreadable=skip_unreadable,
+        reading={"skip_unreadable": skip_unreadable},
         progress=progress,
     )
 
@@ -358,6 +358,10 @@ def train(
     loading: Loading | None = None,
     freeze: Sequence[str] = (),
     skip_unreadable: bool = False,
+    stream: bool = False,
+    crop_share: float | None = None,
+    mean: Any = None,
+    std: Any = None,
     progress: Progress = quiet,
     **options: Any,
 ) -> History:
@@ -365,10 +369,10 @@ def train(
 
     `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, min_lr,
     augment, label_smoothing, class_weights, mixup, cutmix, last_batch, eval_every, patience, save_to, resume, metrics,
-    tensorboard, plot, ... `export` is a file for the trained network as a standard ONNX model for inference. `weights`
-    are values to begin with, a state_dict or what names one (a file .safetensors or .pt, "timm:NAME",
-    "torchvision:NAME"), taken as `loading` says (`bnfuse.fromtorch.initial_state.Loading`). With `skip_unreadable`
-    files of a folder that cannot be read are left out and counted; by default the first one raises. `freeze` has
+    tensorboard, plot, workers, ... `export` is a file for the trained network as a standard ONNX model for inference.
+    `weights` are values to begin with, a state_dict or what names one (a file .safetensors or .pt, "timm:NAME",
+    "torchvision:NAME"), taken as `loading` says (`bnfuse.fromtorch.initial_state.Loading`). `skip_unreadable`,
+    `stream`, `crop_share`, `mean` and `std` say how images are read: `load_data` says what they mean. `freeze` has
     globs of parameters that are not trained. The others are those of `compile`.
 
     Data, options and places are looked at before anything is compiled. docs/training.md
@@ -394,7 +398,13 @@ def train(
         wanted,
         Compiling(target, precision, optimizer, threads),
         export=export,
-        skip_unreadable=skip_unreadable,
+        reading={
+            "skip_unreadable": skip_unreadable,
+            "stream": stream,
+            "crop_share": crop_share,
+            "mean": mean,
+            "std": std,
+        },
         progress=progress,
     )
 
@@ -427,6 +437,11 @@ def evaluate(
     precision: str | None = None,
     threads: int | None = None,
     skip_unreadable: bool = False,
+    stream: bool = False,
+    crop_share: float | None = None,
+    mean: Any = None,
+    std: Any = None,
+    workers: int | None = None,
     progress: Progress = quiet,
 ) -> Evaluation:
     """Evaluate a network on `data`: right answers, accuracies, class by class too, and the mean cross-entropy.
@@ -434,7 +449,8 @@ def evaluate(
     `source` is a Step, a step.bnf, a training graph (with the values of the checkpoint `state`), or a model for
     inference that `export_inference` wrote. `part` is train, val or test, by default what training holds out. Each
     image counts once, whatever the batch. `confusion` is a file (.csv, .png, .svg, .pdf) that says which classes are
-    taken for which. docs/training.md
+    taken for which. `skip_unreadable`, `stream`, `crop_share`, `mean`, `std` and `workers` say how images are read:
+    `load_data` says what they mean. docs/training.md
     """
     from bnfuse.training.confusion import require_confusion, write_confusion
     from bnfuse.training.evaluation import evaluate_source
@@ -450,7 +466,14 @@ def evaluate(
         part=part,
         state=state,
         compiling=Compiling(target, precision, threads=threads),
-        skip_unreadable=skip_unreadable,
+        reading={
+            "skip_unreadable": skip_unreadable,
+            "stream": stream,
+            "crop_share": crop_share,
+            "mean": mean,
+            "std": std,
+            "workers": workers,
+        },
         progress=progress,
     )
     if confusion is not None:

@@ -51,6 +51,16 @@ def builds_gradients() -> bool:
     return True
 
 
+@functools.cache
+def imports_torchvision() -> bool:
+    """Whether torchvision is there, and for the torch that is there."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
 def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
     """By marker: whether its tests run, and what to say where they do not."""
     tools = all(shutil.which(tool) for tool in EMULATION_TOOLS)
@@ -71,6 +81,14 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
         "tensorboard": (
             importlib.util.find_spec("tensorboardX") is not None,
             "write for TensorBoard, which needs tensorboardX (pip install '.[tensorboard]')",
+        ),
+        "torchvision": (
+            imports_torchvision(),
+            "need torchvision, which is not installed, or not for this torch (pip install torchvision)",
+        ),
+        "datasets": (
+            importlib.util.find_spec("datasets") is not None,
+            "need Hugging Face's datasets, which is not installed (pip install '.[hf]')",
         ),
         "ort_training": (
             builds_gradients(),

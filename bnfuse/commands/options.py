@@ -134,7 +134,14 @@ NoDecay = Annotated[
     list[str] | None,
     typer.Option(metavar="GLOB", help="Parameters that weight decay leaves alone.", show_default=False),
 ]
-Augment = Annotated[str, typer.Option(metavar="A", help="none, flip, pad-crop[:pixels], or flip,pad-crop.")]
+Augment = Annotated[
+    str,
+    typer.Option(
+        metavar="A,...",
+        help="none, flip, pad-crop[:pixels], random-resized-crop[:min-scale], jitter:0.4[,0.4,0.4,0.1], "
+        "rand-augment[:ops,magnitude], random-erasing[:probability].",
+    ),
+]
 
 
 class LastBatchName(str, enum.Enum):
@@ -155,9 +162,44 @@ LastBatch = Annotated[
 SkipUnreadable = Annotated[
     bool, typer.Option("--skip-unreadable", help="Leave out files of a folder that cannot be read, and count them.")
 ]
+Stream = Annotated[
+    bool,
+    typer.Option("--stream", help="Decode images when they are needed; what does not fit into memory is in any case."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Threads that decode images and change their colours (default: the cores that the step leaves).",
+        show_default=False,
+    ),
+]
+CropShare = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Take the middle of images, so much of their shorter side (default: 0.875 of folders where training takes "
+        "random-resized-crop, else all of each image, squashed).",
+        show_default=False,
+    ),
+]
+Mean = Annotated[
+    str | None,
+    typer.Option(
+        metavar="imagenet|M[,M,M]",
+        help="What images from 0 to 1 are normalised by, with --std (default: those of the images to train on).",
+        show_default=False,
+    ),
+]
+Std = Annotated[str | None, typer.Option(metavar="imagenet|S[,S,S]", help="As --mean.", show_default=False)]
 Data = Annotated[
     str,
-    typer.Option("--data", metavar="NAME|DIR|FILE.npz", help="digits, fashion-mnist, a folder of images, or arrays."),
+    typer.Option(
+        "--data",
+        metavar="NAME|DIR|FILE.npz|TARS|hf:NAME",
+        help="digits, fashion-mnist, a folder of images, arrays, tars as train-{000..009}.tar, or Hugging Face's.",
+    ),
 ]
 
 

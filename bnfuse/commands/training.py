@@ -92,6 +92,11 @@ def train(
     skip_head: options.SkipHead = False,
     partial_weights: options.PartialWeights = False,
     skip_unreadable: options.SkipUnreadable = False,
+    stream: options.Stream = False,
+    workers: options.Workers = None,
+    crop_share: options.CropShare = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
     seed: options.Seed = 0,
     threads: options.Threads = None,
     json: options.Json = False,
@@ -111,6 +116,7 @@ def train(
     bnfuse train fused.onnx --data photos/ --epochs 90 --schedule step:30,60,80 --warm-up 5 --weight-decay 1e-4
     bnfuse train fused.onnx --data photos/ --label-smoothing 0.1 --mixup 0.2 --cutmix 1.0
     bnfuse train fused.onnx --config recipe.toml --epochs 30
+    bnfuse train fused.onnx --data photos/ --augment random-resized-crop,flip,jitter:0.4 --mean imagenet --std imagenet
     bnfuse train fused.onnx --data digits --last-batch train
     bnfuse train fused.onnx --data photos/ --weights timm:resnet50.a1_in1k --skip-head --lr 0.01
     bnfuse train fused.onnx --data photos/ --accumulate 8 --clip-norm 1 --ema 0.9998 --lr-of 'head.*=10'
@@ -153,6 +159,11 @@ def train(
         plot=plot,
         export=export,
         skip_unreadable=skip_unreadable,
+        stream=stream,
+        workers=workers,
+        crop_share=crop_share,
+        mean=mean,
+        std=std,
         seed=seed,
         threads=threads,
         recorded=written(context.params),
@@ -196,6 +207,11 @@ def evaluate(
         typer.Option(metavar="FILE.png|csv", help="Write which classes are taken for which.", show_default=False),
     ] = None,
     skip_unreadable: options.SkipUnreadable = False,
+    stream: options.Stream = False,
+    workers: options.Workers = None,
+    crop_share: options.CropShare = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -218,6 +234,11 @@ def evaluate(
         precision=precision,
         threads=threads,
         skip_unreadable=skip_unreadable,
+        stream=stream,
+        workers=workers,
+        crop_share=crop_share,
+        mean=mean,
+        std=std,
         progress=Progress(),
     )
     show_json(found.to_json()) if json else show(found.sections())

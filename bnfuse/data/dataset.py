@@ -1,23 +1,30 @@
-"""Images and labels in memory, and what is done to all of them alike: splitting, resizing, channels, batches."""
+"""Images and labels, and what is done to all of them alike: splitting, resizing, channels, batches."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 
+from .reading import Reading, Statistics, given_statistics, sampled
+from .resizing import to_images
+from .streamed import StreamedImages, taken
 from .targets import scored
 
 MAX_BYTES = 1 << 33  # of all images as float32
+FREE_SHARE = 0.6  # of the memory that is free, for images
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Images float32 [N, C, H, W] (0 to 1 where they came as bytes), labels int64 [N] from 0 to classes - 1.
+    """Images float32 [N, C, H, W] (0 to 1 where they came as bytes), labels int64 [N] from 0 to classes - 1. Images
+    are arrays, or StreamedImages (streamed.py), which are decoded when they are asked for.
 
     Of a graph with several inputs for labels they are a structured array, a field for each input, of which the first
     is scored (targets.py).
@@ -29,16 +36,16 @@ class Dataset:
     the numbers of the source were divided by: 255 where they were bytes.
     """
 
-    train_x: np.ndarray
+    train_x: Any  # np.ndarray or StreamedImages, as are the other images
     train_y: np.ndarray
-    test_x: np.ndarray
+    test_x: Any
     test_y: np.ndarray
     classes: int
     name: str = "data"
     class_names: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    val_x: np.ndarray | None = None
+    val_x: Any = None
     val_y: np.ndarray | None = None
     scale: float | None = None
     about: tuple[str, ...] = ()  # lines for people: what was read, and what was not
@@ -50,17 +57,17 @@ class Dataset:
         return c, h, w
 
     @property
-    def held_out(self) -> tuple[np.ndarray, np.ndarray]:
+    def held_out(self) -> tuple[Any, np.ndarray]:
         """What is scored after each epoch."""
         return (self.test_x, self.test_y) if self.val_x is None or self.val_y is None else (self.val_x, self.val_y)
 
     @property
-    def final(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def final(self) -> tuple[Any, np.ndarray] | None:
         """What is scored once, at the end, if there is such a part."""
         return None if self.val_x is None else (self.test_x, self.test_y)
 
     @property
-    def parts(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def parts(self) -> dict[str, tuple[Any, np.ndarray]]:
         """Images and labels by the name of their part."""
         found = {"train": (self.train_x, self.train_y), "test": (self.test_x, self.test_y)}
         return found if self.val_x is None or self.val_y is None else {**found, "val": (self.val_x, self.val_y)}
@@ -68,9 +75,12 @@ class Dataset:
     def normalised(self) -> Dataset:
         """Give the same images with mean 0 and standard deviation 1 in each channel of the training part."""
         mean, std = (np.array(v, np.float32).reshape(1, -1, 1, 1) for v in (self.mean, self.std))
-        images: dict[str, Any] = {f"{part}_x": (x - mean) / std for part, (x, _) in self.parts.items()}
+        images: dict[str, Any] = {
+            f"{part}_x": x.normalised(self.mean, self.std) if isinstance(x, StreamedImages) else (x - mean) / std
+            for part, (x, _) in self.parts.items()
+        }
         ones = tuple(1.0 for _ in self.std)
-        return dataclasses.replace(self, **images, mean=tuple(0.0 for _ in ones), std=ones)
+        return dataclasses.replace(self, **images, mean=tuple(0.0 for _ in ones), std=ones, scale=None)
 
 
 def batches(
@@ -87,9 +97,10 @@ def batches(
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Images of one size as uint8 or float [N, C, H, W], and labels [N]. `name` is the source's for it."""
+    """Images of one size as uint8 or float [N, C, H, W], or StreamedImages, and labels [N]. `name` is the source's for
+    it."""
 
-    x: np.ndarray
+    x: Any
     y: np.ndarray
     name: str = ""
 
@@ -102,18 +113,11 @@ class Raw:
     class_names: tuple[str, ...] = ()
     scale: float = 255.0  # what the source's numbers are divided by: bytes; 1 where they are none
     notes: tuple[str, ...] = ()
+    fitted: bool = False  # whether images have the size that is asked for, cut out as is asked for
 
 
 def finish(
-    raw: Raw,
-    name: str,
-    *,
-    image: int | None,
-    channels: int | None,
-    classes: int | None,
-    fit: str,
-    seed: int,
-    held_out: float,
+    raw: Raw, name: str, reading: Reading, *, classes: int | None, held_out: float, mean: Any = None, std: Any = None
 ) -> Dataset:
     """Check the labels, hold images out where the source has not, and bring all to what a Dataset is."""
     parts = {
@@ -122,24 +126,21 @@ def finish(
     }
     if len(parts) == 1:
         share = f"{held_out:.0%} of the images, drawn by the seed"
-        parts["train"], parts["test"] = split(parts["train"], seed, held_out, name, share)
+        parts["train"], parts["test"] = split(parts["train"], reading.seed, held_out, name, share)
     elif "test" not in parts:
         parts["test"] = parts.pop("val")
-    x = parts["train"].x
-    total = sum(len(part.x) for part in parts.values())
-    check_memory(total, channels or x.shape[1], image or x.shape[2], image or x.shape[3], name)
     found = max(int(scored(part.y).max()) for part in parts.values()) + 1
     if scored(parts["train"].y).ndim > 2:  # of which some may be ignored
         found = classes or found
-        check_sides(x.shape[2:], image, name)
+        check_sides(parts["train"].x.shape[2:], reading, name)
     if classes is not None and found > classes:
         raise BnfuseError(
             f"{name}: has {found} classes, the network {classes}: its last layer must give {found} numbers "
             f"(a network that comes with bnfuse does when built with --classes {found})"
         )
-    images = {key: to_images(part.x, raw.scale, image, channels, fit, name) for key, part in parts.items()}
+    images = in_memory(parts, raw.scale, name, reading, raw.fitted)
     x = images["train"]
-    mean, std = x.mean((0, 2, 3), dtype=np.float64), x.std((0, 2, 3), dtype=np.float64)
+    statistics = given_statistics(mean, std, x.shape[1], name) or statistics_of(x, reading.seed)
     data = Dataset(
         train_x=x,
         train_y=parts["train"].y,
@@ -148,8 +149,8 @@ def finish(
         classes=classes or max(found, len(raw.class_names)),
         name=name,
         class_names=raw.class_names,
-        mean=tuple(map(float, mean)),
-        std=tuple(float(s) if s > 0 else 1.0 for s in std),
+        mean=statistics[0],
+        std=statistics[1],
         val_x=images.get("val"),
         val_y=parts["val"].y if "val" in parts else None,
         scale=raw.scale,
@@ -161,12 +162,35 @@ def finish(
     return dataclasses.replace(data, about=described(data, parts, found, notes))
 
 
+def in_memory(
+    parts: Mapping[str, Part], scale: float, name: str, reading: Reading, fitted: bool = False
+) -> dict[str, Any]:
+    """Bring the images of all parts to float32 of the size that is asked for; streamed ones are brought to it later.
+    `fitted`: the source has done with their size."""
+    if any(isinstance(part.x, StreamedImages) for part in parts.values()):
+        return {key: part.x for key, part in parts.items()}
+    x, image, channels = parts["train"].x, reading.image, reading.channels
+    total = sum(len(part.x) for part in parts.values())
+    check_memory(total, channels or x.shape[1], image or x.shape[2], image or x.shape[3], name)
+    share = None if fitted else reading.share
+    return {key: to_images(part.x, scale, image, channels, reading.fit, name, share) for key, part in parts.items()}
+
+
+def statistics_of(x: Any, seed: int) -> Statistics:
+    """Measure mean and standard deviation of each channel; of streamed images by some of them."""
+    if isinstance(x, StreamedImages):
+        return sampled(x, seed)
+    mean, std = x.mean((0, 2, 3), dtype=np.float64), x.std((0, 2, 3), dtype=np.float64)
+    return tuple(map(float, mean)), tuple(float(s) if s > 0 else 1.0 for s in std)
+
+
 def described(data: Dataset, parts: Mapping[str, Part], found: int, notes: Sequence[str]) -> tuple[str, ...]:
     """Tell what was read, in a line, and what is to be noted of it."""
     classes = max(found, len(data.class_names))
     train, held_out = len(data.train_y), len(data.held_out[1])
     by = parts["test" if data.val_y is None else "val"].name
-    line = f"{data.name}: {train:,} to train on, {held_out:,} held out ({by}) to choose the best epoch by"
+    streamed = "streamed, " if isinstance(data.train_x, StreamedImages) else ""
+    line = f"{data.name}: {streamed}{train:,} to train on, {held_out:,} held out ({by}) to choose the best epoch by"
     if data.val_y is not None:
         line += f", {len(data.test_y):,} ({parts['test'].name}) to be scored at the end"
     line += f"; {classes} class{'es' if classes > 1 else ''}"
@@ -209,6 +233,21 @@ def check_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.nda
     return y.astype(np.int64)
 
 
+def fits_memory(count: int, channels: int, height: int, width: int) -> bool:
+    """Tell whether all images fit into memory as float32: into what is held at the most, and into what is free now."""
+    size = 4 * count * channels * height * width
+    return size <= min(MAX_BYTES, FREE_SHARE * (free_memory() or math.inf))
+
+
+def free_memory() -> int | None:
+    """Tell how many bytes of memory are available, None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
 def check_memory(count: int, channels: int, height: int, width: int, name: str) -> None:
     """Check that all images fit into memory as float32."""
     size = 4 * count * channels * height * width
@@ -219,8 +258,11 @@ def check_memory(count: int, channels: int, height: int, width: int, name: str) 
         )
 
 
-def check_sides(sides: tuple[int, ...], image: int | None, name: str) -> None:
-    """Check that images with maps of labels need no resizing: the maps would have to follow."""
+def check_sides(sides: tuple[int, ...], reading: Reading, name: str) -> None:
+    """Check that images with maps of labels need no resizing and are not cut out: the maps would have to follow."""
+    image = reading.image
+    if reading.share is not None:
+        raise BnfuseError(f"{name}: has labels of pixels, which a crop share would have to cut out too: leave it out")
     if image is not None and sides != (image, image):
         raise BnfuseError(
             f"{name}: has images of {sides[0]}x{sides[1]} with labels of pixels, the graph takes {image}x{image}: "
@@ -236,55 +278,4 @@ def split(part: Part, seed: int, held_out: float, name: str, test_name: str) -> 
     order = np.random.default_rng(seed).permutation(count)
     test = min(max(1, round(count * held_out)), count - 1)
     first, second = order[test:], order[:test]
-    return Part(part.x[first], part.y[first], part.name), Part(part.x[second], part.y[second], test_name)
-
-
-def to_images(
-    x: np.ndarray, scale: float, image: int | None, channels: int | None, fit: str, name: str = "data"
-) -> np.ndarray:
-    """Bring images to float32 [N, channels, image, image]; bytes are divided by `scale`."""
-    x = x.astype(np.float32) / np.float32(scale) if x.dtype == np.uint8 else x.astype(np.float32)
-    if channels is not None:
-        x = to_channels(x, channels, name)
-    if image is not None and x.shape[2:] != (image, image):
-        x = pad(x, image) if fit == "pad" else resize(x, image)
-    return np.ascontiguousarray(x)
-
-
-def to_channels(x: np.ndarray, channels: int, name: str = "data") -> np.ndarray:
-    """Turn grey to colour by repetition, colour to grey by ITU-R BT.601 luminance."""
-    have = x.shape[1]
-    if have == channels:
-        return x
-    if have == 1:
-        return np.repeat(x, channels, axis=1)
-    if have == 3 and channels == 1:
-        return np.tensordot(np.array([[0.299, 0.587, 0.114]], np.float32), x, (1, 1)).transpose(1, 0, 2, 3)
-    raise BnfuseError(
-        f"{name}: images of {have} channels do not become images of {channels}: the network must take {have} (a "
-        f"network that comes with bnfuse does when built with --channels {have})"
-    )
-
-
-def pad(x: np.ndarray, size: int) -> np.ndarray:
-    """Put zeros around the image; it must not be larger than `size`."""
-    height, width = x.shape[2:]
-    if max(height, width) > size:
-        raise BnfuseError(f"images of {height}x{width} do not fit into {size}x{size}: resize them instead")
-    top, left = (size - height) // 2, (size - width) // 2
-    return np.pad(x, ((0, 0), (0, 0), (top, size - height - top), (left, size - width - left)))
-
-
-def resize(x: np.ndarray, size: int) -> np.ndarray:
-    """Interpolate linearly with pixel centres at halves, averaging over the source pixels where it shrinks."""
-    rows, columns = (interpolation(old, size) for old in x.shape[2:])
-    return np.matmul(rows, np.matmul(x, columns.T))
-
-
-def interpolation(old: int, new: int) -> np.ndarray:
-    """Give weights float32 [new, old] of a triangle around each new pixel's centre; every row sums to 1."""
-    reach = max(1.0, old / new)
-    centres = (np.arange(new) + 0.5) * old / new - 0.5
-    distance = np.abs(np.arange(old)[None, :] - np.clip(centres, 0, old - 1)[:, None])
-    weights = np.maximum(0.0, 1.0 - distance / reach)
-    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+    return Part(taken(part.x, first), part.y[first], part.name), Part(taken(part.x, second), part.y[second], test_name)

@@ -12,15 +12,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 
 from .dataset import Part, Raw, check_memory
+from .items import Files
 from .pictures import Picture, read_picture
+from .reading import Reading, looked_at
+from .tally import UNREADABLE, Tally
 
 IMAGE_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 PART_NAMES = {
@@ -30,82 +34,114 @@ PART_NAMES = {
 }
 SYSTEM = frozenset(("__macosx", "@eadir", "lost+found", "thumbs.db", "desktop.ini"))  # and all that begins with a dot
 HIDDEN, STRAY, LOOP, SPECIAL = "hidden or system", "outside the class folders", "linked in a circle", "no ordinary file"
-BESIDE, UNREADABLE = "beside the parts", "unreadable"
-MAX_IMAGES = 1 << 20
-MAX_KINDS = 6  # of what is left out, in one line
+BESIDE = "beside the parts"
+MAX_IMAGES = 1 << 25
 
 
-@dataclasses.dataclass
-class Tally:
-    """Counts by reason, each with the first path that it met."""
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """The images of a folder by their parts, before any is opened."""
 
-    root: Path
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    firsts: dict[str, str] = dataclasses.field(default_factory=dict)
+    folder: Path
+    places: dict[str, Path]
+    classes: tuple[str, ...]
+    paths: dict[str, list[Path]]
+    labels: dict[str, np.ndarray]
+    left_out: Tally
 
-    def add(self, reason: str, path: Path) -> None:
-        """Count a file under a reason; the first of each is kept by name."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
-        self.firsts.setdefault(reason, str(path.relative_to(self.root)))
+    @property
+    def count(self) -> int:
+        """How many images there are."""
+        return sum(map(len, self.paths.values()))
 
-    def parts(self) -> list[str]:
-        """Write `3 of .heic (cat/1.heic)`, most first."""
-        order = sorted(self.counts, key=lambda reason: -self.counts[reason])
-        found = [f"{self.counts[reason]} {reason} ({self.firsts[reason]})" for reason in order[:MAX_KINDS]]
-        rest = sum(self.counts[reason] for reason in order[MAX_KINDS:])
-        return [*found, *([f"{rest} of other kinds"] if rest else [])]
+    def raw(self, images: Mapping[str, Any], kept: Mapping[str, np.ndarray], remarks: Tally) -> Raw:
+        """Give what a source gives: `images` of each part are those that a mask has `kept`. Raises BnfuseError where a
+        class has none to train on."""
+        parts = {
+            part: Part(x, self.labels[part][kept[part]], f"{self.places[part].name}/") for part, x in images.items()
+        }
+        empty = [
+            f"{self.places[part]}: holds no images of class '{name}'"
+            for part in parts
+            for index, name in enumerate(self.classes)
+            if not (parts[part].y == index).any()
+        ]
+        if empty and empty[0].startswith(f"{self.places['train']}:"):
+            kinds = ", ".join(self.left_out.parts())
+            why = f" (left out: {kinds})" if kinds else ""
+            raise BnfuseError(
+                f"{empty[0]}{why}: add some or take its folder away. Images are {', '.join(sorted(IMAGE_SUFFIXES))}"
+            )
+        return Raw(parts, class_names=self.classes, notes=(*empty, *self._notes(remarks)), fitted=True)
+
+    def _notes(self, remarks: Tally) -> Iterator[str]:
+        if self.left_out.counts:
+            yield f"{self.folder}: left out: {', '.join(self.left_out.parts())}"
+        yield from remarks.lines()
+        alike = folders_alike(self.places["train"], self.classes)
+        if alike:
+            yield (
+                f"{self.folder}: its classes {', '.join(self.classes[:3])} hold folders of the same names ({alike}): "
+                "if they are parts, call them train/, val/ and test/"
+            )
+        if len(self.classes) == 1:
+            yield (
+                f"{self.folder}: all images are of one class, '{self.classes[0]}': give the folder that holds class "
+                "folders"
+            )
 
 
-def image_folder(
-    folder: Path, image: int | None, channels: int | None, fit: str = "resize", *, skip_unreadable: bool = False
-) -> Raw:
-    """Read all images of a folder. Raises BnfuseError where its parts, classes or files are not what they should be."""
-    left_out, remarks = Tally(folder), Tally(folder)
+def listing_of(folder: Path) -> Listing:
+    """List all images of a folder. Raises BnfuseError where its parts or classes are not what they should be."""
+    left_out = Tally(folder)
     try:
         places = parts_of(folder, left_out)
         classes = class_folders(places["train"], left_out)
         listed = {part: listed_part(part, place, classes, left_out) for part, place in places.items()}
     except OSError as error:
         raise BnfuseError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from None
-    files = [path for paths, _ in listed.values() for path in paths]
-    read = functools.partial(read_picture, image=image, channels=channels, fit=fit)
+    paths = {part: found for part, (found, _) in listed.items()}
+    labels = {part: np.array(found, np.int64) for part, (_, found) in listed.items()}
+    return Listing(folder, places, classes, paths, labels, left_out)
+
+
+def image_folder(
+    listing: Listing,
+    image: int | None,
+    channels: int | None,
+    fit: str = "resize",
+    share: float | None = None,
+    *,
+    skip_unreadable: bool = False,
+) -> Raw:
+    """Read all images of a folder. Raises BnfuseError where files are not what they should be."""
+    folder, remarks = listing.folder, Tally(listing.folder)
+    read = functools.partial(read_picture, image=image, channels=channels, fit=fit, share=share)
     if image is not None:
-        check_memory(len(files), channels or 1, image, image, str(folder))
-    x, kept = read_all(folder, files, read, remarks, left_out if skip_unreadable else None)
-    parts, start = {}, 0
-    for part, (paths, labels) in listed.items():
-        chosen = kept[start : start + len(paths)]
-        begin, end = (int(kept[:stop].sum()) for stop in (start, start + len(paths)))
-        parts[part] = Part(x[begin:end], np.array(labels, np.int64)[chosen], f"{places[part].name}/")
-        start += len(paths)
-    empty = [
-        f"{places[part]}: holds no images of class '{name}'"
-        for part in parts
-        for index, name in enumerate(classes)
-        if not (parts[part].y == index).any()
-    ]
-    if empty and empty[0].startswith(f"{places['train']}:"):
-        kinds = ", ".join(left_out.parts())
-        why = f" (left out: {kinds})" if kinds else ""
-        raise BnfuseError(
-            f"{empty[0]}{why}: add some or take its folder away. Images are {', '.join(sorted(IMAGE_SUFFIXES))}"
-        )
-    notes = [*empty]
-    if left_out.counts:
-        notes.append(f"{folder}: left out: {', '.join(left_out.parts())}")
-    notes += [
-        f"{folder}: {count} of the images {reason} (first: {remarks.firsts[reason]})"
-        for reason, count in remarks.counts.items()
-    ]
-    alike = folders_alike(places["train"], classes)
-    if alike:
-        notes.append(
-            f"{folder}: its classes {', '.join(classes[:3])} hold folders of the same names ({alike}): if they are "
-            "parts, call them train/, val/ and test/"
-        )
-    if len(classes) == 1:
-        notes.append(f"{folder}: all images are of one class, '{classes[0]}': give the folder that holds class folders")
-    return Raw(parts, class_names=classes, notes=tuple(notes))
+        check_memory(listing.count, channels or 1, image, image, str(folder))
+    files = [path for paths in listing.paths.values() for path in paths]
+    x, kept = read_all(folder, files, read, remarks, listing.left_out if skip_unreadable else None)
+    images, masks, start, first = {}, {}, 0, 0
+    for part, paths in listing.paths.items():
+        masks[part] = kept[start : start + len(paths)]
+        count = int(masks[part].sum())
+        images[part] = x[first : first + count]
+        start, first = start + len(paths), first + count
+    return listing.raw(images, masks, remarks)
+
+
+def streamed_folder(listing: Listing, reading: Reading) -> Raw:
+    """Give the images of a folder, decoded when they are asked for. All are opened once, as far as their headers go;
+    where those that cannot be read are to be skipped, all of them are decoded once."""
+    remarks = Tally(listing.folder)
+    found, masks = {}, {}
+    for part, paths in listing.paths.items():
+        items = Files(listing.folder, tuple(str(path.relative_to(listing.folder)) for path in paths))
+        masks[part] = looked_at(items, reading, remarks, listing.left_out)
+        found[part] = reading.images(items if masks[part].all() else items.take(np.flatnonzero(masks[part])))
+        if not len(found[part]):
+            raise BnfuseError(f"{listing.folder}: none of its {len(paths)} images can be read (first: {paths[0]})")
+    return listing.raw(found, masks, remarks)
 
 
 def parts_of(folder: Path, left_out: Tally) -> dict[str, Path]:

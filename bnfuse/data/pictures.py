@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 
-from .dataset import pad
+from .geometry import fitted
+from .resizing import pad
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by content; JPEG has MPO in it
 MAX_PIXELS = 1 << 26  # of one file
@@ -38,43 +40,85 @@ class Picture:
     remarks: tuple[str, ...] = ()
 
 
-def read_picture(path: Path, image: int | None = None, channels: int | None = None, fit: str = "resize") -> Picture:
-    """Give the picture of a file, brought to a square of `image` by `fit`: resize, or pad with zeros. One channel where
-    `channels` is 1; where it is None, as many as the file has colours for; three otherwise. Raises BnfuseError with one
-    line that names the file."""
-    from PIL import Image
-
-    try:
-        with quiet(), Image.open(path, formats=FORMATS) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise BnfuseError(f"{path}: has {opened.width}x{opened.height} pixels, more than {MAX_PIXELS:,}")
-            if image is not None and fit == "pad" and max(opened.size) > image:
-                raise BnfuseError(f"{path}: is {opened.width}x{opened.height}, which does not fit into {image}x{image}")
-            remarks = [FRAMES] if getattr(opened, "is_animated", False) else []
-            if opened.format != "TIFF" and "exif" in opened.info:  # the rotation of TIFF files is applied by Pillow
-                remarks += [ROTATION] if opened.getexif().get(EXIF_ORIENTATION, 1) not in (0, 1) else []
-            values = pixels(opened, image if fit == "resize" else None, channels)
-            remarks += [TRANSPARENCY] if is_transparent(opened) else []
-    except BnfuseError:
-        raise
-    except ValueNotKnown as error:
-        raise BnfuseError(f"{path}: {error}") from None
-    except OSError as error:
-        what = error.strerror or " ".join(str(error).split())
-        raise BnfuseError(f"{path}: is no image that can be read: {what}") from None
-    except Exception as error:  # decoders of damaged files raise nearly anything
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise BnfuseError(f"{path}: is no image that can be read: {what}") from None
+def read_picture(
+    path: Path, image: int | None = None, channels: int | None = None, fit: str = "resize", share: float | None = None
+) -> Picture:
+    """Give the picture of a file, brought to a square of `image` by `fit`: resize (with `share` the middle of it alone,
+    as geometry.py has it), or pad with zeros. One channel where `channels` is 1; where it is None, as many as the file
+    has colours for; three otherwise. Raises BnfuseError with one line that names the file."""
+    with opened(path, str(path)) as picture:
+        if image is not None and fit == "pad" and max(picture.size) > image:
+            raise BnfuseError(f"{path}: is {picture.width}x{picture.height}, which does not fit into {image}x{image}")
+        remarks = remarks_of(picture)
+        made = converted(picture, channels)
+        if image is not None and fit != "pad":
+            made = fitted(made, (image, image), share)
+        values = values_of(made, channels)
+        remarks += [TRANSPARENCY] if is_transparent(picture) else []
     padded = values if image is None else pad(values[None], image)[0]
     return Picture(padded, tuple(remarks))
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence Pillow's warnings, about large or odd files."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def opened(source: Path | str | IO[bytes], name: str) -> Iterator[Any]:
+    """Open an image with Pillow, which decodes it when its pixels are asked for. Whatever goes wrong with it within
+    the `with` block becomes a BnfuseError with one line that begins with its name."""
+    from PIL import Image
+
+    try:
+        with quiet(), Image.open(source, formats=FORMATS) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise BnfuseError(f"{name}: has {picture.width}x{picture.height} pixels, more than {MAX_PIXELS:,}")
+            yield picture
+    except BnfuseError:
+        raise
+    except ValueNotKnown as error:
+        raise BnfuseError(f"{name}: {error}") from None
+    except OSError as error:
+        what = error.strerror or " ".join(str(error).split())
+        raise BnfuseError(f"{name}: is no image that can be read: {what}") from None
+    except Exception as error:  # decoders of damaged files raise nearly anything
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise BnfuseError(f"{name}: is no image that can be read: {what}") from None
+
+
+def remarks_of(picture: Any) -> list[str]:
+    """Tell what is ignored of an image that is open, as far as its header says."""
+    found = [FRAMES] if getattr(picture, "is_animated", False) else []
+    if picture.format != "TIFF" and "exif" in picture.info:  # the rotation of TIFF files is applied by Pillow
+        found += [ROTATION] if picture.getexif().get(EXIF_ORIENTATION, 1) not in (0, 1) else []
+    return found
+
+
+class Quiet:
+    """Silence Pillow's warnings, about large or odd files. Threads may be in it at once: the filters of warnings are
+    the process's, so the first one in sets them and the last one out sets them back."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._held: warnings.catch_warnings[Any] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._held = warnings.catch_warnings()
+                self._held.__enter__()
+                warnings.simplefilter("ignore")
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._held is not None:
+                self._held.__exit__(None, None, None)
+
+
+QUIET = Quiet()
+
+
+def quiet() -> Quiet:
+    """Give what silences Pillow's warnings in a `with` block."""
+    return QUIET
 
 
 class ValueNotKnown(Exception):
@@ -83,20 +127,36 @@ class ValueNotKnown(Exception):
 
 def pixels(picture: Any, image: int | None = None, channels: int | None = None) -> np.ndarray:
     """Give the values of a Pillow image of any mode: uint8 or float32 [C, H, W]. Raises ValueNotKnown."""
+    made = converted(picture, channels)
+    return values_of(made if image is None else fitted(made, (image, image)), channels)
+
+
+def converted(picture: Any, channels: int | None = None) -> Any:
+    """Give a Pillow image of mode L, RGB, or F from 0 to 1 where it has more than 8 bits. Raises ValueNotKnown."""
     from PIL import Image
 
     if picture.mode[0] in "IF":
-        converted = Image.fromarray(deep_values(picture))
-    else:
-        grey = channels == 1 or (channels is None and picture.mode in GREY)
-        source = picture.convert("RGB") if picture.mode == "LAB" else picture
-        converted = source.convert("L" if grey else "RGB")
-    if image is not None and converted.size != (image, image):
-        converted = converted.resize((image, image), Image.Resampling.BILINEAR)
-    values = np.asarray(converted)
+        return Image.fromarray(deep_values(picture))
+    grey = channels == 1 or (channels is None and picture.mode in GREY)
+    source = picture.convert("RGB") if picture.mode == "LAB" else picture
+    return source.convert("L" if grey else "RGB")
+
+
+def values_of(made: Any, channels: int | None = None) -> np.ndarray:
+    """Give the values of an image of mode L, RGB or F: uint8 or float32 [C, H, W], grey as often as is asked."""
+    values = np.asarray(made)
     if values.ndim == 3:
         return values.transpose(2, 0, 1)
     return np.repeat(values[None], 3, axis=0) if channels not in (None, 1) else values[None]
+
+
+def eight_bits(made: Any) -> Any:
+    """Give an image of 8 bits a channel: what has more of them is rounded."""
+    from PIL import Image
+
+    if made.mode != "F":
+        return made
+    return Image.fromarray(np.rint(np.asarray(made) * np.float32(255)).astype(np.uint8))
 
 
 def deep_values(picture: Any) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Where images come from: the embedded digits, Debian's Fashion-MNIST, .npz files (arrays.py), folders (folders.py).
+"""Where images come from: the embedded digits, Debian's Fashion-MNIST, .npz files (arrays.py), folders (folders.py),
+tars (tars.py), tables (hugging_face.py).
 
 A file is input from outside: nothing is unpickled, sizes are checked before memory is set aside, and what is wrong is
 said in one line.
@@ -13,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +22,13 @@ from bnfuse.core.errors import BnfuseError
 
 from .array_folders import is_array_folder
 from .arrays import array_file
-from .dataset import MAX_BYTES, Dataset, Part, Raw, finish
-from .folders import image_folder
+from .dataset import MAX_BYTES, Dataset, Part, Raw, finish, fits_memory
+from .folders import image_folder, listing_of, streamed_folder
+from .hugging_face import PREFIX as HUGGING_FACE
+from .hugging_face import hub_table, is_table, saved_table
+from .reading import SIZES, Reading
 from .targets import Target, are_alike
+from .tars import holds_tars, is_tars, tar_shards
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FASHION_CLASSES = (
@@ -50,26 +56,39 @@ def load_data(
     held_out: float = 0.2,
     skip_unreadable: bool = False,
     targets: Sequence[Target] = (),
+    stream: bool = False,
+    workers: int | None = None,
+    crop_share: float | None = None,
+    mean: Any = None,
+    std: Any = None,
+    random_crops: bool = False,
 ) -> Dataset:
-    """Read images by name (`digits`, `fashion-mnist`), of an .npz file, of a folder with a folder for each class, or of
-    one with `x.npy` and `y.npy`.
+    """Read images by name (`digits`, `fashion-mnist`), of an .npz file, of a folder with a folder for each class, of
+    one with `x.npy` and `y.npy`, of WebDataset's tars (`train-{000..009}.tar`), or of Hugging Face's `datasets`
+    (`hf:name[:config]`, or a folder that `save_to_disk` wrote).
 
     image            side that the images are brought to, by `fit`: resize, or pad with zeros
     channels         1 or 3: grey is repeated, colour is averaged by luminance
     classes          what the network has; fails where the data has more
     held_out         share of the images for testing, chosen by `seed`, where the source has no such part of its own
-    skip_unreadable  files of a folder that cannot be read are left out and counted; by default the first one raises
+    skip_unreadable  files that cannot be read are left out and counted; by default the first one raises
     targets          the labels that the graph takes, the ones to be scored first: of several the .npz has an array each
+    stream           decode images when they are asked for; what does not fit into memory is streamed in any case, and
+                     so are tars and tables. `workers` threads decode: by default as many as there are processors
+    crop_share       take the middle of each image, a square whose side is this share of its shorter side
+    mean, std        what images are normalised by: "imagenet", a number, or one for each channel; by default those of
+                     the training images, of streamed ones of some of them
+    random_crops     training draws a part of each image: folders are streamed then, so that it is one of the whole
+                     image, and the crop share is 0.875 where none is given
 
     Raises BnfuseError with one line that names the file. docs/training.md
     """
-    for what, value in (("image", image), ("channels", channels), ("classes", classes)):
-        if value is not None and not 1 <= value <= 1 << 14:
-            raise BnfuseError(f"{what}={value} is out of range: it must be from 1 to {1 << 14}")
-    if fit not in ("resize", "pad"):
-        raise BnfuseError(f"fit={fit} is unknown: it is resize or pad")
+    reading = Reading(image, channels, fit, crop_share, skip_unreadable, stream, workers, seed, random_crops)
+    reading.check()
+    if classes is not None and not 1 <= classes <= SIZES:
+        raise BnfuseError(f"classes={classes} is out of range: it must be from 1 to {SIZES}")
     name = os.fspath(spec)
-    raw = _source(name, image, channels, fit, skip_unreadable, targets)
+    raw = _source(name, reading, targets)
     first = raw.parts["train"].y
     if targets and targets[0].is_map and first.dtype.names is None and first.ndim < 3:
         raise BnfuseError(f"{name}: has one label for each image, the graph takes {targets[0]}: give an .npz of arrays")
@@ -79,31 +98,46 @@ def load_data(
             raise BnfuseError(f"{name}: has one label for each image, the graph takes {each}: give an .npz of arrays")
         note = f"{name}: its labels are those of {' and '.join(target.name for target in targets)} alike"
         raw = dataclasses.replace(raw, notes=(*raw.notes, note))
-    return finish(raw, name, image=image, channels=channels, classes=classes, fit=fit, seed=seed, held_out=held_out)
+    return finish(raw, name, reading, classes=classes, held_out=held_out, mean=mean, std=std)
 
 
-def _source(
-    name: str,
-    image: int | None,
-    channels: int | None,
-    fit: str,
-    skip_unreadable: bool,
-    targets: Sequence[Target],
-) -> Raw:
+def _source(name: str, reading: Reading, targets: Sequence[Target]) -> Raw:
+    if name.startswith(HUGGING_FACE):
+        return hub_table(name, reading)
+    if is_tars(name):
+        return tar_shards(name, reading)
+    path = Path(name)
+    is_there = os.path.isdir(path)  # noqa: PTH112 (of a name that is too long, or a place that may not be looked at)
+    if is_there and name not in ("digits", "fashion-mnist") and not is_array_folder(path):
+        return _folder(path, reading)
+    if reading.stream:
+        raise BnfuseError(f"{name}: holds arrays, which are read as a whole: leave --stream out")
     if name == "digits":
         return digits()
     if name == "fashion-mnist":
         return fashion_mnist()
-    path = Path(name)
-    if os.path.isdir(path):  # noqa: PTH112 (a name that is too long, or a folder that may not be looked at, is none)
-        if is_array_folder(path):
-            return array_file(path, image, channels, targets)
-        return image_folder(path, image, channels, fit, skip_unreadable=skip_unreadable)
-    if path.suffix == ".npz":
-        return array_file(path, image, channels, targets)
+    if is_there or path.suffix == ".npz":
+        return array_file(path, reading.image, reading.channels, targets)
     raise BnfuseError(
-        f"{name}: is no data: give digits, fashion-mnist, an .npz with x and y, or a folder with a folder per class"
+        f"{name}: is no data: give digits, fashion-mnist, an .npz with x and y, a folder with a folder per class, "
+        "tars as train-{000..009}.tar, or hf:NAME"
     )
+
+
+def _folder(path: Path, reading: Reading) -> Raw:
+    """Read a folder of images, tars or a table: into memory where that holds it."""
+    if is_table(path):
+        return saved_table(path, reading)
+    if holds_tars(path):
+        return tar_shards(f"{path}/*.tar", reading)
+    listing = listing_of(path)
+    image, channels = reading.image, reading.channels
+    can = image is not None and channels in (1, 3) and reading.fit != "pad"
+    if reading.stream or (
+        can and (reading.random_crops or not fits_memory(listing.count, channels or 1, image or 1, image or 1))
+    ):
+        return streamed_folder(listing, reading)
+    return image_folder(listing, image, channels, reading.fit, reading.share, skip_unreadable=reading.skip_unreadable)
 
 
 def digits() -> Raw:

@@ -21,7 +21,7 @@ from bnfuse.searching.quadratic import import_cvxpy
 from bnfuse.searching.result import SearchResult, model_name
 from bnfuse.searching.storage import open_log
 from bnfuse.searching.training import Recipe, Training, digest_of_graph, space_of
-from bnfuse.training import Loader, data_for
+from bnfuse.training import Loader, data_for, parse_augment
 from bnfuse.training.checkpoints import digest_of_data
 from bnfuse.training.run import default_optimizer
 
@@ -70,7 +70,7 @@ def run_search(
     space = space_of(graph, cost)
     total = evaluations_of(space, settings)
     graph.state()  # complains of values that are missing
-    images = data_for(graph, data, skip_unreadable=skip_unreadable)
+    images = data_for(graph, data, **reading_for(data, recipe, skip_unreadable))
     loader = require_trainable(graph, images, recipe)
     for line in (*images.about, loader.about):
         progress(line)
@@ -88,10 +88,16 @@ def run_search(
     return result
 
 
+def reading_for(data: Any, recipe: Recipe, skip_unreadable: bool) -> dict[str, Any]:
+    """Tell how images are read, which a Dataset has been."""
+    crops = not isinstance(data, Dataset) and parse_augment(recipe.augment).scale is not None
+    return {"skip_unreadable": skip_unreadable, "random_crops": crops}
+
+
 def require_trainable(graph: TrainingGraph, images: Dataset, recipe: Recipe) -> Loader:
     """Raise for what each training would complain of, before a file is begun. Gives what makes its batches."""
     recipe.options(recipe.seed).check()
-    return Loader(images, graph.batch)
+    return Loader(images, graph.batch, augment=parse_augment(recipe.augment))
 
 
 def fingerprint_of(

@@ -8,13 +8,15 @@ batch where `last_batch="train"` says so. Evaluation counts every held-out image
 the seed and the place in the run, so that a run which is resumed from a checkpoint goes on bit by bit as it would.
 
 A file for each idea: `run` (from a graph to its history), `loop` (the epochs), `options` (what can be asked of it),
-`loading` (batches, made ahead by a thread), `augment`, `mixing` (mixup and cutmix), `labelling` (smoothing, weights of
-classes), `schedules`, `feeding` (data of the step's size), `scoring` (accuracies), `tracking` (TensorBoard),
-`checkpoints`, `metrics`, `nonfinite` and `replay` (which tensor a loss of nan comes from), `history`, `plotting`.
+`loading` (batches, of memory or decoded by workers), `ahead` (what is made ahead by a thread), `augment`, `mixing`
+(mixup and cutmix), `labelling` (smoothing, weights of classes), `schedules`, `feeding` (data of the step's size),
+`scoring` (accuracies), `tracking` (TensorBoard), `checkpoints`, `metrics`, `nonfinite` and `replay` (which tensor a
+loss of nan comes from), `history`, `plotting`.
 """
 
 from bnfuse.graph.soft_labels import with_soft_labels
 
+from .ahead import prefetched
 from .augment import Augment, parse_augment
 from .feeding import (
     batch_of,
@@ -27,7 +29,7 @@ from .feeding import (
     run_steps,
 )
 from .history import Epoch, History
-from .loading import Batch, Loader, prefetched
+from .loading import Batch, Loader
 from .loop import train_step
 from .options import Options
 from .schedules import Schedule, cosine, parse_schedule

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.tensor_files import read_metadata
 from bnfuse.data import Dataset
+from bnfuse.data.streamed import StreamedImages
 from bnfuse.training.history import Epoch, epoch_from
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Position:
     step: int = 0
     loss_sum: float = 0.0  # over these steps; a smaller batch counts for its share of a whole one
     seconds: float = 0.0  # that they took
+    waited: float = 0.0  # of these, for images
     history: tuple[Epoch, ...] = ()
 
 
@@ -78,7 +80,8 @@ def position_from(fields: Mapping[str, Any]) -> Position:
     epoch, step = fields["epoch"], fields["step"]
     if type(epoch) is not int or type(step) is not int or step < 0 or len(history) != epoch:
         raise ValueError("its place in the run is none")
-    return Position(epoch, step, finite(fields["loss_sum"]), finite(fields["seconds"]), history)
+    seconds, waited = finite(fields["seconds"]), finite(fields.get("waited", 0.0))
+    return Position(epoch, step, finite(fields["loss_sum"]), seconds, waited, history)
 
 
 def finite(value: Any) -> float:
@@ -199,10 +202,15 @@ def digest_of_model(step: Step) -> str:
 
 
 def digest_of_data(data: Dataset) -> str:
-    """Digest all images and labels."""
+    """Digest all images and labels; of streamed images, which they are, and how large their files."""
     found = hashlib.blake2b(digest_size=8)
     for array in (array for part in data.parts.values() for array in part):
         found.update(f"{array.dtype} {array.shape}".encode())
+        if isinstance(array, StreamedImages):
+            found.update(repr((array.share, data.mean, data.std)).encode())
+            for index in range(len(array)):
+                found.update(array.items.identity(index).encode())
+            continue
         for start in range(0, len(array), 1024):
             found.update(array[start : start + 1024].tobytes())
     return found.hexdigest()

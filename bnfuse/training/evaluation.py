@@ -43,24 +43,25 @@ def evaluate_source(
     part: str | None = None,
     state: str | os.PathLike[str] | None = None,
     compiling: Compiling | None = None,
-    skip_unreadable: bool = False,
+    reading: Mapping[str, Any] | None = None,
     progress: Progress = quiet,
 ) -> Evaluation:
     """Evaluate a Step, a step.bnf, a training graph or a model for inference on a part of the data.
 
     `part` is train, val or test, by default what training holds out. `state` is a checkpoint for a step or a training
-    graph. Raises BnfuseError for what does not fit, DivergedError for logits that are not finite.
+    graph. `reading` has options of `load_data`. Raises BnfuseError for what does not fit, DivergedError for logits that
+    are not finite.
     """
     if is_inference(source):
         if state is not None:
             raise BnfuseError(f"{source}: is a model for inference, with its own values: leave the state out")
         threads = compiling.threads if compiling is not None else None
-        return Exported(source, threads).evaluate(data, part, skip_unreadable, progress)
+        return Exported(source, threads).evaluate(data, part, reading or {}, progress)
     step = opened(source, compiling or Compiling(), progress)
     if state is not None:
         step.load(state)
         require_finite_state(step, where=f"loading {state}", lr=step.lr)
-    found = data_for(step, data, skip_unreadable=skip_unreadable)
+    found = data_for(step, data, **(reading or {}))
     tell(found, progress)
     return evaluate_data(step, found, part_of(found, part))
 
@@ -142,16 +143,14 @@ class Exported:
             found.append(self.graph.run({self.input: whole}, [self.output])[self.output][: len(part)])
         return np.concatenate(found)
 
-    def evaluate(self, data: Any, part: str | None, skip_unreadable: bool, progress: Progress) -> Evaluation:
+    def evaluate(self, data: Any, part: str | None, reading: Mapping[str, Any], progress: Progress) -> Evaluation:
         """Evaluate on a part of the data, normalised as the file says; a Dataset is taken as it is."""
         _, channels, height, width = self.shape
         found = data
         if not isinstance(data, Dataset):
             if height != width:
                 raise BnfuseError(f"{self.name}: takes images of {height}x{width}: give it a Dataset of that size")
-            found = load_data(
-                data, image=height, channels=channels, skip_unreadable=skip_unreadable, targets=self.targets
-            )
+            found = load_data(data, image=height, channels=channels, targets=self.targets, **reading)
             tell(found, progress)
         images, labels = part_of(found, part)
         if images.shape[1:] != tuple(self.shape[1:]):

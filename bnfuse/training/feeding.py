@@ -14,6 +14,7 @@ import onnx
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset, batches, load_data
 from bnfuse.data.dataset import check_all_labels
+from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import Target, are_alike, checked, chosen_first, fed_labels, scored
 from bnfuse.graph.labels import classes_of
 from bnfuse.graph.soft_labels import KEY as SOFTENED
@@ -119,7 +120,8 @@ def evaluate_data(
 ) -> Evaluation:
     """Do what `evaluate_step` does on a part of the data (by default the one held out), normalised as the training part
     is."""
-    made = ((fed(data, x, normalise), y) for x, y in slices(*(part or data.held_out), batch_of(step)))
+    images, labels = part or data.held_out
+    made = ((fed(data, x, normalise), y) for x, y in slices(images, labels, batch_of(step)))
     return evaluate_batches(step.evaluate, made, names=data.class_names, ignored=ignored_by(step))
 
 
@@ -141,6 +143,8 @@ def raw_data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dat
     taken = taken_by(source)
     if isinstance(data, Dataset):
         check_given(data, taken)
+        if asked := [name for name, value in options.items() if value is not None and value is not False]:
+            raise BnfuseError(f"{data.name}: is a Dataset, which is fed as it is: leave out {', '.join(asked)}")
         return data
     if not isinstance(data, str | os.PathLike):
         raise BnfuseError(f"data is a {type(data).__name__}: give a name, a path, or a bnfuse.data.Dataset of arrays")
@@ -266,7 +270,7 @@ def check_given(data: Dataset, taken: Taken) -> None:
     """Raise where a Dataset made in Python does not fit to the graph."""
     for part, (x, y) in data.parts.items():
         for name, array in ((f"{part}_x", x), (f"{part}_y", y)):
-            if not isinstance(array, np.ndarray):
+            if not isinstance(array, np.ndarray | StreamedImages):
                 raise BnfuseError(f"{data.name}: {name} is a {type(array).__name__}: a Dataset holds numpy arrays")
         if x.shape[1:] != taken.shape[1:]:
             wanted = list(taken.shape[1:])
@@ -306,7 +310,9 @@ def check_given_labels(y: np.ndarray, count: int, name: str, part: str, taken: T
 
 def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Compute mean and standard deviation, channel by channel, of the training images as they are fed: mu_D and sigma_D
-    of virtual samples ([Chen18], section 4.2)."""
+    of virtual samples ([Chen18], section 4.2). Of streamed images they are what these are normalised by."""
+    if isinstance(data.train_x, StreamedImages):
+        return (tuple(0.0 for _ in data.mean), tuple(1.0 for _ in data.std)) if normalise else (data.mean, data.std)
     count = data.train_x.shape[0] * data.train_x.shape[2] * data.train_x.shape[3]
     parts = [data.train_x[start : start + 4096] for start in range(0, len(data.train_x), 4096)]
     mean = sum(fed(data, part, normalise).sum((0, 2, 3), dtype=np.float64) for part in parts) / count

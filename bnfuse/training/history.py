@@ -24,6 +24,21 @@ class Epoch:
     top5: float | None = None  # share of held-out images whose label is among the five likeliest; None of few classes
     balanced_accuracy: float | None = None  # mean of the classes' accuracies
     mean_iou: float | None = None  # of maps of classes
+    waited: float = 0.0  # share of the time of the epoch's steps in which they waited for images
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What makes the images of batches."""
+
+    images_per_second: float  # alone, before the first step
+    workers: int
+    streamed: bool  # from files; else from memory
+
+    def __str__(self) -> str:
+        how = "decoded" if self.streamed else "changed"
+        threads = f"{self.workers} thread{'' if self.workers == 1 else 's'}"
+        return f"images are {how} by {threads}: {self.images_per_second:,.0f} a second, before the first step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +52,7 @@ class History:
     tested: int = 0  # images that were scored once, at the end, where others chose the best epoch
     test_accuracy: float | None = None  # on these
     test_loss: float | None = None
+    pipeline: Pipeline | None = None  # of images that are decoded, or changed as pictures
 
     @property
     def accuracy(self) -> float:
@@ -60,6 +76,7 @@ class History:
             if self.test_accuracy is None
             else {"images": self.tested, "accuracy": self.test_accuracy, "loss": self.test_loss},
             "stopped": self.stopped,
+            "pipeline": None if self.pipeline is None else dataclasses.asdict(self.pipeline),
             "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
         }
 
@@ -118,4 +135,5 @@ def epoch_from(fields: Mapping[str, Any]) -> Epoch:
         some("top5"),
         some("balanced_accuracy"),
         some("mean_iou"),
+        float(fields.get("waited", 0.0)),
     )

@@ -1,32 +1,33 @@
-"""Batches, made by a thread while the step computes: shuffle, gather, normalise, augment.
+"""Batches of the training part: shuffle, gather or decode, augment, normalise.
 
     loader = Loader(data, batch=64, seed=0, augment=parse_augment("flip"), normalise=True)
     with prefetched(loader.batches(first=1, last=10)) as batches:
         for batch in batches: ...                            # batch.x, batch.y, batch.epoch, batch.index
 
-What a batch holds depends on (seed, epoch) and its place in the epoch alone. The queue is bounded, the thread ends
-with the `with` block whatever ends that, and an error in the thread is raised where the batch would have come.
+What a batch holds depends on (seed, epoch) and its place in the epoch alone. Images that are decoded, or changed as
+pictures, are made by several threads, a few of them each; of what lies in memory one thread makes whole batches.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dataclasses
-import queue
-import threading
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from concurrent.futures import Future
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset
+from bnfuse.data.draws import Draw
+from bnfuse.data.pictures import values_of
+from bnfuse.data.streamed import Change, StreamedImages
 from bnfuse.data.targets import scored
+from bnfuse.data.workers import threads
 from bnfuse.training.augment import Augment
 
-T = TypeVar("T")
-DEPTH = 3  # batches that wait
-PATIENCE = 0.1  # seconds after which a thread that waits looks whether it is still wanted
+PIECE = 8  # images that a worker makes at a time, at most
+IN_HAND = 2  # batches that workers are at, or wait for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Batch:
 @dataclasses.dataclass(frozen=True)
 class Loader:
     """Batches of the training part. Images that fill no batch are a smaller one at the end of the epoch where `partial`
-    says so, else they wait for the next epoch's order."""
+    says so, else they wait for the next epoch's order. What changes whole batches, as mixing images does, goes around
+    `batches`, by the epoch and the index of each."""
 
     data: Dataset
     batch: int
@@ -50,6 +52,7 @@ class Loader:
     augment: Augment = dataclasses.field(default_factory=Augment)
     normalise: bool = False  # by the data's mean and std, in front of the augmentation: its padding is the mean
     partial: bool = False
+    workers: int = 1
 
     def __post_init__(self) -> None:
         if not self.partial and not 1 <= self.batch <= len(self.data.train_y):
@@ -58,6 +61,7 @@ class Loader:
                 f"{self.data.name}: {count} images do not fill a batch of {self.batch}, and the graph's batch is fixed"
                 f": build it with --batch {count} or less"
             )
+        require_colours(self.data, self.augment)
 
     @property
     def steps(self) -> int:
@@ -83,19 +87,80 @@ class Loader:
         waiting = "1 image waits" if rest == 1 else f"{rest} images wait"
         return f"{whole}; {waiting} for the next epoch's order" if rest else whole
 
+    @property
+    def by_workers(self) -> bool:
+        """Whether images are made one by one: decoded, or changed as pictures."""
+        return isinstance(self.data.train_x, StreamedImages) or self.augment.changes_pictures
+
     def order(self, epoch: int) -> np.ndarray:
         """Shuffle the images of an epoch: the order of `bnfuse.data.batches`."""
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.data.train_y))
 
     def batches(self, first: int, last: int, skip: int = 0) -> Iterator[Batch]:
         """Make all batches from epoch `first`, without its first `skip`, to epoch `last`."""
+        return self._by_workers(first, last, skip) if self.by_workers else self._in_memory(first, last, skip)
+
+    def _places(self, first: int, last: int, skip: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """List epoch, index and the images of each batch."""
         for epoch in range(first, last + 1):
             order = self.order(epoch)
             for index in range(skip if epoch == first else 0, self.steps):
-                chosen = order[index * self.batch : (index + 1) * self.batch]
-                x = fed(self.data, self.data.train_x[chosen], self.normalise)
-                x = self.augment(x, chosen, seed=self.seed, epoch=epoch)
-                yield Batch(epoch, index, np.ascontiguousarray(x), self.labels(chosen, epoch))
+                yield epoch, index, order[index * self.batch : (index + 1) * self.batch]
+
+    def _in_memory(self, first: int, last: int, skip: int) -> Iterator[Batch]:
+        for epoch, index, chosen in self._places(first, last, skip):
+            yield Batch(epoch, index, self.made(chosen, epoch), self.labels(chosen, epoch))
+
+    def _by_workers(self, first: int, last: int, skip: int) -> Iterator[Batch]:
+        """Hand batches out piece by piece, some of them ahead, and give them in order."""
+        pool = threads(self.workers)
+        piece = max(1, min(PIECE, self.batch // self.workers))
+        waiting: collections.deque[tuple[int, int, np.ndarray, list[Future[np.ndarray]]]] = collections.deque()
+        try:
+            for epoch, index, chosen in self._places(first, last, skip):
+                starts = range(0, len(chosen), piece)
+                pieces = [pool.submit(self.made, chosen[start : start + piece], epoch) for start in starts]
+                waiting.append((epoch, index, chosen, pieces))
+                if len(waiting) >= IN_HAND:
+                    yield self._gathered(*waiting[0])
+                    waiting.popleft()
+            while waiting:
+                yield self._gathered(*waiting[0])
+                waiting.popleft()
+        finally:
+            for *_, pieces in waiting:
+                for future in pieces:
+                    future.cancel()
+
+    def _gathered(self, epoch: int, index: int, chosen: np.ndarray, pieces: list[Future[np.ndarray]]) -> Batch:
+        found = np.empty((len(chosen), *self.data.train_x.shape[1:]), np.float32)
+        start = 0
+        for piece in pieces:
+            rows = piece.result()
+            found[start : start + len(rows)] = rows
+            start += len(rows)
+        return Batch(epoch, index, found, self.labels(chosen, epoch))
+
+    def made(self, chosen: np.ndarray, epoch: int) -> np.ndarray:
+        """Make the images of these places in the data set, float32 [n, C, H, W], as they are fed in an epoch."""
+        x = self.data.train_x
+        if self.augment.changes_pictures:
+            gathered = np.stack([self._changed(x, int(index), epoch) for index in chosen])
+        elif isinstance(x, StreamedImages):
+            gathered = np.stack([x.row(int(index)) for index in chosen])
+        else:
+            gathered = x[chosen]
+        normal = fed(self.data, gathered, self.normalise)
+        return np.ascontiguousarray(self.augment(normal, chosen, seed=self.seed, epoch=epoch))
+
+    def _changed(self, images: np.ndarray | StreamedImages, index: int, epoch: int) -> np.ndarray:
+        """Change one image as a picture, float32 [C, H, W]."""
+        draw = Draw(self.seed, epoch, index)
+        if isinstance(images, StreamedImages):
+            return images.row(index, lambda picture: self.augment.on_picture(picture, images.size, draw, images.share))
+        values, (height, width) = images[index], images.shape[2:]
+        change: Change = lambda picture: self.augment.on_picture(picture, (width, height), draw)  # noqa: E731
+        return changed(values, change) if self.augment.changes_colours else each_channel(values, change)
 
     def labels(self, chosen: np.ndarray, epoch: int) -> np.ndarray:
         """Give the labels of images; those of pixels are mirrored where the images are."""
@@ -111,53 +176,36 @@ class Loader:
         return y
 
 
+def changed(values: np.ndarray, change: Change) -> np.ndarray:
+    """Change an image float32 [C, H, W] from 0 to 1, of one channel or three, as a picture of 8 bits."""
+    from PIL import Image
+
+    levels = np.rint(np.clip(values, 0, 1) * np.float32(255)).astype(np.uint8)
+    picture = Image.fromarray(levels[0] if len(levels) == 1 else np.ascontiguousarray(levels.transpose(1, 2, 0)))
+    return values_of(change(picture), len(values)) / np.float32(255)
+
+
+def each_channel(values: np.ndarray, change: Change) -> np.ndarray:
+    """Change an image float32 [C, H, W] of any numbers, channel by channel: for what moves pixels alone."""
+    from PIL import Image
+
+    return np.stack([np.asarray(change(Image.fromarray(channel))) for channel in values])
+
+
+def require_colours(data: Dataset, augment: Augment) -> None:
+    """Raise where a change takes numbers for colours that nobody says are any."""
+    if not augment.changes_colours or isinstance(data.train_x, StreamedImages):
+        return
+    if data.scale in (None, 1.0) or data.train_x.shape[1] not in (1, 3):
+        raise BnfuseError(
+            f"{data.name}: 'jitter' and 'rand-augment' change colours, and nothing says that its numbers go from black "
+            "to white: give images as bytes, of one channel or three, or a folder of them"
+        )
+
+
 def fed(data: Dataset, images: np.ndarray, normalise: bool) -> np.ndarray:
     """Give images as the step takes them: float32, by the data's mean and std where `normalise` says so."""
     if not normalise:
         return images
     mean, std = (np.array(v, np.float32).reshape(1, -1, 1, 1) for v in (data.mean, data.std))
     return (images - mean) / std
-
-
-@contextlib.contextmanager
-def prefetched(source: Iterable[T], depth: int = DEPTH) -> Iterator[Iterator[T]]:
-    """Make the items of `source`, in order, up to `depth` of them ahead by a thread."""
-    ready: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
-    unwanted = threading.Event()
-
-    def offer(kind: str, item: T | BaseException | None) -> bool:
-        while not unwanted.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put((kind, item), timeout=PATIENCE)
-                return True
-        return False
-
-    def work() -> None:
-        try:
-            for item in source:
-                if not offer("item", item):
-                    return
-            offer("end", None)
-        except BaseException as error:
-            offer("error", error)
-
-    def items() -> Iterator[T]:
-        while True:
-            kind, item = ready.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                assert isinstance(item, BaseException)
-                raise item
-            yield item  # type: ignore[misc]
-
-    thread = threading.Thread(target=work, name="bnfuse-loader", daemon=True)
-    thread.start()
-    try:
-        yield items()
-    finally:
-        unwanted.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                ready.get_nowait()
-        thread.join(timeout=10)

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from bnfuse.core.files import write_atomically
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
+from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import fed_labels
+from bnfuse.data.workers import default_workers
 from bnfuse.training import checkpoints, nonfinite
+from bnfuse.training.ahead import Ahead, prefetched
 from bnfuse.training.checkpoints import Folder, Position, Saved
 from bnfuse.training.feeding import (
     batch_of,
@@ -23,9 +26,9 @@ from bnfuse.training.feeding import (
     labelling_of,
     require_followed,
 )
-from bnfuse.training.history import Epoch, History, best_of, percent, without_gain
+from bnfuse.training.history import Epoch, History, Pipeline, best_of, percent, without_gain
 from bnfuse.training.labelling import Labelling
-from bnfuse.training.loading import Batch, Loader, prefetched
+from bnfuse.training.loading import Batch, Loader
 from bnfuse.training.options import Options
 from bnfuse.training.plotting import draw
 from bnfuse.training.schedules import Schedule
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 REFRESH = 0.1  # seconds between two pictures of the bar
 RECIPE = "recipe.toml"  # in the folder of checkpoints
+FILLING = 2.0  # seconds in which the first batches are made, at most
 
 
 def train_step(
@@ -65,7 +69,8 @@ def train_by(
     for place in (options.file, options.plot):
         if place is not None:
             checkpoints.remove_leftovers(Path(place).parent, Path(place).name)
-    loader = Loader(data, batch_of(step), options.seed, options.changes, normalise, options.partial)
+    workers = options.workers or default_workers(busy_threads(step.target))
+    loader = Loader(data, batch_of(step), options.seed, options.changes, normalise, options.partial, workers)
     if loader.rest and loader.rest not in step.batches:
         add_batch(step, loader.rest)
     with contextlib.ExitStack() as stack:
@@ -80,6 +85,11 @@ def train_by(
     if options.plot is not None:
         draw(history, Path(options.plot), f"Training on {data.name}")
     return history
+
+
+def busy_threads(target: Any) -> int:
+    """Tell how many processors a step keeps busy: on a GPU the one that launches."""
+    return 1 if target.is_one_graph else int(target.threads)
 
 
 class Run:
@@ -101,6 +111,7 @@ class Run:
         self.machine = checkpoints.machine_of(step)
         self.settings = self._settings() if folder is not None or options.continued is not None else {}
         self.bar_drawn = 0.0
+        self.pipeline: Pipeline | None = None
 
     def run(self) -> History:
         """Train from where the run stands to its end."""
@@ -114,14 +125,23 @@ class Run:
         made = loader.batches(at.epoch + 1, options.epochs, skip=at.step)
         ahead = prefetched(made if self.labelling is None else self.labelling.fed(made, options.seed))
         with Tracker(metrics, board, keep=step_count) as tracker, ahead as batches:
+            self._watch(batches)
             while at.epoch < options.epochs and self._stopped(at) is None:
                 at = self._epoch(at, batches, tracker)
         return self._history(at)
 
+    def _watch(self, batches: Ahead[Batch]) -> None:
+        """Let the first batches be made with nobody in their way, and tell how fast they came."""
+        if not self.loader.by_workers:
+            return
+        rate = batches.filled(FILLING) * self.loader.batch
+        self.pipeline = Pipeline(rate, self.loader.workers, isinstance(self.loader.data.train_x, StreamedImages))
+        self.progress(str(self.pipeline))
+
     def _history(self, at: Position) -> History:
         """All epochs, and the score of the part that was kept for the end."""
         data, stopped = self.loader.data, self._stopped(at)
-        found = History(at.history, len(data.train_y), len(data.held_out[1]), stopped)
+        found = History(at.history, len(data.train_y), len(data.held_out[1]), stopped, pipeline=self.pipeline)
         if data.final is None:
             return found
         score = evaluate_data(self.step, data, data.final, normalise=self.loader.normalise)
@@ -175,13 +195,15 @@ class Run:
 
     # -- an epoch ------------------------------------------------------------------------------------------------
 
-    def _epoch(self, at: Position, batches: Any, tracker: Tracker) -> Position:
+    def _epoch(self, at: Position, batches: Ahead[Batch], tracker: Tracker) -> Position:
         """Run the rest of the epoch that follows `at`, its evaluation and its checkpoints."""
         epoch, begun = at.epoch + 1, time.perf_counter()
         self.step.epoch = epoch  # places of sampled statistics are drawn anew
         while at.step < self.loader.steps:
+            waited = at.waited - batches.waited
             now = self._one(next(batches), at)
-            at = dataclasses.replace(now, seconds=at.seconds + time.perf_counter() - begun)
+            seconds = at.seconds + time.perf_counter() - begun
+            at = dataclasses.replace(now, seconds=seconds, waited=waited + batches.waited)
             begun = time.perf_counter()
             self._after_step(at, tracker)
         self._require_finite(at)
@@ -192,7 +214,7 @@ class Run:
         seconds = trained + time.perf_counter() - begun
         images = self.loader.images(at.step)
         loss, rate = at.loss_sum / (images / self.loader.batch), images / max(trained, 1e-9)
-        done = Epoch(epoch, loss, None, self.step.lr, seconds, rate)
+        done = Epoch(epoch, loss, None, self.step.lr, seconds, rate, waited=at.waited / max(trained, 1e-9))
         if score is not None:
             names = ("accuracy", "top5", "balanced_accuracy", "mean_iou")
             found = {name: getattr(score, name) for name in names}
@@ -250,7 +272,9 @@ class Run:
         if self.options.file is not None:
             self.step.save(self.options.file)
         held_out = "" if done.accuracy is None else f", {percent(done.accuracy)} right on held-out images"
-        self.progress(f"epoch {done.epoch} of {self.options.epochs}: loss {done.loss:.4f}{held_out}")
+        speed = f"; {done.images_per_second:,.0f} images/s, {done.waited:.0%} of the time waiting for them"
+        watched = speed if self.pipeline is not None else ""
+        self.progress(f"epoch {done.epoch} of {self.options.epochs}: loss {done.loss:.4f}{held_out}{watched}")
         return at
 
     def _saved(self, at: Position) -> Saved:

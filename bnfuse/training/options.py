@@ -34,7 +34,9 @@ class Options:
     class_weights       a number for each class, a file of them, or "balanced": N/(classes*images of the class)
     mixup, cutmix       mix the images of a batch, as timm does: the alpha of each kind. `mixup_prob`: how often;
                         `mixup_switch_prob`: how often by cutmix where both are asked for; none after `mixup_off_epoch`
-    augment             none, flip, pad-crop:4, or flip,pad-crop:4
+    augment             none, or changes of images with commas between them, as flip,pad-crop:4 (augment.py)
+    workers             threads that decode images and change them as pictures; by default as many as there are
+                        processors that the step leaves
     last_batch          of images that do not fill the last batch of an epoch: "drop" leaves them to the next epoch's
                         order, "train" makes a smaller batch of them, for which the step is compiled too
     eval_every          epochs between evaluations; `patience`: the run ends after so many without a gain in accuracy of
@@ -76,6 +78,7 @@ class Options:
     mixup_off_epoch: int | None = None
     tensorboard: Place | None = None
     recorded: str | None = None
+    workers: int | None = None
 
     @property
     def rates(self) -> Schedule:
@@ -134,7 +137,7 @@ class Options:
 
     def check(self) -> None:
         """Raise BnfuseError for the first option that is impossible, alone or beside the others; makes the folder."""
-        for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience", "mixup_off_epoch"):
+        for name in ("epochs", "eval_every", "checkpoint_every", "log_every", "patience", "workers", "mixup_off_epoch"):
             value = getattr(self, name)
             if value is not None or name in ("epochs", "eval_every"):
                 check_whole(name, value, 1)

@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.processors import physical_cores
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
+from bnfuse.data.workers import default_workers
 from bnfuse.exporting import export_model, require_exportable, require_state
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.soft_labels import with_soft_labels
@@ -29,7 +31,7 @@ from bnfuse.training.feeding import (
     takes_probabilities,
 )
 from bnfuse.training.history import History
-from bnfuse.training.loading import Loader
+from bnfuse.training.loading import Loader, require_colours
 from bnfuse.training.loop import train_by
 from bnfuse.training.nonfinite import require_finite_state
 from bnfuse.training.options import Options
@@ -52,6 +54,11 @@ class Compiling:
     def highest_rate(self) -> float:
         """The learning rate of the optimiser."""
         return (self.optimizer or default_optimizer()).lr
+
+    @property
+    def workers(self) -> int:
+        """How many threads may decode images beside the step."""
+        return default_workers(1 if self.target.startswith("cuda") else self.threads or physical_cores())
 
     def step(self, graph: TrainingGraph, progress: Progress, batches: Sequence[int] = ()) -> Step:
         """Compile the graph, for several `batches` if they are given; `progress` hears of each kernel by its bar."""
@@ -82,21 +89,27 @@ def train_graph(
     compiling: Compiling | None = None,
     *,
     export: str | Path | None = None,
-    skip_unreadable: bool = False,
+    reading: Mapping[str, Any] | None = None,
     progress: Progress = quiet,
 ) -> History:
     """Compile the graph and train it on `data`, a name, a folder, a file, or a Dataset, which is fed as it is.
 
-    `export` is the file that gets the trained network for inference, with what images must be normalised by. Raises
-    BnfuseError for data, options and states that do not fit before anything is compiled.
+    `export` is the file that gets the trained network for inference, with what images must be normalised by.
+    `reading` has options of `load_data`. Raises BnfuseError for data, options and states that do not fit before
+    anything is compiled.
     """
     from bnfuse.runtime.lowering.inference import require_inference
 
     require_loss(graph)
     given = isinstance(data, Dataset)
-    found = raw_data_for(graph, data, skip_unreadable=skip_unreadable)
+    compiling = compiling or Compiling()
+    asked = dict(reading or {})
+    if not given:
+        asked |= {"random_crops": options.changes.scale is not None, "workers": options.workers or compiling.workers}
+    found = raw_data_for(graph, data, **asked)
+    require_colours(found, options.changes)
     tell_of(found, graph, progress, options.partial)
-    options.rates.check((compiling or Compiling()).highest_rate)
+    options.rates.check(compiling.highest_rate)
     if not options.recipe.is_plain and not takes_probabilities(graph):
         graph = with_soft_labels(graph)
     labelling_of(graph, found, options.recipe)
@@ -108,7 +121,7 @@ def train_graph(
     if len(found.test_y):
         require_inference(graph)
     progress(f"preparing {graph.name}")
-    step = (compiling or Compiling()).step(graph, progress, batches)
+    step = compiling.step(graph, progress, batches)
     progress(f"{step.report.kernels} kernels, {step.target.place}")
     history = train_by(options, step, found, progress=progress, normalise=not given)
     if export is not None:
@@ -129,7 +142,7 @@ def run_graph(
     name: str,
     lr: float | None = None,
     save_to: str | Path | None = None,
-    skip_unreadable: bool = False,
+    reading: Mapping[str, Any] | None = None,
     progress: Progress = quiet,
 ) -> list[float]:
     """Give the losses of some steps on shuffled batches of `data`, or on one random batch where it is None.
@@ -138,7 +151,7 @@ def run_graph(
     """
     require_loss(source)
     if data is not None:
-        data = data_for(source, data, skip_unreadable=skip_unreadable)
+        data = data_for(source, data, **(reading or {}))
         tell_of(data, source, progress)
     progress(f"preparing {name}")
     if isinstance(source, TrainingGraph):

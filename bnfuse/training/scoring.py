@@ -15,8 +15,8 @@ import numpy as np
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import Section, join
 from bnfuse.data.targets import scored
+from bnfuse.training.ahead import prefetched
 from bnfuse.training.history import percent
-from bnfuse.training.loading import prefetched
 from bnfuse.training.nonfinite import error_of_evaluation
 
 FIVE = 5

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset, batches, load_data, sources
-from bnfuse.data.dataset import interpolation, pad, resize
+from bnfuse.data.resizing import interpolation, pad, resize
 
 
 def message_of(spec, **options) -> str:

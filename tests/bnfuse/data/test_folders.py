@@ -175,10 +175,12 @@ def test_colour_anywhere_is_colour_everywhere(tmp_path):
 
 
 def test_too_much_for_memory_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    """Where it cannot be streamed: padded images are not."""
     put(tmp_path, "a/0.png", "b/0.png")
     (tmp_path / "a" / "1.png").write_bytes(b"unread")
     monkeypatch.setattr("bnfuse.data.dataset.MAX_BYTES", 1 << 10)
-    assert "3 images of 3x16x16 take 8.58e-06 GiB as float32, more than" in message_of(tmp_path, image=16, channels=3)
+    said = message_of(tmp_path, image=16, channels=3, fit="pad")
+    assert "3 images of 3x16x16 take 8.58e-06 GiB as float32, more than" in said
 
 
 def test_what_is_ignored_of_images_is_said_once(tmp_path):

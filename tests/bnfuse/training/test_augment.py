@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.data.colours import Jitter
+from bnfuse.data.draws import Draw, drawn
 from bnfuse.training import Augment, parse_augment
-from bnfuse.training.augment import drawn
 
 IMAGES = np.random.default_rng(0).standard_normal((64, 2, 6, 5)).astype(np.float32)
 INDICES = np.arange(64)
@@ -65,7 +67,18 @@ def test_the_source_stays_as_it_was():
     assert np.array_equal(IMAGES, before)
 
 
-@pytest.mark.parametrize("text", ["none", "flip", "pad-crop:4", "flip,pad-crop:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "none",
+        "flip",
+        "pad-crop:4",
+        "flip,pad-crop:1",
+        "random-resized-crop:0.25,flip",
+        "jitter:0.4,0.3,0.2,0.1",
+        "rand-augment:3,12,jitter:0.4,0.4,0.4,0,random-erasing:0.1",
+    ],
+)
 def test_an_augmentation_is_spelt_as_it_is_read(text):
     assert str(parse_augment(text)) == text
 
@@ -76,8 +89,51 @@ def test_the_default_crop_is_by_four_pixels():
 
 
 @pytest.mark.parametrize(
-    "text", ["rotate", "flip:2", "pad-crop:", "pad-crop:0", "pad-crop:x", "none:1", "flip,,", "pad-crop:999"]
+    "text",
+    [
+        *("rotate", "flip:2", "pad-crop:", "pad-crop:0", "pad-crop:x", "none:1", "flip,,", "pad-crop:999", "0.4"),
+        *("random-resized-crop:0", "random-resized-crop:2", "random-resized-crop:0.1,0.2", "jitter", "jitter:0.4,0.4"),
+        *("jitter:0.4,0.4,0.4,0.6", "jitter:0", "jitter:-1", "jitter:nan", "rand-augment:2", "rand-augment:2,31"),
+        *("rand-augment:2.5,9", "random-erasing:1.5", "random-erasing:", "flip,flip", "pad-crop:4,5", "jitter:0x1"),
+    ],
 )
 def test_what_is_no_augmentation_is_refused(text):
     with pytest.raises(BnfuseError, match=r"pad-crop\[:pixels\]"):
         parse_augment(text)
+
+
+def test_what_is_left_out_of_an_augmentation_is_the_usual():
+    found = parse_augment("random-resized-crop, rand-augment ,random-erasing,jitter:0.4")
+    assert found == Augment(scale=0.08, rand=(2, 9), erasing=0.5, jitter=Jitter(0.4, 0.4, 0.4))
+    assert found.changes_pictures and found.changes_colours
+    assert not parse_augment("flip,pad-crop,random-erasing").changes_pictures
+
+
+def test_rectangles_are_erased_as_often_and_as_large_as_they_should():
+    """By torchvision's definition: shares from 0.02 to 0.33, ratios from 0.3 to 3.3, anywhere."""
+    images = np.ones((4000, 2, 40, 30), np.float32)
+    found = Augment(erasing=0.25)(images, np.arange(4000), seed=0, epoch=1)
+    gone = found[:, 0] == 0
+    assert np.array_equal(found[:, 0], found[:, 1])
+    touched = gone.any((1, 2))
+    assert abs(touched.mean() - 0.25) < 4 * 0.433 / 63
+    for one in gone[touched]:
+        rows, columns = np.flatnonzero(one.any(1)), np.flatnonzero(one.any(0))
+        height, width = rows[-1] - rows[0] + 1, columns[-1] - columns[0] + 1
+        assert one.sum() == height * width and height < 40 and width < 30
+        assert 0.015 < one.mean() < 0.35 and 0.22 < height / width < 4
+    assert abs(gone[touched].mean() - 0.175) < 0.015
+    assert gone[:, 0, 0].any() and gone[:, -1, -1].any() and np.array_equal(images, np.ones_like(images))
+
+
+def test_a_picture_is_changed_alike_whoever_asks():
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8))
+    augment = parse_augment("random-resized-crop,jitter:0.4,rand-augment")
+    found = [
+        np.asarray(augment.on_picture(picture, (8, 8), Draw(1, e, i))) for e, i in ((1, 1), (1, 1), (1, 2), (2, 1))
+    ]
+    assert np.array_equal(found[0], found[1]) and found[0].shape == (8, 8, 3)
+    assert not any(np.array_equal(found[0], other) for other in found[2:])
+    deep = Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30))
+    assert augment.on_picture(deep, (8, 8), Draw(1, 1, 1)).mode == "L"
+    assert parse_augment("random-resized-crop").on_picture(deep, (8, 8), Draw(1, 1, 1)).mode == "F"

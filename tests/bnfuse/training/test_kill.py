@@ -21,7 +21,7 @@ from bnfuse.core.tensor_files import read_safetensors
 SETTINGS = {"epochs": 30, "seed": 3, "augment": "flip,pad-crop:1", "checkpoint_every": 3, "log_every": 1, "threads": 1}
 OPTIONS = [part for name, value in SETTINGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 KILLS = (7, 61, 118)  # lines of metrics, of 180, after which the process is killed
-TIMES = ("seconds", "images_per_second")
+TIMES = ("seconds", "images_per_second", "waited")
 
 
 @pytest.fixture

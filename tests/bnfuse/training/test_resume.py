@@ -19,7 +19,7 @@ from bnfuse.runtime import AdamW
 from bnfuse.training import train_step
 from bnfuse.training.checkpoints import KEY
 
-TIMES = ("seconds", "images_per_second")
+TIMES = ("seconds", "images_per_second", "waited")
 RUN = {
     "epochs": 3,
     "seed": 5,
@@ -37,7 +37,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def history_of(history) -> list:
-    return [dataclasses.replace(epoch, seconds=0.0, images_per_second=0.0) for epoch in history.epochs]
+    return [dataclasses.replace(epoch, seconds=0.0, images_per_second=0.0, waited=0.0) for epoch in history.epochs]
 
 
 def tensors_of(path: Path) -> dict[str, bytes]:
