@@ -62,7 +62,7 @@ def join_chains(low: Lowering) -> None:
     counts its kernels."""
     readers = _readers(low)
     launches: list[p.Launch] = []
-    for phase in p.PHASES:
+    for phase in p.ALL_PHASES:
         launches += Joining(low, readers).joined([launch for launch in low.launches if launch.phase == phase])
     low.launches = launches
 
