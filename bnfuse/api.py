@@ -432,6 +432,7 @@ def evaluate(
     *,
     part: str | None = None,
     state: str | Path | None = None,
+    ema: bool = False,
     confusion: str | Path | None = None,
     target: str = "cpu",
     precision: str | None = None,
@@ -448,9 +449,10 @@ def evaluate(
 
     `source` is a Step, a step.bnf, a training graph (with the values of the checkpoint `state`), or a model for
     inference that `export_inference` wrote. `part` is train, val or test, by default what training holds out. Each
-    image counts once, whatever the batch. `confusion` is a file (.csv, .png, .svg, .pdf) that says which classes are
-    taken for which. `skip_unreadable`, `stream`, `crop_share`, `mean`, `std` and `workers` say how images are read:
-    `load_data` says what they mean. docs/training.md
+    image counts once, whatever the batch. `ema` takes the average of the weights that the checkpoint or the step has.
+    `confusion` is a file (.csv, .png, .svg, .pdf) that says which classes are taken for which. `skip_unreadable`,
+    `stream`, `crop_share`, `mean`, `std` and `workers` say how images are read: `load_data` says what they mean.
+    docs/training.md
     """
     from bnfuse.training.confusion import require_confusion, write_confusion
     from bnfuse.training.evaluation import evaluate_source
@@ -465,6 +467,7 @@ def evaluate(
         data,
         part=part,
         state=state,
+        ema=ema,
         compiling=Compiling(target, precision, threads=threads),
         reading={
             "skip_unreadable": skip_unreadable,
@@ -486,6 +489,7 @@ def export_inference(
     path: str | Path,
     *,
     state: Any = None,
+    ema: bool = False,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     scale: float | None = None,
@@ -495,14 +499,16 @@ def export_inference(
     """Write the trained network as a model for inference that any ONNX runtime runs: standard operators only.
 
     `source` is a step, with its state, or a training graph of any level, with its initial values; `state` (a dict of
-    arrays by name, or a checkpoint's file) overrules both. BatchNormalization has the running statistics, Dropout is
-    gone, the batch is `N` where shapes allow. `mean`, `std`, `scale` and `classes` go into the metadata: what images
+    arrays by name, or a checkpoint's file) overrules both; with `ema` it is the average of the weights that the step or
+    the checkpoint has. BatchNormalization has the running statistics, Dropout is gone, the batch is `N` where shapes
+    allow. `mean`, `std`, `scale` and `classes` go into the metadata: what images
     must be normalised by (x / scale - mean) / std, and the names of the classes. Raises where a value is not finite.
     Gives why the batch is fixed in the file, None where it is open. docs/training.md
     """
     from bnfuse.exporting import export_model
 
-    return export_model(source, path, state=state, mean=mean, std=std, scale=scale, classes=classes, **signature)
+    about = {"mean": mean, "std": std, "scale": scale, "classes": classes}
+    return export_model(source, path, state=state, ema=ema, **about, **signature)
 
 
 def bench(source: Source, *, plot: str | Path | None = None, progress: Progress = quiet, **options: Any) -> Benchmark:

@@ -196,6 +196,7 @@ def evaluate(
         Path | None,
         typer.Option(metavar="CKPT.safetensors", help="The values of a training graph or step.", show_default=False),
     ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="By the average of the weights in the checkpoint.")] = False,
     part: Annotated[
         PartName | None,
         typer.Option(help="Of the data (default: what training holds out).", show_default=False),
@@ -220,6 +221,7 @@ def evaluate(
     \b
     bnfuse evaluate model.onnx --data digits
     bnfuse evaluate fused.onnx --data photos/ --state run/best.safetensors --part test
+    bnfuse evaluate fused.onnx --data photos/ --state run/best.safetensors --ema
     bnfuse evaluate model.onnx --data photos/ --confusion confusion.png
     """
     from bnfuse import api
@@ -229,6 +231,7 @@ def evaluate(
         data,
         part=part.value if part else None,
         state=state,
+        ema=ema,
         confusion=confusion,
         target=target,
         precision=precision,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MEAN_KEY, STD_KEY, SCALE_KEY = "bnfuse.input_mean", "bnfuse.input_std", "bnfuse.input_scale"
 CLASSES_KEY = "bnfuse.classes"
 BATCH = "N"
+AVERAGE = "optimizer.average."  # what names of averages begin with in a checkpoint
 MOMENTS = "optimizer."  # what names of the optimiser's state begin with in a checkpoint
 
 
@@ -39,6 +40,7 @@ def export_model(
     path: str | os.PathLike[str],
     *,
     state: Mapping[str, np.ndarray] | str | os.PathLike[str] | None = None,
+    ema: bool = False,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     scale: float | None = None,
@@ -49,13 +51,22 @@ def export_model(
     is open."""
     graph, values = opened(source, **signature)
     if state is not None:
-        values = checked_state(read_state(state), values, graph.name)
+        values = checked_state(read_state(state, ema=ema), values, graph.name)
+    elif ema:
+        values = averages_of(source)
     require_finite(graph, values)
     model = inference_model(graph, values)
     about = {MEAN_KEY: mean and list(mean), STD_KEY: std and list(std), SCALE_KEY: scale, CLASSES_KEY: list(classes)}
     onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in about.items() if value})
     save(model, path)
     return why_fixed(model)
+
+
+def averages_of(source: Any) -> dict[str, np.ndarray]:
+    """Give the averages that a step keeps. Raises BnfuseError for what keeps none."""
+    if not hasattr(source, "state_dict"):
+        raise BnfuseError("ema: a graph has no average of its weights: give a step, or a checkpoint as state")
+    return dict(source.state_dict(ema=True))
 
 
 def require_finite(graph: TrainingGraph, values: Mapping[str, np.ndarray]) -> None:
@@ -174,10 +185,15 @@ def opened(source: Any, **signature: Any) -> tuple[TrainingGraph, dict[str, np.n
     return graph, graph.state()
 
 
-def read_state(state: Mapping[str, np.ndarray] | str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Give the values by name, of a checkpoint's file without those of the optimiser."""
+def read_state(state: Mapping[str, np.ndarray] | str | os.PathLike[str], *, ema: bool = False) -> dict[str, np.ndarray]:
+    """Give the values by name, of a checkpoint's file without those of the optimiser; with `ema` the averages in it."""
     if isinstance(state, Mapping):
         return dict(state)
+    if ema:
+        found = read_safetensors(state, lambda name: name.startswith(AVERAGE))[0]
+        if not found:
+            raise BnfuseError(f"{os.fspath(state)}: holds no average of the weights: train with --ema to have one")
+        return {name.removeprefix(AVERAGE): value for name, value in found.items()}
     return read_safetensors(state, lambda name: not name.startswith(MOMENTS))[0]
 
 

@@ -23,7 +23,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.progress import Progress, quiet
 from bnfuse.data import Dataset, load_data
 from bnfuse.data.targets import Target
-from bnfuse.exporting import MEAN_KEY, SCALE_KEY, STD_KEY
+from bnfuse.exporting import MEAN_KEY, SCALE_KEY, STD_KEY, read_state
 from bnfuse.graph.io import read_proto
 from bnfuse.graph.signature import METADATA_KEY
 from bnfuse.graph.training_graph import open_graph
@@ -42,6 +42,7 @@ def evaluate_source(
     *,
     part: str | None = None,
     state: str | os.PathLike[str] | None = None,
+    ema: bool = False,
     compiling: Compiling | None = None,
     reading: Mapping[str, Any] | None = None,
     progress: Progress = quiet,
@@ -49,21 +50,26 @@ def evaluate_source(
     """Evaluate a Step, a step.bnf, a training graph or a model for inference on a part of the data.
 
     `part` is train, val or test, by default what training holds out. `state` is a checkpoint for a step or a training
-    graph. `reading` has options of `load_data`. Raises BnfuseError for what does not fit, DivergedError for logits that
-    are not finite.
+    graph; with `ema` its average of the weights counts, or the step's. `reading` has options of `load_data`. Raises
+    BnfuseError for what does not fit, DivergedError for logits that are not finite.
     """
     if is_inference(source):
         if state is not None:
             raise BnfuseError(f"{source}: is a model for inference, with its own values: leave the state out")
+        if ema:
+            raise BnfuseError(f"{source}: is a model for inference, with one set of values: leave ema out")
         threads = compiling.threads if compiling is not None else None
         return Exported(source, threads).evaluate(data, part, reading or {}, progress)
     step = opened(source, compiling or Compiling(), progress)
     if state is not None:
-        step.load(state)
+        if ema:
+            step.load_state_dict(read_state(state, ema=True))
+        else:
+            step.load(state)
         require_finite_state(step, where=f"loading {state}", lr=step.lr)
     found = data_for(step, data, **(reading or {}))
     tell(found, progress)
-    return evaluate_data(step, found, part_of(found, part))
+    return evaluate_data(step, found, part_of(found, part), ema=ema and state is None)
 
 
 def opened(source: Any, compiling: Compiling, progress: Progress) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -116,13 +117,19 @@ def evaluate_step(step: Step, images: np.ndarray, labels: np.ndarray) -> Evaluat
 
 
 def evaluate_data(
-    step: Step, data: Dataset, part: tuple[np.ndarray, np.ndarray] | None = None, *, normalise: bool = False
+    step: Step,
+    data: Dataset,
+    part: tuple[np.ndarray, np.ndarray] | None = None,
+    *,
+    normalise: bool = False,
+    ema: bool = False,
 ) -> Evaluation:
     """Do what `evaluate_step` does on a part of the data (by default the one held out), normalised as the training part
-    is."""
+    is; with `ema` by the average of the weights."""
     images, labels = part or data.held_out
     made = ((fed(data, x, normalise), y) for x, y in slices(images, labels, batch_of(step)))
-    return evaluate_batches(step.evaluate, made, names=data.class_names, ignored=ignored_by(step))
+    logits_of = functools.partial(step.evaluate, ema=True) if ema else step.evaluate
+    return evaluate_batches(logits_of, made, names=data.class_names, ignored=ignored_by(step))
 
 
 def slices(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

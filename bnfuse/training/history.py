@@ -26,6 +26,14 @@ class Epoch:
     mean_iou: float | None = None  # of maps of classes
     waited: float = 0.0  # share of the time of the epoch's steps in which they waited for images
 
+    ema_accuracy: float | None = None  # on held-out images, by the average of the weights, where there is one
+    ema_loss: float | None = None  # cross-entropy on held-out images, by that average
+
+    @property
+    def score(self) -> float | None:
+        """The accuracy that tells the best epoch: that of the average of the weights, where there is one."""
+        return self.accuracy if self.ema_accuracy is None else self.ema_accuracy
+
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
@@ -56,8 +64,8 @@ class History:
 
     @property
     def accuracy(self) -> float:
-        """Of the last evaluation."""
-        return next((e.accuracy for e in reversed(self.epochs) if e.accuracy is not None), 0.0)
+        """Of the last evaluation, by the average of the weights where there is one."""
+        return next((e.score for e in reversed(self.epochs) if e.score is not None), 0.0)
 
     @property
     def best(self) -> Epoch | None:
@@ -71,7 +79,7 @@ class History:
             "images": self.images,
             "held_out": self.held_out,
             "accuracy": self.accuracy,
-            "best": None if best is None else {"epoch": best.epoch, "accuracy": best.accuracy},
+            "best": None if best is None else {"epoch": best.epoch, "accuracy": best.score},
             "test": None
             if self.test_accuracy is None
             else {"images": self.tested, "accuracy": self.test_accuracy, "loss": self.test_loss},
@@ -82,13 +90,24 @@ class History:
 
     def sections(self) -> list[Section]:
         """Show a table of the epochs, the score on test images, and why the run ended early."""
+        averaged = any(e.ema_accuracy is not None for e in self.epochs)
         rows = [
-            (e.epoch, f"{e.loss:.4f}", percent(e.accuracy), f"{e.lr:.3g}", f"{e.seconds:.1f} s") for e in self.epochs
+            (
+                e.epoch,
+                f"{e.loss:.4f}",
+                percent(e.accuracy),
+                *([percent(e.ema_accuracy)] if averaged else []),
+                f"{e.lr:.3g}",
+                f"{e.seconds:.1f} s",
+            )
+            for e in self.epochs
         ]
+        columns = ("epoch", "loss", "accuracy", *(["average's"] if averaged else []), "lr", "time")
         title = f"Trained on {self.images:,} images, {self.held_out:,} held out"
-        found = [Section.table(title, ("epoch", "loss", "accuracy", "lr", "time"), rows)]
+        found = [Section.table(title, columns, rows)]
         if self.test_accuracy is not None:
             line = f"{percent(self.test_accuracy)} right on {self.tested:,} images, by the network of the last epoch"
+            line += " (the average of its weights)" if averaged else ""
             found.append(Section.lines("Test", [line]))
         return found if self.stopped is None else [*found, Section.lines("Stopped early", [self.stopped])]
 
@@ -99,15 +118,15 @@ class History:
 def best_of(epochs: Sequence[Epoch]) -> Epoch | None:
     """Find the epoch of the best evaluation, the first of them where several are equal; None where none was
     evaluated."""
-    evaluated = [epoch for epoch in epochs if epoch.accuracy is not None]
-    return max(evaluated, key=lambda epoch: epoch.accuracy or 0.0, default=None)
+    evaluated = [epoch for epoch in epochs if epoch.score is not None]
+    return max(evaluated, key=lambda epoch: epoch.score or 0.0, default=None)
 
 
 def without_gain(epochs: Sequence[Epoch], least: float = 0.0) -> int:
     """Tell how many evaluations in a row, up to the last, were not better by more than `least` than the best before
     them."""
     best, count = -math.inf, 0
-    for accuracy in (epoch.accuracy for epoch in epochs if epoch.accuracy is not None):
+    for accuracy in (epoch.score for epoch in epochs if epoch.score is not None):
         best, count = (accuracy, 0) if accuracy > best + least else (best, count + 1)
     return count
 
@@ -136,4 +155,6 @@ def epoch_from(fields: Mapping[str, Any]) -> Epoch:
         some("balanced_accuracy"),
         some("mean_iou"),
         float(fields.get("waited", 0.0)),
+        some("ema_accuracy"),
+        some("ema_loss"),
     )

@@ -110,6 +110,7 @@ class Run:
         self.folder, self.lr, self.schedule = folder, lr, options.rates
         self.machine = checkpoints.machine_of(step)
         self.settings = self._settings() if folder is not None or options.continued is not None else {}
+        self.averaged = step.optimizer is not None and step.optimizer.ema is not None
         self.bar_drawn = 0.0
         self.pipeline: Pipeline | None = None
 
@@ -144,7 +145,7 @@ class Run:
         found = History(at.history, len(data.train_y), len(data.held_out[1]), stopped, pipeline=self.pipeline)
         if data.final is None:
             return found
-        score = evaluate_data(self.step, data, data.final, normalise=self.loader.normalise)
+        score = evaluate_data(self.step, data, data.final, normalise=self.loader.normalise, ema=self.averaged)
         self.progress(f"{percent(score.accuracy)} right on the test images, after the last epoch")
         return dataclasses.replace(found, tested=score.images, test_accuracy=score.accuracy, test_loss=score.loss)
 
@@ -206,6 +207,7 @@ class Run:
             at = dataclasses.replace(now, seconds=seconds, waited=waited + batches.waited)
             begun = time.perf_counter()
             self._after_step(at, tracker)
+        self.step.flush()  # an update of several batches does not reach over the end of an epoch
         self._require_finite(at)
         trained = at.seconds
         score = None
@@ -219,6 +221,10 @@ class Run:
             names = ("accuracy", "top5", "balanced_accuracy", "mean_iou")
             found = {name: getattr(score, name) for name in names}
             done = dataclasses.replace(done, held_out_loss=score.loss, **found)
+            if self.averaged:
+                score = evaluate_data(self.step, self.loader.data, normalise=self.loader.normalise, ema=True)
+                seconds = trained + time.perf_counter() - begun
+                done = dataclasses.replace(done, ema_accuracy=score.accuracy, ema_loss=score.loss, seconds=seconds)
         return self._finish(Position(epoch, history=(*at.history, done)), tracker)
 
     def _one(self, batch: Batch, at: Position) -> Position:
@@ -234,6 +240,7 @@ class Run:
         if not whole:
             step.backward()
             step.update()
+        nonfinite.require_finite_gradients(step, epoch=batch.epoch, index=count + 1, lr=step.lr)
         self.loss = loss
         share = len(batch.y) / self.loader.batch  # of a whole batch
         return dataclasses.replace(at, step=at.step + 1, loss_sum=at.loss_sum + loss * share)
@@ -272,6 +279,7 @@ class Run:
         if self.options.file is not None:
             self.step.save(self.options.file)
         held_out = "" if done.accuracy is None else f", {percent(done.accuracy)} right on held-out images"
+        held_out += "" if done.ema_accuracy is None else f" ({percent(done.ema_accuracy)} by the average)"
         speed = f"; {done.images_per_second:,.0f} images/s, {done.waited:.0%} of the time waiting for them"
         watched = speed if self.pipeline is not None else ""
         self.progress(f"epoch {done.epoch} of {self.options.epochs}: loss {done.loss:.4f}{held_out}{watched}")

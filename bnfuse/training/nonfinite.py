@@ -50,6 +50,22 @@ def require_finite_state(step: Step, *, where: str, lr: float) -> None:
         raise DivergedError(f"'{name}' is not finite after {where} at a learning rate of {lr:.4g}. {TOO_FAST}.")
 
 
+def require_finite_gradients(step: Step, *, epoch: int, index: int, lr: float) -> None:
+    """Raise DivergedError where the norm that the last update was clipped by is none: that update has spoilt all
+    parameters. It names the gradient that the backward phase came to first. At fp16 such updates are skipped."""
+    if step.program.norm is None or step.pending or step.target.precision == "fp16":
+        return
+    norm = step.gradient_norm
+    if np.isfinite(norm):
+        return
+    gradients = step.gradients()
+    trained = reversed(step.program.signature["trainable"])
+    found = next((name for name in trained if is_bad(gradients.get(name))), None)
+    culprit = f"the gradient of '{found}' is not finite" if found else "a gradient of a batch before it is not finite"
+    where = f"the norm of the gradients is {norm} in step {index} (epoch {epoch}) at a learning rate of {lr:.4g}"
+    raise DivergedError(f"{where}: {culprit}. {TOO_FAST}.")
+
+
 def error_of_evaluation(images: np.ndarray) -> BnfuseError:
     """Make the error of logits that are not finite, of a state that is."""
     if not np.isfinite(images).all():

@@ -21,6 +21,8 @@ TAGS = {  # field of a line of metrics -> what TensorBoard calls it
     "top5": "accuracy/top5",
     "balanced_accuracy": "accuracy/balanced",
     "mean_iou": "accuracy/mean_iou",
+    "ema_accuracy": "accuracy/average",
+    "ema_loss": "loss/average",
     "lr": "lr",
     "images_per_second": "images_per_second",
 }
