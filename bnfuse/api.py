@@ -507,7 +507,7 @@ def export_inference(
     """
     from bnfuse.exporting import export_model
 
-    about = {"mean": mean, "std": std, "scale": scale, "classes": classes}
+    about: dict[str, Any] = {"mean": mean, "std": std, "scale": scale, "classes": classes}
     return export_model(source, path, state=state, ema=ema, **about, **signature)
 
 

@@ -25,7 +25,6 @@ class Epoch:
     balanced_accuracy: float | None = None  # mean of the classes' accuracies
     mean_iou: float | None = None  # of maps of classes
     waited: float = 0.0  # share of the time of the epoch's steps in which they waited for images
-
     ema_accuracy: float | None = None  # on held-out images, by the average of the weights, where there is one
     ema_loss: float | None = None  # cross-entropy on held-out images, by that average
 
