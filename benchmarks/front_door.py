@@ -50,7 +50,6 @@ TIMM = (
     "convnext_tiny",
 )
 CLASSES = 10
-STEPS = 20
 
 
 def networks() -> dict[str, Callable[[], nn.Module]]:
@@ -131,7 +130,7 @@ def far(found: Trained, exact: Trained) -> tuple[float, float]:
 
 
 def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace) -> dict[str, Any]:
-    """20 steps of torch in float64 and float32, and fused: ours may be as far from float64 as a small multiple of
+    """Steps of torch in float64 and float32, and fused: ours may be as far from float64 as a small multiple of
     torch's own distance."""
     device, autocast = torch.device(given.target), getattr(torch, given.autocast) if given.autocast else None
     generator = torch.Generator().manual_seed(1)
@@ -140,7 +139,7 @@ def follow(name: str, maker: Callable[[], nn.Module], given: argparse.Namespace)
             torch.randn(given.batch, 3, given.image, given.image, generator=generator).to(device),
             torch.randint(CLASSES, (given.batch,), generator=generator).to(device),
         )
-        for _ in range(STEPS)
+        for _ in range(given.steps)
     ]
     start = made(maker, draws=False).to(device)
     exact = train(copy.deepcopy(start).double(), given.optimizer, [(x.double(), y) for x, y in batches], None)
@@ -256,6 +255,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="networks whose names contain one of these, by commas")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--image", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), default="")
     parser.add_argument("--fallback", choices=("error", "torch"), default="error")

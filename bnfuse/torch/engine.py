@@ -116,12 +116,15 @@ class Engine:
         tensors, packed = self.unpacked(args, kwargs)
         self.refuse(tensors)
         key = self.key(tensors, packed)
-        self.entry(key, (args, kwargs))
+        entry = self.entry(key, (args, kwargs))
+        entry.program.enter(self.watch.tensors(), adopts=True)
 
     # -- a call --------------------------------------------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward."""
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # by an exporter, which wants the operators
+            return plain(self.fused, self.own_forward).forward(*args, **kwargs)
         try:
             tensors, packed = self.unpacked(args, kwargs)
             self.refuse(tensors)

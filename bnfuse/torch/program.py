@@ -18,11 +18,14 @@ import torch
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import add_batch, compile_step
+from bnfuse.runtime.hosting import GradientViews
 from bnfuse.runtime.program import program as p
 
 from .capture import Captured
 
 log = logging.getLogger("bnfuse")
+
+UNSHARED = 2  # uses of a tensor's storage where only that tensor, and who asks, have it
 
 _lent: dict[int, weakref.ref[Program]] = {}  # address of a module's tensor in a step's memory -> whose that is
 
@@ -71,7 +74,7 @@ class Program:
             for argument in launch.arguments
         )
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}  # by batch size
-        self._flat: Any = None
+        self._gradients: dict[int, Gradients] = {}  # by batch size
         self._place = [place for place, name in enumerate(captured.inputs) if name is not None]
 
     @property
@@ -179,11 +182,10 @@ class Program:
         ]
         (piece,) = step.pieces(1)
         step.backward_piece(piece, *(given if self.on_gpu else [one.numpy() for one in given]), ticket=call.ticket)
-        held = step.gradient_views()
-        if self._flat is None:
-            self._flat = as_torch(held.flat)
-        flat = self._flat.clone()
-        parameters = {name: flat[part].view(held.shapes[name]) for name, part in held.slices.items()}
+        batch = step._batch
+        if captured.trainable and batch not in self._gradients:
+            self._gradients[batch] = Gradients(step.gradient_views())
+        parameters = self._gradients[batch].copies() if captured.trainable else {}
         return parameters, {place: views[name].clone() for place, name in captured.input_gradients.items()}
 
     def _views(self) -> dict[str, torch.Tensor]:
@@ -200,6 +202,38 @@ class Program:
         current = torch.cuda.current_stream()
         if self.step.stream != current.cuda_stream:
             self.step.stream = current
+
+
+class Gradients:
+    """The step's gradients, and copies of them: views of one flat tensor, whose memory is used again when nobody has a
+    view of it any more."""
+
+    def __init__(self, views: GradientViews) -> None:
+        self.flat = as_torch(views.flat)
+        self.shapes = [views.shapes[name] for name in views.slices]
+        self.names = list(views.slices)
+        self.sizes, self.places, end = [], [], 0
+        for part in views.slices.values():
+            self.sizes += [part.start - end] * (part.start > end)
+            self.places.append(len(self.sizes))
+            self.sizes.append(part.stop - part.start)
+            end = part.stop
+        self.sizes += [len(self.flat) - end] * (len(self.flat) > end)
+        self._held: list[torch.Tensor] = []
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Give copies by the names of the parameters, which nothing writes to any more."""
+        parts = self._copied().split_with_sizes(self.sizes)
+        found = zip(self.names, self.places, self.shapes, strict=True)
+        return {name: parts[place].view(shape) for name, place, shape in found}
+
+    def _copied(self) -> torch.Tensor:
+        for held in self._held:
+            if torch._C._storage_Use_Count(held.untyped_storage()._cdata) == UNSHARED:
+                return held.copy_(self.flat)
+        made = self.flat.clone()
+        self._held = [*self._held[-1:], made]
+        return made
 
 
 def as_torch(view: Any) -> torch.Tensor:

@@ -29,32 +29,40 @@ OWN = frozenset({"training", "_is_full_backward_hook", "call_super_init", "dump_
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One module of the tree: what it holds, and how its plain attributes are read."""
+    """One module of the tree, and how its plain attributes are read."""
 
     path: str
     module: nn.Module
-    children: tuple[tuple[str, nn.Module | None], ...]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
     attributes: tuple[str, ...]
     values: Callable[[dict[str, Any]], Any]
 
 
 class Watch:
-    """The tree of modules below a root, as it was when it was looked at."""
+    """The tree of modules below a root, as it was when it was looked at. Looking again has to cost next to nothing."""
 
     def __init__(self, root: nn.Module, ignored: Iterable[str] = ()) -> None:
         self.root, self.ignored = root, frozenset(ignored)
         self.parts = [self._part(path, module) for path, module in root.named_modules()]
-        self.parameters: list[tuple[dict[str, Any], str]] = [
-            (part.module._parameters, key) for part in self.parts for key in part.parameters
-        ]
+        self.parameters: list[tuple[dict[str, Any], str]] = []
         self.names: dict[str, tuple[dict[str, Any], str]] = {}
         for path, module in root.named_modules(remove_duplicate=False):
             for held in (module._parameters, module._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        self.names[f"{path}.{key}" if path else key] = held, key
+                for key in (key for key, tensor in held.items() if tensor is not None):
+                    self.names[f"{path}.{key}" if path else key] = held, key
+        self._empty: list[dict[str, Any]] = []
+        self._children: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+        self._tensors: list[tuple[dict[str, Any], tuple[str, ...], tuple[bool, ...]]] = []
+        for part in self.parts:
+            held = part.module._parameters
+            self.parameters += [(held, key) for key, one in held.items() if one is not None]
+            modules: dict[str, Any] = part.module._modules
+            if modules:
+                self._children.append((modules, tuple(modules), tuple(modules.values())))
+            for table in (held, part.module._buffers):
+                if table:
+                    self._tensors.append((table, tuple(table), missing(table)))
+            self._empty += [table for table in (modules, held, part.module._buffers) if not table]
+        self._hooks = [part.module.__dict__[name] for part in self.parts[1:] for name in HOOKS]
 
     def _part(self, path: str, module: nn.Module) -> Part:
         held = module.__dict__
@@ -63,38 +71,25 @@ class Watch:
             for key, value in held.items()
             if key not in OWN and f"{path}.{key}".lstrip(".") not in self.ignored and is_plain(value)
         )
-        values = operator.itemgetter(*attributes) if attributes else lambda _: ()
-        return Part(
-            path,
-            module,
-            tuple(module._modules.items()),
-            tuple(key for key, one in module._parameters.items() if one is not None),
-            tuple(key for key, one in module._buffers.items() if one is not None),
-            attributes,
-            values,
-        )
+        return Part(path, module, attributes, operator.itemgetter(*attributes) if attributes else lambda _: ())
 
     def is_whole(self) -> bool:
-        """Tell whether the tree has the same modules, parameters and buffers, by name, and attributes to look at."""
-        for part in self.parts:
-            module = part.module
-            if tuple(module._modules.items()) != part.children:
-                return False
-            if tuple(key for key, one in module._parameters.items() if one is not None) != part.parameters:
-                return False
-            if tuple(key for key, one in module._buffers.items() if one is not None) != part.buffers:
-                return False
-        return True
+        """Tell whether the tree has the same modules, and parameters and buffers of the same names."""
+        return not (
+            any(self._empty)
+            or any(tuple(table) != keys or tuple(table.values()) != values for table, keys, values in self._children)
+            or any(tuple(table) != keys or missing(table) != none for table, keys, none in self._tensors)
+        )
 
     def refuse_hooks(self) -> None:
         """Raise where a submodule has a hook, which a fused forward would not call."""
-        for name in GLOBAL:
-            if getattr(nn.modules.module, name):
-                raise BnfuseError("a hook for all modules is registered: a fused module calls none of its submodules")
+        if any(getattr(nn.modules.module, name) for name in GLOBAL):
+            raise BnfuseError("a hook for all modules is registered: a fused module calls none of its submodules")
+        if not any(self._hooks):
+            return
         for part in self.parts[1:]:
-            held = part.module.__dict__
             for name, kind in HOOKS.items():
-                if held[name]:
+                if part.module.__dict__[name]:
                     raise BnfuseError(
                         f"submodule '{part.path}' has {kind}: a fused module does not call its submodules. Remove the "
                         "hook, or fuse the parts around it"
@@ -128,6 +123,11 @@ class Watch:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Give all parameters and buffers by name."""
         return {name: held[key] for name, (held, key) in self.names.items()}
+
+
+def missing(table: dict[str, Any]) -> tuple[bool, ...]:
+    """Tell which entries of a table are None."""
+    return tuple([one is None for one in table.values()])
 
 
 def is_plain(value: Any) -> bool:
