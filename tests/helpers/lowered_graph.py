@@ -82,7 +82,7 @@ class Graph:
         runner.memory.regions[ARENA][:] = 0xFF
         feeds = self.feeds()
         runner.feed(list(feeds), list(feeds.values()))
-        runner.run(("forward",), RANDOM)
+        runner.run([runner.program.whole("forward")], RANDOM)
         return made, {name: runner.memory.array(tensor).copy() for name, tensor in made.program.outputs.items()}
 
     def on_gpu(
@@ -99,7 +99,7 @@ class Graph:
         runner = CudaRunner(interpreted(made, fake), target)
         feeds = self.feeds()
         runner.feed(list(feeds), list(feeds.values()))
-        runner.run(("forward",), RANDOM)
+        runner.run([runner.program.whole("forward")], RANDOM)
         return made, {name: np.array(runner.memory.read(tensor)) for name, tensor in made.program.outputs.items()}
 
 

@@ -42,7 +42,7 @@ def run(made: Lowered, step: int = 0, **feeds: np.ndarray) -> dict[str, np.ndarr
     runner = CpuRunner(Compiled(made.program, objects(made.requests, Cache(default_folder()))), TARGET)
     runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
     runner.feed(list(feeds), list(feeds.values()))
-    runner.run(("forward",), {"forward": {"seed": 1, "step": step}})
+    runner.run([runner.program.whole("forward")], {"forward": {"seed": 1, "step": step}})
     return {name: runner.memory.array(tensor).copy() for name, tensor in made.program.outputs.items()}
 
 

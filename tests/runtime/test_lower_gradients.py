@@ -43,7 +43,7 @@ def test_the_gradient_is_compiled_for_the_cpu(name):
     runner.memory.regions[ARENA][:] = 0xFF  # what is not written is NaN
     names = [str(value.name) for value in found.model.graph.inputs]
     runner.feed(names, [found.values[name] for name in names])
-    runner.run(("forward",), {"forward": {"seed": 1, "step": 0}})
+    runner.run([runner.program.whole("forward")], {"forward": {"seed": 1, "step": 0}})
     for output, tensor in made.program.outputs.items():
         close(runner.memory.array(tensor), found.values[output], 2e-5, output)
 

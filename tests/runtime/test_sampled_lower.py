@@ -58,7 +58,7 @@ def run(made: Lowered, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     runner = CpuRunner(Compiled(made.program, objects(made.requests, Cache(default_folder()))), TARGET)
     runner.memory.regions[ARENA][:] = 0xFF  # NaNs: nothing may be read that was not written
     runner.feed(list(feeds), list(feeds.values()))
-    runner.run(("forward",), {"forward": {}})
+    runner.run([runner.program.whole("forward")], {"forward": {}})
     return {name: runner.memory.array(tensor).copy() for name, tensor in made.program.outputs.items()}
 
 
