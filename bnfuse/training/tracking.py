@@ -57,7 +57,8 @@ class Tracker:
     def __enter__(self) -> Tracker:
         self.metrics.__enter__()
         if self.folder is not None:
-            self.board = writer_type()(str(self.folder), purge_step=self.keep + 1)
+            suffix = f".{self.keep:010d}"  # two runs of one second would have one name
+            self.board = writer_type()(str(self.folder), purge_step=self.keep + 1, filename_suffix=suffix)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
