@@ -11,8 +11,9 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from bnfuse.build import build
-from bnfuse.build.losses import LOSSES, Formula, Term, parse_loss
+from bnfuse.build.losses import LOSSES, Formula, Term, parse_loss, with_options
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.vectors import read_vector
 from bnfuse.graph.protos import fresh
 from bnfuse.graph.signature import METADATA_KEY, GraphSignature
 
@@ -280,3 +281,16 @@ def test_roles_of_a_file_name_a_loss_or_gradients_that_come_in():
 
     with pytest.raises(BnfuseError, match="must name a loss"):
         open_graph(bnfuse.load(built))
+
+
+def test_options_of_the_command_are_those_of_its_cross_entropies(tmp_path):
+    (tmp_path / "w.txt").write_text("1 2 3")
+    terms = with_options(
+        parse_loss("0.5*cross-entropy@a + mse@b"), label_smoothing=0.1, class_weights=read_vector(tmp_path / "w.txt")
+    )
+    assert (terms[0].weight, terms[0].options["label_smoothing"], terms[1].options) == (0.5, 0.1, {})
+    assert terms[0].options["class_weights"].tolist() == [1, 2, 3]
+    with pytest.raises(BnfuseError, match="--label-smoothing is an option of --loss cross-entropy: there is none"):
+        with_options(parse_loss("mse"), label_smoothing=0.1)
+    with pytest.raises(BnfuseError, match="--label-smoothing is in --loss already"):
+        with_options(parse_loss("cross-entropy(label_smoothing=0.2)"), label_smoothing=0.1)

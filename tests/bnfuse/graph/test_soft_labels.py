@@ -7,6 +7,8 @@ import onnx
 import onnx.helper as h
 import onnx_ir as ir
 import pytest
+from fake_cuda import FakeCuda, install
+from gpu_step import interpreted_step
 from small_training import forward_model
 
 import bnfuse
@@ -15,6 +17,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.batches import with_batch
 from bnfuse.graph.soft_labels import with_soft_labels
 from bnfuse.graph.training_graph import open_graph
+from bnfuse.runtime.targets.target import CudaTarget
 from bnfuse.training.labelling import Labelling
 from bnfuse.training.mixing import Mix, Mixing
 from bnfuse.verifying.interpreter import run, widened
@@ -127,3 +130,16 @@ def test_what_is_no_plain_cross_entropy_is_refused_with_the_remedy(graph, messag
     with pytest.raises(BnfuseError, match=message) as caught:
         with_soft_labels(open_graph(graph(), name="head.onnx"))
     assert "build the graph with --loss cross-entropy" in str(caught.value)
+
+
+def test_a_gpu_takes_the_same_step(monkeypatch):
+    """Its kernels are interpreted."""
+    soft = with_soft_labels(open_graph(head()))
+    fake, optimizer = install(monkeypatch, FakeCuda(seed=5)), bnfuse.SGD(lr=0.5)
+    cpu = bnfuse.compile(soft, optimizer=optimizer, threads=1)
+    gpu = interpreted_step(soft, CudaTarget("sm_90", 4, "fp32"), fake, optimizer)
+    mix, images = Mix(0.7), IMAGES.astype(np.float32)
+    rows = Labelling(CLASSES, 0.1, WEIGHTS, Mixing(mixup=1.0)).rows(LABELS, mix)
+    for _ in range(2):
+        assert np.isclose(float(gpu(images, rows)), float(cpu(images, rows)), rtol=1e-5)
+    np.testing.assert_allclose(gpu.state_dict()["w"], cpu.state_dict()["w"], rtol=1e-4, atol=1e-6)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_training import small_graph
+from small_training import forward_model, small_graph
 from source_files import load
 
 import bnfuse
+from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
 from bnfuse.graph.training_graph import open_graph
-from bnfuse.training import Batch, Options, train_step, with_soft_labels
+from bnfuse.training import Batch, Options, run_steps, train_step, with_soft_labels
 from bnfuse.training.labelling import Labelling, Recipe, balanced_weights, read_weights
 from bnfuse.training.mixing import STREAM, Mix, Mixing
 
@@ -188,3 +189,24 @@ def test_an_interrupted_run_with_all_of_it_goes_on_to_the_same_end(soft_graph, n
     fed = dataclasses.replace(data.normalised(), mean=(), std=())
     same = bnfuse.train(small_graph(sample="fs:1/4"), fed, optimizer=sgd, threads=1, **asked)
     assert [e.loss for e in same.epochs] == [e.loss for e in whole.epochs]
+
+
+@pytest.mark.parametrize("loss", ["bce", "soft-cross-entropy"])
+def test_a_graph_that_takes_numbers_for_classes_is_fed_with_rows(loss, data):
+    """Without a recipe they are ones and zeros: the loss of the first step tells."""
+    graph = build_training_graph(forward_model(dropout=0.0), loss=loss)
+    step = bnfuse.compile(graph, optimizer=bnfuse.SGD(lr=0.05), threads=1)
+    before, x = step.state_dict(), data.train_x[:16]
+    history = train_step(step, dataclasses.replace(data, train_x=x, train_y=data.train_y[:16]), epochs=1)
+    step.load_state_dict(before)
+    step.forward(x, np.zeros((16, 10), np.float32))
+    logits = np.asarray(step.outputs["logits"], np.float64)
+    one = np.eye(10)[data.train_y[:16]]
+    if loss == "bce":
+        expected = (np.logaddexp(0, logits) - one * logits).mean()
+    else:
+        expected = -(one * (logits - np.log(np.exp(logits).sum(1, keepdims=True)))).sum(1).mean()
+    assert history.epochs[0].loss == pytest.approx(expected, rel=1e-5)
+    assert run_steps(step, data, steps=1)[0] > 0
+    with pytest.raises(BnfuseError, match="class weights are those of a cross-entropy of classes"):
+        train_step(step, data, epochs=1, class_weights="balanced")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import numpy as np
 import pytest
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.training.scoring import evaluate_batches
+from bnfuse.training.confusion import require_confusion, write_confusion
+from bnfuse.training.scoring import CONFUSED, evaluate_batches
 
 RNG = np.random.default_rng(0)
 
@@ -63,6 +65,29 @@ def test_pixels_are_counted_but_for_those_ignored():
     ]
     assert found.mean_iou == pytest.approx(np.mean(overlaps))
     assert "mean IoU" in str(found)
+
+
+def test_a_confusion_matrix_is_a_table_or_a_picture(tmp_path):
+    logits, labels = RNG.standard_normal((60, 3)).astype(np.float32), RNG.integers(0, 3, 60)
+    found = scored(logits, labels, names=("cat", "a, dog", "$x$"))
+    for name in ("c.csv", "c.png", "c.svg"):
+        require_confusion(tmp_path / name)
+        write_confusion(found, tmp_path / name)
+    with (tmp_path / "c.csv").open(newline="") as stream:
+        head, *rows = csv.reader(stream)
+    assert head == ["class", "cat", "a, dog", "$x$"] == ["class", *(row[0] for row in rows)]
+    assert np.array_equal(np.array([row[1:] for row in rows], int), found.confusion)
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "c.svg").read_text().startswith("<?xml")
+
+
+def test_a_confusion_matrix_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(BnfuseError, match=r"ends in \.csv, \.png"):
+        require_confusion(tmp_path / "c.txt")
+    many = scored(np.zeros((2, CONFUSED + 1), np.float32), np.zeros(2, np.int64))
+    assert (many.right, many.confusion, many.balanced_accuracy, many.to_json()["classes"]) == (2, None, None, None)
+    with pytest.raises(BnfuseError, match="more than 2048 classes"):
+        write_confusion(many, tmp_path / "c.csv")
 
 
 def test_logits_of_another_shape_are_refused():
