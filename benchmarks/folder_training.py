@@ -52,10 +52,12 @@ def write(source: str, folder: Path) -> None:
 
 def graph_of(args: argparse.Namespace, seed: int) -> Any:
     """Build the training graph; its initial values are drawn by the seed."""
-    from bnfuse import api
+    from bnfuse.build import build_training_graph
+    from bnfuse.models import build_forward
 
     settings = dict(pair.split("=", 1) for pair in args.set)
-    return api.build(args.network, batch=args.batch, image=args.image, channels=1, classes=10, seed=seed, **settings)
+    sizes = {"batch": args.batch, "image": args.image, "channels": 1, "classes": 10, "seed": seed}
+    return build_training_graph(build_forward(args.network, **sizes, **settings))
 
 
 def ours(args: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -162,7 +164,8 @@ def theirs(args: argparse.Namespace, seed: int, channels_last: bool) -> dict[str
 
 def in_process(args: argparse.Namespace, side: str, seed: int) -> dict[str, Any]:
     """Run one side with one seed in a process of its own."""
-    command = [sys.executable, __file__, "--side", side, "--seed", str(seed), *args.passed]
+    python = sys.executable if side == "bnfuse" else args.python_of_torch
+    command = [python, __file__, "--side", side, "--seed", str(seed), *args.passed]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -190,7 +193,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--write", metavar="FOLDER|digits")
     parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--network", default="resnet18")
+    parser.add_argument("--network", default="resnet20")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--image", type=int, default=28)
     parser.add_argument("--batch", type=int, default=128)
@@ -200,6 +203,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--target", default="cpu")
+    parser.add_argument("--python-of-torch", default=sys.executable, help="where torch and torchvision are installed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

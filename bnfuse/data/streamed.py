@@ -94,14 +94,12 @@ class StreamedImages:
                 values = values_of(made, self.channels)
         except BnfuseError as error:
             raise BnfuseError(f"{error}. {MEND}") from None
-        return self.normal(values.astype(np.float32) / np.float32(255) if values.dtype == np.uint8 else values)
-
-    def normal(self, values: np.ndarray) -> np.ndarray:
-        """Normalise [C, H, W], where these images are."""
-        if self.mean is None or self.std is None:
-            return values
-        mean, std = (np.array(value, np.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
-        return (values - mean) / std
+        found = np.empty(values.shape, np.float32)
+        np.divide(values, np.float32(255 if values.dtype == np.uint8 else 1), out=found, dtype=np.float32)
+        if self.mean is not None and self.std is not None:
+            mean, std = (np.array(value, np.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
+            np.divide(np.subtract(found, mean, out=found), std, out=found)
+        return found
 
     def normalised(self, mean: tuple[float, ...], std: tuple[float, ...]) -> StreamedImages:
         """Give the same images with mean 0 and standard deviation 1, where these are their own."""

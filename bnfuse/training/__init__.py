@@ -14,10 +14,10 @@ A file for each idea: `run` (from a graph to its history), `loop` (the epochs), 
 loss of nan comes from), `history`, `plotting`.
 """
 
+from bnfuse.data.augment import Augment, parse_augment
 from bnfuse.graph.soft_labels import with_soft_labels
 
 from .ahead import prefetched
-from .augment import Augment, parse_augment
 from .feeding import (
     batch_of,
     data_for,

@@ -14,6 +14,7 @@ import onnx
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset, batches, load_data
+from bnfuse.data.augment import Augment
 from bnfuse.data.dataset import check_all_labels
 from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import Target, are_alike, checked, chosen_first, fed_labels, scored
@@ -21,7 +22,6 @@ from bnfuse.graph.labels import classes_of
 from bnfuse.graph.soft_labels import KEY as SOFTENED
 from bnfuse.graph.training_graph import TrainingGraph
 from bnfuse.graph.values import static_shape
-from bnfuse.training.augment import Augment
 from bnfuse.training.labelling import Labelling, Recipe
 from bnfuse.training.loading import Loader, fed
 from bnfuse.training.scoring import Evaluation, evaluate_batches

@@ -41,11 +41,13 @@ class Pipeline:
     images_per_second: float  # alone, before the first step
     workers: int
     streamed: bool  # from files; else from memory
+    processes: bool = False  # the workers; else threads
 
     def __str__(self) -> str:
         how = "decoded" if self.streamed else "changed"
-        threads = f"{self.workers} thread{'' if self.workers == 1 else 's'}"
-        return f"images are {how} by {threads}: {self.images_per_second:,.0f} a second, before the first step"
+        kind = "process" if self.processes else "thread"
+        workers = f"{self.workers} {kind}{'' if self.workers == 1 else 'es' if self.processes else 's'}"
+        return f"images are {how} by {workers}: {self.images_per_second:,.0f} a second, before the first step"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@
         for batch in batches: ...                            # batch.x, batch.y, batch.epoch, batch.index
 
 What a batch holds depends on (seed, epoch) and its place in the epoch alone. Images that are decoded, or changed as
-pictures, are made by several threads, a few of them each; of what lies in memory one thread makes whole batches.
+pictures, are made by several workers, a few of them each; of what lies in memory one thread makes whole batches.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset
-from bnfuse.data.draws import Draw
-from bnfuse.data.pictures import values_of
-from bnfuse.data.streamed import Change, StreamedImages
+from bnfuse.data.augment import Augment
+from bnfuse.data.making import Maker
+from bnfuse.data.processes import makers
+from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import scored
 from bnfuse.data.workers import threads
-from bnfuse.training.augment import Augment
 
 PIECE = 8  # images that a worker makes at a time, at most
 IN_HAND = 2  # batches that workers are at, or wait for them
@@ -88,9 +88,15 @@ class Loader:
         return f"{whole}; {waiting} for the next epoch's order" if rest else whole
 
     @property
+    def maker(self) -> Maker:
+        """What makes the images."""
+        statistics = (self.data.mean, self.data.std) if self.normalise else None
+        return Maker(self.data.train_x, self.augment, self.seed, statistics)
+
+    @property
     def by_workers(self) -> bool:
-        """Whether images are made one by one: decoded, or changed as pictures."""
-        return isinstance(self.data.train_x, StreamedImages) or self.augment.changes_pictures
+        """Whether several make the images of a batch: those that are decoded, or changed as pictures."""
+        return self.maker.one_by_one
 
     def order(self, epoch: int) -> np.ndarray:
         """Shuffle the images of an epoch: the order of `bnfuse.data.batches`."""
@@ -109,17 +115,18 @@ class Loader:
 
     def _in_memory(self, first: int, last: int, skip: int) -> Iterator[Batch]:
         for epoch, index, chosen in self._places(first, last, skip):
-            yield Batch(epoch, index, self.made(chosen, epoch), self.labels(chosen, epoch))
+            yield Batch(epoch, index, self.maker.made(chosen, epoch), self.labels(chosen, epoch))
 
     def _by_workers(self, first: int, last: int, skip: int) -> Iterator[Batch]:
         """Hand batches out piece by piece, some of them ahead, and give them in order."""
-        pool = threads(self.workers)
         piece = max(1, min(PIECE, self.batch // self.workers))
+        made, close = makers(self.maker, self.workers, piece)
+        pool = threads(self.workers)
         waiting: collections.deque[tuple[int, int, np.ndarray, list[Future[np.ndarray]]]] = collections.deque()
         try:
             for epoch, index, chosen in self._places(first, last, skip):
                 starts = range(0, len(chosen), piece)
-                pieces = [pool.submit(self.made, chosen[start : start + piece], epoch) for start in starts]
+                pieces = [pool.submit(made, chosen[start : start + piece], epoch) for start in starts]
                 waiting.append((epoch, index, chosen, pieces))
                 if len(waiting) >= IN_HAND:
                     yield self._gathered(*waiting[0])
@@ -131,6 +138,7 @@ class Loader:
             for *_, pieces in waiting:
                 for future in pieces:
                     future.cancel()
+            close()
 
     def _gathered(self, epoch: int, index: int, chosen: np.ndarray, pieces: list[Future[np.ndarray]]) -> Batch:
         found = np.empty((len(chosen), *self.data.train_x.shape[1:]), np.float32)
@@ -140,27 +148,6 @@ class Loader:
             found[start : start + len(rows)] = rows
             start += len(rows)
         return Batch(epoch, index, found, self.labels(chosen, epoch))
-
-    def made(self, chosen: np.ndarray, epoch: int) -> np.ndarray:
-        """Make the images of these places in the data set, float32 [n, C, H, W], as they are fed in an epoch."""
-        x = self.data.train_x
-        if self.augment.changes_pictures:
-            gathered = np.stack([self._changed(x, int(index), epoch) for index in chosen])
-        elif isinstance(x, StreamedImages):
-            gathered = np.stack([x.row(int(index)) for index in chosen])
-        else:
-            gathered = x[chosen]
-        normal = fed(self.data, gathered, self.normalise)
-        return np.ascontiguousarray(self.augment(normal, chosen, seed=self.seed, epoch=epoch))
-
-    def _changed(self, images: np.ndarray | StreamedImages, index: int, epoch: int) -> np.ndarray:
-        """Change one image as a picture, float32 [C, H, W]."""
-        draw = Draw(self.seed, epoch, index)
-        if isinstance(images, StreamedImages):
-            return images.row(index, lambda picture: self.augment.on_picture(picture, images.size, draw, images.share))
-        values, (height, width) = images[index], images.shape[2:]
-        change: Change = lambda picture: self.augment.on_picture(picture, (width, height), draw)  # noqa: E731
-        return changed(values, change) if self.augment.changes_colours else each_channel(values, change)
 
     def labels(self, chosen: np.ndarray, epoch: int) -> np.ndarray:
         """Give the labels of images; those of pixels are mirrored where the images are."""
@@ -174,22 +161,6 @@ class Loader:
             if y[name].ndim > 2:
                 y[name] = mirrored(y[name][:, None], chosen, seed=self.seed, epoch=epoch)[:, 0]
         return y
-
-
-def changed(values: np.ndarray, change: Change) -> np.ndarray:
-    """Change an image float32 [C, H, W] from 0 to 1, of one channel or three, as a picture of 8 bits."""
-    from PIL import Image
-
-    levels = np.rint(np.clip(values, 0, 1) * np.float32(255)).astype(np.uint8)
-    picture = Image.fromarray(levels[0] if len(levels) == 1 else np.ascontiguousarray(levels.transpose(1, 2, 0)))
-    return values_of(change(picture), len(values)) / np.float32(255)
-
-
-def each_channel(values: np.ndarray, change: Change) -> np.ndarray:
-    """Change an image float32 [C, H, W] of any numbers, channel by channel: for what moves pixels alone."""
-    from PIL import Image
-
-    return np.stack([np.asarray(change(Image.fromarray(channel))) for channel in values])
 
 
 def require_colours(data: Dataset, augment: Augment) -> None:

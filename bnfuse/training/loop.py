@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bnfuse.core.files import write_atomically
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
+from bnfuse.data.processes import by_processes
 from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import fed_labels
 from bnfuse.data.workers import default_workers
@@ -135,8 +136,9 @@ class Run:
         """Let the first batches be made with nobody in their way, and tell how fast they came."""
         if not self.loader.by_workers:
             return
-        rate = batches.filled(FILLING) * self.loader.batch
-        self.pipeline = Pipeline(rate, self.loader.workers, isinstance(self.loader.data.train_x, StreamedImages))
+        rate, loader = batches.filled(FILLING) * self.loader.batch, self.loader
+        streamed = isinstance(loader.data.train_x, StreamedImages)
+        self.pipeline = Pipeline(rate, loader.workers, streamed, by_processes(loader.maker, loader.workers))
         self.progress(str(self.pipeline))
 
     def _history(self, at: Position) -> History:

@@ -9,7 +9,7 @@ from pathlib import Path
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.files import require_writable
 from bnfuse.core.ranges import check_real, check_whole
-from bnfuse.training.augment import Augment, parse_augment
+from bnfuse.data.augment import Augment, parse_augment
 from bnfuse.training.checkpoints import has_run, is_folder, make_folder
 from bnfuse.training.labelling import Recipe, Weights
 from bnfuse.training.mixing import Mixing
@@ -34,7 +34,7 @@ class Options:
     class_weights       a number for each class, a file of them, or "balanced": N/(classes*images of the class)
     mixup, cutmix       mix the images of a batch, as timm does: the alpha of each kind. `mixup_prob`: how often;
                         `mixup_switch_prob`: how often by cutmix where both are asked for; none after `mixup_off_epoch`
-    augment             none, or changes of images with commas between them, as flip,pad-crop:4 (augment.py)
+    augment             none, or changes of images with commas between them, as flip,pad-crop:4 (data/augment.py)
     workers             threads that decode images and change them as pictures; by default as many as there are
                         processors that the step leaves
     last_batch          of images that do not fill the last batch of an epoch: "drop" leaves them to the next epoch's

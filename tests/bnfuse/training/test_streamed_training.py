@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,6 +21,7 @@ from bnfuse.build import build_training_graph
 from bnfuse.cli import main
 from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.data import load_data
+from bnfuse.data.processes import Processes, by_processes
 from bnfuse.training import Augment, Loader, data_for, parse_augment, prefetched, train_step
 from bnfuse.training.ahead import Ahead
 
@@ -49,7 +53,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(folder):
     first = made(data, 1)
     assert [len(batch.y) for batch in first] == [16, 16, 16, 2] * 2
     same(first, made(data, 3))
-    same(first[2:], made(data, 5, skip=2))
+    same(first[2:], made(data, 5, skip=2))  # processes
     assert not np.array_equal(first[0].x, first[4].x)
     assert first[0].x.dtype == np.float32 and first[0].x.flags.c_contiguous
 
@@ -92,6 +96,30 @@ def test_an_error_of_a_worker_arrives_and_no_thread_goes_on(folder, monkeypatch)
     with pytest.raises(BnfuseError), prefetched(loader.batches(1, 1)) as batches:
         next(batches)
     assert not [thread for thread in threading.enumerate() if thread.name == "bnfuse-loader"]
+
+
+def workers_of_ours() -> list[str]:
+    children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
+    return [child for child in children if b"bnfuse.data.worker" in (Path("/proc") / child / "cmdline").read_bytes()]
+
+
+def test_processes_name_what_they_cannot_read_and_end(folder, tmp_path, monkeypatch):
+    save_plain(tmp_path / "data", {"train": 8, "val": 1})
+    monkeypatch.chdir(tmp_path)
+    data = load_data("data", stream=True, **SIZE)
+    (tmp_path / "data" / "train" / "c1" / "003.png").unlink()
+    loader = Loader(data, 8, workers=4)
+    assert by_processes(loader.maker, 4) and not by_processes(loader.maker, 3)
+    with pytest.raises(BnfuseError, match=r"data/train/c1/003\.png: is no image that can be read: No such file"):
+        list(loader.batches(1, 1))
+    processes = Processes(loader.maker, 1, 8)
+    (process,) = processes._all
+    assert np.array_equal(processes.made(np.array([0, 2]), 1), loader.maker.made(np.array([0, 2]), 1))
+    os.kill(process._child.pid, signal.SIGKILL)
+    with pytest.raises(BnfuseError, match="a process that decodes images has ended"):
+        processes.made(np.array([0]), 1)
+    processes.close()
+    assert process._child.poll() is not None and not workers_of_ours()
 
 
 def test_waiting_is_measured_where_it_is():

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.data.colours import BINS, Jitter, jittered, rand_augmented
-from bnfuse.data.draws import Draw, drawn, log_uniform
-from bnfuse.data.geometry import MIN_SCALE, TRIES, Size, fitted, random_box, resized
-from bnfuse.data.pictures import eight_bits
+
+from .colours import BINS, Jitter, jittered, rand_augmented
+from .draws import Draw, drawn, log_uniform
+from .geometry import MIN_SCALE, TRIES, Size, fitted, random_box, resized
+from .pictures import eight_bits
 
 HELP = (
     "none, flip, pad-crop[:pixels], random-resized-crop[:min-scale], jitter:0.4[,0.4,0.4,0.1], "
@@ -78,7 +79,7 @@ class Augment:
             images = cropped(images, self.crop, down.astype(np.int64), right.astype(np.int64))
         if self.flip:
             chosen = (drawn(seed, epoch, indices, FLIP) & np.uint64(1)).astype(bool)
-            images = np.where(chosen[:, None, None, None], images[..., ::-1], images)
+            images = mirrored(images, chosen)
         if self.erasing:
             images = erased(images, self.erasing, [Draw(seed, epoch, int(index)) for index in indices])
         return images
@@ -158,6 +159,14 @@ def setting(kind: str, has_values: bool, values: Sequence[str]) -> tuple[str, An
         fits = max(given[:3]) <= 16 and jitter.hue <= 0.5 and any(given)
         return ("jitter", jitter) if fits else None
     return None
+
+
+def mirrored(images: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Mirror those of the images [B, C, H, W] that a mask has chosen."""
+    found = np.empty(images.shape, images.dtype)
+    for place, turned in enumerate(chosen.tolist()):
+        found[place] = images[place, :, :, ::-1] if turned else images[place]
+    return found
 
 
 def cropped(images: np.ndarray, pad: int, down: np.ndarray, right: np.ndarray) -> np.ndarray:
