@@ -181,19 +181,27 @@ def as_found(module: nn.Module, *, watched: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def what_gradients_would_miss() -> Iterator[None]:
-    """Refuse what a graph of operators does not show: gradients that a function of its own or a hook gives."""
+    """Refuse what a graph of operators does not show: gradients that a function of its own or a hook gives.
 
-    def refused(kind: str) -> Callable[..., Any]:
-        def refuse(self: Any, *_: Any, **__: Any) -> Any:
+    Other threads go on as they did.
+    """
+    here = threading.get_ident()
+
+    def refusing(kind: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != here:
+                return own(self, *args, **kwargs)
             what = getattr(self, "__name__", type(self).__name__)
             raise BnfuseError(f"{kind.format(what)} has a gradient that is not that of its operators")
 
-        return refuse
+        return call
 
     function, tensor = torch.autograd.Function, torch.Tensor
     apply, hook = function.__dict__["apply"], tensor.register_hook
-    function.apply = classmethod(refused("the autograd.Function '{}'"))  # type: ignore[assignment, method-assign]
-    tensor.register_hook = refused("a tensor with a hook ('{}.register_hook')")  # type: ignore[method-assign, assignment]
+    function.apply = classmethod(  # type: ignore[assignment, method-assign]
+        refusing("the autograd.Function '{}'", apply.__func__)
+    )
+    tensor.register_hook = refusing("a tensor with a hook ('{}.register_hook')", hook)  # type: ignore[method-assign]
     try:
         yield
     finally:

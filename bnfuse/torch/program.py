@@ -132,11 +132,11 @@ class Program:
         Running statistics and counts are moved as torch moves them, unless it is `again`.
         """
         captured = self.captured
+        if self.on_gpu:
+            self.use_stream()
         away = self.enter(call.state, adopts=not again)
         if self.draws:
             self.step.seed = call.seed
-        if self.on_gpu:
-            self.use_stream()
         moves = bool(captured.running) and not again
         call.ticket = self.step.run_forward(*self.fed(call.inputs), commit_statistics=moves)
         if moves:

@@ -111,6 +111,32 @@ def test_hooks_of_submodules_and_of_all_modules(fused):
     handle.remove()
 
 
+def test_a_call_that_cannot_be_honoured_is_left_to_torch_where_that_is_asked_for(fused, caplog):
+    import dataclasses
+
+    import torch
+    from front_door import images, made
+
+    engine = fused._bnfuse
+    engine.options = dataclasses.replace(engine.options, fallback="torch")
+    seen = []
+    handle = fused.stem[0].register_forward_hook(lambda module, inputs, result: seen.append(result.shape))
+    found = [fused(images()), fused(images())]
+    assert [tuple(shape) for shape in seen] == [(4, 8, 8, 8)] * 2
+    torch.testing.assert_close(found[0], made()(images()))
+    assert [one.getMessage() for one in caplog.records if "left to torch: submodule 'stem.0'" in one.getMessage()]
+    handle.remove()
+    assert fused(images()).grad_fn.name() != found[0].grad_fn.name()
+
+
+def test_exporters_see_the_operators(fused):
+    import torch
+    from front_door import images
+
+    program = torch.export.export(fused.eval(), (images(),), strict=False)
+    assert {"aten.conv2d.default", "aten.cat.default"} <= {str(node.target) for node in program.graph.nodes}
+
+
 def test_what_is_no_module_to_fuse(first):
     import torch
     from front_door import images
