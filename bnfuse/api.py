@@ -365,7 +365,8 @@ def train(
     progress: Progress = quiet,
     **options: Any,
 ) -> History:
-    """Train on `data` (a name, a folder, an .npz or what `load_data` gives) and evaluate after each epoch.
+    """Train on `data` (a name, a folder, an .npz, what `load_data` gives, DataLoaders of torch) and evaluate after each
+    epoch.
 
     `options` are those of `bnfuse.training.Options`, which says what they mean: seed, schedule, warm_up, min_lr,
     augment, label_smoothing, class_weights, mixup, cutmix, last_batch, eval_every, patience, save_to, resume, metrics,

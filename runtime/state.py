@@ -125,6 +125,11 @@ class State:
         Raises BnfuseError, and leaves all as it was, for shapes that differ, and with `strict` for names that are
         missing or unexpected: in one line all of them. Gives both lists.
         """
+        if not isinstance(state, Mapping):
+            what = (
+                "a path: step.load reads checkpoints" if isinstance(state, str | os.PathLike) else type(state).__name__
+            )
+            raise BnfuseError(f"a state is a mapping of names to arrays, as module.state_dict() gives it, not {what}")
         module = ModuleState() if state.keys() == self.tensors.keys() else self.module
         found = matched(state, self.tensors, module, self._array)
         arrays = {name: self._array(value, f"the state's '{name}'") for name, value in found.values.items()}

@@ -65,6 +65,11 @@ def read_ending(
             f"--labels {labels[0]} is for losses that have inputs: --loss {OWN} and --loss FILE.onnx. For all others "
             "build adds an input with the labels"
         )
+    if not isinstance(loss, str | Sequence):
+        raise forward.error(
+            f"loss is a {type(loss).__name__}: write it as text (cross-entropy, mse, ...), or export it and give that "
+            "(docs/training-file.md, A loss of your own)"
+        )
     terms = parse_loss(loss) if isinstance(loss, str) else tuple(loss)
     return Ending(choose_outputs(forward, terms, logits), terms)
 

@@ -106,6 +106,8 @@ def parse_augment(text: str | Augment | None) -> Augment:
     """Read the changes as people write them. Raises BnfuseError where one is unknown, or is there twice."""
     if isinstance(text, Augment):
         return text
+    if text is not None and not isinstance(text, str):
+        raise BnfuseError(f"augment is a {type(text).__name__}: write it as text, {HELP}")
     found: dict[str, Any] = {}
     for part, values in parts_of(text or "none"):
         kind, colon, _ = part.partition(":")

@@ -115,8 +115,15 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if example is None:
         return (), {}
     if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+        return (), {name: as_tensor(value) for name, value in example.items()}
+    return tuple(map(as_tensor, example if isinstance(example, tuple | list) else (example,))), {}
+
+
+def as_tensor(value: Any) -> Any:
+    """Give numpy's array as a tensor, and anything else as it is."""
+    import torch
+
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def root_of(error: BaseException) -> str:

@@ -52,13 +52,16 @@ def taken(graph: TrainingGraph, state: Mapping[str, Any], how: Loading, name: st
     module = ModuleState.from_metadata(graph.model.metadata_props)
     try:
         found = matched(state, own, module, as_array)
+        if not found.values:
+            raise BnfuseError(
+                f"the state has none of the graph's names (it has {some(list(state))}): a graph that is built of the "
+                "torch module of that state has its names (bnfuse build model.py:make)"
+            )
+        if not how.partial:
+            require_all(found.missing, found.unexpected, len(own), f"{how.options[1]} takes what there is of it")
         left = [key for key in found.values if any(fnmatch.fnmatchcase(key, glob) for glob in how.leave)]
         arrays = {key: as_array(value, f"'{key}'") for key, value in found.values.items() if key not in left}
         fit = fitted(arrays, own, classes_of(graph), skip_head=how.skip_head, remedy=how.options[0])
-        if not how.partial:
-            require_all(found.missing, found.unexpected, len(own), f"{how.options[1]} takes what there is of it")
-        if not fit.arrays:
-            raise BnfuseError(f"the state has none of the graph's names: it has {some(list(state))}")
     except BnfuseError as error:
         raise BnfuseError(f"{name}: {error}") from None
     about = f"{name}: {len(fit.arrays)} of {count(len(own), 'tensor')}"

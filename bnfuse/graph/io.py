@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ RUNNING_OPERANDS = {"BatchNorm": (3, 5), "BatchNormInternal": (3, 5), "BatchNorm
 COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 PACKED = {"UINT4": 2, "INT4": 2, "FLOAT4E2M1": 2, "UINT2": 4, "INT2": 4}  # kinds with several elements a byte
 ZIP = b"PK\x03\x04"
+FOR_BUILD = (".pt2", ".pt", ".pth", ".ckpt")
 CONTROL = re.compile(r"[\x00-\x1f]")
 DOMAINS = ("", "ai.onnx", "ai.bnfuse", "com.microsoft", "ai.onnx.ml", "ai.onnx.training")
 
@@ -50,6 +52,11 @@ def read_proto(path: str | os.PathLike[str]) -> onnx.ModelProto:
         raise BnfuseError(f"{file}: cannot be read: it is a folder. Name a file in it.") from None
     except OSError as error:
         raise BnfuseError(f"{file}: cannot be read: {error.strerror or error}") from None
+    if path.suffix.lower() in FOR_BUILD and data.startswith(ZIP):
+        raise BnfuseError(
+            f"{file}: is of torch, and no ONNX model: `bnfuse build` makes a training graph of a .pt2, and takes "
+            "others by --weights"
+        )
     model = parse(data, file)
     check_sizes(model, file)
     check_wiring(model, file)
@@ -251,12 +258,19 @@ def _from_graphsurgeon(source: Any) -> ir.Model:
     import onnx_graphsurgeon as gs
 
     if not isinstance(source, gs.Graph):
-        kind = type(source).__name__
-        raise BnfuseError(f"cannot load a {kind}: give a path, a ModelProto, a gs.Graph or an onnx_ir.Model")
+        raise BnfuseError(f"cannot load a {type(source).__name__}: {instead_of(source)}")
     proto = gs.export_onnx(source, do_type_check=False)
     restore_inputs(proto)
     check_wiring(proto)
     return _from_proto(proto, None)
+
+
+def instead_of(source: Any) -> str:
+    """Tell what to give in the place of something that is no model."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(source, torch.nn.Module | torch.export.ExportedProgram):
+        return "bnfuse.build_training_graph(module, example=images) makes a training graph of a torch module"
+    return "give a path, a ModelProto, a gs.Graph or an onnx_ir.Model"
 
 
 def restore_inputs(proto: onnx.ModelProto) -> None:

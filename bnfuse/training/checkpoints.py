@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.tensor_files import read_metadata
 from bnfuse.data import Dataset
+from bnfuse.data.loaders import LoadedImages
 from bnfuse.data.streamed import StreamedImages
 from bnfuse.training.history import Epoch, epoch_from
 
@@ -206,6 +207,9 @@ def digest_of_data(data: Dataset) -> str:
     found = hashlib.blake2b(digest_size=8)
     for array in (array for part in data.parts.values() for array in part):
         found.update(f"{array.dtype} {array.shape}".encode())
+        if isinstance(array, LoadedImages):
+            found.update(array.identity.encode())
+            continue
         if isinstance(array, StreamedImages):
             found.update(repr((array.share, data.mean, data.std)).encode())
             for index in range(len(array)):

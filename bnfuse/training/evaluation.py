@@ -22,18 +22,20 @@ import onnx_ir as ir
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.progress import Progress, quiet
 from bnfuse.data import Dataset, load_data
+from bnfuse.data.loaders import dataset_of, loaders_in
 from bnfuse.data.targets import Target
 from bnfuse.exporting import MEAN_KEY, SCALE_KEY, STD_KEY, read_state
 from bnfuse.graph.io import read_proto
 from bnfuse.graph.signature import METADATA_KEY
 from bnfuse.graph.training_graph import open_graph
 from bnfuse.ort.oracle import OrtGraph
-from bnfuse.training.feeding import data_for, evaluate_data, slices
+from bnfuse.training.feeding import data_for, evaluate_data, slices, with_loaders
 from bnfuse.training.nonfinite import require_finite_state
 from bnfuse.training.run import Compiling
 from bnfuse.training.scoring import Evaluation, evaluate_batches
 
 ROWS = 64  # of a model that takes any number
+CLASS = Target("y", (), np.dtype(np.int64))
 
 
 def evaluate_source(
@@ -67,7 +69,10 @@ def evaluate_source(
         else:
             step.load(state)
         require_finite_state(step, where=f"loading {state}", lr=step.lr)
-    found = data_for(step, data, **(reading or {}))
+    loaded = with_loaders(step, data, held_out=True)
+    if loaded is not data and part is not None and not isinstance(data, Mapping | tuple | list):
+        raise BnfuseError(f"a single DataLoader has no parts: leave part={part} out")
+    found = data_for(step, loaded, **(reading or {}))
     tell(found, progress)
     return evaluate_data(step, found, part_of(found, part), ema=ema and state is None)
 
@@ -152,6 +157,8 @@ class Exported:
     def evaluate(self, data: Any, part: str | None, reading: Mapping[str, Any], progress: Progress) -> Evaluation:
         """Evaluate on a part of the data, normalised as the file says; a Dataset is taken as it is."""
         _, channels, height, width = self.shape
+        if (loaders := loaders_in(data)) is not None:
+            data = dataset_of(loaders, self.shape, self.targets or [CLASS], held_out=True)
         found = data
         if not isinstance(data, Dataset):
             if height != width:

@@ -16,6 +16,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset, batches, load_data
 from bnfuse.data.augment import Augment
 from bnfuse.data.dataset import check_all_labels
+from bnfuse.data.loaders import LoadedImages, dataset_of, loaders_in
 from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import Target, are_alike, checked, chosen_first, fed_labels, scored
 from bnfuse.graph.labels import classes_of
@@ -37,8 +38,12 @@ def run_steps(step: Step, data: Any, *, steps: int, seed: int = 0) -> list[float
         return [step(*(feeds[name] for name in step.inputs)) for _ in range(steps)]
     found = data_for(step, data)
     Loader(found, batch_of(step))  # complains where no batch is full
-    epochs = (batches(found.train_x, found.train_y, batch_of(step), seed=seed, epoch=e) for e in itertools.count(1))
-    some = itertools.islice(itertools.chain.from_iterable(epochs), steps)
+    if isinstance(found.train_x, LoadedImages):
+        made = Loader(found, batch_of(step), seed).batches(1, steps)  # an epoch has one batch at the least
+        some = itertools.islice(((batch.x, batch.y) for batch in made), steps)
+    else:
+        epochs = (batches(found.train_x, found.train_y, batch_of(step), seed=seed, epoch=e) for e in itertools.count(1))
+        some = itertools.islice(itertools.chain.from_iterable(epochs), steps)
     labelling, names = labelling_of(step, found, Recipe()), label_inputs(step)
     return [step(x, *fed_labels(y if labelling is None else labelling.rows(y), names)) for x, y in some]
 
@@ -74,7 +79,11 @@ def labelling_of(source: Step | TrainingGraph, data: Dataset, recipe: Recipe) ->
         )
     classes = classes_of_logits(source)
     assert classes is not None
-    return recipe.labelling(classes, data.train_y)
+    if not isinstance(data.train_x, LoadedImages):
+        return recipe.labelling(classes, data.train_y)
+    if recipe.balances:
+        raise BnfuseError(f"{data.train_x.name}: its labels are not known beforehand: give class weights as numbers")
+    return recipe.labelling(classes, np.arange(classes))
 
 
 def takes_probabilities(source: Step | TrainingGraph) -> bool:
@@ -132,8 +141,11 @@ def evaluate_data(
     return evaluate_batches(logits_of, made, names=data.class_names, ignored=ignored_by(step))
 
 
-def slices(images: np.ndarray, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def slices(images: Any, labels: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Go through images and labels in order, `batch` at a time; the last one has what is left."""
+    if isinstance(images, LoadedImages):
+        yield from images.all()
+        return
     for start in range(0, len(labels), batch):
         yield images[start : start + batch], labels[start : start + batch]
 
@@ -144,17 +156,29 @@ def data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dataset
     return found if isinstance(data, Dataset) else found.normalised()
 
 
+def with_loaders(source: Step | TrainingGraph, data: Any, *, held_out: bool = False) -> Any:
+    """Give a Dataset where `data` are DataLoaders of torch (one, a sequence for train, val and test, or a mapping of
+    these), and anything else as it is. With `held_out` a single one is what is scored."""
+    loaders = loaders_in(data)
+    if loaders is None:
+        return data
+    taken = taken_by(source)
+    return dataset_of(loaders, taken.shape, taken.targets, held_out=held_out)
+
+
 def raw_data_for(source: Step | TrainingGraph, data: Any, **options: Any) -> Dataset:
     """Read it and do not normalise it. A graph tells all that is asked of it before it is compiled. `options` are those
     of `load_data`; a Dataset is taken as it is, where it fits."""
     taken = taken_by(source)
     if isinstance(data, Dataset):
-        check_given(data, taken)
+        if not any(isinstance(images, LoadedImages) for images, _ in data.parts.values()):
+            check_given(data, taken)
         if asked := [name for name, value in options.items() if value is not None and value is not False]:
             raise BnfuseError(f"{data.name}: is a Dataset, which is fed as it is: leave out {', '.join(asked)}")
         return data
     if not isinstance(data, str | os.PathLike):
-        raise BnfuseError(f"data is a {type(data).__name__}: give a name, a path, or a bnfuse.data.Dataset of arrays")
+        what = "a name, a path, DataLoaders of torch, or a bnfuse.data.Dataset of arrays"
+        raise BnfuseError(f"data is a {type(data).__name__}: give {what}")
     _, channels, height, width = taken.shape
     if height != width:
         raise BnfuseError(f"the graph takes images of {height}x{width}: give it a Dataset of that size in Python")
@@ -318,6 +342,8 @@ def check_given_labels(y: np.ndarray, count: int, name: str, part: str, taken: T
 def fed_statistics(data: Dataset, normalise: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Compute mean and standard deviation, channel by channel, of the training images as they are fed: mu_D and sigma_D
     of virtual samples ([Chen18], section 4.2). Of streamed images they are what these are normalised by."""
+    if isinstance(data.train_x, LoadedImages):
+        raise BnfuseError(f"{data.train_x.name}: does not tell mean and deviation, by which virtual samples are drawn")
     if isinstance(data.train_x, StreamedImages):
         return (tuple(0.0 for _ in data.mean), tuple(1.0 for _ in data.std)) if normalise else (data.mean, data.std)
     count = data.train_x.shape[0] * data.train_x.shape[2] * data.train_x.shape[3]

@@ -41,6 +41,11 @@ class Recipe:
         """Whether labels are to be classes as they are."""
         return not self.smoothing and self.weights is None and not self.mixing.is_asked
 
+    @property
+    def balances(self) -> bool:
+        """Whether weights follow from the labels."""
+        return isinstance(self.weights, str) and self.weights == BALANCED
+
     def check(self) -> None:
         """Raise BnfuseError for what is impossible, whatever the data are; reads the file of weights."""
         check_real("label_smoothing", self.smoothing)

@@ -20,6 +20,7 @@ import numpy as np
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import Dataset
 from bnfuse.data.augment import Augment
+from bnfuse.data.loaders import LoadedImages
 from bnfuse.data.making import Maker
 from bnfuse.data.processes import makers
 from bnfuse.data.streamed import StreamedImages
@@ -62,6 +63,7 @@ class Loader:
                 f": build it with --batch {count} or less"
             )
         require_colours(self.data, self.augment)
+        self._check_loaded()
 
     @property
     def steps(self) -> int:
@@ -104,7 +106,40 @@ class Loader:
 
     def batches(self, first: int, last: int, skip: int = 0) -> Iterator[Batch]:
         """Make all batches from epoch `first`, without its first `skip`, to epoch `last`."""
+        if isinstance(self.data.train_x, LoadedImages):
+            return self._loaded(self.data.train_x, first, last, skip)
         return self._by_workers(first, last, skip) if self.by_workers else self._in_memory(first, last, skip)
+
+    def _check_loaded(self) -> None:
+        """Raise where a DataLoader of torch does not fit: its batches are its own, and so is what is done to images."""
+        x = self.data.train_x
+        if not isinstance(x, LoadedImages):
+            return
+        if x.batch not in (None, self.batch):
+            raise BnfuseError(
+                f"{x.name}: gives batches of {x.batch}, the graph takes {self.batch}: give it batch_size={self.batch}"
+            )
+        if self.augment != Augment():
+            raise BnfuseError(f"{x.name}: its own transforms change images: leave --augment {self.augment} out")
+
+    def _loaded(self, images: LoadedImages, first: int, last: int, skip: int) -> Iterator[Batch]:
+        """Take batches as a DataLoader gives them; its last one, where it is smaller and `partial` does not say so, is
+        left out."""
+        for epoch in range(first, last + 1):
+            count = 0
+            for index, (x, y) in enumerate(images.epoch(self.seed, epoch)):
+                if index >= self.steps:
+                    break
+                wanted = self.rest if self.rest and index == self.steps - 1 else self.batch
+                if len(x) != wanted:
+                    raise BnfuseError(f"{images.name}: gives {len(x)} images where a batch has {wanted}")
+                count += 1
+                if epoch > first or index >= skip:
+                    yield Batch(epoch, index, x, y)
+            if count < self.steps:
+                raise BnfuseError(
+                    f"{images.name}: gave {count} batches in epoch {epoch}, and {self.steps} are expected"
+                )
 
     def _places(self, first: int, last: int, skip: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """List epoch, index and the images of each batch."""

@@ -16,6 +16,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.core.processors import physical_cores
 from bnfuse.core.progress import Progress, bar_of, quiet
 from bnfuse.data import Dataset
+from bnfuse.data.loaders import LoadedImages
 from bnfuse.data.workers import default_workers
 from bnfuse.exporting import export_model, require_exportable, require_state
 from bnfuse.graph.batches import with_batch
@@ -29,6 +30,7 @@ from bnfuse.training.feeding import (
     require_followed,
     run_steps,
     takes_probabilities,
+    with_loaders,
 )
 from bnfuse.training.history import History
 from bnfuse.training.loading import Loader, require_colours
@@ -101,6 +103,8 @@ def train_graph(
     from bnfuse.runtime.lowering.inference import require_inference
 
     require_loss(graph)
+    data = with_loaders(graph, data)
+    require_loaded(data, options)
     given = isinstance(data, Dataset)
     compiling = compiling or Compiling()
     asked = dict(reading or {})
@@ -155,7 +159,7 @@ def run_graph(
     """
     require_loss(source)
     if data is not None:
-        data = data_for(source, data, **(reading or {}))
+        data = data_for(source, with_loaders(source, data), **(reading or {}))
         tell_of(data, source, progress)
     progress(f"preparing {name}")
     if isinstance(source, TrainingGraph):
@@ -168,6 +172,20 @@ def run_graph(
     if save_to is not None:
         source.save(save_to)
     return losses
+
+
+def require_loaded(data: Any, options: Options) -> None:
+    """Raise where DataLoaders of torch cannot do what is asked for."""
+    if not isinstance(data, Dataset) or not isinstance(data.train_x, LoadedImages):
+        return
+    images = data.train_x
+    if options.workers is not None:
+        raise BnfuseError(f"{images.name}: has workers of its own (num_workers): leave --workers out")
+    if (options.automatic or options.continued is not None) and not images.repeats:
+        raise BnfuseError(
+            f"{images.name}: a run cannot go on exactly with a generator of its own or persistent_workers: leave both "
+            "out, or begin a new run with --resume FILE.safetensors"
+        )
 
 
 def require_loss(source: TrainingGraph | Step) -> None:

@@ -121,6 +121,10 @@ def parse_schedule(
     where an option means nothing to it."""
     if isinstance(text, Schedule):
         return text
+    if not isinstance(text, str):
+        raise BnfuseError(
+            f'a schedule is a text such as "cosine", not a {type(text).__name__}: rates are those of the loop here'
+        )
     for what, value in (("warm-up", warm_up), ("min-lr", min_lr), ("warm-up-lr", warm_up_lr or 0.0)):
         if not (math.isfinite(value) and value >= 0):
             raise BnfuseError(f"a {what} of {value} is none: give a number from 0 on")

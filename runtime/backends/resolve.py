@@ -15,6 +15,8 @@ def resolve(spec: str | Target = "cpu", threads: int | None = None, precision: s
     """
     if isinstance(spec, Target):
         return spec
+    if not isinstance(spec, str):
+        raise BnfuseError(f'target is a {type(spec).__name__}: write it as text, "cpu" or "cuda"')
     kind, _, model = spec.partition(":")
     try:
         backend = backend_named(kind)

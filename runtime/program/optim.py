@@ -273,6 +273,28 @@ def require_optimizer(given: object) -> None:
     """Raise BnfuseError for anything but one of ours: torch's optimisers know nothing of a step's parameters."""
     if given is not None and not isinstance(given, Optimizer):
         raise BnfuseError(
-            f"optimizer={type(given).__module__}.{type(given).__qualname__} is none of ours: use bnfuse.SGD(lr=...) or "
-            f"bnfuse.AdamW(lr=...) (there are {', '.join(KINDS)})"
+            f"optimizer={type(given).__module__}.{type(given).__qualname__} is none of ours: use {ours_for(given)} "
+            f"(there are {', '.join(KINDS)})"
         )
+
+
+TORCH_ONLY = (
+    "dampening",
+    "amsgrad",
+    "maximize",
+    "centered",
+)  # of torch's optimisers: with them nothing here is the same
+OURS = {"eps": "epsilon"}
+
+
+def ours_for(given: object) -> str:
+    """Write the optimiser of ours that does what one of torch does, where its defaults tell all of it."""
+    said = getattr(given, "defaults", None)
+    kind = KINDS.get(type(given).__name__)
+    one_group = len(getattr(given, "param_groups", ())) == 1
+    if kind is None or not isinstance(said, dict) or not one_group or any(said.get(name) for name in TORCH_ONLY):
+        return "bnfuse.SGD(lr=...) or bnfuse.AdamW(lr=...)"
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    named = {OURS.get(name, name): value for name, value in said.items()}
+    kept = [f"{name}={named[name]!r}" for name, usual in fields.items() if name in named and named[name] != usual]
+    return f"bnfuse.{kind.__name__}({', '.join(kept)})"

@@ -70,7 +70,7 @@ def test_a_dataset_of_another_size_is_refused(data):
     assert "train_y has labels up to 10, the graph 10 classes" in message_of(
         data_for, graph, dataclasses.replace(data, train_y=data.train_y + 1)
     )
-    assert "data is a ndarray: give a name, a path, or a bnfuse.data.Dataset" in message_of(
+    assert "data is a ndarray: give a name, a path, DataLoaders of torch, or a bnfuse.data.Dataset" in message_of(
         data_for, graph, data.train_x
     )
 
