@@ -61,6 +61,7 @@ class History:
     tested: int = 0  # images that were scored once, at the end, where others chose the best epoch
     test_accuracy: float | None = None  # on these
     test_loss: float | None = None
+    test_top5: float | None = None
     pipeline: Pipeline | None = None  # of images that are decoded, or changed as pictures
 
     @property
@@ -83,7 +84,12 @@ class History:
             "best": None if best is None else {"epoch": best.epoch, "accuracy": best.score},
             "test": None
             if self.test_accuracy is None
-            else {"images": self.tested, "accuracy": self.test_accuracy, "loss": self.test_loss},
+            else {
+                "images": self.tested,
+                "accuracy": self.test_accuracy,
+                "loss": self.test_loss,
+                "top5": self.test_top5,
+            },
             "stopped": self.stopped,
             "pipeline": None if self.pipeline is None else dataclasses.asdict(self.pipeline),
             "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
@@ -91,19 +97,24 @@ class History:
 
     def sections(self) -> list[Section]:
         """Show a table of the epochs, the score on test images, and why the run ended early."""
-        averaged = any(e.ema_accuracy is not None for e in self.epochs)
+        averaged, five, maps = (
+            any(getattr(e, name) is not None for e in self.epochs) for name in ("ema_accuracy", "top5", "mean_iou")
+        )
         rows = [
             (
                 e.epoch,
                 f"{e.loss:.4f}",
                 percent(e.accuracy),
                 *([percent(e.ema_accuracy)] if averaged else []),
+                *([percent(e.top5)] if five else []),
+                *([percent(e.mean_iou)] if maps else []),
                 f"{e.lr:.3g}",
                 f"{e.seconds:.1f} s",
             )
             for e in self.epochs
         ]
-        columns = ("epoch", "loss", "accuracy", *(["average's"] if averaged else []), "lr", "time")
+        more = (("average's", averaged), ("top 5", five), ("mean IoU", maps))
+        columns = ("epoch", "loss", "accuracy", *(name for name, shown in more if shown), "lr", "time")
         title = f"Trained on {self.images:,} images, {self.held_out:,} held out"
         found = [Section.table(title, columns, rows)]
         if self.test_accuracy is not None:

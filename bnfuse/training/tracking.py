@@ -21,6 +21,7 @@ TAGS = {  # field of a line of metrics -> what TensorBoard calls it
     "top5": "accuracy/top5",
     "balanced_accuracy": "accuracy/balanced",
     "mean_iou": "accuracy/mean_iou",
+    "waited": "waited",
     "ema_accuracy": "accuracy/average",
     "ema_loss": "loss/average",
     "lr": "lr",

@@ -63,6 +63,8 @@ def test_the_best_epoch_is_the_first_of_the_best():
     assert best_of(epochs).epoch == 2
     assert without_gain(epochs) == 2
     assert without_gain(epochs_of(0.1, 0.2)) == 0
+    assert without_gain(epochs_of(0.5, 0.52, 0.54, 0.56), 0.05) == 0
+    assert without_gain(epochs_of(0.5, 0.52, 0.54, None, 0.549), 0.05) == 3
     assert best_of(()) is None
     assert History(epochs, 1, 1).to_json()["best"] == {"epoch": 2, "accuracy": 0.7}
 
@@ -100,6 +102,9 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch, tmp_p
         ({"resume": "auto"}, "folder of --save"),
         ({"checkpoint_every": 5}, "need a folder"),
         ({"log_every": 5}, "--metrics"),
+        ({"min_delta": 0.1}, "give --patience too"),
+        ({"min_lr": -1}, "min_lr"),
+        ({"schedule": "one-cycle", "warm_up": 1}, "climbs by itself"),
         ({"schedule": "linear"}, "schedule 'linear'"),
         ({"augment": "rotate"}, "augmentation 'rotate'"),
         ({"plot": "run.txt"}, "a plot ends in"),

@@ -92,7 +92,7 @@ def test_tensorboard_shows_the_run_and_of_one_that_goes_on_what_an_unbroken_one_
         train_step(step, data, epochs=3, **places, **asked)
     train_step(new_step(), data, epochs=3, resume="auto", **places, **asked)
     whole, again = scalars_in(tmp_path / "a/whole"), scalars_in(tmp_path / "board")
-    timed = ("images_per_second", "images_per_second_of_step")
+    timed = ("images_per_second", "images_per_second_of_step", "waited")
     assert {t: v for t, v in again.items() if t not in timed} == {t: v for t, v in whole.items() if t not in timed}
     assert whole["accuracy/held_out"] == pytest.approx({5 * e.epoch: e.accuracy for e in history.epochs})
     assert sorted(whole["loss/train_of_step"]) == list(range(2, 16, 2))
