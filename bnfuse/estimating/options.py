@@ -10,7 +10,7 @@ from typing import Any, Literal
 from bnfuse.core.options import option
 
 Order = Literal["file", "dfs"]
-Optimizer = Literal["none", "sgd", "momentum", "adamw"]
+Optimizer = Literal["none", "sgd", "momentum", "adamw", "adam", "rmsprop", "lion"]
 Strategy = Literal["tree", "server"]
 Mode = Literal["strong", "weak"]
 

@@ -30,8 +30,8 @@ from bnfuse.opset.plain import PlainOp
 from bnfuse.opset.spec import DOMAIN, OpSpec, find
 from bnfuse.opset.traffic import channels_touched, reads_elements_of_x, touched_shape
 
-MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
-UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adamw": 12}  # for each parameter
+MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2, "adam": 2, "rmsprop": 1, "lion": 1}
+UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adamw": 12, "adam": 12, "rmsprop": 9, "lion": 9}  # for each parameter
 RANGES = {  # of entries of coefficients: the attributes that say them
     **dict.fromkeys(("beta_term", "gamma_term"), ("start", "stop")),
     **dict.fromkeys(("beta_acc", "gamma_acc"), ("acc_start", "acc_stop")),
@@ -45,7 +45,8 @@ def training_workload(
 
     `order` is the file's, or depth first to the joins. `views` counts concatenations, splits and reshapes as the copies
     that they are where nothing is aliased. `optimizer` adds a layer for each parameter that updates it: it reads the
-    parameter, its gradient and the moments (one with momentum, two for AdamW), and writes all but the gradient.
+    parameter, its gradient and the moments (one with momentum, RMSprop and Lion, two with Adam), and writes all but
+    the gradient.
     """
     check_choice("optimizer", optimizer, tuple(MOMENTS))
     require_fixed_shapes(graph)

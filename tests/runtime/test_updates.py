@@ -8,9 +8,12 @@ import math
 
 import numpy as np
 import pytest
-from small_training import BATCH, CLASSES, small_graph
+from small_training import BATCH, CLASSES, forward_model, small_graph
 
+from bnfuse.build import build_training_graph
 from bnfuse.core.errors import BnfuseError
+from bnfuse.graph.training_graph import open_graph
+from bnfuse.passes import rewrite
 from bnfuse.runtime import EMA, SGD, AdamW, Group, Lion, RMSprop, Step, compile_step, load_step
 from bnfuse.runtime.program.groups import layer_factors
 from bnfuse.runtime.program.optim import from_data, to_data
@@ -245,6 +248,76 @@ def test_without_an_average_none_is_to_be_had():
     for ask in (lambda: step.evaluate(batch(0)[0], ema=True), lambda: step.state_dict(ema=True)):
         with pytest.raises(BnfuseError, match="keeps no average of its weights: compile it with ema="):
             ask()
+
+
+@pytest.mark.torch
+def test_a_whole_training_is_that_of_torch():
+    """Its own forward and backward, in float64: batches of 16 and of 3, added up, clipped, in groups, averaged."""
+    import torch
+    from torch import nn
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2 = (
+                nn.ModuleDict({"conv": nn.Conv2d(i, o, 3, s, 1, bias=False), "bn": nn.BatchNorm2d(o)})
+                for i, o, s in ((1, 8, 1), (8, 16, 2))
+            )
+            self.head = nn.Linear(16, CLASSES)
+
+        def forward(self, x):
+            for layer in (self.conv1, self.conv2):
+                x = torch.relu(layer["bn"](layer["conv"](x)))
+            return self.head(x.mean((2, 3)))
+
+    parts = {"bn.weight": "bn/scale", "bn.bias": "bn/bias", "bn.running_mean": "bn/mean", "bn.running_var": "bn/var"}
+
+    def name_of(name: str) -> str:
+        layer, _, part = name.partition(".")
+        return f"{layer}/{parts.get(part, part.removeprefix('conv.'))}"
+
+    model = build_training_graph(forward_model(dropout=0.0), running_variance="torch")
+    recipe = SGD(0.05, 0.9, True, 0.01, groups=GROUPS, clip_norm=0.5, accumulate=3, ema=EMA(0.8))
+    step = compile_step(rewrite(open_graph(model).model), threads=1, optimizer=recipe, batches=(16, 3))
+    net, start = Net().double(), step.state_dict()
+    with torch.no_grad():
+        for name, tensor in net.state_dict().items():
+            if not name.endswith("num_batches_tracked"):
+                tensor.copy_(torch.tensor(start[name_of(name)]))
+    rates = {"conv1": 0.1, "conv2": 1.0, "head": 10.0}
+    groups = [
+        {
+            "params": [value],
+            "lr": 0.05 * rates[name.partition(".")[0]],
+            "weight_decay": 0.5 if name.startswith("head") else 0.0 if name.endswith("bias") else 0.01,
+        }
+        for name, value in net.named_parameters()
+    ]
+    theirs = torch.optim.SGD(groups, 0.05, momentum=0.9, nesterov=True)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+    average.update_parameters(net)  # the first call copies
+    for index, size in enumerate((16, 16, 3, 16, 3, 16)):
+        x, y = (array[:size] for array in batch(index))
+        loss = step(x, y)
+        wanted = nn.functional.cross_entropy(net(torch.tensor(x, dtype=torch.float64)), torch.tensor(y))
+        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+        (wanted / 3).backward()
+        if index % 3 == 2:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            theirs.step()
+            theirs.zero_grad()
+            average.update_parameters(net)
+    assert (step.steps, step.pending) == (2, 0)
+    for module, state in ((net, step.state_dict()), (average.module, step.state_dict(ema=True))):
+        for name, tensor in module.state_dict().items():
+            if not name.endswith("num_batches_tracked"):
+                found, wanted = state[name_of(name)], tensor.numpy()
+                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5, err_msg=name)
+    for images in (batch(8)[0], batch(9)[0][:3]):
+        found = step.evaluate(images, ema=True)
+        wanted = average.module.eval()(torch.tensor(images, dtype=torch.float64)).detach().numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------

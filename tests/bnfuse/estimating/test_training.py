@@ -233,7 +233,7 @@ def test_views_are_layers_where_they_are_copies(graphs):
     assert extra and all(x.flops == 0 for x in extra)
 
 
-@pytest.mark.parametrize(("optimizer", "moments"), [("sgd", 0), ("momentum", 1), ("adamw", 2)])
+@pytest.mark.parametrize(("optimizer", "moments"), [("sgd", 0), ("momentum", 1), ("adamw", 2), ("lion", 1)])
 def test_an_update_reads_parameter_gradient_and_moments_and_writes_all_but_the_gradient(graphs, optimizer, moments):
     graph = graphs["icf"]
     workload = training_workload(graph, optimizer=optimizer)
