@@ -48,6 +48,7 @@ class Dataset:
     val_x: Any = None
     val_y: np.ndarray | None = None
     scale: float | None = None
+    crop_share: float | None = None  # what images are the middle of, where they are not all of it
     about: tuple[str, ...] = ()  # lines for people: what was read, and what was not
 
     @property
@@ -154,6 +155,7 @@ def finish(
         val_x=images.get("val"),
         val_y=parts["val"].y if "val" in parts else None,
         scale=raw.scale,
+        crop_share=images["test"].share if isinstance(images["test"], StreamedImages) else reading.share,
     )
     notes = list(raw.notes)
     if "test" in raw.parts and "val" not in raw.parts:

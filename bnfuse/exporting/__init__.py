@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bnfuse.runtime import Step
 
 MEAN_KEY, STD_KEY, SCALE_KEY = "bnfuse.input_mean", "bnfuse.input_std", "bnfuse.input_scale"
+SHARE_KEY = "bnfuse.input_crop_share"
 CLASSES_KEY = "bnfuse.classes"
 BATCH = "N"
 AVERAGE = "optimizer.average."  # what names of averages begin with in a checkpoint
@@ -45,10 +46,11 @@ def export_model(
     std: Sequence[float] | None = None,
     scale: float | None = None,
     classes: Sequence[str] = (),
+    crop_share: float | None = None,
     **signature: Any,
 ) -> str | None:
-    """Write it (bnfuse.api.export_inference says what the arguments mean). Gives why its batch is fixed, None where it
-    is open."""
+    """Write it (bnfuse.api.export_inference says what the arguments mean; `crop_share` says which part of images it was
+    scored on, the middle, by its share of the shorter side). Gives why its batch is fixed, None where it is open."""
     graph, values = opened(source, **signature)
     if state is not None:
         values = checked_state(read_state(state, ema=ema), values, graph.name)
@@ -57,6 +59,7 @@ def export_model(
     require_finite(graph, values)
     model = inference_model(graph, values)
     about = {MEAN_KEY: mean and list(mean), STD_KEY: std and list(std), SCALE_KEY: scale, CLASSES_KEY: list(classes)}
+    about[SHARE_KEY] = crop_share
     onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in about.items() if value})
     save(model, path)
     return why_fixed(model)

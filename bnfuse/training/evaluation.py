@@ -24,7 +24,7 @@ from bnfuse.core.progress import Progress, quiet
 from bnfuse.data import Dataset, load_data
 from bnfuse.data.loaders import dataset_of, loaders_in
 from bnfuse.data.targets import Target
-from bnfuse.exporting import MEAN_KEY, SCALE_KEY, STD_KEY, read_state
+from bnfuse.exporting import MEAN_KEY, SCALE_KEY, SHARE_KEY, STD_KEY, read_state
 from bnfuse.graph.io import read_proto
 from bnfuse.graph.signature import METADATA_KEY
 from bnfuse.graph.training_graph import open_graph
@@ -135,7 +135,7 @@ class Exported:
         self.about: Mapping[str, Any] = {
             entry.key: json.loads(entry.value)
             for entry in proto.metadata_props
-            if entry.key in (MEAN_KEY, STD_KEY, SCALE_KEY)
+            if entry.key in (MEAN_KEY, STD_KEY, SCALE_KEY, SHARE_KEY)
         }
         scores = [dim.dim_value for dim in proto.graph.output[0].type.tensor_type.shape.dim]
         pixels = tuple(scores[2:])
@@ -163,7 +163,9 @@ class Exported:
         if not isinstance(data, Dataset):
             if height != width:
                 raise BnfuseError(f"{self.name}: takes images of {height}x{width}: give it a Dataset of that size")
-            found = load_data(data, image=height, channels=channels, targets=self.targets, **reading)
+            share = reading.get("crop_share") or self.about.get(SHARE_KEY)
+            asked = {**reading, "crop_share": share}
+            found = load_data(data, image=height, channels=channels, targets=self.targets, **asked)
             tell(found, progress)
         images, labels = part_of(found, part)
         if images.shape[1:] != tuple(self.shape[1:]):

@@ -130,9 +130,12 @@ def train_graph(
     history = train_by(options, step, found, progress=progress, normalise=not given)
     if export is not None:
         mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)
+        share = None if given else found.crop_share
         averaged = step.optimizer is not None and step.optimizer.ema is not None
         state = step.state_dict(ema=True) if averaged else None
-        fixed = export_model(step, export, state=state, mean=mean, std=std, scale=scale, classes=found.class_names)
+        fixed = export_model(
+            step, export, state=state, mean=mean, std=std, scale=scale, classes=found.class_names, crop_share=share
+        )
         if averaged:
             progress(f"{export} has the average of the weights")
         if fixed is not None:

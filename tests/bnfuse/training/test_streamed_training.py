@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from odd_pictures import save_plain, save_tars
+from PIL import Image
 from small_training import forward_model
 
 import bnfuse
@@ -165,26 +166,23 @@ def test_a_run_over_files_goes_on_bit_by_bit(new_step, folder, tmp_path):
 
 
 def test_train_streams_and_tells_who_waits(folder, tmp_path, capsys):
-    graph = tmp_path / "train.onnx"
-
+    graph, model = tmp_path / "train.onnx", tmp_path / "model.onnx"
     onnx.save(build_training_graph(forward_model()), graph)
-    command = [
-        "train",
-        str(graph),
-        "--data",
-        str(folder),
-        "--epochs",
-        "1",
-        "--threads",
-        "1",
-        "--workers",
-        "2",
-        "--json",
-    ]
-    code = main([*command, "--augment", "random-resized-crop,flip,jitter:0.2", "--mean", "0.5", "--std", "0.25"])
+    augment = "random-resized-crop,flip,jitter:0.2"
+    command = ["train", str(graph), "--data", str(folder), "--augment", augment, "--mean", "0.5", "--std", "0.25"]
+    options = ["--epochs", "1", "--threads", "1", "--workers", "2", "--json", "--export", str(model)]
+    code = main([*command, *options])
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    found = json.loads(printed.out)
+    with Image.open(next(folder.glob("val/*/*.png"))) as opened:
+        assert opened.size == (10, 12)  # not square, so that the middle is another image than the squashed whole
+    about = {entry.key: json.loads(entry.value) for entry in onnx.load(model).metadata_props}
+    assert (about["bnfuse.input_crop_share"], about["bnfuse.input_mean"]) == (0.875, [0.5])
+    found, scored = json.loads(printed.out), bnfuse.evaluate(model, folder)
+    assert (scored.accuracy, scored.loss) == pytest.approx(
+        (found["accuracy"], found["epochs"][0]["held_out_loss"]), abs=1e-5
+    )
+    assert scored.loss != pytest.approx(bnfuse.evaluate(model, folder, crop_share=1.0).loss, abs=1e-3)
     assert found["pipeline"]["workers"] == 2 and found["pipeline"]["streamed"] is True
     assert found["pipeline"]["images_per_second"] > 0
     assert 0 <= found["epochs"][0]["waited"] <= 1
