@@ -20,14 +20,14 @@ from .reading import Reading, looked_at
 from .tally import Tally
 
 PREFIX = "hf:"
-MARKS = ("dataset_dict.json", "dataset_info.json")  # of a folder that save_to_disk wrote
+MARKS = (("dataset_dict.json",), ("dataset_info.json", "state.json"))  # of folders that save_to_disk wrote
 INSTALL = "pip install 'bnfuse[hf]'"
 COMMON_LABELS = ("label", "labels", "fine_label", "class", "target")
 
 
 def is_table(folder: Path) -> bool:
     """Tell whether `save_to_disk` wrote the folder."""
-    return any((folder / mark).is_file() for mark in MARKS)
+    return any(all((folder / name).is_file() for name in names) for names in MARKS)
 
 
 def hub_table(name: str, reading: Reading) -> Raw:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.progress import Bar
 from bnfuse.core.ranges import check_whole, is_number
 
 from .items import Items
@@ -20,6 +22,8 @@ from .workers import MOST, default_workers, each
 
 SIZES = 1 << 14  # the largest of a size
 SAMPLE = 2048  # images whose mean and deviation are taken of streamed ones
+HEADERS = 1 << 16  # images whose headers are read; of more, so many
+EVERY = 512  # images after which a bar is drawn
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CROP_SHARE = 0.875  # of images that are scored, where those to train on are parts that are drawn
 MAY_BE_TRANSPARENT = "may be partly transparent, which is ignored: the colours behind it count"
@@ -40,6 +44,7 @@ class Reading:
     workers: int | None = None
     seed: int = 0
     random_crops: bool = False
+    bar: Bar | None = None
 
     def check(self) -> None:
         """Raise BnfuseError for the first that cannot be."""
@@ -84,26 +89,21 @@ class Reading:
 
 
 def looked_at(items: Items, reading: Reading, remarks: Tally, left_out: Tally) -> np.ndarray:
-    """Look at encoded images: at their headers, or where unreadable ones are skipped, at all of them. Gives a mask of
-    those that can be read; raises BnfuseError for the first that cannot, where they are not skipped."""
+    """Look at encoded images, before anything else is done with them. Gives a mask of those that can be read; raises
+    BnfuseError for the first that cannot.
 
-    def look(index: int) -> tuple[BnfuseError | None, list[str]]:
-        try:
-            with items.open(index) as stream, opened(stream, items.name(index)) as picture:
-                found = remarks_of(picture)
-                if reading.skip_unreadable:
-                    converted(picture, reading.channels)
-                    found += [TRANSPARENCY] if is_transparent(picture) else []
-                elif picture.mode[-1] in "Aa" or "transparency" in picture.info:
-                    found.append(MAY_BE_TRANSPARENT)
-            return None, found
-        except OSError as error:
-            return BnfuseError(f"{items.name(index)}: is no image that can be read: {error.strerror or error}"), []
-        except BnfuseError as error:
-            return error, []
-
-    kept = np.ones(len(items), bool)
-    for index, (error, found) in enumerate(each(look, range(len(items)), reading.threads)):
+    Where unreadable ones are skipped, all are decoded, and those are counted. Else headers alone are read, of very many
+    images those of some, drawn by the seed; `remarks` are of these then.
+    """
+    count = len(items)
+    some = reading.skip_unreadable or count <= HEADERS
+    chosen = (
+        range(count) if some else np.sort(np.random.default_rng(reading.seed).choice(count, HEADERS, False)).tolist()
+    )
+    kept = np.ones(count, bool)
+    for done, (index, (error, found)) in enumerate(
+        zip(chosen, each(functools.partial(look, items, reading), chosen, reading.threads), strict=True), 1
+    ):
         if error is not None:
             if not reading.skip_unreadable:
                 raise BnfuseError(f"{error}. {MEND}.")
@@ -111,7 +111,26 @@ def looked_at(items: Items, reading: Reading, remarks: Tally, left_out: Tally) -
             kept[index] = False
         for remark in found:
             remarks.add(remark, items.name(index))
+        if reading.bar is not None and (done % EVERY == 0 or done == len(chosen) > EVERY):
+            reading.bar(done, len(chosen), "images looked at")
     return kept
+
+
+def look(items: Items, reading: Reading, index: int) -> tuple[BnfuseError | None, list[str]]:
+    """Look at one image. Gives why it cannot be read, if so, and what is ignored of it."""
+    try:
+        with items.open(index) as stream, opened(stream, items.name(index)) as picture:
+            found = remarks_of(picture)
+            if reading.skip_unreadable:
+                converted(picture, reading.channels)
+                found += [TRANSPARENCY] if is_transparent(picture) else []
+            elif picture.mode[-1] in "Aa" or "transparency" in picture.info:
+                found.append(MAY_BE_TRANSPARENT)
+        return None, found
+    except OSError as error:
+        return BnfuseError(f"{items.name(index)}: is no image that can be read: {error.strerror or error}"), []
+    except BnfuseError as error:
+        return error, []
 
 
 def sampled(images: StreamedImages, seed: int) -> Statistics:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.progress import Progress, bar_of, quiet
 
 from .array_folders import is_array_folder
 from .arrays import array_file
@@ -62,6 +63,7 @@ def load_data(
     mean: Any = None,
     std: Any = None,
     random_crops: bool = False,
+    progress: Progress = quiet,
 ) -> Dataset:
     """Read images by name (`digits`, `fashion-mnist`), of an .npz file, of a folder with a folder for each class, of
     one with `x.npy` and `y.npy`, of WebDataset's tars (`train-{000..009}.tar`), or of Hugging Face's `datasets`
@@ -80,10 +82,13 @@ def load_data(
                      the training images, of streamed ones of some of them
     random_crops     training draws a part of each image: folders are streamed then, so that it is one of the whole
                      image, and the crop share is 0.875 where none is given
+    progress         hears by its bar how many images have been looked at, where they are streamed
 
     Raises BnfuseError with one line that names the file. docs/training.md
     """
-    reading = Reading(image, channels, fit, crop_share, skip_unreadable, stream, workers, seed, random_crops)
+    reading = Reading(
+        image, channels, fit, crop_share, skip_unreadable, stream, workers, seed, random_crops, bar_of(progress)
+    )
     reading.check()
     if classes is not None and not 1 <= classes <= SIZES:
         raise BnfuseError(f"classes={classes} is out of range: it must be from 1 to {SIZES}")

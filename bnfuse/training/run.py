@@ -109,7 +109,8 @@ def train_graph(
     compiling = compiling or Compiling()
     asked = dict(reading or {})
     if not given:
-        asked |= {"random_crops": options.changes.scale is not None, "workers": options.workers or compiling.workers}
+        workers = options.workers or compiling.workers
+        asked |= {"random_crops": options.changes.scale is not None, "workers": workers, "progress": progress}
     found = raw_data_for(graph, data, **asked)
     require_colours(found, options.changes)
     tell_of(found, graph, progress, options.partial)

@@ -8,8 +8,9 @@ from odd_pictures import noise, put, save_odd, save_plain
 from PIL import Image
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.data import load_data
+from bnfuse.data import load_data, reading
 from bnfuse.data.streamed import StreamedImages
+from bnfuse.data.targets import Target
 
 HALF = {"mean": 0.5, "std": 0.25}
 
@@ -144,6 +145,34 @@ def test_what_is_ignored_of_streamed_images_is_told(tmp_path):
     assert "4 of the images may be partly transparent" in told
     sure = "\n".join(load_data(tmp_path, image=16, channels=3, stream=True, skip_unreadable=True).about)
     assert "4 of the images are partly transparent" in sure
+
+
+def test_of_very_many_some_are_looked_at(tmp_path, monkeypatch):
+    save_plain(tmp_path, {"train": 10, "val": 2})
+    monkeypatch.setattr("bnfuse.data.reading.HEADERS", 5)
+    monkeypatch.setattr("bnfuse.data.reading.EVERY", 2)
+    looked, heard = [], []
+    inner = reading.look
+
+    def look(items, asked, index):
+        looked.append(items.name(index))
+        return inner(items, asked, index)
+
+    def progress(_):
+        pass
+
+    progress.bar = lambda done, total, what: heard.append((done, total, what))
+    monkeypatch.setattr(reading, "look", look)
+    load_data(tmp_path, image=8, channels=1, stream=True, workers=1, mean=0.5, std=0.5, progress=progress)
+    assert len(looked) == len(set(looked)) == 9  # five of twenty, four of four
+    assert heard == [*((n, 5, "images looked at") for n in (2, 4, 5)), *((n, 4, "images looked at") for n in (2, 4))]
+
+
+def test_labels_of_pixels_have_no_part_cut_out(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.zeros((4, 8, 8), np.int64))
+    targets = (Target("labels", (8, 8), np.dtype(np.int64), 3),)
+    with pytest.raises(BnfuseError, match="has labels of pixels, which a crop share would have to cut out too"):
+        load_data(tmp_path / "a.npz", image=8, channels=1, targets=targets, crop_share=0.9)
 
 
 def test_sixteen_bits_stay_sixteen_bits(tmp_path):
