@@ -27,6 +27,7 @@ from .dataset import MAX_BYTES, Dataset, Part, Raw, finish, fits_memory
 from .folders import image_folder, listing_of, streamed_folder
 from .hugging_face import PREFIX as HUGGING_FACE
 from .hugging_face import hub_table, is_table, saved_table
+from .masks import mask_folder
 from .reading import SIZES, Reading
 from .targets import Target, are_alike
 from .tars import holds_tars, is_tars, tar_shards
@@ -94,9 +95,13 @@ def load_data(
         raise BnfuseError(f"classes={classes} is out of range: it must be from 1 to {SIZES}")
     name = os.fspath(spec)
     raw = _source(name, reading, targets)
-    first = raw.parts["train"].y
-    if targets and targets[0].is_map and first.dtype.names is None and first.ndim < 3:
-        raise BnfuseError(f"{name}: has one label for each image, the graph takes {targets[0]}: give an .npz of arrays")
+    if targets and targets[0].is_map:
+        classes, first = classes or targets[0].classes, raw.parts["train"].y
+        if first.dtype.names is None and first.ndim < 3:
+            raise BnfuseError(
+                f"{name}: has one label for each image, the graph takes {targets[0]}: give an .npz with masks, or a "
+                "folder of images/ and masks/"
+            )
     if len(targets) > 1 and raw.parts["train"].y.dtype.names is None:
         if not are_alike(targets):
             each = ", ".join(map(str, targets))
@@ -114,7 +119,8 @@ def _source(name: str, reading: Reading, targets: Sequence[Target]) -> Raw:
     path = Path(name)
     is_there = os.path.isdir(path)  # noqa: PTH112 (of a name that is too long, or a place that may not be looked at)
     if is_there and name not in ("digits", "fashion-mnist") and not is_array_folder(path):
-        return _folder(path, reading)
+        maps = len(targets) == 1 and targets[0].is_map
+        return mask_folder(path, reading, targets[0]) if maps else _folder(path, reading)
     if reading.stream:
         raise BnfuseError(f"{name}: holds arrays, which are read as a whole: leave --stream out")
     if name == "digits":
