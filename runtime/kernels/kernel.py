@@ -92,15 +92,24 @@ class Problem:
     after a `Slice`, dy *is* the slot of that channel range; under `Accumulate`, dx *is* the slot
     acc[:, acc_start:acc_stop], updated in place, and `acc` is no parameter. The indices of a MaxPool never leave the
     runtime: they are the position inside the window (row*kernel width + column), in NHWC.
+
+    `tail` are operators on what the operator sums of each channel, done where its sums are joined: each a name in
+    kernels/common/coefficients.py with its arguments. Their parameters follow the operator's.
     """
 
     op: str  # OpSpec.name
     maps: tuple[tuple[str, MapType], ...]
     attributes: tuple[tuple[str, Any], ...] = ()  # name and value; lists as tuples
     weight: tuple[int, ...] = ()  # OIHW, convolutions only
+    tail: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "maps", tuple(with_spread(dict(self.maps)).items()))
+
+    def __repr__(self) -> str:
+        """Show all fields by name, the tail where there is one."""
+        names = ["op", "maps", "attributes", "weight", *(["tail"] if self.tail else [])]
+        return f"Problem({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def spec(self) -> OpSpec:

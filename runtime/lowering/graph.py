@@ -37,6 +37,7 @@ from bnfuse.runtime.lowering.sampled import drawn
 from bnfuse.runtime.lowering.scaling import enter_seed
 from bnfuse.runtime.lowering.source import SOURCE_OPS
 from bnfuse.runtime.lowering.state import Lowering
+from bnfuse.runtime.lowering.tails import join_tails
 from bnfuse.runtime.lowering.values import FOLDED_ELEMENTS, FOLDED_RESULT, Form, check_elements
 from bnfuse.runtime.lowering.weights import pack_parameters
 from bnfuse.runtime.lowering.work import work_of
@@ -98,6 +99,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
         finish(low)
     pack_parameters(low)
     join_chains(low)
+    join_tails(low)
     group_coefficients(low)
     return assemble(low, drawn(low, sampling))
 

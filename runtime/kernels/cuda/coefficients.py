@@ -19,7 +19,7 @@ from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.plain import PLAIN_OPS
 from bnfuse.runtime.kernels.common.coefficients import LOOPS, Loop, Member, param_name
-from bnfuse.runtime.kernels.common.params import unique_name
+from bnfuse.runtime.kernels.common.params import tail_name, unique_name
 from bnfuse.runtime.kernels.cuda.device import Block, Expr, Stage, all_of, below, put, stage, sync, when
 from bnfuse.runtime.kernels.kernel import Kernel, Param
 from bnfuse.runtime.targets.target import CudaTarget
@@ -118,10 +118,25 @@ def _spread(name: str, params: Sequence[Param], loops: Sequence[Loop], wave: lis
     return block.stage
 
 
+def emit_tail(block: Block, tail: Sequence[Member], channel: Expr) -> None:
+    """Emit one channel of the operators behind an operator's sums, which have been stored by the same thread.
+
+    Parameters are named by `tail_name`, and may be the same buffers as others: the stage is one that `may_alias`.
+    """
+    for i, (name, arguments) in enumerate(tail):
+        loop = LOOPS[name](*arguments)
+        _emit_channel(block, loop, {p.name: tail_name(i, p.name) for p in loop.params}, channel)
+
+
 def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, known: bool) -> None:
     """Emit one channel of a member, if it has it. `known`: it does."""
     loop = loops[member]
-    names: Mapping[str, str] = {p.name: param_name(p.name, member, loops) for p in loop.params}
+    names = {p.name: param_name(p.name, member, loops) for p in loop.params}
+    exists = True if known else all_of(channel >= 0, below(channel, loop.channels, False))
+    when(exists, lambda: _emit_channel(block, loop, names, channel))
+
+
+def _emit_channel(block: Block, loop: Loop, names: Mapping[str, str], channel: Expr) -> None:
 
     def place(param: str, row: int) -> Expr:
         at = channel + row * loop.pitch if row else channel
@@ -134,4 +149,4 @@ def _channel(block: Block, loops: Sequence[Loop], member: int, channel: Expr, kn
     def store(param: str, value: Expr, row: int = 0) -> None:
         put(block[names[param]], place(param, row), value)
 
-    when(True if known else all_of(channel >= 0, below(channel, loop.channels, False)), lambda: loop.emit(get, store))
+    loop.emit(get, store)

@@ -154,8 +154,8 @@ class Stages:
         with d.stage(f"{name}_input", self.taken(*names), **launch, shared=shared) as block:
             emit(block, tile, operand, self.epilogue)
         made = self.problem.map(self.result)
-        sizes = {"rows": tile.plan.pixels, "total": made.pixels, "channels": made.c}
-        merge = self.reductions.merge(f"{name}_merge", self.params, tiles=tile.rows_of_partials, **sizes)
+        sizes = {"tiles": tile.rows_of_partials, "rows": tile.plan.pixels, "total": made.pixels, "channels": made.c}
+        merge = self.reductions.merge(f"{name}_merge", self.params, **sizes, tail=self.problem.tail)
         return (block.stage, *merge)
 
     def weight_stages(self, name: str, tile: WeightTile) -> tuple[Stage, ...]:

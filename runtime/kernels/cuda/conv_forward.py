@@ -73,6 +73,7 @@ def _stages(name: str, params: tuple[Param, ...], problem: Problem, tile: Tile) 
         rows=plan.pixels,
         total=c.rows,
         channels=problem.map(EpiloguePlan(problem).result).c,
+        tail=problem.tail,
     )
     return (*_stored(name, params, problem), block.stage, *merge)
 

@@ -28,7 +28,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.opset.spec import CONV_GRADS
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.geometry import spatial_axes
-from bnfuse.runtime.kernels.common.params import operator_params, unique_name
+from bnfuse.runtime.kernels.common.params import is_of_tail, operator_params, unique_name
 from bnfuse.runtime.kernels.common.prologue import ProloguePlan
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_epilogue import DepthwiseEpilogue, own_taps, quantities_of, reductions_of
@@ -143,7 +143,7 @@ def _stages(name: str, problem: Problem, target: CudaTarget, params: tuple[Param
     spec = problem.spec
     inputs, weights = plans_of(problem, target)
     results = {*reductions_of(spec).results, "dweight", "dbias"}
-    used = [p for p in params if p.name not in results]
+    used = [p for p in params if p.name not in results and not is_of_tail(p.name)]
     stages = []
     if plan_of(problem, target) is not None:
         stages.append(_main_stage(name, problem, inputs, used))
@@ -154,7 +154,8 @@ def _stages(name: str, problem: Problem, target: CudaTarget, params: tuple[Param
             stages.append(weight_stage(f"{name}_weight", problem, weights, used))
     reductions = reductions_of(spec)
     x = problem.map("x")
-    stages += reductions.merge(f"{name}_merge", params, tiles=inputs.blocks, rows=1, total=inputs.blocks, channels=x.c)
+    rows = {"tiles": inputs.blocks, "rows": 1, "total": inputs.blocks, "channels": x.c}
+    stages += reductions.merge(f"{name}_merge", params, **rows, tail=problem.tail)
     if quantities_of(problem):
         taken = [p for p in params if p.name in ("weight_partials", "dweight", "dbias")]
         sizes = {"tiles": weights.blocks, "taps": own_taps(problem), "channels": problem.map("dy").c}

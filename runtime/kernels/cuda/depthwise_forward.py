@@ -28,7 +28,7 @@ from tvm.script.ir_builder import tirx as T
 from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan
 from bnfuse.runtime.kernels.common.geometry import spatial_axes
-from bnfuse.runtime.kernels.common.params import operator_params, unique_name
+from bnfuse.runtime.kernels.common.params import is_of_tail, operator_params, unique_name
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda.depthwise_shape import (
     Plan,
@@ -123,10 +123,9 @@ def _stages(name: str, problem: Problem, target: CudaTarget, params: tuple[Param
     if "Statistics" in spec.epilogue:
         y = problem.map("y")
         tiles = (plan_of(problem, work, target) or gathering_plan(work, target)).blocks
-        merged = [p for p in params if p.name in ("partials", "mean", "variance")]
-        stages.append(
-            counted_statistics_stage(f"{name}_merge", merged, tiles=tiles, total=y.pixels, channels=work.channels)
-        )
+        merged = [p for p in params if p.name in ("partials", "mean", "variance") or is_of_tail(p.name)]
+        sizes = {"tiles": tiles, "total": y.pixels, "channels": work.channels}
+        stages.append(counted_statistics_stage(f"{name}_merge", merged, **sizes, tail=problem.tail))
     return tuple(stages)
 
 
@@ -135,7 +134,7 @@ def _main_stage(name: str, problem: Problem, target: CudaTarget, params: tuple[P
     plan = plan_of(problem, work, target)
     gathers = plan is None
     plan = plan or gathering_plan(work, target)
-    used = [p for p in params if p.name not in ("stored", "mean", "variance")]
+    used = [p for p in params if p.name not in ("stored", "mean", "variance") and not is_of_tail(p.name)]
     weight_bytes = 4 * work.taps * plan.vectors * plan.lanes if plan.shared else 0
     sums_bytes = team_of(plan).statistics_bytes if "Statistics" in spec.epilogue else 0
     shared = max(weight_bytes, sums_bytes)

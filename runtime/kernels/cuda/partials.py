@@ -21,7 +21,9 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from bnfuse.runtime.kernels.common.coefficients import Member
 from bnfuse.runtime.kernels.cuda import device as d
+from bnfuse.runtime.kernels.cuda.coefficients import emit_tail
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Stage
 from bnfuse.runtime.kernels.kernel import Param
 
@@ -272,6 +274,7 @@ def sums_stage(
     count: int = 1,
     quantities: int | None = None,
     finish: Callable[[Sequence[Expr]], Sequence[Expr]] = lambda sums: sums,
+    tail: Sequence[Member] = (),
 ) -> Stage:
     """Merge the buffer `held`, [tiles][len(results)][channels], sums, into the results: [channels] float32 each.
 
@@ -299,13 +302,23 @@ def sums_stage(
             for names, value in zip(results, finish(means), strict=True):
                 for result in (names,) if isinstance(names, str) else names:
                     d.put(block[result], columns.channel, tirx.Cast("float32", value))
+            emit_tail(block, tail, columns.channel)
 
         columns.first_lane(store)
 
-    return merge_stage(name, params, tiles, channels, quantities, emit)
+    return merge_stage(name, params, tiles, channels, quantities, emit, may_alias=bool(tail))
 
 
-def statistics_stage(name: str, params: Sequence[Param], *, tiles: int, rows: int, total: int, channels: int) -> Stage:
+def statistics_stage(
+    name: str,
+    params: Sequence[Param],
+    *,
+    tiles: int,
+    rows: int,
+    total: int,
+    channels: int,
+    tail: Sequence[Member] = (),
+) -> Stage:
     """Merge `partials` [tiles][2][channels], mean and M2 of each tile, into "mean" and "variance" (biased), [channels].
 
     Every tile has `rows` pixels but the last, which has the rest of `total`, at least 1.
@@ -339,17 +352,21 @@ def statistics_stage(name: str, params: Sequence[Param], *, tiles: int, rows: in
             m2 = _not_negative(sums[2] + (sums[1] - sums[0] * gap))
             d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
             d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
+            emit_tail(block, tail, columns.channel)
 
         columns.first_lane(store)
 
-    return merge_stage(name, params, tiles, channels, 3, emit)
+    return merge_stage(name, params, tiles, channels, 3, emit, may_alias=bool(tail))
 
 
-def counted_statistics_stage(name: str, params: Sequence[Param], *, tiles: int, total: int, channels: int) -> Stage:
+def counted_statistics_stage(
+    name: str, params: Sequence[Param], *, tiles: int, total: int, channels: int, tail: Sequence[Member] = ()
+) -> Stage:
     """Merge `partials` into "mean" and "variance" (biased), [channels] float32 each, of `total` pixels in all."""
     shared = COUNTED_LANES // 2 * COLUMNS * 3 * 8
     grid = -(-channels // COLUMNS), 1, 1
-    with d.stage(name, params, grid=grid, threads=COUNTED_LANES * COLUMNS, shared=shared) as block:
+    launch: dict[str, Any] = {"grid": grid, "threads": COUNTED_LANES * COLUMNS, "may_alias": bool(tail)}
+    with d.stage(name, params, **launch, shared=shared) as block:
         columns = Columns(block, tiles, channels, COUNTED_LANES, d.shared_memory(shared).view("float64"))
         sums = d.registers(3, "float64")  # n*e, n*e*e, M2 where e is a row's mean less the first row's
         for k in range(3):
@@ -373,6 +390,7 @@ def counted_statistics_stage(name: str, params: Sequence[Param], *, tiles: int, 
             m2 = tirx.Select(m2 < tirx.const(0, "float64"), tirx.const(0, "float64"), m2)
             d.put(block["mean"], columns.channel, tirx.Cast("float32", shift + gap))
             d.put(block["variance"], columns.channel, tirx.Cast("float32", m2 / count))
+            emit_tail(block, tail, columns.channel)
 
         columns.first_lane(store)
     return block.stage
@@ -385,6 +403,8 @@ def merge_stage(
     channels: int,
     values: int,
     emit: Callable[[Block, Columns], None],
+    *,
+    may_alias: bool = False,
 ) -> Stage:
     """Build the stage of merging blocks, whose lanes join `values` float64 each."""
     lanes = MOST_LANES
@@ -392,7 +412,7 @@ def merge_stage(
         lanes //= 2
     shared = lanes // 2 * COLUMNS * values * 8
     grid = -(-channels // COLUMNS), 1, 1
-    with d.stage(name, params, grid=grid, threads=lanes * COLUMNS, shared=shared) as block:
+    with d.stage(name, params, grid=grid, threads=lanes * COLUMNS, shared=shared, may_alias=may_alias) as block:
         emit(block, Columns(block, tiles, channels, lanes, d.shared_memory(shared).view("float64")))
     return block.stage
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
@@ -103,7 +104,7 @@ class Sweep:
         return self.tiles, self.columns, 1
 
     @property
-    def merging(self) -> dict[str, int]:
+    def merging(self) -> dict[str, Any]:
         """Give the arguments of the stage that merges the tiles."""
         return {"tiles": self.tiles, "rows": self.rows, "total": self.pixels, "channels": self.channels}
 
@@ -179,7 +180,7 @@ def operator_kernel(
             epilogue = epilogue_of(problem)(block, problem, sweep.team, memory, sweep.unroll)
             emit(block, epilogue)
             epilogue.close(block.x)
-        return (block.stage, *reductions.merge(f"{name}_merge", params, **sweep.merging))
+        return (block.stage, *reductions.merge(f"{name}_merge", params, **sweep.merging, tail=problem.tail))
 
     return Kernel(name, problem, target, tuple(params), build)
 

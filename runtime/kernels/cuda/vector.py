@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from bnfuse.opset.spec import OpSpec
 from bnfuse.runtime.kernels.common import steps
+from bnfuse.runtime.kernels.common.coefficients import Member
 from bnfuse.runtime.kernels.common.epilogue import EpiloguePlan, Total, totals_of
+from bnfuse.runtime.kernels.common.params import is_of_tail
 from bnfuse.runtime.kernels.cuda import device as d
 from bnfuse.runtime.kernels.cuda import partials
 from bnfuse.runtime.kernels.cuda.device import Block, Buffer, Expr, Lanes, Map, Stage
@@ -166,22 +169,33 @@ class Reductions:
 
     def first_stage(self, params: Sequence[Param]) -> tuple[Param, ...]:
         """Pick those of a kernel's parameters that its tiles take."""
-        return tuple(p for p in params if p.name not in self.results)
+        return tuple(p for p in params if p.name not in self.results and not is_of_tail(p.name))
 
     def merge(
-        self, name: str, params: Sequence[Param], *, tiles: int, rows: int, total: int, channels: int
+        self,
+        name: str,
+        params: Sequence[Param],
+        *,
+        tiles: int,
+        rows: int,
+        total: int,
+        channels: int,
+        tail: Sequence[Member] = (),
     ) -> tuple[Stage, ...]:
-        """Build the stage that merges the rows of partials, where there are any: `total` pixels in tiles of `rows`."""
-        taken = [p for p in params if p.name == "partials" or p.name in self.results]
+        """Build the stage that merges the rows of partials, where there are any: `total` pixels in tiles of `rows`.
+
+        It does the operators of the problem's `tail` with what it has merged.
+        """
+        taken = [p for p in params if p.name == "partials" or p.name in self.results or is_of_tail(p.name)]
+        sizes: dict[str, Any] = {"tiles": tiles, "channels": channels}
         if self.statistics and self.counted:
-            return (partials.counted_statistics_stage(name, taken, tiles=tiles, total=total, channels=channels),)
+            return (partials.counted_statistics_stage(name, taken, **sizes, total=total, tail=tail),)
         if self.statistics:
-            stage = partials.statistics_stage(name, taken, tiles=tiles, rows=rows, total=total, channels=channels)
-            return (stage,)
+            return (partials.statistics_stage(name, taken, **sizes, rows=rows, total=total, tail=tail),)
         if not self:
             return ()
         results = [total.results for total in self.totals]
-        return (partials.sums_stage(name, taken, tiles=tiles, channels=channels, results=results),)
+        return (partials.sums_stage(name, taken, **sizes, results=results, tail=tail),)
 
 
 # -- epilogues -----------------------------------------------------------------------------------------------------
