@@ -149,8 +149,8 @@ class Run:
             return found
         score = evaluate_data(self.step, data, data.final, normalise=self.loader.normalise, ema=self.averaged)
         self.progress(f"{percent(score.accuracy)} right on the test images, after the last epoch")
-        tested = {"tested": score.images, "test_accuracy": score.accuracy, "test_loss": score.loss}
-        return dataclasses.replace(found, **tested, test_top5=score.top5)
+        accuracy, loss, top5 = score.accuracy, score.loss, score.top5
+        return dataclasses.replace(found, tested=score.images, test_accuracy=accuracy, test_loss=loss, test_top5=top5)
 
     # -- beginning -----------------------------------------------------------------------------------------------
 
