@@ -116,8 +116,8 @@ class Engine:
         tensors, packed = self.unpacked(args, kwargs)
         self.refuse(tensors)
         key = self.key(tensors, packed)
-        entry = self.entry(key, (args, kwargs))
-        entry.program.enter(self.watch.tensors(), adopts=True)
+        program, state = self.entry(key, (args, kwargs)).program, self.watch.tensors()
+        program.place_for(state).enter(state, adopts=True)
 
     # -- a call --------------------------------------------------------------------------------------------------
 
@@ -149,6 +149,7 @@ class Engine:
     ) -> Any:
         """Run a program, as one node of autograd where gradients are wanted."""
         captured, state = program.captured, self.watch.tensors()
+        program = program.place_for(state)
         seed = int(torch.randint(2**31 - 1, ()).item()) if program.draws else 0
         call = Call(0, seed, state, tuple(tensors))
         if key.gradients:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from bnfuse.core.errors import BnfuseError
-from bnfuse.runtime import add_batch, compile_step
+from bnfuse.runtime import Step, add_batch, compile_step
 from bnfuse.runtime.hosting import GradientViews
 from bnfuse.runtime.program import program as p
 
@@ -26,8 +25,6 @@ from .capture import Captured
 log = logging.getLogger("bnfuse")
 
 UNSHARED = 2  # uses of a tensor's storage where only that tensor, and who asks, have it
-
-_lent: dict[int, weakref.ref[Program]] = {}  # address of a module's tensor in a step's memory -> whose that is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +48,26 @@ class Call:
 
 
 class Program:
-    """The step of a captured module, for one or several batch sizes. One thread at a time is in it."""
+    """The step of a captured module, for one or several batch sizes. One thread at a time is in it.
 
-    def __init__(self, captured: Captured, compiling: Compiling) -> None:
+    Its memory is that of the tensors that live there. What is called with others, as a copy of the module or
+    `functional_call` does, runs in a `guest`: the same code with memory of its own.
+    """
+
+    def __init__(self, captured: Captured, compiling: Compiling, code: Step | None = None) -> None:
         self.captured, self.compiling = captured, compiling
         self.lock = threading.RLock()
-        self.step = compile_step(
-            captured.rewritten,
-            target=compiling.target,
-            precision=compiling.precision,
-            threads=compiling.threads,
-            cache=compiling.cache,
+        self.guest: Program | None = None
+        self.step = (
+            same_code(code)
+            if code is not None
+            else compile_step(
+                captured.rewritten,
+                target=compiling.target,
+                precision=compiling.precision,
+                threads=compiling.threads,
+                cache=compiling.cache,
+            )
         )
         if self.step.target.precision == "fp16":
             self.step.loss_scale = 1.0  # what gradients come in with is the caller's
@@ -89,11 +95,27 @@ class Program:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
+    def elsewhere(self, state: Mapping[str, torch.Tensor]) -> list[str]:
+        """Name the tensors that do not lie in the step's memory."""
+        homes = self.home
+        return [name for name, one in state.items() if name in homes and one.data_ptr() != homes[name].data_ptr()]
+
+    def place_for(self, state: Mapping[str, torch.Tensor]) -> Program:
+        """Give the program whose memory the tensors may enter: this one, unless others live where they would go."""
+        with self.lock:
+            if all(uses(self.home[name]) == UNSHARED for name in self.elsewhere(state)):
+                return self
+            if self.guest is None:
+                self.guest = Program(self.captured, self.compiling, self.step)
+            for batch, size in self.step._sizes.by_batch.items():
+                if batch not in self.guest.batches:
+                    self.guest.step.add(*size.compiled)
+            return self.guest.place_for(state)
+
     def enter(self, state: Mapping[str, torch.Tensor], *, adopts: bool) -> list[str]:
         """Bring the module's tensors into the step's memory, those that are not there. Gives the names of those that
         are elsewhere and stay there."""
-        known = [name for name in self.home if name in state]
-        late = [name for name in known if state[name].data_ptr() != self.home[name].data_ptr()]
+        late = self.elsewhere(state)
         if not late:
             return late
         targets, sources = [], []
@@ -111,17 +133,13 @@ class Program:
         return [name for name in late if not (adopts and self.adopt(name, state[name]))]
 
     def adopt(self, name: str, tensor: torch.Tensor) -> bool:
-        """Let a tensor of the module be a view of the step's memory, if it is nobody else's: not a part of a larger
-        one, not another step's. Says whether it is one now."""
-        home = self.home[name]
+        """Let a tensor of the module be a view of the step's memory, if its own is nobody else's: another tensor's, or
+        another step's. Says whether it is one now."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_leaf and tensor.is_contiguous()
-        alone = plain and tensor.untyped_storage().nbytes() == tensor.nbytes
-        owner = _lent.get(tensor.data_ptr(), lambda: None)()
-        if not alone or owner is not None or name in self.captured.cumulative or not tensor.numel():
+        if not plain or uses(tensor) != UNSHARED or name in self.captured.cumulative or not tensor.numel():
             return False
         with torch.inference_mode(False):
-            tensor.data = home
-        _lent[home.data_ptr()] = weakref.ref(self)
+            tensor.data = self.home[name]
         return True
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -172,6 +190,10 @@ class Program:
         parameters by name, and of inputs by place: nothing that runs later writes to them."""
         captured, step = self.captured, self.step
         if not step.is_current(call.ticket):
+            place = self.place_for(call.state)
+            if place is not self:
+                with place.lock:
+                    return place.backward(call, gradients)
             self.forward(call, again=True)
         if self.on_gpu:
             self.use_stream()
@@ -229,11 +251,22 @@ class Gradients:
 
     def _copied(self) -> torch.Tensor:
         for held in self._held:
-            if torch._C._storage_Use_Count(held.untyped_storage()._cdata) == UNSHARED:
+            if uses(held) == UNSHARED:
                 return held.copy_(self.flat)
         made = self.flat.clone()
         self._held = [*self._held[-1:], made]
         return made
+
+
+def uses(tensor: torch.Tensor) -> int:
+    """Count who has a tensor's memory: tensors, arrays that are views of them, and who asks."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def same_code(code: Step) -> Step:
+    """Make a step of the programs of another one, with memory of its own."""
+    first, *others = code._sizes.compiled
+    return Step(*first, *others, target=code.target, optimizer=code.optimizer, model=code.model)
 
 
 def as_torch(view: Any) -> torch.Tensor:

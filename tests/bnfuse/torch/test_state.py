@@ -55,6 +55,23 @@ def test_an_optimiser_s_update_is_seen_without_a_copy(fused):
     assert fused.stem[0].weight.data_ptr() == home
 
 
+def test_what_others_hold_is_left_alone(fused):
+    """Tensors that a call uses in the place of parameters, and those that were parameters, keep their values."""
+    import torch
+    from front_door import images
+
+    held = fused.state_dict()
+    before = {name: one.clone() for name, one in held.items()}
+    other = {name: 2 * one.detach() for name, one in fused.named_parameters()}
+    wanted = {name: one.clone() for name, one in other.items()}
+    found = torch.func.functional_call(fused.eval(), other, images())
+    assert all(torch.equal(one, wanted[name]) for name, one in other.items())
+    assert all(torch.equal(one, before[name]) for name, one in fused.state_dict().items())
+    fused.load_state_dict({**held, **other}, assign=True)
+    torch.testing.assert_close(fused(images()), found)
+    assert all(torch.equal(one, before[name]) for name, one in held.items())
+
+
 def test_other_types_are_refused(fused):
     import torch
     from front_door import images
@@ -115,8 +132,10 @@ def test_a_copy_is_its_own(fused):
     assert fused.head.weight.grad is None
     with torch.no_grad():
         double.head.weight.zero_()
+    before = fused.head.weight.clone()
     agrees(fused)
     agrees(double)
+    assert torch.equal(fused.head.weight, before) and not double.head.weight.any()
 
 
 def test_pickling_and_data_parallel_are_refused(fused):
