@@ -98,7 +98,7 @@ def run(
     data: Annotated[
         str | None,
         typer.Option(
-            "--data", metavar="NAME|DIR|FILE.npz", help="Training data (default: random).", show_default=False
+            "--data", metavar="NAME|DIR|FILE.npz|...", help="Training data (default: random).", show_default=False
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 10,

@@ -73,7 +73,7 @@ def _siblings(cpu: int) -> str:
 def quotas() -> Iterator[float]:
     """List the processors' worth of time that this process's cgroups grant, those of both versions and their
     parents."""
-    for folder in _cgroups():
+    for folder in cgroups():
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
@@ -84,7 +84,7 @@ def quotas() -> Iterator[float]:
                 yield int(quota) / int(period)
 
 
-def _cgroups() -> Iterator[pathlib.Path]:
+def cgroups() -> Iterator[pathlib.Path]:
     """Folders that may hold a quota: of version 2, and of version 1's controller `cpu`; within a container the path
     that the kernel names is not there, and the root is the container's own."""
     try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.memory import free_memory
 
 from .reading import Reading, Statistics, given_statistics, sampled
 from .resizing import to_images
@@ -237,17 +236,8 @@ def check_labels(y: np.ndarray, count: int, name: str, part: str = "") -> np.nda
 
 def fits_memory(count: int, channels: int, height: int, width: int) -> bool:
     """Tell whether all images fit into memory as float32: into what is held at the most, and into what is free now."""
-    size = 4 * count * channels * height * width
-    return size <= min(MAX_BYTES, FREE_SHARE * (free_memory() or math.inf))
-
-
-def free_memory() -> int | None:
-    """Tell how many bytes of memory are available, None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
+    size, free = 4 * count * channels * height * width, free_memory()
+    return size <= MAX_BYTES and (free is None or size <= FREE_SHARE * free)
 
 
 def check_memory(count: int, channels: int, height: int, width: int, name: str) -> None:

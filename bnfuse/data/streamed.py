@@ -10,7 +10,7 @@ What numpy's arrays have of shape, length and indexing it has too, which is all 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,10 +73,12 @@ class StreamedImages:
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, chosen: slice | np.ndarray | Sequence[int]) -> np.ndarray:
-        indices = range(len(self))[chosen] if isinstance(chosen, slice) else [int(index) for index in chosen]
+    def __getitem__(self, chosen: Any) -> np.ndarray:
+        indices = np.arange(len(self))[chosen]  # slices, numbers, masks: whatever numpy takes for one axis
+        if indices.ndim == 0:
+            return self.row(int(indices))
         found = np.empty((len(indices), *self.shape[1:]), np.float32)
-        for place, row in enumerate(each(self.row, indices, self.workers)):
+        for place, row in enumerate(each(self.row, indices.tolist(), self.workers)):
             found[place] = row
         return found
 

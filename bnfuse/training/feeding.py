@@ -17,6 +17,7 @@ from bnfuse.data import Dataset, batches, load_data
 from bnfuse.data.augment import Augment
 from bnfuse.data.dataset import check_all_labels
 from bnfuse.data.loaders import LoadedImages, dataset_of, loaders_in
+from bnfuse.data.pieces import in_order
 from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import Target, are_alike, checked, chosen_first, fed_labels, scored
 from bnfuse.graph.labels import classes_of
@@ -145,6 +146,9 @@ def slices(images: Any, labels: np.ndarray, batch: int) -> Iterator[tuple[np.nda
     """Go through images and labels in order, `batch` at a time; the last one has what is left."""
     if isinstance(images, LoadedImages):
         yield from images.all()
+        return
+    if isinstance(images, StreamedImages):
+        yield from ((x, labels[part]) for part, x in in_order(images, batch))
         return
     for start in range(0, len(labels), batch):
         yield images[start : start + batch], labels[start : start + batch]

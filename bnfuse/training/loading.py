@@ -10,10 +10,8 @@ pictures, are made by several workers, a few of them each; of what lies in memor
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -22,13 +20,9 @@ from bnfuse.data import Dataset
 from bnfuse.data.augment import Augment
 from bnfuse.data.loaders import LoadedImages
 from bnfuse.data.making import Maker
-from bnfuse.data.processes import makers
+from bnfuse.data.pieces import batches_made
 from bnfuse.data.streamed import StreamedImages
 from bnfuse.data.targets import scored
-from bnfuse.data.workers import threads
-
-PIECE = 8  # images that a worker makes at a time, at most
-IN_HAND = 2  # batches that workers are at, or wait for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,36 +147,10 @@ class Loader:
             yield Batch(epoch, index, self.maker.made(chosen, epoch), self.labels(chosen, epoch))
 
     def _by_workers(self, first: int, last: int, skip: int) -> Iterator[Batch]:
-        """Hand batches out piece by piece, some of them ahead, and give them in order."""
-        piece = max(1, min(PIECE, self.batch // self.workers))
-        made, close = makers(self.maker, self.workers, piece)
-        pool = threads(self.workers)
-        waiting: collections.deque[tuple[int, int, np.ndarray, list[Future[np.ndarray]]]] = collections.deque()
-        try:
-            for epoch, index, chosen in self._places(first, last, skip):
-                starts = range(0, len(chosen), piece)
-                pieces = [pool.submit(made, chosen[start : start + piece], epoch) for start in starts]
-                waiting.append((epoch, index, chosen, pieces))
-                if len(waiting) >= IN_HAND:
-                    yield self._gathered(*waiting[0])
-                    waiting.popleft()
-            while waiting:
-                yield self._gathered(*waiting[0])
-                waiting.popleft()
-        finally:
-            for *_, pieces in waiting:
-                for future in pieces:
-                    future.cancel()
-            close()
-
-    def _gathered(self, epoch: int, index: int, chosen: np.ndarray, pieces: list[Future[np.ndarray]]) -> Batch:
-        found = np.empty((len(chosen), *self.data.train_x.shape[1:]), np.float32)
-        start = 0
-        for piece in pieces:
-            rows = piece.result()
-            found[start : start + len(rows)] = rows
-            start += len(rows)
-        return Batch(epoch, index, found, self.labels(chosen, epoch))
+        places = self._places(first, last, skip)
+        wanted = (((epoch, index), chosen, epoch) for epoch, index, chosen in places)
+        for (epoch, index), chosen, x in batches_made(self.maker, self.workers, self.batch, wanted):
+            yield Batch(epoch, index, x, self.labels(chosen, epoch))
 
     def labels(self, chosen: np.ndarray, epoch: int) -> np.ndarray:
         """Give the labels of images; those of pixels are mirrored where the images are."""
