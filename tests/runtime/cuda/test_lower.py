@@ -316,9 +316,9 @@ def test_what_is_read_was_written_before():
 @pytest.mark.parametrize("optimizer", [MOMENTUM, AdamW(lr=0.1)])
 def test_fp16_scales_from_the_loss_to_the_update(optimizer):
     program = network("densenet40", "icf", gpu("fp16"), 32, optimizer)[0].program
-    scaled = [launch for launch in program.launches if p.Scalar("loss_scale") in launch.arguments]
+    scaled = [launch for launch in program.launches if p.Scalar("divisor") in launch.arguments]
     assert [launch.phase for launch in scaled] == ["update"]
-    assert all(launch.arguments[-1] == p.Scalar("loss_scale") for launch in scaled)
+    assert all(launch.arguments[-1] == p.Scalar("divisor") for launch in scaled)
     assert program.finite in {b.storage for b in scaled[0].buffers}
     begun = [launch for launch in program.launches if program.seed in {b.storage for b in launch.buffers}]
     assert begun and {launch.phase for launch in begun} == {"backward"}
@@ -326,7 +326,7 @@ def test_fp16_scales_from_the_loss_to_the_update(optimizer):
     assert (again.finite, again.seed, again.storages) == (program.finite, program.seed, program.storages)
     plain = network("densenet40", "icf", gpu(), 32, optimizer)[0].program
     assert plain.finite is None and plain.seed is None
-    assert not any(p.Scalar("loss_scale") in launch.arguments for launch in plain.launches)
+    assert not any(p.Scalar("divisor") in launch.arguments for launch in plain.launches)
 
 
 def test_fp16_refuses_gradients_that_no_loss_scales():
