@@ -71,6 +71,7 @@ def ours(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         epochs=args.epochs,
         optimizer=bnfuse.SGD(lr=args.lr, momentum=MOMENTUM, weight_decay=DECAY),
         target=args.target,
+        precision=args.precision,
         threads=args.threads,
         workers=args.workers,
         augment=f"random-resized-crop:{LEAST},flip",
@@ -134,7 +135,9 @@ def theirs(args: argparse.Namespace, seed: int, channels_last: bool) -> dict[str
             images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * 0.5 * (1 + math.cos(math.pi * count / total))
-            loss = torch.nn.functional.cross_entropy(model(images.contiguous(memory_format=layout)), labels)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                logits = model(images.contiguous(memory_format=layout))
+                loss = torch.nn.functional.cross_entropy(logits, labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -203,6 +206,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--target", default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"))
     parser.add_argument("--python-of-torch", default=sys.executable, help="where torch and torchvision are installed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)

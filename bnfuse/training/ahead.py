@@ -32,7 +32,7 @@ class Ahead(Generic[T]):
         self._source, self._depth = source, depth
         self._ready: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
         self._unwanted, self._ended, self._made = threading.Event(), False, 0
-        self._begun = time.perf_counter()
+        self._begun = self._first = self._latest = time.perf_counter()
         self._thread = threading.Thread(target=self._work, name="bnfuse-loader", daemon=True)
         self._thread.start()
 
@@ -54,11 +54,17 @@ class Ahead(Generic[T]):
         raise StopIteration
 
     def filled(self, seconds: float) -> float:
-        """Wait, for so long at most, until as many items are ready as may be. Gives how many were made in a second
-        since the beginning; 0 where there is none yet. For before the first is taken."""
-        while time.perf_counter() - self._begun < seconds and not self._ready.full() and self._thread.is_alive():
+        """Wait for the first item, and then, for so long at most, until as many are ready as may be.
+
+        Gives how many were made in a second from the first on, or up to it where there is no other; 0 where there is
+        none. For before the first is taken."""
+        while self._thread.is_alive() and not self._ready.full():
+            if self._made and time.perf_counter() - self._begun > seconds:
+                break
             time.sleep(LOOK)
-        return self._made / (time.perf_counter() - self._begun)
+        if self._made < 2:
+            return self._made / (time.perf_counter() - self._begun)
+        return (self._made - 1) / max(self._latest - self._first, 1e-9)
 
     def close(self) -> None:
         """End the thread, and drop what waits."""
@@ -78,6 +84,8 @@ class Ahead(Generic[T]):
     def _work(self) -> None:
         try:
             for item in self._source:
+                self._latest = time.perf_counter()
+                self._first = self._first if self._made else self._latest
                 self._made += 1
                 if not self._offer("item", item):
                     return

@@ -132,6 +132,10 @@ def test_waiting_is_measured_where_it_is():
     with prefetched(slow()) as ahead:
         assert list(ahead) == [0, 1, 2, 3]
         assert 0.15 < ahead.waited < 1.0
+    with prefetched(slow()) as ahead:
+        assert 5 < ahead.filled(0.12) < 25  # 20 a second on an idle machine
+    with prefetched(slow()) as ahead:
+        assert 0 < ahead.filled(0.0) < 25
     ahead = Ahead(iter(range(100)))
     assert ahead.filled(5.0) > 3
     for _ in range(10):
