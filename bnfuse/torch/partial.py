@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from bnfuse.core.errors import BnfuseError
 
-from .capture import as_found
 from .reports import Part, Report, report
+from .undisturbed import as_found
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 MAPS = (nn.modules.conv._ConvNd, nn.Linear)

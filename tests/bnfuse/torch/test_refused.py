@@ -20,6 +20,7 @@ def refused(forward, match, **attributes):
             super().__init__()
             self.conv = nn.Conv2d(3, 4, 1)
             self.register_buffer("seen", nn.Parameter(images(1)).detach().mean((0, 2, 3)))
+            self.calls = 0
             for name, value in attributes.items():
                 setattr(self, name, value)
 
@@ -60,6 +61,17 @@ def hooked(module, x):
     return y
 
 
+def counting(module, x):
+    module.calls += 1
+    return module.conv(x)
+
+
+def dropping(module, x):
+    import random
+
+    return module.conv(x) if random.random() < 0.5 else 2 * module.conv(x)
+
+
 def counted(module, x):
     module.seen += x.mean((0, 2, 3))
     return module.conv(x)
@@ -73,6 +85,9 @@ def counted(module, x):
         (straight_through, "the autograd.Function 'Round'"),
         (hooked, "a tensor with a hook"),
         (counted, "changes 'seen' in place"),
+        (counting, "changes the attribute 'calls'"),
+        (dropping, "draws by Python's or numpy's random"),
+        (lambda m, x: m.conv(x.mul_(2)), "changes its input in place"),
         (lambda m, x: (m.conv(x), x), "returns an input or a parameter as it is"),
         (lambda m, x: m.conv(x).argmax(1), "returns a tensor of torch.int64"),
         (lambda m, x: m.conv(x) if x.sum() > 0 else x, "torch.export cannot capture it"),

@@ -1,0 +1,150 @@
+"""Around a capture: module and process stay as they were, and what an exported graph would not show is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bnfuse.core.errors import BnfuseError
+
+from .facts import BATCH_NORM, STATISTICS
+from .watch import is_plain
+
+
+@contextlib.contextmanager
+def as_found(module: nn.Module, *, watched: bool = True) -> Iterator[None]:
+    """Let the state of the random generators be as it was, and autocast off, while a module is captured.
+
+    `watched` refuses what a graph of operators does not show of gradients.
+    """
+    device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(device.type, enabled=False),
+        what_gradients_would_miss() if watched else contextlib.nullcontext(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def what_gradients_would_miss() -> Iterator[None]:
+    """Refuse what a graph of operators does not show: gradients that a function of its own or a hook gives.
+
+    Other threads go on as they did.
+    """
+    here = threading.get_ident()
+
+    def refusing(kind: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != here:
+                return own(self, *args, **kwargs)
+            what = getattr(self, "__name__", type(self).__name__)
+            raise BnfuseError(f"{kind.format(what)} has a gradient that is not that of its operators")
+
+        return call
+
+    function, tensor = torch.autograd.Function, torch.Tensor
+    apply, hook = function.__dict__["apply"], tensor.register_hook
+    function.apply = classmethod(  # type: ignore[assignment, method-assign]
+        refusing("the autograd.Function '{}'", apply.__func__)
+    )
+    tensor.register_hook = refusing("a tensor with a hook ('{}.register_hook')", hook)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        function.apply, tensor.register_hook = apply, hook  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def no_traces(module: nn.Module) -> Iterator[None]:
+    """Refuse a forward that draws by Python's or numpy's generators, or counts in attributes: it would do so once.
+
+    What it did is undone.
+    """
+    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what modules draw by
+    modules = [(path, one, plain_attributes(one)) for path, one in module.named_modules()]
+    yield
+    if random.getstate() != python or str(np.random.get_state()) != str(numbers):  # noqa: NPY002
+        random.setstate(python)
+        np.random.set_state(numbers)  # noqa: NPY002
+        raise BnfuseError(
+            "its forward draws by Python's or numpy's random, and would always draw the same: draw by torch.rand"
+        )
+    for path, one, before in modules:
+        after = plain_attributes(one)
+        if odd := sorted(key for key in {*before, *after} if before.get(key) != after.get(key)):
+            for key in odd:
+                one.__dict__.pop(key, None)
+                one.__dict__.update({key: before[key]} if key in before else {})
+            what = f"{path}.{odd[0]}".lstrip(".")
+            raise BnfuseError(f"its forward changes the attribute '{what}', which a fused one would not")
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Give the attributes of a module that are numbers, texts and the like."""
+    return {key: value for key, value in module.__dict__.items() if is_plain(value)}
+
+
+@contextlib.contextmanager
+def with_parameters(module: nn.Module) -> Iterator[None]:
+    """Let tensors that stand in the place of parameters (torch.func.functional_call) be parameters while a module is
+    captured."""
+    tables: list[dict[str, Any]] = [one._parameters for one in module.modules()]
+    odd = [
+        (table, key, tensor)
+        for table in tables
+        for key, tensor in table.items()
+        if tensor is not None and not isinstance(tensor, nn.Parameter)
+    ]
+    try:
+        for table, key, tensor in odd:
+            table[key] = nn.Parameter(tensor.detach(), tensor.requires_grad)
+        yield
+    finally:
+        for table, key, tensor in odd:
+            table[key] = tensor
+
+
+@contextlib.contextmanager
+def cumulative_momentum(module: nn.Module) -> Iterator[set[str]]:
+    """Let BatchNorms with momentum=None be captured as giving the statistics of the batch. Gives the names of theirs.
+
+    The mean over all batches is made of them, and of the count, after each forward.
+    """
+    found = [(key, one) for key, one in module.named_modules() if isinstance(one, BATCH_NORM) and one.momentum is None]
+    try:
+        for _, norm in found:
+            norm.momentum = 1.0
+        yield {f"{key}.{what}" if key else what for key, _ in found for what in STATISTICS}
+    finally:
+        for _, norm in found:
+            norm.momentum = None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out what exporters print and warn of: what counts is looked at here."""
+    loggers = [logging.getLogger(each) for each in ("torch.onnx", "torch.export", "onnxscript")]
+    levels = [each.level for each in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for each, level in zip(loggers, levels, strict=True):
+                each.setLevel(level)
