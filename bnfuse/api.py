@@ -378,6 +378,7 @@ def train(
 
     Data, options and places are looked at before anything is compiled. docs/training.md
     """
+    from bnfuse.runtime.program.groups import check_globs
     from bnfuse.runtime.program.optim import require_optimizer
     from bnfuse.training import Options
     from bnfuse.training.run import Compiling, train_graph
@@ -391,6 +392,8 @@ def train(
         require_writable(export)
     require_gpu(target, precision)
     graph = frozen(open_graph(source, **opening), freeze)
+    if optimizer is not None:
+        check_globs(optimizer, graph.signature.trainable)
     if weights is not None:
         graph = weighted(graph, weights, loading, wanted, progress)
     return train_graph(

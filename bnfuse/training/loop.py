@@ -34,6 +34,7 @@ from bnfuse.training.options import Options
 from bnfuse.training.plotting import draw
 from bnfuse.training.schedules import Schedule
 from bnfuse.training.tracking import Tracker
+from bnfuse.training.updates import require_updates
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -72,6 +73,8 @@ def train_by(
             checkpoints.remove_leftovers(Path(place).parent, Path(place).name)
     workers = options.workers or default_workers(busy_threads(step.target))
     loader = Loader(data, batch_of(step), options.seed, options.changes, normalise, options.partial, workers)
+    if (left_over := require_updates(step.optimizer, loader.steps)) is not None:
+        progress(left_over)
     if loader.rest and loader.rest not in step.batches:
         add_batch(step, loader.rest)
     with contextlib.ExitStack() as stack:

@@ -22,11 +22,15 @@ def draw(history: History, path: str | Path, title: str = "") -> None:
     left.plot([e.epoch for e in epochs], [e.loss for e in epochs], color=LOSS, marker=".")
     evaluated = [(e.epoch, 100 * e.accuracy) for e in epochs if e.accuracy is not None]
     right.plot(*zip(*evaluated, strict=True), color=ACCURACY, marker=".") if evaluated else None
+    averaged = [(e.epoch, 100 * e.ema_accuracy) for e in epochs if e.ema_accuracy is not None]
+    if averaged:
+        right.plot(*zip(*averaged, strict=True), color=ACCURACY, marker=".", linestyle="--", label="average of weights")
+        right.legend(loc="lower left", fontsize=9, frameon=False)
     for axis, what in ((left, "training loss"), (right, "accuracy on held-out images, %")):
         finish(axis, what)
     best = history.best
     if best is not None:
-        note = f"best {100 * (best.accuracy or 0.0):.2f} % in epoch {best.epoch}"
+        note = f"best {100 * (best.score or 0.0):.2f} % in epoch {best.epoch}"
         right.text(0.98, 0.03, note, ha="right", transform=right.transAxes, fontsize=9, color="#555555")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     save_figure(figure, path)

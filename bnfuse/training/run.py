@@ -37,6 +37,7 @@ from bnfuse.training.loading import Loader, require_colours
 from bnfuse.training.loop import train_by
 from bnfuse.training.nonfinite import require_finite_state
 from bnfuse.training.options import Options
+from bnfuse.training.updates import require_updates
 
 if TYPE_CHECKING:
     from bnfuse.runtime import Step
@@ -120,6 +121,7 @@ def train_graph(
     labelling_of(graph, found, options.recipe)
     require_followed(found, options.changes)
     batches = last_batches(graph, found, options.partial)
+    require_updates(compiling.optimizer, Loader(found, graph.batch, partial=options.partial).steps)
     require_state(graph, options.started_from)
     if export is not None:
         require_exportable(graph)

@@ -33,8 +33,11 @@ def new_step(**more):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    step, folder = new_step(), tmp_path_factory.mktemp("unbroken")
-    return step, train_step(step, small_data(), **RUN, save_to=folder, metrics=folder / "run.jsonl"), folder
+    step, folder, said = new_step(), tmp_path_factory.mktemp("unbroken"), []
+    places = {"save_to": folder, "metrics": folder / "run.jsonl"}
+    history = train_step(step, small_data(), **RUN, **places, progress=said.append)
+    assert said[0] == "updates are of 2 batches; the last one of an epoch is of 1"
+    return step, history, folder
 
 
 def test_both_networks_are_evaluated_and_the_average_decides(unbroken):
@@ -177,6 +180,8 @@ def test_the_command_line_asks_for_all_of_it(tmp_path, monkeypatch, capsys):
         (["--opt", "alpha=0.9"], "optimizer sgd has no 'alpha': it has momentum, nesterov, no_decay, weight_decay"),
         (["--clip-norm", "1", "--clip-value", "1"], "give one of them"),
         (["--freeze", "stem*"], "--freeze 'stem*' matches no parameter"),
+        (["--lr-of", "stem*=2"], "group: no parameter is named like 'stem*'"),
+        (["--accumulate", "1000"], "accumulate=1000: an epoch has 89 batches"),
     ],
 )
 def test_what_cannot_be_followed_is_one_line(options, what, tmp_path, capsys):
