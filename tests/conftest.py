@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ def imports_torchvision() -> bool:
     return True
 
 
-def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
-    """By marker: whether its tests run, and what to say where they do not."""
+def needs(config: pytest.Config, marked: Collection[str] = ()) -> dict[str, tuple[bool, str]]:
+    """By marker: whether its tests run, and what to say where they do not. What takes long to find out is asked for the
+    markers that there are alone."""
     tools = all(shutil.which(tool) for tool in EMULATION_TOOLS)
     asked = "emulation" in str(config.getoption("markexpr"))
     return {
@@ -83,7 +84,7 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
             "write for TensorBoard, which needs tensorboardX (pip install '.[tensorboard]')",
         ),
         "torchvision": (
-            imports_torchvision(),
+            "torchvision" not in marked or imports_torchvision(),
             "need torchvision, which is not installed, or not for this torch (pip install torchvision)",
         ),
         "datasets": (
@@ -117,7 +118,8 @@ def needs(config: pytest.Config) -> dict[str, tuple[bool, str]]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests run where what their marker names is there; elsewhere they are deselected, and the summary counts them."""
     counts = config.stash.setdefault(DESELECTED, {})
-    for marker, (runs, _) in needs(config).items():
+    marked = {marker.name for item in items for marker in item.iter_markers()}
+    for marker, (runs, _) in needs(config, marked).items():
         out = [] if runs else [item for item in items if item.get_closest_marker(marker)]
         if out:
             items[:] = [item for item in items if item not in out]

@@ -114,7 +114,7 @@ def test_every_path_that_a_document_names_is_there():
             assert file in files, f"{document.name} names {file}"
 
 
-METADATA = {f"bnfuse.{key}" for key in ("classes", "input_mean", "input_scale", "input_std")}
+METADATA = {f"bnfuse.{key}" for key in ("classes", "input_crop_share", "input_mean", "input_scale", "input_std")}
 METADATA |= {f"bnfuse.{key}" for key in ("notes", "pass", "roles", "sampling", "sources")}
 """Keys of files, which read like modules."""
 
