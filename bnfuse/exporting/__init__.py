@@ -22,7 +22,11 @@ from bnfuse.core.errors import BnfuseError, first_line
 from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.exporting.expand import Expansion
 from bnfuse.exporting.rows import whole_rows
+from bnfuse.fromtorch.tensors import as_array
+from bnfuse.fromtorch.weights import is_pickle, read_weights
 from bnfuse.graph.io import save
+from bnfuse.graph.module_state import ModuleState
+from bnfuse.graph.state_matching import fitted, matched
 from bnfuse.graph.training_graph import TrainingGraph, open_graph
 
 if TYPE_CHECKING:
@@ -53,7 +57,7 @@ def export_model(
     scored on, the middle, by its share of the shorter side). Gives why its batch is fixed, None where it is open."""
     graph, values = opened(source, **signature)
     if state is not None:
-        values = checked_state(read_state(state, ema=ema), values, graph.name)
+        values = checked_state(read_state(state, ema=ema), graph, values, graph.name)
     elif ema:
         values = averages_of(source)
     require_finite(graph, values)
@@ -91,7 +95,7 @@ def require_state(graph: TrainingGraph, path: str | os.PathLike[str] | None) -> 
     """Raise where values are missing: of the graph's own, or in the file that they are to be read from."""
     own = graph.state()
     if path is not None:
-        checked_state(read_state(path), own, os.fspath(path))
+        checked_state(read_state(path), graph, own, os.fspath(path))
 
 
 def inference_model(graph: TrainingGraph, state: Mapping[str, np.ndarray]) -> onnx.ModelProto:
@@ -189,7 +193,8 @@ def opened(source: Any, **signature: Any) -> tuple[TrainingGraph, dict[str, np.n
 
 
 def read_state(state: Mapping[str, np.ndarray] | str | os.PathLike[str], *, ema: bool = False) -> dict[str, np.ndarray]:
-    """Give the values by name, of a checkpoint's file without those of the optimiser; with `ema` the averages in it."""
+    """Give the values by name, of a checkpoint's file without those of the optimiser, or of a file of torch; with `ema`
+    the averages in a checkpoint."""
     if isinstance(state, Mapping):
         return dict(state)
     if ema:
@@ -197,16 +202,22 @@ def read_state(state: Mapping[str, np.ndarray] | str | os.PathLike[str], *, ema:
         if not found:
             raise BnfuseError(f"{os.fspath(state)}: holds no average of the weights: train with --ema to have one")
         return {name.removeprefix(AVERAGE): value for name, value in found.items()}
+    if is_pickle(state):
+        return read_weights(state)
     return read_safetensors(state, lambda name: not name.startswith(MOMENTS))[0]
 
 
-def checked_state(state: dict[str, np.ndarray], own: Mapping[str, np.ndarray], file: str) -> dict[str, np.ndarray]:
-    """Give the values that the graph has, from those of a state. Raises BnfuseError where one is missing, or of another
-    shape."""
-    for name, value in own.items():
-        if name not in state:
-            raise BnfuseError(f"{file}: the state lacks '{name}': is it of this network?")
-        if state[name].shape != value.shape:
-            found, wanted = list(state[name].shape), list(value.shape)
-            raise BnfuseError(f"{file}: the state's '{name}' has the shape {found}, not {wanted}")
-    return {name: np.asarray(state[name], value.dtype) for name, value in own.items()}
+def checked_state(
+    state: Mapping[str, Any], graph: TrainingGraph, own: Mapping[str, np.ndarray], file: str
+) -> dict[str, np.ndarray]:
+    """Give the values that the graph has, from those of a state, under the names of the graph or of the torch module
+    behind it. Raises BnfuseError where one is missing, or of another shape."""
+    try:
+        found = matched(state, own, ModuleState.from_metadata(graph.model.metadata_props), as_array)
+        if found.missing:
+            raise BnfuseError(f"the state lacks '{found.missing[0]}': is it of this network?")
+        arrays = {name: as_array(value, f"the state's '{name}'") for name, value in found.values.items()}
+        fitted(arrays, {name: (value.shape, value.dtype) for name, value in own.items()}, None)
+    except BnfuseError as error:
+        raise BnfuseError(f"{file}: {error}") from None
+    return {name: np.asarray(arrays.get(name, value), value.dtype) for name, value in own.items()}

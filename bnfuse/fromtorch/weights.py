@@ -39,6 +39,11 @@ def read_weights(spec: str | os.PathLike[str]) -> dict[str, Any]:
     raise BnfuseError(f"{text}: names no weights: give {FORMS}")
 
 
+def is_pickle(spec: str | os.PathLike[str]) -> bool:
+    """Tell whether a file is one of torch.save, by its name."""
+    return Path(spec).suffix.lower() in PICKLES
+
+
 def safe_tensors(path: str) -> dict[str, Any]:
     """Read a file of safetensors. Types that numpy has not (bfloat16) are read by torch, where that is installed."""
     with opened(path) as file:

@@ -25,6 +25,7 @@ from bnfuse.data import Dataset, load_data
 from bnfuse.data.loaders import dataset_of, loaders_in
 from bnfuse.data.targets import Target
 from bnfuse.exporting import MEAN_KEY, SCALE_KEY, SHARE_KEY, STD_KEY, read_state
+from bnfuse.fromtorch.weights import is_pickle
 from bnfuse.graph.io import read_proto
 from bnfuse.graph.signature import METADATA_KEY
 from bnfuse.graph.training_graph import open_graph
@@ -64,8 +65,8 @@ def evaluate_source(
         return Exported(source, threads).evaluate(data, part, reading or {}, progress)
     step = opened(source, compiling or Compiling(), progress)
     if state is not None:
-        if ema:
-            step.load_state_dict(read_state(state, ema=True))
+        if ema or is_pickle(state):
+            step.load_state_dict(read_state(state, ema=ema))
         else:
             step.load(state)
         require_finite_state(step, where=f"loading {state}", lr=step.lr)

@@ -140,3 +140,25 @@ def test_what_does_not_fit_is_told_and_nothing_is_changed(step):
     assert (step.state_dict()["stem.weight"] == state["stem.weight"].numpy()).all()
     assert step.load_state_dict(other, skip_head=True).missing_keys == ["head.weight", "head.bias"]
     assert (step.state_dict()["stem.weight"] == other["stem.weight"].numpy()).all()
+
+
+def test_states_of_torch_are_exported_and_evaluated(step, tmp_path):
+    import onnxruntime
+    import torch
+    from torch_modules import images, labels
+
+    source = module(8)
+    bnfuse.export_inference(step, tmp_path / "net.onnx", state=torch.nn.DataParallel(source).state_dict())
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"images": images().numpy()})
+    with torch.no_grad():
+        expected = source.eval().double()(images().double()).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    torch.save({"state_dict": source.float().state_dict()}, tmp_path / "net.pth")
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images(), labels()), batch_size=4)
+    score = bnfuse.evaluate(step, loader, state=tmp_path / "net.pth")
+    assert score.right == int((expected.argmax(1) == labels().numpy()).sum())
+    state = source.state_dict()
+    del state["head.bias"]
+    with pytest.raises(BnfuseError, match=r"the state lacks 'head.bias': is it of this network"):
+        bnfuse.export_inference(step, tmp_path / "net.onnx", state=state)
