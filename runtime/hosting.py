@@ -13,6 +13,7 @@ Views are numpy's on a CPU, `DeviceArray`s (DLPack) on a GPU. Nothing here waits
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from bnfuse.runtime.backends.execution import Runner, Scalars
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.pieces import Piece, cut
 
+TICKETS = itertools.count(1)  # one for all steps: the ticket of another step is of no forward here
 ITEM = 4  # bytes of an element: parameters and gradients are float32
 
 
@@ -154,6 +156,14 @@ class Hosted(Exclusive):
     def is_current(self: Insides, ticket: int) -> bool:
         """Tell whether the forward that gave this ticket can be gone on from: nothing else ran since."""
         return self._done == "forward" and self._under.ticket == ticket
+
+    @alone
+    def is_next(self: Insides, piece: Piece, ticket: int) -> bool:
+        """Tell whether it is this piece's turn, in the backward of the forward that gave this ticket."""
+        under = self._under
+        if under.ticket != ticket:
+            return False
+        return self._done == "forward" if piece.index == 0 else (under.next, under.count) == (piece.index, piece.count)
 
     @alone
     def commit_statistics(self: Insides) -> None:

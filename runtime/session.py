@@ -20,7 +20,7 @@ from bnfuse.runtime.artifact import Artifact, write_artifact
 from bnfuse.runtime.backends.draws import Draws, PerChannel
 from bnfuse.runtime.backends.exclusion import alone
 from bnfuse.runtime.backends.execution import Compiled, LaunchTime, Runner, paired, shared_regions
-from bnfuse.runtime.hosting import Hosted, Plans, Under
+from bnfuse.runtime.hosting import TICKETS, Hosted, Plans, Under
 from bnfuse.runtime.program import program as p
 from bnfuse.runtime.program.optim import Optimizer
 from bnfuse.runtime.sizes import Pair, Size, Sizes, lies_on_host, rows_of
@@ -302,7 +302,7 @@ class Step(Hosted, Updating):
     def _arena_is_taken(self, done: p.Phase | None = None) -> None:
         """Forget what the last forward left there, for something else is about to write to it."""
         self._done = done
-        self._under = Under(self._under.ticket + 1)
+        self._under = Under(next(TICKETS))
 
     @property
     def _output_gradients(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from bnfuse.core.errors import BnfuseError
 
+from . import chain
 from .call import Fused
 from .capture import Captured, capture
 from .program import Call, Compiling, Program
@@ -25,6 +26,7 @@ from .watch import Watch, is_plain
 
 log = logging.getLogger("bnfuse")
 
+PIECES = 4  # of backward, where there are several processes
 MOST_CHANGES = 8  # of attributes, each captured anew: then it is one that changes all the time
 
 
@@ -41,6 +43,7 @@ class Options:
     threads: int | None
     cache: bool | str | Path
     ignored: frozenset[str]
+    pieces: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +158,10 @@ class Engine:
         if key.gradients:
             kept = tuple(name for name in captured.state if name not in captured.running)
             trained = [state[name] for name in captured.trainable]
-            results = Fused.apply(program, call, kept, *tensors, *trained)
+            if (count := self.options.pieces or pieces_by_default()) > 1:
+                results = chain.run(program, call, kept, count)
+            else:
+                results = Fused.apply(program, call, kept, *tensors, *trained)
         else:
             with program.lock, torch.no_grad():
                 results = program.forward(call)
@@ -322,6 +328,13 @@ class Engine:
         )
         dtypes = None if key.autocast is None else autocast_types(module, arguments, key, captured)
         return Entry(program, dtypes)
+
+
+def pieces_by_default() -> int:
+    """Say into how many pieces backward is cut: several where processes average their gradients meanwhile."""
+    distributed = torch.distributed
+    many = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return PIECES if many else 1
 
 
 def precision_of(autocast: torch.dtype | None, wanted: str | None) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.ranges import check_whole
 
 from .engine import Engine, Options
 from .partial import fuse_parts
@@ -27,6 +28,7 @@ def fuse(
     threads: int | None = None,
     cache: bool | str | Path = True,
     ignore: tuple[str, ...] = (),
+    pieces: int | None = None,
 ) -> nn.Module:
     """Fuse a module: what comes back has the same parameters, buffers and submodules, and is called as the module is.
 
@@ -40,6 +42,8 @@ def fuse(
     precision  on a GPU: fp32, tf32, bf16 or fp16, where torch.autocast does not say
     threads    on a CPU; torch's number of threads by default
     cache      a folder for compiled kernels, True for the user's own, False for none
+    pieces     of backward, each with the gradients of some parameters; by default 1, and 4 where there are several
+               processes, which send the first gradients while the others are computed
     ignore     plain attributes ("path.name") that no forward depends on: what else changes is captured anew
 
     docs/torch.md
@@ -53,7 +57,9 @@ def fuse(
     if isinstance(module, FusedModule):
         raise BnfuseError("the module is fused already")
     arguments = example if isinstance(example, tuple) else (example,)
-    options = Options(level, fallback, precision, threads, cache, frozenset(ignore))
+    if pieces is not None:
+        check_whole("pieces", pieces, 1)
+    options = Options(level, fallback, precision, threads, cache, frozenset(ignore), pieces)
     named = dict(kwargs or {})
     try:
         return fused_whole(module, arguments, named, options)

@@ -19,6 +19,7 @@ from bnfuse.core.errors import BnfuseError
 from bnfuse.runtime import Step, add_batch, compile_step
 from bnfuse.runtime.hosting import GradientViews
 from bnfuse.runtime.program import program as p
+from bnfuse.runtime.program.pieces import Piece
 
 from .capture import Captured
 
@@ -184,17 +185,24 @@ class Program:
         torch.autograd.graph.increment_version(moved)
 
     def backward(
-        self, call: Call, gradients: Sequence[torch.Tensor | None]
+        self,
+        call: Call,
+        gradients: Sequence[torch.Tensor | None],
+        pieces: Sequence[Piece] = (),
+        index: int = 0,
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
-        """Run the backward phase of a forward, which is run again where its maps are gone. Gives the gradients of
-        parameters by name, and of inputs by place: nothing that runs later writes to them."""
+        """Run the backward phase of a forward, which is run again where its maps are gone; of `pieces` the one of that
+        index alone. Gives the gradients of its parameters by name, and with the last one those of inputs by place:
+        nothing that runs later writes to them."""
         captured, step = self.captured, self.step
-        if not step.is_current(call.ticket):
+        again = not (step.is_next(pieces[index], call.ticket) if pieces else step.is_current(call.ticket))
+        if again:
             place = self.place_for(call.state)
             if place is not self:
                 with place.lock:
-                    return place.backward(call, gradients)
+                    return place.backward(call, gradients, pieces, index)
             self.forward(call, again=True)
+        pieces = pieces or step.pieces(1)
         if self.on_gpu:
             self.use_stream()
         views = self._views()
@@ -202,12 +210,19 @@ class Program:
             torch.zeros_like(views[name]) if one is None else one.detach().float().contiguous()
             for name, one in zip(captured.results, gradients, strict=True)
         ]
-        (piece,) = step.pieces(1)
-        step.backward_piece(piece, *(given if self.on_gpu else [one.numpy() for one in given]), ticket=call.ticket)
+        for piece in pieces[0 if again else index : index + 1]:
+            first = [] if piece.index else given if self.on_gpu else [one.numpy() for one in given]
+            step.backward_piece(piece, *first, ticket=call.ticket)
         batch = step._batch
         if captured.trainable and batch not in self._gradients:
             self._gradients[batch] = Gradients(step.gradient_views())
-        parameters = self._gradients[batch].copies() if captured.trainable else {}
+        held = self._gradients.get(batch)
+        if len(pieces) > 1:
+            parameters = held.copies_of(pieces[index].parameters) if held is not None else {}
+        else:
+            parameters = held.copies() if held is not None else {}
+        if index + 1 < len(pieces):
+            return parameters, {}
         return parameters, {place: views[name].clone() for place, name in captured.input_gradients.items()}
 
     def _views(self) -> dict[str, torch.Tensor]:
@@ -233,7 +248,7 @@ class Gradients:
     def __init__(self, views: GradientViews) -> None:
         self.flat = as_torch(views.flat)
         self.shapes = [views.shapes[name] for name in views.slices]
-        self.names = list(views.slices)
+        self.names, self.slices = list(views.slices), views.slices
         self.sizes, self.places, end = [], [], 0
         for part in views.slices.values():
             self.sizes += [part.start - end] * (part.start > end)
@@ -242,6 +257,14 @@ class Gradients:
             end = part.stop
         self.sizes += [len(self.flat) - end] * (len(self.flat) > end)
         self._held: list[torch.Tensor] = []
+
+    def copies_of(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Give copies for some parameters alone, of all that lies from the first to the last of them."""
+        start = min((self.slices[name].start for name in names), default=0)
+        stop = max((self.slices[name].stop for name in names), default=0)
+        copied, shapes = self.flat[start:stop].clone(), dict(zip(self.names, self.shapes, strict=True))
+        parts = {name: (self.slices[name].start - start, self.slices[name].stop - start) for name in names}
+        return {name: copied[first:last].view(shapes[name]) for name, (first, last) in parts.items()}
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Give copies by the names of the parameters, which nothing writes to any more."""

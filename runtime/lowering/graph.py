@@ -30,6 +30,7 @@ from bnfuse.runtime.kernels.request import Request
 from bnfuse.runtime.lowering.chains import join_chains
 from bnfuse.runtime.lowering.dense import biased_product, exchanges_last_axes
 from bnfuse.runtime.lowering.dialect import lower_bnfuse
+from bnfuse.runtime.lowering.early import gradients_early
 from bnfuse.runtime.lowering.generic import SHAPE_ALONE, lower_generic
 from bnfuse.runtime.lowering.grouping import group_coefficients
 from bnfuse.runtime.lowering.layout import assign_guards, assign_slots, assign_vector_slots
@@ -101,6 +102,7 @@ def _lower(low: Lowering, sampling: Sampling, finish: Callable[[Lowering], None]
     join_chains(low)
     join_tails(low)
     group_coefficients(low)
+    gradients_early(low)
     return assemble(low, drawn(low, sampling))
 
 

@@ -7,10 +7,11 @@ A launch over C channels takes less time than its call, and one call serves a gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bnfuse.runtime.kernels.registry import COEFFICIENTS
 from bnfuse.runtime.kernels.request import Request
+from bnfuse.runtime.lowering.early import depends
 from bnfuse.runtime.lowering.state import Lowering
 from bnfuse.runtime.program import program as p
 
@@ -42,20 +43,11 @@ def _grouped(low: Lowering, launches: Sequence[p.Launch]) -> list[p.Launch]:
         if low.requests[launch.kernel].kind == COEFFICIENTS:
             waiting.append(launch)
             continue
-        if any(_depends(launch, earlier, bases) for earlier in waiting):
+        if any(depends(launch, earlier, bases) for earlier in waiting):
             flush()
         done.append(launch)
     flush()
     return done
-
-
-def _depends(launch: p.Launch, earlier: p.Launch, bases: Mapping[int, int]) -> bool:
-    """Whether the two must keep their order: one writes what the other reads or writes."""
-
-    def touched(of: p.Launch, written: bool) -> set[int]:
-        return {bases.get(b.storage, b.storage) for b in of.buffers if not written or b.access != "in"}
-
-    return bool(touched(earlier, True) & touched(launch, False) or touched(earlier, False) & touched(launch, True))
 
 
 def _together(low: Lowering, launches: Sequence[p.Launch]) -> p.Launch:
