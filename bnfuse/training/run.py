@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.processors import physical_cores
 from bnfuse.core.progress import Progress, bar_of, quiet
+from bnfuse.core.text import scaled
 from bnfuse.data import Dataset
 from bnfuse.data.loaders import LoadedImages
 from bnfuse.data.workers import default_workers
@@ -130,6 +131,8 @@ def train_graph(
     progress(f"preparing {graph.name}")
     step = compiling.step(graph, progress, batches)
     progress(f"{step.report.kernels} kernels, {step.target.place}")
+    if kept := [f"{what} {scaled(size, 'B')}" for what, size in step.kept_bytes.items()]:
+        progress(f"memory of updates: {', '.join(kept)}")
     history = train_by(options, step, found, progress=progress, normalise=not given)
     if export is not None:
         mean, std, scale = (None, None, None) if given else (found.mean, found.std, found.scale)
