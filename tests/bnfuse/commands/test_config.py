@@ -14,11 +14,7 @@ from bnfuse.cli import main
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a model and data, which calls of `api.train` are recorded in."""
     monkeypatch.chdir(tmp_path)
-    onnx.save(small_graph(sample=None), "train.onnx")
-    data = small_data()
-    np.savez("data.npz", x=data.train_x, y=data.train_y)
     return tmp_path
 
 
@@ -96,6 +92,9 @@ def test_a_file_that_is_not_there_is_told(folder, capsys):
 
 
 def test_a_run_records_what_it_was_asked_for(folder, capsys):
+    onnx.save(small_graph(sample=None), "train.onnx")
+    data = small_data()
+    np.savez("data.npz", x=data.train_x, y=data.train_y)
     options = ["--epochs", "1", "--save", "run", "--metrics", "run.csv", "--label-smoothing", "0.1", "--threads", "1"]
     assert main(["train", "train.onnx", "--data", "data.npz", *options, "--json"]) == 0
     out, told = capsys.readouterr()
