@@ -81,7 +81,7 @@ def labelling_of(source: Step | TrainingGraph, data: Dataset, recipe: Recipe) ->
     classes = classes_of_logits(source)
     assert classes is not None
     if not isinstance(data.train_x, LoadedImages):
-        return recipe.labelling(classes, data.train_y)
+        return recipe.labelling(classes, None if isinstance(data.train_x, LoadedImages) else data.train_y)
     if recipe.balances:
         raise BnfuseError(f"{data.train_x.name}: its labels are not known beforehand: give class weights as numbers")
     return recipe.labelling(classes, np.arange(classes))

@@ -55,19 +55,24 @@ class Recipe:
         if self.weights is not None and self.weights != BALANCED:
             read_weights(self.weights)
 
-    def labelling(self, classes: int, labels: np.ndarray) -> Labelling:
-        """Settle it for data with these labels int64 [N], of which "balanced" weights are made."""
+    def labelling(self, classes: int, labels: np.ndarray | None) -> Labelling:
+        """Settle it for data with these labels int64 [N], of which "balanced" weights are made; None where they are not
+        known before they come."""
         return Labelling(classes, self.smoothing, self._settled(classes, labels), self.mixing)
 
-    def _settled(self, classes: int, labels: np.ndarray) -> np.ndarray | None:
+    def _settled(self, classes: int, labels: np.ndarray | None) -> np.ndarray | None:
         if self.weights is None:
             return None
         if isinstance(self.weights, str) and self.weights == BALANCED:
+            if labels is None:
+                raise BnfuseError(
+                    "--class-weights balanced counts labels, which are not known here: give their weights"
+                )
             return balanced_weights(classes, labels)
         found = read_weights(self.weights)
         if found.shape != (classes,):
             raise BnfuseError(f"{place_of(self.weights)}: has {found.size} weights, the network has {classes} classes")
-        if not found[labels].any():
+        if labels is not None and not found[labels].any():
             raise BnfuseError(f"{place_of(self.weights)}: gives every class of the training images a weight of 0")
         return found
 

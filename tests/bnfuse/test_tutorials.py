@@ -12,7 +12,8 @@ from bnfuse.cli import main
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
 EXPORTED = [
-    pytest.param(name, marks=[pytest.mark.torch, pytest.mark.docs]) for name in ("torch.md", "folder.md", "pixels.md")
+    pytest.param(name, marks=[pytest.mark.torch, pytest.mark.exporter])
+    for name in ("torch.md", "folder.md", "pixels.md")
 ]
 BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -140,6 +140,9 @@ def test_weights_that_do_not_fit_to_the_data_are_refused():
         Recipe(weights="balanced").labelling(3, np.array([0, 1]))
     with pytest.raises(BnfuseError, match="a weight of 0"):
         Recipe(weights=[0.0, 2.0]).labelling(2, np.array([0, 0]))
+    assert Recipe(weights=[0.0, 2.0]).labelling(2, None).weights.tolist() == [0, 2]  # labels that are yet to come
+    with pytest.raises(BnfuseError, match="balanced counts labels"):
+        Recipe(weights="balanced").labelling(2, None)
 
 
 ASKED = {"label_smoothing": 0.1, "class_weights": "balanced", "mixup": 0.4, "cutmix": 1.0, "mixup_prob": 0.9}
