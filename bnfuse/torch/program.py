@@ -131,6 +131,7 @@ class Program:
             targets.append(home)
             sources.append(tensor.detach())
         torch._foreach_copy_(targets, sources)
+        del sources  # they count as users of the memory
         return [name for name in late if not (adopts and self.adopt(name, state[name]))]
 
     def adopt(self, name: str, tensor: torch.Tensor) -> bool:
