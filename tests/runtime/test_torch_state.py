@@ -162,3 +162,20 @@ def test_states_of_torch_are_exported_and_evaluated(step, tmp_path):
     del state["head.bias"]
     with pytest.raises(BnfuseError, match=r"the state lacks 'head.bias': is it of this network"):
         bnfuse.export_inference(step, tmp_path / "net.onnx", state=state)
+
+
+def test_states_that_are_none_are_refused(step):
+    import torch
+
+    with pytest.raises(BnfuseError, match=r"as module.state_dict\(\) gives it, not Linear$"):
+        step.load_state_dict(torch.nn.Linear(2, 2))
+    with pytest.raises(BnfuseError, match=r"not a path: step.load reads checkpoints$"):
+        step.load_state_dict("w.pth")
+
+
+def test_tensors_of_float64_become_the_graphs(step):
+    import torch
+
+    state = step.state_dict()
+    assert step.load_state_dict({name: torch.from_numpy(value).double() for name, value in state.items()}) == ([], [])
+    assert same(step.state_dict(), state)

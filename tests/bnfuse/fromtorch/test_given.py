@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from small_training import forward_model
 
@@ -74,15 +73,3 @@ def test_other_things_of_torch(graph, tmp_path):
     path = tmp_path / "net.pth"
     torch.save({"a": torch.ones(1)}, path)
     refused(lambda: bnfuse.load(path), "net.pth: is of torch, and no ONNX model: `bnfuse build`")
-
-
-def test_states_that_are_none(graph):
-    import torch
-
-    step = bnfuse.compile(graph, threads=1)
-    refused(lambda: step.load_state_dict(torch.nn.Linear(2, 2)), r"as module.state_dict\(\) gives it, not Linear")
-    refused(lambda: step.load_state_dict("w.pth"), "not a path: step.load reads checkpoints")
-    state = step.state_dict()
-    tensors = {name: torch.from_numpy(value).double() for name, value in state.items()}
-    assert step.load_state_dict(tensors) == ([], [])
-    assert all(np.array_equal(step.state_dict()[name], value) for name, value in state.items())
