@@ -75,6 +75,14 @@ def needs(config: pytest.Config, marked: Collection[str] = ()) -> dict[str, tupl
             importlib.util.find_spec("onnxscript") is not None,
             "need onnxscript, which the exporter of torch needs and which is not installed (pip install onnxscript)",
         ),
+        "accelerate": (
+            importlib.util.find_spec("accelerate") is not None,
+            "need accelerate, which is not installed (pip install accelerate)",
+        ),
+        "lightning": (
+            importlib.util.find_spec("pytorch_lightning") is not None,
+            "need pytorch-lightning, which is not installed (pip install pytorch-lightning)",
+        ),
         "timm": (
             importlib.util.find_spec("timm") is not None,
             "compare with timm, which is not installed (pip install timm)",
