@@ -58,11 +58,15 @@ def soften(graph: ir.Graph, labels: ir.Value, names: Names, file: str) -> None:
             f"{file}: its cross-entropy '{loss.name}' has weights of classes, a label to ignore or a reduction of its "
             f"own; {REMEDY}, without options"
         )
-    if len(loss.outputs) > 1:
-        others |= {node.op_type for node, _ in loss.outputs[1].uses() if node.op_type != GRADIENT}
     if others:
         readers = ", ".join(sorted(others))
-        raise BnfuseError(f"{file}: its labels '{labels.name}' or what it makes of them is read by {readers}; {REMEDY}")
+        raise BnfuseError(f"{file}: its labels '{labels.name}' are read by {readers} too; {REMEDY}")
+    more = {node.op_type for result in loss.outputs[1:] for node, _ in result.uses() if node.op_type != GRADIENT}
+    if more:
+        raise BnfuseError(
+            f"{file}: its loss has more than the cross-entropy '{loss.name}', such as label smoothing; {REMEDY}, without "
+            "options"
+        )
     made = Softened(graph, loss, labels, names)
     labels.type, labels.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(of_scores)  # a clone shares its types
     rows = made.loss(of_scores)
