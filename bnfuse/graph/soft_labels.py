@@ -64,8 +64,8 @@ def soften(graph: ir.Graph, labels: ir.Value, names: Names, file: str) -> None:
     more = {node.op_type for result in loss.outputs[1:] for node, _ in result.uses() if node.op_type != GRADIENT}
     if more:
         raise BnfuseError(
-            f"{file}: its loss has more than the cross-entropy '{loss.name}', such as label smoothing; {REMEDY}, without "
-            "options"
+            f"{file}: its loss has more than the cross-entropy '{loss.name}', such as label smoothing; {REMEDY}, "
+            "without options"
         )
     made = Softened(graph, loss, labels, names)
     labels.type, labels.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(of_scores)  # a clone shares its types
