@@ -18,6 +18,7 @@ import onnx
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.text import some
+from bnfuse.graph.module_state import MODULE_KEY
 from bnfuse.graph.protos import attributes, fresh, set_attribute
 
 from .graph import Forward
@@ -72,6 +73,9 @@ def train_batch_norms(
         _name_running_outputs(forward, node)
     if changed:
         why = "--train-bn" if train_bn else "the file's opset has no training_mode that would freeze them"
+        of_module = any(entry.key == MODULE_KEY for entry in forward.model.metadata_props)
+        if of_module and not any(is_evaluated(node) for node in training):
+            why = "they are in training mode in the module"
         forward.note(f"{changed} BatchNormalization nodes made to train ({why})")
     remedy = "Export the module with them in training mode to train them" if train_bn else "--train-bn trains them"
     _tell_frozen(
@@ -134,14 +138,14 @@ def in_evaluation_mode(norms: list[onnx.NodeProto]) -> set[str]:
 
     It writes all of them for inference, and the operator of torch that each came from beside them.
     """
-    sources = {
-        node.name: entry.value
-        for node in norms
-        for entry in node.metadata_props
-        if entry.key == "pkg.torch.onnx.fx_node"
-    }
-    evaluated = {name for name, source in sources.items() if "batch_norm_legit_no_training" in source}
+    evaluated = {node.name for node in norms if is_evaluated(node)}
     return evaluated if len(evaluated) < len(norms) else set()
+
+
+def is_evaluated(node: onnx.NodeProto) -> bool:
+    """Tell whether torch's dynamo exporter found a BatchNormalization in evaluation mode."""
+    said = (entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.fx_node")
+    return any("batch_norm_legit_no_training" in text for text in said)
 
 
 def tell_none(forward: Forward) -> None:

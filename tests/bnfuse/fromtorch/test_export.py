@@ -54,6 +54,7 @@ def test_a_step_is_that_of_torch(built):
     assert set(signature.gradients) == set(gradients)
     for name, output in signature.gradients.items():
         np.testing.assert_allclose(results[output], gradients[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert "2 BatchNormalization nodes made to train (they are in training mode in the module)" in found.notes
     assert len(signature.running) == 4
     for name, output in signature.running.items():
         np.testing.assert_allclose(results[output], buffers[name], rtol=1e-5, atol=1e-6, err_msg=name)
