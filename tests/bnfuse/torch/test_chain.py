@@ -32,7 +32,8 @@ def test_gradients_are_the_same_and_come_piece_by_piece(fused):
     expected = gradients_of(fused)
     fused.zero_grad()
     fused.load_state_dict(fused.state_dict())
-    program = next(iter(fused._bnfuse.programs.entries.values())).program
+    engine = fused._bnfuse
+    program = next(iter(engine.programs.entries.values())).program.place_for(engine.watch.tensors())
     pieces = program.step.pieces(3)
     came = []
     for name, one in fused.named_parameters():
