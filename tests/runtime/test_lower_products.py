@@ -85,7 +85,7 @@ def test_a_vector_is_added_behind_a_product_that_something_else_reads():
         outputs=("y", "z"),
         types="float[5,4] m",
     )
-    assert sorted(check(graph)) == ["Add", "Gemm", "ReluPointwise"]
+    assert check(graph) == ["Gemm", "Chain"]  # of the sum and the Relu
 
 
 # -- channels last -------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_block_with_channels_last_turns_no_map_around():
 def test_a_tensor_that_something_else_reads_becomes_a_map_by_a_copy():
     body = "m = MatMul(x, w)  t = Transpose<perm = [0, 3, 1, 2]>(m)  y = Relu(t)  z = Relu(m)"
     graph = Graph(body, (("x", (2, 3, 5, 7)), ("w", (7, 4))), outputs=("y", "z"))
-    assert check(graph) == ["Gemm", "NchwToNhwc", "ReluPointwise", "ReluPointwise", "NhwcToNchw"]
+    assert sorted(check(graph)) == ["Gemm", "NchwToNhwc", "NhwcToNchw", "ReluPointwise", "ReluPointwise"]
 
 
 def test_channels_of_a_wider_map_are_copied_out():

@@ -38,7 +38,8 @@ from bnfuse.runtime.kernels.kernel import Choice, Kernel, Param, Problem
 from bnfuse.runtime.targets.target import CudaTarget
 
 MERGE_THREADS = 256
-BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most: chosen by hand
+BIAS_ROWS = 8  # partial rows of the bias gradient for each multiprocessor, at most, and
+FEW_PIXELS = 128  # of which it has one: both chosen by hand
 
 
 def choices(problem: Problem, target: CudaTarget) -> tuple[Choice, ...]:
@@ -106,8 +107,9 @@ class Stages:
             planned = weight_plan or next(weight_plans(c, problem, target))
             operands = Operand(problem, True), Operand(problem, False)
             self.weight = weight_tile_of(c, planned, target.precision, *operands)
-            scratch.append(Param("weight_partials", "out", self.weight.shares * self.weight.elements))
-        if "BiasGrad" in problem.spec.epilogue:
+            if not self.weight.is_result:
+                scratch.append(Param("weight_partials", "out", self.weight.shares * self.weight.elements))
+        if "BiasGrad" in problem.spec.epilogue and self.bias_rows > 1:
             scratch.append(partials.partials_param(self.bias_rows, 1, problem.map("dy").c, name="bias_partials"))
         self.params = (*self.own, *scratch)
 
@@ -159,13 +161,16 @@ class Stages:
         return (block.stage, *merge)
 
     def weight_stages(self, name: str, tile: WeightTile) -> tuple[Stage, ...]:
-        """Build the stage of dweight's shares, and the one that adds them."""
+        """Build the stage of dweight's shares, and the one that adds them where there are several."""
         gradient, source = Operand(self.problem, True), Operand(self.problem, False)
-        taken = self.taken(*gradient.names, *source.names, "weight_partials")
+        held = "dweight" if tile.is_result else "weight_partials"
+        taken = self.taken(*gradient.names, *source.names, held)
         plan = tile.plan
         launch: dict[str, Any] = {"grid": tile.grid, "threads": plan.threads, "min_blocks": plan.min_blocks}
         with d.stage(f"{name}_weight", taken, **launch, shared=tile.shared) as block:
             WeightEmitter(block, tile, gradient, source).run()
+        if tile.is_result:
+            return (block.stage,)
         return block.stage, merge_weight(f"{name}_shares", self.taken("weight_partials", "dweight"), tile)
 
     # -- the bias --------------------------------------------------------------------------------------------------
@@ -185,18 +190,26 @@ class Stages:
 
     @property
     def bias_rows(self) -> int:
-        """Count the partial rows of dbias: up to BIAS_ROWS a multiprocessor, of 4 pixels a thread or more."""
+        """Count the partial rows of dbias: up to BIAS_ROWS a multiprocessor, of 4 pixels a thread or more.
+
+        A single one is the result.
+        """
         pixels = self.problem.map("dy").pixels
-        return max(1, min(BIAS_ROWS * self.target.multiprocessors, pixels // (4 * self.bias_team.down)))
+        return (
+            1
+            if pixels <= FEW_PIXELS
+            else max(1, min(BIAS_ROWS * self.target.multiprocessors, pixels // (4 * self.bias_team.down)))
+        )
 
     def bias_stages(self, name: str) -> tuple[Stage, ...]:
-        """Build the sweep of dbias, the sum of dy behind BatchNormGrad, and the stage that merges its rows."""
+        """Build the sweep of dbias, the sum of dy behind BatchNormGrad, and the stage that merges several rows of it."""
         operand, team, rows = self.gradient, self.bias_team, self.bias_rows
         kind = self.problem.map("dy")
         columns = -(-kind.c // (team.across * team.width))
         share = -(-kind.pixels // rows)
         shared = max(team.sums_bytes(1), 16)
-        taken = self.taken(*operand.names, "bias_partials")
+        held = "bias_partials" if rows > 1 else "dbias"
+        taken = self.taken(*operand.names, held)
         launch: dict[str, Any] = {"grid": (rows * columns, 1, 1), "threads": team.threads, "shared": shared}
         with d.stage(f"{name}_bias", taken, **launch) as block:
             row = T.bind(block.x // columns)
@@ -219,12 +232,14 @@ class Stages:
 
                 d.when(d.all_of(inner < share, pixel < kind.pixels), add)
             partials.join_sums(team, block.tid, d.shared_memory(shared).view("float32"), sums, 1)
-            target = block["bias_partials"]
+            target = block[held]
 
             def write() -> None:
                 partials.write_row(target, row, 1, kind.c, channel, team.width, sums, left, kind.c % 4 == 0)
 
             d.when(True if team.down == 1 else team.lane(block.tid) == 0, write)
+        if rows == 1:
+            return (block.stage,)
         merge = partials.sums_stage(
             f"{name}_bias_merge",
             self.taken("bias_partials", "dbias"),

@@ -159,6 +159,11 @@ class WeightTile:
         return self.depth if self.plan.read == "flat" else self.correlation.taps * self.depth
 
     @property
+    def is_result(self) -> bool:
+        """Tell whether the one share there is lies as the weight gradient does: of one tap, all pixels in a block."""
+        return self.shares == 1 and self.plan.read != "flat" and self.correlation.taps == 1
+
+    @property
     def elements(self) -> int:
         """Count the elements of a share."""
         return self.correlation.groups * self.correlation.outputs * self.row

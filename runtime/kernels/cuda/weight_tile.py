@@ -9,7 +9,8 @@ A block has a tile of output by input channels (of all taps, or of one) and a sh
         shared -> tensor cores, read across: fragments are transposed on the way
     accumulators -> a row of `weight_partials` of its share
 
-How x is read (gathering, with a halo, flat) is as in conv_tile.py. A second stage adds the shares in a fixed order.
+How x is read (gathering, with a halo, flat) is as in conv_tile.py. A second stage adds the shares in a fixed order; a
+single one of a pointwise convolution, as of maps of a pixel, is the result.
 """
 
 from __future__ import annotations
@@ -311,9 +312,9 @@ class WeightEmitter:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write the accumulators to partials [share][output][tap][input]."""
+        """Write the accumulators to partials [share][output][tap][input], or where they are the result."""
         c, plan, lane = self.c, self.plan, self.block.lane
-        partials = self.block["weight_partials"]
+        partials = self.block["dweight" if self.tile.is_result else "weight_partials"]
         taps, depth = (1, self.tile.depth) if plan.read == "flat" else (c.taps, c.inputs)
 
         def fragment(i: Expr) -> None:
