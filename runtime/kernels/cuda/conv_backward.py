@@ -202,7 +202,7 @@ class Stages:
         )
 
     def bias_stages(self, name: str) -> tuple[Stage, ...]:
-        """Build the sweep of dbias, the sum of dy behind BatchNormGrad, and the stage that merges several rows of it."""
+        """Build the sweep of dbias, the sum of dy behind BatchNormGrad, and the stage that merges several rows."""
         operand, team, rows = self.gradient, self.bias_team, self.bias_rows
         kind = self.problem.map("dy")
         columns = -(-kind.c // (team.across * team.width))
