@@ -221,6 +221,11 @@ def layout_of(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Layout:
             if found["table"] == "parameters" and not isinstance(given, nn.Parameter):
                 raise BnfuseError(f"its parameter '{found['leaf']}' is a {type(given).__name__}")
             state.append(Held(place, path, found["leaf"], found["table"] == "parameters"))
+        elif isinstance(given, nn.Parameter) and not source:
+            raise BnfuseError(
+                f"it is a part of a graph, and does not say whose parameter '{places[place].name}' is: compile the "
+                "model, and wrap what is compiled in DistributedDataParallel"
+            )
         elif isinstance(given, torch.Tensor) and is_number(places[place], given):
             numbers.append(place)
         elif isinstance(given, torch.Tensor):

@@ -106,6 +106,19 @@ def test_modes_and_unknown_options_are_refused():
             backend(graph, [torch.zeros(1)], **given)
 
 
+def test_a_part_of_a_graph_does_not_say_whose_its_parameters_are(caplog):
+    """As torch.compile(DistributedDataParallel(model)) hands them over."""
+    import torch
+
+    from bnfuse.torch.backend import backend
+
+    graph, given = torch.fx.symbolic_trace(torch.nn.ReLU()), torch.nn.Parameter(torch.ones(2))
+    with caplog.at_level(logging.WARNING, logger="bnfuse"):
+        found = backend(graph, [given])
+    assert "is left to torch: it is a part of a graph, and does not say whose parameter" in caplog.text
+    assert torch.equal(found(given), given)
+
+
 def test_the_backend_is_found_by_its_name():
     from bnfuse.torch import backend
 
