@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "torch.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = DOCS / "torch.md"
 
 
 @pytest.mark.torch
@@ -19,3 +22,17 @@ def test_the_example_runs(capsys):
     assert (
         "torch.Size([5, 10]) the whole module: fused at level icf (1 BatchNorms, 0 unfused)" in capsys.readouterr().out
     )
+
+
+@pytest.mark.torch
+@pytest.mark.exporter
+def test_the_script_trains_alike_with_and_without_its_one_line():
+    script = DOCS / "examples" / "torch_loop.py"
+    assert len(re.findall(r"# the one line$", script.read_text(encoding="utf-8"), re.MULTILINE)) == 1
+    losses = []
+    for fused in ([], ["--fused"]):
+        sizes = ["--image", "8", "--batch", "8", "--depth", "1", "--steps", "3"]
+        command = [sys.executable, str(script), *sizes, *fused]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        losses.append(float(re.findall(r"loss ([\d.]+)", done.stdout)[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
