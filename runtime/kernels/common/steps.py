@@ -36,6 +36,7 @@ def f32(value: float) -> Expr:
 
 Fused = Callable[[Expr, Expr, Expr], Expr]
 Wide = Callable[[float], Expr]
+Bind = Callable[[Expr], Expr]
 
 
 def llvm_fma(x: Expr, y: Expr, z: Expr) -> Expr:
@@ -48,13 +49,21 @@ def llvm_wide(value: float) -> Expr:
     return tirx.const(value, "float64")
 
 
-_written: contextvars.ContextVar[tuple[Fused, Wide]] = contextvars.ContextVar("written", default=(llvm_fma, llvm_wide))
+def as_it_is(value: Expr) -> Expr:
+    """Write an expression where it is read: LLVM finds what is common to the reads."""
+    return value
+
+
+_written: contextvars.ContextVar[tuple[Fused, Wide, Bind]] = contextvars.ContextVar(
+    "written", default=(llvm_fma, llvm_wide, as_it_is)
+)
 
 
 @contextlib.contextmanager
-def fused_by(function: Fused, wide: Wide = llvm_wide) -> Iterator[None]:
-    """Have `fma` and float64 constants, within the block, written as another code generator has them."""
-    token = _written.set((function, wide))
+def fused_by(function: Fused, wide: Wide = llvm_wide, bind: Bind = as_it_is) -> Iterator[None]:
+    """Have `fma`, float64 constants and what is read often, within the block, written as another code generator has
+    them."""
+    token = _written.set((function, wide, bind))
     try:
         yield
     finally:
@@ -104,6 +113,11 @@ def exp_of_small(x: Expr) -> Expr:
     return _exp(maximum(x, f32(-87.0)))
 
 
+def often(value: Expr) -> Expr:
+    """Write what is read many times: a variable where kernels become text, of which a compiler reads every copy."""
+    return _written.get()[2](value)
+
+
 def _exp(x: Expr) -> Expr:
     r, power = _reduced(x)
     return polynomial(r, [1 / math.factorial(k) for k in range(8)]) * power
@@ -120,9 +134,10 @@ def expm1_of_negative(x: Expr) -> Expr:
 
 def _reduced(x: Expr) -> tuple[Expr, Expr]:
     """Write r and 2**n of x = n*ln 2 + r."""
-    n = tirx.floor(fma(x, f32(1 / math.log(2)), f32(0.5)))
+    x = often(x)
+    n = often(tirx.floor(fma(x, f32(1 / math.log(2)), f32(0.5))))
     r = fma(n, f32(-0.693359375), x)  # the high bits of ln 2: the product is exact
-    r = fma(n, f32(0.693359375 - math.log(2)), r)
+    r = often(fma(n, f32(0.693359375 - math.log(2)), r))
     return r, tirx.reinterpret("float32", (tirx.Cast("int32", n) + 127) << 23)
 
 

@@ -155,7 +155,7 @@ def stage(
                     stack.enter_context(T.attr({"tirx.launch_bounds_min_blocks_per_sm": min_blocks}))
                 dtypes = {p.name: p.dtype for p in params}
                 block = Block(buffers, dtypes, offsets, known, x, y, z, tid, threads)
-                with steps.fused_by(fma, wide):
+                with steps.fused_by(fma, wide, held):
                     yield block
         function = builder.get()
     block.stage = Stage(name, grid, threads, shared, function, may_alias)
@@ -215,6 +215,14 @@ def sync() -> None:
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
+
+
+def held(value: Expr) -> Expr:
+    """Write a float32 value to a register of its own, and read it there: TVM writes what is bound out again, and every
+    use with it."""
+    register = registers(1)
+    put(register, 0, value)
+    return register[0]
 
 
 def registers(count: int, dtype: str = "float32") -> Buffer:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pointwise_case import BACKWARD
 
 from bnfuse.opset import reference, spec
+from bnfuse.runtime.kernels.cuda.compile import cuda_source
 from bnfuse.runtime.kernels.cuda.pointwise import pointwise_backward, pointwise_forward
 from bnfuse.runtime.kernels.kernel import MapType, Problem, is_gate
 
@@ -154,3 +155,11 @@ LARGE = [
 def test_no_spills(name, dtype, c, align, arch):
     generator, problem = large(name, dtype, c, align)
     cuda_kernels.assert_no_spills(generator(problem, cuda_kernels.gpu(arch=arch, multiprocessors=132)))
+
+
+@pytest.mark.parametrize("activation", ["Sigmoid", "QuickGelu", "Gelu", "Mish"])
+def test_what_is_read_often_is_written_once(activation):
+    """A compiler reads every copy: text of lines of 12,000 characters took minutes where this takes a second."""
+    generator, problem = large(f"BatchNormGradNormalizePointwiseGrad{activation}GradReduceAccumulate", "bfloat16")
+    source = cuda_source(generator(problem, cuda_kernels.gpu(multiprocessors=132)).build(), "sm_90")
+    assert max(map(len, source.splitlines())) < 2500
