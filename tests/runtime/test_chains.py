@@ -55,7 +55,7 @@ def test_what_a_gate_computes_by_image_and_channel_is_one_launch(on, monkeypatch
     "body",
     [
         "a = Sigmoid(x)  b = Mul(a, vector)  c = Sub(b, column)  y = Where(positive, c, one)",
-        "a = Greater(x, vector)  b = Cast<to = 1>(a)  c = Mul(b, column)  y = Max(c, one)",
+        "a = Equal(x, one)  b = Cast<to = 1>(a)  c = Mul(b, column)  y = Max(c, vector)",
         "a = Exp(vector)  b = Expand(a, rows)  y = Add(b, x)",
         "a = HardSigmoid(x)  b = Mul(a, a)  y = Add(b, x)",
         "a = Clip(x, low, one)  b = Neg(a)  y = Mul(b, vector)",

@@ -180,8 +180,13 @@ def made_of(problem: ChainProblem, loaded: Mapping[Read, Expr], bind: Bind) -> C
 
     for member in problem.members:
         values = [find(operand) for operand in member.operands]
-        made.append(bind(_result(member.problem, values, bind)))
+        made.append(bind(_written(_result(member.problem, values, bind))))
     return find
+
+
+def _written(value: Expr) -> Expr:
+    """Write out a comparison: TVM leaves whether Python's or its own is meant open until it is stored."""
+    return value.asobject() if hasattr(value, "asobject") else value
 
 
 def _result(problem: GenericProblem | Problem, values: Sequence[Expr], bind: Bind) -> Expr:
