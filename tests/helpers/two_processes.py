@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from front_door import images, loss_of, made
+from fused_networks import images, loss_of, made
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -11,7 +11,7 @@ import pytest
 def first():
     """The small network as it was given, and fused."""
     import torch
-    from front_door import images, made
+    from fused_networks import images, made
 
     import bnfuse.torch
 
@@ -23,7 +23,7 @@ def first():
 @pytest.fixture
 def fused(first):
     """A fused network that no other test has trained."""
-    from front_door import made
+    from fused_networks import made
 
     double = copy.deepcopy(first[1])
     double.load_state_dict(made().state_dict())

@@ -8,14 +8,14 @@ pytestmark = [pytest.mark.torch, pytest.mark.exporter]
 
 
 def both(fused):
-    from front_door import doubled, made
+    from fused_networks import doubled, made
 
     return fused, doubled(made())
 
 
 def test_two_forwards_before_a_backward(fused):
     """Their maps are made anew; statistics move twice, and not three times."""
-    from front_door import distance, gradients, images, state
+    from fused_networks import distance, gradients, images, state
 
     ours, exact = both(fused)
     for module, a, b in ((ours, images(), images(seed=2)), (exact, images().double(), images(seed=2).double())):
@@ -26,7 +26,7 @@ def test_two_forwards_before_a_backward(fused):
 
 def test_gradients_are_left_alone_by_later_backwards(fused):
     import torch
-    from front_door import images, loss_of
+    from fused_networks import images, loss_of
 
     loss_of(fused, images()).backward()
     kept = {name: one.grad for name, one in fused.named_parameters()}
@@ -42,7 +42,7 @@ def test_gradients_are_left_alone_by_later_backwards(fused):
 
 def test_backward_twice(fused):
     import torch
-    from front_door import images, loss_of
+    from fused_networks import images, loss_of
 
     loss = loss_of(fused, images())
     loss.backward(retain_graph=True)
@@ -55,7 +55,7 @@ def test_backward_twice(fused):
 
 def test_what_is_changed_before_backward_is_told_by_autograd(fused):
     import torch
-    from front_door import images, loss_of
+    from fused_networks import images, loss_of
 
     loss = loss_of(fused, images())
     torch.optim.SGD(fused.parameters(), lr=0.1)
@@ -67,7 +67,7 @@ def test_what_is_changed_before_backward_is_told_by_autograd(fused):
 
 def test_second_derivatives_are_refused(fused):
     import torch
-    from front_door import images, loss_of
+    from fused_networks import images, loss_of
 
     loss = loss_of(fused, images())
     (gradient,) = torch.autograd.grad(loss, [fused.head.weight], create_graph=True)
@@ -77,7 +77,7 @@ def test_second_derivatives_are_refused(fused):
 
 def test_transforms_of_functions_are_refused(fused):
     import torch
-    from front_door import images
+    from fused_networks import images
 
     from bnfuse.core.errors import BnfuseError
 
@@ -93,7 +93,7 @@ def test_transforms_of_functions_are_refused(fused):
 
 def test_inputs_in_any_layout(fused):
     import torch
-    from front_door import distance, gradients, images, loss_of
+    from fused_networks import distance, gradients, images, loss_of
 
     found = []
     x = images()
@@ -107,7 +107,7 @@ def test_inputs_in_any_layout(fused):
 def test_another_batch_is_compiled_once(fused, caplog):
     import logging
 
-    from front_door import distance, gradients, images, loss_of
+    from fused_networks import distance, gradients, images, loss_of
 
     ours, exact = both(fused)
     with caplog.at_level(logging.INFO, "bnfuse"):
@@ -120,7 +120,7 @@ def test_another_batch_is_compiled_once(fused, caplog):
 
 def test_without_gradients_statistics_still_move(fused):
     import torch
-    from front_door import distance, images, state
+    from fused_networks import distance, images, state
 
     ours, exact = both(fused)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_without_gradients_statistics_still_move(fused):
 
 def test_frozen_norms_and_parameters():
     import torch
-    from front_door import distance, doubled, gradients, images, loss_of, made, state
+    from fused_networks import distance, doubled, gradients, images, loss_of, made, state
 
     import bnfuse.torch
 
@@ -156,7 +156,7 @@ def test_frozen_norms_and_parameters():
 
 def test_several_outputs_in_a_dict_and_an_unused_one():
     import torch
-    from front_door import conv_norm, distance, doubled, gradients, images, made
+    from fused_networks import conv_norm, distance, doubled, gradients, images, made
     from torch import nn
 
     import bnfuse.torch
@@ -187,7 +187,7 @@ def test_several_outputs_in_a_dict_and_an_unused_one():
 def test_what_is_drawn_follows_torch_s_generator():
     """Masks are new in each call, repeated after manual_seed, and the same in a forward that is run again."""
     import torch
-    from front_door import conv_norm, images, made
+    from fused_networks import conv_norm, images, made
     from torch import nn
 
     import bnfuse.torch
@@ -212,7 +212,7 @@ def test_what_is_drawn_follows_torch_s_generator():
 
 def test_autocast_on_a_cpu_gives_its_types(fused):
     import torch
-    from front_door import distance, gradients, images, loss_of, made
+    from fused_networks import distance, gradients, images, loss_of, made
 
     plain = made()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -29,7 +29,7 @@ def backend_of_ours():
 def test_a_compiled_model_trains_and_evaluates_as_torch_does():
     """With whatever batch: dynamo gives its size as an input, and the step is compiled for it once."""
     import torch
-    from front_door import distance, doubled, gradients, images, made, state
+    from fused_networks import distance, doubled, gradients, images, made, state
 
     ours, exact = made(), doubled(made())
     fused = torch.compile(ours, backend=backend_of_ours(), dynamic=True, options={"fallback": "error"})
@@ -46,7 +46,7 @@ def test_a_compiled_model_trains_and_evaluates_as_torch_does():
 
 def test_blocks_that_share_a_graph_have_their_own_state():
     import torch
-    from front_door import conv_norm, distance, doubled, gradients, made, state
+    from fused_networks import conv_norm, distance, doubled, gradients, made, state
 
     def blocks():
         return made(lambda: torch.nn.Sequential(conv_norm(3, 3), conv_norm(3, 3)))

@@ -26,7 +26,7 @@ def gradients_of(module):
 
 def test_gradients_are_the_same_and_come_piece_by_piece(fused):
     import torch
-    from front_door import images, loss_of
+    from fused_networks import images, loss_of
 
     loss_of(fused, images()).backward()
     expected = gradients_of(fused)
@@ -47,7 +47,7 @@ def test_gradients_are_the_same_and_come_piece_by_piece(fused):
 
 def test_inputs_parts_of_the_gradients_and_backward_twice(fused):
     import torch
-    from front_door import distance, doubled, images, made
+    from fused_networks import distance, doubled, images, made
 
     found = []
     start = made().state_dict()
@@ -67,7 +67,7 @@ def test_inputs_parts_of_the_gradients_and_backward_twice(fused):
 
 def test_other_calls_in_between_are_noticed(fused):
     """Two forwards, and a forward in the middle of a backward: what was computed is computed again."""
-    from front_door import distance, doubled, gradients, images, made
+    from fused_networks import distance, doubled, gradients, images, made
 
     fused.load_state_dict(made().state_dict())
     for module, a, b in (
@@ -90,7 +90,7 @@ def test_other_calls_in_between_are_noticed(fused):
 def test_two_processes_average_while_they_compute(fused, tmp_path):
     """DistributedDataParallel over gloo does with a fused module what it does with the module."""
     import torch
-    from front_door import made
+    from fused_networks import made
     from two_processes import trained
 
     fused.load_state_dict(made().state_dict())

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.exporter]
 
 def refused(forward, match, **attributes):
     """A convolution and this forward cannot be fused, for this reason."""
-    from front_door import images
+    from fused_networks import images
     from torch import nn
 
     import bnfuse.torch
@@ -107,7 +107,7 @@ def test_a_tensor_with_a_gradient_that_is_no_parameter():
 
 def test_hooks_of_submodules_and_of_all_modules(fused):
     import torch
-    from front_door import images
+    from fused_networks import images
 
     from bnfuse.core.errors import BnfuseError
 
@@ -130,7 +130,7 @@ def test_a_call_that_cannot_be_honoured_is_left_to_torch_where_that_is_asked_for
     import dataclasses
 
     import torch
-    from front_door import images, made
+    from fused_networks import images, made
 
     engine = fused._bnfuse
     engine.options = dataclasses.replace(engine.options, fallback="torch")
@@ -146,7 +146,7 @@ def test_a_call_that_cannot_be_honoured_is_left_to_torch_where_that_is_asked_for
 
 def test_exporters_see_the_operators(fused):
     import torch
-    from front_door import images
+    from fused_networks import images
 
     program = torch.export.export(fused.eval(), (images(),), strict=False)
     assert {"aten.conv2d.default", "aten.cat.default"} <= {str(node.target) for node in program.graph.nodes}
@@ -154,7 +154,7 @@ def test_exporters_see_the_operators(fused):
 
 def test_what_is_no_module_to_fuse(first):
     import torch
-    from front_door import images
+    from fused_networks import images
     from torch import nn
 
     import bnfuse.torch
@@ -176,7 +176,7 @@ def test_what_is_no_module_to_fuse(first):
 
 def test_parts_are_fused_around_what_is_left_to_torch():
     import torch
-    from front_door import conv_norm, distance, doubled, gradients, images, made, state
+    from fused_networks import conv_norm, distance, doubled, gradients, images, made, state
     from torch import nn
 
     import bnfuse.torch

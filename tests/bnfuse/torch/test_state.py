@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.exporter]
 def agrees(fused) -> None:
     """The module's results and gradients are those of its state as it is now."""
     import torch
-    from front_door import Small, distance, doubled, gradients, images, loss_of
+    from fused_networks import Small, distance, doubled, gradients, images, loss_of
 
     plain = Small()
     plain.load_state_dict(fused.state_dict())
@@ -47,7 +47,7 @@ def test_replaced_data_is_seen(fused):
 
 
 def test_an_optimiser_s_update_is_seen_without_a_copy(fused):
-    from front_door import images, loss_of
+    from fused_networks import images, loss_of
 
     loss_of(fused, images()).backward()
     state = fused._bnfuse.watch.tensors()
@@ -59,7 +59,7 @@ def test_an_optimiser_s_update_is_seen_without_a_copy(fused):
 def test_what_others_hold_is_left_alone(fused):
     """Tensors that a call uses in the place of parameters, and those that were parameters, keep their values."""
     import torch
-    from front_door import images
+    from fused_networks import images
 
     held = fused.state_dict()
     before = {name: one.clone() for name, one in held.items()}
@@ -75,7 +75,7 @@ def test_what_others_hold_is_left_alone(fused):
 
 def test_other_types_are_refused(fused):
     import torch
-    from front_door import images
+    from fused_networks import images
 
     from bnfuse.core.errors import BnfuseError
 
@@ -87,8 +87,8 @@ def test_other_types_are_refused(fused):
 
 
 def test_another_submodule_is_captured_anew(first):
-    from front_door import distance as far
-    from front_door import doubled, gradients, images, loss_of, made
+    from fused_networks import distance as far
+    from fused_networks import doubled, gradients, images, loss_of, made
     from torch import nn
 
     fused = copy.deepcopy(first[1])
@@ -104,8 +104,8 @@ def test_another_submodule_is_captured_anew(first):
 
 
 def test_an_attribute_that_changes_is_captured_anew_and_one_that_does_all_the_time_is_told(fused, monkeypatch):
-    from front_door import distance as far
-    from front_door import doubled, images, loss_of, made, state
+    from fused_networks import distance as far
+    from fused_networks import doubled, images, loss_of, made, state
 
     from bnfuse.core.errors import BnfuseError
     from bnfuse.torch import engine
@@ -125,7 +125,7 @@ def test_an_attribute_that_changes_is_captured_anew_and_one_that_does_all_the_ti
 
 def test_a_copy_is_its_own(fused):
     import torch
-    from front_door import images, loss_of
+    from fused_networks import images, loss_of
 
     double = copy.deepcopy(fused)
     loss_of(double, images()).backward()

@@ -13,7 +13,7 @@ STEPS = 3
 def plain():
     """Losses and weights of torch's own loop, in float64."""
     import torch
-    from front_door import doubled, images, loss_of, made, state
+    from fused_networks import doubled, images, loss_of, made, state
 
     module, x = doubled(made()), images().double()
     optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), []
@@ -27,7 +27,7 @@ def plain():
 
 
 def check(fused, losses, plain):
-    from front_door import distance, state
+    from fused_networks import distance, state
 
     assert losses == pytest.approx(plain[0], rel=1e-5)
     assert distance(state(fused), plain[1]) < 1e-5
@@ -37,7 +37,7 @@ def check(fused, losses, plain):
 def test_accelerate(fused, plain):
     import torch
     from accelerate import Accelerator
-    from front_door import images, loss_of, made
+    from fused_networks import images, loss_of, made
 
     fused.load_state_dict(made().state_dict())
     accelerator = Accelerator(cpu=True)
@@ -57,7 +57,7 @@ def test_accelerate(fused, plain):
 def test_lightning(fused, plain, tmp_path):
     import pytorch_lightning as lightning
     import torch
-    from front_door import images, labels, made
+    from fused_networks import images, labels, made
 
     class Trained(lightning.LightningModule):
         def __init__(self) -> None:

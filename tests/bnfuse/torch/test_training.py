@@ -21,7 +21,7 @@ def optimizer_of(kind, module):
 
 def trained(module, kind, x, *, clip=0.0, accumulate=1, scheduled=False, scaler=None):
     import torch
-    from front_door import loss_of
+    from fused_networks import loss_of
 
     optimizer, losses = optimizer_of(kind, module), []
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, STEPS) if scheduled else None
@@ -43,7 +43,7 @@ def trained(module, kind, x, *, clip=0.0, accumulate=1, scheduled=False, scaler=
 
 def test_losses_and_weights_follow_torch(fused):
     import torch
-    from front_door import distance, doubled, images, made, state
+    from fused_networks import distance, doubled, images, made, state
 
     x = images()
     for kind, options in (
@@ -68,7 +68,7 @@ def test_losses_and_weights_follow_torch(fused):
 def test_a_moving_average_of_the_weights(fused):
     """AveragedModel copies the module, and update_bn runs it with momentum=None: the mean of all batches."""
     import torch
-    from front_door import distance, doubled, images, made, state
+    from fused_networks import distance, doubled, images, made, state
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
     found = []
@@ -89,7 +89,7 @@ def test_a_moving_average_of_the_weights(fused):
 
 def test_it_is_the_module_that_it_was(first):
     import torch
-    from front_door import made
+    from fused_networks import made
 
     import bnfuse.torch
 
@@ -109,7 +109,7 @@ def test_it_is_the_module_that_it_was(first):
 
 def test_capturing_changes_nothing(first):
     import torch
-    from front_door import Small, images
+    from fused_networks import Small, images
 
     import bnfuse.torch
 
@@ -125,7 +125,7 @@ def test_capturing_changes_nothing(first):
 
 def test_evaluation_and_its_gradients(fused):
     import torch
-    from front_door import distance, doubled, gradients, images, made
+    from fused_networks import distance, doubled, gradients, images, made
 
     exact = doubled(made())
     x, y = images().requires_grad_(), images().double().requires_grad_()
