@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 docs/examples/ddp.py
 
-Over gloo on CPUs, over NCCL with a GPU for each process. All begin with equal weights and see different images; gradients are
-averaged while the earlier layers' are still computed. Needs torch and onnxscript: '.[torch]'.
+Over gloo on CPUs, over NCCL with a GPU for each process. All begin with equal weights and see different images; gradients
+are averaged while the earlier layers' are still computed. Needs torch and onnxscript: '.[torch]'.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 
 torch.manual_seed(0)
 width = given.width
-blocks = [block(1, width), block(width, width), block(width, 2 * width, 2), block(2 * width, 2 * width)]
+blocks = [block(1, width), block(width, 2 * width, 2), block(2 * width, 2 * width)]
 model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, data.classes)).to(device)
 example = torch.zeros(given.batch, 1, given.image, given.image, device=device)
 model = bnfuse.torch.fuse(model, example)  # the one line

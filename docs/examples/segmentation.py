@@ -2,8 +2,8 @@
 
     python docs/examples/segmentation.py
 
-Pixels of ink have the class of their digit, the others the class "background". The loss is cross-entropy and Dice, in torch.
-Needs torch and onnxscript: '.[torch]'.
+Pixels of ink have the class of their digit, the others the class "background". The loss is cross-entropy and Dice, in
+torch. Needs torch and onnxscript: '.[torch]'.
 """
 
 import argparse
@@ -27,20 +27,24 @@ def convolutions(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.first, self.second = convolutions(1, width), convolutions(width, 2 * width)
-        self.deep = convolutions(2 * width, 4 * width)
-        self.up_second, self.up_first = (nn.ConvTranspose2d(2 * n, n, 2, 2) for n in (2 * width, width))
-        self.last_second, self.last_first = convolutions(4 * width, 2 * width), convolutions(2 * width, width)
+        widths = [width * 2**k for k in range(depth + 1)]
+        self.down = nn.ModuleList(map(convolutions, [1, *widths], widths[:-1]))
+        self.deep = convolutions(widths[-2], widths[-1])
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * n, n, 2, 2) for n in widths[-2::-1])
+        self.out = nn.ModuleList(convolutions(2 * n, n) for n in widths[-2::-1])
         self.head = nn.Conv2d(width, CLASSES, 1)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        first = self.first(images)
-        second = self.second(functional.max_pool2d(first, 2))
-        deep = self.deep(functional.max_pool2d(second, 2))
-        second = self.last_second(torch.cat([second, self.up_second(deep)], 1))
-        return self.head(self.last_first(torch.cat([first, self.up_first(second)], 1)))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for layers in self.down:
+            kept.append(layers(x))
+            x = functional.max_pool2d(kept[-1], 2)
+        x = self.deep(x)
+        for up, layers in zip(self.up, self.out, strict=True):
+            x = layers(torch.cat([kept.pop(), up(x)], 1))
+        return self.head(x)
 
 
 def masks(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -57,6 +61,7 @@ def loss_of(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 parser = argparse.ArgumentParser()
 parser.add_argument("--image", type=int, default=16)
 parser.add_argument("--width", type=int, default=16)
+parser.add_argument("--depth", type=int, default=2, help="how often the image is halved")
 parser.add_argument("--batch", type=int, default=32)
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--steps", type=int, help="of an epoch, at most")
@@ -69,7 +74,7 @@ images, test_images = torch.from_numpy(data.train_x), torch.from_numpy(data.test
 train = TensorDataset(images, masks(images, torch.from_numpy(data.train_y)))
 loader = DataLoader(train, given.batch, shuffle=True, drop_last=True)
 
-model = UNet(given.width).to(device)
+model = UNet(given.width, given.depth).to(device)
 model = bnfuse.torch.fuse(model, images[: given.batch].to(device))  # the one line
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for _ in range(given.epochs):

@@ -2,8 +2,8 @@
 
     python docs/examples/timm_loop.py --data photos --model resnet18 --pretrained
 
-The folder has `train/` and `val/` with a folder of images for each class. Without --data the handwritten digits are written
-out as one, and a small model is trained from scratch. Needs torch, onnxscript ('.[torch]'), timm and torchvision.
+The folder has `train/` and `val/` with a folder of images for each class. Without --data the handwritten digits are
+written out as one, and a small model is trained from scratch. Needs torch, onnxscript ('.[torch]'), timm and torchvision.
 """
 
 import argparse
@@ -80,11 +80,11 @@ def main() -> None:
             update += 1
             average.update(model, update)
 
-    best = average.module.eval()
-    example, sizes = torch.zeros(2, *config["input_size"], device=device), {0: torch.export.Dim("batch")}
-    torch.onnx.export(
-        best, (example,), given.export, input_names=["images"], output_names=["scores"], dynamic_shapes=(sizes,)
-    )
+    best = timm.create_model(given.model, num_classes=classes).eval()
+    best.load_state_dict(average.module.state_dict())
+    example, sizes = torch.zeros(2, *config["input_size"]), {0: torch.export.Dim("batch")}
+    names = {"input_names": ["images"], "output_names": ["scores"]}
+    torch.onnx.export(best, (example,), given.export, dynamic_shapes=(sizes,), verbose=False, **names)
     session = onnxruntime.InferenceSession(given.export, providers=["CPUExecutionProvider"])
     right = count = 0
     for images, labels in DataLoader(held_out, given.batch, num_workers=given.workers):

@@ -1,10 +1,14 @@
-"""The scripts of docs/examples run, and train as they do without their one line."""
+"""The scripts of docs/examples run, and train as they do without their one line; the notebook prints what it shows."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +62,7 @@ def check(found: dict[str, float]) -> None:
 
 
 def test_a_unet(monkeypatch, capsys, tmp_path):
-    check(losses("segmentation.py", monkeypatch, capsys, tmp_path, *TINY))
+    check(losses("segmentation.py", monkeypatch, capsys, tmp_path, *TINY, "--depth", "1"))
 
 
 def test_torch_compile(monkeypatch, capsys, tmp_path):
@@ -104,15 +108,45 @@ def test_a_timm_model_on_a_folder(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "model.onnx").exists()
 
 
+def test_the_notebook_prints_what_it_shows(monkeypatch, tmp_path):
+    """Its code runs cell by cell, in one namespace. Its outputs were written by a run of it, from first to last."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    cells = json.loads((EXAMPLES / "fuse.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    namespace: dict[str, object] = {"__name__": "notebook"}
+    for cell in code:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile("".join(cell["source"]), f"fuse.ipynb [{cell['execution_count']}]", "exec"), namespace)
+        shown = "".join(line for output in cell["outputs"] for line in output.get("text", ()))
+        assert out.getvalue() == shown, "differs from the notebook, whose first cell says how to run it anew"
+    assert any("image/png" in output.get("data", {}) for cell in code for output in cell["outputs"])
+
+
 def test_two_processes(tmp_path):
-    found = {}
+    """torchrun starts them once, and each runs the script with its line, then without it, at another port."""
+    fused, plain = written("ddp.py", tmp_path).values()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = f"""
+import os, runpy
+runpy.run_path({str(fused)!r})
+os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+runpy.run_path({str(plain)!r})
+"""
+    (tmp_path / "both.py").write_text(both, encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for kind, script in written("ddp.py", tmp_path).items():
-        done = subprocess.run(
-            [*torchrun, str(script), *TINY], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("2 processes: ")
-        found[kind] = loss_in(done.stdout)
-    check(found)
+    command = [*torchrun, str(tmp_path / "both.py"), *TINY]
+    with (tmp_path / "errors").open("w+") as errors:
+        run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            printed, _ = run.communicate(timeout=120)
+        finally:
+            run.terminate()  # torchrun ends its processes
+        assert run.returncode == 0, (tmp_path / "errors").read_text()
+    lines = [line for line in printed.splitlines() if line.startswith("2 processes: ")]
+    check(dict(zip(("fused", "plain"), map(loss_in, lines), strict=True)))
