@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 docs/examples/ddp.py
 
-Over gloo on CPUs, over NCCL with a GPU for each process. All begin with equal weights and see different images; gradients
-are averaged while the earlier layers' are still computed. Needs torch and onnxscript: '.[torch]'.
+Over gloo on CPUs, over NCCL with a GPU for each process. All begin with equal weights and see different images;
+gradients are averaged while the earlier layers' are still computed. Needs torch and onnxscript: '.[torch]'.
 """
 
 import argparse

@@ -3,7 +3,8 @@
     python docs/examples/timm_loop.py --data photos --model resnet18 --pretrained
 
 The folder has `train/` and `val/` with a folder of images for each class. Without --data the handwritten digits are
-written out as one, and a small model is trained from scratch. Needs torch, onnxscript ('.[torch]'), timm and torchvision.
+written out as one, and a small model is trained from scratch. Needs torch, onnxscript ('.[torch]'), timm and
+torchvision.
 """
 
 import argparse
