@@ -85,12 +85,13 @@ def test_lightning(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.accelerate
 def test_accelerate(monkeypatch, capsys, tmp_path):
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, GradientState
 
     try:
         check(losses("accelerate_loop.py", monkeypatch, capsys, tmp_path, *TINY))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 @pytest.mark.timm
