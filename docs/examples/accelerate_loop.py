@@ -1,7 +1,7 @@
 """A loop of Hugging Face's accelerate around a fused module, with gradients accumulated over two batches.
 
     python docs/examples/accelerate_loop.py
-    accelerate launch --num_processes 2 docs/examples/accelerate_loop.py
+    accelerate launch --num_processes 2 docs/examples/accelerate_loop.py    # on two GPUs
 
 Needs torch, onnxscript ('.[torch]') and accelerate.
 """

@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--image", type=int, default=16)
 parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--batch", type=int, default=32, help="of each process")
-parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--steps", type=int, help="of an epoch, at most")
 given = parser.parse_args()
 
@@ -50,7 +50,8 @@ model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(
 example = torch.zeros(given.batch, 1, given.image, given.image, device=device)
 model = bnfuse.torch.fuse(model, example)  # the one line
 model = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.epochs * len(loader))
 
 for epoch in range(given.epochs):
     sampler.set_epoch(epoch)
@@ -61,6 +62,7 @@ for epoch in range(given.epochs):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
 
 losses = loss.detach()
 distributed.all_reduce(losses)
