@@ -57,15 +57,19 @@ def what_gradients_would_miss() -> Iterator[None]:
         return call
 
     function, tensor = torch.autograd.Function, torch.Tensor
+    base: Any = function.__mro__[1]  # an `apply` bound before looks for the next one up, which is to be found here
     apply, hook = function.__dict__["apply"], tensor.register_hook
+    kind = "the autograd.Function '{}'"
     function.apply = classmethod(  # type: ignore[assignment, method-assign]
-        refusing("the autograd.Function '{}'", apply.__func__)
+        refusing(kind, apply.__func__)
     )
+    base.apply = classmethod(refusing(kind, lambda own, *args, **kwargs: super(base, own).apply(*args, **kwargs)))
     tensor.register_hook = refusing("a tensor with a hook ('{}.register_hook')", hook)  # type: ignore[method-assign]
     try:
         yield
     finally:
         function.apply, tensor.register_hook = apply, hook  # type: ignore[method-assign]
+        del base.apply
 
 
 @contextlib.contextmanager

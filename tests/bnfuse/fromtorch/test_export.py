@@ -181,6 +181,29 @@ def own_function(self, forward, x):
     return Twice.apply(forward(self, x))
 
 
+def bound_before(self, forward, x):
+    return BOUND[0](forward(self, x))
+
+
+BOUND: list = []  # of functions, as a file has them that binds `apply` at its top
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bound():
+    torch = pytest.importorskip("torch")
+
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context, gradient):
+            return -gradient
+
+    BOUND.append(Reverse.apply)
+
+
 def updating(self, forward, x):
     self.gain.add_(1)
     return forward(self, x)
@@ -198,6 +221,7 @@ def branching(self, forward, x):
         (detached, "Changed: detaches a tensor"),
         (without_gradients, r"Changed: turns gradients off \(torch.no_grad\)"),
         (own_function, "the autograd.Function 'Twice' has a gradient that is not that of its operators"),
+        (bound_before, "the autograd.Function 'Reverse' has a gradient"),
         (updating, "its forward updates buffer 'gain'"),
         (branching, "torch.export cannot capture it: "),
     ],

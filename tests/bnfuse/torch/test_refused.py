@@ -55,6 +55,25 @@ def straight_through(module, x):
     return Round.apply(module.conv(x))
 
 
+def test_a_function_whose_apply_was_bound_before():
+    import torch
+
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return -dy
+
+    reverse = Reverse.apply  # as at the top of a file
+    refused(lambda m, x: reverse(m.conv(x)), "the autograd.Function 'Reverse'")
+    x = torch.ones(2, requires_grad=True)
+    reverse(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [-1, -1]
+
+
 def hooked(module, x):
     y = module.conv(x)
     y.register_hook(lambda dy: 2 * dy)
