@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -69,6 +70,11 @@ class Files:
         return Files(self.root, tuple(self.paths[index] for index in indices))
 
 
+def stamp_of(found: os.stat_result) -> tuple[int, int]:
+    """Give the size of a file and when it was written: another one has another."""
+    return found.st_size, found.st_mtime_ns
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """Members of tar files: each is a range of bytes in one of them (tars.py)."""
@@ -76,6 +82,7 @@ class Shards:
     tars: Sequence[Path]
     names: Sequence[str]
     places: np.ndarray  # int64 [N, 3]: which tar, the first byte, how many
+    stamps: Sequence[tuple[int, int]]  # of each tar when it was looked through
 
     def __len__(self) -> int:
         return len(self.names)
@@ -92,12 +99,14 @@ class Shards:
         """Read the member."""
         tar, start, size = (int(number) for number in self.places[index])
         with self.tars[tar].open("rb", buffering=0) as stream:
+            if stamp_of(os.fstat(stream.fileno())) != self.stamps[tar]:
+                raise BnfuseError(f"{self.tars[tar]}: is another file than when the run began: begin it anew")
             stream.seek(start)
             return io.BytesIO(stream.read(size))
 
     def take(self, indices: np.ndarray) -> Shards:
         """Give some of them."""
-        return Shards(self.tars, tuple(self.names[index] for index in indices), self.places[indices])
+        return Shards(self.tars, tuple(self.names[index] for index in indices), self.places[indices], self.stamps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _folder(path: Path, reading: Reading) -> Raw:
     if is_table(path):
         return saved_table(path, reading)
     if holds_tars(path):
-        return tar_shards(f"{path}/*.tar", reading)
+        return tar_shards(str(path), reading)
     listing = listing_of(path)
     image, channels = reading.image, reading.channels
     can = image is not None and channels in (1, 3) and reading.fit != "pad"

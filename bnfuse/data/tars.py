@@ -27,7 +27,7 @@ from bnfuse.core.errors import BnfuseError
 
 from .dataset import Part, Raw
 from .folders import IMAGE_SUFFIXES, PART_NAMES
-from .items import Shards
+from .items import Shards, stamp_of
 from .reading import Reading, looked_at
 from .tally import Tally
 
@@ -56,13 +56,16 @@ def tar_shards(name: str, reading: Reading) -> Raw:
     reading.require_streaming(name)
     paths = shards_of(name)
     tally, remarks = Tally(paths[0].parent), Tally(paths[0].parent)
+    stamps = {path: stamp_of(path.stat()) for path in paths}  # before they are looked through
     parts = {}
     for part, members in by_part(paths, name).items():
         samples = [sample for path in members for sample in samples_of(path, members.index(path), tally)]
         if not samples:
             raise BnfuseError(f"{members[0]}: has no sample: an image, and beside it a .cls or .json of the same name")
         places = np.array([(sample.tar, sample.start, sample.size) for sample in samples], np.int64)
-        items = Shards(tuple(members), tuple(sample.name for sample in samples), places)
+        items = Shards(
+            tuple(members), tuple(sample.name for sample in samples), places, tuple(stamps[path] for path in members)
+        )
         labels = np.array([sample.label for sample in samples], np.int64)
         kept = looked_at(items, reading, remarks, tally)
         if not kept.any():
@@ -74,17 +77,22 @@ def tar_shards(name: str, reading: Reading) -> Raw:
 
 
 def shards_of(name: str) -> list[Path]:
-    """List the files of a pattern. Raises BnfuseError where one is not there, or is packed."""
+    """List the files of a pattern, or the tars of a folder; a name that is there is no pattern, whatever is in it.
+    Raises BnfuseError where one is not there, or is packed."""
     found: list[str] = []
-    for spelt in expanded(name):
-        if any(sign in spelt for sign in "*?["):
-            found += sorted(glob.glob(spelt))  # noqa: PTH207 (patterns may be absolute)
+    folder = Path(name).is_dir() and not name.endswith(".tar")
+    for spelt in [f"{name}/*.tar"] if folder else [name] if Path(name).is_file() else expanded(name):
+        before, _, base = spelt.rpartition("/")
+        if any(sign in spelt for sign in "*?[") and not Path(spelt).is_file():
+            own = f"{glob.escape(before)}/{base}" if Path(before).is_dir() and "/" in spelt else spelt
+            found += sorted(glob.glob(own))  # noqa: PTH207 (patterns may be absolute)
         else:
             found.append(spelt)
         if len(found) > MAX_SHARDS:
             raise BnfuseError(f"{name}: are more than {MAX_SHARDS:,} tars, the most that are read")
     if not found:
         raise BnfuseError(f"{name}: there is no such tar")
+    found = list(dict.fromkeys(map(os.path.normpath, found)))  # patterns may overlap: each tar is read once
     for path in found:
         if path.endswith(PACKED):
             raise BnfuseError(f"{path}: is packed, so that no image in it can be read by itself: unpack it to .tar")
@@ -102,7 +110,10 @@ def expanded(name: str) -> list[str]:
         return [name]
     inside, span = name[start + 1 : end], RANGE.fullmatch(name[start + 1 : end])
     if span is None:
-        ones = [whole for piece in top_level(inside) for whole in expanded(piece)]
+        pieces = top_level(inside)
+        ones = [whole for piece in pieces for whole in expanded(piece)]
+        if len(pieces) == 1:  # nothing to choose from: a shell leaves the braces
+            ones = [f"{{{one}}}" for one in ones]
     else:
         first, last = int(span[1]), int(span[2])
         if abs(last - first) >= MAX_SHARDS:
@@ -189,7 +200,7 @@ def grouped(path: Path, number: int, stream: IO[bytes], tar: tarfile.TarFile, ta
     """Put the members that follow each other under one name together."""
     key: str | None = None
     members: dict[str, tarfile.TarInfo] = {}
-    for member in (*ordinary(path, tar, tally), None):
+    for member in (*ordinary(path, stream, tar, tally), None):
         folder, _, base = member.name.rpartition("/") if member is not None else ("", "", "")
         stem, _, ending = base.partition(".")
         this = None if member is None else f"{folder}/{stem}"
@@ -201,12 +212,15 @@ def grouped(path: Path, number: int, stream: IO[bytes], tar: tarfile.TarFile, ta
             members[ending.lower()] = member
 
 
-def ordinary(path: Path, tar: tarfile.TarFile, tally: Tally) -> Iterator[tarfile.TarInfo]:
+def ordinary(path: Path, stream: IO[bytes], tar: tarfile.TarFile, tally: Tally) -> Iterator[tarfile.TarInfo]:
     """List the members that are whole files; links, devices and files with holes are none, and are counted."""
     end = path.stat().st_size
-    for member in tar:
+    for member in tar:  # ends without a word at a header that is none
         tar.members = []  # type: ignore[attr-defined]  # of which tarfile keeps all
         if member.isdir():
+            continue
+        if member.name.rpartition("/")[2].startswith("."):  # ._NAME, as macOS adds for each file
+            tally.add("hidden in a tar", f"{path}: {member.name}")
             continue
         if not member.isreg() or member.issparse():
             tally.add("no ordinary file in a tar", f"{path}: {member.name}")
@@ -214,6 +228,19 @@ def ordinary(path: Path, tar: tarfile.TarFile, tally: Tally) -> Iterator[tarfile
             raise tarfile.ReadError(f"it is cut short within {member.name}")
         else:
             yield member
+    require_end(stream, tar.offset, end)  # type: ignore[attr-defined]
+
+
+def require_end(stream: IO[bytes], start: int, end: int) -> None:
+    """Raise where no end of a tar is at `start`: a block of zeros, or more, and nothing but zeros behind it."""
+    if end - start < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"it is cut short at byte {end}: it has no end")
+    stream.seek(start)
+    while piece := stream.read(1 << 20):
+        if piece.strip(b"\0"):
+            at = start + len(piece) - len(piece.lstrip(b"\0"))
+            raise tarfile.ReadError(f"it is damaged at byte {at}, or another one is joined to it there")
+        start += len(piece)
 
 
 def sample(
@@ -225,6 +252,10 @@ def sample(
     if not images:
         tally.add("without an image", f"{path}: {name}")
         return
+    images = [ending for ending in images if "." not in ending] or images  # 1.png, not 1.depth.png
+    if len(images) > 1:
+        two = " and ".join(members[ending].name for ending in images[:2])
+        raise BnfuseError(f"{path}: {two} are images of one sample: leave one of them")
     image = members[images[0]]
     for ending in ("cls", "json"):
         if ending in members:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import tarfile
 
 import numpy as np
 import pytest
 from odd_pictures import add, save_plain, save_tars
+from PIL import Image
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.data import load_data
@@ -112,3 +114,62 @@ def test_links_and_paths_out_of_a_tar_lead_nowhere(tmp_path):
     told = " ".join(data.about)
     assert "1 no ordinary file in a tar (a.tar: 3.png)" in told and "1 without an image (a.tar: notes)" in told
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def samples(count, *, first=0):
+    """Members of tars: images of one grey, with labels."""
+    for number in range(first, first + count):
+        stream = io.BytesIO()
+        Image.new("L", (8, 8), 200).save(stream, "PNG")
+        yield from ((f"{number:03}.cls", str(number % 2).encode()), (f"{number:03}.png", stream.getvalue()))
+
+
+def test_of_several_images_the_one_with_the_plain_ending_is_the_sample(tmp_path):
+    other = io.BytesIO()
+    Image.new("L", (8, 8), 10).save(other, "PNG")
+    both = [x for name, content in samples(4) for x in ((name.replace(".png", ".depth.png"), other), (name, content))]
+    members = [(name, at if isinstance(at, bytes) else at.getvalue()) for name, at in both if "cls" not in name]
+    labels = [(name, content) for name, content in samples(4) if "cls" in name]
+    path = tar_with(tmp_path / "a.tar", *sorted([*members, *labels]))
+    data = load_data(path, mean=0, std=1, **SIZE)
+    assert (data.train_x[:] == np.float32(200 / 255)).all()
+    two = [("0.cls", b"0"), ("0.left.png", other.getvalue()), ("0.right.png", other.getvalue())]
+    said = message_of(tar_with(path, *two))
+    assert said == f"{path}: 0.left.png and 0.right.png are images of one sample: leave one of them"
+
+
+def test_a_tar_that_ends_early_is_refused_wherever_it_is_cut(tmp_path):
+    path = tar_with(tmp_path / "a.tar", *samples(6))
+    whole = path.read_bytes()
+    load_data(path, **SIZE)
+    for cut in (2048 * 3, 2048 * 3 + 300, 2048 * 3 + 511):  # between samples, and within a header
+        path.write_bytes(whole[:cut])
+        assert f"it is cut short at byte {cut}" in message_of(path)
+    path.write_bytes(whole[: 2048 * 3 + 10] + b"?" + whole[2048 * 3 + 11 :])
+    assert f"it is damaged at byte {2048 * 3}, or" in message_of(path)
+    path.write_bytes(whole + whole)
+    assert f"it is damaged at byte {len(whole)}, or another one is joined to it there" in message_of(path)
+
+
+def test_a_tar_that_is_written_anew_is_not_read_at_the_places_of_the_first(tmp_path):
+    path = tar_with(tmp_path / "a.tar", *samples(6))
+    data = load_data(path, mean=0, std=1, **SIZE)
+    tar_with(path, *reversed(list(samples(7))))
+    with pytest.raises(BnfuseError, match="is another file than when the run began"):
+        data.train_x[:]
+
+
+@pytest.mark.parametrize("name", ["odd[1]", "odd{a}", "odd*"])
+def test_signs_of_patterns_in_the_name_of_a_folder_are_no_pattern(name, tmp_path):
+    (tmp_path / name).mkdir()
+    tar_with(tmp_path / name / "train-0.tar", *samples(5))
+    for spec in ("", "/train-0.tar", "/*.tar", "/train-{0,0}.tar", "/{train,train*}-0.tar"):  # each tar once
+        data = load_data(f"{tmp_path}/{name}{spec}", **SIZE)
+        assert len(data.train_y) + len(data.test_y) == 5, spec
+
+
+def test_what_macos_adds_is_left_out(tmp_path):
+    both = [x for name, content in samples(5) for x in ((f"./._{name}", b"\0\5\x16\7"), (f"./{name}", content))]
+    data = load_data(tar_with(tmp_path / "a.tar", *both), **SIZE)
+    assert len(data.train_y) + len(data.test_y) == 5
+    assert "10 hidden in a tar (a.tar: ./._000.cls)" in " ".join(data.about)
