@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import enum
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -145,4 +146,6 @@ def literal(value: Any) -> str:
         return f"[{', '.join(literal(item) for item in value)}]"
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # inf, -inf and nan: TOML's spellings, where JSON has none
     return json.dumps(value, ensure_ascii=False)

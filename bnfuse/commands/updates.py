@@ -70,6 +70,22 @@ EmaWarmUp = Annotated[
     bool, typer.Option("--ema-warm-up", help="The decay of --ema climbs: (1 + t)/(10 + t) in update t at most.")
 ]
 
+OPTIONS = {  # what --opt does not give, as an option of its own does
+    "name": "--optimizer",
+    "lr": "--lr",
+    "tensorflow": "--optimizer rmsproptf",
+    "momentum": "--momentum",
+    "nesterov": "--nesterov",
+    "weight_decay": "--weight-decay",
+    "no_decay": "--no-decay",
+    "groups": "--lr-of",
+    "layer_decay": "--layer-decay",
+    "clip_norm": "--clip-norm",
+    "clip_value": "--clip-value",
+    "accumulate": "--accumulate",
+    "ema": "--ema",
+}
+
 
 def recipe(
     opt: list[str] | None,
@@ -88,10 +104,14 @@ def recipe(
 
     if ema_warm_up and ema is None:
         raise BnfuseError("--ema-warm-up is of the average that --ema DECAY keeps: give that too")
+    given = settings(opt, "--opt")
+    for key in given:
+        if key in OPTIONS:
+            raise BnfuseError(f"--opt {key}: has an option of its own: {OPTIONS[key]}")
     rates = [Group(glob, lr=factor) for glob, factor in numbers(lr_of, "--lr-of")]
     decays = [Group(glob, weight_decay=decay) for glob, decay in numbers(decay_of, "--decay-of")]
     return {
-        **{key: values(text, f"--opt {key}") for key, text in settings(opt, "--opt").items()},
+        **{key: values(text, f"--opt {key}") for key, text in given.items()},
         "groups": (*rates, *decays),
         "layer_decay": layer_decay,
         "clip_norm": clip_norm,
