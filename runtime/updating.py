@@ -70,6 +70,11 @@ class Updating(Exclusive):
         self._run(("update",))
         return True
 
+    @alone
+    def discard(self: Insides) -> None:
+        """Forget the gradients that are added up: the next update is of those that follow alone."""
+        self._added = 0
+
     @property
     @alone
     def gradient_norm(self: Insides) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from bnfuse.core.errors import one_line
 from bnfuse.core.files import require_writable, write_atomically
-from bnfuse.core.text import Section, join
+from bnfuse.core.text import Section, join, readable
 
 
 def show(sections: Iterable[Section]) -> None:
@@ -48,7 +48,7 @@ def show_json(value: Any) -> None:
 
 def to_json(value: Any) -> str:
     """Write strict JSON: numbers that are not finite become null."""
-    return json.dumps(finite(value), indent=2, ensure_ascii=False)
+    return readable(json.dumps(finite(value), indent=2, ensure_ascii=False))  # \udce9 is an escape of JSON too
 
 
 def finite(value: Any) -> Any:
@@ -67,7 +67,7 @@ def write_text(path: Path, text: str) -> None:
     file."""
 
     is_special = path.exists() and not path.is_file()
-    write_atomically(path if is_special else path.resolve(), f"{text}\n".encode())
+    write_atomically(path if is_special else path.resolve(), f"{text}\n".encode(errors="backslashreplace"))
 
 
 def require_text_writable(path: Path) -> None:

@@ -40,7 +40,9 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 def append_line(stream: IO[bytes], path: Path, fields: Mapping[str, Any]) -> None:
     """Append a line of JSON to `stream`, which was opened without a buffer."""
-    append(stream, path, json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    append(
+        stream, path, json.dumps(fields, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
+    )
 
 
 def append(stream: IO[bytes], path: Path, data: bytes) -> None:

@@ -57,6 +57,17 @@ def csv_text(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> str
     return text.getvalue()
 
 
+def spelt(value: float) -> str:
+    """Write a number as it reads best, `0.1` or `30`, with all digits where these would be another one."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(float(value))
+
+
+def readable(name: str) -> str:
+    """Give a name that any file takes: bytes of a file's name that are no UTF-8 are written out."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def join(sections: Iterable[Section]) -> str:
     """Write sections one below the other, with an empty line between them."""
     return "\n\n".join(str(section) for section in sections)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import spelt
 
 from .colours import BINS, Jitter, jittered, rand_augmented
 from .draws import Draw, drawn, log_uniform
@@ -89,7 +90,7 @@ class Augment:
 
     def _spelt(self) -> Iterator[str]:
         if self.scale is not None:
-            yield f"random-resized-crop:{self.scale:g}"
+            yield f"random-resized-crop:{spelt(self.scale)}"
         if self.flip:
             yield "flip"
         if self.crop:
@@ -97,9 +98,9 @@ class Augment:
         if self.rand is not None:
             yield f"rand-augment:{self.rand[0]},{self.rand[1]}"
         if self.jitter is not None:
-            yield "jitter:" + ",".join(f"{value:g}" for value in dataclasses.astuple(self.jitter))
+            yield "jitter:" + ",".join(map(spelt, dataclasses.astuple(self.jitter)))
         if self.erasing:
-            yield f"random-erasing:{self.erasing:g}"
+            yield f"random-erasing:{spelt(self.erasing)}"
 
 
 def parse_augment(text: str | Augment | None) -> Augment:

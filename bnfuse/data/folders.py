@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import readable
 
 from .dataset import Part, Raw, check_memory
 from .items import Files
@@ -72,7 +73,9 @@ class Listing:
             raise BnfuseError(
                 f"{empty[0]}{why}: add some or take its folder away. Images are {', '.join(sorted(IMAGE_SUFFIXES))}"
             )
-        return Raw(parts, class_names=self.classes, notes=(*empty, *self._notes(remarks)), fitted=True)
+        return Raw(
+            parts, class_names=tuple(map(readable, self.classes)), notes=(*empty, *self._notes(remarks)), fitted=True
+        )
 
     def _notes(self, remarks: Tally) -> Iterator[str]:
         if self.left_out.counts:

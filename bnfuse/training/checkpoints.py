@@ -208,12 +208,12 @@ def digest_of_data(data: Dataset) -> str:
     for array in (array for part in data.parts.values() for array in part):
         found.update(f"{array.dtype} {array.shape}".encode())
         if isinstance(array, LoadedImages):
-            found.update(array.identity.encode())
+            found.update(array.identity.encode(errors="surrogatepass"))
             continue
         if isinstance(array, StreamedImages):
             found.update(repr((array.share, data.mean, data.std)).encode())
             for index in range(len(array)):
-                found.update(array.items.identity(index).encode())
+                found.update(array.items.identity(index).encode(errors="surrogatepass"))
             continue
         for start in range(0, len(array), 1024):
             found.update(array[start : start + 1024].tobytes())

@@ -42,7 +42,7 @@ def write_confusion(found: Evaluation, path: str | Path) -> None:
         raise BnfuseError(f"{path}: a confusion matrix of more than {CONFUSED} classes is not counted")
     names = [found.name_of(index) for index in range(len(found.confusion))]
     if Path(path).suffix.lower() == TABLE:
-        write_atomically(Path(path), table(found.confusion, names).encode())
+        write_atomically(Path(path), table(found.confusion, names).encode(errors="backslashreplace"))
     else:
         save_figure(figure_of(found, found.confusion, names), path)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.ranges import check_real
+from bnfuse.core.text import spelt
 from bnfuse.core.vectors import read_vector
 from bnfuse.training.loading import Batch
 from bnfuse.training.mixing import Mix, Mixing
@@ -110,8 +111,9 @@ class Labelling:
 
     def __str__(self) -> str:
         """Say all that decides the numbers."""
+        # as float32, which is what is fed
         weights = "none" if self.weights is None else ",".join(f"{weight:.9g}" for weight in self.weights)
-        return f"{self.classes} classes, smoothing {self.smoothing:g}, weights {weights}, {self.mixing}"
+        return f"{self.classes} classes, smoothing {spelt(self.smoothing)}, weights {weights}, {self.mixing}"
 
     def _smooth(self, rows: np.ndarray) -> np.ndarray:
         return (1 - self.smoothing) * rows + self.smoothing / self.classes

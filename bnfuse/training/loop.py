@@ -73,14 +73,13 @@ def train_by(
             checkpoints.remove_leftovers(Path(place).parent, Path(place).name)
     workers = options.workers or default_workers(busy_threads(step.target))
     loader = Loader(data, batch_of(step), options.seed, options.changes, normalise, options.partial, workers)
+    options.rates.check(step.lr, loader.steps)
     if (left_over := require_updates(step.optimizer, loader.steps)) is not None:
         progress(left_over)
     if loader.rest and loader.rest not in step.batches:
         add_batch(step, loader.rest)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(Folder(options.folder)) if options.folder is not None else None
-        if folder is not None and options.recorded is not None:
-            write_atomically(folder.path / RECIPE, f"{options.recorded}\n".encode())
         run = Run(step, loader, options, progress, folder, step.lr, labelling)
         try:
             history = run.run()
@@ -123,6 +122,8 @@ class Run:
         step, loader, options = self.step, self.loader, self.options
         step.seed = options.seed & 0x7FFFFFFF
         at = self._begin()
+        if self.folder is not None and options.recorded is not None:  # not before a run that may not go on is refused
+            write_atomically(self.folder.path / RECIPE, f"{options.recorded}\n".encode(errors="backslashreplace"))
         step_count = at.epoch * loader.steps + at.step
         if step.program.signature.get("virtual"):
             step.virtual_statistics = fed_statistics(loader.data, loader.normalise)
@@ -172,6 +173,7 @@ class Run:
             return at
         if options.started_from is not None:
             checkpoints.load_finite(self.step, options.started_from)
+            self.step.discard()  # gradients of the run that the state is of
         return Position()
 
     def _settings(self) -> dict[str, Any]:
@@ -190,6 +192,8 @@ class Run:
             "augment": str(loader.augment),
             "target": f"{step.target.kind} {step.target.precision}",
         }
+        if loader.normalise:  # as float32, which is what divides; further digits may be another CPU's
+            found |= {name: [f"{value:.9g}" for value in getattr(loader.data, name)] for name in ("mean", "std")}
         if loader.partial:
             found["last_batch"] = options.last_batch
         if self.labelling is not None:

@@ -70,7 +70,7 @@ def row_of(cells: Iterable[Any]) -> bytes:
     """Write a row of CSV; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow("" if cell is None else cell for cell in cells)
-    return text.getvalue().encode()
+    return text.getvalue().encode(errors="backslashreplace")
 
 
 def kept_rows(path: Path, last: int) -> bytes:

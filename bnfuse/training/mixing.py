@@ -19,6 +19,7 @@ import numpy as np
 
 from bnfuse.core.errors import BnfuseError
 from bnfuse.core.ranges import check_real
+from bnfuse.core.text import spelt
 
 STREAM = 0x6D6978  # of the seed: what is drawn here is drawn nowhere else
 
@@ -70,7 +71,8 @@ class Mixing:
         if not self.is_asked:
             return "not mixed"
         until = "" if self.off_epoch is None else f" up to epoch {self.off_epoch}"
-        return f"mixup {self.mixup:g}, cutmix {self.cutmix:g} of {self.prob:g} switched {self.switch_prob:g}{until}"
+        shares = [spelt(value) for value in (self.mixup, self.cutmix, self.prob, self.switch_prob)]
+        return "mixup {}, cutmix {} of {} switched {}".format(*shares) + until
 
     def check(self) -> None:
         """Raise BnfuseError for an option out of its range, or one that means nothing."""

@@ -17,6 +17,7 @@ import math
 import re
 
 from bnfuse.core.errors import BnfuseError
+from bnfuse.core.text import spelt
 
 HELP = (
     "cosine, constant, step:30,60,80[@0.1], poly[:power], exp:factor, one-cycle[:share of the climb] or "
@@ -53,20 +54,20 @@ class Schedule:
             index, ticks = index // steps_per_epoch, 1
         if self.kind == "one-cycle":
             return self._one_cycle(first, index, epochs * ticks)
-        climb = self.warm_up * ticks
+        climb = whole(self.warm_up * ticks)
         if index < climb:
             if self.warm_up_lr is None:
                 return first * min(1.0, (index + 1) / climb)
             return self.warm_up_lr + (first - self.warm_up_lr) * index / climb
         if self.kind == "step":
-            passed = sum(index >= milestone * ticks for milestone in self.milestones)
+            passed = sum(index >= whole(milestone * ticks) for milestone in self.milestones)
             return max(first * self.factor**passed, self.min_lr)
         if self.kind == "constant":
             return first
         if self.kind == "exp":
             return max(first * self.factor ** ((index - climb) / ticks), self.min_lr)
         if self.kind == "restarts":
-            return self._fallen(first, self._cosine(self._share_of_cycle(index - climb, self.period * ticks)))
+            return self._fallen(first, self._cosine(self._share_of_cycle(index - climb, whole(self.period * ticks))))
         share = (index - climb) / max(epochs * ticks - climb, 1)
         if self.kind == "poly":
             return self._fallen(first, max(0.0, 1 - share) ** self.power)
@@ -81,9 +82,12 @@ class Schedule:
 
     def _share_of_cycle(self, ticks: float, length: float) -> float:
         """Tell which share of its cycle a place is at; each is `factor` times as long as the one before."""
-        while ticks >= length:
-            ticks, length = ticks - length, length * self.factor
-        return ticks / length
+        if self.factor == 1:
+            return 0.0 if whole(ticks / length) % 1 == 0 else (ticks % length) / length
+        more = self.factor - 1  # the first n cycles are length*(factor**n - 1)/more long
+        cycle = int(whole(math.log1p(ticks * more / length) / math.log1p(more)))
+        begun = whole(length * math.expm1(cycle * math.log1p(more)) / more)
+        return max(ticks - begun, 0.0) / (length * self.factor**cycle)
 
     def _one_cycle(self, first: float, index: int, total: int) -> float:
         """Climb by half a cosine to the top, then fall by one: torch's OneCycleLR, whose ends are ticks."""
@@ -93,8 +97,12 @@ class Schedule:
         last = self.min_lr or first * LAST
         return last + (first - last) * self._cosine(min((index - top) / max(end - top, 1e-9), 1.0))
 
-    def check(self, first: float) -> None:
-        """Raise BnfuseError where the rates could not be reached from the highest, `first`."""
+    def check(self, first: float, steps_per_epoch: int | None = None) -> None:
+        """Raise BnfuseError where the rates could not be reached from the highest, `first`, or, where the steps of an
+        epoch are known, a cycle has none of its own."""
+        ticks = 1 if self.by == "epoch" else steps_per_epoch
+        if self.kind == "restarts" and ticks is not None and whole(self.period * ticks) < 1:
+            raise BnfuseError(f"schedule '{self}': its first cycle is shorter than one {self.by}: give a longer one")
         for option, rate in (("--min-lr", self.min_lr), ("--warm-up-lr", self.warm_up_lr or 0.0)):
             if rate > first:
                 raise BnfuseError(f"{option} {rate:g} is above --lr {first:g}, the highest rate: give a smaller one")
@@ -102,11 +110,11 @@ class Schedule:
     def __str__(self) -> str:
         """Give the spelling that `parse_schedule` reads, without the options beside it."""
         if self.kind == "step":
-            return f"step:{','.join(f'{m:g}' for m in self.milestones)}@{self.factor:g}"
+            return f"step:{','.join(map(spelt, self.milestones))}@{spelt(self.factor)}"
         if self.kind == "restarts":
-            return f"restarts:{self.period:g}" + (f"x{self.factor:g}" if self.factor != 1 else "")
+            return f"restarts:{spelt(self.period)}" + (f"x{spelt(self.factor)}" if self.factor != 1 else "")
         numbers = {"poly": self.power, "exp": self.factor, "one-cycle": self.share}
-        return f"{self.kind}:{numbers[self.kind]:g}" if self.kind in numbers else self.kind
+        return f"{self.kind}:{spelt(numbers[self.kind])}" if self.kind in numbers else self.kind
 
 
 def parse_schedule(
@@ -173,6 +181,12 @@ def _number(text: str, whole: str) -> float:
     if not math.isfinite(value):
         raise BnfuseError(f"schedule '{whole}': '{text}' is no number: write {HELP}")
     return value
+
+
+def whole(ticks: float) -> float:
+    """Give the whole number that so many ticks are but for the rounding of a product: 0.7 epochs of 10 steps are 7."""
+    near = round(ticks)
+    return float(near) if near and abs(ticks - near) <= 1e-9 * max(1.0, abs(ticks)) else ticks
 
 
 def cosine(first: float, index: int, total: int) -> float:

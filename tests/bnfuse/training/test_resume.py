@@ -18,6 +18,8 @@ from bnfuse.core.tensor_files import read_safetensors
 from bnfuse.runtime import AdamW
 from bnfuse.training import train_step
 from bnfuse.training.checkpoints import KEY
+from bnfuse.training.labelling import Labelling
+from bnfuse.training.mixing import Mixing
 
 TIMES = ("seconds", "images_per_second", "waited")
 RUN = {
@@ -112,7 +114,7 @@ def test_a_finished_run_goes_on_to_nothing(unbroken, new_step, data, tmp_path):
         ({"epochs": 4}, "epochs 3, not 4"),
         ({"warm_up": 1.0}, "warm_up 0.5, not 1.0"),
         ({"augment": "flip"}, "augment flip,pad-crop:2, not flip"),
-        ({"normalise": False}, "normalise True, not False"),
+        ({"normalise": False}, "mean .*, not None|normalise True, not False"),
     ],
 )
 def test_a_run_with_other_settings_is_refused(changed, what, unbroken, new_step, data, tmp_path):
@@ -314,3 +316,24 @@ def test_an_epoch_with_a_smaller_last_batch_sees_every_image(whole_graph, new_st
     assert [count for count, *_ in seen] == [16] * 5 + [3]
     assert np.isclose(history.epochs[0].loss, sum(n * loss for n, loss, _ in seen) / 83)
     assert sorted(v for *_, values in seen for v in values) == sorted(map(float, data.train_x.sum((1, 2, 3))))
+
+
+def test_another_mean_is_another_run_and_a_refused_one_leaves_its_recipe(unbroken, new_step, data, tmp_path):
+    train_step(new_step(), data, **{**RUN, "epochs": 1}, save_to=tmp_path, recorded="epochs = 1")
+    for name in ("mean", "std"):
+        other = dataclasses.replace(data, **{name: tuple(value + 1e-4 for value in getattr(data, name))})
+        with pytest.raises(BnfuseError, match=f"is a run with {name} "):
+            train_step(new_step(), other, **{**RUN, "epochs": 1}, save_to=tmp_path, resume="auto", recorded="other")
+    assert (tmp_path / "recipe.toml").read_text() == "epochs = 1\n"
+
+
+def test_numbers_beyond_the_sixth_digit_are_compared(new_step, data, tmp_path):
+    settings = {"epochs": 1, "schedule": "exp:0.9", "augment": "random-erasing:0.1"}
+    train_step(new_step(), data, **settings, save_to=tmp_path)
+    with pytest.raises(BnfuseError, match=r"schedule exp:0\.9, not exp:0\.90000001"):
+        train_step(new_step(), data, **{**settings, "schedule": "exp:0.90000001"}, resume=tmp_path)
+    with pytest.raises(BnfuseError, match=r"augment random-erasing:0\.1, not random-erasing:0\.10000001"):
+        train_step(new_step(), data, **{**settings, "augment": "random-erasing:0.10000001"}, resume=tmp_path)
+    assert str(Labelling(3, 0.10000001, mixing=Mixing(mixup=0.20000001, prob=0.30000001))) == (
+        "3 classes, smoothing 0.10000001, weights none, mixup 0.20000001, cutmix 0 of 0.30000001 switched 0.5"
+    )

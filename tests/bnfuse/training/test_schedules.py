@@ -187,3 +187,36 @@ def test_an_option_that_means_nothing_is_refused(text, options, message):
 def test_a_least_rate_above_the_highest_is_refused():
     with pytest.raises(BnfuseError, match=r"--min-lr 0\.5 is above --lr 0\.1"):
         parse_schedule("cosine", min_lr=0.5).check(0.1)
+
+
+def test_parts_of_epochs_that_are_whole_steps_are_these_steps():
+    for epochs, steps in ((0.7, 10), (0.3, 10), (1.1, 10), (2.2, 390), (2.3, 10)):
+        count = round(epochs * steps)
+        fallen = [parse_schedule(f"step:{epochs}").rate(1.0, index, steps, 6) for index in (count - 1, count)]
+        assert fallen == [1.0, 0.1]
+        cycles = parse_schedule(f"restarts:{epochs}")
+        assert [cycles.rate(1.0, count * turn, steps, 6) for turn in (1, 2)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("factor", "starts"), [(1, [0, 7, 14, 21, 700]), (2, [0, 7, 21, 49, 105]), (1e300, [0, 7])])
+def test_each_cycle_begins_at_the_top(factor, starts):
+    cycles = parse_schedule(f"restarts:0.7x{factor}")
+    for start in starts:
+        assert cycles.rate(0.4, start, STEPS, 6) == 0.4
+    lowest = cycles.rate(0.4, 6, STEPS, 6)
+    assert lowest == pytest.approx(0.2 * (1 + np.cos(np.pi * 6 / 7)))
+
+
+def test_a_cycle_without_a_step_is_refused_and_takes_no_time():
+    schedule = parse_schedule("restarts:1e-300")
+    assert schedule.rate(0.4, 59, STEPS, 6) <= 0.4
+    with pytest.raises(BnfuseError, match="schedule 'restarts:1e-300': its first cycle is shorter than one step"):
+        schedule.check(0.4, STEPS)
+    with pytest.raises(BnfuseError, match="shorter than one epoch"):
+        parse_schedule("restarts:0.5", by="epoch").check(0.4)
+    parse_schedule("restarts:0.1").check(0.4, STEPS)
+
+
+def test_numbers_are_told_as_they_are():
+    for text in ("step:30,60@0.1", "exp:0.12345678", "restarts:0.33333333x1.0000001", "poly:2", "one-cycle:0.3000001"):
+        assert str(parse_schedule(text)) == text

@@ -15,7 +15,7 @@ import onnx
 import pytest
 from odd_pictures import save_plain, save_tars
 from PIL import Image
-from small_training import forward_model
+from small_training import forward_model, small_graph
 
 import bnfuse
 from bnfuse.build import build_training_graph
@@ -220,3 +220,19 @@ def test_evaluate_reads_as_it_is_told(new_step, folder):
     except DivergedError:
         pytest.fail("diverged")
     assert one == other and one.images == 8
+
+
+def test_names_that_are_no_utf_8_are_trained_on_and_written_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    bnfuse.save(small_graph(None), "fused.onnx")
+    for label in range(10):
+        folder = tmp_path / "photos" / os.fsdecode(b"caf\xe9%d" % label)
+        folder.mkdir(parents=True)
+        for number in range(6):
+            with (folder / os.fsdecode(b"%d\xe9.png" % number)).open("wb") as stream:
+                Image.new("L", (8, 8), 20 * label + number).save(stream, "PNG")
+    run = ["--epochs", "1", "--threads", "1", "--save", "run", "--export", "model.onnx", "--metrics", "run.jsonl"]
+    assert main(["train", "fused.onnx", "--data", "photos", "--stream", *run]) == 0, capsys.readouterr().err
+    assert main(["evaluate", "model.onnx", "--data", "photos", "--confusion", "c.csv", "--json"]) == 0
+    assert r"caf\\udce91" in capsys.readouterr().out
+    assert Path("c.csv").read_text().splitlines()[0].startswith(r"class,caf\udce90,caf\udce91,")

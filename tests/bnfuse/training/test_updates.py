@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -11,10 +12,12 @@ from small_training import BATCH, save_npz, small_data, small_graph
 
 import bnfuse
 from bnfuse.cli import main
+from bnfuse.commands.updates import OPTIONS
 from bnfuse.core.errors import BnfuseError, DivergedError
 from bnfuse.core.tensor_files import read_metadata, read_safetensors
 from bnfuse.exporting import read_state
 from bnfuse.runtime import EMA, SGD, Group
+from bnfuse.runtime.program.optim import NAMES
 from bnfuse.training import evaluate_step, train_step
 
 RECIPE = {"groups": (Group("head/*", lr=2),), "clip_norm": 1.0, "accumulate": 2, "ema": EMA(0.7, warm_up=True)}
@@ -171,6 +174,30 @@ def test_the_command_line_asks_for_all_of_it(tmp_path, monkeypatch, capsys):
     assert bnfuse.open_step("step.bnf", threads=1).optimizer == wanted
 
 
+def test_no_option_of_an_optimiser_has_two_ways():
+    fields = {field.name for kind, _ in NAMES.values() for field in dataclasses.fields(kind)}
+    assert set(OPTIONS) == {"name", *fields} - {"betas", "epsilon", "alpha"}
+
+
+def test_a_new_run_has_none_of_the_gradients_of_the_run_that_its_state_is_of(tmp_path):
+    step = new_step()
+    train_step(step, small_data(), epochs=1)
+    data = small_data()
+    step(data.train_x[:BATCH], data.train_y[:BATCH])
+    assert step.pending == 1
+    step.save(tmp_path / "mid.safetensors")
+    seen, other = [], new_step()
+    backward = other.backward
+
+    def counted():
+        seen.append(other.pending)
+        return backward()
+
+    other.backward = counted
+    train_step(other, data, epochs=1, resume=tmp_path / "mid.safetensors")
+    assert seen == [0, 1, 0, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -178,6 +205,8 @@ def test_the_command_line_asks_for_all_of_it(tmp_path, monkeypatch, capsys):
         (["--lr-of", "head=much"], "'much' is no number"),
         (["--ema-warm-up"], "is of the average that --ema DECAY keeps"),
         (["--opt", "alpha=0.9"], "optimizer sgd has no 'alpha': it has momentum, nesterov, no_decay, weight_decay"),
+        (["--opt", "clip_norm=1"], "--opt clip_norm: has an option of its own: --clip-norm"),
+        (["--opt", "lr=1"], "--opt lr: has an option of its own: --lr"),
         (["--clip-norm", "1", "--clip-value", "1"], "give one of them"),
         (["--freeze", "stem*"], "--freeze 'stem*' matches no parameter"),
         (["--lr-of", "stem*=2"], "group: no parameter is named like 'stem*'"),
