@@ -28,6 +28,7 @@ from .shell import FusedModule, shell
 log = logging.getLogger("bnfuse")
 
 OPTIONS = ("level", "precision", "threads", "cache", "fallback")
+OF_GRAPHS = frozenset({"graph", "layout", "holders", "numbers"})  # of a Graph: `Compiled` has its own of each
 STATE = re.compile(
     r"(?P<root>.*?)(?P<path>(\._modules\['[^']*'\])*)\._(?P<table>parameters|buffers)\['(?P<leaf>[^']*)'\]"
 )
@@ -200,7 +201,7 @@ def options_of(mode: str | None, options: Mapping[str, Any]) -> Options:
     passes_of(found["level"], pool_first=False)  # raises for a level that there is not
     if found["precision"] not in (None, *PRECISIONS):
         raise BnfuseError(f"there is no precision '{found['precision']}': there is {', '.join(PRECISIONS)}")
-    return Options(**found, ignored=frozenset())
+    return Options(**found, ignored=OF_GRAPHS)
 
 
 def layout_of(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Layout:

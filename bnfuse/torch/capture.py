@@ -62,6 +62,7 @@ class Captured:
     counts: dict[str, int]  # num_batches_tracked -> by how much a forward counts it up
     cumulative: frozenset[str]  # running statistics that are the mean of all batches (momentum=None)
     reached: tuple[frozenset[str | int], ...]
+    baked: tuple[str, ...] = ()  # parameters and buffers whose values are constants of the graph
 
 
 def capture(
@@ -120,6 +121,8 @@ def capture(
         raise BnfuseError(f"{name}: '{min(odd)}' has no gradient here that is torch's: a parameter of a kind not known")
     state = (*trainable, *signature.frozen, *signature.running)
     owned = {*facts.parameters, *facts.buffers}
+    tensors = {**known, **dict(module.named_buffers(remove_duplicate=False))}
+    followed = {id(tensors[key]) for key in (*state, *facts.counts) if key in tensors}
     return Captured(
         rewritten=rewrite(graph.model, level=level, signature=signature),
         notes=built.notes,
@@ -138,6 +141,7 @@ def capture(
         counts=facts.counts,
         cumulative=frozenset(cumulative),
         reached=facts.reached,
+        baked=tuple(sorted(key for key in facts.operands if key in tensors and id(tensors[key]) not in followed)),
     )
 
 

@@ -22,7 +22,7 @@ from .capture import Captured, capture
 from .program import Call, Compiling, Program
 from .reports import Part, Report
 from .shell import FusedModule, plain
-from .watch import Watch, is_plain
+from .watch import Attributes, Watch, content, is_plain
 
 log = logging.getLogger("bnfuse")
 
@@ -62,11 +62,12 @@ class Key:
     modes: tuple[bool, ...]
     flags: tuple[bool, ...]  # which parameters train; none where no gradients are wanted
     gradients: bool
-    attributes: tuple[Any, ...]
+    attributes: Attributes
     packed: str  # how the tensors of the call are packed, with what else was given
     inputs: tuple[Input, ...]
     device: str
     autocast: torch.dtype | None
+    baked: tuple[tuple[str, Any], ...] = ()  # values of the module's tensors that are constants of the program
 
     def at(self, batch: int) -> Key:
         """Give the same for another batch size."""
@@ -88,6 +89,7 @@ class Programs:
     def __init__(self) -> None:
         self.entries: dict[Key, Entry] = {}
         self.lock = threading.RLock()
+        self.baked: dict[Key, tuple[str, ...]] = {}  # which tensors are constants, by keys without their values
         self.parts: dict[str, Part] = {}
         self.changes = 0
         self.refused: dict[Key, str] = {}  # what cannot be captured, and why
@@ -216,7 +218,7 @@ class Engine:
         device = self.device(tensors)
         kind = device.partition(":")[0]
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return Key(
+        key = Key(
             self.watch.modes(),
             flags if gradients else (),
             gradients,
@@ -226,6 +228,13 @@ class Engine:
             device,
             autocast,
         )
+        names = self.programs.baked.get(key) if self.programs.baked else None
+        return dataclasses.replace(key, baked=self.values(names)) if names else key
+
+    def values(self, names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+        """Give the values of tensors of the module, as they can be compared."""
+        found = [(name, self.watch.names[name]) for name in names]
+        return tuple([(name, content(held[key])) for name, (held, key) in found])
 
     def device(self, tensors: Sequence[torch.Tensor]) -> str:
         """Name the device of the parameters and inputs, which is one."""
@@ -260,32 +269,54 @@ class Engine:
             except BnfuseError as error:
                 self.programs.refused[key] = str(error)
                 raise
+            if baked := entry.program.captured.baked:
+                key = dataclasses.replace(key, baked=())
+                self.programs.baked[key] = baked
+                key = dataclasses.replace(key, baked=self.values(baked))
             self.programs.entries[key] = entry
             return entry
 
     def check_changes(self, key: Key) -> None:
         """Raise where an attribute changes again and again, each time with a program of its own."""
         last = next(reversed(self.programs.entries), None)
-        if last is None or last.attributes == key.attributes:
+        if last is None:
             return
-        if any(other.attributes == key.attributes for other in self.programs.entries):
-            return
-        what = self.watch.changed(last.attributes, key.attributes)
+        what = self.other_constant(key)
+        if what is None:
+            if any(other.attributes == key.attributes for other in self.programs.entries):
+                return
+            what = self.watch.changed(last.attributes, key.attributes)
         self.programs.changes += 1
         log.info("%s: '%s' is another than when it was captured: captured anew", self.name, what)
+        if self.programs.changes > MOST_CHANGES and what in self.watch.names:
+            raise BnfuseError(
+                f"{self.name}: '{what}' changes all the time, and is a constant of what was captured: make it an "
+                "argument of forward"
+            )
         if self.programs.changes > MOST_CHANGES:
             raise BnfuseError(
                 f"{self.name}: '{what}' changes all the time, and each value is captured anew: if its forward does not "
                 f"depend on it, say so: fuse(..., ignore=('{what}',))"
             )
 
+    def other_constant(self, key: Key) -> str | None:
+        """Name the tensor whose value is another than in the last program that is this one but for such values."""
+        bare = dataclasses.replace(key, baked=())
+        for other in reversed(self.programs.entries) if key.baked else ():
+            if dataclasses.replace(other, baked=()) == bare:
+                return next(name for (name, was), (_, now) in zip(other.baked, key.baked, strict=True) if was != now)
+        return None
+
     def at_other_batch(self, key: Key) -> Entry | None:
         """Compile a program that there is for another batch size too; None where none can be."""
         if not key.inputs or not key.inputs[0].shape:
             return None
         batch = key.inputs[0].shape[0]
+        bare = dataclasses.replace(key, baked=())
         for other, entry in self.programs.entries.items():
-            if not other.inputs[0].shape or other.at(batch) != key:
+            if not other.inputs[0].shape or dataclasses.replace(other.at(batch), baked=()) != bare:
+                continue
+            if other.baked != self.values([name for name, _ in other.baked]):
                 continue
             begun = time.perf_counter()
             try:

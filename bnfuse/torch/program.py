@@ -97,9 +97,14 @@ class Program:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def elsewhere(self, state: Mapping[str, torch.Tensor]) -> list[str]:
-        """Name the tensors that do not lie in the step's memory."""
+        """Name the tensors that do not lie in the step's memory, or lie there otherwise: turned, or a part of it."""
         homes = self.home
-        return [name for name, one in state.items() if name in homes and one.data_ptr() != homes[name].data_ptr()]
+        return [
+            name
+            for name, one in state.items()
+            if name in homes
+            and (one.data_ptr() != homes[name].data_ptr() or not one.is_contiguous() or one.shape != homes[name].shape)
+        ]
 
     def place_for(self, state: Mapping[str, torch.Tensor]) -> Program:
         """Give the program whose memory the tensors may enter: this one, unless others live where they would go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import random
@@ -18,7 +19,7 @@ from torch import nn
 from bnfuse.core.errors import BnfuseError
 
 from .facts import BATCH_NORM, STATISTICS
-from .watch import is_plain
+from .watch import OWN, frozen
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def no_traces(module: nn.Module) -> Iterator[None]:
     What it did is undone.
     """
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what modules draw by
-    modules = [(path, one, plain_attributes(one)) for path, one in module.named_modules()]
+    modules = [(path, one, attributes_of(one), contained(one)) for path, one in module.named_modules()]
     yield
     if random.getstate() != python or str(np.random.get_state()) != str(numbers):  # noqa: NPY002
         random.setstate(python)
@@ -87,19 +88,41 @@ def no_traces(module: nn.Module) -> Iterator[None]:
         raise BnfuseError(
             "its forward draws by Python's or numpy's random, and would always draw the same: draw by torch.rand"
         )
-    for path, one, before in modules:
-        after = plain_attributes(one)
+    for path, one, before, values in modules:
+        after = attributes_of(one)
         if odd := sorted(key for key in {*before, *after} if before.get(key) != after.get(key)):
             for key in odd:
                 one.__dict__.pop(key, None)
-                one.__dict__.update({key: before[key]} if key in before else {})
+                one.__dict__.update({key: restored(*values[key])} if key in before else {})
             what = f"{path}.{odd[0]}".lstrip(".")
             raise BnfuseError(f"its forward changes the attribute '{what}', which a fused one would not")
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Give the attributes of a module that are numbers, texts and the like."""
-    return {key: value for key, value in module.__dict__.items() if is_plain(value)}
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Give the attributes of a module as they can be compared later. Tensors are not read: they may have no values."""
+    return {key: frozen(value, reads=False) for key, value in module.__dict__.items() if is_own(key)}
+
+
+def contained(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Give the attributes of a module, each with a copy of what it contains, where it is a list, dict or set."""
+    return {
+        key: (value, copy.copy(value) if type(value) in (list, dict, set) else None)
+        for key, value in module.__dict__.items()
+        if is_own(key)
+    }
+
+
+def restored(value: Any, before: Any) -> Any:
+    """Give an attribute with what it contained before."""
+    if before is not None:
+        value.clear()
+        (value.extend if isinstance(value, list) else value.update)(before)
+    return value
+
+
+def is_own(key: str) -> bool:
+    """Tell whether an attribute is a module's own, and none that every nn.Module has."""
+    return key not in OWN or key == "training"
 
 
 @contextlib.contextmanager

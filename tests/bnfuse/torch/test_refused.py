@@ -85,6 +85,17 @@ def counting(module, x):
     return module.conv(x)
 
 
+def logging(module, x):
+    module.log.append(1)
+    return module.conv(x)
+
+
+def test_a_list_that_a_forward_adds_to_is_refused_and_left_as_it_was():
+    log: list[int] = []
+    refused(logging, "changes the attribute 'log'", log=log)
+    assert log == []
+
+
 def dropping(module, x):
     import random
 

@@ -116,11 +116,61 @@ def test_an_attribute_that_changes_is_captured_anew_and_one_that_does_all_the_ti
     loss_of(exact, images().double()).backward()
     assert far(state(fused), state(exact)) < 1e-5
     monkeypatch.setattr(engine, "MOST_CHANGES", 0)
-    fused.epoch = 3  # a new attribute is none that the forward was captured with
-    fused(images())
     fused.stem[1].momentum = 0.25
     with pytest.raises(BnfuseError, match=r"'stem\.1\.momentum' changes all the time"):
         fused(images())
+
+
+def test_what_a_program_was_captured_with_is_looked_at_again():
+    """Constants among buffers, attributes of every kind, also those that are not there yet, and ties."""
+    import torch
+    from fused_networks import images
+    from torch import nn
+
+    import bnfuse.torch
+
+    class Odd(nn.Module):
+        shift = 0.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.b.weight = self.a.weight
+            self.register_buffer("gain", torch.tensor(1.5))
+            self.powers, self.scale = [1.0], torch.tensor(1.0)
+
+        def forward(self, x):
+            x = self.b(self.a(x)) * self.gain * self.powers[0] * self.scale + self.shift
+            return x * getattr(self, "late", 1.0)
+
+    fused = bnfuse.torch.fuse(Odd(), images())
+    count = len(fused._bnfuse.programs.entries)
+
+    def agree() -> None:
+        wanted = Odd.forward(fused, images())
+        torch.testing.assert_close(fused(images()), wanted)
+
+    def turn() -> None:
+        fused.a.weight.data = fused.a.weight.data[:, :, 0, 0].t()[:, :, None, None]
+
+    agree()
+    changes = (
+        lambda: fused.gain.fill_(2),
+        lambda: fused.gain.data.fill_(3),
+        lambda: fused.powers.__setitem__(0, 2.0),
+        lambda: setattr(fused, "scale", torch.tensor(0.5)),
+        lambda: setattr(fused, "shift", 1.0),
+        lambda: setattr(fused, "late", 2.0),
+    )
+    for change in changes:
+        change()
+        agree()
+    fused(images())
+    assert len(fused._bnfuse.programs.entries) == count + len(changes)
+    turn()
+    agree()
+    fused.b.weight = nn.Parameter(torch.randn(3, 3, 1, 1))
+    agree()
 
 
 def test_a_copy_is_its_own(fused):
