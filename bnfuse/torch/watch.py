@@ -124,16 +124,24 @@ class Watch:
                     self._tensors.append((table, tuple(table), missing(table)))
             self._empty += [table for table in (modules, held, part.module._buffers) if not table]
         self._tied = self.ties()
+        self._last: list[tuple[Any, ...]] = []  # names and identities of the tensors that were looked at
         self._hooks = [part.module.__dict__[name] for part in self.parts[1:] for name in HOOKS]
 
     def is_whole(self) -> bool:
         """Tell whether the tree has the same modules, and parameters and buffers of the same names, of which the same
         are one tensor."""
-        return self.ties() == self._tied and not (
-            any(self._empty)
-            or any(tuple(table) != keys or tuple(table.values()) != values for table, keys, values in self._children)
-            or any(tuple(table) != keys or missing(table) != none for table, keys, none in self._tensors)
-        )
+        if any(self._empty) or any(
+            tuple(table) != keys or tuple(table.values()) != values for table, keys, values in self._children
+        ):
+            return False
+        now = [(tuple(table), *map(id, table.values())) for table, _, _ in self._tensors]
+        if now != self._last:
+            if any(tuple(table) != keys or missing(table) != none for table, keys, none in self._tensors):
+                return False
+            if self.ties() != self._tied:
+                return False
+            self._last = now
+        return True
 
     def ties(self) -> tuple[int, list[bool]]:
         """Count the tensors that there are, and tell which of the names that were one tensor still are."""
@@ -165,7 +173,15 @@ class Watch:
 
     def attributes(self) -> Attributes:
         """Give the attributes of all modules, by which they may compute."""
-        others = [part for part in self.parts if not part.is_same()]
+        try:
+            others = [
+                part
+                for part in self.parts
+                if len(part.held) != part.count or part.quick(part.held) != part.seen or part.others
+            ]
+        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor now
+            others = self.parts
+        others = [part for part in others if not part.is_same()]
         if others:
             for part in others:
                 part.look()
